@@ -11,7 +11,7 @@ from urllib.parse import quote
 import msgspec
 
 from portalmq import stream_wire, wire
-from portalmq.closing import Closing
+from portalmq.closeable import Closeable
 from portalmq.errors import PortalMQError
 from portalmq.message import Message, message_from_json, message_from_wire
 from portalmq.network.tls import TlsFiles
@@ -40,17 +40,17 @@ class _LockList(msgspec.Struct):
 
 
 class _DeadPage(msgspec.Struct):
-    messages: list[wire.JsonMessageShown]
+    messages: list[wire.DecodedJsonMessage]
     next_after: str | None = None
 
 
 class _ScheduledPage(msgspec.Struct):
-    messages: list[wire.JsonMessageShown]
+    messages: list[wire.DecodedJsonMessage]
     next: str | None = None
 
 
 class _UnfinishedPage(msgspec.Struct):
-    messages: list[wire.UnfinishedShown]
+    messages: list[wire.DecodedUnfinished]
     next: str | None = None
     counts: wire.QueueCounts | None = None
 
@@ -71,7 +71,7 @@ class _Dropped(msgspec.Struct):
 wire.prepare(_TopicList, _GroupList, _LockList, _DeadPage, _ScheduledPage, _UnfinishedPage, _Dropped)
 
 
-class Admin(Closing):
+class Admin(Closeable):
     """Thread-safe. Every call raises the PortalMQError that the broker answered."""
 
     def __init__(

@@ -30,7 +30,7 @@ from portalmq.consumer import Consumer
 from portalmq.consumers.commit import Output
 from portalmq.errors import Backpressure, PortalMQError
 from portalmq.message import Message, RecordMetadata
-from portalmq.network.forking import begin_anew_in_children
+from portalmq.network.forking import reset_in_children
 from portalmq.producer import Producer
 from portalmq.producers.batching import SendFuture
 from portalmq.streams.member import Delivery
@@ -45,7 +45,7 @@ CLOSE_TIMEOUT_S = 5.0
 Job = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Any]", Callable[[], Any]]
 
 
-class _Threads:
+class _ThreadPool:
     """Up to `most` threads of one object, for one event loop; started when they are needed.
 
     Daemons, unlike those of concurrent.futures: a program that forgets close() must not hang at its end, in a receive.
@@ -55,16 +55,16 @@ class _Threads:
         self._name = name
         self._most = most
         self._begin()
-        begin_anew_in_children(self)
+        reset_in_children(self)
 
     def _begin(self) -> None:
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self.unfinished = 0
-        self.close = weakref.finalize(self, _end, self._jobs, self._threads)
+        self.close = weakref.finalize(self, _stop_threads, self._jobs, self._threads)
         self.close.atexit = False
 
-    def _begin_anew(self) -> None:
+    def _reset_in_child(self) -> None:
         """In the child of a fork, which has none of the threads, and none of the event loops that wait for them."""
         was_closed = self.close.detach() is None
         self._begin()
@@ -81,7 +81,7 @@ class _Threads:
         future.add_done_callback(self._finished)
         self._jobs.put((loop, future, do))
         if len(self._threads) < min(self._most, self.unfinished):
-            thread = threading.Thread(target=_work, args=(self._jobs,), name=self._name, daemon=True)
+            thread = threading.Thread(target=_run_jobs, args=(self._jobs,), name=self._name, daemon=True)
             self._threads.append(thread)
             thread.start()
         return future
@@ -95,7 +95,7 @@ class _Threads:
             ended.exception()  # who was cancelled does not ask for it
 
 
-def _work(jobs: SimpleQueue[Job | None]) -> None:
+def _run_jobs(jobs: SimpleQueue[Job | None]) -> None:
     while (job := jobs.get()) is not None:
         loop, future, do = job
         outcome: tuple[Any, BaseException | None]
@@ -104,11 +104,11 @@ def _work(jobs: SimpleQueue[Job | None]) -> None:
         except BaseException as fault:  # noqa: BLE001 - it is told to whoever waits
             outcome = (None, fault)
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(_settle, future, *outcome)
+            loop.call_soon_threadsafe(_set_outcome, future, *outcome)
         del job, future, do, outcome  # or they would live until the next job
 
 
-def _settle(future: asyncio.Future[Any], result: Any, fault: BaseException | None) -> None:
+def _set_outcome(future: asyncio.Future[Any], result: Any, fault: BaseException | None) -> None:
     if future.done():
         return
     if fault is None:
@@ -117,7 +117,7 @@ def _settle(future: asyncio.Future[Any], result: Any, fault: BaseException | Non
         future.set_exception(fault)
 
 
-def _end(jobs: SimpleQueue[Job | None], threads: list[threading.Thread]) -> None:
+def _stop_threads(jobs: SimpleQueue[Job | None], threads: list[threading.Thread]) -> None:
     for _ in threads:
         jobs.put(None)
 
@@ -177,15 +177,15 @@ class AsyncProducer:
             allow_advertised=allow_advertised,
         )
         # One thread keeps the order of the sends that have to wait; the other is for flush and close.
-        self._senders = _Threads("portalmq-async-send", 1)
-        self._others = _Threads("portalmq-async-flush", 1)
+        self._senders = _ThreadPool("portalmq-async-send", 1)
+        self._flusher = _ThreadPool("portalmq-async-flush", 1)
         self._hurried: list[SendFuture] = []
         self._max_block_s = max_block_s
         self._delivery_timeout_s = delivery_timeout_s
         self._closing: asyncio.Future[None] | None = None
-        begin_anew_in_children(self)
+        reset_in_children(self)
 
-    def _begin_anew(self) -> None:
+    def _reset_in_child(self) -> None:
         """In the child of a fork; the producer and the threads see to themselves."""
         self._hurried = []
         if self._closing is not None and not self._closing.done():
@@ -258,7 +258,7 @@ class AsyncProducer:
         """Wait until everything sent so far has its outcome. Raises TimeoutError after `timeout` seconds."""
         while self._senders.unfinished:  # those that wait for room were sent before
             await self._senders.run(lambda: None)
-        await self._others.run(lambda: self._producer.flush(timeout))
+        await self._flusher.run(lambda: self._producer.flush(timeout))
 
     async def close(self, timeout: float | None = None) -> None:  # noqa: ASYNC109 - the name that Producer has
         """Flush and stop. What is not sent after `timeout` seconds (default: the delivery timeout) fails. Closing twice
@@ -276,9 +276,9 @@ class AsyncProducer:
                 sends_done.wait(limit_s)
                 self._producer.close(max(0.0, limit_s - (time.monotonic() - began)))
 
-            self._closing = self._others.start(finish)
+            self._closing = self._flusher.start(finish)
             self._senders.close()
-            self._others.close()
+            self._flusher.close()
         await asyncio.shield(self._closing)
 
     async def __aenter__(self) -> Self:
@@ -348,22 +348,22 @@ class AsyncConsumer:
         )
         self._mode = mode
         self._manual_ack = manual_ack
-        self._receiver = _Threads("portalmq-async-receive", 1)
-        self._settlers = _Threads("portalmq-async-settle", SETTLERS_MAX)
+        self._receiver = _ThreadPool("portalmq-async-receive", 1)
+        self._settlers = _ThreadPool("portalmq-async-settle", SETTLERS_MAX)
         # While brokers are away acks may hold all settlers, and a queue of them behind: the end waits for none.
-        self._closer = _Threads("portalmq-async-close", 1)
+        self._closer = _ThreadPool("portalmq-async-close", 1)
         self._closed = False
-        self._begin_anew()
-        begin_anew_in_children(self)
+        self._reset_in_child()
+        reset_in_children(self)
 
-    def _begin_anew(self) -> None:
+    def _reset_in_child(self) -> None:
         """As one that has received nothing, which is also what the child of a fork has."""
         # What a receive brought whose asker was cancelled; and that receive itself while it goes on. One at a time.
-        self._kept: deque[Message] = deque()
+        self._undelivered: deque[Message] = deque()
         self._receiving: asyncio.Future[list[Message]] | None = None
-        self._turn = asyncio.Lock()
+        self._receive_lock = asyncio.Lock()
         # What the user has in hand: all since the latest receive, of a stream the last one of each partition.
-        self._given: dict[tuple[str, int, int], Message] = {}
+        self._handed_out: dict[tuple[str, int, int], Message] = {}
 
     def __repr__(self) -> str:
         return f"<Async{repr(self._consumer)[1:]}"
@@ -396,31 +396,31 @@ class AsyncConsumer:
         self, receive: Callable[[], list[Message]], at_most: int | None, timeout_s: float | None
     ) -> list[Message]:
         """What was kept; or what a receive brings that somebody began and left; or what a new one brings."""
-        async with self._turn:
-            while not self._kept and not self._closed:
+        async with self._receive_lock:
+            while not self._undelivered and not self._closed:
                 if self._receiving is None:
                     if self._mode == "queue":
-                        self._given.clear()  # asking for more says that they are done
+                        self._handed_out.clear()  # asking for more says that they are done
                     self._receiving = self._receiver.start(receive)
-                    if not await self._arrived(self._receiving, None):
+                    if not await self._wait_for(self._receiving, None):
                         return []
-                elif not await self._arrived(self._receiving, timeout_s) and self._receiving is not None:
+                elif not await self._wait_for(self._receiving, timeout_s) and self._receiving is not None:
                     return []  # the earlier one waits on, this asker does not
-            count = len(self._kept) if at_most is None else min(at_most, len(self._kept))
-            messages = [self._kept.popleft() for _ in range(count)]
+            count = len(self._undelivered) if at_most is None else min(at_most, len(self._undelivered))
+            messages = [self._undelivered.popleft() for _ in range(count)]
             for message in messages:
                 offset = message.offset if self._mode == "queue" else 0
-                self._given[message.topic, message.partition, offset] = message
+                self._handed_out[message.topic, message.partition, offset] = message
             return messages
 
-    async def _arrived(self, receiving: asyncio.Future[list[Message]], timeout_s: float | None) -> bool:
+    async def _wait_for(self, receiving: asyncio.Future[list[Message]], timeout_s: float | None) -> bool:
         """Wait for a receive, which goes on if this is cancelled. Raises its error; True when it brought something."""
         await asyncio.wait([receiving], timeout=timeout_s)
         if not receiving.done():
             return False
         self._receiving = None
-        self._kept.extend(receiving.result())
-        return bool(self._kept)
+        self._undelivered.extend(receiving.result())
+        return bool(self._undelivered)
 
     # --- settling ----------------------------------------------------------------------------------------------------
 
@@ -446,7 +446,7 @@ class AsyncConsumer:
         """Say that all that this gave is done; durable on return. What a cancelled receive brought is not meant."""
         if self._mode == "queue" and self._manual_ack:
             self._consumer.commit()  # which says what is wrong with that
-        given = list(self._given.values())
+        given = list(self._handed_out.values())
 
         def commit() -> None:
             if given:
@@ -469,8 +469,8 @@ class AsyncConsumer:
         def is_void(message: Message) -> bool:
             return message.topic == topic and partition in (None, message.partition)
 
-        self._kept = deque(message for message in self._kept if not is_void(message))
-        self._given = {place: message for place, message in self._given.items() if not is_void(message)}
+        self._undelivered = deque(message for message in self._undelivered if not is_void(message))
+        self._handed_out = {place: message for place, message in self._handed_out.items() if not is_void(message)}
 
     async def pause(self, topic: str | None = None, partition: int | None = None) -> None:
         """Hand out nothing of a topic, or one partition of it, or at all, until resume()."""
@@ -499,16 +499,16 @@ class AsyncConsumer:
         self._closed = True
         try:
             await self._closer.run(self._consumer.close)
-            if self._receiving is not None and not self._turn.locked():  # else who waits for it gets it
+            if self._receiving is not None and not self._receive_lock.locked():  # else who waits for it gets it
                 with contextlib.suppress(PortalMQError):
-                    await self._arrived(self._receiving, CLOSE_TIMEOUT_S)
-            if self._manual_ack and self._kept and self._mode == "queue":
+                    await self._wait_for(self._receiving, CLOSE_TIMEOUT_S)
+            if self._manual_ack and self._undelivered and self._mode == "queue":
                 # What was handed out in manual mode is the user's to settle, but this never reached him.
-                kept, reason = list(self._kept), "the consumer closed before it came to it"
+                kept, reason = list(self._undelivered), "the consumer closed before it came to it"
                 with contextlib.suppress(PortalMQError):
                     await self._closer.run(lambda: self._consumer.nack(kept, 0, reason))
         finally:
-            self._kept.clear()
+            self._undelivered.clear()
             self._receiver.close()
             self._settlers.close()
             self._closer.close()

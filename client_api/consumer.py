@@ -19,18 +19,18 @@ from typing import Literal
 import msgspec
 
 from portalmq import wire
-from portalmq.closing import Closing
+from portalmq.closeable import Closeable
 from portalmq.consumers.commit import Output, commit_receipts
 from portalmq.consumers.lease import Leases, Verb
 from portalmq.consumers.prefetch import Prefetch
 from portalmq.errors import GroupNotFound, PortalMQError
 from portalmq.message import Message, message_from_wire
-from portalmq.network.forking import begin_anew_in_children
+from portalmq.network.forking import reset_in_children
 from portalmq.network.tls import TlsFiles
 from portalmq.stream_wire import SESSION_TIMEOUT_MS_MAX
 from portalmq.streams.member import Delivery, StreamMember
-from portalmq.transport import chance
-from portalmq.transport.reach import SILENT_S_MAX
+from portalmq.transport import system_random
+from portalmq.transport.reachability import SILENT_S_MAX
 from portalmq.transport.transport import (
     CALL_TIMEOUT_S,
     WAIT_S_MIN,
@@ -51,7 +51,7 @@ HANDLING_S = 300.0
 LAST_ANSWER_S = 2.0
 
 
-class Consumer(Closing):
+class Consumer(Closeable):
     """Receives messages of `topics` for a group. For one thread; ack, nack, extend and close may come from others.
 
         for message in Consumer("orders", group="billing"):
@@ -137,7 +137,7 @@ class Consumer(Closing):
         self._settle_transport = Transport(bootstrap, token=token, tls=tls, allow_advertised=allow_advertised)
         self._closed = threading.Event()
         self._begin()
-        begin_anew_in_children(self)
+        reset_in_children(self)
 
     def __repr__(self) -> str:
         state = ": closed" if self._closed.is_set() else ""
@@ -174,7 +174,7 @@ class Consumer(Closing):
             self, _shut_down, self._closed, self._receiving, self._settle_transport, self._leases, self._stream
         )
 
-    def _begin_anew(self) -> None:
+    def _reset_in_child(self) -> None:
         """In the child of a fork: what is leased, assigned or waits is the parent's, and so is the way to its end."""
         self._shut_down.detach()
         was_closed, self._closed = self._closed.is_set(), threading.Event()
@@ -224,7 +224,7 @@ class Consumer(Closing):
     def _next_messages(self, at_most: int, timeout_s: float | None, *, ends: bool) -> list[Message]:
         """`ends`: that nothing came is the end of an iteration, so it must be true."""
         if self._manual_ack:
-            self._leases.keep_only_waiting()
+            self._leases.forget_handed()
         else:
             self._leases.finish_handed()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -238,7 +238,7 @@ class Consumer(Closing):
             try:
                 received = self._receive(at_most, deadline)
             except PortalMQError as error:
-                if deadline is None or not self._may_hide(error, ends=ends):
+                if deadline is None or not self._may_report_empty(error, ends=ends):
                     raise
                 if not ends:
                     break
@@ -247,17 +247,17 @@ class Consumer(Closing):
                 break
         return []
 
-    def _may_hide(self, error: PortalMQError, *, ends: bool) -> bool:
+    def _may_report_empty(self, error: PortalMQError, *, ends: bool) -> bool:
         """Whether a receive that failed when its time was over says nothing yet: leaders change. To the end of an
         iteration it never says that there is nothing."""
         now = time.monotonic()
         self._failing_since = self._failing_since or now
-        reach = self._receiving.reach
+        reach = self._receiving.reachability
         if not may_repeat(error, repeatable=True):
             return False
         if ends:
             return now < self._failing_since + (AGAIN_S if reach.is_refused else SILENT_S_MAX)
-        return reach.may_hide() and now < self._failing_since + CALL_TIMEOUT_S
+        return reach.may_report_empty() and now < self._failing_since + CALL_TIMEOUT_S
 
     def _take(self, at_most: int) -> list[Message]:
         topic = self.topics[0]
@@ -287,7 +287,7 @@ class Consumer(Closing):
                 visibility_timeout_ms=round(self._visibility_timeout_s * 1000),
                 consumer=self._name,
                 attempt_id=f"{self._name}-{self._attempts}",
-                ack=self._leases.board(),
+                ack=self._leases.take_acks(),
             )
             answer = self._receiving.call(
                 Request(
@@ -298,16 +298,16 @@ class Consumer(Closing):
                     repeatable=True,
                     near=self._near,
                     wait_s=max(wait_s, WAIT_S_MIN),
-                    tells_first=True,
+                    marks_first_try=True,
                 ),
                 timeout_s=timeout_s,
-                waits_out=True,
+                waits_for_last_try=True,
                 is_repeat=is_repeat,
             )
             received = decode_answer(answer, wire.PackReceived)
             self._is_unanswered, self._failing_since = False, 0.0
         except BaseException as error:
-            self._leases.missed()
+            self._leases.receive_failed()
             if isinstance(error, PortalMQError) and self._closed.is_set():
                 return False
             raise
@@ -351,7 +351,7 @@ class Consumer(Closing):
         except PortalMQError:
             return
         places = [(topic.name, partition.partition) for topic in metadata.topics for partition in topic.partitions]
-        self._near = chance.choice(places) if places else None
+        self._near = system_random.choice(places) if places else None
 
     # --- settling ----------------------------------------------------------------------------------------------------
 
@@ -482,7 +482,7 @@ class Consumer(Closing):
     def close(self) -> None:
         """End a wait in another thread, send the last acks, give the rest back. Closing twice is fine."""
         if self._manual_ack:
-            self._leases.keep_only_waiting()
+            self._leases.forget_handed()
         self._shut_down()
 
 
@@ -508,7 +508,7 @@ def _shut_down(
     if stream is not None:
         stream.close()
         return
-    if leases.is_received_here:
+    if leases.is_receiving_in_this_thread:
         # A signal's handler, in the midst of the receive: that goes on when this has ended, and gives back by itself.
         receiving.hang_up()
         cut = threading.Timer(LAST_ANSWER_S, receiving.close)

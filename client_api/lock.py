@@ -27,7 +27,7 @@ import msgspec
 
 from portalmq import wire
 from portalmq.errors import Fenced, LockHeld, LockNotFound, PortalMQError
-from portalmq.network.forking import begin_anew_in_children
+from portalmq.network.forking import reset_in_children
 from portalmq.network.tls import TlsFiles
 from portalmq.system import steady_s
 from portalmq.transport.transport import (
@@ -103,20 +103,20 @@ class Lock:
             tls=TlsFiles(tls_ca, tls_client_cert, tls_client_key),
             allow_advertised=allow_advertised,
         )
-        self._tenure: _Tenure | None = None
-        self._forgotten: weakref.finalize[[], Lock] | None = None
-        begin_anew_in_children(self)
+        self._acquisition: _Acquisition | None = None
+        self._finalizer: weakref.finalize[[], Lock] | None = None
+        reset_in_children(self)
 
     def __repr__(self) -> str:
         state = f"held under {self.fencing_token}" if self.held else "lost" if self.lost else "not held"
         return f"<Lock {self.name!r} at {', '.join(self._transport.urls)}: {state}>"
 
-    def _begin_anew(self) -> None:
+    def _reset_in_child(self) -> None:
         """In the child of a fork: the lock is the parent's, who renews and releases it. A child that acquires it itself
         needs a name of its own, or the brokers take it for the parent."""
-        if self._forgotten is not None:
-            self._forgotten.detach()
-        self._tenure = self._forgotten = None
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        self._acquisition = self._finalizer = None
         if self._owner is not None:
             suffix = f":{os.getpid()}"
             self._owner = self._owner[: OWNER_CHARACTERS_MAX - len(suffix)] + suffix
@@ -141,7 +141,7 @@ class Lock:
             wait_s = POLL_WAIT_S if deadline is None else min(POLL_WAIT_S, max(0.0, deadline - now))
             asked_at = self._clock()
             try:
-                grant = self._ask(owner, wait_s, is_last=deadline is not None and now + wait_s >= deadline)
+                grant = self._request(owner, wait_s, is_last=deadline is not None and now + wait_s >= deadline)
             except LockHeld:
                 if deadline is not None and time.monotonic() >= deadline:
                     raise
@@ -151,21 +151,21 @@ class Lock:
                 now = time.monotonic()
                 failing_since = now if failing_since is None else failing_since
                 give_up_at = failing_since + REACH_TIMEOUT_S if deadline is None else deadline
-                if timeout_s == 0 and not self._transport.reach.is_refused:
+                if timeout_s == 0 and not self._transport.reachability.is_refused:
                     give_up_at = began + REACH_TIMEOUT_S  # somebody is there, who cannot tell now
                 pause_s = backoff.next_s(error.retry_after_s)
                 if not may_repeat(error, repeatable=True) or now + pause_s >= give_up_at:
                     raise
                 self._transport.pause(pause_s)
                 continue
-            tenure = _Tenure(self, owner, grant.fencing_token, asked_at)
-            if not tenure.is_over():
-                tenure.start()
-                self._tenure = tenure
-                self._forgotten = weakref.finalize(self, tenure.stop)
+            acquisition = _Acquisition(self, owner, grant.fencing_token, asked_at)
+            if not acquisition.is_over():
+                acquisition.start()
+                self._acquisition = acquisition
+                self._finalizer = weakref.finalize(self, acquisition.stop)
                 return grant.fencing_token
 
-    def _ask(self, owner: str, wait_s: float, *, is_last: bool) -> wire.LockGrant:
+    def _request(self, owner: str, wait_s: float, *, is_last: bool) -> wire.LockGrant:
         body = wire.LockRequest(
             owner, round(self.ttl_s * 1000), round(wait_s * 1000), 0 if is_last else KEEP_PLACE_MS
         )  # fmt: skip
@@ -182,64 +182,64 @@ class Lock:
 
     def renew(self) -> None:
         """Renew now. The background does so by itself; raises Fenced when the lock is lost."""
-        tenure = self._held_tenure()
-        tenure.check()
-        tenure.renew()
+        acquisition = self._held_acquisition()
+        acquisition.check()
+        acquisition.renew()
 
     def release(self) -> None:
         """Give the lock back. Raises Fenced when it was lost before, and what keeps brokers from answering: then it
         comes free when its ttl is over."""
-        tenure = self._held_tenure()
+        acquisition = self._held_acquisition()
         try:
-            tenure.check()
+            acquisition.check()
         finally:
             self._drop()
-        tenure.give_back()
+        acquisition.give_back()
 
     # --- looking -----------------------------------------------------------------------------------------------------
 
     @property
     def fencing_token(self) -> int | None:
         """That of the latest acquisition, to be passed along with each write; None before the first."""
-        return None if self._tenure is None else self._tenure.token
+        return None if self._acquisition is None else self._acquisition.token
 
     @property
     def owner(self) -> str | None:
         """As whom it was acquired last."""
-        return self._owner if self._tenure is None else self._tenure.owner
+        return self._owner if self._acquisition is None else self._acquisition.owner
 
     @property
     def held(self) -> bool:
         """Whether it is held, as far as this process can know. True may be old by the time it is read."""
-        return self._tenure is not None and not self._tenure.stopped and not self._tenure.is_over()
+        return self._acquisition is not None and not self._acquisition.stopped and not self._acquisition.is_over()
 
     @property
     def lost(self) -> bool:
         """Whether it was lost since it was acquired last, without being released."""
-        return self._tenure is not None and self._tenure.is_lost()
+        return self._acquisition is not None and self._acquisition.is_lost()
 
     def wait_lost(self, timeout_s: float | None = None) -> bool:
         """Wait until the lock is lost or released; True when it is lost."""
-        tenure = self._held_tenure()
-        tenure.ended.wait(timeout_s)
+        acquisition = self._held_acquisition()
+        acquisition.ended.wait(timeout_s)
         return self.lost
 
     def check(self) -> int:
         """The fencing token. Raises Fenced when the lock is lost."""
-        tenure = self._held_tenure()
-        tenure.check()
-        return tenure.token
+        acquisition = self._held_acquisition()
+        acquisition.check()
+        return acquisition.token
 
-    def _held_tenure(self) -> _Tenure:
-        if self._tenure is None or self._tenure.stopped:
+    def _held_acquisition(self) -> _Acquisition:
+        if self._acquisition is None or self._acquisition.stopped:
             raise RuntimeError(f"lock {self.name!r} is not held: acquire it first")
-        return self._tenure
+        return self._acquisition
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def _drop(self) -> None:
-        if self._forgotten is not None:
-            self._forgotten()
+        if self._finalizer is not None:
+            self._finalizer()
 
     def close(self) -> None:
         """Stop renewing without giving the lock back (release does), and close the connections."""
@@ -253,7 +253,7 @@ class Lock:
         self, kind: type[BaseException] | None, fault: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Release. Raises Fenced when the lock was lost meanwhile, unless the body raised something itself."""
-        if self._tenure is None or self._tenure.stopped:
+        if self._acquisition is None or self._acquisition.stopped:
             return  # the body released it
         try:
             self.release()
@@ -264,7 +264,7 @@ class Lock:
             _log.warning("lock %r could not be given back, and comes free by itself: %s", self.name, error)
 
 
-class _Tenure:
+class _Acquisition:
     """One acquisition, from its token to its loss or its release. The thread that renews holds this and not the Lock,
     so that a Lock which is forgotten is not held for ever."""
 
@@ -281,7 +281,7 @@ class _Tenure:
         self._guard = threading.Lock()
         self._until = asked_at + lock.ttl_s
         self._loss: str | None = None
-        self._thread = threading.Thread(target=self._keep, name="portalmq-lock", daemon=True)
+        self._thread = threading.Thread(target=self._renew_until_ended, name="portalmq-lock", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -331,7 +331,7 @@ class _Tenure:
             # answer was lost, and the repeat came after the next holder.
             _log.debug("lock %r was given back by a request whose answer was lost", self._name)
 
-    def _keep(self) -> None:
+    def _renew_until_ended(self) -> None:
         backoff = Backoff()
         pause_s = self._ttl_s / RENEWALS_PER_TTL
         while not self.ended.wait(min(pause_s, max(0.0, self._until - self._clock()))):

@@ -10,12 +10,12 @@ from typing import Any, Protocol
 
 import msgspec
 
-from portalmq.wire import JsonMessageShown, PackMessageOut, is_json_type
+from portalmq.wire import DecodedJsonMessage, PackMessageOut, is_json_type
 
 VALUE_BYTES_SHOWN = 40
 
 
-class Settles(Protocol):
+class Settler(Protocol):
     """The consumer that received a message, and settles it."""
 
     def ack(self, message: Message, /) -> object: ...
@@ -67,7 +67,7 @@ class Message(msgspec.Struct, frozen=True, eq=False):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Message):
             return NotImplemented
-        return self._shown() == other._shown()
+        return self._fields() == other._fields()
 
     def __hash__(self) -> int:
         return hash((self.topic, self.partition, self.offset))
@@ -79,7 +79,7 @@ class Message(msgspec.Struct, frozen=True, eq=False):
         delivery = f" delivery={self.delivery_count}" if self.delivery_count > 1 else ""
         return f"<Message {self.topic} {self.id}{key}{delivery} value={shown}>"
 
-    def _shown(self) -> tuple[Any, ...]:
+    def _fields(self) -> tuple[Any, ...]:
         """All fields but the consumer."""
         return msgspec.structs.astuple(self)[:-1]
 
@@ -99,24 +99,24 @@ class Message(msgspec.Struct, frozen=True, eq=False):
 
     def ack(self) -> None:
         """Say that the message is done. Raises StaleReceipt when its lease has passed to another consumer."""
-        self._leased_by().ack(self)
+        self._settler().ack(self)
 
     def nack(self, delay_s: float | None = None, reason: str | None = None) -> None:
         """Give the message back for redelivery, after `delay_s` seconds (default: the group's back-off)."""
-        self._leased_by().nack(self, delay_s=delay_s, reason=reason)
+        self._settler().nack(self, delay_s=delay_s, reason=reason)
 
     def extend(self, visibility_timeout_s: float | None = None) -> None:
         """Hold the lease for `visibility_timeout_s` seconds from now (default: the consumer's)."""
-        self._leased_by().extend(self, visibility_timeout_s)
+        self._settler().extend(self, visibility_timeout_s)
 
-    def _leased_by(self) -> Settles:
+    def _settler(self) -> Settler:
         if self._consumer is None:
             raise RuntimeError("this message was browsed, not received by a queue group: there is no lease to settle")
-        consumer: Settles = self._consumer
+        consumer: Settler = self._consumer
         return consumer
 
 
-def message_from_wire(packed: PackMessageOut, topic: str, consumer: Settles | None = None) -> Message:
+def message_from_wire(packed: PackMessageOut, topic: str, consumer: Settler | None = None) -> Message:
     """The message that an answer carries. `topic` counts when the answer names it once, beside the list."""
     return Message(
         packed.topic or topic,
@@ -137,7 +137,7 @@ def message_from_wire(packed: PackMessageOut, topic: str, consumer: Settles | No
     )
 
 
-def message_from_json(shown: JsonMessageShown) -> Message:
+def message_from_json(shown: DecodedJsonMessage) -> Message:
     """The message that a JSON answer shows."""
     if shown.value_base64 is not None:
         value = base64.b64decode(shown.value_base64)

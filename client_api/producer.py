@@ -21,13 +21,13 @@ from datetime import datetime
 from typing import Any
 
 from portalmq import wire
-from portalmq.closing import Closing
+from portalmq.closeable import Closeable
 from portalmq.errors import Backpressure, MessageTooLarge, Unavailable
-from portalmq.network.forking import begin_anew_in_children
+from portalmq.network.forking import reset_in_children
 from portalmq.network.tls import TlsFiles
-from portalmq.producers.batch_sender import Delivery
+from portalmq.producers.batch_sender import BatchSender
 from portalmq.producers.batching import Lane, ProducerBatch, SendFuture
-from portalmq.producers.outgoing import MESSAGE_OVERHEAD_BYTES, Plain, pack
+from portalmq.producers.outgoing import MESSAGE_OVERHEAD_BYTES, PlainMessage, pack
 from portalmq.producers.partitions import ProducerTopic, ProducerTopics
 from portalmq.transport.transport import Bootstrap, Transport
 
@@ -38,15 +38,15 @@ SENDERS_MAX = 8
 BATCH_BYTES_MAX = wire.BODY_BYTES_MAX - 64 * 1024
 # After the last message the sender looks at the clock this many times more, each linger_ms, before it sleeps for good:
 # while messages keep coming one by one, no send() has to wake it.
-IDLE_LOOKS = 20
+IDLE_CHECKS = 20
 # Below this a waiting thread does not send itself: its time might end in the middle of a request.
-HELP_TIMEOUT_S_MIN = 1.0
-OF_THE_PARENT = (
+SEND_SELF_TIMEOUT_S_MIN = 1.0
+SENT_BEFORE_FORK = (
     "the message was sent before this process was forked, and is the parent's: only the parent hears what becomes of it"
 )
 
 
-class Producer(Closing):
+class Producer(Closeable):
     """Sends messages to topics. Thread-safe; use one for a process, and close it (or use `with`).
 
     A message is appended exactly once, whatever is retried, unless `idempotent=False`. `acks` says when a send counts:
@@ -118,7 +118,7 @@ class Producer(Closing):
         self._closed = False
         self._begin()
         _close_at_exit(self)
-        begin_anew_in_children(self)
+        reset_in_children(self)
 
     def __repr__(self) -> str:
         named = f" {self._producer_name!r}" if self._producer_name else ""
@@ -128,7 +128,7 @@ class Producer(Closing):
     def _begin(self) -> None:
         """As what nobody has sent with: no identity, no thread, nothing buffered."""
         acks = self._acks
-        self._delivery = Delivery(
+        self._batch_sender = BatchSender(
             self._transport,
             acks,
             idempotent=self._idempotent,
@@ -152,15 +152,15 @@ class Producer(Closing):
         self._senders: list[threading.Thread] = []
         self._resting = 0
         self._has_watch = False
-        self._sleeps_deep = True
+        self._sleeps_unbounded = True
         self._flushing = 0
 
-    def _begin_anew(self) -> None:
+    def _reset_in_child(self) -> None:
         """In the child of a fork. What is buffered is the parent's: its futures fail here, and are served there."""
         left = list(self._unsettled)
         self._begin()
         for batch in left:
-            batch.leave(Unavailable(OF_THE_PARENT, retryable=False, outcome="unknown"))
+            batch.fail_in_child(Unavailable(SENT_BEFORE_FORK, retryable=False, outcome="unknown"))
 
     # --- sending -----------------------------------------------------------------------------------------------------
 
@@ -196,7 +196,7 @@ class Producer(Closing):
             and priority == 0
             and content_type is None
         ):
-            message: Any = Plain(value)
+            message: Any = PlainMessage(value)
             size = len(value) + MESSAGE_OVERHEAD_BYTES
         else:
             message, size = pack(value, key, headers, delay_s, deliver_at, ttl_s, priority, content_type)
@@ -204,7 +204,7 @@ class Producer(Closing):
             raise MessageTooLarge(f"the message takes {size} bytes, a request at most {BATCH_BYTES_MAX}")
         known = self._topics.get(topic)
         if known is None:
-            known = self._meet(topic)
+            known = self._look_up(topic)
         lanes = known.lanes
         if partition is not None:
             lane = self._topics.lane(topic, partition)
@@ -232,7 +232,7 @@ class Producer(Closing):
             self._buffered_messages += 1
             self._buffered_bytes += size
             if index + 1 >= self._batch_messages or batch.size >= self._batch_bytes:
-                self._filled(known, lane, batch)
+                self._batch_filled(known, lane, batch)
         return SendFuture(batch, index)
 
     def has_room_for(self, topic: str, partition: int | None = None) -> bool:
@@ -245,10 +245,10 @@ class Producer(Closing):
             and self._buffered_bytes < self._buffer_bytes
         )
 
-    def _meet(self, name: str) -> ProducerTopic:
+    def _look_up(self, name: str) -> ProducerTopic:
         if self._closed:
             raise RuntimeError("the producer is closed")
-        return self._topics.meet(name)
+        return self._topics.look_up(name)
 
     def _open_batch(self, lane: Lane) -> ProducerBatch:
         now = time.monotonic()
@@ -256,11 +256,11 @@ class Producer(Closing):
         lane.open = batch
         self._open[lane] = None
         self._unsettled.add(batch)
-        if self._sleeps_deep:
+        if self._sleeps_unbounded:
             self._wake()
         return batch
 
-    def _filled(self, topic: ProducerTopic, lane: Lane, batch: ProducerBatch) -> None:
+    def _batch_filled(self, topic: ProducerTopic, lane: Lane, batch: ProducerBatch) -> None:
         """The batch may leave. While one before it is on its way it can take more, up to its bytes: under load the
         requests grow, and a broker that pays for a request (with an fsync) carries two to three times as much."""
         if batch.size >= self._batch_bytes or len(batch.messages) >= wire.BATCH_MESSAGES_MAX or not lane.scheduled:
@@ -330,7 +330,7 @@ class Producer(Closing):
 
     def _next_lane(self) -> Lane | None:
         """Wait for a lane with a batch to send; None at the end. Holds the lock."""
-        looks = 0
+        checks = 0
         while True:
             until = self._collect_due()
             if self._ready:
@@ -344,22 +344,22 @@ class Producer(Closing):
             timeout = None
             # A sender that is woken and knows when there is work takes the watch from one that sleeps deep: that one
             # was not the one woken, and would sleep on.
-            watches = not self._has_watch or (until is not None and self._sleeps_deep)
+            watches = not self._has_watch or (until is not None and self._sleeps_unbounded)
             if watches:
-                looks = 0 if self._open else looks + 1
+                checks = 0 if self._open else checks + 1
                 if until is not None:
                     timeout = until
-                elif looks <= IDLE_LOOKS and self._linger_s >= 0.001:
+                elif checks <= IDLE_CHECKS and self._linger_s >= 0.001:
                     timeout = self._linger_s
                 self._has_watch = True
-                self._sleeps_deep = timeout is None or timeout > self._linger_s or self._linger_s < 0.001
+                self._sleeps_unbounded = timeout is None or timeout > self._linger_s or self._linger_s < 0.001
             self._resting += 1
             try:
                 self._work.wait(timeout)
             finally:
                 self._resting -= 1
                 if watches:
-                    self._has_watch, self._sleeps_deep = False, True
+                    self._has_watch, self._sleeps_unbounded = False, True
 
     def _collect_due(self) -> float | None:
         """Put every lane in line whose pause or linger is over. Returns the seconds until the next is, if any is."""
@@ -388,7 +388,7 @@ class Producer(Closing):
     def _hurry(self, batch: ProducerBatch, timeout: float | None) -> float | None:
         """Send `batch` now, in this thread when its lane is free. Returns what is left of `timeout`."""
         lane = batch.lane
-        may_help = timeout is None or timeout >= HELP_TIMEOUT_S_MIN
+        may_help = timeout is None or timeout >= SEND_SELF_TIMEOUT_S_MIN
         if timeout is not None and not self._idempotent:
             # A request that is cut off by the caller's time could not be repeated.
             may_help = False
@@ -410,9 +410,9 @@ class Producer(Closing):
     def _serve(self, lane: Lane, batch: ProducerBatch, limit_s: float | None) -> None:
         """Try to send the batch; leave the lane to whoever is to go on with it."""
         try:
-            pause_s = self._delivery.advance(lane, batch, limit_s)
+            pause_s = self._batch_sender.send_batch(lane, batch, limit_s)
         except BaseException as fault:
-            self._delivery.give_up(lane, batch, fault)
+            self._batch_sender.fail_batch(lane, batch, fault)
             pause_s = None
             if not isinstance(fault, Exception):
                 self._release(lane, batch, pause_s)

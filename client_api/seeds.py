@@ -30,7 +30,7 @@ from typing import Any, Literal
 import msgspec
 
 from portalmq import wire
-from portalmq.closing import Closing
+from portalmq.closeable import Closeable
 from portalmq.consumer import Consumer
 from portalmq.errors import NotFound, PortalMQError, TopicNotFound
 from portalmq.message import Message, RecordMetadata
@@ -63,20 +63,20 @@ class _Published(msgspec.Struct):
     offset: int
 
 
-class _Shown(msgspec.Struct):
+class _ReadAnswer(msgspec.Struct):
     offset: int
     timestamp_ms: int = 0
     message: Any = None
     message_base64: str | None = None
 
 
-wire.prepare(_Published, _Shown)
+wire.prepare(_Published, _ReadAnswer)
 
 
 # --- Portal MQ -------------------------------------------------------------------------------------------------------
 
 
-class PortalClient(Closing):
+class PortalClient(Closeable):
     """Portal MQ's endpoints, at whichever broker answers. Thread-safe; close it, or use `with`.
 
     Every call is tried at one broker after another until it is answered, for `timeout_s` at most, and raises the
@@ -97,35 +97,35 @@ class PortalClient(Closing):
 
     def delete_topic(self, name: str) -> bool:
         """Delete a topic with its messages; False when there is none."""
-        return self._is_there("/topic/delete", {"name": wire.check_name(name, "topic")})
+        return self._exists("/topic/delete", {"name": wire.check_name(name, "topic")})
 
     def topic_exists(self, name: str) -> bool:
-        return self._is_there("/topic/exists", {"name": wire.check_name(name, "topic")})
+        return self._exists("/topic/exists", {"name": wire.check_name(name, "topic")})
 
     def create_producer(self, producer_id: str) -> None:
         """Write the producer's name down; one that exists is fine."""
         self._create("producer", producer_id)
 
     def delete_producer(self, producer_id: str) -> bool:
-        return self._is_there("/producer/delete", _program("producer", producer_id))
+        return self._exists("/producer/delete", _id_body("producer", producer_id))
 
     def producer_exists(self, producer_id: str) -> bool:
-        return self._is_there("/producer/exists", _program("producer", producer_id))
+        return self._exists("/producer/exists", _id_body("producer", producer_id))
 
     def create_consumer(self, consumer_id: str) -> None:
         """Write the consumer's name down; one that exists is fine."""
         self._create("consumer", consumer_id)
 
     def delete_consumer(self, consumer_id: str) -> bool:
-        return self._is_there("/consumer/delete", _program("consumer", consumer_id))
+        return self._exists("/consumer/delete", _id_body("consumer", consumer_id))
 
     def consumer_exists(self, consumer_id: str) -> bool:
-        return self._is_there("/consumer/exists", _program("consumer", consumer_id))
+        return self._exists("/consumer/exists", _id_body("consumer", consumer_id))
 
     def _create(self, kind: Kind, name: str) -> None:
-        self._post(f"/{kind}/create", _program(kind, name))
+        self._post(f"/{kind}/create", _id_body(kind, name))
 
-    def _is_there(self, path: str, body: dict[str, object]) -> bool:
+    def _exists(self, path: str, body: dict[str, object]) -> bool:
         try:
             self._post(path, body)
         except NotFound:
@@ -158,7 +158,7 @@ class PortalClient(Closing):
         answer = self._post("/read", body, topic, wait_s=wait_ms / 1000)
         if answer.status == 204:
             return None
-        shown = decode_answer(answer, _Shown)
+        shown = decode_answer(answer, _ReadAnswer)
         message = shown.message if shown.message_base64 is None else base64.b64decode(shown.message_base64)
         return PortalMessage(topic, message, shown.offset, shown.timestamp_ms)
 
@@ -196,11 +196,11 @@ class PortalClient(Closing):
         return self._transport.call(request, timeout_s=self._timeout_s + wait_s)
 
 
-def _program(kind: Kind, name: str) -> dict[str, object]:
+def _id_body(kind: Kind, name: str) -> dict[str, object]:
     return {"id": wire.check_name(name, kind)}
 
 
-class PortalProducer(Closing):
+class PortalProducer(Closeable):
     """Publishes to one topic, each message until a broker has acknowledged it. Thread-safe.
 
     `producer_id` is its name, made up when not given; two with one name do not disturb each other.
@@ -248,7 +248,7 @@ class PortalProducer(Closing):
         self._client.close()
 
 
-class PortalConsumer(Closing):
+class PortalConsumer(Closeable):
     """Reads one topic by turns. For one thread; close may come from another.
 
     at_least_once   the message is handed out, and consumed when the next is asked for. Another consumer that reads
@@ -316,7 +316,7 @@ class PortalConsumer(Closing):
     def __next__(self) -> PortalMessage:
         """The next message. Waits for one, up to `idle_timeout_s`; ends at close()."""
         try:
-            self._end_held()
+            self._consume_held()
             deadline = None if self._idle_timeout_s is None else time.monotonic() + self._idle_timeout_s
             while not self._closed.is_set():
                 left_s = SLEEP_S if deadline is None else max(0.0, deadline - time.monotonic())
@@ -334,7 +334,7 @@ class PortalConsumer(Closing):
                 raise
         raise StopIteration
 
-    def _end_held(self) -> None:
+    def _consume_held(self) -> None:
         """Raises with the message still in hand: asking again tries again."""
         if self._held is not None and not self._closed.is_set():
             with suppress(TopicNotFound):  # deleted meanwhile, and the message with it
@@ -356,7 +356,7 @@ def _name(kind: Kind, given: str | None) -> str:
 
 
 @dataclass(slots=True)
-class _Shared:
+class _SharedProducer:
     """Invariant: users >= 0; only one without users is closed."""
 
     producer: Producer
@@ -364,7 +364,7 @@ class _Shared:
 
 
 # By cluster and token, the one used last at the end.
-_shared: OrderedDict[tuple[object, ...], _Shared] = OrderedDict()
+_shared: OrderedDict[tuple[object, ...], _SharedProducer] = OrderedDict()
 _shared_lock = threading.Lock()
 
 
@@ -413,7 +413,7 @@ def _producer(bootstrap: Bootstrap, token: str | None) -> Iterator[Producer]:
     with _shared_lock:
         shared = _shared.get(key)
         if shared is None:
-            shared = _shared[key] = _Shared(Producer(named, linger_ms=0, token=token))
+            shared = _shared[key] = _SharedProducer(Producer(named, linger_ms=0, token=token))
         _shared.move_to_end(key)
         shared.users += 1
     try:

@@ -132,7 +132,7 @@ class SeekRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True
     dry_run: bool = False
 
 
-class Sought(msgspec.Struct, frozen=True, rename={"before": "from"}):
+class SeekResult(msgspec.Struct, frozen=True, rename={"before": "from"}):
     partition: int
     before: int
     to: int
@@ -140,7 +140,7 @@ class Sought(msgspec.Struct, frozen=True, rename={"before": "from"}):
 
 class SeekAnswer(msgspec.Struct):
     topic: str
-    offsets: list[Sought]
+    offsets: list[SeekResult]
     dry_run: bool
     generation: int = 0
 

@@ -50,13 +50,13 @@ def reading_of(message: Message) -> dict[str, Any] | None:
 def line(message: Message, reading: dict[str, Any]) -> str:
     again = f" (delivery {message.delivery_count})" if message.delivery_count > 1 else ""
     value = reading.get("value")
-    told = "-" if value is None else f"{value:g} {reading.get('unit', '')}"
-    return f"{message.topic} #{reading.get('n')} {reading.get('measured_at')} {told} {verdict(reading)}{again}"
+    shown = "-" if value is None else f"{value:g} {reading.get('unit', '')}"
+    return f"{message.topic} #{reading.get('n')} {reading.get('measured_at')} {shown} {verdict(reading)}{again}"
 
 
 def control(consumer: Consumer, ledger: Ledger, count: int | None) -> None:
     """React to messages as they come, until the consumer is closed or `count` were handled."""
-    for handled, message in enumerate(_as_they_come(consumer), start=1):
+    for handled, message in enumerate(_messages(consumer), start=1):
         reading = reading_of(message)
         if reading is None:
             # Acknowledged like the others: given back, it would come again and stop every controller in turn.
@@ -69,7 +69,7 @@ def control(consumer: Consumer, ledger: Ledger, count: int | None) -> None:
             return
 
 
-def _as_they_come(consumer: Consumer) -> Iterator[Message]:
+def _messages(consumer: Consumer) -> Iterator[Message]:
     """The messages, also after one that took longer than its lease: another controller has reacted to it as well."""
     while True:
         try:

@@ -26,8 +26,8 @@ import click
 from portalmq import Admin, PortalMQError
 from portalmq.demo_iot import ledger, report
 from portalmq.demo_iot.controller import verdict
-from portalmq.demo_iot.crew import Crew, DemoCluster, DemoFailed, Worker, broker_name, wait_for
 from portalmq.demo_iot.ledger import Comparison, Entry, EntryCount
+from portalmq.demo_iot.processes import DemoCluster, DemoFailed, DemoProcess, ProcessGroup, broker_name, wait_for
 from portalmq.demo_iot.readings import KINDS, STATIONS, topic_of, year
 
 GROUP = "controllers"
@@ -47,7 +47,7 @@ LOOK_EVERY_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Books:
+class LedgerFiles:
     """Where everybody in a demo writes to."""
 
     directory: Path
@@ -86,52 +86,54 @@ class Demo:
     """One run. `counts` says how many readings each sensor sends, `seconds` how long that takes if nothing is in the
     way."""
 
-    def __init__(self, crew: Crew, counts: dict[tuple[str, int], int], seconds: float) -> None:
-        self._crew = crew
+    def __init__(self, processes: ProcessGroup, counts: dict[tuple[str, int], int], seconds: float) -> None:
+        self._processes = processes
         self._counts = counts
         self._seconds = seconds
-        self._books = Books(crew.directory)
+        self._ledgers = LedgerFiles(processes.directory)
         self._total = sum(counts.values())
-        self._sent = EntryCount(self._books.all_sent)
-        self._delivered = EntryCount(self._books.all_delivered)
-        self._began = self._told_at = time.monotonic()
+        self._sent = EntryCount(self._ledgers.all_sent)
+        self._delivered = EntryCount(self._ledgers.all_delivered)
+        self._began = self._printed_at = time.monotonic()
 
     def run(self) -> Outage:
         """All of it, up to a clean end of every process."""
-        cluster = DemoCluster(self._crew, BROKERS)
+        cluster = DemoCluster(self._processes, BROKERS)
         cluster.wait_until_ready()
-        self._tell(f"ZooKeeper serves at {cluster.zookeeper}, data and logs are in {self._crew.directory}")
+        self._print(f"ZooKeeper serves at {cluster.zookeeper}, data and logs are in {self._processes.directory}")
         with Admin(cluster.urls) as admin:
             for kind, number in self._counts:
                 admin.create_topic(topic_of(kind, number), replication_factor=BROKERS)
             self._tell_who_leads(cluster, admin)
             servers = ",".join(cluster.urls)
             controllers, sensors = self._start_controllers(servers), self._start_sensors(servers)
-            crew = [*sensors, *controllers]
-            self._tell(f"{len(sensors)} sensors send {self._total:,} readings to {len(controllers)} controllers")
+            processes = [*sensors, *controllers]
+            self._print(f"{len(sensors)} sensors send {self._total:,} readings to {len(controllers)} controllers")
 
-            self._wait(lambda: self._sent.count() * 2 >= self._total, crew, "half was not sent")
+            self._wait(lambda: self._sent.count() * 2 >= self._total, processes, "half was not sent")
             killed, outage = self._kill_a_leader(cluster)
             cluster.brokers[killed].start_again()
-            self._tell(f"broker {killed} is started again, on what it has")
+            self._print(f"broker {killed} is started again, on what it has")
             in_sync = InSyncCheck(admin, self._topics, killed)
-            self._wait(in_sync, crew, f"broker {killed} did not catch up", IN_SYNC_WITHIN_S)
-            self._tell(f"broker {killed} has caught up: every topic is on {BROKERS} brokers again")
+            self._wait(in_sync, processes, f"broker {killed} did not catch up", IN_SYNC_WITHIN_S)
+            self._print(f"broker {killed} has caught up: every topic is on {BROKERS} brokers again")
 
-            self._wait(lambda: all(sensor.exit_code == 0 for sensor in sensors), crew, "not all was sent")
-            self._tell("all is sent, the controllers drain the topics")
-            self._wait(Drained(admin, self._delivered, self._total), controllers, "not all was drained", DRAIN_WITHIN_S)
+            self._wait(lambda: all(sensor.exit_code == 0 for sensor in sensors), processes, "not all was sent")
+            self._print("all is sent, the controllers drain the topics")
+            self._wait(
+                DrainCheck(admin, self._delivered, self._total), controllers, "not all was drained", DRAIN_WITHIN_S
+            )
         for controller in controllers:
             controller.end_well()
         cluster.check_not_failed()
         cluster.end_well()
-        self._tell("all processes have ended, the books are compared")
+        self._print("all processes have ended, the books are compared")
         return outage
 
     def report(self, out: Path) -> None:
         """Of a run that has ended."""
-        directories = [self._crew.directory / broker_name(number) for number in range(1, BROKERS + 1)]
-        summary = report.make(self._crew, directories, out, self._tell)
+        directories = [self._processes.directory / broker_name(number) for number in range(1, BROKERS + 1)]
+        summary = report.make(self._processes, directories, out, self._print)
         click.echo("\n".join(["", *(f"  {line}" for line in summary), ""]))
 
     @property
@@ -143,7 +145,9 @@ class Demo:
         leads = led_by(admin, self._topics)
         for number, broker in cluster.brokers.items():
             elects = ", and is the controller" if number == controller else ""
-            self._tell(f"broker {number} at {broker.url} leads {', '.join(leads.get(number, [])) or 'nothing'}{elects}")
+            self._print(
+                f"broker {number} at {broker.url} leads {', '.join(leads.get(number, [])) or 'nothing'}{elects}"
+            )
 
     def _kill_a_leader(self, cluster: DemoCluster) -> tuple[int, Outage]:
         """SIGKILL for the broker that leads most; returns when each of its topics has another leader."""
@@ -151,7 +155,7 @@ class Demo:
             leads = led_by(admin, self._topics)
         killed = max((number for number in leads if number is not None), key=lambda number: len(leads[number]))
         outage = Outage(cluster.brokers[killed].kill(), frozenset(leads[killed]))
-        self._tell(f"half is sent: SIGKILL for broker {killed}, which leads {', '.join(leads[killed])}")
+        self._print(f"half is sent: SIGKILL for broker {killed}, which leads {', '.join(leads[killed])}")
         orphans = set(outage.topics)
 
         with Admin(cluster.urls_but(killed)) as admin:
@@ -162,64 +166,68 @@ class Demo:
                 for number, topics in now.items():
                     if number not in {None, killed}:
                         orphans.difference_update(topics)
-                        self._tell(f"broker {number} leads {', '.join(topics)}, {took_ms} ms after the kill")
+                        self._print(f"broker {number} leads {', '.join(topics)}, {took_ms} ms after the kill")
                 return not orphans
 
             wait_for(found, LEADERS_WITHIN_S, f"{', '.join(sorted(orphans))} got no other leader")
         return killed, outage
 
-    def _start_controllers(self, servers: str) -> list[Worker]:
+    def _start_controllers(self, servers: str) -> list[DemoProcess]:
         return [
-            self._crew.start(
+            self._processes.start(
                 f"controller-{kind}-{number}",
                 *("-m", "portalmq.demo_iot.controller"),
                 *(topic_of(kind, sensor) for sensor in SENSOR_IDS),
                 *("--server", servers, "--group", GROUP, "--lease", str(LEASE_S)),
-                *("--ledger", str(self._books.delivered(kind, number))),
+                *("--ledger", str(self._ledgers.delivered(kind, number))),
             )
             for kind in KINDS
             for number in range(1, CONTROLLERS_PER_KIND + 1)
         ]
 
-    def _start_sensors(self, servers: str) -> list[Worker]:
+    def _start_sensors(self, servers: str) -> list[DemoProcess]:
         return [
-            self._crew.start(
+            self._processes.start(
                 f"sensor-{topic_of(kind, number)}",
                 *("-m", "portalmq.demo_iot.sensor", kind, str(number), str(self._seconds / count)),
                 *("--server", servers, "--count", str(count)),
-                *("--ledger", str(self._books.sent(kind, number))),
+                *("--ledger", str(self._ledgers.sent(kind, number))),
             )
             for (kind, number), count in self._counts.items()
         ]
 
     def _wait(
-        self, done: Callable[[], bool], workers: Sequence[Worker], otherwise: str, within_s: float = SEND_WITHIN_S
+        self,
+        done: Callable[[], bool],
+        processes_running: Sequence[DemoProcess],
+        otherwise: str,
+        within_s: float = SEND_WITHIN_S,
     ) -> None:
         """Wait for `done`, telling how far things are; a worker that fails, or a standstill, ends the waiting."""
         progress, moved_at = (0, 0), time.monotonic()
 
         def look() -> bool:
             nonlocal progress, moved_at
-            for worker in workers:
-                worker.check_not_failed()
+            for process in processes_running:
+                process.check_not_failed()
             before, progress = progress, (self._sent.count(), self._delivered.count())
             if progress != before:
                 moved_at = time.monotonic()
             elif time.monotonic() > moved_at + STALLED_AFTER_S:
-                running = ", ".join(worker.name for worker in workers if worker.exit_code is None)
+                running = ", ".join(process.name for process in processes_running if process.exit_code is None)
                 raise DemoFailed(f"{otherwise}: nothing moved for {STALLED_AFTER_S:g} s; still running: {running}")
-            if time.monotonic() >= self._told_at + PROGRESS_EVERY_S:
-                self._tell(f"sent {progress[0]:>7,}   delivered {progress[1]:>7,}")
+            if time.monotonic() >= self._printed_at + PROGRESS_EVERY_S:
+                self._print(f"sent {progress[0]:>7,}   delivered {progress[1]:>7,}")
             return done()
 
         wait_for(look, within_s, otherwise)
 
-    def _tell(self, what: str) -> None:
-        self._told_at = time.monotonic()
-        click.echo(f"{self._told_at - self._began:5.1f} s  {what}")
+    def _print(self, what: str) -> None:
+        self._printed_at = time.monotonic()
+        click.echo(f"{self._printed_at - self._began:5.1f} s  {what}")
 
 
-class Drained:
+class DrainCheck:
     """True when the group has nothing left and the controllers have written as much down as was sent; or, if that does
     not come, when the group has had nothing left for longer than a lease: then something is lost, and comparing tells
     what."""
@@ -295,15 +303,15 @@ def last_line(found: Comparison, failover_ms: int) -> str:
     )
 
 
-def conclude(books: Books, outage: Outage, report_it: Callable[[], None] | None = None) -> bool:
+def conclude(ledgers: LedgerFiles, outage: Outage, report_it: Callable[[], None] | None = None) -> bool:
     """Compare the books, print the summary, and report on a run that lost nothing; True when all is well."""
-    sent, delivered = list(ledger.read(books.all_sent)), list(ledger.read(books.all_delivered))
+    sent, delivered = list(ledger.read(ledgers.all_sent)), list(ledger.read(ledgers.all_delivered))
     found = ledger.compare(sent, delivered)
     click.echo(f"\n{table(sent, delivered)}\n")
     for sentence in found.faults():
         click.echo(sentence)
     if not found.is_clean:
-        click.echo(f"what everybody wrote is in {books.directory}")
+        click.echo(f"what everybody wrote is in {ledgers.directory}")
     elif report_it:
         report_it()
     click.echo(last_line(found, outage.longest_ms(sent)))
@@ -327,10 +335,10 @@ def main(seconds: float, count: int | None, out: Path | None) -> None:
     directory = Path(tempfile.mkdtemp(prefix="portalmq-demo-"))
     is_worth_keeping = False
     try:
-        with Crew(directory) as crew:
-            demo = Demo(crew, counts_of_a_year(count), seconds)
+        with ProcessGroup(directory) as processes:
+            demo = Demo(processes, counts_of_a_year(count), seconds)
             outage = demo.run()
-            is_worth_keeping = not conclude(Books(directory), outage, partial(demo.report, out) if out else None)
+            is_worth_keeping = not conclude(LedgerFiles(directory), outage, partial(demo.report, out) if out else None)
     except (DemoFailed, PortalMQError) as fault:
         is_worth_keeping = True
         click.echo(f"what everybody wrote is in {directory}\nDEMO FAILED {fault}")

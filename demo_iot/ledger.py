@@ -98,18 +98,18 @@ class Comparison:
 
     def faults(self) -> list[str]:
         """Sentences for people, each with a few examples."""
-        told = []
+        lines = []
         for what, messages in (
             ("acknowledged and never delivered", self.lost),
             ("delivered and never acknowledged", self.unexpected),
             ("stored at two places", self.stored_twice),
         ):
             if messages:
-                told.append(f"{len(messages)} messages were {what}, for instance:")
-                told.extend(f"    {message}" for message in messages[:EXAMPLES_MAX])
+                lines.append(f"{len(messages)} messages were {what}, for instance:")
+                lines.extend(f"    {message}" for message in messages[:EXAMPLES_MAX])
         if not self.sent:
-            told.append("nothing was sent")
-        return told
+            lines.append("nothing was sent")
+        return lines
 
 
 def compare(sent: Iterable[Entry], delivered: Iterable[Entry]) -> Comparison:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from portalmq.demo_iot.crew import PORTALMQ, Crew, DemoFailed, wait_for
+from portalmq.demo_iot.processes import PORTALMQ, DemoFailed, ProcessGroup, wait_for
 from portalmq.java import JavaMissing, find_java
 
 PAGE = "report.html"
@@ -24,16 +24,18 @@ def missing() -> str | None:
     return f"{' and '.join(absent)} not installed: pip install 'portalmq[spark]' mends it" if absent else None
 
 
-def make(crew: Crew, directories: Sequence[Path], out: Path, tell: Callable[[str], None]) -> list[str]:
+def make(
+    processes: ProcessGroup, directories: Sequence[Path], out: Path, print_line: Callable[[str], None]
+) -> list[str]:
     """Write the report into `out`; the lines that sum it up. Raises DemoFailed."""
-    tell("Spark reads the brokers' files and makes the report")
+    print_line("Spark reads the brokers' files and makes the report")
     began = time.monotonic()
-    answer = crew.directory / "report.txt"
+    answer = processes.directory / "report.txt"
     sources = (argument for directory in directories for argument in ("--data-dir", str(directory)))
-    worker = crew.start("report", *PORTALMQ, "report", *sources, "--out", str(out), answer=answer)
-    wait_for(lambda: worker.exit_code is not None, MADE_WITHIN_S, "the report was not made")
-    worker.check_not_failed()
+    process = processes.start("report", *PORTALMQ, "report", *sources, "--out", str(out), answer=answer)
+    wait_for(lambda: process.exit_code is not None, MADE_WITHIN_S, "the report was not made")
+    process.check_not_failed()
     if not (out / PAGE).is_file():
-        raise DemoFailed(f"the report ended well, but wrote no {out / PAGE}\n{worker.tail()}")
-    tell(f"the report is made, in {time.monotonic() - began:.1f} s")
+        raise DemoFailed(f"the report ended well, but wrote no {out / PAGE}\n{process.tail()}")
+    print_line(f"the report is made, in {time.monotonic() - began:.1f} s")
     return answer.read_text(errors="replace").splitlines()

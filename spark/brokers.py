@@ -42,7 +42,7 @@ from portalmq.spark.topics import is_pattern, is_wanted, not_found
 from portalmq.transport.transport import (
     LONG_POLL_GRACE_S,
     Backoff,
-    OutOfTime,
+    DeadlinePassed,
     Request,
     Transport,
     decode_answer,
@@ -100,7 +100,7 @@ class ClusterApi:
             try:
                 answer = ask(deadline)
             except PortalMQError as error:
-                if met is None or not isinstance(error, OutOfTime):
+                if met is None or not isinstance(error, DeadlinePassed):
                     met = error
                 pause_s = backoff.next_s(error.retry_after_s)
                 if not error.retryable or time.monotonic() + pause_s >= deadline:
@@ -290,7 +290,7 @@ class _Ends:
         except PortalMQError as error:
             if not error.retryable:
                 raise self._cluster.in_words(error, self._patience_s) from error
-            if not (self._said and isinstance(error, OutOfTime)):
+            if not (self._said and isinstance(error, DeadlinePassed)):
                 self._said = str(error)
             return
         for answer in answers:
@@ -303,7 +303,7 @@ class _Ends:
             start, end = problem["log_start_offset"], problem["high_watermark"]
             self._found[place] = PartitionLog(answer.topic, answer.topic_id, answer.partition, min(start, end), end)
         elif code == "not_leader":
-            self._cluster.transport.heard_leader(place, problem.get("leader_url"))
+            self._cluster.transport.leader_reported(place, problem.get("leader_url"))
         elif code == TopicNotFound.code:
             self._deleted.add(answer.topic)
         else:
@@ -384,7 +384,7 @@ class _Fetching:
             except PortalMQError as error:
                 if not error.retryable:
                     raise self._cluster.in_words(error, patience_s) from error
-                if not (said and isinstance(error, OutOfTime)):
+                if not (said and isinstance(error, DeadlinePassed)):
                     said = str(error)
                 pause_s = error.retry_after_s or 0.0
             pause_s = backoff.next_s(pause_s)
@@ -432,7 +432,7 @@ class _Fetching:
         if problem.get("status") == 404:
             raise DataLoss(f"{missing} are gone: {detail}")
         if code == "not_leader":
-            self._cluster.transport.heard_leader(self._place, problem.get("leader_url"))
+            self._cluster.transport.leader_reported(self._place, problem.get("leader_url"))
         elif not problem.get("retryable"):
             raise SourceError(f"{missing} cannot be read: {detail}")
         return detail

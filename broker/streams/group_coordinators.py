@@ -452,9 +452,9 @@ def _seek_id(idempotency_key: str, to: Start) -> bytes:
     return blake2b(_encode((idempotency_key, to)), digest_size=16, person=b"seek").digest()
 
 
-def _sought(outcomes: Mapping[TopicPartition, tuple[int, int]]) -> list[contract.Sought]:
+def _sought(outcomes: Mapping[TopicPartition, tuple[int, int]]) -> list[contract.SeekResult]:
     """One entry for each partition, in their order. What was sought before stays where it is."""
     return [
-        contract.Sought(place.number, before, before if offset == SOUGHT else offset)
+        contract.SeekResult(place.number, before, before if offset == SOUGHT else offset)
         for place, (before, offset) in sorted(outcomes.items())
     ]

@@ -123,15 +123,15 @@ def run(
         raise click.exceptions.Exit(EXIT_TEMPORARY) from None
     environment = {**os.environ, "PORTALMQ_FENCING_TOKEN": str(token), "PORTALMQ_LOCK": name}
     try:
-        code = _under(lock, command, environment)
+        code = _run_under(lock, command, environment)
     finally:
         lock.close()
     if code:
         raise click.exceptions.Exit(code)
 
 
-def _under(lock: Lock, command: tuple[str, ...], environment: dict[str, str]) -> int:
-    with _Relay() as relay:
+def _run_under(lock: Lock, command: tuple[str, ...], environment: dict[str, str]) -> int:
+    with _SignalForwarder() as forwarder:
         try:
             child = subprocess.Popen(command, env=environment)
         except OSError as fault:
@@ -139,8 +139,8 @@ def _under(lock: Lock, command: tuple[str, ...], environment: dict[str, str]) ->
             click.echo(f"portalmq: {command[0]}: {fault.strerror or fault}", err=True)
             return EXIT_NOT_FOUND if isinstance(fault, FileNotFoundError) else EXIT_NOT_EXECUTABLE
         try:
-            relay.to(child)
-            is_lost = _guarded(lock, child, command[0])
+            forwarder.to(child)
+            is_lost = _wait_and_release(lock, child, command[0])
         finally:
             if child.poll() is None:
                 _stop(child)
@@ -149,7 +149,7 @@ def _under(lock: Lock, command: tuple[str, ...], environment: dict[str, str]) ->
     return 128 - child.returncode if child.returncode < 0 else child.returncode
 
 
-def _guarded(lock: Lock, child: subprocess.Popen[bytes], name: str) -> bool:
+def _wait_and_release(lock: Lock, child: subprocess.Popen[bytes], name: str) -> bool:
     """Waits for the command's end and gives the lock back. Whether the lock was lost: the command is stopped then."""
     is_lost = False
     while child.poll() is None:
@@ -172,7 +172,7 @@ def _guarded(lock: Lock, child: subprocess.Popen[bytes], name: str) -> bool:
     return is_lost
 
 
-class _Relay:
+class _SignalForwarder:
     """Whoever signals us means the command. What comes before it has begun is passed on once it has: nobody ends us in
     that moment, or it would go on under a lock that nobody renews."""
 
@@ -181,9 +181,9 @@ class _Relay:
         self._early: list[int] = []
         self._earlier: dict[int, Any] = {}
 
-    def __enter__(self) -> _Relay:
+    def __enter__(self) -> _SignalForwarder:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            self._earlier[number] = signal.signal(number, self._pass_on)
+            self._earlier[number] = signal.signal(number, self._forward)
         return self
 
     def __exit__(
@@ -197,14 +197,14 @@ class _Relay:
         for number in self._early:
             child.send_signal(number)
 
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+    def _forward(self, number: int, frame: FrameType | None) -> None:
         if self._child is None:
             self._early.append(number)
-        elif number != signal.SIGINT or not _runs_in_front():
+        elif number != signal.SIGINT or not _is_in_foreground():
             self._child.send_signal(number)
 
 
-def _runs_in_front() -> bool:
+def _is_in_foreground() -> bool:
     """Whether a terminal tells us and the command, side by side, of a Ctrl-C: passed on, it would be heard twice."""
     try:
         with open("/dev/tty", "rb", buffering=0) as terminal:

@@ -28,7 +28,7 @@ def commit_receipts(
 ) -> wire.Committed:
     """Ack messages of one partition and publish `outputs`. Raises StaleReceipt when one of them is done already or was
     given to another consumer, and what a broker refuses an output with; then nothing was done."""
-    topic, partition = place_of(messages)
+    topic, partition = partition_of(messages)
     receipts = [message.receipt for message in messages if message.receipt is not None]
     if len(receipts) < len(messages):
         raise ValueError("a message without a receipt was browsed, not received: there is no lease to commit")
@@ -48,8 +48,8 @@ def commit_offset(
     """Commit a stream member's place behind these messages of one partition and publish `outputs`. `committed` is the
     group's committed offset as the member knows it. Raises IllegalGeneration when the partition is another member's by
     now, OffsetMoved when another offset is committed; then nothing was done."""
-    topic, partition = place_of(messages)
-    place = wire.CommitPlace(topic, partition, max(message.offset for message in messages) + 1, committed)
+    topic, partition = partition_of(messages)
+    place = wire.CommitOffset(topic, partition, max(message.offset for message in messages) + 1, committed)
     commit = wire.PackCommit(publish=packed(outputs), member_id=member_id, generation=generation, offsets=[place])
     return _commit(transport, group, (topic, partition), commit)
 
@@ -66,7 +66,7 @@ def _commit(transport: Transport, group: str, place: tuple[str, int], commit: wi
     return decode_answer(transport.call(request), wire.Committed)
 
 
-def place_of(messages: Sequence[Message]) -> tuple[str, int]:
+def partition_of(messages: Sequence[Message]) -> tuple[str, int]:
     """The topic and partition that all of them are of. Raises ValueError."""
     if not messages:
         raise ValueError("name at least one message to commit")

@@ -33,7 +33,7 @@ RELEASE_TIMEOUT_S = 5.0
 LOOK_TIMEOUT_S = 1.0
 # What waits behind a message that has been in hand for so long goes to others, who may be idle.
 HOLD_BACK_S_MAX = 5.0
-CLOSED_BEFORE = "the consumer closed before it came to it"
+CLOSED_BEFORE_HANDLING = "the consumer closed before it came to it"
 
 Verb = Literal["ack", "nack", "extend"]
 
@@ -69,12 +69,12 @@ class Leases:
         self._extended: set[str] = set()
         self._lost: set[str] = set()
         # Whether messages of the group have leases at all; with at_most_once they are acked when they are handed out.
-        self._has_leases: bool | None = None
+        self._group_leases: bool | None = None
         self._to_ack: list[str] = []
         # Acks on their way with a receive: theirs to confirm, or to be sent again.
-        self._riding: list[str] = []
+        self._acks_in_receive: list[str] = []
         # The thread whose receive has no answer yet.
-        self._receiving_in: int | None = None
+        self._receiving_thread: int | None = None
         self._to_ack_since = 0.0
         # Held while acks are on their way, so that flush() also waits for those the keeper has taken up.
         self._flushing = threading.RLock()
@@ -84,7 +84,7 @@ class Leases:
         self._closed = False
         self._hold_back_s = HOLD_BACK_S_MAX
         # When nobody could tell whether there are leases, the last time that it mattered.
-        self._untold_at = -math.inf
+        self._lookup_failed_at = -math.inf
         # Whether what waited is on its way back to the broker, in the keeper's thread.
         self._is_giving_back = False
 
@@ -106,14 +106,14 @@ class Leases:
                 self._start_keeper()
                 self._wake_keeper(min(self._waiting_until - self._visibility_s / 2, now + self._hold_back_s))
         if is_late:
-            self.give_back_unseen(late, CLOSED_BEFORE)
+            self.give_back_unseen(late, CLOSED_BEFORE_HANDLING)
             self._transport.rest()
 
     def take(self) -> wire.PackMessageOut | None:
         """The next message in whose lease there is time left. From here on it is the user's."""
         with self._lock:
             now = self._clock()
-            if self._waiting and now >= self._waiting_until and self._has_leases is not False:
+            if self._waiting and now >= self._waiting_until and self._group_leases is not False:
                 _log.warning("%d messages waited longer than their lease and go to others", len(self._waiting))
                 self._waiting.clear()
             if not self._waiting:
@@ -130,7 +130,7 @@ class Leases:
         """What was handed out is done: ack it with the next flush. Raises LeaseLost for what others have by now; the
         rest is acked all the same."""
         if self._handed and self._clock() >= self._handed_until:
-            self._look_after(self._in_hand())
+            self._renew_expired(self._in_hand())
         with self._lock:
             if self._failure is not None:
                 failure, self._failure = self._failure, None
@@ -157,13 +157,13 @@ class Leases:
             messages=count,
         )
 
-    def _look_after(self, receipts: list[str]) -> None:
+    def _renew_expired(self, receipts: list[str]) -> None:
         """Their lease is over by this clock, as nobody has renewed it: prolong it where nobody else has them."""
         try:
             if receipts:
-                self._settle("extend", receipts, self._prolonged(), LOOK_TIMEOUT_S)
+                self._settle("extend", receipts, self._extend_options(), LOOK_TIMEOUT_S)
         except StaleReceipt as error:
-            self._pass_on(_stale_among(error, receipts))
+            self._mark_lost(_stale_among(error, receipts))
         except PortalMQError as error:
             _log.debug("whether %d leases still run could not be asked: %s", len(receipts), error)
 
@@ -171,56 +171,59 @@ class Leases:
         with self._lock:
             return [receipt for receipt in self._handed if receipt not in self._extended]
 
-    def _pass_on(self, receipts: Collection[str]) -> None:
+    def _mark_lost(self, receipts: Collection[str]) -> None:
         """Others have these by now, unless the group knows no leases."""
-        if not receipts or self._are_leased() is False:
+        if not receipts or self._group_has_leases() is False:
             return
         with self._lock:
             lost = [receipt for receipt in receipts if receipt in self._handed]
             self._lost.update(lost)
         self._warn_of_stale(len(lost))
 
-    def _are_leased(self) -> bool | None:
+    def _group_has_leases(self) -> bool | None:
         """None where nobody can tell now."""
-        if self._has_leases is None:
+        if self._group_leases is None:
             try:
                 group = self._transport.get(
                     wire.group_path(self._group), wire.GroupDescription, timeout_s=LOOK_TIMEOUT_S
                 )
             except PortalMQError:
                 return None
-            self._has_leases = group.config.delivery != "at_most_once"
-        return self._has_leases
+            self._group_leases = group.config.delivery != "at_most_once"
+        return self._group_leases
 
     def begin_receive(self) -> None:
         """This thread is about to ask the brokers. Follow it by `board`, or by `missed`."""
-        self._receiving_in = threading.get_ident()
+        self._receiving_thread = threading.get_ident()
 
-    def board(self) -> list[str]:
+    def take_acks(self) -> list[str]:
         """The acks that ride with the next receive. Follow it by `arrived` and `hold`, or by `missed`."""
         with self._lock:
-            assert not self._riding
+            assert not self._acks_in_receive
             gathered = self._to_ack
-            self._riding, self._to_ack = gathered[: wire.RECEIVE_MESSAGES_MAX], gathered[wire.RECEIVE_MESSAGES_MAX :]
-            return self._riding
+            self._acks_in_receive, self._to_ack = (
+                gathered[: wire.RECEIVE_MESSAGES_MAX],
+                gathered[wire.RECEIVE_MESSAGES_MAX :],
+            )
+            return self._acks_in_receive
 
     def arrived(self, stale: Sequence[str]) -> None:
         """The receive was answered, so what rode with it is acked, but for what had gone to others."""
         with self._lock:
-            self._riding = []
+            self._acks_in_receive = []
         self._warn_of_stale(len(stale))
 
-    def missed(self) -> None:
+    def receive_failed(self) -> None:
         """The receive failed: its acks are to be sent again. Acking twice is fine."""
         with self._lock:
             self._received()
-            self._to_ack, self._riding = self._riding + self._to_ack, []
+            self._to_ack, self._acks_in_receive = self._acks_in_receive + self._to_ack, []
             if self._to_ack:
                 self._to_ack_since = self._clock()
                 self._wake_keeper(self._to_ack_since + ACK_DELAY_S_MAX)
 
     def _received(self) -> None:
-        self._receiving_in = None
+        self._receiving_thread = None
         self._changed.notify_all()
 
     def flush(self) -> None:
@@ -267,7 +270,7 @@ class Leases:
             for receipt in receipts:
                 self._handed.pop(receipt, None)
 
-    def keep_only_waiting(self) -> None:
+    def forget_handed(self) -> None:
         """The user settles what was handed out (manual_ack): closing must not give it back."""
         with self._lock:
             self._handed = {}
@@ -288,7 +291,7 @@ class Leases:
                 acks_at = self._to_ack_since + ACK_DELAY_S_MAX if self._to_ack else math.inf
                 is_kept = bool(self._waiting) or self._may_renew(now)
                 extension_at = self._waiting_until - self._visibility_s / 2 if is_kept else math.inf
-                spare_at = self._spare_at()
+                spare_at = self._release_waiting_at()
                 self._wakes_at = min(acks_at, extension_at, spare_at)
                 if now < self._wakes_at:
                     self._changed.wait(None if self._wakes_at == math.inf else self._wakes_at - now)
@@ -297,7 +300,7 @@ class Leases:
                 if now >= acks_at:
                     self.flush()
                 if now >= spare_at:
-                    self._spare()
+                    self._release_waiting()
                 if now >= extension_at:
                     self._keep_waiting(now)
             except PortalMQError as error:
@@ -314,18 +317,18 @@ class Leases:
         if at < self._wakes_at or at == -math.inf:
             self._changed.notify_all()
 
-    def _spare_at(self) -> float:
+    def _release_waiting_at(self) -> float:
         """When what waits is to go to others; later again where it could not be asked whether they would get it."""
-        return max(self._busy_since, self._untold_at) + self._hold_back_s if self._waiting else math.inf
+        return max(self._busy_since, self._lookup_failed_at) + self._hold_back_s if self._waiting else math.inf
 
-    def _spare(self) -> None:
+    def _release_waiting(self) -> None:
         """The message in hand takes long: what waits behind it goes to others."""
-        are_leased = self._are_leased()
+        are_leased = self._group_has_leases()
         if are_leased:
             self._give_back_waiting("the consumer is busy with another")
         elif are_leased is None:
             with self._lock:
-                self._untold_at = self._clock()
+                self._lookup_failed_at = self._clock()
         else:
             self._hold_back_s = math.inf  # acked when it was fetched: nobody else would get it
 
@@ -373,11 +376,11 @@ class Leases:
         gone: set[str] = set()
         receipts += in_hand
         try:
-            self._settle("extend", receipts, self._prolonged())
+            self._settle("extend", receipts, self._extend_options())
         except StaleReceipt as error:
             gone = _stale_among(error, receipts)
-            self._pass_on(gone)
-            if self._has_leases is False:
+            self._mark_lost(gone)
+            if self._group_leases is False:
                 gone = set()
         with self._lock:
             self._waiting = deque(message for message in self._waiting if message.receipt not in gone)
@@ -388,15 +391,15 @@ class Leases:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     @property
-    def is_received_here(self) -> bool:
+    def is_receiving_in_this_thread(self) -> bool:
         """Whether the receive without an answer is this very thread's, which is in a signal's handler then."""
-        return self._receiving_in == threading.get_ident()
+        return self._receiving_thread == threading.get_ident()
 
     def release(self, received_within_s: float = 0.0) -> None:
         """Send the last acks and give back what was not done, also what a receive brings that another thread ends
         within `received_within_s`. Failures only mean that leases run out by themselves."""
         with self._lock:
-            self._changed.wait_for(lambda: self._receiving_in is None or self._closed, received_within_s)
+            self._changed.wait_for(lambda: self._receiving_thread is None or self._closed, received_within_s)
             if self._closed:
                 return
             self._closed = True
@@ -405,7 +408,7 @@ class Leases:
             handed = list(self._handed)
             self._waiting.clear()
             self._handed = {}
-            self._to_ack = self._riding + self._to_ack
+            self._to_ack = self._acks_in_receive + self._to_ack
         # The keeper may try to send acks for much longer than an end may take: it goes on with them by itself.
         if self._flushing.acquire(timeout=RELEASE_TIMEOUT_S):
             try:
@@ -417,7 +420,7 @@ class Leases:
         else:
             _log.warning("acks get no answer: the last messages may be delivered again")
         self._give_back(handed, {"reason": "the consumer closed before it was done"})
-        self.give_back_unseen(waiting, CLOSED_BEFORE)
+        self.give_back_unseen(waiting, CLOSED_BEFORE_HANDLING)
 
     def give_back_unseen(self, receipts: list[str], reason: str) -> None:
         """Give back what nobody has looked at: it does not count as delivered."""
@@ -431,7 +434,7 @@ class Leases:
         except PortalMQError as error:
             _log.debug("could not give %d messages back: %s", len(receipts), error)
 
-    def _prolonged(self) -> dict[str, object]:
+    def _extend_options(self) -> dict[str, object]:
         return {"visibility_timeout_ms": round(self._visibility_s * 1000)}
 
     def _settle(

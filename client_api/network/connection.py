@@ -25,7 +25,7 @@ from http.client import HTTPException
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from portalmq.network.forking import begin_anew_in_children
+from portalmq.network.forking import reset_in_children
 from portalmq.network.http_answer import PIECE_BYTES, HttpAnswer, read_answer
 
 DEFAULT_PORT = 5000
@@ -141,7 +141,7 @@ class Connection:
             if cut_off is not None:
                 raise NotSent(str(cut_off)) from fault
             silent = isinstance(fault, ConnectionError)
-            raise NoAnswer(_in_words(fault, timeout_s), stale=was_used and silent) from fault
+            raise NoAnswer(_describe(fault, timeout_s), stale=was_used and silent) from fault
         self.reusable = cut_off is None and is_reusable
         return answer
 
@@ -189,13 +189,13 @@ class Connection:
     def close(self) -> None:
         self._socket.close()
 
-    def leave(self) -> None:
+    def close_in_child(self) -> None:
         """Close it for this process alone: the one that forked it goes on with it."""
         with contextlib.suppress(OSError):
             os.close(self._socket.detach())
 
 
-def _in_words(fault: Exception, timeout_s: float) -> str:
+def _describe(fault: Exception, timeout_s: float) -> str:
     if isinstance(fault, TimeoutError):
         return f"no answer within {timeout_s:g} s"
     return str(fault) or type(fault).__name__
@@ -207,7 +207,7 @@ class _Host:
     def __init__(self, connections_max: int) -> None:
         self.idle: deque[Connection] = deque()
         self.in_use: set[Connection] = set()
-        self.places = threading.BoundedSemaphore(connections_max)
+        self.slots = threading.BoundedSemaphore(connections_max)
 
 
 class ConnectionPool:
@@ -233,14 +233,14 @@ class ConnectionPool:
         self._given_back = threading.Condition(self._lock)
         self._hosts: dict[Address, _Host] = {}
         self._closed = False
-        begin_anew_in_children(self)
+        reset_in_children(self)
 
     def exchange(
         self, address: Address, method: str, head: bytes, body: bytes, timeout_s: float, watch: Watch | None = None
     ) -> HttpAnswer:
         """One request over a kept or a new connection. Raises NotSent or NoAnswer."""
         host = self._host(address)
-        if not host.places.acquire(timeout=timeout_s):
+        if not host.slots.acquire(timeout=timeout_s):
             raise NotSent(f"all {self._connections_max} connections to {address.netloc} are busy")
         try:
             connection = self._take_idle(host) or self._connect(address, host, timeout_s)
@@ -251,7 +251,7 @@ class ConnectionPool:
                 self._give_back(host, connection)
             return answer
         finally:
-            host.places.release()
+            host.slots.release()
 
     def _host(self, address: Address) -> _Host:
         host = self._hosts.get(address)
@@ -276,7 +276,7 @@ class ConnectionPool:
             tls = self._tls_context() if address.scheme == "https" else None
             connection = Connection(address, timeout_s, tls, self._poll)
         except OSError as fault:
-            raise NotSent(_in_words(fault, timeout_s)) from fault
+            raise NotSent(_describe(fault, timeout_s)) from fault
         return self._register(host, connection)
 
     def _register(self, host: _Host, connection: Connection) -> Connection:
@@ -333,13 +333,13 @@ class ConnectionPool:
             for connection in self._in_use():
                 connection.abort()
 
-    def _begin_anew(self) -> None:
+    def _reset_in_child(self) -> None:
         hosts, self._hosts = self._hosts, {}
         self._lock = threading.RLock()
         self._given_back = threading.Condition(self._lock)
         for host in hosts.values():
             for connection in [*host.idle, *host.in_use]:
-                connection.leave()
+                connection.close_in_child()
 
     def _in_use(self) -> list[Connection]:
         return [connection for host in self._hosts.values() for connection in host.in_use]

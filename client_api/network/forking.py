@@ -15,23 +15,23 @@ import weakref
 from typing import Protocol
 
 
-class BegunAnew(Protocol):
-    def _begin_anew(self) -> None:
+class ResetInChild(Protocol):
+    def _reset_in_child(self) -> None:
         """In the child of a fork: leave all that is the parent's to it. Waits for nobody, and asks no broker."""
 
 
-_all: weakref.WeakSet[BegunAnew] = weakref.WeakSet()
+_all: weakref.WeakSet[ResetInChild] = weakref.WeakSet()
 
 
-def begin_anew_in_children(thing: BegunAnew) -> None:
+def reset_in_children(thing: ResetInChild) -> None:
     """Have `thing._begin_anew()` called in each child that this process forks, as long as `thing` lives."""
     _all.add(thing)
 
 
-def _begin_all_anew() -> None:
+def _reset_all() -> None:
     for thing in list(_all):
-        thing._begin_anew()
+        thing._reset_in_child()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_all_anew)
+    os.register_at_fork(after_in_child=_reset_all)

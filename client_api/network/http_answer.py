@@ -89,7 +89,7 @@ def _ordinary(piece: bytes) -> _Head | None:
 
 
 def _read_by_library(connection: socket.socket, method: str, piece: bytes) -> tuple[HttpAnswer, bool]:
-    response = HTTPResponse(cast(socket.socket, _Begun(connection, piece)), method=method)
+    response = HTTPResponse(cast(socket.socket, _PartlyRead(connection, piece)), method=method)
     try:
         response.begin()
         fields = Fields()
@@ -101,7 +101,7 @@ def _read_by_library(connection: socket.socket, method: str, piece: bytes) -> tu
     return answer, not response.will_close
 
 
-class _Begun(io.RawIOBase):
+class _PartlyRead(io.RawIOBase):
     """A connection of which the first bytes are read already, as `http.client` wants it."""
 
     def __init__(self, connection: socket.socket, piece: bytes) -> None:

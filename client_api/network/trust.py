@@ -34,7 +34,7 @@ def is_this_machine(host: str) -> bool:
         return host == "localhost" or host.endswith(".localhost")
 
 
-def may_be_told(address: Address, named: Iterable[Address]) -> bool:
+def may_receive_token(address: Address, named: Iterable[Address]) -> bool:
     """Whether a broker at `address` may be shown a token, when these were named by the user."""
     if address.scheme == "https":
         return True
@@ -51,7 +51,7 @@ def warn_of_plain_text(named: Iterable[Address]) -> None:
             )
 
 
-def warn_of_stranger(address: Address) -> None:
+def warn_of_unknown_host(address: Address) -> None:
     _warn_once(
         f"advertised {address.host}",
         f"the brokers advertise {address.url}, whose host is not among those that were named: it is not shown the"

@@ -26,7 +26,7 @@ from portalmq.errors import (
     Unavailable,
 )
 from portalmq.producers.batching import Lane, ProducerBatch
-from portalmq.transport.transport import Backoff, OutOfTime, Request, Transport, decode_answer, may_repeat
+from portalmq.transport.transport import Backoff, DeadlinePassed, Request, Transport, decode_answer, may_repeat
 
 _log = logging.getLogger("portalmq.producer")
 
@@ -48,7 +48,7 @@ class _OutBatch(msgspec.Struct, omit_defaults=True):
     producer: wire.ProducerStamp | None = None
 
 
-class Delivery:
+class BatchSender:
     """Sends batches, one lane at a time in any one thread. Holds the producer's identity, which all lanes share."""
 
     def __init__(
@@ -71,7 +71,7 @@ class Delivery:
         self._instance = secrets.token_hex(8) if producer_name is not None else ""
         self._had_name = False
 
-    def advance(self, lane: Lane, batch: ProducerBatch, limit_s: float | None) -> float | None:
+    def send_batch(self, lane: Lane, batch: ProducerBatch, limit_s: float | None) -> float | None:
         """Send what is left of the batch. None when it has its outcomes, else the seconds until the next try.
 
         `limit_s` cuts the wait for one answer; the request is then repeated by a later call. Raises no PortalMQError.
@@ -92,7 +92,7 @@ class Delivery:
                 lane.backoff = None
         return None
 
-    def give_up(self, lane: Lane, batch: ProducerBatch, fault: BaseException) -> None:
+    def fail_batch(self, lane: Lane, batch: ProducerBatch, fault: BaseException) -> None:
         """Something that is no PortalMQError came up while sending: the futures must not hang on it."""
         _log.error("sending to %s/%d failed", lane.topic, lane.partition, exc_info=fault)
         self._drop_identity(lane)
@@ -157,18 +157,18 @@ class Delivery:
 
     def _after_failure(self, lane: Lane, batch: ProducerBatch, error: PortalMQError) -> float | None:
         """Decide on the topmost range. None: go on at once. Else the seconds until the next try."""
-        if isinstance(error, OutOfTime) and batch.failure is not None:
+        if isinstance(error, DeadlinePassed) and batch.failure is not None:
             error = batch.failure
         batch.failure = error
         batch.unknown = batch.unknown or error.outcome == "unknown"
-        if not batch.unknown and self._mended(lane, batch, error):
+        if not batch.unknown and self._try_other_form(lane, batch, error):
             return None
         if may_repeat(error, self._idempotent):
             lane.backoff = lane.backoff or Backoff()
             pause_s = lane.backoff.next_s(error.retry_after_s)
-            if time.monotonic() + pause_s < self._transport.reach.limit(batch.deadline, batch.born):
+            if time.monotonic() + pause_s < self._transport.reachability.limit(batch.deadline, batch.born):
                 return pause_s
-            if self._transport.reach.heard:
+            if self._transport.reachability.was_reached:
                 error = _late(error, self._delivery_timeout_s)
         if batch.unknown:
             error.outcome = "unknown"
@@ -177,7 +177,7 @@ class Delivery:
         batch.failure = None
         return None
 
-    def _mended(self, lane: Lane, batch: ProducerBatch, error: PortalMQError) -> bool:
+    def _try_other_form(self, lane: Lane, batch: ProducerBatch, error: PortalMQError) -> bool:
         """True when a request that was certainly not applied can be sent in another form, at once."""
         start, end = batch.ranges[-1]
         if isinstance(error, OutOfOrderSequence) and batch.restamps < RESTAMPS_MAX:

@@ -194,7 +194,7 @@ class ProducerBatch:
             else:
                 future.set_result(outcome)
 
-    def leave(self, why: PortalMQError) -> None:
+    def fail_in_child(self, why: PortalMQError) -> None:
         """In the child of a fork: the batch is the parent's. Who asks here is told so; callbacks run there alone."""
         self._lock = threading.Lock()
         if not self.settled:

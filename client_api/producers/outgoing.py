@@ -16,7 +16,7 @@ MESSAGE_OVERHEAD_BYTES = 64
 _encode_json = msgspec.json.Encoder().encode
 
 
-class Plain(msgspec.Struct, gc=False):
+class PlainMessage(msgspec.Struct, gc=False):
     """A message that is nothing but bytes: the cheapest thing that encodes as a wire.PackMessage."""
 
     value: bytes

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from portalmq import wire
 from portalmq.errors import PartitionNotFound, PortalMQError, TopicExists, TopicNotFound
 from portalmq.producers.batching import Lane
-from portalmq.transport import chance
-from portalmq.transport.transport import Backoff, OutOfTime, Request, Transport, may_repeat
+from portalmq.transport import system_random
+from portalmq.transport.transport import Backoff, DeadlinePassed, Request, Transport, may_repeat
 
 _log = logging.getLogger("portalmq.producer")
 
@@ -30,7 +30,7 @@ class ProducerTopic:
     def __init__(self, lanes: list[Lane], known_at: float) -> None:
         self.lanes = lanes
         # At random, or many short-lived producers would all begin with partition 0.
-        self.sticky = chance.below(len(lanes))
+        self.sticky = system_random.below(len(lanes))
         self.known_at = known_at
 
     def move_on_from(self, lane: Lane) -> None:
@@ -48,7 +48,7 @@ class ProducerTopics(dict[str, ProducerTopic]):
         self._max_block_s = max_block_s
         self._lock = threading.Lock()
 
-    def meet(self, name: str) -> ProducerTopic:
+    def look_up(self, name: str) -> ProducerTopic:
         """The topic; made at the broker when there is none, and the cluster makes topics at their first use. Waits up
         to `max_block_s` for a broker to tell."""
         wire.check_name(name, "topic")
@@ -98,11 +98,11 @@ class ProducerTopics(dict[str, ProducerTopic]):
                 self._create(name, deadline)
                 return self._count_in_metadata(name, deadline) or 1
             except PortalMQError as error:
-                if isinstance(error, OutOfTime) and failure is not None:
+                if isinstance(error, DeadlinePassed) and failure is not None:
                     raise failure from None
                 failure = error
                 pause_s = backoff.next_s(error.retry_after_s)
-                give_up_at = self._transport.reach.limit(deadline, began)
+                give_up_at = self._transport.reachability.limit(deadline, began)
                 if not may_repeat(error, True) or time.monotonic() + pause_s >= give_up_at:
                     raise
                 self._transport.pause(pause_s)

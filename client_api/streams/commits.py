@@ -13,14 +13,14 @@ import msgspec
 
 from portalmq import stream_wire as contract
 from portalmq import wire
-from portalmq.consumers.commit import Output, commit_offset, place_of
+from portalmq.consumers.commit import Output, commit_offset, partition_of
 from portalmq.errors import IllegalGeneration, OffsetMoved, OffsetOutOfRange, PortalMQError, Unavailable
 from portalmq.message import Message
-from portalmq.streams.fetch_buffer import FetchBuffer, PartitionBuffer, Place
+from portalmq.streams.fetch_buffer import FetchBuffer, PartitionBuffer, TopicPartition
 from portalmq.transport.transport import Request, Transport
 
 
-class Commits:
+class OffsetCommitter:
     """Thread-safe; `buffers.lock` guards `generation` too. `on_refused` is called when a leader knows something that
     this member does not: the coordinator is to be asked at once."""
 
@@ -34,72 +34,72 @@ class Commits:
         self._buffers = buffers
         self._on_refused = on_refused
         # One at a time.
-        self._turn = threading.RLock()
+        self._commit_lock = threading.RLock()
 
     def commit(self, buffers: Sequence[PartitionBuffer], timeout_s: float | None = None) -> None:
         """Bring what is done to the leaders; durable on return. Raises IllegalGeneration for what was taken away.
 
         With a `timeout_s` no other commit is waited for any longer: the member's thread has heartbeats to send.
         """
-        if not self._turn.acquire(timeout=-1 if timeout_s is None else timeout_s):
+        if not self._commit_lock.acquire(timeout=-1 if timeout_s is None else timeout_s):
             raise Unavailable("another commit is on its way")
         try:
             with self._buffers.lock:
-                news = [
+                changed = [
                     (buffer, buffer.done) for buffer in buffers if buffer.done > buffer.committed and not buffer.gone
                 ]
                 generation = self.generation
-            if news:
-                self._put_offsets(news, generation, timeout_s)
+            if changed:
+                self._put_offsets(changed, generation, timeout_s)
         finally:
-            self._turn.release()
+            self._commit_lock.release()
 
     def _put_offsets(
-        self, news: Sequence[tuple[PartitionBuffer, int]], generation: int, timeout_s: float | None
+        self, changed: Sequence[tuple[PartitionBuffer, int]], generation: int, timeout_s: float | None
     ) -> None:
-        offsets = [contract.PartitionOffset(*buffer.place, done) for buffer, done in news]
+        offsets = [contract.PartitionOffset(*buffer.place, done) for buffer, done in changed]
         request = Request(
             "PUT",
             wire.group_path(self._group, "offsets"),
             msgspec.json.encode(contract.CommitOffsetsRequest(self._member_id, generation, offsets)),
             (("Content-Type", wire.JSON),),
             repeatable=True,
-            near=news[0][0].place,
+            near=changed[0][0].place,
         )
         try:
             self._transport.call(request, timeout_s=timeout_s)
         except PortalMQError as error:
             results = error.extra.get("results") or []
             ok = {(each["topic"], each["partition"]) for each in results if each.get("status") == "ok"}
-            self._committed([(buffer, done) for buffer, done in news if buffer.place in ok])
-            if isinstance(error, OffsetOutOfRange) and len(news) > 1:
-                for buffer, done in news:  # which of them it is of, each is asked for itself
+            self._committed([(buffer, done) for buffer, done in changed if buffer.place in ok])
+            if isinstance(error, OffsetOutOfRange) and len(changed) > 1:
+                for buffer, done in changed:  # which of them it is of, each is asked for itself
                     if buffer.place not in ok:
                         self._put_offsets([(buffer, done)], generation, timeout_s)
                 return
             committed = error.extra.get("committed")
             if isinstance(error, OffsetOutOfRange) and isinstance(committed, int):
                 # A purge or retention has taken the group past what was done here, and what is below is done.
-                self._committed([(buffer, committed) for buffer, _ in news])
+                self._committed([(buffer, committed) for buffer, _ in changed])
                 return
             if isinstance(error, IllegalGeneration | OffsetOutOfRange):
                 self._on_refused()
             raise
-        self._committed(news)
+        self._committed(changed)
 
-    def _committed(self, news: Iterable[tuple[PartitionBuffer, int]]) -> None:
+    def _committed(self, changed: Iterable[tuple[PartitionBuffer, int]]) -> None:
         with self._buffers.lock:
-            for buffer, done in news:
+            for buffer, done in changed:
                 buffer.committed = max(buffer.committed, done)
 
     def commit_with(self, messages: Sequence[Message], outputs: Iterable[Output]) -> wire.Committed:
         """Both or neither. After an error the partition is read again from what is committed: going on must not commit
         what has no outputs. Where the outcome was unknown, that offset may be an old one: the next commit names it, and
         is refused with the right one."""
-        place = place_of(messages)
-        with self._turn:
+        place = partition_of(messages)
+        with self._commit_lock:
             try:
-                generation, committed = self._owning(place, messages)
+                generation, committed = self._check_owned(place, messages)
                 answer = commit_offset(
                     self._transport,
                     self._group,
@@ -110,22 +110,22 @@ class Commits:
                     committed=committed,
                 )
             except BaseException as error:
-                self._read_again(place, error)
+                self._read_from_committed(place, error)
                 raise
             with self._buffers.lock:
-                buffer = self._buffers.by_place.get(place)
+                buffer = self._buffers.by_partition.get(place)
                 if buffer is not None:
                     end = max(message.offset for message in messages) + 1
                     buffer.committed = max(buffer.committed, end)
                     buffer.done = max(buffer.done, end)
         return answer
 
-    def _owning(self, place: Place, messages: Sequence[Message]) -> tuple[int, int]:
+    def _check_owned(self, place: TopicPartition, messages: Sequence[Message]) -> tuple[int, int]:
         """The generation in which these messages are this member's, and what is committed as far as it knows. Messages
         of a partition that was somebody else's in between are not committed: he has published for them."""
         offsets = [message.offset for message in messages]
         with self._buffers.lock:
-            buffer = self._buffers.by_place.get(place)
+            buffer = self._buffers.by_partition.get(place)
             if buffer is None or min(offsets) < buffer.committed or max(offsets) >= buffer.handed:
                 raise IllegalGeneration(
                     f"partition {place[1]} of topic {place[0]!r} was taken away, or is read again, since these messages"
@@ -133,9 +133,9 @@ class Commits:
                 )
             return self.generation, buffer.committed
 
-    def _read_again(self, place: Place, error: BaseException) -> None:
+    def _read_from_committed(self, place: TopicPartition, error: BaseException) -> None:
         with self._buffers.lock:
-            buffer = self._buffers.by_place.get(place)
+            buffer = self._buffers.by_partition.get(place)
             if buffer is not None:
                 # The leader knows: an earlier try, whose outcome nobody knew, has done it.
                 committed = error.extra.get("committed") if isinstance(error, OffsetMoved | OffsetOutOfRange) else None

@@ -34,7 +34,7 @@ FETCHERS_MAX = 8
 AGAIN_S = 0.1
 GONE_AGAIN_S = 1.0
 
-Place = tuple[str, int]
+TopicPartition = tuple[str, int]
 
 _decode_head = msgspec.msgpack.Decoder(contract.FrameHead).decode
 _decode_records = msgspec.msgpack.Decoder(tuple[contract.FrameRecord, ...]).decode
@@ -66,12 +66,12 @@ class PartitionBuffer:
     )
 
     def __init__(self, assigned: contract.AssignedPartition) -> None:
-        self.place: Place = (assigned.topic, assigned.partition)
+        self.place: TopicPartition = (assigned.topic, assigned.partition)
         self.since = assigned.since
         self.position = self.handed = self.done = self.committed = assigned.offset
         self.frames: deque[contract.Frame] = deque()
         self.buffered_bytes = 0
-        self.current: Taken | None = None
+        self.current: DecodedBatch | None = None
         self.in_flight = False
         self.again_at = 0.0
         # Nothing more is handed out; `revoked` says that what is in hand may still be finished and committed.
@@ -79,7 +79,7 @@ class PartitionBuffer:
         self.gone = False
 
 
-class Taken:
+class DecodedBatch:
     """The messages of one batch, (offset, record) in order, of which those from index `next` on are still to be handed
     out. `end` is where the batch ends."""
 
@@ -95,7 +95,7 @@ class Taken:
         self.next = 0
 
 
-def _numbered(body: bytes, skipped: int, base_offset: int) -> list[tuple[int, contract.FrameRecord]]:
+def _with_offsets(body: bytes, skipped: int, base_offset: int) -> list[tuple[int, contract.FrameRecord]]:
     """The messages of a batch without the first `skipped`, by offset. Where compaction has removed one, nil stands."""
     try:
         records = _decode_records(body)
@@ -112,13 +112,13 @@ class FetchBuffer:
     def __init__(self, transport: Transport, wall_ms: Callable[[], int], prefetch_bytes: int = PREFETCH_BYTES) -> None:
         self.mutex = threading.RLock()
         self.lock = threading.Condition(self.mutex)
-        self.by_place: dict[Place, PartitionBuffer] = {}
-        self.paused: set[Place] = set()
+        self.by_partition: dict[TopicPartition, PartitionBuffer] = {}
+        self.paused: set[TopicPartition] = set()
         self.closed = False
         self._transport = transport
         self._wall_ms = wall_ms
         self._prefetch_bytes = prefetch_bytes
-        self._turn: deque[PartitionBuffer] = deque()
+        self._rotation: deque[PartitionBuffer] = deque()
         self._fetchers = 0
         self._idle = 0
 
@@ -130,23 +130,23 @@ class FetchBuffer:
             for each in assigned:
                 buffer = PartitionBuffer(each)
                 self._drop(buffer.place)
-                self.by_place[buffer.place] = buffer
-                self._turn.append(buffer)
+                self.by_partition[buffer.place] = buffer
+                self._rotation.append(buffer)
             self._wake()
 
-    def drop(self, places: Iterable[Place]) -> None:
+    def drop(self, places: Iterable[TopicPartition]) -> None:
         with self.lock:
             for place in list(places):
                 self._drop(place)
             self.lock.notify_all()
 
-    def _drop(self, place: Place) -> None:
-        buffer = self.by_place.pop(place, None)
+    def _drop(self, place: TopicPartition) -> None:
+        buffer = self.by_partition.pop(place, None)
         if buffer is not None:
             buffer.gone = True
             buffer.frames.clear()
             buffer.current = None
-            self._turn.remove(buffer)
+            self._rotation.remove(buffer)
 
     def close(self) -> None:
         with self.lock:
@@ -155,11 +155,11 @@ class FetchBuffer:
 
     # --- handing out -------------------------------------------------------------------------------------------------
 
-    def take(self) -> Taken | None:
+    def take(self) -> DecodedBatch | None:
         """The next batch of which something is to be handed out, the partitions in turn. The caller holds the lock."""
-        for _ in range(len(self._turn)):
-            buffer = self._turn[0]
-            self._turn.rotate(-1)
+        for _ in range(len(self._rotation)):
+            buffer = self._rotation[0]
+            self._rotation.rotate(-1)
             if buffer.revoked or buffer.place in self.paused:
                 continue
             if buffer.current is not None and buffer.current.next < len(buffer.current.records):
@@ -170,16 +170,16 @@ class FetchBuffer:
                     return buffer.current
         return None
 
-    def _decoded(self, buffer: PartitionBuffer) -> Taken | None:
+    def _decoded(self, buffer: PartitionBuffer) -> DecodedBatch | None:
         """The next batch of the feed; None when none of its messages is to be shown."""
         frame = buffer.frames.popleft()
-        was_full = buffer.buffered_bytes >= self._feed_bytes()
+        was_full = buffer.buffered_bytes >= self._partition_bytes_max()
         buffer.buffered_bytes -= len(frame.body)
         if was_full:
             self._wake()
         head = _decode_head(frame.header)
         skipped = max(0, buffer.handed - head.base_offset)
-        numbered = _numbered(frame.body, skipped, head.base_offset)
+        numbered = _with_offsets(frame.body, skipped, head.base_offset)
         if any(record.expires_at_ms is not None for _, record in numbered):
             now_ms = self._wall_ms()
             numbered = [
@@ -189,7 +189,7 @@ class FetchBuffer:
             ]
         end = head.base_offset + head.count
         if numbered:
-            return Taken(buffer, numbered, head.appended_at_ms, end)
+            return DecodedBatch(buffer, numbered, head.appended_at_ms, end)
         if buffer.done == buffer.handed:
             buffer.done = max(buffer.done, end)
         buffer.handed = max(buffer.handed, end)
@@ -197,22 +197,22 @@ class FetchBuffer:
 
     # --- fetching ----------------------------------------------------------------------------------------------------
 
-    def _feed_bytes(self) -> int:
-        return max(BUFFER_BYTES_MIN, self._prefetch_bytes // max(1, len(self.by_place)))
+    def _partition_bytes_max(self) -> int:
+        return max(BUFFER_BYTES_MIN, self._prefetch_bytes // max(1, len(self.by_partition)))
 
     def _wake(self) -> None:
         """There may be something to fetch."""
         self.lock.notify_all()
-        if self.by_place and not self._idle and self._fetchers < FETCHERS_MAX and not self.closed:
+        if self.by_partition and not self._idle and self._fetchers < FETCHERS_MAX and not self.closed:
             self._fetchers += 1
             threading.Thread(target=self._fetch, name="portalmq-fetcher", daemon=True).start()
 
     def _wanted(self, now: float) -> list[PartitionBuffer]:
         """What is to be fetched next: feeds with room whose partitions have one leader."""
-        full = self._feed_bytes()
+        full = self._partition_bytes_max()
         found: list[PartitionBuffer] = []
         leader: Address | None = None
-        for buffer in self._turn:
+        for buffer in self._rotation:
             if buffer.in_flight or buffer.revoked or buffer.buffered_bytes >= full or buffer.again_at > now:
                 continue
             if buffer.place in self.paused:
@@ -230,7 +230,7 @@ class FetchBuffer:
             with self.lock:
                 buffers = self._wanted(time.monotonic())
                 if not buffers:
-                    if self.closed or not self.by_place:
+                    if self.closed or not self.by_partition:
                         self._fetchers -= 1
                         return
                     self._idle += 1
@@ -242,10 +242,12 @@ class FetchBuffer:
                 if self._wanted(time.monotonic()):
                     self._wake()  # others are led elsewhere
                 asked = [contract.PartitionOffset(*buffer.place, buffer.position) for buffer in buffers]
-                max_bytes = min(contract.FETCH_BYTES, self._feed_bytes() * len(buffers))
-            self._ask(buffers, asked, max_bytes)
+                max_bytes = min(contract.FETCH_BYTES, self._partition_bytes_max() * len(buffers))
+            self._send_fetch(buffers, asked, max_bytes)
 
-    def _ask(self, buffers: list[PartitionBuffer], asked: list[contract.PartitionOffset], max_bytes: int) -> None:
+    def _send_fetch(
+        self, buffers: list[PartitionBuffer], asked: list[contract.PartitionOffset], max_bytes: int
+    ) -> None:
         request = contract.FetchRequest(asked, max_bytes, round(FETCH_WAIT_S * 1000))
         call = Request(
             "POST",
@@ -264,10 +266,10 @@ class FetchBuffer:
             self._failed(buffers, AGAIN_S)
             return
         with self.lock:
-            by_place = {(each.topic, each.partition): each for each in answer.partitions}
+            by_partition = {(each.topic, each.partition): each for each in answer.partitions}
             for buffer in buffers:
                 buffer.in_flight = False
-                fetched = by_place.get(buffer.place)
+                fetched = by_partition.get(buffer.place)
                 if fetched is not None and not buffer.gone:
                     self._arrived(buffer, fetched)
             self.lock.notify_all()
@@ -298,7 +300,7 @@ class FetchBuffer:
         start, end = problem.get("log_start_offset"), problem.get("high_watermark")
         pause_s = AGAIN_S
         if code == "not_leader":
-            if self._transport.heard_leader(buffer.place, problem.get("leader_url")):
+            if self._transport.leader_reported(buffer.place, problem.get("leader_url")):
                 pause_s = 0.0
         elif code == "offset_out_of_range" and isinstance(start, int) and isinstance(end, int):
             goes_on = start if buffer.position < start else min(buffer.position, end)

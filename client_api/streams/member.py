@@ -34,22 +34,22 @@ from portalmq.errors import (
     Unavailable,
 )
 from portalmq.message import Message
-from portalmq.streams.commits import Commits
-from portalmq.streams.fetch_buffer import FetchBuffer, PartitionBuffer, Place, Taken
-from portalmq.transport.reach import FIRST_CONTACT_S, SILENT_S_MAX
+from portalmq.streams.commits import OffsetCommitter
+from portalmq.streams.fetch_buffer import DecodedBatch, FetchBuffer, PartitionBuffer, TopicPartition
+from portalmq.transport.reachability import FIRST_CONTACT_S, SILENT_S_MAX
 from portalmq.transport.transport import CALL_TIMEOUT_S, Request, Transport, decode_answer, may_repeat, with_query
 
 _log = logging.getLogger("portalmq.consumer")
 
 COMMIT_EVERY_S = 1.0
 # How long a partition that is taken away is held for the message in hand.
-LET_GO_WITHIN_S = 5.0
-LET_GO_POLL_S = 0.05
+RELEASE_WITHIN_S = 5.0
+RELEASE_POLL_S = 0.05
 AGAIN_S = 0.3
 HEARTBEAT_S_MIN = 1.0
 # While no coordinator can be reached nobody else is given this member's partitions, and one that takes over gives it a
 # session more. So it goes on for a while; after this time it is more likely the one that is cut off.
-SESSIONS_UNHEARD = 3
+SESSIONS_WITHOUT_ANSWER = 3
 CLOSE_WITHIN_S = 5.0
 WAIT_S = 1.0
 
@@ -87,22 +87,22 @@ class StreamMember:
         self._max_messages = max_messages
         self._lock = self.buffers.lock
         self._wake = threading.Event()
-        self._commits = Commits(settle_transport, group, self.member_id, self.buffers, self._wake.set)
+        self._commits = OffsetCommitter(settle_transport, group, self.member_id, self.buffers, self._wake.set)
         self._thread: threading.Thread | None = None
         self._failure: PortalMQError | None = None
         # What the latest turn of the member thread met.
-        self._trouble: PortalMQError | None = None
+        self._last_error: PortalMQError | None = None
         self._joined = False
         self._left = False
         self._answered_at = 0.0
         self._revoked_at = 0.0
         self._committed_at = 0.0
         # Where this member was in what was taken from it; it may be given the same again.
-        self._left_at: dict[Place, tuple[int, int]] = {}
+        self._released_offsets: dict[TopicPartition, tuple[int, int]] = {}
         # Answers of generations before this one are older than what was sought.
         self._not_before = -1
         # The batch that is being handed out.
-        self._taken: Taken | None = None
+        self._batch: DecodedBatch | None = None
 
     @property
     def has_begun(self) -> bool:
@@ -123,25 +123,25 @@ class StreamMember:
     def next_message(self, timeout_s: float | None, consumer: Any) -> Message | None:
         """The next message; the one before is finished. None after `timeout_s`, or when it is closed."""
         with self.buffers.mutex:
-            taken = self._taken
-            if taken is not None:
-                buffer = taken.buffer
+            batch = self._batch
+            if batch is not None:
+                buffer = batch.buffer
                 if not (buffer.revoked or buffer.gone or self._failure):
                     if self._auto:
                         buffer.done = buffer.handed
-                    if taken.next < len(taken.records) and buffer.place not in self.buffers.paused:
-                        return self._hand_out(taken, consumer)
+                    if batch.next < len(batch.records) and buffer.place not in self.buffers.paused:
+                        return self._hand_out(batch, consumer)
         messages = self._messages(timeout_s, 1, consumer, one=True)
         return messages[0] if messages else None
 
-    def _hand_out(self, taken: Taken, consumer: Any) -> Message:
-        offset, record = taken.records[taken.next]
-        taken.next += 1
-        buffer = taken.buffer
-        buffer.handed = taken.end if taken.next == len(taken.records) else offset + 1
+    def _hand_out(self, batch: DecodedBatch, consumer: Any) -> Message:
+        offset, record = batch.records[batch.next]
+        batch.next += 1
+        buffer = batch.buffer
+        buffer.handed = batch.end if batch.next == len(batch.records) else offset + 1
         if self._delivery == "at_most_once":
             buffer.done = buffer.committed  # committed as a whole before the first of them was handed out
-        return _message(buffer.place, offset, record, taken.timestamp_ms, consumer)
+        return _message(buffer.place, offset, record, batch.timestamp_ms, consumer)
 
     def poll(self, timeout_s: float | None, at_most: int, consumer: Any) -> list[Message]:
         if self.buffers.closed:
@@ -159,66 +159,70 @@ class StreamMember:
                         raise self._failure
                     if self.buffers.closed:
                         return []
-                    taken = self._rest() or self.buffers.take()
-                    if taken is not None:
+                    batch = self._begun_batch() or self.buffers.take()
+                    if batch is not None:
                         break
                     left_s = WAIT_S if deadline is None else deadline - time.monotonic()
-                    self._say_silence(is_over=left_s <= 0, ends=one)
-                    if left_s <= 0 and not (one and self._must_wait(left_s)):
+                    self._raise_if_silent(is_over=left_s <= 0, ends=one)
+                    if left_s <= 0 and not (one and self._must_keep_waiting(left_s)):
                         return []
-                    left_s = left_s if left_s > 0 else LET_GO_POLL_S
+                    left_s = left_s if left_s > 0 else RELEASE_POLL_S
                     self._lock.wait(min(left_s, WAIT_S))
-                self._taken = taken
+                self._batch = batch
             if self._delivery == "at_most_once":
                 within_s = None if one or deadline is None else max(WAIT_S, deadline - time.monotonic())
                 try:
-                    if not self._commit_first(taken, within_s):
+                    if not self._commit_before_handing_out(batch, within_s):
                         continue
                 except PortalMQError as error:
-                    if within_s is None or not may_repeat(error, True) or not self._settle_transport.reach.may_hide():
+                    if (
+                        within_s is None
+                        or not may_repeat(error, True)
+                        or not self._settle_transport.reachability.may_report_empty()
+                    ):
                         raise
                     return []  # leaders change, and the next poll goes on with it
             with self._lock:
-                if taken.buffer.gone or taken.buffer.revoked:
+                if batch.buffer.gone or batch.buffer.revoked:
                     continue
                 if one:
-                    return [self._hand_out(taken, consumer)]
-                return self._hand_out_many(taken, at_most, consumer)
+                    return [self._hand_out(batch, consumer)]
+                return self._hand_out_many(batch, at_most, consumer)
 
-    def _say_silence(self, *, is_over: bool, ends: bool) -> None:
+    def _raise_if_silent(self, *, is_over: bool, ends: bool) -> None:
         """Raises Unavailable when nobody answers, and that is no answer to whoever waits: its time `is_over`, or would
         never be. `ends`: that nothing came is the end of an iteration, so it must be true."""
-        for reach in (self._settle_transport.reach, self._reading.reach):
+        for reach in (self._settle_transport.reachability, self._reading.reachability):
             failure = reach.failure
             if failure is None:
                 continue
-            gives_up = reach.silent_s > (CALL_TIMEOUT_S if reach.heard else FIRST_CONTACT_S)
-            if gives_up or (is_over and (reach.is_refused if ends else not reach.may_hide())):
+            gives_up = reach.silent_s > (CALL_TIMEOUT_S if reach.was_reached else FIRST_CONTACT_S)
+            if gives_up or (is_over and (reach.is_refused if ends else not reach.may_report_empty())):
                 raise Unavailable(failure.detail, **failure.extra)
 
-    def _must_wait(self, left_s: float) -> bool:
+    def _must_keep_waiting(self, left_s: float) -> bool:
         """Whether that nothing came does not mean yet that there is nothing: the group could not be asked. Raises what
         keeps it from being asked for long."""
-        if self._answered_at and self._trouble is None:
+        if self._answered_at and self._last_error is None:
             return False
         if left_s < -SILENT_S_MAX:
-            raise self._trouble or Unavailable(f"group {self._group!r} could not be joined in time")
+            raise self._last_error or Unavailable(f"group {self._group!r} could not be joined in time")
         return True
 
-    def _rest(self) -> Taken | None:
+    def _begun_batch(self) -> DecodedBatch | None:
         """What is left of the batch that was begun."""
-        taken = self._taken
-        if taken is None or taken.buffer.gone or taken.buffer.revoked or taken.next >= len(taken.records):
+        batch = self._batch
+        if batch is None or batch.buffer.gone or batch.buffer.revoked or batch.next >= len(batch.records):
             return None
-        return None if taken.buffer.place in self.buffers.paused else taken
+        return None if batch.buffer.place in self.buffers.paused else batch
 
-    def _hand_out_many(self, taken: Taken, at_most: int, consumer: Any) -> list[Message]:
-        records = taken.records[taken.next : taken.next + at_most]
-        taken.next += len(records)
-        buffer = taken.buffer
-        buffer.handed = taken.end if taken.next == len(taken.records) else records[-1][0] + 1
+    def _hand_out_many(self, batch: DecodedBatch, at_most: int, consumer: Any) -> list[Message]:
+        records = batch.records[batch.next : batch.next + at_most]
+        batch.next += len(records)
+        buffer = batch.buffer
+        buffer.handed = batch.end if batch.next == len(batch.records) else records[-1][0] + 1
         topic, partition = buffer.place
-        timestamp_ms = taken.timestamp_ms
+        timestamp_ms = batch.timestamp_ms
         return [
             Message(
                 topic,
@@ -242,25 +246,25 @@ class StreamMember:
 
     def _finish_handed(self) -> None:
         if self._auto and self._delivery != "at_most_once":
-            for buffer in self.buffers.by_place.values():
+            for buffer in self.buffers.by_partition.values():
                 buffer.done = buffer.handed
-        if self.buffers.by_place and any(buffer.revoked for buffer in self.buffers.by_place.values()):
+        if self.buffers.by_partition and any(buffer.revoked for buffer in self.buffers.by_partition.values()):
             self._wake.set()
 
-    def _commit_first(self, taken: Taken, within_s: float | None) -> bool:
+    def _commit_before_handing_out(self, batch: DecodedBatch, within_s: float | None) -> bool:
         """at_most_once: the batch is committed before the first of it is handed out. Raises what keeps it from being
         committed in time."""
-        if taken.buffer.committed >= taken.end:
+        if batch.buffer.committed >= batch.end:
             return True
         with self._lock:
-            taken.buffer.done = taken.end
+            batch.buffer.done = batch.end
         try:
-            self._commits.commit([taken.buffer], timeout_s=within_s)
+            self._commits.commit([batch.buffer], timeout_s=within_s)
         except (IllegalGeneration, OffsetOutOfRange):
             self._wake.set()
             with self._lock:
-                self._taken = None
-                self._lock.wait(LET_GO_POLL_S)  # until the heartbeat tells what has become of the partition
+                self._batch = None
+                self._lock.wait(RELEASE_POLL_S)  # until the heartbeat tells what has become of the partition
             return False
         return True
 
@@ -268,7 +272,7 @@ class StreamMember:
         """These are done, and all before them in their partitions; committed within a second."""
         with self._lock:
             for message in messages:
-                buffer = self.buffers.by_place.get((message.topic, message.partition))
+                buffer = self.buffers.by_partition.get((message.topic, message.partition))
                 if buffer is not None and message.offset < buffer.handed:
                     buffer.done = max(buffer.done, message.offset + 1)
 
@@ -277,7 +281,7 @@ class StreamMember:
     def commit(self) -> None:
         """Commit all that was handed out; durable on return. Raises IllegalGeneration for what was taken away."""
         with self._lock:
-            buffers = [buffer for buffer in self.buffers.by_place.values() if not buffer.gone]
+            buffers = [buffer for buffer in self.buffers.by_partition.values() if not buffer.gone]
             for buffer in buffers:
                 buffer.done = buffer.handed
         self._commits.commit(buffers)
@@ -285,7 +289,7 @@ class StreamMember:
     def commit_finished(self) -> None:
         """Commit what is done, and not all that was handed out; durable on return. Raises IllegalGeneration."""
         with self._lock:
-            buffers = [buffer for buffer in self.buffers.by_place.values() if not buffer.gone]
+            buffers = [buffer for buffer in self.buffers.by_partition.values() if not buffer.gone]
         self._commits.commit(buffers)
 
     def commit_with(self, messages: Sequence[Message], outputs: Iterable[Output]) -> wire.Committed:
@@ -301,76 +305,76 @@ class StreamMember:
         request = contract.SeekRequest(topic, dict(to) if isinstance(to, dict) else to, partition)
         answer = self._settle_transport.send_once(wire.group_path(self._group, "seek"), request, contract.SeekAnswer)
         with self._lock:
-            self.buffers.drop([place for place in self.buffers.by_place if place[0] == topic])
-            self._left_at.clear()
-            self._taken = None
+            self.buffers.drop([place for place in self.buffers.by_partition if place[0] == topic])
+            self._released_offsets.clear()
+            self._batch = None
             self._not_before = answer.generation
         self._wake.set()
         return answer
 
-    def pause(self, places: Iterable[Place] | None) -> None:
+    def pause(self, places: Iterable[TopicPartition] | None) -> None:
         with self._lock:
-            self.buffers.paused.update(self.buffers.by_place if places is None else places)
+            self.buffers.paused.update(self.buffers.by_partition if places is None else places)
 
-    def resume(self, places: Iterable[Place] | None) -> None:
+    def resume(self, places: Iterable[TopicPartition] | None) -> None:
         with self._lock:
             self.buffers.paused.difference_update(list(self.buffers.paused) if places is None else list(places))
             self._lock.notify_all()
 
-    def assignment(self) -> list[Place]:
+    def assignment(self) -> list[TopicPartition]:
         with self._lock:
-            return sorted(place for place, buffer in self.buffers.by_place.items() if not buffer.revoked)
+            return sorted(place for place, buffer in self.buffers.by_partition.items() if not buffer.revoked)
 
     # --- the member's thread -----------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         if self._thread is None and self._failure is None:
-            self._thread = threading.Thread(target=self._live, name="portalmq-member", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="portalmq-member", daemon=True)
             self._thread.start()
 
-    def _live(self) -> None:
+    def _run(self) -> None:
         while not self.buffers.closed:
             pause_s = AGAIN_S
             try:
-                pause_s = self._turn()
-                self._trouble = None
+                pause_s = self._step()
+                self._last_error = None
             except (Fenced, IllegalGeneration, GroupNotFound) as error:
-                self._lost(error)
+                self._drop_membership(error)
                 # Nobody else has a name that was made up here: it was a late copy of this member's own request.
                 if isinstance(error, Fenced) and self._is_static:
                     self._fail(error)
                     return
-                pause_s = LET_GO_POLL_S
+                pause_s = RELEASE_POLL_S
             except PortalMQError as error:
                 if self.buffers.closed:
                     return
-                self._trouble = error
+                self._last_error = error
                 if not error.retryable:
                     self._fail(error)
                     return
                 _log.debug("group %s: %s", self._group, error)
-                if self._joined and time.monotonic() > self._answered_at + SESSIONS_UNHEARD * self._session_s:
-                    self._lost(error)
+                if self._joined and time.monotonic() > self._answered_at + SESSIONS_WITHOUT_ANSWER * self._session_s:
+                    self._drop_membership(error)
             except Exception as fault:
                 self._fail(Unavailable(f"the consumer's member thread failed: {fault!r}", retryable=False))
                 raise
             self._wake.wait(pause_s)
             self._wake.clear()
 
-    def _turn(self) -> float:
+    def _step(self) -> float:
         """Join or heartbeat, adopt what is answered, commit. How long to wait until the next turn."""
         answer = self._heartbeat() if self._joined else self._join()
         self._answered_at = time.monotonic()
         interval_s = answer.heartbeat_interval_ms / 1000
         adopted = self._adopt(answer)
         if adopted is None:
-            return LET_GO_POLL_S
+            return RELEASE_POLL_S
         if adopted:
             return 0.0  # say at once what was let go of
         return min(interval_s, self._commit_done())
 
     def _join(self) -> contract.MemberAnswer:
-        self._settle_group()
+        self._create_group()
         request = contract.JoinRequest(self._topics, self.member_id, round(self._session_s * 1000))
         answer = self._call("POST", contract.members_path(self._group), request, self._session_s)
         with self._lock:
@@ -383,7 +387,7 @@ class StreamMember:
         _log.info("joined group %s as %s in generation %d", self._group, self.member_id, answer.generation)
         return answer
 
-    def _settle_group(self) -> None:
+    def _create_group(self) -> None:
         """Make the group, with these settings, or see that it is one to read with them. Raises GroupModeMismatch,
         InvalidRequest."""
         path = wire.group_path(self._group)
@@ -419,36 +423,36 @@ class StreamMember:
             return False  # of a coordinator that was replaced, or from before a seek
         named = {(each.topic, each.partition): each for each in answer.assignment}
         with self._lock:
-            taken_away = [buffer for place, buffer in self.buffers.by_place.items() if place not in named]
+            taken_away = [buffer for place, buffer in self.buffers.by_partition.items() if place not in named]
             if taken_away and not any(buffer.revoked for buffer in taken_away):
                 self._revoked_at = time.monotonic()
             for buffer in taken_away:
                 buffer.revoked = True
             in_hand = any(buffer.handed > buffer.done for buffer in taken_away)
-            if in_hand and self._auto and time.monotonic() < self._revoked_at + LET_GO_WITHIN_S:
+            if in_hand and self._auto and time.monotonic() < self._revoked_at + RELEASE_WITHIN_S:
                 return None
         if taken_away:
-            self._commit_last(taken_away)
+            self._commit_revoked(taken_away)
         with self._lock:
-            self._left_at |= {buffer.place: (buffer.since, buffer.committed) for buffer in taken_away}
+            self._released_offsets |= {buffer.place: (buffer.since, buffer.committed) for buffer in taken_away}
             self.buffers.drop([buffer.place for buffer in taken_away])
             self._commits.generation = answer.generation
-            news = []
+            added = []
             for place, each in named.items():
-                known = self.buffers.by_place.get(place)
+                known = self.buffers.by_partition.get(place)
                 if known is None or known.since < each.since:
-                    since, committed = self._left_at.pop(place, (-1, 0))
+                    since, committed = self._released_offsets.pop(place, (-1, 0))
                     if since == each.since and committed > each.offset:
                         each = contract.AssignedPartition(*place, committed, since)
-                    news.append(each)
+                    added.append(each)
                 else:
                     known.revoked = False
-            self.buffers.add(news)
-        if taken_away or news:
+            self.buffers.add(added)
+        if taken_away or added:
             _log.info("group %s: generation %d, %d partitions", self._group, answer.generation, len(named))
         return bool(taken_away)
 
-    def _commit_last(self, buffers: Sequence[PartitionBuffer]) -> None:
+    def _commit_revoked(self, buffers: Sequence[PartitionBuffer]) -> None:
         try:
             self._commits.commit(buffers, timeout_s=self._session_s / 2)
         except PortalMQError as error:
@@ -460,7 +464,7 @@ class StreamMember:
         if now >= self._committed_at + COMMIT_EVERY_S:
             self._committed_at = now
             with self._lock:
-                buffers = [buffer for buffer in self.buffers.by_place.values() if not buffer.revoked]
+                buffers = [buffer for buffer in self.buffers.by_partition.values() if not buffer.revoked]
             try:
                 self._commits.commit(buffers, timeout_s=max(1.0, self._session_s / 4))
             except (IllegalGeneration, OffsetOutOfRange) as error:
@@ -470,14 +474,14 @@ class StreamMember:
                 _log.debug("group %s: commits are tried again: %s", self._group, error)
         return COMMIT_EVERY_S
 
-    def _lost(self, why: PortalMQError) -> None:
+    def _drop_membership(self, why: PortalMQError) -> None:
         """This member is out of the group: nothing that it has read counts any more."""
         if not self.buffers.closed:
             _log.warning("group %s: %s", self._group, why)
         with self._lock:
-            self.buffers.drop(list(self.buffers.by_place))
-            self._left_at.clear()
-            self._taken = None
+            self.buffers.drop(list(self.buffers.by_partition))
+            self._released_offsets.clear()
+            self._batch = None
             self._joined = False
             self._commits.generation = -1
 
@@ -494,7 +498,7 @@ class StreamMember:
             if self._left:
                 return
             self._left = True
-            buffers = list(self.buffers.by_place.values())
+            buffers = list(self.buffers.by_partition.values())
             joined = self._joined
         self.buffers.close()
         self._reading.close()
@@ -516,7 +520,9 @@ class StreamMember:
             _log.debug("could not leave group %s, its session will time out: %s", self._group, error)
 
 
-def _message(place: Place, offset: int, record: contract.FrameRecord, timestamp_ms: int, consumer: Any) -> Message:
+def _message(
+    place: TopicPartition, offset: int, record: contract.FrameRecord, timestamp_ms: int, consumer: Any
+) -> Message:
     return Message(
         *place,
         offset,

@@ -14,19 +14,19 @@ from collections.abc import Callable, Iterable
 from portalmq import wire
 from portalmq.errors import Unavailable
 from portalmq.network.connection import Address, parse_address
-from portalmq.network.trust import may_be_told, warn_of_stranger
-from portalmq.transport import chance
+from portalmq.network.trust import may_receive_token, warn_of_unknown_host
+from portalmq.transport import system_random
 from portalmq.transport.zookeeper_bootstrap import CONNECT_WITHIN_S, ZooKeeperBootstrap
 from portalmq.transport.zookeeper_bootstrap import SCHEME as ZOOKEEPER
 
 DEFAULT_URL = "http://localhost:5000"
 # How long a broker that gave no answer is left out: doubled each time in a row.
-SHUN_S = 1.0
-SHUN_S_MAX = 30.0
+EXCLUDE_S = 1.0
+EXCLUDE_S_MAX = 30.0
 # How long one that said it cannot answer now is left out, at most.
-REST_S_MAX = 1.0
+EXCLUDE_BUSY_S_MAX = 1.0
 # While another one says that it cannot answer now, or all are silent, nobody is left out for longer: it may be back.
-SHUN_RESTING_S = 2.0
+EXCLUDE_S_WHEN_NONE_ANSWER = 2.0
 RESOLVE_EVERY_S = 5.0
 
 Bootstrap = str | Iterable[str] | None
@@ -73,16 +73,16 @@ class ClusterMetadata:
         self.bootstrap = [] if self._zookeeper else bootstrap_addresses(bootstrap)
         self._known = list(self.bootstrap)
         self._leaders: dict[TopicPartition, Address] = {}
-        self._lot = chance.fraction()
+        self._share = system_random.fraction()
         self._epochs: dict[TopicPartition, int] = {}
-        self._left_out: dict[Address, float] = {}
+        self._excluded_until: dict[Address, float] = {}
         self._failures: dict[Address, int] = {}
         self._resolving = threading.Lock()
         self._resolved_at = 0.0
         self._unresolved: Unavailable | None = None
         self._unresolved_at = 0.0
 
-    def begin_anew(self) -> None:
+    def reset_in_child(self) -> None:
         """In the child of a fork."""
         self._resolving = threading.Lock()
 
@@ -100,24 +100,24 @@ class ClusterMetadata:
     def leader_of(self, partition: TopicPartition) -> Address | None:
         """The leader, when it is known and not left out."""
         leader = self._leaders.get(partition)
-        return leader if leader is not None and not self._is_out(leader) else None
+        return leader if leader is not None and not self._is_excluded(leader) else None
 
     def any(self, within_s: float = CONNECT_WITHIN_S) -> Address:
         """A broker to ask. Raises what a look-up in ZooKeeper raises, unless brokers are known from an earlier one."""
         for address in self._known:
-            if not self._is_out(address):
+            if not self._is_excluded(address):
                 return address
         if self._zookeeper is not None:
             self._resolve(self._zookeeper, within_s)
-        return min(self._known, key=lambda address: self._left_out.get(address, 0.0))
+        return min(self._known, key=lambda address: self._excluded_until.get(address, 0.0))
 
-    def another_than(self, address: Address) -> Address | None:
+    def other_than(self, address: Address) -> Address | None:
         """Some other broker that can be asked now; of many clients each asks its own."""
-        others = [other for other in self._known if other != address and not self._is_out(other)]
-        return others[int(self._lot * len(others))] if others else None
+        others = [other for other in self._known if other != address and not self._is_excluded(other)]
+        return others[int(self._share * len(others))] if others else None
 
-    def _is_out(self, address: Address) -> bool:
-        return self._left_out.get(address, 0.0) > self._clock()
+    def _is_excluded(self, address: Address) -> bool:
+        return self._excluded_until.get(address, 0.0) > self._clock()
 
     def _resolve(self, zookeeper: ZooKeeperBootstrap, within_s: float) -> None:
         began = self._clock()
@@ -137,7 +137,7 @@ class ClusterMetadata:
                 raise
             self.bootstrap = bootstrap_addresses(urls)
             self._known = list(self.bootstrap)
-            self._left_out.clear()
+            self._excluded_until.clear()
             self._failures.clear()
             self._resolved_at = self._clock()
 
@@ -187,28 +187,28 @@ class ClusterMetadata:
             return None
         if self.bootstrap and address.scheme != self.bootstrap[0].scheme:
             return None
-        if self._is_wary and not may_be_told(address, self.bootstrap):
-            warn_of_stranger(address)
+        if self._is_wary and not may_receive_token(address, self.bootstrap):
+            warn_of_unknown_host(address)
             return None
         return address
 
     def answered(self, address: Address) -> None:
         self._failures.pop(address, None)
-        self._left_out.pop(address, None)
+        self._excluded_until.pop(address, None)
 
-    def gave_no_answer(self, address: Address) -> None:
+    def mark_unreachable(self, address: Address) -> None:
         failures = self._failures[address] = min(self._failures.get(address, 0) + 1, 10)
-        self._left_out[address] = self._clock() + min(SHUN_S * 2 ** (failures - 1), SHUN_S_MAX)
-        if all(map(self._is_out, self._known)):
-            self._leave_nobody_out_for_long()
+        self._excluded_until[address] = self._clock() + min(EXCLUDE_S * 2 ** (failures - 1), EXCLUDE_S_MAX)
+        if all(map(self._is_excluded, self._known)):
+            self._shorten_exclusions()
 
-    def rests(self, address: Address, seconds: float | None) -> None:
+    def mark_busy(self, address: Address, seconds: float | None) -> None:
         """It said that it cannot answer now."""
-        self._leave_nobody_out_for_long()
-        self._left_out[address] = self._clock() + min(seconds or REST_S_MAX, REST_S_MAX)
+        self._shorten_exclusions()
+        self._excluded_until[address] = self._clock() + min(seconds or EXCLUDE_BUSY_S_MAX, EXCLUDE_BUSY_S_MAX)
 
-    def _leave_nobody_out_for_long(self) -> None:
+    def _shorten_exclusions(self) -> None:
         """Nobody is known to answer: one that is left out may be back."""
-        at_most = self._clock() + SHUN_RESTING_S
-        for address, until in list(self._left_out.items()):
-            self._left_out[address] = min(until, at_most)
+        at_most = self._clock() + EXCLUDE_S_WHEN_NONE_ANSWER
+        for address, until in list(self._excluded_until.items()):
+            self._excluded_until[address] = min(until, at_most)

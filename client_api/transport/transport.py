@@ -30,13 +30,13 @@ from portalmq.errors import (
     error_from_problem,
 )
 from portalmq.network.connection import Address, ConnectionPool, NoAnswer, NotSent, Watch
-from portalmq.network.forking import begin_anew_in_children
+from portalmq.network.forking import reset_in_children
 from portalmq.network.http_answer import HttpAnswer
 from portalmq.network.tls import NO_FILES, TlsFiles, context_of
 from portalmq.network.trust import advertised_allowed, warn_of_plain_text
-from portalmq.transport import chance
+from portalmq.transport import system_random
 from portalmq.transport.cluster_metadata import DEFAULT_URL, Bootstrap, ClusterMetadata, bootstrap_addresses
-from portalmq.transport.reach import Reach
+from portalmq.transport.reachability import Reachability
 from portalmq.transport.zookeeper_bootstrap import CONNECT_WITHIN_S
 
 __all__ = ["DEFAULT_URL", "Bootstrap", "Request", "Transport", "bootstrap_addresses"]
@@ -49,7 +49,7 @@ TO_LEADER_TIMEOUT_S = 5.0
 METADATA_TIMEOUT_S = 2.0
 # A leader that has not answered for so long may stand still: another broker is asked who leads by now, again and again.
 ASK_OTHERS_AFTER_S = 0.5
-ASK_OTHERS_PARKED_S = 1.0
+ASK_OTHERS_LONG_POLL_S = 1.0
 LONG_POLL_GRACE_S = 5.0
 CALL_TIMEOUT_S = 120.0
 RETRY_AFTER_S_MAX = 30.0
@@ -76,7 +76,7 @@ class Request:
     near: tuple[str, int] | None = None
     wait_s: float = 0.0
     # Have the broker know the first try from a repeat, which it has to look for an earlier one of.
-    tells_first: bool = False
+    marks_first_try: bool = False
 
     @property
     def topic(self) -> str | None:
@@ -94,7 +94,7 @@ class Request:
         return READ_TIMEOUT_S if self.method == "GET" else REQUEST_TIMEOUT_S
 
 
-class Exchanger(Protocol):
+class Pool(Protocol):
     """What a transport needs from a pool of connections."""
 
     def exchange(
@@ -115,7 +115,7 @@ class Backoff:
     SOON_TRIES = 30
     MAX_S = 1.0
 
-    def __init__(self, chance: Callable[[], float] = chance.fraction) -> None:
+    def __init__(self, chance: Callable[[], float] = system_random.fraction) -> None:
         self._chance = chance
         self._full_s = self.FIRST_S
         self._tries = 0
@@ -127,7 +127,7 @@ class Backoff:
         return max(pause, min(retry_after_s or 0.0, RETRY_AFTER_S_MAX))
 
 
-class OutOfTime(Unavailable):
+class DeadlinePassed(Unavailable):
     """There was no time left for a try. It says nothing of what an earlier one met."""
 
 
@@ -142,10 +142,10 @@ class Transport:
         timeout_s: float = CALL_TIMEOUT_S,
         tls: TlsFiles = NO_FILES,
         allow_advertised: bool | None = None,
-        pool: Exchanger | None = None,
+        pool: Pool | None = None,
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], object] | None = None,
-        chance: Callable[[], float] = chance.fraction,
+        chance: Callable[[], float] = system_random.fraction,
     ) -> None:
         """`timeout_s` bounds a call with all its retries. What `tls` does not name the
         environment may. `allow_advertised=False`: over http show the token to named hosts only
@@ -155,22 +155,22 @@ class Transport:
         if token is not None:
             warn_of_plain_text(self._cluster_metadata.bootstrap)
         self._timeout_s = timeout_s
-        self.reach = Reach(clock)
-        self._pool: Exchanger = pool or ConnectionPool(tls=context_of(tls))
+        self.reachability = Reachability(clock)
+        self._pool: Pool = pool or ConnectionPool(tls=context_of(tls))
         self._clock = clock
         self._closing = threading.Event()
         self._pause = pause
         self._chance = chance
         self._common_headers = _common_headers(token)
         self._outdated: set[str] = set()
-        begin_anew_in_children(self)
+        reset_in_children(self)
 
-    def _begin_anew(self) -> None:
+    def _reset_in_child(self) -> None:
         """In the child of a fork: what is known of the brokers stays known. The pool sees to its connections."""
         was_closed, self._closing = self._closing.is_set(), threading.Event()
         if was_closed:
             self._closing.set()
-        self._cluster_metadata.begin_anew()
+        self._cluster_metadata.reset_in_child()
 
     @property
     def urls(self) -> list[str]:
@@ -180,7 +180,12 @@ class Transport:
     # --- one call, tried until it is settled -------------------------------------------------------------------------
 
     def call(
-        self, request: Request, *, timeout_s: float | None = None, waits_out: bool = False, is_repeat: bool = False
+        self,
+        request: Request,
+        *,
+        timeout_s: float | None = None,
+        waits_for_last_try: bool = False,
+        is_repeat: bool = False,
     ) -> HttpAnswer:
         """Try until there is an answer, a failure that a repeat does not mend, or the time is over.
 
@@ -194,13 +199,13 @@ class Transport:
         is_first = not is_repeat
         while True:
             try:
-                try_until = self._clock() + request.try_timeout_s if waits_out else deadline
+                try_until = self._clock() + request.try_timeout_s if waits_for_last_try else deadline
                 return self.attempt(request, try_until, is_first=is_first)
             except PortalMQError as error:
                 is_first = False
                 was_unknown = was_unknown or error.outcome == "unknown"
                 wait_s = backoff.next_s(error.retry_after_s)
-                give_up_at = self.reach.limit(deadline, began)
+                give_up_at = self.reachability.limit(deadline, began)
                 if may_repeat(error, request.repeatable) and self._clock() + wait_s < give_up_at:
                     self.pause(wait_s)
                     if self._clock() < give_up_at and not self._closing.is_set():
@@ -223,7 +228,7 @@ class Transport:
     ) -> T:
         """GET `path` as a `kind`. None values are left out of the query. A try that began in time is waited for."""
         request = Request("GET", with_query(path, query), repeatable=True)
-        return decode_answer(self.call(request, timeout_s=timeout_s, waits_out=timeout_s is not None), kind)
+        return decode_answer(self.call(request, timeout_s=timeout_s, waits_for_last_try=timeout_s is not None), kind)
 
     def send_json(self, method: str, path: str, body: object, kind: type[T], *, timeout_s: float | None = None) -> T:
         """A call with a JSON body and a JSON answer. POST is not repeated after an unknown outcome. A try that began in
@@ -235,7 +240,7 @@ class Transport:
             (("Content-Type", wire.JSON),),
             repeatable=method in {"PUT", "DELETE", "PATCH"},
         )
-        return decode_answer(self.call(request, timeout_s=timeout_s, waits_out=timeout_s is not None), kind)
+        return decode_answer(self.call(request, timeout_s=timeout_s, waits_for_last_try=timeout_s is not None), kind)
 
     def send_once(self, path: str, body: object, kind: type[T]) -> T:
         """A POST with a JSON body that takes effect once, however often it is repeated: it has an Idempotency-Key."""
@@ -255,33 +260,33 @@ class Transport:
             # Not to be repeated: nothing would pause whoever does.
             raise Unavailable("this client is closed", retryable=False, outcome="not_applied")
         if self._clock() >= deadline:
-            raise OutOfTime("the time for this call is over", outcome="not_applied")
+            raise DeadlinePassed("the time for this call is over", outcome="not_applied")
         topic = request.topic
         if topic is not None and topic in self._outdated:
             self._look_up_leaders(topic, deadline)
         began = self._clock()
         try:
-            address, is_leader = self._where(request, deadline - began)
+            address, is_leader = self._choose_broker(request, deadline - began)
         except Unavailable as unresolved:
             if not self._closing.is_set():
-                self.reach.failed(None, (), unresolved, began)
+                self.reachability.failed(None, (), unresolved, began)
             raise
         began = self._clock()
-        is_first = is_first and request.tells_first
+        is_first = is_first and request.marks_first_try
         try:
             answer, was_repeated = self._exchange(address, request, deadline, forward=not is_leader, is_first=is_first)
         except (NotSent, NoAnswer) as fault:
-            self._cluster_metadata.gave_no_answer(address)
+            self._cluster_metadata.mark_unreachable(address)
             if topic is not None:
                 self._outdated.add(topic)
             error = self._unreachable(address, fault)
             if not self._closing.is_set():
                 # A broker that is asked to wait is not silent while it may.
                 since = min(began + request.wait_s, self._clock())
-                self.reach.failed(address, self._cluster_metadata.known, error, since)
+                self.reachability.failed(address, self._cluster_metadata.known, error, since)
             raise error from fault
         self._cluster_metadata.answered(address)
-        self.reach.answered()
+        self.reachability.answered()
         if answer.status < 300:
             return answer
         refusal = error_of_answer(answer)
@@ -300,8 +305,8 @@ class Transport:
         elif isinstance(error, Unavailable) and error.retryable:
             if topic is not None:
                 self._outdated.add(topic)
-            self._cluster_metadata.rests(address, error.retry_after_s)
-            if self._cluster_metadata.another_than(address):
+            self._cluster_metadata.mark_busy(address, error.retry_after_s)
+            if self._cluster_metadata.other_than(address):
                 error.retry_after_s = None
         elif error.status == 503 and topic is not None:
             self._outdated.add(topic)
@@ -334,16 +339,16 @@ class Transport:
             return None
         every_s = ASK_OTHERS_AFTER_S
         if request.wait_s:  # a broker that waits is no silent one
-            every_s = ASK_OTHERS_PARKED_S if request.wait_s > ASK_OTHERS_PARKED_S else request.wait_s + every_s
+            every_s = ASK_OTHERS_LONG_POLL_S if request.wait_s > ASK_OTHERS_LONG_POLL_S else request.wait_s + every_s
         epoch = self._cluster_metadata.epoch_of(place)
-        return Watch(every_s, lambda: self._leads_elsewhere(place, address, epoch))
+        return Watch(every_s, lambda: self._leader_moved(place, address, epoch))
 
-    def _leads_elsewhere(self, place: tuple[str, int], address: Address, epoch: int) -> bool:
+    def _leader_moved(self, place: tuple[str, int], address: Address, epoch: int) -> bool:
         """Whether `place` has a later leader than `address` in `epoch`. Another broker knows, or this client does by
         now: who asks for one partition learns of all of the topic."""
         if self._cluster_metadata.epoch_of(place) > epoch and self._cluster_metadata.leader_of(place) != address:
             return True
-        other = None if self._closing.is_set() else self._cluster_metadata.another_than(address)
+        other = None if self._closing.is_set() else self._cluster_metadata.other_than(address)
         if other is None:
             return False
         request = Request("GET", with_query("/v1/metadata", {"topics": place[0]}), repeatable=True)
@@ -352,7 +357,7 @@ class Transport:
             answer, _ = self._exchange(other, request, deadline, forward=True, is_first=False)
             metadata = decode_answer(answer, wire.Metadata) if answer.status < 300 else None
         except (NotSent, NoAnswer):
-            self._cluster_metadata.gave_no_answer(other)
+            self._cluster_metadata.mark_unreachable(other)
             return False
         except PortalMQError:
             return False
@@ -381,7 +386,7 @@ class Transport:
             return Unavailable(f"the broker at {address.url} gave no answer: {fault}", outcome="unknown")
         looked_at = [known.url for known in self._cluster_metadata.known]
         detail = f"no PortalMQ broker could be reached at {address.url}: {fault}"
-        if not self.reach.heard:
+        if not self.reachability.was_reached:
             detail = (
                 f"no broker answers at {', '.join(looked_at)} ({fault}). Start a cluster with `portalmq up`, a single"
                 " broker with `portalmq dev`, or name yours with bootstrap= (PORTALMQ_URL)"
@@ -406,7 +411,7 @@ class Transport:
         """The leader of a (topic, partition), when it is known and answers."""
         return self._cluster_metadata.leader_of(place)
 
-    def heard_leader(self, place: tuple[str, int], url: object) -> bool:
+    def leader_reported(self, place: tuple[str, int], url: object) -> bool:
         """A broker said who leads. False when that is nobody to go to: then it is looked up before the next try."""
         if self._cluster_metadata.leads(place, url):
             return True
@@ -424,7 +429,7 @@ class Transport:
         # The call itself goes on to any broker, which forwards it.
         self._outdated.add(topic)
 
-    def _where(self, request: Request, within_s: float) -> tuple[Address, bool]:
+    def _choose_broker(self, request: Request, within_s: float) -> tuple[Address, bool]:
         """A broker, and whether it leads all that the request is about. Raises Unavailable when ZooKeeper names none in
         time."""
         if request.leader_of is not None:
@@ -490,10 +495,10 @@ def error_of_answer(answer: HttpAnswer) -> PortalMQError:
             problem = {}
         if "code" in problem:
             return error_from_problem(problem, retry_after_s=retry_after_s)
-    return _error_of_stranger(answer, retry_after_s)
+    return _error_of_foreign_answer(answer, retry_after_s)
 
 
-def _error_of_stranger(answer: HttpAnswer, retry_after_s: float | None) -> PortalMQError:
+def _error_of_foreign_answer(answer: HttpAnswer, retry_after_s: float | None) -> PortalMQError:
     """Something else than a broker answered, a proxy perhaps: only the status speaks."""
     excerpt = answer.body[:200].decode("utf-8", "replace").strip()
     detail = f"the answer was HTTP {answer.status}, and not in PortalMQ's form: {excerpt or 'an empty body'}"

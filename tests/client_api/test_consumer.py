@@ -477,7 +477,7 @@ class Broker:
 def leases(broker: Broker, clock: Callable[[], float], max_handling_s: float = 0.0) -> Leases:
     held = Leases(broker, "g", 30.0, clock, max_handling_s)  # type: ignore[arg-type]
     held._keeper = threading.current_thread()
-    held._has_leases = True
+    held._group_leases = True
     held.hold([wire.PackMessageOut(0, offset, b"", 0, receipt=f"r{offset}") for offset in range(3)])
     return held
 
@@ -560,7 +560,7 @@ def test_a_lease_that_is_lost_in_hand_is_logged_and_raised(caplog: pytest.LogCap
     assert "1 messages were handled longer than their lease" in caplog.messages[0]
     with pytest.raises(LeaseLost, match="max_handling_s"):
         held.finish_handed()
-    assert held.board() == ["r1"], "the other is acked"
+    assert held.take_acks() == ["r1"], "the other is acked"
     held.finish_handed()
 
 
@@ -571,8 +571,8 @@ def test_a_lease_that_was_over_when_the_next_is_asked_for_is_looked_after() -> N
     held.take()
     now[0] = 31.0
     held.finish_handed()
-    assert (broker.sent, held.board()) == ([("extend", ["r0"])], ["r0"]), "nobody else had it"
-    held.missed()
+    assert (broker.sent, held.take_acks()) == ([("extend", ["r0"])], ["r0"]), "nobody else had it"
+    held.receive_failed()
     held._to_ack = []
     held._waiting_until = 60.0
     held.take()
@@ -580,13 +580,13 @@ def test_a_lease_that_was_over_when_the_next_is_asked_for_is_looked_after() -> N
     broker.fail = StaleReceipt("stale")
     with pytest.raises(LeaseLost):
         held.finish_handed()
-    assert held.board() == []
+    assert held.take_acks() == []
 
 
 def test_a_message_that_was_acked_before_it_was_handed_out_is_not_lost() -> None:
     now = [0.0]
     held = leases(Broker(StaleReceipt("stale")), lambda: now[0], max_handling_s=100.0)
-    held._has_leases = False
+    held._group_leases = False
     held.take()
     held._keep_waiting(15.0)
     now[0] = 100.0
@@ -598,7 +598,7 @@ def test_what_waits_behind_a_message_that_takes_long_goes_to_others() -> None:
     with ScriptedBroker() as broker:
         broker.fill("t", [b"1", b"2", b"3"])
         with consumer(broker) as busy, consumer(broker, max_messages=1, idle_timeout_s=None) as idle:
-            busy._leases._has_leases = True
+            busy._leases._group_leases = True
             busy._leases._hold_back_s = AN_HOUR_S
             assert next(busy).value == b"1"
             with busy._leases._lock:
@@ -611,9 +611,9 @@ def test_what_waits_behind_a_message_that_takes_long_goes_to_others() -> None:
 def test_what_was_acked_when_it_was_fetched_is_not_given_to_others() -> None:
     broker = Broker()
     held = leases(broker, lambda: 0.0)
-    held._has_leases = False
+    held._group_leases = False
     held.take()
-    held._spare()
+    held._release_waiting()
     assert (broker.sent, held.take() is None) == ([], False)
 
 
@@ -661,7 +661,7 @@ def test_a_release_right_behind_the_answer_gives_back_what_it_brought() -> None:
     held = Leases(broker, "g", 30.0, lambda: 0.0)  # type: ignore[arg-type]
     held._keeper = threading.current_thread()
     held.begin_receive()
-    held.board()
+    held.take_acks()
     lock = held._lock
 
     class ReleasedAtOnce:

@@ -88,9 +88,9 @@ class TestHolding:
             until(lambda: broker.count("PUT") >= 4)
             assert lock.held
         assert broker.count("DELETE") == 1
-        assert lock._tenure is not None
-        lock._tenure._thread.join(WITHIN_S)
-        assert not lock._tenure._thread.is_alive(), "or it would renew on"
+        assert lock._acquisition is not None
+        lock._acquisition._thread.join(WITHIN_S)
+        assert not lock._acquisition._thread.is_alive(), "or it would renew on"
 
     def test_a_broker_that_fails_for_less_than_the_ttl_costs_nothing(
         self, broker: LockBroker, make: Callable[..., Lock]
@@ -129,12 +129,12 @@ class TestHolding:
     def test_a_forgotten_lock_is_renewed_no_more(self, broker: LockBroker) -> None:
         lock = Lock("l", broker.url, ttl_s=0.6)
         lock.acquire()
-        tenure = lock._tenure
-        assert tenure is not None
+        acquisition = lock._acquisition
+        assert acquisition is not None
         del lock
         gc.collect()
-        tenure._thread.join(WITHIN_S)
-        assert not tenure._thread.is_alive()
+        acquisition._thread.join(WITHIN_S)
+        assert not acquisition._thread.is_alive()
 
     def test_release_in_the_body_is_fine(self, broker: LockBroker, make: Callable[..., Lock]) -> None:
         lock = make()

@@ -32,7 +32,7 @@ from portalmq import (
     wire,
 )
 from portalmq.network.http_answer import HttpAnswer
-from portalmq.transport.transport import OutOfTime, Request
+from portalmq.transport.transport import DeadlinePassed, Request
 
 PRODUCE = "/v1/topics/t/messages"
 LONG = 60_000
@@ -155,7 +155,7 @@ def test_asking_for_a_result_does_not_wait_for_the_linger(monkeypatch: pytest.Mo
     with ScriptedBroker() as broker, Producer(broker.url, linger_ms=LONG) as producer:
         assert producer.send("t", b"one").result(20).offset == 0
         assert producer.send("t", b"two").exception(20) is None
-        monkeypatch.setattr("portalmq.producer.HELP_TIMEOUT_S_MIN", LONG)
+        monkeypatch.setattr("portalmq.producer.SEND_SELF_TIMEOUT_S_MIN", LONG)
         assert producer.send("t", b"three").result(20).offset == 2, (
             "too short a time for the waiting thread to send itself"
         )
@@ -289,7 +289,7 @@ def test_a_send_that_is_not_delivered_in_time_fails_with_the_last_error() -> Non
 
 
 def test_a_send_whose_time_ends_between_two_tries_tells_what_the_last_one_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    tries = chain([NotEnoughReplicas("too few")], repeat(OutOfTime("the time for this call is over")))
+    tries = chain([NotEnoughReplicas("too few")], repeat(DeadlinePassed("the time for this call is over")))
 
     with ScriptedBroker() as broker:
         producer = Producer(broker.url, idempotent=False, delivery_timeout_s=1)
@@ -406,7 +406,7 @@ def test_no_broker_at_all_is_said_after_max_block() -> None:
 def test_a_look_up_whose_time_ends_between_two_tries_tells_what_the_last_one_met(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tries = chain([Unavailable("nobody there")], repeat(OutOfTime("the time for this call is over")))
+    tries = chain([Unavailable("nobody there")], repeat(DeadlinePassed("the time for this call is over")))
 
     def attempt(request: Request, deadline: float, **how: bool) -> HttpAnswer:
         raise next(tries)
@@ -555,7 +555,7 @@ def test_a_result_with_too_short_a_time_raises_timeout_and_the_message_still_arr
 
 
 def test_a_waiting_thread_that_sends_itself_hands_over_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("portalmq.producer.HELP_TIMEOUT_S_MIN", 0)
+    monkeypatch.setattr("portalmq.producer.SEND_SELF_TIMEOUT_S_MIN", 0)
     released = threading.Event()
     with ScriptedBroker() as broker, Producer(broker.url, linger_ms=LONG) as producer:
         producer.send("t", b"zero").result(10)
@@ -583,9 +583,9 @@ def test_a_partition_that_hangs_does_not_hold_the_others() -> None:
 
 
 def test_a_cheap_message_is_a_message_of_the_contract() -> None:
-    from portalmq.producers.outgoing import Plain
+    from portalmq.producers.outgoing import PlainMessage
 
-    cheap = msgspec.msgpack.encode({"messages": [Plain(b"x")]})
+    cheap = msgspec.msgpack.encode({"messages": [PlainMessage(b"x")]})
     assert wire.decode_msgpack(cheap, wire.PackBatch).messages == [wire.PackMessage(value=b"x")]
 
 

@@ -324,7 +324,7 @@ def test_what_was_purged_before_it_was_read_is_passed_over(url: str, topic: str)
     with consumer(url, topic) as reading:
         assert all_of(reading, 3) == [0, 1, 2]
         reading.pause()
-        feeds = reading._stream.buffers.by_place.values()  # type: ignore[union-attr]
+        feeds = reading._stream.buffers.by_partition.values()  # type: ignore[union-attr]
         wait_until(lambda: not any(feed.in_flight for feed in feeds), "no fetch is on its way")
         produce(url, topic, 10, first=3)
         Admin(url)._transport.call(Request("DELETE", f"/v1/topics/{topic}/messages?partition=0", repeatable=True))

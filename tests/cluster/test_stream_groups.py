@@ -66,7 +66,7 @@ class Reader:
         try:
             for message in self.consumer:
                 with member.buffers.lock:
-                    feed = member.buffers.by_place.get((message.topic, message.partition))
+                    feed = member.buffers.by_partition.get((message.topic, message.partition))
                     generation, since = member.generation, feed.since if feed else -1
                 self.sights.append(
                     Sight(time.monotonic(), message.partition, message.text, member.member_id, generation, since)
@@ -135,7 +135,7 @@ class Group:
             member = reader.consumer._stream
             assert member is not None
             with member.buffers.lock:
-                for place, feed in member.buffers.by_place.items():
+                for place, feed in member.buffers.by_partition.items():
                     owned[place[1]] = (member.member_id, feed.since)
         return owned
 

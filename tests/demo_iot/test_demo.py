@@ -18,9 +18,9 @@ from click.testing import CliRunner
 
 from portalmq import Consumer, Message, Producer, RecordMetadata
 from portalmq.demo_iot import controller, report
-from portalmq.demo_iot.crew import Crew, DemoFailed, wait_for
-from portalmq.demo_iot.demo import Books, Outage, conclude, counts_of_a_year, main
+from portalmq.demo_iot.demo import LedgerFiles, Outage, conclude, counts_of_a_year, main
 from portalmq.demo_iot.ledger import Entry, Ledger, read
+from portalmq.demo_iot.processes import DemoFailed, ProcessGroup, wait_for
 from portalmq.demo_iot.readings import year
 from portalmq.demo_iot.sensor import Sensor
 from portalmq.errors import Unavailable
@@ -97,16 +97,16 @@ class TestSensors:
 
 class TestTheLastLine:
     def run(self, directory: Path, *, lose: int | None = None, report_it: Callable[[], None] | None = None) -> bool:
-        books = Books(directory)
-        for path in books.all_sent + books.all_delivered:
+        ledgers = LedgerFiles(directory)
+        for path in ledgers.all_sent + ledgers.all_delivered:
             path.touch()
-        with Ledger(books.sent("temp", 1)) as sent, Ledger(books.delivered("temp", 2)) as delivered:
+        with Ledger(ledgers.sent("temp", 1)) as sent, Ledger(ledgers.delivered("temp", 2)) as delivered:
             for reading in list(year("temp", 1))[:50]:
                 entry = Entry(reading.n / 10, "temp_1", f"0-{reading.n}", reading.message())
                 sent.write(entry)
                 if reading.n != lose:
                     delivered.write(entry)
-        return conclude(books, Outage(2.05, frozenset({"temp_1"})), report_it)
+        return conclude(ledgers, Outage(2.05, frozenset({"temp_1"})), report_it)
 
     def test_it_says_ok_when_all_was_delivered(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert self.run(tmp_path)
@@ -154,17 +154,17 @@ class TestTheLastLine:
 
 class TestTheCrew:
     def test_leaving_ends_every_process(self, tmp_path: Path) -> None:
-        with Crew(tmp_path) as crew:
-            workers = [crew.start(f"sleeper-{n}", "-c", "import time; time.sleep(60)") for n in range(2)]
-            assert [worker.exit_code for worker in workers] == [None] * 2
-        assert [worker.exit_code for worker in workers] == [-signal.SIGKILL] * 2
+        with ProcessGroup(tmp_path) as processes:
+            processes_running = [processes.start(f"sleeper-{n}", "-c", "import time; time.sleep(60)") for n in range(2)]
+            assert [process.exit_code for process in processes_running] == [None] * 2
+        assert [process.exit_code for process in processes_running] == [-signal.SIGKILL] * 2
 
     def test_a_failure_is_told_with_the_end_of_the_log(self, tmp_path: Path) -> None:
-        with Crew(tmp_path) as crew:
-            worker = crew.start("sensor-x", "-c", "import sys; print('first', flush=True); sys.exit('no broker')")
-            wait_for(lambda: worker.exit_code is not None, 10, "it did not end")
+        with ProcessGroup(tmp_path) as processes:
+            process = processes.start("sensor-x", "-c", "import sys; print('first', flush=True); sys.exit('no broker')")
+            wait_for(lambda: process.exit_code is not None, 10, "it did not end")
             with pytest.raises(DemoFailed, match=r"(?s)sensor-x ended with 1.*first.*no broker"):
-                worker.check_not_failed()
+                process.check_not_failed()
 
     def test_waiting_has_an_end(self) -> None:
         with pytest.raises(DemoFailed, match=r"it never came within 0\.1 s"):
@@ -172,9 +172,9 @@ class TestTheCrew:
 
     def test_a_conductor_that_is_killed_leaves_no_process(self, tmp_path: Path) -> None:
         conductor = (
-            "import sys, time; from pathlib import Path; from portalmq.demo_iot.crew import Crew\n"
-            "crew = Crew(Path(sys.argv[1])); worker = crew.start('w', '-c', 'import time; time.sleep(60)')\n"
-            "print(worker._process.pid, flush=True); time.sleep(60)"
+            "import sys, time; from pathlib import Path; from portalmq.demo_iot.processes import ProcessGroup\n"
+            "processes = ProcessGroup(Path(sys.argv[1])); process = processes.start('w', '-c', 'import time; time.sleep(60)')\n"
+            "print(process._process.pid, flush=True); time.sleep(60)"
         )
         process = subprocess.Popen([sys.executable, "-c", conductor, str(tmp_path)], stdout=subprocess.PIPE, text=True)
         assert process.stdout

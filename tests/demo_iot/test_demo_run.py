@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from portalmq.demo_iot import readings, report
-from portalmq.demo_iot.crew import Crew, DemoBroker, DemoFailed, wait_for
 from portalmq.demo_iot.ledger import read
+from portalmq.demo_iot.processes import DemoBroker, DemoFailed, ProcessGroup, wait_for
 
 pytestmark = pytest.mark.cluster
 
@@ -27,8 +27,8 @@ FOLDER = Path(readings.__file__).parent
 
 @pytest.fixture
 def url(tmp_path: Path) -> Iterator[str]:
-    with Crew(tmp_path) as crew:
-        broker = DemoBroker(crew, "broker", "dev")
+    with ProcessGroup(tmp_path) as processes:
+        broker = DemoBroker(processes, "broker", "dev")
         broker.wait_until_ready()
         yield broker.url
 
@@ -52,13 +52,13 @@ def test_scripts_run_by_path_and_from_inside_their_folder(url: str) -> None:
 
 
 def test_two_controllers_share_a_topic_and_leave_when_told(url: str, tmp_path: Path) -> None:
-    with Crew(tmp_path) as crew:
+    with ProcessGroup(tmp_path) as processes:
         controllers = [
-            crew.start(f"controller-{n}", "-m", "portalmq.demo_iot.controller", "wind_2", "--server", url)
+            processes.start(f"controller-{n}", "-m", "portalmq.demo_iot.controller", "wind_2", "--server", url)
             for n in range(2)
         ]
         command = ("-m", "portalmq.demo_iot.sensor", "wind", "2", "0.005", "--server", url)
-        sensor = crew.start("sensor", *command, "--ledger", str(tmp_path / "sent"))
+        sensor = processes.start("sensor", *command, "--ledger", str(tmp_path / "sent"))
 
         def seen() -> list[list[int]]:
             logs = [controller.log.read_text() for controller in controllers]
@@ -100,8 +100,8 @@ def test_the_demo_kills_a_leader_loses_nothing_and_reports(tmp_path: Path) -> No
 @pytest.fixture
 def data_directory(tmp_path: Path) -> Path:
     """A broker's that has ended: 20 messages."""
-    with Crew(tmp_path) as crew:
-        broker = DemoBroker(crew, "data", "dev")
+    with ProcessGroup(tmp_path) as processes:
+        broker = DemoBroker(processes, "data", "dev")
         broker.wait_until_ready()
         run("-m", "portalmq.demo_iot.sensor", "wind", "2", "0", "--count", "20", "--server", broker.url, cwd=tmp_path)
         broker.end_well()
@@ -112,9 +112,9 @@ def data_directory(tmp_path: Path) -> Path:
 def test_ctrl_c_while_spark_reads_leaves_no_process(tmp_path: Path, data_directory: Path) -> None:
     conductor = (
         "import sys; from pathlib import Path\n"
-        "from portalmq.demo_iot import report; from portalmq.demo_iot.crew import Crew\n"
+        "from portalmq.demo_iot import report; from portalmq.demo_iot.processes import ProcessGroup\n"
         "work, data, out = map(Path, sys.argv[1:])\n"
-        "with Crew(work) as crew: report.make(crew, [data], out, print)"
+        "with ProcessGroup(work) as group: report.make(group, [data], out, print)"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", conductor, str(tmp_path), str(data_directory), str(tmp_path / "told")],
@@ -142,8 +142,11 @@ def is_java(process: psutil.Process) -> bool:
 
 
 def test_a_report_that_fails_says_why(tmp_path: Path) -> None:
-    with Crew(tmp_path) as crew, pytest.raises(DemoFailed, match=r"(?s)report ended with 2.*nothing-there"):
-        report.make(crew, [tmp_path / "nothing-there"], tmp_path / "told", print)
+    with (
+        ProcessGroup(tmp_path) as processes,
+        pytest.raises(DemoFailed, match=r"(?s)report ended with 2.*nothing-there"),
+    ):
+        report.make(processes, [tmp_path / "nothing-there"], tmp_path / "told", print)
 
 
 def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:

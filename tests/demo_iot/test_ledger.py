@@ -82,9 +82,9 @@ class TestComparing:
         assert compare([], []).faults() == ["nothing was sent"]
 
     def test_faults_show_a_few_examples_of_many(self) -> None:
-        told = compare([entry(n) for n in range(100)], []).faults()
-        assert told[0].startswith("100 messages")
-        assert len(told) < 10
+        lines = compare([entry(n) for n in range(100)], []).faults()
+        assert lines[0].startswith("100 messages")
+        assert len(lines) < 10
 
 
 class TestGaps:

@@ -28,7 +28,7 @@ from portalmq.spark.columns import COLUMNS
 from portalmq.spark.directories import Directories
 from portalmq.spark.errors import BadOption, DataLoss, NoTopic, SourceError, Unreachable
 from portalmq.spark.origin import Origin, PartitionLog, Span, rows_of
-from portalmq.transport.transport import OutOfTime
+from portalmq.transport.transport import DeadlinePassed
 
 LOG = PartitionLog("t", "id-1", 0, 0, 6)
 PLACE = ("t", 0)
@@ -59,7 +59,7 @@ def fails(error: errors.PortalMQError) -> Step:
     return lambda _: error
 
 
-OUT_OF_TIME = fails(OutOfTime("the time for this call is over"))
+OUT_OF_TIME = fails(DeadlinePassed("the time for this call is over"))
 
 
 class Leaders:
@@ -83,7 +83,7 @@ class Leaders:
             raise told
         return HttpAnswer(200, {}, msgspec.msgpack.encode(contract.FetchAnswer([told])))  # type: ignore[arg-type]
 
-    def heard_leader(self, place: object, url: object) -> bool:
+    def leader_reported(self, place: object, url: object) -> bool:
         self.heard.append((place, url))
         return True
 
@@ -277,7 +277,7 @@ def test_what_was_wrong_before_a_standstill_is_told_in_planning_too(monkeypatch:
     with pytest.raises(Unreachable, match=r"for 20 s: a leader is being elected\. Looked at http"):
         Brokers(["http://scripted:1"], patience_s=20).logs()
     made = planned(monkeypatch, {"b": [ends_at(0, 5)]})
-    tries = chain([errors.Unavailable("no broker could be reached")], repeat(OutOfTime("the time is over")))
+    tries = chain([errors.Unavailable("no broker could be reached")], repeat(DeadlinePassed("the time is over")))
     monkeypatch.setattr(made, "metadata", lambda *_, **__: _raise(next(tries)))
     with pytest.raises(Unreachable, match=r"within 10 s; looked at \S+ \(no broker could be reached\)"):
         Brokers(["http://scripted:1"]).logs()

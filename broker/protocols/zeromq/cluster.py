@@ -18,7 +18,7 @@ from portalmq.broker.protocols.zeromq.protocol import DEFAULT, ReceivedMessage, 
 from portalmq.errors import PortalMQError, Unavailable
 from portalmq.message import RecordMetadata
 from portalmq.producer import Producer
-from portalmq.transport import chance
+from portalmq.transport import system_random
 from portalmq.transport.transport import Bootstrap, Request, Transport, decode_answer
 
 LOOK_UP_WITHIN_S = 2.0
@@ -100,7 +100,7 @@ class ClusterClient:
             _JSON,
             repeatable=True,
             near=self._leader_near(queue),
-            tells_first=True,
+            marks_first_try=True,
         )
         messages: list[ReceivedMessage] = decode_answer(
             self._transport.call(request, timeout_s=timeout_s), _Received
@@ -150,7 +150,7 @@ class ClusterClient:
             return None
         if len(self._near) >= NEAR_MAX:
             self._near.clear()
-        place = self._near[queue] = chance.choice(places)
+        place = self._near[queue] = system_random.choice(places)
         return place
 
     def close(self, timeout_s: float) -> None:

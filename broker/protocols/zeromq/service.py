@@ -23,7 +23,7 @@ from portalmq.broker.protocols.zeromq import protocol
 from portalmq.broker.protocols.zeromq.curve import CurveClient
 from portalmq.broker.protocols.zeromq.ports import COMMAND_PORT, CONSUMER_PORT, PRODUCER_PORT
 from portalmq.broker.protocols.zeromq.protocol import DEFAULT, PortRole
-from portalmq.closing import Closing
+from portalmq.closeable import Closeable
 from portalmq.errors import PortalMQError, Unavailable, error_from_problem
 
 # Longer than the server takes to answer, if only with an error.
@@ -98,7 +98,7 @@ class _Line:
             self._socket = None
 
 
-class MiniQService(Closing):
+class MiniQService(Closeable):
     """Commands, messages in, messages out. Thread-safe: threads that use one door take turns, so give each busy thread
     a service of its own. Close it, or use `with`.
 

@@ -165,7 +165,7 @@ def test_messages_of_a_partition_that_was_elsewhere_in_between_are_not_committed
         with pytest.raises(IllegalGeneration, match="comes again"):
             member.commit_with([message(100)], [])
         member.buffers.add([AssignedPartition("t", 0, 150, 5)])
-        feed = member.buffers.by_place["t", 0]
+        feed = member.buffers.by_partition["t", 0]
         feed.handed = 250
         for own in ([message(100), message(199)], [message(250)]):
             with pytest.raises(IllegalGeneration, match="comes again"):
@@ -173,10 +173,10 @@ def test_messages_of_a_partition_that_was_elsewhere_in_between_are_not_committed
         assert broker.calls_of("POST", COMMIT) == []
         refused = refuse(416, "offset_out_of_range", committed=200)
         broker.script("POST", COMMIT, [refused])
-        member.buffers.by_place["t", 0].handed = 250
+        member.buffers.by_partition["t", 0].handed = 250
         with pytest.raises(OffsetOutOfRange):
             member.commit_with([message(150)], [])
-        feed = member.buffers.by_place["t", 0]
+        feed = member.buffers.by_partition["t", 0]
         assert (feed.committed, feed.position) == (200, 200), "an earlier try had done it: it goes on behind that"
         transport.close()
 
@@ -220,13 +220,13 @@ def test_a_member_whose_commit_begins_elsewhere_goes_on_from_what_the_leader_say
         )  # fmt: skip
         member._commits.generation = 5
         member.buffers.add([AssignedPartition("t", 0, known, 5)])
-        member.buffers.by_place["t", 0].handed = known + 10
+        member.buffers.by_partition["t", 0].handed = known + 10
         broker.script("POST", COMMIT, [refuse(409, "offset_moved", committed=200)])
         with pytest.raises(OffsetMoved):
             member.commit_with([Message("t", 0, known, None, b"", {}, wire.BYTES, 0)], [])
         (call,) = broker.calls_of("POST", COMMIT)
         assert msgspec.msgpack.decode(call.body, type=wire.PackCommit).offsets[0].committed == known
-        feed = member.buffers.by_place["t", 0]
+        feed = member.buffers.by_partition["t", 0]
         assert (feed.committed, feed.position) == (200, 200)
         transport.close()
 
@@ -247,6 +247,6 @@ def test_a_stream_member_shows_the_place_behind_its_last_message() -> None:
         assert done.id == "0-9"
         (call,) = broker.calls_of("POST", COMMIT)
         sent = msgspec.msgpack.decode(call.body, type=wire.PackCommit)
-        assert (sent.member_id, sent.generation, sent.offsets) == ("m", 3, [wire.CommitPlace("t", 0, 8, 2)])
+        assert (sent.member_id, sent.generation, sent.offsets) == ("m", 3, [wire.CommitOffset("t", 0, 8, 2)])
         assert sent.ack is None
         transport.close()

@@ -40,10 +40,10 @@ def test_what_the_keeper_gives_back_is_on_its_way_until_the_broker_has_answered(
     transport = Transport(fail)
     held = transport.leases = Leases(transport, "g", 30.0, lambda: 0.0)  # type: ignore[arg-type]
     held._keeper = threading.current_thread()
-    held._has_leases = True
+    held._group_leases = True
     held.hold([wire.PackMessageOut(0, offset, b"", 0, receipt=f"r{offset}") for offset in range(3)])
     assert held.wait_given_back(0.0)
-    held._spare()
+    held._release_waiting()
     assert transport.on_its_way == [True]
     assert held.wait_given_back(0.0)
 
@@ -56,12 +56,12 @@ def test_what_waits_goes_to_others_later_when_it_could_not_be_asked_whether_it_i
     held.hold([wire.PackMessageOut(0, offset, b"", 0, receipt=f"r{offset}") for offset in range(3)])
     assert held.take() is not None
     for tries in (1, 2, 3):
-        now[0] = held._spare_at()
-        held._spare()
+        now[0] = held._release_waiting_at()
+        held._release_waiting()
         assert (transport.asked, transport.on_its_way) == (tries, [])
-        assert held._spare_at() == now[0] + HOLD_BACK_S_MAX, "it asks again, and not at once"
+        assert held._release_waiting_at() == now[0] + HOLD_BACK_S_MAX, "it asks again, and not at once"
     transport.fail = None
-    held._spare()
+    held._release_waiting()
     assert (transport.on_its_way, held.take()) == ([True], None)
 
 

@@ -31,7 +31,7 @@ def held_at(now: list[float], broker: Broker, max_handling_s: float) -> Leases:
     """Three messages with a lease, and no keeper but the test."""
     held = Leases(broker, "g", VISIBILITY_S, lambda: now[0], max_handling_s)  # type: ignore[arg-type]
     held._keeper = threading.current_thread()
-    held._has_leases = True
+    held._group_leases = True
     held.hold([wire.PackMessageOut(0, offset, b"", 0, receipt=f"r{offset}") for offset in range(3)])
     return held
 
@@ -48,7 +48,7 @@ def test_a_lease_that_ends_in_hand_while_what_waits_is_extended_is_looked_after(
     with pytest.raises(LeaseLost):
         held.finish_handed()
     assert broker.sent[-1] == ("extend", ["r0"])
-    assert held.board() == []
+    assert held.take_acks() == []
 
 
 def test_a_lease_that_the_keeper_has_renewed_is_not_looked_after() -> None:
@@ -59,4 +59,4 @@ def test_a_lease_that_the_keeper_has_renewed_is_not_looked_after() -> None:
     held._keep_waiting(now[0])
     now[0] = 31.0
     held.finish_handed()
-    assert (len(broker.sent), held.board()) == (1, ["r0"])
+    assert (len(broker.sent), held.take_acks()) == (1, ["r0"])

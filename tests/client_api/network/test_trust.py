@@ -15,7 +15,7 @@ from portalmq import Admin, Consumer, Lock, Producer, Unavailable, wire
 from portalmq.cli.main import main
 from portalmq.network import trust
 from portalmq.network.connection import parse_address
-from portalmq.network.trust import may_be_told
+from portalmq.network.trust import may_receive_token
 
 TOKEN = "a-secret"
 
@@ -40,7 +40,7 @@ def _nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_who_may_be_told(advertised: str, named: list[str], told: bool) -> None:
-    assert may_be_told(parse_address(advertised), map(parse_address, named)) is told
+    assert may_receive_token(parse_address(advertised), map(parse_address, named)) is told
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_an_authority_of_ones_own_is_named_by_an_option_or_the_environment(
     secure: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched, Admin(secure) as admin:
-        patched.setattr("portalmq.transport.reach.FIRST_CONTACT_S", 0.0)  # one try, which has its whole time
+        patched.setattr("portalmq.transport.reachability.FIRST_CONTACT_S", 0.0)  # one try, which has its whole time
         with pytest.raises(Unavailable, match="certificate"):
             admin.topics()
     with Admin(secure, tls_ca=str(pem("authority"))) as admin:

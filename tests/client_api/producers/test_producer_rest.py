@@ -16,7 +16,7 @@ def rest(producer: Producer) -> None:
     nudge = threading.Event()
     while True:
         with producer._lock:
-            if producer._has_watch and producer._sleeps_deep and producer._resting == len(producer._senders):
+            if producer._has_watch and producer._sleeps_unbounded and producer._resting == len(producer._senders):
                 return
         assert time.monotonic() < deadline, "the senders never came to rest"
         nudge.wait(0.005)

@@ -12,9 +12,9 @@ import pytest
 from portalmq import stream_wire, wire
 from portalmq.errors import Fenced, Unavailable
 from portalmq.network.connection import HttpAnswer
-from portalmq.streams.fetch_buffer import PartitionBuffer, Taken
+from portalmq.streams.fetch_buffer import DecodedBatch, PartitionBuffer
 from portalmq.streams.member import WAIT_S, StreamMember
-from portalmq.transport.reach import Reach
+from portalmq.transport.reachability import Reachability
 from portalmq.transport.transport import Request
 
 
@@ -40,19 +40,19 @@ def test_a_member_whose_name_was_made_up_joins_again_when_a_copy_of_its_own_join
     monkeypatch, member_id, turns
 ):
     it = member(member_id)
-    taken: list[str] = []
+    batch: list[str] = []
 
     def turn() -> float:
-        taken.append("heartbeat" if it._joined else "join")
+        batch.append("heartbeat" if it._joined else "join")
         it._joined = True
-        if len(taken) == 1:
+        if len(batch) == 1:
             raise Fenced("another consumer joined")
         it.buffers.closed = True
         return 0.0
 
-    monkeypatch.setattr(it, "_turn", turn)
-    it._live()
-    assert taken == turns
+    monkeypatch.setattr(it, "_step", turn)
+    it._run()
+    assert batch == turns
 
 
 class ClosingWhileJoining:
@@ -81,7 +81,7 @@ def test_a_consumer_that_is_closed_while_it_joins_leaves_its_partitions_to_other
 ) -> None:
     brokers = ClosingWhileJoining()
     it = brokers.member = member(member_id, brokers)
-    it._live()
+    it._run()
     assert brokers.asked == asked
 
 
@@ -89,7 +89,7 @@ class ChangingLeaders:
     """Brokers that take no commit at first."""
 
     def __init__(self) -> None:
-        self.reach = Reach(lambda: 0.0)
+        self.reachability = Reachability(lambda: 0.0)
         self.are_back = False
         self.given_s: list[float | None] = []
 
@@ -105,8 +105,8 @@ def test_a_poll_whose_messages_are_committed_first_keeps_its_time_while_leaders_
     it = member(None, brokers, "at_most_once")
     it._thread = threading.current_thread()  # no turns of its own
     feed = PartitionBuffer(stream_wire.AssignedPartition("t", 0, 0, 1))
-    it.buffers.by_place[feed.place] = feed
-    it._taken = Taken(feed, [(0, stream_wire.FrameRecord(b"a", "text/plain"))], 0, 1)
+    it.buffers.by_partition[feed.place] = feed
+    it._batch = DecodedBatch(feed, [(0, stream_wire.FrameRecord(b"a", "text/plain"))], 0, 1)
     assert it.poll(0.0, 10, None) == []
     assert brokers.given_s == [WAIT_S]
     brokers.are_back = True

@@ -305,13 +305,13 @@ def test_a_read_near_its_partition_goes_to_the_leader_and_may_be_forwarded() -> 
 
 def test_only_the_first_try_says_that_it_is_the_first() -> None:
     network = Network(NoAnswer("gone"), failure("unavailable"), answer())
-    network.transport().call(Request("POST", "/v1/groups/g/receive", b"{}", repeatable=True, tells_first=True))
+    network.transport().call(Request("POST", "/v1/groups/g/receive", b"{}", repeatable=True, marks_first_try=True))
     assert [b"PortalMQ-First-Try: 1" in head for _, head in network.asked] == [True, False, False]
 
 
 def test_a_connection_that_broke_under_the_first_try_makes_the_next_one_a_repeat() -> None:
     network = Network(NoAnswer("gone", stale=True), answer())
-    network.transport().call(Request("POST", "/v1/groups/g/receive", b"{}", repeatable=True, tells_first=True))
+    network.transport().call(Request("POST", "/v1/groups/g/receive", b"{}", repeatable=True, marks_first_try=True))
     assert [b"PortalMQ-First-Try: 1" in head for _, head in network.asked] == [True, False]
 
 
@@ -564,14 +564,14 @@ def test_nobody_is_left_out_for_long_while_another_only_says_that_it_starts() ->
     book = ClusterMetadata(["http://starting:1", "http://back:1"], lambda: now[0])
     starting, back = book.known
     for _ in range(9):
-        book.gave_no_answer(back)
-    book.rests(starting, 1.0)
+        book.mark_unreachable(back)
+    book.mark_busy(starting, 1.0)
     now[0] = 2.5
-    assert book.another_than(starting) == back
+    assert book.other_than(starting) == back
     book.answered(starting)
-    book.gave_no_answer(back)
+    book.mark_unreachable(back)
     now[0] = 20.0
-    assert book.another_than(starting) is None, "one that answers is enough"
+    assert book.other_than(starting) is None, "one that answers is enough"
 
 
 def test_nobody_is_left_out_for_long_while_nobody_answers() -> None:
@@ -579,9 +579,9 @@ def test_nobody_is_left_out_for_long_while_nobody_answers() -> None:
     book = ClusterMetadata(["http://ending:1", "http://back:1"], lambda: now[0])
     ending, back = book.known
     for _ in range(9):
-        book.gave_no_answer(back)
+        book.mark_unreachable(back)
     assert book.any() == ending
-    book.gave_no_answer(ending)
+    book.mark_unreachable(ending)
     now[0] = 2.5
-    book.gave_no_answer(ending)
+    book.mark_unreachable(ending)
     assert book.any() == back

@@ -108,15 +108,15 @@ def test_brokers_are_looked_up_once_and_again_when_none_of_them_answers() -> Non
     zookeeper = FakeZooKeeper(["http://one:1", "http://two:2"], ["http://three:3"])
     book = book_of(zookeeper, now)
     assert book.any().url == "http://one:1"
-    book.gave_no_answer(book.any())
+    book.mark_unreachable(book.any())
     assert book.any().url == "http://two:2"
     assert zookeeper.asked == 1
-    book.gave_no_answer(book.any())
+    book.mark_unreachable(book.any())
     assert book.any().url == "http://one:1", "ZooKeeper is not asked again and again"
     now[0] += 6.0
     for _ in range(4):
         for known in book.known:
-            book.gave_no_answer(known)
+            book.mark_unreachable(known)
     assert book.any().url == "http://three:3"
     assert zookeeper.asked == 2
 
@@ -125,10 +125,10 @@ def test_a_zookeeper_that_is_gone_keeps_nobody_from_the_brokers_that_it_named() 
     now = [100.0]
     zookeeper = FakeZooKeeper(["http://one:1"])
     book = book_of(zookeeper, now)
-    book.gave_no_answer(book.any())
+    book.mark_unreachable(book.any())
     zookeeper.answers.clear()
     now[0] += RESOLVE_EVERY_S
-    book.gave_no_answer(book.known[0])
+    book.mark_unreachable(book.known[0])
     assert (book.any().url, book.any().url) == ("http://one:1", "http://one:1")
     assert zookeeper.asked == 2, "not again and again"
 

@@ -3,7 +3,7 @@
     never heard --an answer--> heard --nobody answers--> silent --an answer--> heard
 
 A client that never heard of a broker gives up soon: it was told a wrong place, or nothing was started there. One that
-has heard of one goes on for as long as its caller lets it: that one may be back, or another may lead.
+has was_reached of one goes on for as long as its caller lets it: that one may be back, or another may lead.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ WARN_EVERY_S = 30.0
 SILENT_S_MAX = 10.0
 
 
-class Reach:
+class Reachability:
     """Thread-safe as far as it matters: each step sets single values, and the latest one counts."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         # A broker took a request. What became of that is another matter.
-        self.heard = False
+        self.was_reached = False
         self.failure: Unavailable | None = None
         self._silent: set[Address | None] = set()
         self._silent_since = 0.0
         self._warn_at = 0.0
 
     def answered(self) -> None:
-        self.heard = True
+        self.was_reached = True
         if self._silent:
             self._silent = set()
         if self.failure is not None:
@@ -48,7 +48,7 @@ class Reach:
         """A try at `address` has no answer; None: nobody told of a broker. That nobody answers is said when no broker
         that is known does."""
         now = self._clock()
-        self.heard = self.heard or error.outcome == "unknown"  # it took the request
+        self.was_reached = self.was_reached or error.outcome == "unknown"  # it took the request
         if not self._silent:
             self._silent_since, self._warn_at = since, since + WARN_AFTER_S
         self._silent.add(address)
@@ -65,14 +65,14 @@ class Reach:
         return 0.0 if self.failure is None else self._clock() - self._silent_since
 
     def limit(self, deadline: float, began: float) -> float:
-        """Until when what began then is tried: its deadline, or soon while nobody was ever heard of."""
-        return deadline if self.heard else min(deadline, began + FIRST_CONTACT_S)
+        """Until when what began then is tried: its deadline, or soon while nobody was ever was_reached of."""
+        return deadline if self.was_reached else min(deadline, began + FIRST_CONTACT_S)
 
     @property
     def is_refused(self) -> bool:
         """Whether nobody was there to take the latest request. One that broke off may have met a leader that ends."""
         return self.failure is not None and self.failure.outcome == "not_applied"
 
-    def may_hide(self) -> bool:
+    def may_report_empty(self) -> bool:
         """Whether a poll may come back empty, and say nothing of brokers that do not answer just now."""
-        return self.failure is None or (self.heard and self.silent_s < SILENT_S_MAX)
+        return self.failure is None or (self.was_reached and self.silent_s < SILENT_S_MAX)

@@ -16,7 +16,7 @@ from support.scripted_broker import ScriptedBroker, hold, lose_answer, refuse
 from portalmq import Admin, AsyncConsumer, AsyncProducer, Consumer, Lock, Producer, Unavailable
 from portalmq.lock import REACH_TIMEOUT_S
 from portalmq.network.connection import Address, HttpAnswer
-from portalmq.transport.reach import FIRST_CONTACT_S, SILENT_S_MAX, WARN_AFTER_S, WARN_EVERY_S, Reach
+from portalmq.transport.reachability import FIRST_CONTACT_S, SILENT_S_MAX, WARN_AFTER_S, WARN_EVERY_S, Reachability
 from portalmq.transport.transport import LONG_POLL_GRACE_S, Request, Transport
 
 AN_HOUR_S = 3_600.0
@@ -41,7 +41,7 @@ def nobody_instead_of(broker: ScriptedBroker) -> closing[socket.socket]:
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is not bounded by the time that is given takes an hour."""
     for name in (
-        "transport.reach.FIRST_CONTACT_S", "streams.member.FIRST_CONTACT_S", "consumer.CALL_TIMEOUT_S",
+        "transport.reachability.FIRST_CONTACT_S", "streams.member.FIRST_CONTACT_S", "consumer.CALL_TIMEOUT_S",
         "streams.member.CALL_TIMEOUT_S",
         "transport.transport.CALL_TIMEOUT_S", "lock.REACH_TIMEOUT_S",
     ):  # fmt: skip
@@ -51,7 +51,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first contact is given up at once."""
-    for name in ("transport.reach.FIRST_CONTACT_S", "streams.member.FIRST_CONTACT_S"):
+    for name in ("transport.reachability.FIRST_CONTACT_S", "streams.member.FIRST_CONTACT_S"):
         monkeypatch.setattr(f"portalmq.{name}", 0.05)
 
 
@@ -154,7 +154,7 @@ def test_an_admin_and_a_flush_keep_their_time(nobody: str) -> None:
 def test_a_consumer_whose_broker_dies_later_says_so_at_the_end_of_an_iteration(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("portalmq.transport.reach.SILENT_S_MAX", AN_HOUR_S)
+    monkeypatch.setattr("portalmq.transport.reachability.SILENT_S_MAX", AN_HOUR_S)
     monkeypatch.setattr("portalmq.consumers.lease.ACK_DELAY_S_MAX", AN_HOUR_S)  # no thread tries on, after the test too
     monkeypatch.setattr("portalmq.consumers.lease.RELEASE_TIMEOUT_S", 0.05)
     with ScriptedBroker() as broker:
@@ -172,7 +172,7 @@ def test_a_poll_says_so_when_nobody_answers_for_long(monkeypatch: pytest.MonkeyP
     with ScriptedBroker() as broker:
         consumer = Consumer("t", group="g", bootstrap=broker.url)
         assert consumer.poll(0) == []
-    monkeypatch.setattr("portalmq.transport.reach.SILENT_S_MAX", 0.01)
+    monkeypatch.setattr("portalmq.transport.reachability.SILENT_S_MAX", 0.01)
     has_said = False
     with nobody_instead_of(broker), consumer:
         while not has_said:
@@ -249,7 +249,7 @@ def test_a_first_contact_that_fails_is_told_with_what_to_do(nobody: str) -> None
 
 
 def test_after_the_first_contact_a_send_is_tried_for_its_whole_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("portalmq.transport.reach.FIRST_CONTACT_S", 0.0)
+    monkeypatch.setattr("portalmq.transport.reachability.FIRST_CONTACT_S", 0.0)
     with ScriptedBroker() as broker, Producer(broker.url) as producer:
         producer.send("t", b"1").result(30)
         broker.script("POST", "/v1/topics/t/messages", [refuse(503, "unavailable")] * 3)
@@ -294,8 +294,8 @@ def time() -> Time:
 
 
 @pytest.fixture
-def reach(time: Time) -> Reach:
-    return Reach(time)
+def reach(time: Time) -> Reachability:
+    return Reachability(time)
 
 
 def refused() -> Unavailable:
@@ -303,7 +303,7 @@ def refused() -> Unavailable:
 
 
 def test_an_outage_is_logged_after_a_while_and_then_seldom(
-    reach: Reach, time: Time, caplog: pytest.LogCaptureFixture
+    reach: Reachability, time: Time, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "portalmq")
 
@@ -322,7 +322,7 @@ def test_an_outage_is_logged_after_a_while_and_then_seldom(
     assert reach.silent_s == 0
 
 
-def test_one_broker_that_answers_is_enough(reach: Reach, time: Time, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_broker_that_answers_is_enough(reach: Reachability, time: Time, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(100):
         reach.failed(ONE, [ONE, TWO], refused(), time.now)
         reach.answered()
@@ -331,12 +331,12 @@ def test_one_broker_that_answers_is_enough(reach: Reach, time: Time, caplog: pyt
     assert (reach.failure, reach.silent_s, caplog.records) == (None, 0.0, [])
 
 
-def test_what_was_never_heard_of_is_given_up_soon_and_what_was_is_not(reach: Reach, time: Time) -> None:
+def test_what_was_never_heard_of_is_given_up_soon_and_what_was_is_not(reach: Reachability, time: Time) -> None:
     assert reach.limit(100, 3) == 3 + FIRST_CONTACT_S
     reach.failed(ONE, [ONE], refused(), 0)
-    assert not reach.may_hide()
+    assert not reach.may_report_empty()
     reach.failed(ONE, [ONE], Unavailable("no answer", outcome="unknown"), 0)
     assert reach.limit(100, 3) == 100, "somebody took the request"
-    assert reach.may_hide()
+    assert reach.may_report_empty()
     time.now = SILENT_S_MAX
-    assert not reach.may_hide()
+    assert not reach.may_report_empty()

@@ -37,7 +37,7 @@ class DemoFailed(Exception):
     """What went wrong, for the last line."""
 
 
-class Worker:
+class DemoProcess:
     """One process. All it says goes to a log file; but with `answer`, what it says on stdout goes to that."""
 
     def __init__(self, name: str, command: list[str], log: Path, answer: Path | None = None) -> None:
@@ -93,17 +93,17 @@ class Worker:
         return "\n".join(f"    {self.name}: {line}" for line in lines)
 
 
-class Crew:
+class ProcessGroup:
     """Every process of a demo; on leaving, none is left."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._workers: list[Worker] = []
+        self._members: list[DemoProcess] = []
 
-    def start(self, name: str, *command: str, answer: Path | None = None) -> Worker:
-        worker = Worker(name, [sys.executable, *command], self.directory / f"{name}.log", answer)
-        self._workers.append(worker)
-        return worker
+    def start(self, name: str, *command: str, answer: Path | None = None) -> DemoProcess:
+        process = DemoProcess(name, [sys.executable, *command], self.directory / f"{name}.log", answer)
+        self._members.append(process)
+        return process
 
     def __enter__(self) -> Self:
         return self
@@ -111,9 +111,9 @@ class Crew:
     def __exit__(
         self, kind: type[BaseException] | None, fault: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for worker in self._workers:
-            if worker.exit_code is None:
-                worker.kill_all()
+        for process in self._members:
+            if process.exit_code is None:
+                process.kill_all()
 
 
 def broker_name(number: int) -> str:
@@ -125,18 +125,18 @@ class DemoBroker:
     """One broker on a port and a data directory that stay the same over its lives. `arguments` are `portalmq`'s, with
     the port behind the first."""
 
-    def __init__(self, crew: Crew, name: str, *arguments: str) -> None:
+    def __init__(self, processes: ProcessGroup, name: str, *arguments: str) -> None:
         self.name = name
-        self._crew = crew
+        self._processes = processes
         self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}"
         self._arguments = arguments
         self._worker = self._start()
 
-    def _start(self) -> Worker:
+    def _start(self) -> DemoProcess:
         command, *options = self._arguments
-        data = str(self._crew.directory / self.name)
-        return self._crew.start(self.name, *PORTALMQ, command, str(self._port), *options, "--data-dir", data)
+        data = str(self._processes.directory / self.name)
+        return self._processes.start(self.name, *PORTALMQ, command, str(self._port), *options, "--data-dir", data)
 
     def wait_until_ready(self) -> None:
         def ready() -> bool:
@@ -171,28 +171,30 @@ class DemoBroker:
 class DemoCluster:
     """A ZooKeeper, unless PORTALMQ_ZOOKEEPER names one, and brokers 1, 2, 3, …"""
 
-    def __init__(self, crew: Crew, brokers: int) -> None:
+    def __init__(self, processes: ProcessGroup, brokers: int) -> None:
         given = os.environ.get("PORTALMQ_ZOOKEEPER")
-        self._zookeeper: Worker | None = None
+        self._zookeeper: DemoProcess | None = None
         if given:
             # In a corner of its own, so that each demo begins with nothing.
             self.zookeeper = f"{given.rstrip('/')}/portalmq-demo-{uuid.uuid4().hex[:12]}"
         else:
-            self.zookeeper = self._start_zookeeper(crew)
+            self.zookeeper = self._start_zookeeper(processes)
         self.brokers = {
             number: DemoBroker(
-                crew, broker_name(number), "broker", "--broker-id", str(number), "--zookeeper", self.zookeeper
+                processes, broker_name(number), "broker", "--broker-id", str(number), "--zookeeper", self.zookeeper
             )
             for number in range(1, brokers + 1)
         }
 
-    def _start_zookeeper(self, crew: Crew) -> str:
-        data = str(crew.directory / "zookeeper")
-        worker = self._zookeeper = crew.start("zookeeper", *PORTALMQ, "zookeeper", "--port", "0", "--data-dir", data)
+    def _start_zookeeper(self, processes: ProcessGroup) -> str:
+        data = str(processes.directory / "zookeeper")
+        process = self._zookeeper = processes.start(
+            "zookeeper", *PORTALMQ, "zookeeper", "--port", "0", "--data-dir", data
+        )
 
         def serves() -> re.Match[str] | None:
-            worker.check_not_failed()
-            return re.search(r"ZooKeeper serves at (\S+)", worker.log.read_text(errors="replace"))
+            process.check_not_failed()
+            return re.search(r"ZooKeeper serves at (\S+)", process.log.read_text(errors="replace"))
 
         wait_for(lambda: serves() is not None, READY_WITHIN_S, "ZooKeeper did not serve")
         found = serves()

@@ -14,7 +14,7 @@ from portalmq import stream_wire as contract
 from portalmq.errors import Unavailable
 from portalmq.network.connection import Address, parse_address
 from portalmq.network.http_answer import Fields, HttpAnswer
-from portalmq.streams.fetch_buffer import FetchBuffer, Place
+from portalmq.streams.fetch_buffer import FetchBuffer, TopicPartition
 from portalmq.transport.transport import Request
 
 NOW_MS = 1_000_000
@@ -34,14 +34,14 @@ class Leader:
     def __init__(self) -> None:
         self.asked: list[contract.FetchRequest] = []
         self.script: list[Callable[[contract.PartitionOffset], contract.FetchedPartition]] = []
-        self.leaders: dict[Place, Address] = {}
+        self.leaders: dict[TopicPartition, Address] = {}
         self.waits = threading.Event()
         self.let_go = threading.Event()
 
-    def leader_of(self, place: Place) -> Address | None:
+    def leader_of(self, place: TopicPartition) -> Address | None:
         return self.leaders.get(place)
 
-    def heard_leader(self, place: Place, url: object) -> bool:
+    def leader_reported(self, place: TopicPartition, url: object) -> bool:
         self.leaders[place] = parse_address(str(url))
         return True
 
@@ -83,7 +83,7 @@ def begin(feeds: FetchBuffer, offset: int = 0, since: int = 1) -> None:
     feeds.add([contract.AssignedPartition(*PLACE, offset, since)])
 
 
-def taken(feeds: FetchBuffer) -> list[str]:
+def batch(feeds: FetchBuffer) -> list[str]:
     """The next batch, as soon as there is one; all of it handed out."""
 
     def one() -> list[str]:
@@ -101,8 +101,8 @@ def taken(feeds: FetchBuffer) -> list[str]:
 def test_batches_come_in_order_from_the_offset_on(leader: Leader, feeds: FetchBuffer) -> None:
     leader.script = [brings(frame(0, "a", "b", "c"), end=3), brings(frame(5, "d"), end=9)]
     begin(feeds, offset=1)
-    assert taken(feeds) == ["1:b", "2:c"]
-    assert taken(feeds) == ["5:d"]
+    assert batch(feeds) == ["1:b", "2:c"]
+    assert batch(feeds) == ["5:d"]
     wait_until(lambda: len(leader.asked) == 3, "it fetches on")
     assert [asked.partitions[0].offset for asked in leader.asked] == [1, 3, 9]
 
@@ -110,21 +110,21 @@ def test_batches_come_in_order_from_the_offset_on(leader: Leader, feeds: FetchBu
 def test_what_has_expired_is_passed_over(leader: Leader, feeds: FetchBuffer) -> None:
     leader.script = [brings(frame(0, "gone", expires_at_ms=NOW_MS), frame(1, "there"), end=2)]
     begin(feeds)
-    assert taken(feeds) == ["1:there"]
-    assert feeds.by_place[PLACE].done == 1
+    assert batch(feeds) == ["1:there"]
+    assert feeds.by_partition[PLACE].done == 1
 
 
 def test_a_wrong_checksum_is_fetched_again(leader: Leader, feeds: FetchBuffer) -> None:
     good = frame(0, "a")
     leader.script = [brings(contract.Frame(good.header, good.crc ^ 1, good.body), end=1), brings(good, end=1)]
     begin(feeds)
-    assert taken(feeds) == ["0:a"]
+    assert batch(feeds) == ["0:a"]
 
 
 def test_who_leads_is_learned_from_who_does_not(leader: Leader, feeds: FetchBuffer) -> None:
     leader.script = [refuses(code="not_leader", leader_url="http://other:5000"), brings(frame(0, "a"), end=1)]
     begin(feeds)
-    assert taken(feeds) == ["0:a"]
+    assert batch(feeds) == ["0:a"]
     assert leader.leaders[PLACE].host == "other"
 
 
@@ -132,7 +132,7 @@ def test_below_the_beginning_of_the_log_reading_goes_on_there(leader: Leader, fe
     gone = refuses(code="offset_out_of_range", status=416, log_start_offset=7, high_watermark=9)
     leader.script = [gone, brings(frame(7, "a"), end=8)]
     begin(feeds, offset=2)
-    assert taken(feeds) == ["7:a"]
+    assert batch(feeds) == ["7:a"]
 
 
 def test_a_paused_partition_keeps_what_is_left_of_its_batch(leader: Leader, feeds: FetchBuffer) -> None:
@@ -155,13 +155,13 @@ def test_what_is_taken_away_is_void(leader: Leader, feeds: FetchBuffer) -> None:
     leader.script = [brings(frame(0, "old"), end=1)]
     begin(feeds)
     assert leader.waits.wait(WITHIN_S), "the next is asked for"
-    before = feeds.by_place[PLACE]
+    before = feeds.by_partition[PLACE]
     assert before.frames
     begin(feeds, offset=40, since=2)
     assert before.gone
     leader.script.append(brings(frame(40, "new"), end=41))
     leader.let_go.set()
-    assert taken(feeds) == ["40:new"]
+    assert batch(feeds) == ["40:new"]
 
 
 def test_no_more_is_read_ahead_than_there_is_room_for(leader: Leader) -> None:
@@ -169,9 +169,9 @@ def test_no_more_is_read_ahead_than_there_is_room_for(leader: Leader) -> None:
     large = "x" * 300_000
     leader.script = [brings(frame(number, large), end=number + 1) for number in range(10)]
     begin(feeds)
-    wait_until(lambda: feeds.by_place[PLACE].frames, "it was fetched")
+    wait_until(lambda: feeds.by_partition[PLACE].frames, "it was fetched")
     wait_until(lambda: feeds._idle, "and no more")
     assert len(leader.asked) == 1
-    assert taken(feeds)[0].startswith("0:x")
+    assert batch(feeds)[0].startswith("0:x")
     wait_until(lambda: len(leader.asked) == 2, "then the next")
     feeds.close()

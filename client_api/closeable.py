@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Self
 
 
-class Closing(ABC):
+class Closeable(ABC):
     """`with X(...) as x:` gives x, and calls x.close() whatever happened in between."""
 
     @abstractmethod
