@@ -2,7 +2,7 @@
 
     from portalmq import Producer, Consumer, Admin
 
-Names are loaded when they are first used, so that `import portalmq` and the command line start quickly.
+Names are loaded at their first use, so that `import portalmq` and the command line start quickly.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The administrator's view: topics, groups and what they gave up, schedules, locks, the cluster, and a look into queues
-that changes nothing."""
+"""The administrator's client: topics, groups, dead letters, scheduled messages, locks, the cluster, and a read-only
+view of queues."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from portalmq.transport.transport import Bootstrap, Request, Transport, decode_a
 
 BROWSE_WAIT_S_MAX = 20.0
 PAGE_MESSAGES = 500
-# So many ids in one URL stay below what a server takes for a request line.
+# The most ids in one URL: it stays below the length that servers accept for a request line.
 IDS_PER_REQUEST_MAX = 200
 
 Position = int | Literal["earliest", "latest"]
-# Where a stream group is to go on: an end, an offset of one partition, or a time.
+# Where a stream group continues: an end, an offset of one partition, or a time.
 SeekTarget = int | Literal["earliest", "latest"] | datetime
 
 
@@ -56,8 +56,8 @@ class _UnfinishedPage(msgspec.Struct):
 
 
 class Unfinished(NamedTuple):
-    """A message that a queue group has not done. `available_at_ms` is when it may be handed out (again), where that is
-    not now."""
+    """A message that a queue group has not finished. `available_at_ms` is when it may be delivered (again), or None if
+    that is now."""
 
     message: Message
     state: wire.UnfinishedState
@@ -72,7 +72,7 @@ wire.prepare(_TopicList, _GroupList, _LockList, _DeadPage, _ScheduledPage, _Unfi
 
 
 class Admin(Closeable):
-    """Thread-safe. Every call raises the PortalMQError that the broker answered."""
+    """A client for administrators. Thread-safe. Every call raises the PortalMQError that the broker answered."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Admin(Closeable):
 
     @property
     def urls(self) -> list[str]:
-        """Where this client looks for a broker."""
+        """The URLs at which this client looks for a broker."""
         return self._transport.urls
 
     # --- topics ------------------------------------------------------------------------------------------------------
@@ -112,14 +112,17 @@ class Admin(Closeable):
         replication_factor: int | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> wire.TopicDescription:
-        """Make a topic. One that exists alike in the fields given is fine; raises TopicExists when one differs."""
+        """Create a topic. Succeeds if it exists with the same values of the fields given; raises TopicExists if one
+        differs."""
         body = _given(partitions=partitions, replication_factor=replication_factor, config=config)
         return self._transport.send_json("PUT", _topic(name), body, wire.TopicDescription)
 
     def topics(self) -> list[wire.TopicSummary]:
+        """Return all topics."""
         return self._transport.get("/v1/topics", _TopicList).topics
 
     def describe(self, topic: str) -> wire.TopicDescription:
+        """Return a topic's partitions, replicas and settings. Raises TopicNotFound."""
         return self._transport.get(_topic(topic), wire.TopicDescription)
 
     def alter_topic(
@@ -130,10 +133,10 @@ class Admin(Closeable):
         config: Mapping[str, Any] | None = None,
         force: bool = False,
     ) -> wire.TopicDescription:
-        """Change settings, or add partitions (their number never falls). None in `config` sets the default.
+        """Change settings, or add partitions (their number never falls). None in `config` restores the default.
 
-        Keys go to other partitions when there are more. So a topic that a group reads in the order of keys is not
-        grown, unless with `force`: then messages of a key may pass each other once.
+        With more partitions, keys map to other partitions. So a topic that a group reads in key order does not grow,
+        except with `force`: then messages of one key may overtake each other once.
         """
         path = with_query(_topic(name), {"force": "true"} if force else None)
         return self._transport.send_json(
@@ -141,10 +144,11 @@ class Admin(Closeable):
         )
 
     def delete_topic(self, name: str) -> None:
+        """Delete a topic and its messages."""
         self._transport.call(Request("DELETE", _topic(name), repeatable=True))
 
     def purge(self, topic: str, *, partition: int | None = None, before_offset: int | None = None) -> None:
-        """Delete the topic's messages, all or those below an offset. Groups go on behind them."""
+        """Delete the topic's messages: all, or those below an offset. Groups continue after them."""
         query = {"partition": partition, "before_offset": before_offset}
         path = with_query(wire.messages_path(wire.check_name(topic, "topic")), query)
         self._transport.call(Request("DELETE", path, repeatable=True))
@@ -152,37 +156,42 @@ class Admin(Closeable):
     # --- groups ------------------------------------------------------------------------------------------------------
 
     def groups(self) -> list[wire.GroupDescription]:
+        """Return all groups."""
         return self._transport.get("/v1/groups", _GroupList).groups
 
     def group(self, name: str) -> wire.GroupDescription:
+        """Return a group's counts, members and settings. Raises GroupNotFound."""
         return self._transport.get(_group(name), wire.GroupDescription)
 
     def create_group(self, name: str, **config: Any) -> wire.GroupDescription:
-        """Make or change a group; `config` as in wire.GroupConfig, for instance visibility_timeout_ms=5000.
+        """Create or change a group; `config` has the fields of wire.GroupConfig, for instance
+        visibility_timeout_ms=5000.
 
-        What is not named is left as it is. Raises GroupModeMismatch: a group keeps its mode.
+        Fields that are not named keep their values. Raises GroupModeMismatch: the mode of a group is fixed.
         """
         return self._transport.send_json("PUT", _group(name), config, wire.GroupDescription)
 
     def delete_group(self, name: str) -> None:
+        """Delete a group: its position, leases and dead letters. Messages stay."""
         self._transport.call(Request("DELETE", _group(name), repeatable=True))
 
     def lag(self, group: str) -> int:
-        """How many messages the group has not yet acked."""
+        """Return the number of messages that the group has not acked."""
         return self.group(group).lag
 
     def queue_counts(self, group: str, topic: str) -> wire.QueueCounts:
-        """How many messages of the topic a queue group has not done: all of them, when nobody has used it yet."""
+        """Return how many messages of the topic a queue group has not finished, by state; all of them if the group was
+        never used."""
         query = {"topic": wire.check_name(topic, "topic"), "limit": 1}
         page = self._transport.get(f"{_group(group)}/messages", _UnfinishedPage, query)
         if page.counts is None:
-            raise PortalMQError("the broker told no counts: it is older than this client")
+            raise PortalMQError("the broker sent no counts: it is older than this client")
         return page.counts
 
     def unfinished(self, group: str, topic: str, *, limit: int | None = None) -> Iterator[Unfinished]:
-        """The messages of the topic that a queue group has not done, and what is becoming of each: partition by
-        partition, in the order of the log, as it is when the page is read. Looking changes nothing; a group that
-        nobody has used yet has done nothing."""
+        """Yield the messages of the topic that a queue group has not finished, with their states: partition by
+        partition, in log order, as they are when the page is read. Reading changes nothing; a group that was never used
+        has finished nothing."""
         after, left = None, limit
         while left is None or left > 0:
             size = PAGE_MESSAGES if left is None else min(left, PAGE_MESSAGES)
@@ -196,14 +205,14 @@ class Admin(Closeable):
             after = page.next
 
     def offsets(self, group: str) -> list[stream_wire.GroupOffset]:
-        """Where a stream group stands on each partition of its topics."""
+        """Return the committed offset and the lag of a stream group on each partition of its topics."""
         return self._transport.get(f"{_group(group)}/offsets", stream_wire.GroupOffsets).offsets
 
     def seek(
         self, group: str, topic: str, to: SeekTarget, *, partition: int | None = None, dry_run: bool = False
     ) -> stream_wire.SeekAnswer:
-        """Have a stream group go on elsewhere: at an end, at a time, or at an offset (of one partition). Its members
-        notice at their next heartbeat. With `dry_run` nothing changes, and the answer says what would."""
+        """Move a stream group to an end, a time, or an offset (of one partition). Its members notice at their next
+        heartbeat. With `dry_run` nothing changes, and the answer says what would change."""
         target: str | dict[str, int | str] = {"offset": to} if isinstance(to, int) else _instant(to)
         request = stream_wire.SeekRequest(wire.check_name(topic, "topic"), target, partition, dry_run)
         return self._transport.send_once(f"{_group(group)}/seek", request, stream_wire.SeekAnswer)
@@ -211,8 +220,8 @@ class Admin(Closeable):
     # --- dead letters ------------------------------------------------------------------------------------------------
 
     def dead_letters(self, group: str, topic: str, *, limit: int | None = None) -> Iterator[Message]:
-        """The messages of the topic that the group gave up, oldest first. Their ids are those of the topic; headers
-        that begin with `portalmq-` tell how often, when and why."""
+        """Yield the dead letters of the topic in the group, oldest first. Their ids are those of the topic; headers
+        that begin with `portalmq-` say how often, when and why they failed."""
         after, left = None, limit
         while left is None or left > 0:
             size = PAGE_MESSAGES if left is None else min(left, PAGE_MESSAGES)
@@ -234,8 +243,8 @@ class Admin(Closeable):
         rate_per_s: float | None = None,
         dry_run: bool = False,
     ) -> wire.Redriven:
-        """Have dead letters handed out again to this group, counted from zero: those with `ids`, those that `where`
-        means, or all.
+        """Deliver dead letters to this group again, with delivery counts from zero: those with `ids`, those that match
+        `where`, or all.
 
             admin.redrive("billing", "orders", where={"reason": {"contains": "timeout"}}, rate_per_s=100)
         """
@@ -245,7 +254,7 @@ class Admin(Closeable):
         return self._transport.send_json("POST", f"{_group(group)}/dead-letters/redrive", request, wire.Redriven)
 
     def drop_dead_letters(self, group: str, topic: str, *, ids: Sequence[str] | None = None) -> int:
-        """Forget dead letters, those with `ids` or all; answers how many. Copies in a dead-letter topic stay."""
+        """Drop dead letters, those with `ids` or all, and return their number. Copies in a dead-letter topic stay."""
         wire.check_name(topic, "topic")
         parts: list[Sequence[str] | None] = [None]
         if ids is not None:
@@ -260,7 +269,7 @@ class Admin(Closeable):
     # --- scheduled messages ------------------------------------------------------------------------------------------
 
     def scheduled(self, topic: str, *, limit: int | None = None) -> Iterator[Message]:
-        """The topic's messages that are not due yet, the next one first."""
+        """Yield the topic's messages that are not due yet, the next one first."""
         after, left = None, limit
         while left is None or left > 0:
             size = PAGE_MESSAGES if left is None else min(left, PAGE_MESSAGES)
@@ -272,21 +281,23 @@ class Admin(Closeable):
             after = page.next
 
     def cancel_scheduled(self, topic: str, message_id: str) -> None:
-        """Take a message back that is not due yet. Raises MessageNotFound when there is none such (any more)."""
+        """Cancel a message that is not due yet. Raises MessageNotFound if there is no such message (any more)."""
         path = f"{_topic(topic)}/scheduled/{quote(message_id, safe='')}"
         self._transport.call(Request("DELETE", path, repeatable=True))
 
     # --- locks -------------------------------------------------------------------------------------------------------
 
     def locks(self) -> list[wire.LockDescription]:
+        """Return the locks that are held, or were held recently."""
         return self._transport.get("/v1/locks", _LockList).locks
 
     def lock(self, name: str) -> wire.LockDescription:
-        """Who holds the lock, under which fencing token, and how many wait. Raises LockNotFound."""
+        """Return the lock's owner, fencing token and number of waiters. Raises LockNotFound."""
         return self._transport.get(wire.lock_path(wire.check_name(name, "lock")), wire.LockDescription)
 
     def release_lock(self, name: str, owner: str, fencing_token: int) -> None:
-        """Give a lock back in its holder's name. Raises Fenced when that is not the holder any more."""
+        """Release a lock on behalf of its holder. Raises Fenced if `owner` does not hold it under that token any
+        more."""
         query = {"owner": owner, "fencing_token": fencing_token}
         path = with_query(wire.lock_path(wire.check_name(name, "lock")), query)
         self._transport.call(Request("DELETE", path, repeatable=True))
@@ -294,14 +305,15 @@ class Admin(Closeable):
     # --- the cluster -------------------------------------------------------------------------------------------------
 
     def cluster(self) -> wire.ClusterDescription:
+        """Return the brokers and the controller."""
         return self._transport.get("/v1/cluster", wire.ClusterDescription)
 
     def metadata(self, topics: Iterable[str] | None = None) -> wire.Metadata:
-        """Who leads what; of `topics`, those that exist."""
+        """Return the leaders of partitions: of all topics, or of those of `topics` that exist."""
         return self._transport.metadata(topics)
 
     def health(self) -> dict[str, Any]:
-        """What the answering broker says of itself."""
+        """Return the health document of the broker that answers."""
         return self._transport.get("/healthz", dict[str, Any])
 
     # --- looking at messages -----------------------------------------------------------------------------------------
@@ -316,7 +328,7 @@ class Admin(Closeable):
         limit: int = 100,
         wait_s: float = 0,
     ) -> wire.PackBrowsePage:
-        """One page of a partition from `offset` on, or from the first message at or after the time `at`."""
+        """Return one page of a partition, from `offset` or from the first message at or after the time `at`."""
         query: dict[str, object] = {"limit": limit}
         if at is None:
             query["offset"] = offset
@@ -340,7 +352,7 @@ class Admin(Closeable):
         at: datetime | None = None,
         limit: int | None = 10,
     ) -> Iterator[Message]:
-        """Messages as they stand, partition after partition, up to what is readable now. Consumes nothing."""
+        """Yield messages partition by partition, up to what is readable now. Consumes nothing."""
         wire.check_name(topic, "topic")
         if partition is None:
             partitions = [description.partition for description in self.describe(topic).partitions]
@@ -355,7 +367,7 @@ class Admin(Closeable):
                 return
 
     def read_all(self, topic: str, limit: int | None = None) -> Iterator[Message]:
-        """The whole queue over all partitions, page by page."""
+        """Yield the messages of all partitions, page by page."""
         return self.peek(topic, limit=limit)
 
     def _peek_partition(
@@ -365,7 +377,7 @@ class Admin(Closeable):
         while limit is None or limit > 0:
             size = wire.BROWSE_MESSAGES_MAX if limit is None else min(limit, wire.BROWSE_MESSAGES_MAX)
             page = self.browse(topic, partition, offset=offset, at=at, limit=size)
-            # What comes in while we read is not followed: the reading ends.
+            # Messages that arrive during the reading are left out, so that it ends.
             end = page.high_watermark if end is None else end
             for packed in page.messages:
                 if packed.offset >= end:
@@ -380,6 +392,7 @@ class Admin(Closeable):
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
+        """Close the connections."""
         self._transport.close()
 
 

@@ -1,14 +1,14 @@
 """AsyncProducer and AsyncConsumer: the producer and the consumer for asyncio, with the same names and guarantees.
 
-They are the synchronous ones, and no second implementation of retries, leases and sequences: what cannot wait is done
-in the event loop's thread, what may wait (the network, a full buffer) in a thread that belongs to the object.
+They run the synchronous ones, so there is no second implementation of retries, leases and sequences. Work that cannot
+wait runs in the event loop's thread. Work that may wait (the network, a full buffer) runs in a thread of the object.
 
     send --room in the buffer--> the producer's batch --sender thread--> leader --> the future wakes the coroutine
     next message --> the consumer's own thread --> one message (or, for poll, some)
-    ack, nack, extend --> another thread, so that they do not wait for the receive that waits
+    ack, nack, extend --> another thread, so that they do not wait behind a waiting receive
 
-Cancelling is safe. A cancelled `send` may or may not be sent, as any message whose outcome was not waited for. What a
-cancelled receive brings is kept and given to whoever asks next; it is never taken for done.
+Cancelling is safe. A cancelled `send` may or may not be sent, like any message whose outcome was not awaited. Messages
+of a cancelled receive are kept for the next receive; they never count as done.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ Job = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Any]", Callable[[], Any]]
 
 
 class _ThreadPool:
-    """Up to `most` threads of one object, for one event loop; started when they are needed.
+    """Up to `most` threads of one object, for one event loop; started on demand.
 
-    Daemons, unlike those of concurrent.futures: a program that forgets close() must not hang at its end, in a receive.
+    They are daemon threads, unlike those of concurrent.futures: a program that forgets close() must not hang in a
+    receive when it ends.
     """
 
     def __init__(self, name: str, most: int) -> None:
@@ -65,14 +66,14 @@ class _ThreadPool:
         self.close.atexit = False
 
     def _reset_in_child(self) -> None:
-        """In the child of a fork, which has none of the threads, and none of the event loops that wait for them."""
+        """Start afresh in the child of a fork: it has neither the threads nor the event loops that wait for them."""
         was_closed = self.close.detach() is None
         self._begin()
         if was_closed:
             self.close()
 
     def start(self, do: Callable[[], T]) -> asyncio.Future[T]:
-        """The future result of `do`. It runs to its end, whatever becomes of who waits for it."""
+        """Return the future result of `do`, which runs to its end even if the future is cancelled."""
         if not self.close.alive:
             raise RuntimeError("it is closed")
         loop = asyncio.get_running_loop()
@@ -92,7 +93,7 @@ class _ThreadPool:
     def _finished(self, ended: asyncio.Future[Any]) -> None:
         self.unfinished -= 1
         if not ended.cancelled():
-            ended.exception()  # who was cancelled does not ask for it
+            ended.exception()  # marks it as retrieved: a cancelled waiter never does
 
 
 def _run_jobs(jobs: SimpleQueue[Job | None]) -> None:
@@ -101,11 +102,11 @@ def _run_jobs(jobs: SimpleQueue[Job | None]) -> None:
         outcome: tuple[Any, BaseException | None]
         try:
             outcome = (do(), None)
-        except BaseException as fault:  # noqa: BLE001 - it is told to whoever waits
+        except BaseException as fault:  # noqa: BLE001 - the waiting coroutine raises it
             outcome = (None, fault)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits any more
             loop.call_soon_threadsafe(_set_outcome, future, *outcome)
-        del job, future, do, outcome  # or they would live until the next job
+        del job, future, do, outcome  # otherwise they would live until the next job
 
 
 def _set_outcome(future: asyncio.Future[Any], result: Any, fault: BaseException | None) -> None:
@@ -126,14 +127,14 @@ def _stop_threads(jobs: SimpleQueue[Job | None], threads: list[threading.Thread]
 
 
 class AsyncProducer:
-    """Sends messages to topics; see Producer, whose arguments and guarantees these are. For one event loop.
+    """Sends messages to topics, with the arguments and guarantees of Producer. For one event loop.
 
         async with AsyncProducer("http://localhost:5000") as producer:
             metadata = await producer.send("temp_1", {"celsius": 21.5}, key="sensor-1")
             await asyncio.gather(*(producer.send("temp_1", each) for each in many))
 
-    Coroutines that send at the same time share batches. Messages keep the order in which their `send` was first
-    awaited (tasks: were started).
+    Coroutines that send at the same time share batches. Messages keep the order in which their `send` was first awaited
+    (for tasks: started).
     """
 
     def __init__(
@@ -176,7 +177,7 @@ class AsyncProducer:
             tls_client_key=tls_client_key,
             allow_advertised=allow_advertised,
         )
-        # One thread keeps the order of the sends that have to wait; the other is for flush and close.
+        # One thread keeps the order of the sends that have to wait; the other one is for flush and close.
         self._senders = _ThreadPool("portalmq-async-send", 1)
         self._flusher = _ThreadPool("portalmq-async-flush", 1)
         self._hurried: list[SendFuture] = []
@@ -186,7 +187,7 @@ class AsyncProducer:
         reset_in_children(self)
 
     def _reset_in_child(self) -> None:
-        """In the child of a fork; the producer and the threads see to themselves."""
+        """Forget the parent's work in the child of a fork; the producer and the threads reset themselves."""
         self._hurried = []
         if self._closing is not None and not self._closing.done():
             self._closing = None
@@ -208,8 +209,8 @@ class AsyncProducer:
         priority: int = 0,
         content_type: str | None = None,
     ) -> RecordMetadata:
-        """Send a message, and wait until it counts (see `acks`). Raises its PortalMQError, and what Producer.send does;
-        waits, without blocking the event loop, while the buffer is full."""
+        """Send a message, and wait until it counts (see `acks`). Raises its PortalMQError, and the errors of
+        Producer.send. While the buffer is full it waits, without blocking the event loop."""
 
         def put() -> SendFuture:
             return self._producer.send(
@@ -230,12 +231,12 @@ class AsyncProducer:
         def put_in_time() -> SendFuture:
             if time.monotonic() - began > self._max_block_s:
                 raise Backpressure(
-                    f"the sends before this one have waited for a broker for {self._max_block_s:g} s",
+                    f"the sends before this one have been waiting for a broker for {self._max_block_s:g} s",
                     outcome="not_applied",
                 )
             return put()
 
-        # A send behind one that waits must wait too, or it would overtake.
+        # A send behind a waiting one must wait too, or it would overtake it.
         if self._senders.unfinished or not self._producer.has_room_for(topic, partition):
             future = await self._senders.run(put_in_time)
         else:
@@ -244,7 +245,7 @@ class AsyncProducer:
         return await asyncio.wrap_future(future)
 
     def _hurry(self, future: SendFuture) -> None:
-        """Somebody waits for it: its batch goes out as soon as all that run now have sent theirs."""
+        """Have the future's batch sent as soon as all coroutines that run now have sent theirs."""
         self._hurried.append(future)
         if len(self._hurried) == 1:
             asyncio.get_running_loop().call_soon(self._hurry_all)
@@ -255,14 +256,14 @@ class AsyncProducer:
             future.hurry()
 
     async def flush(self, timeout: float | None = None) -> None:  # noqa: ASYNC109 - the name that Producer has
-        """Wait until everything sent so far has its outcome. Raises TimeoutError after `timeout` seconds."""
-        while self._senders.unfinished:  # those that wait for room were sent before
+        """Wait until every message sent so far has its outcome. Raises TimeoutError after `timeout` seconds."""
+        while self._senders.unfinished:  # sends that wait for room came before this flush
             await self._senders.run(lambda: None)
         await self._flusher.run(lambda: self._producer.flush(timeout))
 
     async def close(self, timeout: float | None = None) -> None:  # noqa: ASYNC109 - the name that Producer has
-        """Flush and stop. What is not sent after `timeout` seconds (default: the delivery timeout) fails. Closing twice
-        is fine: the second one waits for the first, which goes on when its caller is cancelled."""
+        """Flush and stop. Messages unsent after `timeout` seconds (default: the delivery timeout) fail. A second close
+        waits for the first, which continues if its caller is cancelled."""
         if self._closing is None:
             limit_s = self._delivery_timeout_s if timeout is None else timeout
             sends_done = threading.Event()
@@ -294,15 +295,15 @@ class AsyncProducer:
 
 
 class AsyncConsumer:
-    """Receives messages; see Consumer, whose arguments and guarantees these are. For one event loop.
+    """Receives messages, with the arguments and guarantees of Consumer. For one event loop.
 
         async with AsyncConsumer("orders", group="billing") as consumer:
             async for message in consumer:
                 await handle(message)
 
-    Asking for the next message says that the one before is done. An exception in the loop's body never asks: that
-    message goes back when the consumer closes. Settle with `await consumer.ack(message)`; a message's own ack() works
-    too, and blocks the event loop for a round trip.
+    Asking for the next message acks the one before. After an exception in the loop's body nothing asks, and that
+    message goes back to the group when the consumer closes. Settle with `await consumer.ack(message)`; a message's own
+    ack() works too, but blocks the event loop for a round trip.
     """
 
     def __init__(
@@ -350,19 +351,20 @@ class AsyncConsumer:
         self._manual_ack = manual_ack
         self._receiver = _ThreadPool("portalmq-async-receive", 1)
         self._settlers = _ThreadPool("portalmq-async-settle", SETTLERS_MAX)
-        # While brokers are away acks may hold all settlers, and a queue of them behind: the end waits for none.
+        # While brokers are unreachable acks may occupy all settler threads and a queue behind them; close() has its own
+        # thread.
         self._closer = _ThreadPool("portalmq-async-close", 1)
         self._closed = False
         self._reset_in_child()
         reset_in_children(self)
 
     def _reset_in_child(self) -> None:
-        """As one that has received nothing, which is also what the child of a fork has."""
-        # What a receive brought whose asker was cancelled; and that receive itself while it goes on. One at a time.
+        """Start with nothing received, at construction and in the child of a fork."""
+        # Messages of a receive whose caller was cancelled; and that receive itself while it continues. One at a time.
         self._undelivered: deque[Message] = deque()
         self._receiving: asyncio.Future[list[Message]] | None = None
         self._receive_lock = asyncio.Lock()
-        # What the user has in hand: all since the latest receive, of a stream the last one of each partition.
+        # Messages that the user has: all since the latest receive; of a stream the last one of each partition.
         self._handed_out: dict[tuple[str, int, int], Message] = {}
 
     def __repr__(self) -> str:
@@ -374,7 +376,7 @@ class AsyncConsumer:
         return self
 
     async def __anext__(self) -> Message:
-        """The next message; the one before is acked."""
+        """Return the next message; the one before is acked."""
 
         def one() -> list[Message]:
             message = next(self._consumer, None)
@@ -386,8 +388,8 @@ class AsyncConsumer:
         return messages[0]
 
     async def poll(self, timeout_s: float = 1.0, max_messages: int | None = None) -> list[Message]:
-        """Up to `max_messages` messages, as soon as there are any; an empty list after `timeout_s`. Raises as
-        Consumer.poll does."""
+        """Return up to `max_messages` messages, as soon as there are any; an empty list after `timeout_s`. Raises the
+        errors of Consumer.poll."""
         if self._closed:
             raise RuntimeError("the consumer is closed")
         return await self._receive(lambda: self._consumer.poll(timeout_s, max_messages), max_messages, timeout_s)
@@ -395,17 +397,17 @@ class AsyncConsumer:
     async def _receive(
         self, receive: Callable[[], list[Message]], at_most: int | None, timeout_s: float | None
     ) -> list[Message]:
-        """What was kept; or what a receive brings that somebody began and left; or what a new one brings."""
+        """Return buffered messages, those of a receive whose caller was cancelled, or those of a new receive."""
         async with self._receive_lock:
             while not self._undelivered and not self._closed:
                 if self._receiving is None:
                     if self._mode == "queue":
-                        self._handed_out.clear()  # asking for more says that they are done
+                        self._handed_out.clear()  # asking for more acks them
                     self._receiving = self._receiver.start(receive)
                     if not await self._wait_for(self._receiving, None):
                         return []
                 elif not await self._wait_for(self._receiving, timeout_s) and self._receiving is not None:
-                    return []  # the earlier one waits on, this asker does not
+                    return []  # the earlier receive continues, this caller does not wait for it
             count = len(self._undelivered) if at_most is None else min(at_most, len(self._undelivered))
             messages = [self._undelivered.popleft() for _ in range(count)]
             for message in messages:
@@ -414,7 +416,8 @@ class AsyncConsumer:
             return messages
 
     async def _wait_for(self, receiving: asyncio.Future[list[Message]], timeout_s: float | None) -> bool:
-        """Wait for a receive, which goes on if this is cancelled. Raises its error; True when it brought something."""
+        """Wait for a receive, which continues if this is cancelled. Return True if it brought messages. Raises its
+        error."""
         await asyncio.wait([receiving], timeout=timeout_s)
         if not receiving.done():
             return False
@@ -425,27 +428,28 @@ class AsyncConsumer:
     # --- settling ----------------------------------------------------------------------------------------------------
 
     async def ack(self, messages: Message | Iterable[Message]) -> None:
-        """Say that messages are done. Raises StaleReceipt, the others being acked all the same."""
+        """Ack messages. Raises StaleReceipt if some leases were lost; the other messages are acked all the same."""
         await self._settlers.run(lambda: self._consumer.ack(messages))
 
     async def nack(
         self, messages: Message | Iterable[Message], delay_s: float | None = None, reason: str | None = None
     ) -> None:
-        """Give messages back for redelivery."""
+        """Return messages to the group for redelivery."""
         await self._settlers.run(lambda: self._consumer.nack(messages, delay_s, reason))
 
     async def extend(self, messages: Message | Iterable[Message], visibility_timeout_s: float | None = None) -> None:
-        """Hold leases for `visibility_timeout_s` seconds from now."""
+        """Extend leases to `visibility_timeout_s` seconds from now."""
         await self._settlers.run(lambda: self._consumer.extend(messages, visibility_timeout_s))
 
     async def commit_with(self, messages: Message | Iterable[Message], outputs: Iterable[Output]) -> wire.Committed:
-        """Say that messages of one partition are done and publish `outputs`, both or neither, and once."""
+        """Ack messages of one partition and publish `outputs`, both or neither, exactly once."""
         return await self._settlers.run(lambda: self._consumer.commit_with(messages, outputs))
 
     async def commit(self) -> None:
-        """Say that all that this gave is done; durable on return. What a cancelled receive brought is not meant."""
+        """Ack all messages that this consumer handed out; durable on return. Messages of a cancelled receive are not
+        included."""
         if self._mode == "queue" and self._manual_ack:
-            self._consumer.commit()  # which says what is wrong with that
+            self._consumer.commit()  # raises the error that explains it
         given = list(self._handed_out.values())
 
         def commit() -> None:
@@ -463,7 +467,7 @@ class AsyncConsumer:
         to: Literal["earliest", "latest"] | int | datetime = "earliest",
         partition: int | None = None,
     ) -> None:
-        """Set the group to another place in a topic. What a cancelled receive brought of it is dropped."""
+        """Move the group to another position in a topic. Messages of the topic from a cancelled receive are dropped."""
         await self._settlers.run(lambda: self._consumer.seek(topic, to, partition))
 
         def is_void(message: Message) -> bool:
@@ -473,38 +477,39 @@ class AsyncConsumer:
         self._handed_out = {place: message for place, message in self._handed_out.items() if not is_void(message)}
 
     async def pause(self, topic: str | None = None, partition: int | None = None) -> None:
-        """Hand out nothing of a topic, or one partition of it, or at all, until resume()."""
+        """Hand out nothing of a topic, of one of its partitions, or of any topic, until resume()."""
         await self._settlers.run(lambda: self._consumer.pause(topic, partition))
 
     async def resume(self, topic: str | None = None, partition: int | None = None) -> None:
-        """The opposite of pause()."""
+        """Undo pause()."""
         await self._settlers.run(lambda: self._consumer.resume(topic, partition))
 
     @property
     def assignment(self) -> list[tuple[str, int]]:
-        """The partitions (topic, number) that this member of a stream group reads now."""
+        """The (topic, partition) pairs that this member of a stream group reads now."""
         return self._consumer.assignment
 
     @property
     def member_id(self) -> str:
-        """The name under which this consumer is a member of its stream group."""
+        """The id of this consumer in its stream group."""
         return self._consumer.member_id
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """End a wait, send the last acks, give the rest back: also what a cancelled receive brought. Twice is fine."""
+        """End a wait, send the last acks, and return all other messages to the group, those of a cancelled receive too.
+        A second close does nothing."""
         if self._closed:
             return
         self._closed = True
         try:
             await self._closer.run(self._consumer.close)
-            if self._receiving is not None and not self._receive_lock.locked():  # else who waits for it gets it
+            if self._receiving is not None and not self._receive_lock.locked():  # a coroutine that waits for it gets it
                 with contextlib.suppress(PortalMQError):
                     await self._wait_for(self._receiving, CLOSE_TIMEOUT_S)
             if self._manual_ack and self._undelivered and self._mode == "queue":
-                # What was handed out in manual mode is the user's to settle, but this never reached him.
-                kept, reason = list(self._undelivered), "the consumer closed before it came to it"
+                # In manual mode the user settles what was handed out, but these messages never were.
+                kept, reason = list(self._undelivered), "the consumer closed before it handled the message"
                 with contextlib.suppress(PortalMQError):
                     await self._closer.run(lambda: self._consumer.nack(kept, 0, reason))
         finally:

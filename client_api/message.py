@@ -1,4 +1,4 @@
-"""What a consumer holds in its hand, and what a producer gets back: two small values."""
+"""Message, which a consumer receives, and RecordMetadata, which a producer gets back."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Settler(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RecordMetadata:
-    """Where a sent message stands: `offset` in `partition` of `topic`, appended at `timestamp_ms` (Unix, UTC).
+    """The position of a sent message: `offset` in `partition` of `topic`, appended at `timestamp_ms` (Unix, UTC).
 
-    With `acks="none"` nothing is known: partition and offset are -1, the time is 0. `topic_id` tells the topic from an
-    earlier one of its name; it is empty where the broker did not tell.
+    With `acks="none"` nothing is known: partition and offset are -1, the time is 0. `topic_id` distinguishes the topic
+    from an earlier one of the same name; it is empty if the broker did not send it.
     """
 
     topic: str
@@ -39,14 +39,14 @@ class RecordMetadata:
 
 
 class Message(msgspec.Struct, frozen=True, eq=False):
-    """One message as it was sent. `value` is the payload's bytes; `text` and `json()` read it.
+    """One message as it was sent. `value` is the payload's bytes; `text` and `json()` decode it.
 
-    A message that came from a queue group carries its lease: `receipt`, `delivery_count` (1 at the first delivery),
-    `lease_expires_at_ms` (Unix time of the leader's clock), and can be acked, nacked and extended. One that came from a
-    stream group can be acked, which says so of all before it in its partition.
+    A message of a queue group has a lease: `receipt`, `delivery_count` (1 at the first delivery), `lease_expires_at_ms`
+    (Unix time of the leader's clock). It can be acked, nacked and extended. A message of a stream group can be acked,
+    which includes all earlier messages of its partition.
     """
 
-    # A Struct and no dataclass: a stream consumer makes half a million of them a second (0.07 against 1.3 us).
+    # A Struct and no dataclass: a stream consumer creates half a million of them a second (0.07 against 1.3 us each).
     topic: str
     partition: int
     offset: int
@@ -61,7 +61,7 @@ class Message(msgspec.Struct, frozen=True, eq=False):
     deliver_at_ms: int | None = None
     expires_at_ms: int | None = None
     priority: int = 0
-    # A Consumer; msgspec looks into the types of all fields, and this one would go round in a circle.
+    # A Settler. Typed Any because msgspec inspects the types of all fields, and this one is recursive.
     _consumer: Any = None
 
     def __eq__(self, other: object) -> bool:
@@ -80,33 +80,33 @@ class Message(msgspec.Struct, frozen=True, eq=False):
         return f"<Message {self.topic} {self.id}{key}{delivery} value={shown}>"
 
     def _fields(self) -> tuple[Any, ...]:
-        """All fields but the consumer."""
+        """Return all fields but the consumer."""
         return msgspec.structs.astuple(self)[:-1]
 
     @property
     def id(self) -> str:
-        """`<partition>-<offset>`, unique within the topic."""
+        """The id `<partition>-<offset>`, unique within the topic."""
         return f"{self.partition}-{self.offset}"
 
     @property
     def text(self) -> str:
-        """The payload as UTF-8 text. Raises UnicodeDecodeError when it is none."""
+        """The payload as UTF-8 text. Raises UnicodeDecodeError if it is not UTF-8."""
         return self.value.decode("utf-8")
 
     def json(self) -> Any:
-        """The payload parsed as JSON. Raises json.JSONDecodeError when it is none."""
+        """Return the payload parsed as JSON. Raises json.JSONDecodeError if it is not JSON."""
         return json.loads(self.value)
 
     def ack(self) -> None:
-        """Say that the message is done. Raises StaleReceipt when its lease has passed to another consumer."""
+        """Mark the message as done. Raises StaleReceipt if its lease was lost to another consumer."""
         self._settler().ack(self)
 
     def nack(self, delay_s: float | None = None, reason: str | None = None) -> None:
-        """Give the message back for redelivery, after `delay_s` seconds (default: the group's back-off)."""
+        """Return the message for redelivery, after `delay_s` seconds (default: the group's back-off)."""
         self._settler().nack(self, delay_s=delay_s, reason=reason)
 
     def extend(self, visibility_timeout_s: float | None = None) -> None:
-        """Hold the lease for `visibility_timeout_s` seconds from now (default: the consumer's)."""
+        """Extend the lease to `visibility_timeout_s` seconds from now (default: the consumer's)."""
         self._settler().extend(self, visibility_timeout_s)
 
     def _settler(self) -> Settler:
@@ -117,7 +117,7 @@ class Message(msgspec.Struct, frozen=True, eq=False):
 
 
 def message_from_wire(packed: PackMessageOut, topic: str, consumer: Settler | None = None) -> Message:
-    """The message that an answer carries. `topic` counts when the answer names it once, beside the list."""
+    """Return the message of a MessagePack answer. `topic` is used if the answer names it once, beside the list."""
     return Message(
         packed.topic or topic,
         packed.partition,
@@ -138,7 +138,7 @@ def message_from_wire(packed: PackMessageOut, topic: str, consumer: Settler | No
 
 
 def message_from_json(shown: DecodedJsonMessage) -> Message:
-    """The message that a JSON answer shows."""
+    """Return the message of a JSON answer."""
     if shown.value_base64 is not None:
         value = base64.b64decode(shown.value_base64)
     elif shown.value is msgspec.UNSET:

@@ -1,10 +1,10 @@
-"""The producer: `send()` puts a message into a batch and returns; sender threads bring batches to their leaders.
+"""The producer: `send()` puts a message into a batch and returns; sender threads send batches to their leaders.
 
-    send() --> Lane.open --full, lingered or hurried--> Lane.queue --> a sender --Delivery--> leader --> futures
+    send() --> Lane.open --full, lingered or hurried--> Lane.queue --> a sender --BatchSender--> leader --> futures
 
-A lane (a partition) is with one sender at a time, which keeps its order; portalmq.producers.batch_sender makes it
-exactly-once.
-A thread that waits in `result()` sends its batch itself when the lane is free: two thread switches fewer.
+One sender at a time has a lane (a partition), which keeps its order; portalmq.producers.batch_sender makes it
+exactly-once. A thread that waits in `result()` sends its batch itself if the lane is free, which saves two thread
+switches.
 """
 
 from __future__ import annotations
@@ -33,25 +33,23 @@ from portalmq.transport.transport import Bootstrap, Transport
 
 _log = logging.getLogger("portalmq.producer")
 
-# Started as they are needed. A broker that hangs holds as many as it has partitions; the others go on meanwhile.
+# Started on demand. A broker that hangs blocks at most as many as it has partitions; the others continue.
 SENDERS_MAX = 8
 BATCH_BYTES_MAX = wire.BODY_BYTES_MAX - 64 * 1024
-# After the last message the sender looks at the clock this many times more, each linger_ms, before it sleeps for good:
-# while messages keep coming one by one, no send() has to wake it.
+# After the last message the sender checks the clock this many times more, each linger_ms, before it sleeps without a
+# limit: while messages keep coming one by one, no send() has to wake it.
 IDLE_CHECKS = 20
-# Below this a waiting thread does not send itself: its time might end in the middle of a request.
+# With a shorter timeout a waiting thread does not send itself: the time might end during a request.
 SEND_SELF_TIMEOUT_S_MIN = 1.0
-SENT_BEFORE_FORK = (
-    "the message was sent before this process was forked, and is the parent's: only the parent hears what becomes of it"
-)
+SENT_BEFORE_FORK = "the message was sent before this process was forked: only the parent learns its outcome"
 
 
 class Producer(Closeable):
     """Sends messages to topics. Thread-safe; use one for a process, and close it (or use `with`).
 
-    A message is appended exactly once, whatever is retried, unless `idempotent=False`. `acks` says when a send counts:
-    "all" (on disk on every in-sync replica), "leader" (on the leader's disk), "none" (not waited for, offset -1).
-    The child of a fork sends as a producer of its own, and what was buffered before stays the parent's; under a
+    A message is appended exactly once, even after retries, unless `idempotent=False`. `acks` says when a message counts
+    as sent: "all" (on disk on every in-sync replica), "leader" (on the leader's disk), "none" (not awaited, offset -1).
+    The child of a fork sends as a producer of its own, and messages buffered before the fork stay the parent's. With a
     `producer_name` the child fences its parent when it sends.
     """
 
@@ -77,15 +75,14 @@ class Producer(Closeable):
         tls_client_key: str | None = None,
         allow_advertised: bool | None = None,
     ) -> None:
-        """`linger_ms`: how long a message waits for others, unless `batch_messages` or `batch_bytes` are there before.
-        While a request is on its way its partition gathers on, up to `batch_bytes`. `delivery_timeout_s`: how long a
-        send is tried before its future fails. `max_block_s`: how long `send()` waits for room in the buffer, or for a
-        broker to name the topic's partitions. `producer_name`: a later producer of that name fences this one.
-        `tls_ca`: a file with the authority of the brokers' certificates. `tls_client_cert`: a file with the certificate
-        to show where they ask for one, `tls_client_key`: its key, where that is in another file.
-        `allow_advertised=False`: over http show the token to no host that `bootstrap` does not name, whatever brokers
-        advertise.
-        """
+        """`linger_ms`: how long a message waits for others, unless the batch reaches `batch_messages` or `batch_bytes`
+        first. While a partition has a request in flight, its next batch grows up to `batch_bytes`.
+        `delivery_timeout_s`: how long a message is retried before its future fails. `max_block_s`: how long `send()`
+        waits for space in the buffer, or for a broker to return the topic's partitions. `producer_name`: a later
+        producer of this name fences this one. `tls_ca`: a file with the authority of the brokers' certificates.
+        `tls_client_cert`: a file with the certificate to show to brokers that ask for one. `tls_client_key`: a file
+        with its private key, if that is separate. `allow_advertised=False`: over http send the token only to hosts that
+        `bootstrap` names, not to others that brokers advertise."""
         if acks not in ("all", "leader", "none"):
             raise ValueError(f"acks={acks!r}: use 'all', 'leader' or 'none'")
         if compression is not None:
@@ -126,7 +123,7 @@ class Producer(Closeable):
         return f"<Producer{named} at {', '.join(self._transport.urls)}: {state}>"
 
     def _begin(self) -> None:
-        """As what nobody has sent with: no identity, no thread, nothing buffered."""
+        """Start with no identity, no threads and an empty buffer."""
         acks = self._acks
         self._batch_sender = BatchSender(
             self._transport,
@@ -141,8 +138,8 @@ class Producer(Closeable):
         self._topics = ProducerTopics(
             self._transport, lambda topic, partition: Lane(topic, partition, acks), self._max_block_s
         )
-        # Invariants, under the lock: a lane is in `_open` while lane.open is a batch; in one of `_ready`, `_paused` or
-        # a sender's hands while lane.scheduled; `_unsettled` holds every batch that has a message and no outcome.
+        # Invariants, under the lock: a lane is in `_open` while lane.open is a batch; in `_ready`, in `_paused` or with
+        # a sender while lane.scheduled; `_unsettled` has every batch that has a message and no outcome.
         self._open: dict[Lane, None] = {}
         self._ready: deque[Lane] = deque()
         self._paused: list[Lane] = []
@@ -156,7 +153,8 @@ class Producer(Closeable):
         self._flushing = 0
 
     def _reset_in_child(self) -> None:
-        """In the child of a fork. What is buffered is the parent's: its futures fail here, and are served there."""
+        """Start afresh in the child of a fork. Buffered messages are the parent's: their futures fail here, and are
+        served there."""
         left = list(self._unsettled)
         self._begin()
         for batch in left:
@@ -178,13 +176,13 @@ class Producer(Closeable):
         priority: int = 0,
         content_type: str | None = None,
     ) -> SendFuture:
-        """Send `value` (bytes, text, or anything JSON) to `topic`; returns at once with the future RecordMetadata.
+        """Send `value` (bytes, text, or a JSON value) to `topic`; return at once, with a future of RecordMetadata.
 
-        Messages of one `key` go to one partition and keep their order. `deliver_at` is a datetime with a time zone,
-        or Unix seconds; `delay_s` counts from when a broker takes the message, `ttl_s` from when it can be delivered.
-        Of those that wait, queue groups get the ones with the greatest `priority` (0 to 31) first. Blocks only while
-        the buffer is full. Raises Backpressure when it stays full for `max_block_s`, MessageTooLarge, TypeError for a
-        value that is not JSON-able, ValueError for options that make no sense, RuntimeError once closed.
+        Messages of one `key` go to one partition and keep their order. `deliver_at` is a datetime with a time zone, or
+        Unix seconds; `delay_s` counts from the moment when a broker receives the message, `ttl_s` from when it can be
+        delivered. Queue groups receive waiting messages of the greatest `priority` (0 to 31) first. Blocks only while
+        the buffer is full. Raises Backpressure if it stays full for `max_block_s`, MessageTooLarge, TypeError for a
+        value that JSON cannot encode, ValueError for invalid options, RuntimeError once closed.
         """
         if (
             type(value) is bytes
@@ -236,7 +234,7 @@ class Producer(Closeable):
         return SendFuture(batch, index)
 
     def has_room_for(self, topic: str, partition: int | None = None) -> bool:
-        """Whether a send() to the topic would return at once: it is known, and the buffer is not full."""
+        """Return whether a send() to the topic would return at once: the topic is known, and the buffer is not full."""
         known = self._topics.get(topic)
         return (
             known is not None
@@ -261,15 +259,15 @@ class Producer(Closeable):
         return batch
 
     def _batch_filled(self, topic: ProducerTopic, lane: Lane, batch: ProducerBatch) -> None:
-        """The batch may leave. While one before it is on its way it can take more, up to its bytes: under load the
-        requests grow, and a broker that pays for a request (with an fsync) carries two to three times as much."""
+        """Send a full batch. While the one before it is in flight it may grow up to the byte limit: under load the
+        requests grow, and a broker whose cost is one fsync a request handles two to three times as many messages."""
         if batch.size >= self._batch_bytes or len(batch.messages) >= wire.BATCH_MESSAGES_MAX or not lane.scheduled:
             self._seal(lane, batch)
         else:
             topic.move_on_from(lane)
 
     def _seal(self, lane: Lane, batch: ProducerBatch) -> None:
-        """Close the lane's open batch and put it in line."""
+        """Close the lane's open batch and queue it."""
         self._close_batch(lane, batch)
         lane.queue.append(batch)
         if not lane.scheduled:
@@ -289,7 +287,7 @@ class Producer(Closeable):
             self._buffered_messages >= self._buffer_messages or self._buffered_bytes >= self._buffer_bytes
         ):
             left = deadline - time.monotonic()
-            # Nothing lingers while somebody waits for room.
+            # No batch lingers while a send waits for space.
             self._flushing += 1
             self._wake()
             try:
@@ -308,7 +306,7 @@ class Producer(Closeable):
     # --- sender threads ----------------------------------------------------------------------------------------------
 
     def _wake(self) -> None:
-        """There is something to do: wake a resting sender, or start one."""
+        """Wake an idle sender, or start one."""
         if self._resting:
             self._work.notify()
         elif len(self._senders) < SENDERS_MAX:
@@ -324,12 +322,12 @@ class Producer(Closeable):
                     return
                 batch = lane.queue.popleft()
             self._serve(lane, batch, None)
-            # Or its failure would be logged only when the next batch comes (see Batch.__del__).
+            # Otherwise its failure would be logged only when the next batch comes (see ProducerBatch.__del__).
             del batch
             self._topics.refresh_if_old(lane.topic)
 
     def _next_lane(self) -> Lane | None:
-        """Wait for a lane with a batch to send; None at the end. Holds the lock."""
+        """Wait for a lane with a batch to send; return None at the end. The caller holds the lock."""
         checks = 0
         while True:
             until = self._collect_due()
@@ -342,8 +340,8 @@ class Producer(Closeable):
                 self._work.notify_all()
                 return None
             timeout = None
-            # A sender that is woken and knows when there is work takes the watch from one that sleeps deep: that one
-            # was not the one woken, and would sleep on.
+            # One idle sender watches the clock. A sender that wakes and knows when a batch is due takes over from a
+            # watcher that sleeps without a limit, as that one would sleep on.
             watches = not self._has_watch or (until is not None and self._sleeps_unbounded)
             if watches:
                 checks = 0 if self._open else checks + 1
@@ -362,7 +360,7 @@ class Producer(Closeable):
                     self._has_watch, self._sleeps_unbounded = False, True
 
     def _collect_due(self) -> float | None:
-        """Put every lane in line whose pause or linger is over. Returns the seconds until the next is, if any is."""
+        """Queue every lane whose pause or linger is over. Return the seconds until the next one, or None."""
         now = time.monotonic()
         until: float | None = None
         for lane in [lane for lane in self._paused if lane.retry_at <= now]:
@@ -386,11 +384,11 @@ class Producer(Closeable):
         return until
 
     def _hurry(self, batch: ProducerBatch, timeout: float | None) -> float | None:
-        """Send `batch` now, in this thread when its lane is free. Returns what is left of `timeout`."""
+        """Send `batch` now, in this thread if its lane is free. Return the rest of `timeout`."""
         lane = batch.lane
         may_help = timeout is None or timeout >= SEND_SELF_TIMEOUT_S_MIN
         if timeout is not None and not self._idempotent:
-            # A request that is cut off by the caller's time could not be repeated.
+            # A request that this timeout cuts off could not be repeated.
             may_help = False
         with self._lock:
             if batch.settled or lane.open is not batch:
@@ -408,7 +406,7 @@ class Producer(Closeable):
         return None if timeout is None else max(0.0, timeout - (time.monotonic() - started))
 
     def _serve(self, lane: Lane, batch: ProducerBatch, limit_s: float | None) -> None:
-        """Try to send the batch; leave the lane to whoever is to go on with it."""
+        """Try to send the batch, and release the lane for the next sender."""
         try:
             pause_s = self._batch_sender.send_batch(lane, batch, limit_s)
         except BaseException as fault:
@@ -424,7 +422,7 @@ class Producer(Closeable):
             batch.settle()
         with self._lock:
             if batch not in self._unsettled:
-                return  # it is the parent's, and this process was forked while it was on its way
+                return  # this process was forked while the batch was in flight, and it is the parent's
             if pause_s is not None:
                 lane.queue.appendleft(batch)
                 lane.retry_at = time.monotonic() + pause_s
@@ -451,7 +449,7 @@ class Producer(Closeable):
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until everything sent so far has its outcome, good or bad: the futures tell which.
+        """Wait until every message sent so far has its outcome; the futures say which.
 
         Raises TimeoutError after `timeout` seconds.
         """
@@ -470,7 +468,7 @@ class Producer(Closeable):
                 self._flushing -= 1
 
     def close(self, timeout: float | None = None) -> None:
-        """Flush and stop. What is not sent after `timeout` seconds (default: the delivery timeout) fails."""
+        """Flush and stop. Messages unsent after `timeout` seconds (default: the delivery timeout) fail."""
         with self._lock:
             if self._closed:
                 return
@@ -495,7 +493,7 @@ class Producer(Closeable):
 
 
 def _close_at_exit(producer: Producer) -> None:
-    """A program that forgets close() still gets its messages out."""
+    """Close the producer at exit, so that a program that forgets close() still sends its messages."""
     reference = weakref.ref(producer)
 
     def close() -> None:

@@ -1,7 +1,7 @@
-"""The atomic commit of consume, transform, produce: input done and output ordered, in one call, or neither.
+"""The atomic commit of consume, transform, produce: acks of the input and its output in one call, all or nothing.
 
-A commit names what it is for: receipts, or a member's offset. So it is repeated when its outcome is unknown, until it
-is answered or its time is over; who shows the same again is given the first answer, and nothing is published twice.
+A commit identifies its input: receipts, or a member's offset. So a commit with an unknown outcome is repeated until it
+is answered or its time is over. A repeat gets the answer of the first try, and nothing is published twice.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _FIELDS = {"topic", "value", "value_base64", "key", "key_base64", "headers", "co
 def commit_receipts(
     transport: Transport, group: str, messages: Sequence[Message], outputs: Iterable[Output]
 ) -> wire.Committed:
-    """Ack messages of one partition and publish `outputs`. Raises StaleReceipt when one of them is done already or was
-    given to another consumer, and what a broker refuses an output with; then nothing was done."""
+    """Ack messages of one partition and publish `outputs`. Raises StaleReceipt if one of them was acked or leased to
+    another consumer, and the error by which a broker refuses an output; then nothing was done."""
     topic, partition = partition_of(messages)
     receipts = [message.receipt for message in messages if message.receipt is not None]
     if len(receipts) < len(messages):
-        raise ValueError("a message without a receipt was browsed, not received: there is no lease to commit")
+        raise ValueError("a message without a receipt was browsed, not received: it has no lease to commit")
     return _commit(transport, group, (topic, partition), wire.PackCommit(publish=packed(outputs), ack=receipts))
 
 
@@ -45,9 +45,9 @@ def commit_offset(
     generation: int,
     committed: int,
 ) -> wire.Committed:
-    """Commit a stream member's place behind these messages of one partition and publish `outputs`. `committed` is the
-    group's committed offset as the member knows it. Raises IllegalGeneration when the partition is another member's by
-    now, OffsetMoved when another offset is committed; then nothing was done."""
+    """Commit a stream member's offset after these messages of one partition and publish `outputs`. `committed` is the
+    group's committed offset as the member knows it. Raises IllegalGeneration if another member has the partition,
+    OffsetMoved if another offset is committed; then nothing was done."""
     topic, partition = partition_of(messages)
     place = wire.CommitOffset(topic, partition, max(message.offset for message in messages) + 1, committed)
     commit = wire.PackCommit(publish=packed(outputs), member_id=member_id, generation=generation, offsets=[place])
@@ -67,7 +67,7 @@ def _commit(transport: Transport, group: str, place: tuple[str, int], commit: wi
 
 
 def partition_of(messages: Sequence[Message]) -> tuple[str, int]:
-    """The topic and partition that all of them are of. Raises ValueError."""
+    """Return the topic and partition of all messages. Raises ValueError if there are several."""
     if not messages:
         raise ValueError("name at least one message to commit")
     places = {(message.topic, message.partition) for message in messages}
@@ -77,7 +77,7 @@ def partition_of(messages: Sequence[Message]) -> tuple[str, int]:
 
 
 def packed(outputs: Iterable[Output]) -> list[wire.PackOutput]:
-    """The outputs as they travel. Raises ValueError, TypeError for what cannot be one."""
+    """Return the outputs in their wire form. Raises ValueError or TypeError for an invalid one."""
     if isinstance(outputs, Mapping):
         raise TypeError("outputs is a list of messages, each a dict such as {'topic': 't', 'value': b'…'}")
     return [_packed(output, index) for index, output in enumerate(outputs)]

@@ -1,13 +1,13 @@
-"""What one consumer holds of a queue group: leased messages, and what is to become of them.
+"""The messages that one consumer has leased from a queue group, and their settlement.
 
-    receive --> waiting --take--> handed out --finish--> to be acked --board, flush--> acked
+    receive --> waiting --take--> handed out --finish--> to be acked --take_acks, flush--> acked
                    |                  |
                    `---- release (nack, at close) ----'
 
-Messages wait here while the ones before them are handled, and their leases run meanwhile. So a keeper thread extends
-the leases of what waits and of what is in hand, until that has taken `max_handling_s`; a consumer that is stuck for
-longer gives the waiting ones back, for others to take. Acks ride with the next receive; those that no receive takes
-along in time are sent by the keeper.
+Messages wait here while the ones before them are handled, and their leases run during that time. So a keeper thread
+extends the leases of waiting messages and of messages in hand, until the handling has taken `max_handling_s`. A
+consumer that is stuck for longer returns the waiting messages to the group. Acks travel with the next receive; the
+keeper sends those that no receive takes along in time.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _log = logging.getLogger("portalmq.consumer")
 ACK_DELAY_S_MAX = 0.1
 RELEASE_TIMEOUT_S = 5.0
 LOOK_TIMEOUT_S = 1.0
-# What waits behind a message that has been in hand for so long goes to others, who may be idle.
+# Messages that wait this long behind a message in hand go back to the group, for consumers that may be idle.
 HOLD_BACK_S_MAX = 5.0
-CLOSED_BEFORE_HANDLING = "the consumer closed before it came to it"
+CLOSED_BEFORE_HANDLING = "the consumer closed before it handled the message"
 
 Verb = Literal["ack", "nack", "extend"]
 
@@ -56,48 +56,48 @@ class Leases:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._waiting: deque[wire.PackMessageOut] = deque()
-        # All that waits came in one answer or was extended in one call: one end of lease for all.
+        # All waiting messages came in one answer or were extended in one call, so their leases end together.
         self._waiting_until = 0.0
         self._handed: dict[str, None] = {}
         self._handed_at = 0.0
-        # The end of the first lease in hand to end; the keeper may prolong what waits alone.
+        # The earliest end of a lease in hand; the keeper may extend the leases of waiting messages alone.
         self._handed_until = math.inf
-        # When the latest message was handed out, or those that wait came.
+        # When the latest message was handed out, or the waiting ones arrived.
         self._busy_since = 0.0
         self._max_handling_s = max_handling_s
-        # Of what is in hand: what the user has extended by his own word, and what others have by now.
+        # Of the messages in hand: those that the user has extended, and those whose lease was lost.
         self._extended: set[str] = set()
         self._lost: set[str] = set()
-        # Whether messages of the group have leases at all; with at_most_once they are acked when they are handed out.
+        # Whether the group leases messages at all (None: not known). With at_most_once they are acked at delivery.
         self._group_leases: bool | None = None
         self._to_ack: list[str] = []
-        # Acks on their way with a receive: theirs to confirm, or to be sent again.
+        # Acks that travel with the current receive; they are confirmed by its answer, or sent again.
         self._acks_in_receive: list[str] = []
-        # The thread whose receive has no answer yet.
+        # The thread of the current receive.
         self._receiving_thread: int | None = None
         self._to_ack_since = 0.0
-        # Held while acks are on their way, so that flush() also waits for those the keeper has taken up.
+        # Held while acks are sent, so that flush() also waits for those that the keeper sends.
         self._flushing = threading.RLock()
         self._failure: PortalMQError | None = None
         self._keeper: threading.Thread | None = None
         self._wakes_at = -math.inf
         self._closed = False
         self._hold_back_s = HOLD_BACK_S_MAX
-        # When nobody could tell whether there are leases, the last time that it mattered.
+        # When it was last asked whether the group leases messages, without an answer.
         self._lookup_failed_at = -math.inf
-        # Whether what waited is on its way back to the broker, in the keeper's thread.
+        # True while the keeper returns waiting messages to the broker.
         self._is_giving_back = False
 
     # --- the consumer's thread ---------------------------------------------------------------------------------------
 
     def hold(self, messages: Sequence[wire.PackMessageOut]) -> None:
-        """Keep what a receive brought. Only called while nothing waits. After the end it goes back at once."""
+        """Keep the messages of a receive. Only called while none wait. After close() they go back at once."""
         with self._lock:
             assert not self._waiting
             self._waiting.extend(messages)
             now = self._busy_since = self._clock()
             self._waiting_until = now + self._visibility_s
-            self._received()  # from here on release() finds them
+            self._received()  # from now on release() finds them
             is_late = self._closed
             late = [message.receipt for message in self._waiting if is_late and message.receipt is not None]
             if is_late:
@@ -110,7 +110,7 @@ class Leases:
             self._transport.rest()
 
     def take(self) -> wire.PackMessageOut | None:
-        """The next message in whose lease there is time left. From here on it is the user's."""
+        """Return the next message whose lease has time left; it is then in the user's hand."""
         with self._lock:
             now = self._clock()
             if self._waiting and now >= self._waiting_until and self._group_leases is not False:
@@ -127,8 +127,8 @@ class Leases:
             return message
 
     def finish_handed(self) -> None:
-        """What was handed out is done: ack it with the next flush. Raises LeaseLost for what others have by now; the
-        rest is acked all the same."""
+        """Mark the messages in hand as done: the next flush acks them. Raises LeaseLost for lost leases; the other
+        messages are acked all the same."""
         if self._handed and self._clock() >= self._handed_until:
             self._renew_expired(self._in_hand())
         with self._lock:
@@ -158,21 +158,21 @@ class Leases:
         )
 
     def _renew_expired(self, receipts: list[str]) -> None:
-        """Their lease is over by this clock, as nobody has renewed it: prolong it where nobody else has them."""
+        """Extend leases that have expired by this clock, where no other consumer has the messages."""
         try:
             if receipts:
                 self._settle("extend", receipts, self._extend_options(), LOOK_TIMEOUT_S)
         except StaleReceipt as error:
             self._mark_lost(_stale_among(error, receipts))
         except PortalMQError as error:
-            _log.debug("whether %d leases still run could not be asked: %s", len(receipts), error)
+            _log.debug("%d leases could not be checked: %s", len(receipts), error)
 
     def _in_hand(self) -> list[str]:
         with self._lock:
             return [receipt for receipt in self._handed if receipt not in self._extended]
 
     def _mark_lost(self, receipts: Collection[str]) -> None:
-        """Others have these by now, unless the group knows no leases."""
+        """Mark these leases as lost to other consumers, unless the group has no leases."""
         if not receipts or self._group_has_leases() is False:
             return
         with self._lock:
@@ -181,7 +181,7 @@ class Leases:
         self._warn_of_stale(len(lost))
 
     def _group_has_leases(self) -> bool | None:
-        """None where nobody can tell now."""
+        """Return whether the group leases messages; None if no broker can answer now."""
         if self._group_leases is None:
             try:
                 group = self._transport.get(
@@ -193,11 +193,12 @@ class Leases:
         return self._group_leases
 
     def begin_receive(self) -> None:
-        """This thread is about to ask the brokers. Follow it by `board`, or by `missed`."""
+        """Note that this thread begins a receive. Follow it by `take_acks`, or by `receive_failed`."""
         self._receiving_thread = threading.get_ident()
 
     def take_acks(self) -> list[str]:
-        """The acks that ride with the next receive. Follow it by `arrived` and `hold`, or by `missed`."""
+        """Return the acks that travel with the next receive. Follow it by `arrived` and `hold`, or by
+        `receive_failed`."""
         with self._lock:
             assert not self._acks_in_receive
             gathered = self._to_ack
@@ -208,13 +209,13 @@ class Leases:
             return self._acks_in_receive
 
     def arrived(self, stale: Sequence[str]) -> None:
-        """The receive was answered, so what rode with it is acked, but for what had gone to others."""
+        """Confirm the acks that the answered receive carried, except the stale ones."""
         with self._lock:
             self._acks_in_receive = []
         self._warn_of_stale(len(stale))
 
     def receive_failed(self) -> None:
-        """The receive failed: its acks are to be sent again. Acking twice is fine."""
+        """Keep the acks of a failed receive for another try. Acking twice does no harm."""
         with self._lock:
             self._received()
             self._to_ack, self._acks_in_receive = self._acks_in_receive + self._to_ack, []
@@ -227,7 +228,7 @@ class Leases:
         self._changed.notify_all()
 
     def flush(self) -> None:
-        """Send the acks that have gathered. A stale one is logged: its message has gone to another consumer."""
+        """Send the pending acks. A stale one is logged: another consumer has its message."""
         with self._flushing:
             with self._lock:
                 gathered, self._to_ack = self._to_ack, []
@@ -247,7 +248,7 @@ class Leases:
             )
 
     def settle(self, verb: Verb, receipts: list[str], options: dict[str, object]) -> None:
-        """Ack, nack or extend by the user's word. Raises StaleReceipt, with all that could be done being done."""
+        """Ack, nack or extend by the user's order. Raises StaleReceipt after settling the other receipts."""
         try:
             self._settle(verb, receipts, options)
         except StaleReceipt as error:
@@ -262,7 +263,7 @@ class Leases:
             self._transport.rest()
 
     def withdraw(self, receipts: Collection[str]) -> None:
-        """The user commits these: going on does not ack them, whatever becomes of the commit."""
+        """Drop receipts that the user commits: asking for more does not ack them, even if the commit fails."""
         self._forget(receipts)
 
     def _forget(self, receipts: Collection[str]) -> None:
@@ -271,7 +272,7 @@ class Leases:
                 self._handed.pop(receipt, None)
 
     def forget_handed(self) -> None:
-        """The user settles what was handed out (manual_ack): closing must not give it back."""
+        """Leave the messages in hand to the user (manual_ack): closing must not return them."""
         with self._lock:
             self._handed = {}
 
@@ -308,21 +309,21 @@ class Leases:
                     if not self._closed:
                         self._failure = error
                     if now >= extension_at:
-                        # Not to be extended, so not to be handed out either: their leases run out.
+                        # Without an extension they must not be handed out: their leases expire.
                         self._waiting.clear()
                         self._extended.update(self._handed)
 
     def _wake_keeper(self, at: float) -> None:
-        """There is something to do at the time `at`, which the keeper may not know of."""
+        """Wake the keeper if it would sleep beyond the time `at`."""
         if at < self._wakes_at or at == -math.inf:
             self._changed.notify_all()
 
     def _release_waiting_at(self) -> float:
-        """When what waits is to go to others; later again where it could not be asked whether they would get it."""
+        """Return when waiting messages go back to the group; later again after a failed look-up of the group."""
         return max(self._busy_since, self._lookup_failed_at) + self._hold_back_s if self._waiting else math.inf
 
     def _release_waiting(self) -> None:
-        """The message in hand takes long: what waits behind it goes to others."""
+        """Return the messages that wait behind a slow one to the group."""
         are_leased = self._group_has_leases()
         if are_leased:
             self._give_back_waiting("the consumer is busy with another")
@@ -330,7 +331,7 @@ class Leases:
             with self._lock:
                 self._lookup_failed_at = self._clock()
         else:
-            self._hold_back_s = math.inf  # acked when it was fetched: nobody else would get it
+            self._hold_back_s = math.inf  # acked at delivery: no other consumer would get them
 
     def _give_back_waiting(self, reason: str) -> None:
         with self._lock:
@@ -345,13 +346,13 @@ class Leases:
                 self._changed.notify_all()
 
     def wait_given_back(self, within_s: float) -> bool:
-        """Whether the keeper has given back what it was about to. Before that a receive may find nothing, as what is
-        there still counts as this consumer's."""
+        """Wait until the keeper has returned the messages that it is returning. Before that a receive may find nothing,
+        as they still count as this consumer's."""
         with self._lock:
             return self._changed.wait_for(lambda: not self._is_giving_back or self._closed, within_s)
 
     def _may_renew(self, now: float) -> bool:
-        """Whether something is in hand whose lease is this thread's to renew."""
+        """Return whether a message in hand has a lease that the keeper renews."""
         if now >= self._handed_at + self._max_handling_s:
             return False
         return any(each not in self._extended and each not in self._lost for each in self._handed)
@@ -365,12 +366,12 @@ class Leases:
                 in_hand = [each for each in self._handed if each not in self._extended and each not in self._lost]
                 if now + self._visibility_s / 2 >= self._handed_at + self._max_handling_s:
                     _log.warning(
-                        "a message is handled for %.0f s by now: its lease is renewed no more after max_handling_s=%g",
+                        "a message has been handled for %.0f s: its lease is not renewed after max_handling_s=%g",
                         now - self._handed_at,
                         self._max_handling_s,
                     )
         if stuck:
-            _log.warning("the message in hand has taken longer than its lease: %d others are given back", len(receipts))
+            _log.warning("the message in hand took longer than its lease: %d waiting ones are returned", len(receipts))
             self._give_back_waiting("the consumer is stuck")
             return
         gone: set[str] = set()
@@ -392,12 +393,12 @@ class Leases:
 
     @property
     def is_receiving_in_this_thread(self) -> bool:
-        """Whether the receive without an answer is this very thread's, which is in a signal's handler then."""
+        """True if the current receive is this thread's own, which then runs a signal handler."""
         return self._receiving_thread == threading.get_ident()
 
     def release(self, received_within_s: float = 0.0) -> None:
-        """Send the last acks and give back what was not done, also what a receive brings that another thread ends
-        within `received_within_s`. Failures only mean that leases run out by themselves."""
+        """Send the last acks and return unfinished messages, also those of a receive in another thread that ends within
+        `received_within_s`. After a failure the leases expire by themselves."""
         with self._lock:
             self._changed.wait_for(lambda: self._receiving_thread is None or self._closed, received_within_s)
             if self._closed:
@@ -409,7 +410,7 @@ class Leases:
             self._waiting.clear()
             self._handed = {}
             self._to_ack = self._acks_in_receive + self._to_ack
-        # The keeper may try to send acks for much longer than an end may take: it goes on with them by itself.
+        # The keeper may take much longer to send acks than close() may: then it continues with them by itself.
         if self._flushing.acquire(timeout=RELEASE_TIMEOUT_S):
             try:
                 self.flush()
@@ -418,12 +419,12 @@ class Leases:
             finally:
                 self._flushing.release()
         else:
-            _log.warning("acks get no answer: the last messages may be delivered again")
+            _log.warning("acks have no answer: the last messages may be delivered again")
         self._give_back(handed, {"reason": "the consumer closed before it was done"})
         self.give_back_unseen(waiting, CLOSED_BEFORE_HANDLING)
 
     def give_back_unseen(self, receipts: list[str], reason: str) -> None:
-        """Give back what nobody has looked at: it does not count as delivered."""
+        """Return messages that were never handed out: this does not count as a delivery."""
         self._give_back(receipts, {"reason": reason, "delay_ms": 0, "unseen": True})
 
     def _give_back(self, receipts: list[str], options: dict[str, object]) -> None:
@@ -432,7 +433,7 @@ class Leases:
         try:
             self._settle("nack", receipts, options)
         except PortalMQError as error:
-            _log.debug("could not give %d messages back: %s", len(receipts), error)
+            _log.debug("could not return %d messages: %s", len(receipts), error)
 
     def _extend_options(self) -> dict[str, object]:
         return {"visibility_timeout_ms": round(self._visibility_s * 1000)}
@@ -451,7 +452,7 @@ class Leases:
 
 
 def _stale_among(error: StaleReceipt, receipts: list[str]) -> set[str]:
-    """The receipts that an answer refused; all of them when it does not say."""
+    """Return the receipts that an answer refused; all of them if it does not say."""
     results = error.extra.get("results")
     if not isinstance(results, list):
         return set(receipts)

@@ -1,7 +1,7 @@
-"""How many messages a consumer fetches at once: what it handles in a second, so that others get the rest.
+"""The number of messages that a consumer fetches at once: those it handles in a second, so that others get the rest.
 
-The first fetch is a guess; each later one goes by how long the messages of the one before were handled. What a wrong
-guess holds back while one message takes long, the keeper of the leases gives to others (see lease.py).
+The first fetch is a guess; later ones follow from how long the previous messages were handled. Messages that a wrong
+guess holds back behind a slow one are returned to the group (see lease.py).
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ AHEAD_S = 1.0
 
 
 class Prefetch:
+    """Measures how fast a consumer handles messages. `most` bounds the answer."""
+
     def __init__(self, most: int, clock: Callable[[], float]) -> None:
         self._most = most
         self._clock = clock
@@ -21,7 +23,7 @@ class Prefetch:
         self._received_at = 0.0
 
     def wanted(self) -> int:
-        """How many to fetch now that those of the latest fetch are handled."""
+        """Return how many to fetch, now that the messages of the latest fetch are handled."""
         if self._count:
             took_s = self._clock() - self._received_at
             fit = self._most if took_s <= 0 else int(min(AHEAD_S * self._count / took_s, self._most))

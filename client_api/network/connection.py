@@ -1,11 +1,11 @@
 """Keep-alive HTTP/1.1 connections to brokers, and a bounded pool of them.
 
-The requests are written here, head and body in one segment, because two small segments cost a second wake-up of the
-broker (measured on loopback: 61 us a round trip against 98 us for http.client and 170 us for urllib3); http_answer.py
-reads the answers. Redirects are never followed, so a token never leaves for another host.
+Requests are written here, head and body in one segment, because two small segments cost a second wake-up of the broker
+(measured on loopback: 61 us a round trip against 98 us for http.client and 170 us for urllib3). http_answer.py reads
+the answers. Redirects are never followed, so a token never goes to another host.
 
-What can be known of a request that failed is decided here, where the bytes are seen: a request that did not leave in
-full was not applied (`NotSent`), one that left and has no answer may have been (`NoAnswer`).
+This is where the outcome of a failed request is known: one that was not sent in full was not applied (`NotSent`), one
+that was sent and has no answer may have been (`NoAnswer`).
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from portalmq.network.http_answer import PIECE_BYTES, HttpAnswer, read_answer
 DEFAULT_PORT = 5000
 CONNECTIONS_PER_HOST_MAX = 64
 CONNECT_TIMEOUT_S = 5.0
-# Below the broker's keep-alive of 75 s, so that we close first and rarely meet a connection that is just being closed.
+# Below the broker's keep-alive of 75 s, so that the client closes first and rarely uses a connection that is closing.
 IDLE_S_MAX = 60.0
 JOIN_BYTES_MAX = 64 * 1024
 
 
 class NotSent(Exception):
-    """The request did not reach the broker in full: nothing was applied."""
+    """The request was not sent to the broker in full: it was not applied."""
 
 
 class NoAnswer(Exception):
-    """The request left, and no whole answer came: it may have been applied.
+    """The request was sent, and no whole answer came: it may have been applied.
 
-    `stale` is true when a connection that had served before was closed without one byte of an answer, which is what
-    a keep-alive connection looks like that the broker closed at the same moment.
+    `stale` is true if a used connection was closed before the first byte of an answer: usually the broker closed an
+    idle keep-alive connection at the same moment.
     """
 
     def __init__(self, detail: str, *, stale: bool = False) -> None:
@@ -54,7 +54,7 @@ class NoAnswer(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a broker listens. `prefix` stands before every path (a proxy may have put the broker under one)."""
+    """The address of a broker. `prefix` precedes every path (for brokers behind a proxy)."""
 
     scheme: str
     host: str
@@ -74,7 +74,7 @@ class Address:
 
 @lru_cache(256)
 def parse_address(url: str) -> Address:
-    """The address that `url` names: `http://host:port`, `https://host`, or `host:port`.
+    """Parse `http://host:port`, `https://host`, or `host:port`.
 
     Raises ValueError for another scheme, and for user names and passwords, which belong in a token.
     """
@@ -91,7 +91,7 @@ def parse_address(url: str) -> Address:
 
 
 class Watch(NamedTuple):
-    """Looks elsewhere while an answer does not come: `gives_up()`, each `every_s`, says whether to wait no longer."""
+    """A check during the wait for an answer: `gives_up()`, called each `every_s`, returns True to stop waiting."""
 
     every_s: float
     gives_up: Callable[[], bool]
@@ -116,20 +116,22 @@ class Connection:
         self.idle_since = 0.0
 
     def looks_alive(self, now: float) -> bool:
-        """False when the broker has closed it (an idle connection has nothing to read), or it is idle for long."""
+        """Return False if the broker has closed the connection (an idle one has nothing to read), or it was idle for
+        too long."""
         return now - self.idle_since < IDLE_S_MAX and not self._poll.poll(0)
 
     def exchange(
         self, method: str, head: bytes, body: bytes, timeout_s: float, watch: Watch | None = None
     ) -> HttpAnswer:
-        """Send one request, read its answer. Each wait for the network ends after `timeout_s`."""
+        """Send one request and read its answer. Each wait for the network ends after `timeout_s`. Raises NotSent or
+        NoAnswer."""
         was_used, self.used, self.reusable = self.used, True, False
         cut_off = None
         try:
             self._set_timeout(timeout_s)
             self._send(head, body)
         except (BrokenPipeError, ConnectionResetError) as fault:
-            # A broker that refuses a body by its length answers early and closes; that answer is worth reading.
+            # A broker that refuses a body for its length answers early and closes; that answer is worth reading.
             cut_off = fault
         except OSError as fault:
             raise NotSent(str(fault)) from fault
@@ -146,19 +148,19 @@ class Connection:
         return answer
 
     def _wait_for_answer(self, timeout_s: float, watch: Watch) -> None:
-        """Until something comes, or the time is over. Raises NoAnswer when there is nothing to wait for any more."""
+        """Wait for the first byte, up to `timeout_s`. Raises NoAnswer if the watch gives up."""
         deadline = time.monotonic() + timeout_s
         left_s, pause_s = timeout_s, watch.every_s
         while left_s > 0 and not self._poll.poll(1000 * min(left_s, pause_s)):
             left_s = deadline - time.monotonic()
-            pause_s *= 2  # a thousand consumers that sleep should not ask a thousand times a second
+            pause_s *= 2  # a thousand waiting consumers must not ask a thousand times a second
             if left_s > 0 and watch.gives_up():
                 raise NoAnswer("it is silent, and another broker leads by now")
         if left_s < timeout_s:
             self._set_timeout(max(0.01, deadline - time.monotonic()))
 
     def _set_timeout(self, timeout_s: float) -> None:
-        if timeout_s != self._timeout_s:  # to set it is a call of the system
+        if timeout_s != self._timeout_s:  # setting it is a system call
             self._socket.settimeout(timeout_s)
             self._timeout_s = timeout_s
 
@@ -176,13 +178,13 @@ class Connection:
             self._socket.sendall(memoryview(body)[sent - len(head) :])
 
     def hang_up(self) -> None:
-        """Say, during an exchange of another thread, that nothing more follows. A broker that waits before it answers
-        ends that; an answer on its way still comes."""
+        """Say, during an exchange of another thread, that no request follows. A broker that waits before it answers
+        stops waiting; its answer still arrives."""
         with contextlib.suppress(OSError):
-            socket.socket.shutdown(self._socket, socket.SHUT_WR)  # SSLSocket's own one would end the reading too
+            socket.socket.shutdown(self._socket, socket.SHUT_WR)  # SSLSocket.shutdown would end the reading too
 
     def abort(self) -> None:
-        """End an exchange that another thread is in."""
+        """Abort an exchange of another thread."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -190,7 +192,7 @@ class Connection:
         self._socket.close()
 
     def close_in_child(self) -> None:
-        """Close it for this process alone: the one that forked it goes on with it."""
+        """Close it for the child of a fork alone: the parent continues to use it."""
         with contextlib.suppress(OSError):
             os.close(self._socket.detach())
 
@@ -211,7 +213,7 @@ class _Host:
 
 
 class ConnectionPool:
-    """Thread-safe. A process that forks gets a fresh pool in the child: two processes on one socket mix answers."""
+    """Thread-safe. The child of a fork gets an empty pool: two processes on one socket would mix answers."""
 
     def __init__(
         self,
@@ -222,14 +224,14 @@ class ConnectionPool:
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         poll: Callable[[], Any] = select.poll,
     ) -> None:
-        """`poll` makes what looks, without waiting, whether a connection was closed. Under gevent the real one is to be
-        given: its stand-in goes once round the loop for that, and lets everybody else go first."""
+        """`poll` creates the object that checks, without waiting, whether a connection was closed. Pass the original
+        one under gevent, whose replacement yields to the event loop for each check."""
         self._poll = poll
         self._tls = tls
         self._clock = clock
         self._connections_max = connections_per_host_max
         self._connect_timeout_s = connect_timeout_s
-        self._lock = threading.RLock()  # a signal may close the pool in the midst of a call
+        self._lock = threading.RLock()  # a signal handler may close the pool during a call
         self._given_back = threading.Condition(self._lock)
         self._hosts: dict[Address, _Host] = {}
         self._closed = False
@@ -238,7 +240,7 @@ class ConnectionPool:
     def exchange(
         self, address: Address, method: str, head: bytes, body: bytes, timeout_s: float, watch: Watch | None = None
     ) -> HttpAnswer:
-        """One request over a kept or a new connection. Raises NotSent or NoAnswer."""
+        """Perform one request over a kept or a new connection. Raises NotSent or NoAnswer."""
         host = self._host(address)
         if not host.slots.acquire(timeout=timeout_s):
             raise NotSent(f"all {self._connections_max} connections to {address.netloc} are busy")
@@ -247,7 +249,7 @@ class ConnectionPool:
             try:
                 answer = connection.exchange(method, head, body, timeout_s, watch)
             finally:
-                # An exchange that ended in any exception, KeyboardInterrupt included, leaves it not reusable.
+                # After any exception, KeyboardInterrupt included, the connection is not reusable.
                 self._give_back(host, connection)
             return answer
         finally:
@@ -304,7 +306,7 @@ class ConnectionPool:
             return self._tls
 
     def rest(self) -> None:
-        """Close what is idle. The pool can still be used."""
+        """Close idle connections. The pool remains usable."""
         with self._lock:
             self._close_idle()
 
@@ -314,7 +316,7 @@ class ConnectionPool:
                 host.idle.pop().close()
 
     def hang_up(self) -> None:
-        """Close what is idle, begin nothing more, and have the brokers end what they wait for."""
+        """Close idle connections, refuse new requests, and have brokers answer waiting ones now."""
         with self._lock:
             self._closed = True
             self._close_idle()
@@ -322,8 +324,8 @@ class ConnectionPool:
                 connection.hang_up()
 
     def close(self, answers_within_s: float = 0.0) -> None:
-        """Close what is idle and abort what is not: a thread that waits for an answer gets NoAnswer at once. With
-        `answers_within_s` it is given that long to have it, and its broker is told not to wait."""
+        """Close idle connections and abort the others: a thread that waits for an answer gets NoAnswer at once. With
+        `answers_within_s` it may have its answer within that time, and its broker stops waiting."""
         if answers_within_s > 0:
             self.hang_up()
         with self._lock:

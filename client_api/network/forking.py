@@ -1,11 +1,11 @@
-"""What a process that forks must not share with its child: sockets, threads, locks, and who it is to the brokers.
+"""Reset of sockets, threads, locks and identities in the child of a fork.
 
-    parent  Producer, Consumer, Lock, ... --- goes on as if nothing had happened
+    parent  Producer, Consumer, Lock, ... --- continues as before
               | fork
-    child   the same objects, each begun anew: nothing buffered, leased or held, another name to the brokers
+    child   the same objects, each reset: nothing buffered, leased or held, another identity to the brokers
 
-The child has none of the parent's threads, and somebody may have held any lock at the moment of the fork. So each
-object makes its locks and its state anew in the child, before anything else runs there.
+The child has none of the parent's threads, and any lock may have been held at the moment of the fork. So each object
+creates its locks and its state afresh in the child, before other code runs there.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Protocol
 
 class ResetInChild(Protocol):
     def _reset_in_child(self) -> None:
-        """In the child of a fork: leave all that is the parent's to it. Waits for nobody, and asks no broker."""
+        """Leave the parent's resources to the parent. Must neither wait nor call a broker."""
 
 
 _all: weakref.WeakSet[ResetInChild] = weakref.WeakSet()
 
 
 def reset_in_children(thing: ResetInChild) -> None:
-    """Have `thing._begin_anew()` called in each child that this process forks, as long as `thing` lives."""
+    """Have `thing._reset_in_child()` called in each child that this process forks, as long as `thing` lives."""
     _all.add(thing)
 
 

@@ -1,8 +1,8 @@
-"""Reading the answer to an HTTP/1.1 request.
+"""Reader of HTTP/1.1 answers.
 
-Nearly all answers of a broker are alike: a short head with a Content-Length, and the body right behind it. Those are
-read here, by one call of the system where they come in one piece. Any other one, a proxy's perhaps, is left to
-`http.client`, which reads it from its first byte on.
+Nearly all answers of a broker are alike: a short head with a Content-Length, followed by the body. Those are read here,
+by one system call if they arrive in one piece. `http.client` reads all others, perhaps a proxy's, from their first
+byte.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _WITHOUT_BODY = frozenset({204, 304})
 
 
 class Fields(dict[str, str]):
-    """The header fields of an answer, by their names in small letters."""
+    """The header fields of an answer, by lower-case name."""
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return a field's value, whatever the case of its name."""
@@ -28,7 +28,7 @@ class Fields(dict[str, str]):
 
 @dataclass(frozen=True, slots=True)
 class HttpAnswer:
-    """A whole HTTP answer: its body is read, its connection is free again."""
+    """A complete HTTP answer; its connection is free again."""
 
     status: int
     headers: Fields
@@ -36,7 +36,7 @@ class HttpAnswer:
 
 
 class _Head(NamedTuple):
-    """What an ordinary head says, and where the body begins behind it."""
+    """The content of an ordinary head, and its size in bytes."""
 
     status: int
     fields: Fields
@@ -45,8 +45,8 @@ class _Head(NamedTuple):
 
 
 def read_answer(connection: socket.socket, method: str, piece: bytes) -> tuple[HttpAnswer, bool]:
-    """Return the answer that begins with `piece`, the bytes that came first, and whether its connection can be used
-    again. Raises OSError, HTTPException or ValueError for what is no whole answer."""
+    """Return the answer that begins with the bytes `piece`, and whether its connection is reusable. Raises OSError,
+    HTTPException or ValueError if it is not a whole answer."""
     if not piece:
         raise RemoteDisconnected("the connection was closed without an answer")
     head = _ordinary(piece) if method != "HEAD" else None
@@ -63,7 +63,7 @@ def read_answer(connection: socket.socket, method: str, piece: bytes) -> tuple[H
 
 
 def _ordinary(piece: bytes) -> _Head | None:
-    """Return the head if it is here as a whole and has nothing out of the ordinary."""
+    """Return the head if it is complete and ordinary."""
     end = piece.find(b"\r\n\r\n")
     if end < 0 or not piece.startswith(b"HTTP/1.1 "):
         return None
@@ -102,7 +102,7 @@ def _read_by_library(connection: socket.socket, method: str, piece: bytes) -> tu
 
 
 class _PartlyRead(io.RawIOBase):
-    """A connection of which the first bytes are read already, as `http.client` wants it."""
+    """A connection whose first bytes are already read, as `http.client` needs it."""
 
     def __init__(self, connection: socket.socket, piece: bytes) -> None:
         super().__init__()

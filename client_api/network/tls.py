@@ -1,5 +1,5 @@
-"""The files of a connection by TLS: whose certificates are believed, and which one is shown. For clients, for commands
-that call brokers, for Spark, and for all that call ZooKeeper."""
+"""The TLS files of a connection: trusted authorities, and the certificate to show. For clients, for commands that call
+brokers, for Spark, and for every connection to ZooKeeper."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ File = str | os.PathLike[str]
 
 
 class TlsFiles(NamedTuple):
-    """PEM files of a connection by TLS: whom to trust (None: the system's authorities), and what to show where a
-    certificate is asked for. Without `key` its private key is in `cert`, too."""
+    """PEM files of a TLS connection: the trusted authorities (None: the system's), and the certificate to show when
+    asked. Without `key`, `cert` also holds the private key."""
 
     ca: File | None = None
     cert: File | None = None
     key: File | None = None
 
     def or_environment(self, ca: str, cert: str, key: str) -> TlsFiles:
-        """With what is not named taken from these variables; a certificate and its key from one place only."""
+        """Return a copy with missing files taken from these variables; a certificate and its key come from one source
+        only."""
         shown = (self.cert, self.key) if self.cert or self.key else (os.environ.get(cert), os.environ.get(key))
         return TlsFiles(self.ca if self.ca is not None else os.environ.get(ca), *shown)
 
     def context(self, names: tuple[str, str, str]) -> ssl.SSLContext | None:
-        """What checks and shows certificates; None where no file is named. Raises ValueError with the one of `names`,
-        which the user knows the files by, whose file cannot be used."""
+        """Return a context that checks and shows certificates; None if no file is given. Raises ValueError with the one
+        of `names`, by which the user knows the files, whose file cannot be used."""
         if not any(self):
             return None
         named_ca, named_cert, named_key = names
@@ -33,7 +34,7 @@ class TlsFiles(NamedTuple):
             raise ValueError(f"{named_key} needs {named_cert}: the certificate of that key")
         try:
             context = ssl.create_default_context(cafile=self.ca or None)
-        except OSError as fault:  # ssl.SSLError is one
+        except OSError as fault:  # ssl.SSLError is a subclass
             raise ValueError(f"{named_ca}: {self.ca} is no file with certificates (PEM): {fault}") from None
         if self.cert:
             try:
@@ -55,16 +56,16 @@ TLS_NAMES = ("tls_ca", "tls_client_cert", "tls_client_key")
 
 
 def context_of(given: TlsFiles) -> ssl.SSLContext | None:
-    """How connections to brokers are secured: by the files that are given, or those that the environment names; None
-    for the system's authorities alone. Raises ValueError when a file cannot be used."""
+    """Return the TLS context for connections to brokers, from the files given or named in the environment; None means
+    the system's authorities alone. Raises ValueError if a file cannot be used."""
     return given.or_environment(*(f"PORTALMQ_{name}".upper() for name in TLS_NAMES)).context(TLS_NAMES)
 
 
 def secure_handler(handler: Any, context: ssl.SSLContext) -> None:
-    """Have a handler of kazoo's connect to ZooKeeper by TLS, with the server's name checked.
+    """Make a kazoo handler connect to ZooKeeper by TLS, with the server's name checked.
 
-    kazoo's own TLS trusts every public authority beside the given one, and checks no name. It also looks for news in
-    the socket alone: an answer that came in the same TLS record as the one before would lie in the buffer unread.
+    kazoo's own TLS trusts every public authority beside the given one, and checks no name. It also polls the socket
+    alone: an answer that arrived in the same TLS record as the previous one would stay unread in the buffer.
     """
     connect, select = handler.create_connection, handler.select
 

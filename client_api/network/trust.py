@@ -1,9 +1,9 @@
-"""To whom a client shows its token.
+"""The hosts that may receive a client's token.
 
-A token is shown to the brokers that the user has named. Over https a certificate tells who else is one. Over http
-anybody could be behind an address that a broker advertises. The brokers' own word is believed, since one that was named
-is enough to find the others, and ZooKeeper, which they have it from, is closed where tokens are asked for. Who does not
-want that says `allow_advertised=False`: then a token goes only to hosts that were named, which forward the rest.
+A token is sent to the brokers that the user has named. Over https a certificate identifies the others. Over http any
+host could be behind an advertised address. Advertised addresses are trusted by default: one named broker is enough to
+find the others, and clusters with tokens protect ZooKeeper, the source of the addresses. With `allow_advertised=False`
+a token goes only to named hosts, which forward the rest.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ WARNED_MAX = 100
 
 
 def advertised_allowed(given: bool | None) -> bool:
+    """Return the argument, or the setting PORTALMQ_ALLOW_ADVERTISED if it is None."""
     if given is not None:
         return given
     return os.environ.get("PORTALMQ_ALLOW_ADVERTISED", "").lower() not in {"0", "false", "no"}
 
 
 def is_this_machine(host: str) -> bool:
+    """Return whether the host is a loopback address or name."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -35,7 +37,7 @@ def is_this_machine(host: str) -> bool:
 
 
 def may_receive_token(address: Address, named: Iterable[Address]) -> bool:
-    """Whether a broker at `address` may be shown a token, when these were named by the user."""
+    """Return whether a token may be sent to `address`, given the addresses that the user named."""
     if address.scheme == "https":
         return True
     hosts = {each.host for each in named}
@@ -43,7 +45,7 @@ def may_receive_token(address: Address, named: Iterable[Address]) -> bool:
 
 
 def warn_of_plain_text(named: Iterable[Address]) -> None:
-    """A token that goes to another machine in plain text can be read on the way."""
+    """Warn once if a token goes to another machine in plain text."""
     for address in named:
         if address.scheme == "http" and not is_this_machine(address.host):
             _warn_once(
@@ -52,10 +54,11 @@ def warn_of_plain_text(named: Iterable[Address]) -> None:
 
 
 def warn_of_unknown_host(address: Address) -> None:
+    """Warn once that an advertised broker is not used, as its host was not named."""
     _warn_once(
         f"advertised {address.host}",
-        f"the brokers advertise {address.url}, whose host is not among those that were named: it is not shown the"
-        " token, and what it leads is asked of the others. Name it too, or use https://",
+        f"the brokers advertise {address.url}, whose host is not among those that were named: it does not get the"
+        " token, and the others forward to it. Name it too, or use https://",
     )
 
 

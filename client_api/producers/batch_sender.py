@@ -1,9 +1,8 @@
-"""Bringing one batch to its leader exactly once: the stamp, the request, and what a failure means.
+"""Exactly-once delivery of a batch to its leader: the stamp, the request, and the reaction to a failure.
 
-The next sequence number of a lane is counted on only when a request is known to be applied, and a lane has one request
-in flight. So a request that fails as "not applied" leaves no gap. One that ends unknown for good (its time is over) may
-have left one: then the producer takes a new identity, and no stamp of the old one is used again (KIP-98 and KIP-360
-describe the same for Kafka).
+The sequence number of a lane advances only when a request is known to be applied, and a lane has one request in flight.
+So a request that fails as "not applied" leaves no gap. A batch that expires with an unknown outcome may have left one:
+then the producer takes a new identity, and no stamp of the old one is used again (as KIP-98 and KIP-360 do for Kafka).
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class _OutBatch(msgspec.Struct, omit_defaults=True):
-    """wire.PackBatch with messages of either form (wire.PackMessage, outgoing.Plain)."""
+    """A wire.PackBatch whose messages have either form (wire.PackMessage, outgoing.PlainMessage)."""
 
     messages: list[Any]
     producer: wire.ProducerStamp | None = None
 
 
 class BatchSender:
-    """Sends batches, one lane at a time in any one thread. Holds the producer's identity, which all lanes share."""
+    """Sends batches. No two threads may send for one lane. Holds the producer's identity, which all lanes share."""
 
     def __init__(
         self,
@@ -67,14 +66,15 @@ class BatchSender:
         self._delivery_timeout_s = delivery_timeout_s
         self._identity: wire.ProducerIdentity | None = None
         self._identity_lock = threading.Lock()
-        # A new epoch of the same instance must not fence a successor of the name.
+        # Identifies this instance, so that its next epoch does not fence a successor of the name.
         self._instance = secrets.token_hex(8) if producer_name is not None else ""
         self._had_name = False
 
     def send_batch(self, lane: Lane, batch: ProducerBatch, limit_s: float | None) -> float | None:
-        """Send what is left of the batch. None when it has its outcomes, else the seconds until the next try.
+        """Send the rest of the batch. Return None once every message has its outcome, else the seconds until the next
+        try.
 
-        `limit_s` cuts the wait for one answer; the request is then repeated by a later call. Raises no PortalMQError.
+        `limit_s` bounds the wait for one answer; a later call repeats the request. Raises no PortalMQError.
         """
         limit = None if limit_s is None else time.monotonic() + limit_s
         while batch.ranges:
@@ -93,7 +93,7 @@ class BatchSender:
         return None
 
     def fail_batch(self, lane: Lane, batch: ProducerBatch, fault: BaseException) -> None:
-        """Something that is no PortalMQError came up while sending: the futures must not hang on it."""
+        """Fail the batch after an error that is no PortalMQError, so that its futures do not hang."""
         _log.error("sending to %s/%d failed", lane.topic, lane.partition, exc_info=fault)
         self._drop_identity(lane)
         while batch.ranges:
@@ -151,12 +151,12 @@ class BatchSender:
             self._had_name = True
             return identity
         except PortalMQError as error:
-            # An identity that nobody uses does no harm: to the batch nothing has happened.
+            # An unused identity does no harm, so the batch was not applied.
             error.outcome = "not_applied"
             raise
 
     def _after_failure(self, lane: Lane, batch: ProducerBatch, error: PortalMQError) -> float | None:
-        """Decide on the topmost range. None: go on at once. Else the seconds until the next try."""
+        """Decide about the topmost range. Return None to continue at once, else the seconds until the next try."""
         if isinstance(error, DeadlinePassed) and batch.failure is not None:
             error = batch.failure
         batch.failure = error
@@ -178,24 +178,24 @@ class BatchSender:
         return None
 
     def _try_other_form(self, lane: Lane, batch: ProducerBatch, error: PortalMQError) -> bool:
-        """True when a request that was certainly not applied can be sent in another form, at once."""
+        """Prepare a request that was certainly not applied in another form; return False if there is none."""
         start, end = batch.ranges[-1]
         if isinstance(error, OutOfOrderSequence) and batch.restamps < RESTAMPS_MAX:
-            # The broker has forgotten this producer (its dedup window is over): begin anew under another identity.
+            # The broker has forgotten this producer (its dedup window is over): continue under a new identity.
             batch.restamps += 1
             self._drop_identity(lane)
         elif isinstance(error, Fenced) and lane.identity is not self._identity:
-            # Fenced by ourselves: another lane has taken a newer epoch meanwhile.
+            # Fenced by this very producer: another lane has taken a newer epoch.
             batch.body = None
         elif isinstance(error, InvalidRequest | MessageTooLarge) and end - start > 1:
-            # One message is at fault. Its neighbours go on without it.
+            # One message is at fault. The others are sent without it.
             batch.split_range()
         else:
             return False
         return True
 
     def _drop_identity(self, lane: Lane) -> None:
-        """Whether the lane's last stamp was used is not known: none of that identity may be used again."""
+        """Drop an identity whose last stamp may or may not have been used."""
         with self._identity_lock:
             if self._identity is lane.identity:
                 self._identity = None

@@ -1,9 +1,9 @@
-"""What stands between `send()` and the network: batches, the futures that look into them, and one lane a partition.
+"""Batches, the futures that refer to them, and one lane for each partition.
 
-A batch of 1,000 messages should not cost 1,000 futures with a lock and a condition each. A `SendFuture` is therefore
-only (batch, index) until somebody asks it something; then it becomes a real `concurrent.futures.Future`, by filling in
-the state that `Future.__init__` would have made. `result()`, callbacks, `wait` and `asyncio.wrap_future` work on it
-unchanged, and a future that nobody looks at costs two attributes.
+A batch of 1,000 messages should not cost 1,000 futures with a lock and a condition each. So a `SendFuture` is only
+(batch, index) until it is queried; then it becomes a full `concurrent.futures.Future`, by filling in the state that
+`Future.__init__` would have created. `result()`, callbacks, `wait` and `asyncio.wrap_future` work on it unchanged, and
+a future that is never queried costs two attributes.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("portalmq.producer")
 
-# The attributes of concurrent.futures.Future's state, all made when the first of them is missed.
+# The attributes of a concurrent.futures.Future; the first access to one of them creates all.
 _FUTURE_STATE = frozenset(vars(Future()))
 
 
 class SendFuture(Future[RecordMetadata]):
-    """The fate of one message. Cannot be cancelled: the message may be on its way.
+    """The outcome of one message. Cannot be cancelled: the message may already be sent.
 
-    `result()` does not wait for the batch to fill up: it has the batch sent at once.
+    `result()` does not wait for the batch to fill up: it sends the batch at once.
     """
 
     def __init__(self, batch: ProducerBatch, index: int) -> None:
@@ -47,10 +47,11 @@ class SendFuture(Future[RecordMetadata]):
         return self.__dict__[name]
 
     def done(self) -> bool:
+        """Return whether the message has its outcome."""
         return self._batch.settled or super().done()
 
     def result(self, timeout: float | None = None) -> RecordMetadata:
-        """Where the message stands. Raises its PortalMQError, or TimeoutError after `timeout` seconds."""
+        """Return the position of the message. Raises its PortalMQError, or TimeoutError after `timeout` seconds."""
         batch = self._batch
         left = timeout if batch.settled else batch.hurry(timeout)
         if batch.settled:
@@ -61,11 +62,12 @@ class SendFuture(Future[RecordMetadata]):
         return super().result(left)
 
     def hurry(self) -> None:
-        """Have its batch sent now, by another thread."""
+        """Have the batch sent now, by another thread."""
         if not self._batch.settled:
             self._batch.hurry(0.0)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Return the PortalMQError of the message, or None. Raises TimeoutError after `timeout` seconds."""
         batch = self._batch
         left = timeout if batch.settled else batch.hurry(timeout)
         if batch.settled:
@@ -75,11 +77,11 @@ class SendFuture(Future[RecordMetadata]):
 
 
 class Lane:
-    """One partition of one topic: its batches go out in order, one at a time, stamped with contiguous sequences.
+    """One partition of one topic: its batches are sent in order, one at a time, stamped with contiguous sequences.
 
-    `open` collects messages, `queue` holds what is to be sent next. `scheduled` is true while the lane is with a
-    sender, or waits for one, or pauses until `retry_at`: so no two threads ever send for one lane.
-    `identity` and `next_sequence` are the producer's stamp here: only whoever sends for the lane changes them.
+    `open` collects messages, `queue` holds the batches to send next. `scheduled` is true while a sender has the lane,
+    the lane waits for one, or it pauses until `retry_at`: so no two threads ever send for one lane. `identity` and
+    `next_sequence` are the producer's stamp here; only the thread that sends for the lane changes them.
     """
 
     __slots__ = (
@@ -109,11 +111,11 @@ class Lane:
 
 
 class ProducerBatch:
-    """Messages of one lane, in order, that go out together.
+    """Messages of one lane, in order, that are sent together.
 
-    `ranges` is a stack of what is still to be sent: the whole at first, halves after a broker refused a message in it
-    (so that one bad message does not fail its neighbours). `unknown` is true when a try of the topmost range ended
-    with an unknown outcome, `failure` what the last try met. Every outcome is (start, end, where it went or why not).
+    `ranges` is a stack of index ranges to send: at first the whole batch, later halves if a broker refused a message
+    (so that one bad message does not fail the others). `unknown` is true if a try of the topmost range ended with an
+    unknown outcome; `failure` is the error of the last try. Each outcome is (start, end, position or error).
     """
 
     __slots__ = (
@@ -160,28 +162,28 @@ class ProducerBatch:
         self._outcomes: list[tuple[int, int, wire.ProducedRange | PortalMQError]] = []
 
     def seal(self) -> None:
-        """No message comes in any more."""
+        """Close the batch for further messages."""
         self.count = len(self.messages)
         self.ranges = [(0, self.count)]
 
     def finish_range(self, outcome: wire.ProducedRange | PortalMQError) -> None:
-        """The topmost range is done."""
+        """Record the outcome of the topmost range."""
         start, end = self.ranges.pop()
         if isinstance(outcome, PortalMQError):
-            # Its traceback holds the frames of the sender, and they hold this batch: a cycle.
+            # Its traceback refers to the frames of the sender, which refer to this batch: a cycle.
             outcome = outcome.with_traceback(None)
         self._outcomes.append((start, end, outcome))
         self.body, self.unknown = None, False
 
     def split_range(self) -> None:
-        """Send the topmost range in two halves, the first one first."""
+        """Split the topmost range in two halves, the first one on top."""
         start, end = self.ranges.pop()
         middle = (start + end) // 2
         self.ranges += [(middle, end), (start, middle)]
         self.body = None
 
     def settle(self) -> None:
-        """Tell the futures, run their callbacks in this thread."""
+        """Settle the futures, and run their callbacks in this thread."""
         assert not self.ranges
         with self._lock:
             self.settled = True
@@ -195,7 +197,7 @@ class ProducerBatch:
                 future.set_result(outcome)
 
     def fail_in_child(self, why: PortalMQError) -> None:
-        """In the child of a fork: the batch is the parent's. Who asks here is told so; callbacks run there alone."""
+        """Fail the futures in the child of a fork, where the batch is not sent; callbacks run in the parent alone."""
         self._lock = threading.Lock()
         if not self.settled:
             self._outcomes = [(0, len(self.messages), why)]
@@ -203,13 +205,13 @@ class ProducerBatch:
         self._was_seen = True
         watched, self._watched = self._watched, []
         for future in watched:
-            # Begun anew, as its own lock may be held by a thread that is not here.
+            # Replaced, as a thread that does not exist here may hold its lock.
             real: Future[RecordMetadata] = Future()
             real.set_exception(copy.copy(why))
             future.__dict__.update(vars(real))
 
     def outcome(self, index: int) -> RecordMetadata | PortalMQError:
-        """The fate of the message at `index`. Only once settled."""
+        """Return the outcome of the message at `index`. Only after settle()."""
         self._was_seen = True
         for start, end, what in self._outcomes:
             if start <= index < end:
@@ -221,11 +223,11 @@ class ProducerBatch:
         raise AssertionError(f"the batch has no message {index}")
 
     def hurry(self, timeout: float | None) -> float | None:
-        """Have the batch sent now. Returns what is left of `timeout`."""
+        """Have the batch sent now. Return the rest of `timeout`."""
         return self._hurry(self, timeout)
 
     def watch(self, future: SendFuture) -> None:
-        """Make `future` a real one, and settle it now or with the batch."""
+        """Turn `future` into a full one, and settle it now or with the batch."""
         with self._lock:
             if "_condition" in future.__dict__:
                 return
@@ -239,13 +241,15 @@ class ProducerBatch:
                     real.set_result(outcome)
             else:
                 self._watched.append(future)
-            # One step, so that no other thread ever sees half a state.
+            # One step, so that other threads never see a partial state.
             future.__dict__.update(vars(real))
 
     def __del__(self) -> None:
-        """A failure that nobody has looked at, and nobody can any more, is at least logged."""
+        """Log failures that no future was ever asked for."""
         if not self._was_seen:
             for start, end, what in self._outcomes:
                 if isinstance(what, PortalMQError):
                     where = f"{self.lane.topic}/{self.lane.partition}"
-                    _log.error("%d messages to %s failed and nobody asked: %s", end - start, where, what)
+                    _log.error(
+                        "%d messages to %s failed, and their futures were never read: %s", end - start, where, what
+                    )

@@ -1,4 +1,4 @@
-"""A message on its way out: a value of the user's becomes the payload, type and options that travel."""
+"""Encoding of an outgoing message: from a user's value to payload, content type and options."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import msgspec
 
 from portalmq import wire
 
-# The share of a message in a request beside its payload, counted so that a body stays below the broker's limit.
+# The size of a message in a request beside its payload, counted so that a body stays below the broker's limit.
 MESSAGE_OVERHEAD_BYTES = 64
 
 _encode_json = msgspec.json.Encoder().encode
 
 
 class PlainMessage(msgspec.Struct, gc=False):
-    """A message that is nothing but bytes: the cheapest thing that encodes as a wire.PackMessage."""
+    """A message that is only a payload: the cheapest object that encodes as a wire.PackMessage."""
 
     value: bytes
 
@@ -32,8 +32,8 @@ def pack(
     priority: int,
     content_type: str | None,
 ) -> tuple[wire.PackMessage, int]:
-    """The message as it travels, and its size. Raises TypeError for a value that is no bytes, text or JSON,
-    and for a key or header that is no text, ValueError for times and a priority that make no sense."""
+    """Return the message in its wire form, and its size. Raises TypeError for a value that is not bytes, text or JSON,
+    and for a key or header that is not text; ValueError for invalid times and priorities."""
     if delay_s is not None and deliver_at is not None:
         raise ValueError("delay_s and deliver_at both say when the message is to be delivered: give one")
     if not isinstance(priority, int) or not 0 <= priority <= wire.PRIORITY_MAX:

@@ -1,4 +1,4 @@
-"""Which partitions a topic has, and which of them a message without a key goes to next."""
+"""The partitions of topics, and the next one for messages without a key."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REFRESH_TIMEOUT_S = 5.0
 
 
 class ProducerTopic:
-    """What a producer knows of a topic.
+    """The lanes of a topic.
 
     `sticky` is the lane that messages without a key go to until its batch is full; then it moves to the next one.
     """
@@ -29,7 +29,7 @@ class ProducerTopic:
 
     def __init__(self, lanes: list[Lane], known_at: float) -> None:
         self.lanes = lanes
-        # At random, or many short-lived producers would all begin with partition 0.
+        # At random: otherwise many short-lived producers would all begin with partition 0.
         self.sticky = system_random.below(len(lanes))
         self.known_at = known_at
 
@@ -39,7 +39,7 @@ class ProducerTopic:
 
 
 class ProducerTopics(dict[str, ProducerTopic]):
-    """The topics a producer has met. Reading is a plain look-up; what asks the broker is behind one lock."""
+    """The topics that a producer has used. Reading is a plain look-up; calls to the broker hold one lock."""
 
     def __init__(self, transport: Transport, new_lane: Callable[[str, int], Lane], max_block_s: float) -> None:
         super().__init__()
@@ -49,8 +49,8 @@ class ProducerTopics(dict[str, ProducerTopic]):
         self._lock = threading.Lock()
 
     def look_up(self, name: str) -> ProducerTopic:
-        """The topic; made at the broker when there is none, and the cluster makes topics at their first use. Waits up
-        to `max_block_s` for a broker to tell."""
+        """Return the topic. Creates it if it is missing and the cluster creates topics at their first use. Waits up to
+        `max_block_s` for a broker to answer."""
         wire.check_name(name, "topic")
         with self._lock:
             topic = self.get(name)
@@ -61,7 +61,7 @@ class ProducerTopics(dict[str, ProducerTopic]):
         return topic
 
     def lane(self, name: str, partition: int) -> Lane:
-        """The lane of a partition that the caller names. Raises PartitionNotFound when the broker has none such."""
+        """Return the lane of a partition that the caller names. Raises PartitionNotFound if it does not exist."""
         topic = self[name]
         if partition >= len(topic.lanes):
             self.refresh(name)
@@ -74,7 +74,7 @@ class ProducerTopics(dict[str, ProducerTopic]):
             self.refresh(name)
 
     def refresh(self, name: str) -> None:
-        """Take up partitions that were added. Their number never falls."""
+        """Add lanes for new partitions. Their number never falls."""
         with self._lock:
             topic = self[name]
             topic.known_at = time.monotonic()
@@ -115,11 +115,11 @@ class ProducerTopics(dict[str, ProducerTopic]):
         return next((len(topic.partitions) for topic in metadata.topics if topic.name == name), 0)
 
     def _create(self, name: str, deadline: float) -> None:
-        """Raises TopicNotFound where topics are not made at their first use."""
+        """Create the topic. Raises TopicNotFound if the cluster does not create topics at their first use."""
         path = f"{wire.topic_path(name)}?first_use=true"
         request = Request("PUT", path, b"{}", (("Content-Type", wire.JSON),), repeatable=True)
         try:
             self._transport.attempt(request, deadline)
         except TopicExists:
-            # Somebody else was first, with settings of their own: that is the topic then.
+            # Another client was first, with settings of its own: those are the topic's.
             return

@@ -187,10 +187,10 @@ class Transport:
         waits_for_last_try: bool = False,
         is_repeat: bool = False,
     ) -> HttpAnswer:
-        """Try until there is an answer, a failure that a repeat does not mend, or the time is over.
+        """Try until there is an answer, an error that a repeat cannot help, or the time is over.
 
-        With `waits_out` a request that a broker took in time is waited for a while longer. `is_repeat`: an earlier call
-        has tried this request. Raises the PortalMQError of the last try.
+        With `waits_for_last_try` a try that began in time may end later. `is_repeat`: an earlier call has tried this
+        request. Raises the PortalMQError of the last try.
         """
         began = self._clock()
         deadline = began + (self._timeout_s if timeout_s is None else timeout_s)

@@ -540,7 +540,10 @@ def test_a_failure_that_nobody_asks_for_is_logged_and_one_that_is_asked_for_is_n
         assert caplog.text == ""
         producer.send("t", b"two")
         producer.close()
-        wait_until(lambda: "1 messages to t/0 failed and nobody asked: scripted forbidden" in caplog.text, "it is told")
+        wait_until(
+            lambda: "1 messages to t/0 failed, and their futures were never read: scripted forbidden" in caplog.text,
+            "it is told",
+        )
 
 
 def test_a_result_with_too_short_a_time_raises_timeout_and_the_message_still_arrives() -> None:

@@ -262,7 +262,7 @@ def hear_no_more(reading: Consumer) -> None:
         is_deaf.set()
         return WITHIN_S
 
-    member._turn = turn  # type: ignore[method-assign]
+    member._step = turn  # type: ignore[method-assign]
     assert is_deaf.wait(WITHIN_S)
 
 

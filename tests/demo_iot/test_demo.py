@@ -173,7 +173,8 @@ class TestTheCrew:
     def test_a_conductor_that_is_killed_leaves_no_process(self, tmp_path: Path) -> None:
         conductor = (
             "import sys, time; from pathlib import Path; from portalmq.demo_iot.processes import ProcessGroup\n"
-            "processes = ProcessGroup(Path(sys.argv[1])); process = processes.start('w', '-c', 'import time; time.sleep(60)')\n"
+            "processes = ProcessGroup(Path(sys.argv[1]))\n"
+            "process = processes.start('w', '-c', 'import time; time.sleep(60)')\n"
             "print(process._process.pid, flush=True); time.sleep(60)"
         )
         process = subprocess.Popen([sys.executable, "-c", conductor, str(tmp_path)], stdout=subprocess.PIPE, text=True)

@@ -16,7 +16,7 @@ from portalmq.broker.partition import compaction as compaction_module
 from portalmq.broker.partition.compaction import Compacting
 from portalmq.broker.storage.batch import HOLE, BatchKind, Record, frame_of, verified_header
 from portalmq.errors import Unavailable
-from portalmq.streams.fetch_buffer import _numbered
+from portalmq.streams.fetch_buffer import _with_offsets
 
 HOUR_MS = 3_600_000
 
@@ -409,12 +409,12 @@ def test_a_stream_reader_is_given_what_is_left(fixture):
     compact(fixture)
     frames = [frame_of(batch) for batch in partition.log.read(0) if batch.kind == BatchKind.MESSAGES]
     bases = [verified_header(frame).base_offset for frame in frames]
-    read = [_numbered(frame.body, 0, base) for frame, base in zip(frames, bases, strict=True)]
+    read = [_with_offsets(frame.body, 0, base) for frame, base in zip(frames, bases, strict=True)]
     assert [[(offset - bases[0], record.key) for offset, record in batch] for batch in read] == [
         [(1, b"b")],
         [(3, b"a"), (4, b"c")],
     ]
-    assert _numbered(frames[0].body, 2, bases[0]) == []
+    assert _with_offsets(frames[0].body, 2, bases[0]) == []
 
 
 def test_messages_that_a_group_holds_and_that_are_gone_are_done_for_it(fixture, clock):

@@ -14,7 +14,7 @@ from portalmq.transport.transport import Backoff
 def choices() -> list[object]:
     lanes: list[Lane] = [object()] * 1_000_000  # type: ignore[list-item]
     book = ClusterMetadata("localhost:5000", time.monotonic)
-    return [Backoff().next_s(), ProducerTopic(lanes, 0.0).sticky, book._lot]
+    return [Backoff().next_s(), ProducerTopic(lanes, 0.0).sticky, book._share]
 
 
 def test_clients_leave_the_users_random_numbers_alone_and_choose_without_them() -> None:
