@@ -454,7 +454,7 @@ class PackOutput(PackMessage, kw_only=True):
     topic: str
 
 
-class CommitOffset(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+class InputOffset(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     """The next offset to read of a partition. `committed` is where the input begins: the group's committed offset as
     the member knows it. Where the group has committed another one the commit is refused (`offset_moved`)."""
 
@@ -472,7 +472,7 @@ class JsonCommit(msgspec.Struct, forbid_unknown_fields=True):
     ack: Receipts | None = None
     member_id: str | None = None
     generation: NonNegative | None = None
-    offsets: Annotated[list[CommitOffset], msgspec.Meta(min_length=1, max_length=1)] | None = None
+    offsets: Annotated[list[InputOffset], msgspec.Meta(min_length=1, max_length=1)] | None = None
 
 
 class PackCommit(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
@@ -480,7 +480,7 @@ class PackCommit(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True)
     ack: Receipts | None = None
     member_id: str | None = None
     generation: NonNegative | None = None
-    offsets: Annotated[list[CommitOffset], msgspec.Meta(min_length=1, max_length=1)] | None = None
+    offsets: Annotated[list[InputOffset], msgspec.Meta(min_length=1, max_length=1)] | None = None
 
 
 class Committed(msgspec.Struct, frozen=True):

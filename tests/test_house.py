@@ -48,7 +48,7 @@ ROOM_OF = {
     "portalmq.wire": "contract",
     "portalmq.stream_wire": "contract",
     "portalmq.message": "contract",
-    "portalmq.closing": "contract",
+    "portalmq.closeable": "contract",
     "portalmq.java": "contract",  # for what runs on Java: the ZooKeeper of development, and Spark
     "portalmq.system": "contract",  # what differs between POSIX systems
     "portalmq.network": "network",  # connections, TLS files, forks: for clients and for brokers that call brokers

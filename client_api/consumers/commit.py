@@ -49,7 +49,7 @@ def commit_offset(
     group's committed offset as the member knows it. Raises IllegalGeneration if another member has the partition,
     OffsetMoved if another offset is committed; then nothing was done."""
     topic, partition = partition_of(messages)
-    place = wire.CommitOffset(topic, partition, max(message.offset for message in messages) + 1, committed)
+    place = wire.InputOffset(topic, partition, max(message.offset for message in messages) + 1, committed)
     commit = wire.PackCommit(publish=packed(outputs), member_id=member_id, generation=generation, offsets=[place])
     return _commit(transport, group, (topic, partition), commit)
 

@@ -247,6 +247,6 @@ def test_a_stream_member_shows_the_place_behind_its_last_message() -> None:
         assert done.id == "0-9"
         (call,) = broker.calls_of("POST", COMMIT)
         sent = msgspec.msgpack.decode(call.body, type=wire.PackCommit)
-        assert (sent.member_id, sent.generation, sent.offsets) == ("m", 3, [wire.CommitOffset("t", 0, 8, 2)])
+        assert (sent.member_id, sent.generation, sent.offsets) == ("m", 3, [wire.InputOffset("t", 0, 8, 2)])
         assert sent.ack is None
         transport.close()
