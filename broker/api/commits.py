@@ -7,55 +7,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
-
 from portalmq import wire
-from portalmq.broker.api.incoming import a_turn, record_of_json, record_of_pack
-from portalmq.broker.api.request_context import RequestContext, ResponseParts
-from portalmq.broker.api.traffic import may_forward
+from portalmq.broker.api.incoming import a_turn
+from portalmq.broker.api.record_fields import record_of_json, record_of_pack
+from portalmq.broker.api.request_context import RequestContext, ResponseParts, accepts_packed, encoded, may_forward
 from portalmq.broker.cluster.rpc.queues import MemberOffset
 from portalmq.broker.partition.yielding import in_turns
 from portalmq.broker.queues.commit import OutputMessage
+from portalmq.broker.storage.batch import Record
 from portalmq.errors import InvalidRequest
 
 Environ = dict[str, Any]
 
-_encode_json = msgspec.json.Encoder().encode
-_encode_pack = msgspec.msgpack.Encoder().encode
-
 
 def commit(context: RequestContext, environ: Environ, group: str) -> ResponseParts:
     wire.check_name(group, "group")
-    essence = environ.get("CONTENT_TYPE", "").partition(";")[0].strip().lower()
     body, now_ms = context.body_of(environ), context.broker.wall_ms()
     wanted: wire.JsonCommit | wire.PackCommit
-    if essence == wire.BATCH_MSGPACK:
-        packed = wire.decode_msgpack(body, wire.PackCommit)
-        wanted = packed
-        publications = [
-            _publication(each, record_of_pack(each, _where(index), now_ms))
-            for index, each in enumerate(in_turns(packed.publish, a_turn(packed.publish, len(body))))
-        ]
+    record_of: Callable[..., Record]
+    if environ.get("CONTENT_TYPE", "").partition(";")[0].strip().lower() == wire.BATCH_MSGPACK:
+        wanted, record_of = wire.decode_msgpack(body, wire.PackCommit), record_of_pack
     else:
-        plain = wire.decode_json(body, wire.JsonCommit)
-        wanted = plain
-        publications = [
-            _publication(each, record_of_json(each, _where(index), now_ms))
-            for index, each in enumerate(in_turns(plain.publish, a_turn(plain.publish, len(body))))
-        ]
+        wanted, record_of = wire.decode_json(body, wire.JsonCommit), record_of_json
+    publish: Sequence[Any] = wanted.publish
+    publications = [
+        _publication(each, record_of(each, f"message {index} to publish", now_ms))
+        for index, each in enumerate(in_turns(publish, a_turn(publish, len(body))))
+    ]
     committed = _committed(context, group, wanted, publications, forward=may_forward(environ))
-    if wire.BATCH_MSGPACK in environ.get("HTTP_ACCEPT", "").lower():
-        return ResponseParts(_encode_pack(committed), 200, wire.BATCH_MSGPACK)
-    return ResponseParts(_encode_json(committed) + b"\n")
+    return encoded(committed, packed=accepts_packed(environ))
 
 
-def _where(index: int) -> str:
-    return f"message {index} to publish"
-
-
-def _publication(message: wire.JsonOutput | wire.PackOutput, record: Any) -> OutputMessage:
+def _publication(message: wire.JsonOutput | wire.PackOutput, record: Record) -> OutputMessage:
     if message.idempotency_key is not None:
         raise InvalidRequest("what a commit publishes is appended once by itself: give it no idempotency_key")
     return OutputMessage(wire.check_name(message.topic, "topic"), record, message.partition)

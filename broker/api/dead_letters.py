@@ -7,8 +7,7 @@ from flask import Response, request
 from portalmq import wire
 from portalmq.broker.api.outgoing import json_message
 from portalmq.broker.api.query import Query
-from portalmq.broker.api.request_context import RequestContext, answer, query
-from portalmq.broker.api.traffic import may_forward
+from portalmq.broker.api.request_context import RequestContext, answer, may_forward, query
 from portalmq.errors import InvalidRequest
 
 LIMIT = 100

@@ -11,8 +11,7 @@ from flask import Response, request
 from portalmq import wire
 from portalmq.broker.api.outgoing import json_message
 from portalmq.broker.api.query import instant_ms, whole_number
-from portalmq.broker.api.request_context import RequestContext, answer, no_content, query
-from portalmq.broker.api.traffic import may_forward
+from portalmq.broker.api.request_context import RequestContext, answer, may_forward, no_content, query
 from portalmq.broker.partition.answer_size import first_of
 from portalmq.errors import InvalidRequest
 

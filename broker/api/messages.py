@@ -15,8 +15,15 @@ from portalmq import wire
 from portalmq.broker.api import outgoing
 from portalmq.broker.api.client_watch import peer_of
 from portalmq.broker.api.query import whole_number
-from portalmq.broker.api.request_context import RequestContext, accepts, answer, answer_packed, no_content, query
-from portalmq.broker.api.traffic import may_forward
+from portalmq.broker.api.request_context import (
+    RequestContext,
+    accepts,
+    answer,
+    answer_packed,
+    may_forward,
+    no_content,
+    query,
+)
 from portalmq.broker.cluster.rpc.messages import SchedulePosition
 from portalmq.broker.messages.scheduled import BEGINNING
 from portalmq.broker.partition.answer_size import blocks_of, first_of

@@ -22,6 +22,7 @@ from portalmq.errors import Backpressure
 
 _NOTHING: MultiDict[str, str] = MultiDict()
 _encode = msgspec.json.Encoder().encode
+_encode_pack = msgspec.msgpack.Encoder().encode
 
 
 class ResponseParts(NamedTuple):
@@ -117,6 +118,23 @@ class RequestContext:
             self.waiting -= 1
 
 
+def may_forward(environ: dict[str, Any]) -> bool:
+    """Return False when the client asks for NotLeader rather than a forwarded call, to go to the leader itself."""
+    return environ.get("HTTP_PORTALMQ_NO_FORWARD", "").strip().lower() not in {"1", "true"}
+
+
+def accepts_packed(environ: dict[str, Any]) -> bool:
+    """Return whether the client asks for MessagePack."""
+    return wire.BATCH_MSGPACK in environ.get("HTTP_ACCEPT", "").lower()
+
+
+def encoded(value: Any, *, packed: bool = False, status: int = 200) -> ResponseParts:
+    """Return `value` as MessagePack, or as JSON with a line feed at its end for terminals."""
+    if packed:
+        return ResponseParts(_encode_pack(value), status, wire.BATCH_MSGPACK)
+    return ResponseParts(_encode(value) + b"\n", status)
+
+
 def query(*known: str) -> Query:
     return Query(request.args if request.environ.get("QUERY_STRING") else _NOTHING, *known)
 
@@ -127,8 +145,8 @@ def accepts(media_type: str) -> bool:
 
 
 def answer(value: Any, status: int = 200) -> Response:
-    """`value` as JSON, with a line feed at its end for whoever reads it in a terminal."""
-    return Response(_encode(value) + b"\n", status, content_type=wire.JSON)
+    """Return `value` as JSON."""
+    return encoded(value, status=status).response()
 
 
 def answer_packed(body: bytes, status: int = 200) -> Response:

@@ -7,10 +7,9 @@ from flask import Response, request
 from portalmq import stream_wire as contract
 from portalmq import wire
 from portalmq.broker.api.client_watch import peer_of
-from portalmq.broker.api.incoming import idempotency_key_of
 from portalmq.broker.api.query import instant_ms
-from portalmq.broker.api.request_context import RequestContext, answer, no_content
-from portalmq.broker.api.traffic import may_forward
+from portalmq.broker.api.request_context import RequestContext, answer, may_forward, no_content
+from portalmq.broker.api.single_message import idempotency_key_of
 from portalmq.errors import InvalidRequest
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from flask import Response, request
 
 from portalmq import wire
-from portalmq.broker.api.request_context import RequestContext, answer, no_content, query
-from portalmq.broker.api.traffic import may_forward
+from portalmq.broker.api.request_context import RequestContext, answer, may_forward, no_content, query
 from portalmq.errors import InvalidRequest
 
 

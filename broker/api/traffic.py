@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import parse_qsl
 
-import msgspec
 from werkzeug.datastructures import MultiDict
 
 from portalmq import wire
@@ -19,14 +18,12 @@ from portalmq.broker.api.answers_in_flight import Portion
 from portalmq.broker.api.client_watch import peer_of
 from portalmq.broker.api.incoming import decode_messages
 from portalmq.broker.api.query import Query
-from portalmq.broker.api.request_context import RequestContext, ResponseParts
+from portalmq.broker.api.request_context import RequestContext, ResponseParts, accepts_packed, encoded, may_forward
 from portalmq.broker.queues.settle import Verdict
 from portalmq.errors import InvalidRequest, PortalMQError, StaleReceipt, Unavailable
 
 Environ = dict[str, Any]
 
-_encode_json = msgspec.json.Encoder().encode
-_encode_pack = msgspec.msgpack.Encoder().encode
 _NOTHING: MultiDict[str, str] = MultiDict()
 _MINIMAL = (("Preference-Applied", "return=minimal"),)
 
@@ -38,14 +35,14 @@ def produce(context: RequestContext, environ: Environ, topic: str) -> ResponsePa
     partition = parameters.number("partition")
     acks: wire.Acks = parameters.choice("acks", "all", "all", "leader", "none")
     wanted = decode_messages(environ.get("CONTENT_TYPE"), context.body_of(environ), environ, context.broker.wall_ms())
-    packed = _accepts_packed(environ)
+    packed = accepts_packed(environ)
     if not wanted.records:
-        return _answer({"results": []}, packed=False, status=202 if acks == "none" else 200)
+        return encoded({"results": []}, status=202 if acks == "none" else 200)
     _check_one_partition(wanted.partitions, partition)
     wanted.acks, wanted.partition, wanted.forward = acks, partition, may_forward(environ)
     if partition is not None and not wanted.is_single and wanted.keys is None and _wants_minimal(environ):
         produced = context.broker.produce_range(topic, wanted)
-        return _answer(produced, packed=packed, status=202 if acks == "none" else 200)._replace(headers=_MINIMAL)
+        return encoded(produced, packed=packed, status=202 if acks == "none" else 200)._replace(headers=_MINIMAL)
     results = context.broker.produce(topic, wanted)
     return _single_answer(topic, results[0]) if wanted.is_single else _batch_answer(results, acks, packed=packed)
 
@@ -67,7 +64,7 @@ def _single_answer(topic: str, result: wire.Produced | PortalMQError) -> Respons
     if isinstance(result, PortalMQError):
         raise result
     if result.offset < 0:
-        return _answer({"topic": topic}, packed=False, status=202)
+        return encoded({"topic": topic}, status=202)
     answer = {
         "id": f"{result.partition}-{result.offset}",
         "topic": topic,
@@ -75,15 +72,15 @@ def _single_answer(topic: str, result: wire.Produced | PortalMQError) -> Respons
         "offset": result.offset,
         "timestamp_ms": result.timestamp_ms,
     }
-    return _answer(answer, packed=False)
+    return encoded(answer)
 
 
 def _batch_answer(results: Sequence[wire.Produced | PortalMQError], acks: wire.Acks, *, packed: bool) -> ResponseParts:
     if acks == "none":
-        return _answer({"results": [_unknown_place(result) for result in results]}, packed=packed, status=202)
+        return encoded({"results": [_unknown_place(result) for result in results]}, packed=packed, status=202)
     if any(isinstance(result, PortalMQError) for result in results):
-        return _answer({"results": [_shown(result) for result in results]}, packed=packed)
-    return _answer({"results": results}, packed=packed)
+        return encoded({"results": [_shown(result) for result in results]}, packed=packed)
+    return encoded({"results": results}, packed=packed)
 
 
 def _shown(result: wire.Produced | PortalMQError) -> Any:
@@ -92,21 +89,6 @@ def _shown(result: wire.Produced | PortalMQError) -> Any:
 
 def _unknown_place(result: wire.Produced | PortalMQError) -> Any:
     return {"error": result.problem()} if isinstance(result, PortalMQError) else {}
-
-
-def _answer(value: Any, *, packed: bool, status: int = 200) -> ResponseParts:
-    if packed:
-        return ResponseParts(_encode_pack(value), status, wire.BATCH_MSGPACK)
-    return ResponseParts(_encode_json(value) + b"\n", status, wire.JSON)
-
-
-def may_forward(environ: Environ) -> bool:
-    """False when the client wants to go to the leader itself, and be told who that is."""
-    return environ.get("HTTP_PORTALMQ_NO_FORWARD", "").strip().lower() not in {"1", "true"}
-
-
-def _accepts_packed(environ: Environ) -> bool:
-    return wire.BATCH_MSGPACK in environ.get("HTTP_ACCEPT", "").lower()
 
 
 # --- receive and settle ----------------------------------------------------------------------------------------------
@@ -125,7 +107,7 @@ def receive(context: RequestContext, environ: Environ, group: str) -> ResponsePa
         "is_first": environ.get("HTTP_PORTALMQ_FIRST_TRY") == "1",
         "portion": portion,
     }
-    packed = _accepts_packed(environ)
+    packed = accepts_packed(environ)
     try:
         with context.parked(wanted.wait_ms):
             if wanted.ack:
@@ -178,7 +160,7 @@ def _settled(receipts: list[str], verdicts: Sequence[Verdict]) -> ResponseParts:
             outcome="partial",
             results=results,
         )
-    return _answer(wire.ReceiptResults(results), packed=False)
+    return encoded(wire.ReceiptResults(results))
 
 
 def _check_settled(receipts: list[str], verdicts: Sequence[Verdict]) -> None:

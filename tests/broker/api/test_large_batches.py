@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from portalmq import wire
-from portalmq.broker.api import incoming, outgoing
+from portalmq.broker.api import incoming, outgoing, record_fields
 from portalmq.broker.api.incoming import decode_messages
 from portalmq.broker.messages.browse import StoredMessage, StoredPage
 from portalmq.broker.partition.long_poll import LeasedMessage
@@ -103,8 +103,8 @@ def test_a_large_body_is_decoded_in_parts_and_is_the_same(monkeypatch, name):
     body = ENCODERS[kind]({"messages": [message] * count, "producer": {"id": 1, "epoch": 2, "sequence": 3}})
     in_parts = decode_messages(kind, body, {}, 0)
     assert len(turns) >= 2 * (len(body) // incoming.BYTES_A_TURN - 1)
-    monkeypatch.setattr("portalmq.broker.api.incoming.LARGE_BYTES", 1 << 40)
-    monkeypatch.setattr("portalmq.broker.api.incoming.DENSE_BYTES", 1 << 40)
+    for name in ("_JSON", "_PACK"):
+        monkeypatch.setattr(incoming, name, getattr(incoming, name)._replace(parts_from_bytes=1 << 40))
     assert decode_messages(kind, body, {}, 0) == in_parts
 
 
@@ -114,8 +114,8 @@ def test_a_dense_value_is_decoded_without_looking_for_cycles_and_encoded_in_a_tu
     steps: list[str] = []
     monkeypatch.setattr("portalmq.broker.partition.yielding.give_way", lambda: None)
     monkeypatch.setattr("portalmq.broker.api.incoming.give_way", lambda: steps.append("pause"))
-    encode = incoming._as_json
-    monkeypatch.setattr("portalmq.broker.api.incoming._as_json", lambda *args: steps.append("encode") or encode(*args))
+    encode = record_fields._as_json
+    monkeypatch.setattr(record_fields, "_as_json", lambda *args: steps.append("encode") or encode(*args))
     collections = gc.get_stats()[0]["collections"]
     records = decode_messages(wire.BATCH_MSGPACK, body, {}, 0).records
     assert gc.get_stats()[0]["collections"] - collections < 50, "a few hundred, or thousand, otherwise"
@@ -135,14 +135,15 @@ def test_several_dense_values_are_decoded_and_encoded_and_let_go_of_one_a_turn(m
 
     monkeypatch.setattr("portalmq.broker.partition.yielding.give_way", lambda: steps.append("pause"))
     monkeypatch.setattr(incoming, "give_way", lambda: steps.append("pause"))
-    monkeypatch.setattr(incoming, "_decode_pack_message", noted("decode", incoming._decode_pack_message))
-    monkeypatch.setattr(incoming, "_as_json", noted("encode", incoming._as_json))
+    decode = noted("decode", incoming._PACK.decode_message)
+    monkeypatch.setattr(incoming, "_PACK", incoming._PACK._replace(decode_message=decode))
+    monkeypatch.setattr(record_fields, "_as_json", noted("encode", record_fields._as_json))
     body = msgspec.msgpack.encode({"messages": [{"value": [[]] * 100_000}] * 3})
     assert incoming.DENSE_BYTES < len(body) < incoming.LARGE_BYTES
     assert len(decode_messages(wire.BATCH_MSGPACK, body, {}, 0).records) == 3
     assert steps == ["decode", "pause"] * 3 + ["encode", "pause"] * 2 + ["encode"]
     message = wire.PackMessage(value=[[]])
-    assert incoming.record_of_pack(message, "a message", 0).value == b"[[]]"
+    assert record_fields.record_of_pack(message, "a message", 0).value == b"[[]]"
     assert message.value is msgspec.UNSET
 
 
