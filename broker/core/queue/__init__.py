@@ -1,1 +1,1 @@
-"""One queue group on a partition: leases, the choice of messages, order by key, lanes, receipts."""
+"""One queue group on a partition: leases, selection of messages, order by key, lanes, receipts."""

@@ -1,18 +1,18 @@
-"""A queue group on one partition: who holds which message until when, and what is done.
+"""A queue group on one partition: leases, finished messages, dead letters.
 
-The state is a fold over the partition's log: `apply` is its only door, and takes the records of records.py. Decisions
-(selection.py, `ackable`) only read; the shell turns a decision into a record, applies it and appends it to the log. On
-the leader the fold therefore runs over all that was appended, ahead of the high watermark: two consumers must not get
-one message while the first one's grant is on its way to the disk. That is safe because nothing is *answered* before
-its record is committed, and because a leader that steps down throws this object away and folds the log anew.
+The state is a fold over the partition's log: it changes only by `apply`, which takes the records of records.py.
+Decisions (selection.py, `ackable`) only read; the shell turns a decision into a record, applies it and appends it to
+the log. So on the leader the fold runs ahead of the high watermark: two consumers must not get one message while the
+first one's grant is being written. That is safe because nothing is *answered* before its record is committed, and
+because a leader that steps down discards this object and folds the log again.
 
     offsets of lane 0     0 ........... next ................ high watermark
-                          done | spans        fresh: never handed out
+                          done | spans        fresh: never delivered
 
-A span is a run of messages that were handed out and are not done, all in the same state. What lies before its lane's
-cursor (`next`, in lane 0) and in no span is done, so acked messages cost nothing and a million waiting ones cost
-nothing. Messages that are acked although this log never saw them granted (a fail-over takes the last grants away) are
-done `ahead` of the cursor. What is given up is done too, and remembered as dead.
+A span is a run of messages that were delivered and are not finished, all in the same state. Messages before their
+lane's cursor (`next`, in lane 0) and in no span are finished, so acked messages cost nothing, and neither do a million
+waiting ones. Messages that are acked although this log has no grant of them (a fail-over loses the last grants) are
+finished `ahead` of the cursor. Messages that are given up are finished too, and remembered as dead.
 
 Offsets are numbers here; payloads, clocks and settings never enter.
 """
@@ -50,15 +50,16 @@ EXPIRIES_BEFORE_ALONE = 2
 ATTEMPTS_MAX = 10_000
 OUTSTANDING_MAX = 100_000
 STALE_WAKEUPS_MAX = 1_000
-# Rows of the heap of wakeups that each new one looks at while too many may be stale, and that one question throws away.
+# Heap rows that each new wakeup checks while too many may be stale, and those that one query discards.
 SWEPT_AT_ONCE = 4
 STALE_AT_ONCE = 1_500
-# Rows of that heap whose time has come that one question takes, and returned messages that it looks at.
+# Due heap rows that one query takes, and returned messages that it checks.
 RETURNED_AT_ONCE = 1_000
-# From so many ranges on they are cut out of the spans in one pass.
+# From this many ranges on, they are cut out of the spans in one pass.
 RANGES_IN_A_PASS = 100
 COMMITS_REMEMBERED = 50_000
-# Ranges of dead messages that a group keeps on a partition; the oldest are forgotten (their copies are not).
+# Ranges of dead messages that a group remembers on a partition; beyond it the oldest are dropped (their copies are
+# not).
 DEAD_MAX = 100_000
 # `available_at_ms` of messages that wait for an earlier one of their key.
 HELD_MS = 1 << 62
@@ -68,8 +69,8 @@ class GroupDelivery:
     """State of one group on one partition. Times are the leader's, in Unix milliseconds.
 
     Invariants: spans are disjoint and sorted; `outstanding` is the sum of their lengths; no span of lane 0 reaches past
-    `next`, and no message is in a span and in `dead`, or in a span and ahead. A span is not changed but replaced:
-    snapshots share it.
+    `next`, and no message is in a span and in `dead`, or in a span and ahead. Spans are replaced, never modified:
+    snapshots share them.
     """
 
     def __init__(self, fold: GroupFold) -> None:
@@ -85,11 +86,11 @@ class GroupDelivery:
         self.cursors: dict[int, tuple[int, int]] = {lane: (due_ms, offset) for lane, due_ms, offset in fold.cursors}
         self.commits: dict[bytes, int] = dict(fold.commits)
         self.dead: list[DeadFold] = list(fold.dead)
-        # In a group ordered by key: whose turn it is. None until somebody builds it.
+        # In a group ordered by key, the unfinished messages by key; None until they are first read.
         self.keys: KeyQueues | None = None
-        # Of the leases that were granted here since it was folded.
+        # The highest number of the leases granted since this state was folded.
         self.highest_lease = 0
-        # The record that finished messages last.
+        # The offset of the last record that finished messages.
         self.finished_at = -1
         self._ahead: dict[int, list[tuple[int, int]]] = {}  # lane -> heap of (due_ms, offset)
         self._ahead_offsets: set[int] = set()
@@ -102,13 +103,13 @@ class GroupDelivery:
         # heap of (available_at_ms, start); rows may be stale
         self._wakeups = [(span.available_at_ms, span.start) for span in fold.spans if span.available_at_ms < HELD_MS]
         heapify(self._wakeups)
-        # Such a heap, too: what is still to be looked at for being stale, and the starts that were found live in it.
+        # A second such heap, of rows not yet checked for being stale, and the starts that were found live in it.
         self._unswept: list[tuple[int, int]] = []
         self._swept: set[int] = set()
-        self._available: dict[int, list[int]] = {}  # priority -> sorted starts whose time has come; some may be stale
-        self._returned: list[int] = []  # of those, what has not been looked at for being overdue
+        self._available: dict[int, list[int]] = {}  # priority -> sorted starts of available spans; some may be stale
+        self._returned: list[int] = []  # those not yet checked for being overdue
         self._overdue_by = 0
-        # Whether the last look for overdue messages has left some out.
+        # True if the last search for overdue messages left some out.
         self.may_be_overdue = False
 
     def snapshot(self) -> GroupFold:
@@ -129,7 +130,7 @@ class GroupDelivery:
     # --- the fold ----------------------------------------------------------------------------------------------------
 
     def apply(self, record: GroupRecord, offset: int = -1, leader_epoch: int = 0) -> None:
-        """Fold one record, which stands at `offset`. Records come in the order of the log, each once."""
+        """Fold the record at `offset`. Records come in the order of the log, each once."""
         match record:
             case Grant():
                 self._apply_grant(record, offset, leader_epoch)
@@ -164,9 +165,9 @@ class GroupDelivery:
                     for dead in self._cut_dead(start, end):
                         times, earlier = (record.at_ms, available_at_ms), dead.earlier + dead.deliveries
                         span = SpanFold(dead.start, dead.end, 0, 0, False, *times, dead.lane, earlier)
-                        span.leader_epoch = leader_epoch  # no receipt of an epoch before counts any more
+                        span.leader_epoch = leader_epoch  # receipts of earlier epochs no longer count
                         self._insert(span)
-                    if self.keys is not None:  # what comes back has its place among what is unfinished
+                    if self.keys is not None:  # redriven messages are unfinished again
                         self.keys.read_later(start, end)
             case Drop():
                 for start, end in record.ranges:
@@ -174,14 +175,13 @@ class GroupDelivery:
             case GroupStart():
                 self._load(GroupFold(self.group, record.start, record.start, [], {}, record.at_ms))
             case _:
-                raise AssertionError(f"{record!r} does not belong in a group's fold")
+                raise AssertionError(f"{record!r} is no record of a group's fold")
         if not isinstance(record, Grant):
             self.last_active_ms = max(self.last_active_ms, record.at_ms)
         self._check()
 
     def purge(self, upto: int, record: int = -1) -> None:
-        """Everything below `upto` is gone from the log: by the record at that offset, or for good where none is
-        given."""
+        """Drop everything below `upto`: by the record at offset `record`, or for good if there is none."""
         self._cut(0, upto)
         self._cut_dead(0, upto)
         self.start = max(self.start, upto)
@@ -195,10 +195,10 @@ class GroupDelivery:
         self.last_active_ms = max(self.last_active_ms, grant.granted_at_ms)
         leases: list[int] = []
         lanes = grant.lanes or (0,) * len(grant.ranges)
-        holder = intern(grant.holder)  # one string for all that he has
+        holder = intern(grant.holder)  # one string for all spans of a holder
         for (start, end, deliveries), lane in zip(grant.ranges, lanes, strict=True):
             last = self._spans.get(start)
-            if last is not None and last.end == end:  # a span as it is: nothing moves
+            if last is not None and last.end == end:  # exactly one span: nothing moves
                 self._forget((last,))
                 before, put = [last], self._put
             else:
@@ -226,7 +226,7 @@ class GroupDelivery:
             self.attempt_leases[grant.attempt_id] = (leader_epoch, leases)
 
     def _forget_attempts(self, now_ms: int) -> None:
-        """Attempts stand nearly in the order of their deadlines: drop the first ones that are over or too many."""
+        """Drop the first attempts that are over or too many; they are nearly in the order of their deadlines."""
         while self.attempts:
             oldest = next(iter(self.attempts))
             if self.attempts[oldest][0] > now_ms and len(self.attempts) < ATTEMPTS_MAX:
@@ -244,24 +244,25 @@ class GroupDelivery:
                 self.keys.finish_unseen(record)
 
     def _done(self, ranges: Sequence[Range], record: int) -> None:
-        """Messages were finished by the record at that offset: those that wait for them go on when it is committed."""
+        """Note that the record at offset `record` finished messages: those that wait for them continue when it is
+        committed."""
         if ranges:
             self.finished_at = max(self.finished_at, record)
         if self.keys is not None:
             for start, end in ranges:
                 self.keys.finish(start, end, record)
 
-    # --- done before the cursor has come ----------------------------------------------------------------------------
+    # --- finished ahead of the cursor --------------------------------------------------------------------------------
 
     def has_passed(self, spot: LanePosition) -> bool:
-        """Whether the cursor of its lane is beyond the message, or the group began behind it."""
+        """Return whether the cursor of its lane is past the message, or the group began after it."""
         lane, due_ms, offset = spot
         if lane == 0:
             return offset < self.next
         return offset < self.start or (due_ms, offset) < self.cursors.get(lane, (0, 0))
 
     def is_ahead(self, offset: int) -> bool:
-        """Whether a message that its lane's cursor has not reached is done."""
+        """Return whether a message that its lane's cursor has not reached is finished."""
         return offset in self._ahead_offsets
 
     @property
@@ -290,7 +291,7 @@ class GroupDelivery:
         self._put(span)
 
     def _put(self, span: SpanFold) -> None:
-        """Keep a span whose start stands among the others."""
+        """Store a span whose start is in `_starts` already."""
         self._spans[span.start] = span
         self.outstanding += span.end - span.start
         if span.available_at_ms < HELD_MS:
@@ -301,12 +302,12 @@ class GroupDelivery:
             self._sweep_wakeups()
 
     def _sweep_wakeups(self) -> None:
-        """Look at some rows for being stale. Acked leases would stay in the heap until they would have ended: twelve
-        hours, perhaps; to look at all at once would hold up the event loop."""
+        """Check some rows for being stale. Rows of acked leases would otherwise stay until the leases had ended,
+        perhaps twelve hours; checking all at once would block the event loop."""
         if not self._unswept:
             self._unswept, self._wakeups, self._swept = self._wakeups, [], set()
         for _ in range(min(SWEPT_AT_ONCE, len(self._unswept))):
-            row = self._unswept.pop()  # the last one: what is left of a heap is a heap
+            row = self._unswept.pop()  # the last one: the rest is still a heap
             if row[1] not in self._swept and self._is_live(row):
                 self._swept.add(row[1])
                 heappush(self._wakeups, row)
@@ -316,10 +317,9 @@ class GroupDelivery:
         return span is not None and span.available_at_ms == row[0]
 
     def _parts(self, start: int, end: int) -> list[SpanFold]:
-        """Copies of the spans within [start, end), to be changed and `_put` one by one. What sticks out stays as it
-        was."""
+        """Return copies of the spans within [start, end), to be changed and `_put` one by one. Parts outside stay."""
         span = self._spans.get(start)
-        if span is not None and span.end == end:  # a span as it is: nothing moves
+        if span is not None and span.end == end:  # exactly one span: nothing moves
             self._forget((span,))
             return [msgspec.structs.replace(span)]
         parts = [msgspec.structs.replace(part) for part in self._cut(start, end)]
@@ -333,7 +333,7 @@ class GroupDelivery:
             self.held -= length_of([span for span in spans if span.available_at_ms >= HELD_MS])
 
     def _cut(self, start: int, end: int) -> list[SpanFold]:
-        """Take [start, end) out of the spans and return the parts taken; what sticks out stays as it was."""
+        """Remove [start, end) from the spans and return the removed parts."""
         first = bisect_right(self._starts, start) - 1
         if first < 0 or self._spans[self._starts[first]].end <= start:
             first += 1
@@ -353,7 +353,8 @@ class GroupDelivery:
         return taken
 
     def _cut_out(self, ranges: Sequence[Range]) -> None:
-        """Cut each of the ranges. Many of them in one pass, as every change of a long list moves what stands behind."""
+        """Remove each range from the spans. Many are removed in one pass, since each change of a long list moves what
+        follows."""
         if len(ranges) < RANGES_IN_A_PASS:
             for start, end in ranges:
                 self._cut(start, end)
@@ -372,7 +373,7 @@ class GroupDelivery:
             self._put(rest)
 
     def _cut_dead(self, start: int, end: int) -> list[DeadFold]:
-        """Take [start, end) out of the dead and return the parts taken."""
+        """Remove [start, end) from the dead and return the removed parts."""
         first, last = self._dead_within(start, end)
         touched = self.dead[first:last]
         if not touched:
@@ -393,8 +394,10 @@ class GroupDelivery:
         return first, bisect_left(self.dead, end, key=_start_of)
 
     def take_over(self, now_ms: int) -> None:
-        """A new leader's clock may differ from the one that granted: no lease lasts longer from now than it was
-        granted for, and no back-off longer than it was to be. Its book of keys is of another time that it led."""
+        """Adjust the state to a new leader's clock, and forget the keys read in an earlier leadership.
+
+        Clocks differ: no lease lasts longer from now than it was granted for, and no back-off longer than it was to be.
+        """
         self.keys = None
         granted_later = [span for span in self._spans.values() if span.granted_at_ms > now_ms]
         for span in granted_later:
@@ -408,8 +411,11 @@ class GroupDelivery:
     # --- decisions ---------------------------------------------------------------------------------------------------
 
     def overdue(self, now_ms: int, max_deliveries: int, limit: int) -> list[tuple[int, int, int]]:
-        """Messages, (start, end, deliveries), at most `limit`, that are free and have been delivered often enough: they
-        are to be given up. One look is at some of those that came back; `may_be_overdue` tells whether to ask again."""
+        """Return at most `limit` messages, as (start, end, deliveries), that are free and used up their deliveries:
+        they are to be given up.
+
+        One call checks only some of the returned messages; `may_be_overdue` is true if the caller should call again.
+        """
         self._note_returned(now_ms)
         if max_deliveries < self._overdue_by or self._overdue_by == 0:
             self._returned = [start for starts in self._available.values() for start in starts]
@@ -431,14 +437,14 @@ class GroupDelivery:
         return sorted(found)
 
     def replay(self, attempt_id: str, now_ms: int) -> list[SpanFold] | None:
-        """What a repeated receive gets: the spans of its first attempt that are still leased by it, None if unknown.
-        What has passed on to somebody else since is his alone."""
+        """Return the spans of an attempt's first receive that it still leases, for a repeated receive; None if it is
+        unknown."""
         deadline_ms, ranges = self.attempts.get(attempt_id, (0, []))
         if deadline_ms <= now_ms:
             return None
         leader_epoch, leases = self.attempt_leases.get(attempt_id, (0, []))
         if len(leases) != len(ranges):
-            return []  # a version before this one has not kept them: what it got comes again when its lease ends
+            return []  # an earlier version did not store them: the messages come again when the lease ends
         found: list[SpanFold] = []
         for (start, end), lease in zip(ranges, leases, strict=True):
             found += [
@@ -451,8 +457,11 @@ class GroupDelivery:
         return found
 
     def is_delivered_to(self, offset: int, holder: str, now_ms: int) -> bool:
-        """Whether the message was handed out last to that holder, whose lease runs or who finished it. What is done is
-        in no span any more: that is known for as long as the attempt is, so that a repeat is told the same."""
+        """Return whether the message was last delivered to that holder, and its lease runs or it finished the message.
+
+        A finished message is in no span. It is known for as long as the attempt is, so that a repeat gets the same
+        answer.
+        """
         span = self.at(offset)
         if span is not None:
             return span.leased and span.available_at_ms > now_ms and bool(holder) and span.holder == holder
@@ -462,15 +471,15 @@ class GroupDelivery:
         return False
 
     def _span_of_all(self, offsets: Sequence[int]) -> SpanFold | None:
-        """The span that has them all, as it mostly is with those of one lease."""
+        """Return the span that holds all offsets, if one does: the usual case for messages of one lease."""
         span = self.at(offsets[0]) if offsets else None
         return span if span is not None and span.start <= min(offsets) and max(offsets) < span.end else None
 
     def ackable(self, offsets: Sequence[int], delivery: int, leader_epoch: int = 0) -> tuple[list[bool], list[int]]:
-        """Whether receipts of the `delivery`-th lease still count, and those of the offsets that are not done yet.
+        """Return whether each receipt of lease number `delivery` counts, and the offsets that count and are unfinished.
 
-        One counts when its message is done already (acking twice is fine), or when it is of the latest lease, run out
-        or not. Whether that one still runs does not matter, nor who gave it back: what is refused once stays refused.
+        A receipt counts if its message is finished already (acking twice is fine), or if it is of the latest lease,
+        whether that runs, has run out or was given back. So a refusal is final.
         """
         span = self._span_of_all(offsets)
         if span is not None:
@@ -482,9 +491,9 @@ class GroupDelivery:
         for offset in offsets:
             if span is None or not span.start <= offset < span.end:
                 span = self.at(offset)
-                # Without a span it is done, or its grant is lost: `next` says nothing of other lanes, and their cursors
-                # may be lost too. Since a message came back without a lease, the only receipts are of later ones whose
-                # grant the log has lost. The same number may be given once more in this epoch: they are not refused.
+                # Without a span it is finished, or its grant is lost: `next` says nothing of other lanes, and their
+                # cursors may be lost too. Once a message came back without a lease, only later leases have receipts,
+                # and their grants are lost. The same number may be given again in this epoch, so they are not refused.
                 if span is None:
                     good = not self.is_dead(offset)
                 else:
@@ -499,7 +508,7 @@ class GroupDelivery:
         return at >= 0 and offset < self.dead[at].end
 
     def dead_from(self, start: int) -> list[DeadFold]:
-        """Return the dead that hold `start` or lie behind it."""
+        """Return the dead that hold `start` or follow it."""
         return self.dead[self._dead_within(start, start)[0] :]
 
     def count_dead(self, start: int, end: int) -> int:
@@ -508,11 +517,11 @@ class GroupDelivery:
         return sum([min(end, dead.end) - max(start, dead.start) for dead in self.dead[first:last]])
 
     def has_span(self, offset: int) -> bool:
-        """Whether the message was handed out, as far as this log knows, and is not done."""
+        """Return whether the message was delivered, as far as this log knows, and is unfinished."""
         return self.at(offset) is not None
 
     def with_span(self, offsets: Sequence[int]) -> list[int]:
-        """Those of the messages that were handed out, as far as this log knows, and are not done."""
+        """Return the messages that were delivered, as far as this log knows, and are unfinished."""
         if self._span_of_all(offsets) is not None:
             return list(offsets)
         found: list[int] = []
@@ -525,7 +534,7 @@ class GroupDelivery:
         return found
 
     def spans_of(self, offsets: Iterable[int]) -> list[SpanFold]:
-        """The spans of those of the sorted messages that have one."""
+        """Return the spans of the sorted messages, for those that have one."""
         found: list[SpanFold] = []
         end = -1
         for offset in offsets:
@@ -535,37 +544,40 @@ class GroupDelivery:
         return found
 
     def are_unchanged(self, spans: Iterable[SpanFold]) -> bool:
-        """Whether nothing has become of the messages of these spans since they were looked up."""
+        """Return whether these spans are unchanged since they were looked up."""
         return all(self._spans.get(span.start) is span for span in spans)
 
     def holds(self, offset: int, delivery: int, leader_epoch: int = 0) -> bool:
-        """Whether the delivery is the latest one and its lease has neither been given back nor passed on."""
+        """Return whether the lease is the latest, and neither given back nor superseded."""
         span = self.at(offset)
         return span is not None and span.leased and not span.is_later(leader_epoch, delivery)
 
     def earlier(self, offset: int) -> int:
-        """How often the message was delivered before it was redriven last."""
+        """Return how often the message was delivered before its last redrive."""
         span = self.at(offset)
         return 0 if span is None else span.earlier
 
     def may_extend(self, offset: int, delivery: int, now_ms: int, leader_epoch: int = 0, *, by_key: bool) -> bool:
-        """Whether that lease may be prolonged. One that has ended may be while nobody else has the message; but where
-        keys are in order it may be the turn of another message by then."""
+        """Return whether that lease may be extended.
+
+        A lease that has ended may be, while no other holds the message. With order by key another message may be in
+        turn by then.
+        """
         span = self.at(offset)
         ended = span is not None and span.available_at_ms <= now_ms
         return self.holds(offset, delivery, leader_epoch) and not (ended and by_key)
 
     def has_returned(self, now_ms: int) -> bool:
-        """Whether a message that was handed out before is free again, or may be: of very many a few are noted."""
+        """Return whether a delivered message is free again, or may be: of very many only some are noted."""
         return next(self.available(now_ms), None) is not None or self.has_unnoted(now_ms)
 
     def is_free(self, span: SpanFold, now_ms: int) -> bool:
-        """Whether nothing keeps the messages but the order of their keys."""
+        """Return whether only the order of keys keeps the messages back, if anything does."""
         return span.available_at_ms <= now_ms or span.available_at_ms >= HELD_MS
 
     def next_wakeup_ms(self) -> int | None:
-        """When the next lease or back-off ends, None when none is running. Sooner where very many were done before
-        they ended: whoever looks then asks again."""
+        """Return the end of the next lease or back-off, None if none is running. It may be too early after very many
+        acks; the caller then asks again."""
         looks = STALE_AT_ONCE
         for rows in (self._wakeups, self._unswept):
             while rows and looks > 0 and not self._is_live(rows[0]):
@@ -577,11 +589,11 @@ class GroupDelivery:
         return [self._spans[start] for start in self._starts]
 
     def floor(self) -> int:
-        """Everything below is done, but for messages that wait in other lanes."""
+        """Return the offset below which everything is finished, except messages of other lanes."""
         return min(self._starts[0], self.next) if self._starts else self.next
 
     def available(self, now_ms: int, priority: int | None = None) -> Iterator[SpanFold]:
-        """The spans (of one priority) whose time has come, as far as that is noted, by offset. Do not change the state
+        """Yield the available spans (of one priority) by offset, as far as they are noted. Do not change the state
         while iterating."""
         self._note_returned(now_ms)
         if priority is not None:
@@ -589,7 +601,7 @@ class GroupDelivery:
         return merge(*(self._live(starts, now_ms) for starts in self._available.values()), key=_start_of)
 
     def _note_returned(self, now_ms: int) -> None:
-        """Note whose time has come, of very many the first ones."""
+        """Note spans that became available; of very many, the first ones."""
         noted: dict[int, list[int]] = {}
         looks = RETURNED_AT_ONCE
         for rows in (self._wakeups, self._unswept):
@@ -610,11 +622,11 @@ class GroupDelivery:
                 available.sort()  # a merge
 
     def has_unnoted(self, now_ms: int) -> bool:
-        """Whether there are leases or back-offs that have ended and are not noted as such."""
+        """Return whether leases or back-offs have ended that are not noted yet."""
         return any(rows and rows[0][0] <= now_ms for rows in (self._wakeups, self._unswept))
 
     def _live(self, starts: list[int], now_ms: int) -> Iterator[SpanFold]:
-        at = seen = 0  # from `at` to `seen` they are stale
+        at = seen = 0  # those from `at` to `seen` are stale
         last = -1
         while seen < len(starts):
             start = starts[seen]
@@ -636,7 +648,7 @@ class GroupDelivery:
         return span if offset < span.end else None
 
     def parts_within(self, start: int, end: int) -> Iterator[tuple[int, int, SpanFold]]:
-        """What the spans have of [start, end), by offset. Do not change the state while iterating."""
+        """Yield the parts of spans within [start, end), by offset. Do not change the state while iterating."""
         for at in range(max(0, bisect_right(self._starts, start) - 1), len(self._starts)):
             span = self._spans[self._starts[at]]
             if span.start >= end:

@@ -1,14 +1,14 @@
-"""The lanes of a partition: in which order messages come that were never handed out.
+"""The lanes of a partition: the order in which messages are delivered for the first time.
 
     lane 0         plain messages                                   by offset
     lane 1 to 31   messages with that priority                      by offset
-    lane 32 + p    messages of priority p that were sent to be delivered later than they were appended
+    lane 32 + p    messages of priority p that are due later than they were appended
                                                                     by (deliver_at_ms, offset)
 
-A group has a cursor in each lane; what lies before it is done, but for the spans that were handed out. So a million
-messages that wait for their time cost a group nothing but one number. That works because a lane only ever grows behind
-every cursor: a delayed message is due after the time of its batch, the times of batches never fall along the log, and a
-cursor never passes the time of the record that moved it.
+A group has a cursor in each lane. Everything before it is finished, except the spans that were delivered. So a million
+delayed messages cost a group one number. That works because a lane only grows behind every cursor: a delayed message is
+due after the time of its batch, the times of batches never fall along the log, and a cursor never passes the time of
+the record that moved it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LANES = 2 * DELAYED
 
 
 def lane_position(offset: int, priority: int, deliver_at_ms: int | None, appended_at_ms: int) -> tuple[int, int, int]:
-    """Where a message stands, (lane, due_ms, offset)."""
+    """Return the position of a message: (lane, due_ms, offset)."""
     if deliver_at_ms is not None and deliver_at_ms > appended_at_ms:
         return DELAYED + priority, deliver_at_ms, offset
     return priority, 0, offset

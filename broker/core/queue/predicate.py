@@ -1,14 +1,13 @@
-"""Which dead letters are meant: `where` of a redrive, as a list of conditions that must all hold.
+"""The `where` of a redrive: conditions on dead letters that must all hold.
 
     {"value.order.total": {"gt": 100}, "reason": {"contains": "timeout"}}
      `-- field            `-- operator, operand
 
-No SQL, no expressions, no regular expressions: whoever asks gives parameters, and every operator takes time in
-proportion to what it reads. Conditions, depths and operands are bounded, so the one thing that can take long is the
-number of messages, and that is for the caller to bound. A message's value is parsed once, and only when a condition
-reads it.
+No SQL, no expressions, no regular expressions: the caller gives parameters, and every operator takes time in proportion
+to what it reads. Conditions, depths and operands are bounded, so only the number of messages can take long, and the
+caller bounds that. A message's value is parsed once, and only if a condition reads it.
 
-Values that do not compare never match: text and a number, a number and nothing, `true` and 1. That holds for `ne` too.
+Values of different types never match: text and a number, a number and null, `true` and 1. That holds for `ne` too.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _ORDERED: dict[str, Callable[[Any, Any], bool]] = {
 
 
 class Candidate(NamedTuple):
-    """A dead letter, as conditions see it. `is_json`: its content type says so."""
+    """A dead letter as conditions see it. `is_json` is true if its content type says so."""
 
     value: bytes
     is_json: bool
@@ -52,20 +51,20 @@ class Candidate(NamedTuple):
 
 
 class _Condition(NamedTuple):
-    """`path` are the steps into the value; `room` is the field's first word."""
+    """One condition. `path` are the steps into the value; `source` is the field's first word."""
 
-    room: str
+    source: str
     path: tuple[str, ...]
     operator: str
     operand: Any
 
 
 class Predicate:
-    """All conditions, which must all hold."""
+    """A conjunction of conditions."""
 
     def __init__(self, conditions: tuple[_Condition, ...]) -> None:
         self._conditions = conditions
-        self._reads_value = any(condition.room == "value" for condition in conditions)
+        self._reads_value = any(condition.source == "value" for condition in conditions)
 
     def matches(self, candidate: Candidate) -> bool:
         value = _parsed(candidate) if self._reads_value else MISSING
@@ -73,20 +72,20 @@ class Predicate:
 
 
 def parse(where: object) -> Predicate:
-    """The predicate that `where` says. Raises InvalidRequest that names what is wrong with it."""
+    """Return the predicate of `where`. Raise InvalidRequest with the reason if it is malformed."""
     if not isinstance(where, dict):
         raise InvalidRequest('where must be an object of conditions, such as {"reason": {"contains": "timeout"}}')
     if not where:
         raise InvalidRequest("where has no condition: leave it out to mean all dead letters")
     conditions: list[_Condition] = []
     for field, tests in where.items():
-        room, path = _field(field)
+        source, path = _field(field)
         if not isinstance(tests, dict) or not tests:
             raise InvalidRequest(
                 f'where: {_shown(field)} needs an operator with its operand, such as {{"eq": 1}}; there are'
                 f" {', '.join(OPERATORS)}"
             )
-        conditions += [_condition(field, room, path, name, operand) for name, operand in tests.items()]
+        conditions += [_condition(field, source, path, name, operand) for name, operand in tests.items()]
         if len(conditions) > CONDITIONS_MAX:
             raise InvalidRequest(f"where has more than {CONDITIONS_MAX} conditions")
     return Predicate(tuple(conditions))
@@ -97,20 +96,20 @@ def _field(field: object) -> tuple[str, tuple[str, ...]]:
         raise InvalidRequest(f"where: a field is named by 1 to {FIELD_LENGTH_MAX} characters; there are {FIELDS}")
     if field in {"key", "reason", "delivery_count", "value"}:
         return field, ()
-    room, _, rest = field.partition(".")
-    if room == "headers" and rest:
-        return room, (rest.lower(),)  # a header's name may have dots in it, and is kept in lower case
-    if room == "value" and rest:
+    source, _, rest = field.partition(".")
+    if source == "headers" and rest:
+        return source, (rest.lower(),)  # a header's name may have dots in it, and is kept in lower case
+    if source == "value" and rest:
         path = tuple(rest.split("."))
         if len(path) > PATH_DEPTH_MAX:
             raise InvalidRequest(f"where: {_shown(field)} goes {len(path)} steps deep, the limit is {PATH_DEPTH_MAX}")
         if not all(path):
             raise InvalidRequest(f"where: {_shown(field)} has an empty step: write value.a.b")
-        return room, path
+        return source, path
     raise InvalidRequest(f"where: there is no field {_shown(field)}; there are {FIELDS}")
 
 
-def _condition(field: str, room: str, path: tuple[str, ...], name: object, operand: object) -> _Condition:
+def _condition(field: str, source: str, path: tuple[str, ...], name: object, operand: object) -> _Condition:
     where = f"where: {_shown(field)}"
     if name not in OPERATORS or not isinstance(name, str):
         raise InvalidRequest(f"{where}: there is no operator {_shown(name)}; there are {', '.join(OPERATORS)}")
@@ -123,23 +122,23 @@ def _condition(field: str, room: str, path: tuple[str, ...], name: object, opera
         raise InvalidRequest(f"{where}: {name} takes a number or text")
     if isinstance(operand, str) and len(operand) > OPERAND_LENGTH_MAX:
         raise InvalidRequest(f"{where}: the operand has {len(operand)} characters, the limit is {OPERAND_LENGTH_MAX}")
-    return _Condition(room, path, name, operand)
+    return _Condition(source, path, name, operand)
 
 
 def _shown(name: object) -> str:
     return repr(name)[:100]
 
 
-# --- looking at a message --------------------------------------------------------------------------------------------
+# --- matching a message ----------------------------------------------------------------------------------------------
 
 
 def _parsed(candidate: Candidate) -> Any:
-    """The value as JSON, or as text where it is none; MISSING for bytes that are no text."""
+    """Return the value as JSON, else as text; MISSING for bytes that are not text."""
     if candidate.is_json:
         try:
             return msgspec.json.decode(candidate.value)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            pass  # its content type says more than it holds
+            pass  # its content type is wrong
     try:
         return candidate.value.decode("utf-8")
     except UnicodeDecodeError:
@@ -147,7 +146,7 @@ def _parsed(candidate: Candidate) -> Any:
 
 
 def _found(condition: _Condition, candidate: Candidate, value: Any) -> Any:
-    match condition.room:
+    match condition.source:
         case "value":
             return _inside(value, condition.path)
         case "headers":
@@ -200,7 +199,7 @@ def _holds(condition: _Condition, found: Any) -> bool:
 
 
 def _alike(found: Any, operand: Any) -> bool:
-    """Whether the two are of one kind: numbers, texts, truth values, nothing."""
+    """Return whether both are of one type: number, text, boolean or null."""
     return _kind(found) == _kind(operand) != "other"
 
 

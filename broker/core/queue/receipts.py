@@ -1,16 +1,15 @@
-"""Receipts: what a consumer shows to settle a message, unforgeable and self-contained.
+"""Receipts: self-contained signed proofs of a lease, which a consumer sends to settle a message.
 
-Messages that are handed out together, side by side and for the same time, share the head of their receipts; only the
-last three bytes tell them apart. So a receive of a hundred messages signs once, and an ack of them checks once. A
-consumer can thus make up the receipts of its own lease, and of no other.
+Messages that are delivered together, side by side and under one lease, share the head of their receipts; only the last
+three bytes differ. So a receive of a hundred messages signs once, and an ack of them checks once. A consumer can forge
+receipts of its own lease, and of no other.
 
     0        8          10      18      22         26      30    45     48 bytes, base64url: 64 characters
     | topic  | partition| first | count | delivery | leader| MAC | nth  |
     | tag    | u16      | u64   | u32   | u32      | epoch |     | u24  |
 
-The MAC is keyed BLAKE2b (RFC 7693) over the topic's id, the group, its id and the fields before it; the key is the
-cluster's.
-The group is not in the text: a receipt shown to another group simply fails its check.
+The MAC is keyed BLAKE2b (RFC 7693) over the topic's id, the group, its id and the fields before the MAC; the key is the
+cluster's. The group is not in the text: a receipt sent to another group fails its check.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _FROM_URL_SAFE = bytes.maketrans(b"-_", b"+/")
 
 
 class Lease(NamedTuple):
-    """The head of a receipt: `messages` messages of a partition from `first` on, in their `delivery`-th lease."""
+    """The head of a receipt: `messages` messages of a partition from `first` on, in their lease number `delivery`."""
 
     topic_tag: bytes
     partition: int
@@ -47,17 +46,18 @@ class Lease(NamedTuple):
 
 
 def topic_tag(topic_id: str) -> bytes:
-    """Eight bytes that stand for a topic in its receipts."""
+    """Return eight bytes that identify a topic in its receipts."""
     return blake2b(topic_id.encode(), digest_size=8).digest()
 
 
 def topic_mark(topic_id: str) -> str:
-    """Eight letters that tell a topic from an earlier one of its name, in keys that people see: of its tag."""
+    """Return eight letters of the topic's tag, which distinguish it from an earlier topic of the same name in visible
+    keys."""
     return _mark(topic_tag(topic_id))
 
 
 def mark_in(receipt: str) -> str:
-    """The mark of the topic that a receipt is of."""
+    """Return the mark of a receipt's topic."""
     return _mark(tag_of(receipt[:HEAD_LENGTH]))
 
 
@@ -66,20 +66,21 @@ def _mark(tag: bytes) -> str:
 
 
 class ReceiptSigner:
-    """Writes and checks the receipts of one group on one topic."""
+    """The receipts of one group on one topic: signing and checking."""
 
     def __init__(self, key: bytes, topic_id: str, group: str, group_id: str = "") -> None:
         self._tag = topic_tag(topic_id)
         self._mac = blake2b(f"{topic_id}\n{group}\n{group_id}".encode(), digest_size=_MAC_BYTES, key=key[:64])
 
     def head(self, partition: int, first: int, count: int, delivery: int, leader_epoch: int) -> str:
-        """What the receipts of [first, first + count) begin with; `nth_text` ends each."""
+        """Return the common head of the receipts of [first, first + count); `nth_text` completes each."""
         assert 0 < count <= COUNT_MAX
         fields = _FIELDS.pack(self._tag, partition, first, count, delivery, leader_epoch)
         return _to_text(fields + self._signature(fields))
 
     def check(self, head: str) -> Lease:
-        """What a receipt's first HEAD_LENGTH letters say. Raises InvalidRequest when it is none of this group's."""
+        """Return the lease in the first HEAD_LENGTH letters of a receipt. Raise InvalidRequest if this group did not
+        sign it."""
         raw = _from_text(head, _FIELDS_BYTES + _MAC_BYTES)
         fields = raw[:_FIELDS_BYTES]
         if not compare_digest(self._signature(fields), raw[_FIELDS_BYTES:]):
@@ -93,12 +94,12 @@ class ReceiptSigner:
 
 
 def tag_of(head: str) -> bytes:
-    """The topic's tag in a head that is still to be checked: it tells whose book is to check it."""
+    """Return the topic's tag in a head that is not checked yet: it selects the signer that checks it."""
     return _from_text(head, _FIELDS_BYTES + _MAC_BYTES)[:8]
 
 
 def offset_of(text: str, lease: Lease) -> int:
-    """The offset that a receipt with this lease in its head is for. Raises InvalidRequest when the two do not match."""
+    """Return the offset of a receipt with this lease in its head. Raise InvalidRequest if the two do not match."""
     nth = _nth(text[HEAD_LENGTH:])
     if nth >= lease.messages:
         raise not_a_receipt(text)
@@ -111,7 +112,7 @@ def not_a_receipt(text: str) -> InvalidRequest:
 
 @lru_cache(maxsize=10_000)
 def nth_text(nth: int) -> str:
-    """What tells the receipt of the nth message of a lease from the others."""
+    """Return the text that completes the receipt of the nth message of a lease."""
     return _to_text(nth.to_bytes(3))
 
 

@@ -1,11 +1,11 @@
-"""The control records that change a group's state, as they stand in the log.
+"""The control records that change a group's state, as stored in the log.
 
-Each says the outcome, never the cause: a grant carries its deadline, a nack the moment from which the message is free
-again. So whoever folds the log needs neither a clock nor the group's settings, and every replica arrives at the same
-state. Ranges are [start, end) offsets.
+Each states the outcome, never the cause: a grant carries its deadline, a nack the time at which the message is free
+again. So folding the log needs neither a clock nor the group's settings, and every replica computes the same state.
+Ranges are [start, end) offsets.
 
-Messages of a partition stand in lanes (lanes.py): lane 0 holds the plain ones, in the order of the log. A place in a
-lane is (due_ms, offset); where a lane is read in the order of the log, due_ms is 0.
+Each message of a partition is in a lane (lanes.py); lane 0 holds the plain ones, in the order of the log. A position in
+a lane is (due_ms, offset); due_ms is 0 in lanes that are read in the order of the log.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ LanePosition = tuple[int, int, int]
 
 
 class GroupStart(msgspec.Struct, array_like=True, frozen=True):
-    """The group begins on this partition at offset `start`; whatever an earlier group of the name knew is gone."""
+    """The group begins on this partition at offset `start`; the state of an earlier group of that name is dropped."""
 
     start: int
     at_ms: int
 
 
 class GroupEnd(msgspec.Struct, array_like=True, frozen=True):
-    """The group was deleted, be it a queue or a stream."""
+    """The group, queue or stream, was deleted."""
 
 
 class Grant(msgspec.Struct, array_like=True, frozen=True):
-    """Messages handed out under one lease. `ranges` are (start, end, delivery number); they hold messages only.
+    """Messages delivered under one lease. `ranges` are (start, end, delivery number); they hold messages only.
 
-    `lanes` has the lane of each range, or is empty when all are of lane 0. `next` is where lane 0 goes on, `cursors`
-    where the other lanes do that moved: all places of a lane below its cursor that are neither granted here nor known
-    before are done (they hold no message, or one that has expired). `gone` are messages that were handed out before and
-    are done now: they have expired, or were compacted away. `held` are (start, end, lane) of messages that were passed
-    over because an earlier one of their key is not done. The numbers of the leases are above `leases_above`: such were
-    handed out in this epoch by grants that the disk has refused since.
+    `lanes` has the lane of each range, or is empty if all are in lane 0. `next` is the new cursor of lane 0, `cursors`
+    those of other lanes that moved. Positions below a cursor that are neither granted here nor known before are
+    finished (they hold no message, or an expired one). `gone` are messages that were delivered before and are finished
+    now: they expired, or were compacted away. `held` are (start, end, lane) of messages that were passed over because
+    an earlier one of their key is not finished. Lease numbers are above `leases_above`: lower ones were given out in
+    this epoch by grants that the disk refused.
     """
 
     ranges: tuple[tuple[int, int, int], ...]
@@ -58,13 +58,13 @@ class Grant(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def holder(self) -> str:
-        """Whose the messages are by name: what stands before the colon of the attempt's id, "" where there is none."""
+        """The holder's name: the attempt id up to its colon, "" without a colon."""
         name, colon, _ = (self.attempt_id or "").partition(":")
         return name if colon else ""
 
 
 class Ack(msgspec.Struct, array_like=True, frozen=True):
-    """These messages are done, for good. `ahead` are those among them that this log never saw granted."""
+    """These messages are finished for good. `ahead` are those among them whose grant is not in this log."""
 
     ranges: tuple[Range, ...]
     at_ms: int
@@ -72,8 +72,8 @@ class Ack(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Nack(msgspec.Struct, array_like=True, frozen=True):
-    """These messages came back and are free from `available_at_ms` on; ranges may differ in it. `unseen`: nobody has
-    looked at them, so that they count as never delivered."""
+    """These messages are free again from `available_at_ms` on, which may differ between ranges. `unseen`: they were not
+    processed, so the delivery does not count."""
 
     ranges: tuple[tuple[int, int, int], ...]
     at_ms: int
@@ -90,8 +90,10 @@ class Extend(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Dead(msgspec.Struct, array_like=True, frozen=True):
-    """These messages, (start, end, deliveries), are given up. Copies go to `topic`, unless that is empty: the record is
-    the order to make them, and stands open until a Done."""
+    """These messages, (start, end, deliveries), are given up.
+
+    Copies go to `topic`, unless it is empty: this record orders them, and is open until a Done.
+    """
 
     ranges: tuple[tuple[int, int, int], ...]
     at_ms: int
@@ -100,21 +102,21 @@ class Dead(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Redrive(msgspec.Struct, array_like=True, frozen=True):
-    """These dead messages, (start, end, available_at_ms), are handed out again, their deliveries counted from zero."""
+    """These dead messages, (start, end, available_at_ms), are delivered again, with deliveries counted from zero."""
 
     ranges: tuple[tuple[int, int, int], ...]
     at_ms: int
 
 
 class Drop(msgspec.Struct, array_like=True, frozen=True):
-    """These dead messages are forgotten."""
+    """These dead messages are dropped."""
 
     ranges: tuple[Range, ...]
     at_ms: int
 
 
 class Output(msgspec.Struct, array_like=True, frozen=True):
-    """A message to be appended elsewhere. `record` is a storage Record as it is encoded."""
+    """A message to append elsewhere. `record` is an encoded storage Record."""
 
     topic: str
     record: Any
@@ -122,11 +124,11 @@ class Output(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Commit(msgspec.Struct, array_like=True, frozen=True):
-    """Input done and output ordered, in one record: the atomic act of consume, transform, produce.
+    """Finished input and ordered output in one record: the atomic act of consume, transform, produce.
 
-    Of a queue group `ranges` and `ahead` are as in Ack; of a stream group `offset` is the next one to read, committed
-    by `member` in `generation`. The outputs stand open until a Done. `commit_id` names what was shown: whoever shows
-    the same again repeats this commit.
+    For a queue group, `ranges` and `ahead` are as in Ack. For a stream group, `offset` is the next one to read,
+    committed by `member` in `generation`. The outputs are open until a Done. `commit_id` identifies the request:
+    sending the same again repeats this commit.
     """
 
     commit_id: bytes
@@ -140,7 +142,7 @@ class Commit(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Done(msgspec.Struct, array_like=True, frozen=True):
-    """All that the Dead or Commit record at offset `record` ordered has been appended."""
+    """All output ordered by the Dead or Commit record at offset `record` is appended."""
 
     record: int
 
@@ -149,7 +151,8 @@ class Done(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Claim(msgspec.Struct, array_like=True, frozen=True):
-    """`member` owns the partition from `generation` on. Where the group is new here, it begins at offset `start`."""
+    """`member` owns the partition from `generation` on. A group that is new on this partition begins at offset
+    `start`."""
 
     member: str
     generation: int
@@ -158,7 +161,7 @@ class Claim(msgspec.Struct, array_like=True, frozen=True):
 
 
 class CommitOffset(msgspec.Struct, array_like=True, frozen=True):
-    """The group goes on at `offset`, the next one to read."""
+    """The group continues at `offset`, the next one to read."""
 
     offset: int
     member: str
@@ -167,8 +170,8 @@ class CommitOffset(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Seek(msgspec.Struct, array_like=True, frozen=True):
-    """The group is set to `offset`, forward or back. `generation` fences what was under way, as a Claim does. A call
-    under `seek_id` is done once, however often it arrives."""
+    """The group's offset is set to `offset`, forward or back. `generation` fences earlier calls, as a Claim does. A
+    call with a `seek_id` takes effect once, however often it arrives."""
 
     offset: int
     generation: int
@@ -180,19 +183,20 @@ class Seek(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Purge(msgspec.Struct, array_like=True, frozen=True):
-    """The log begins at `upto`: everything below is gone, for every group."""
+    """The log begins at `upto`: everything below is deleted, for every group."""
 
     upto: int
 
 
 class Cancel(msgspec.Struct, array_like=True, frozen=True):
-    """These scheduled messages are taken back: no group is given them."""
+    """These scheduled messages are cancelled: no group receives them."""
 
     ranges: tuple[Range, ...]
 
 
 class Compact(msgspec.Struct, array_like=True, frozen=True):
-    """Below `upto` only the last message of each key stays; tombstones older than `tombstones_before_ms` go too."""
+    """Below `upto` only the last message of each key stays; tombstones older than `tombstones_before_ms` are removed
+    too."""
 
     upto: int
     tombstones_before_ms: int
@@ -203,7 +207,7 @@ StreamRecord = Claim | CommitOffset | Seek
 
 
 def ranges_of(offsets: list[int]) -> tuple[Range, ...]:
-    """Sorted, disjoint ranges that cover exactly `offsets`."""
+    """Return sorted, disjoint ranges that cover exactly `offsets`."""
     rising = sorted(set(offsets))
     if rising and rising[-1] - rising[0] < len(rising):
         return ((rising[0], rising[-1] + 1),)
@@ -222,7 +226,7 @@ def ranges_of(offsets: list[int]) -> tuple[Range, ...]:
 
 
 def remember_commit(commits: dict[bytes, int], commit_id: bytes, offset: int, at_most: int) -> None:
-    """Keep the newest `at_most` commits."""
+    """Add a commit and keep the newest `at_most`."""
     commits[commit_id] = offset
     while len(commits) > at_most:
         del commits[next(iter(commits))]

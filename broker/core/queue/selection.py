@@ -1,20 +1,20 @@
-"""What a receive hands out: the choice among all that a group may be given now.
+"""The selection of the messages that a receive delivers, among all that a group may be given now.
 
     a greater priority first; within a priority
-        what came back (lease or back-off over), by offset
-        what is due now                          by (deliver_at_ms, offset)
-        what is fresh                            by offset
+        what was returned (lease or back-off over), by offset
+        what is due now                             by (deliver_at_ms, offset)
+        what is fresh                               by offset
 
-Left out is what is done ahead of the cursor, what was taken back before it was due, and what has expired: the cursor
-passes over it, or a span of it is `gone`. A message whose lease ended twice is handed out alone, so that one that kills
-its consumer takes no batch-mates with it, and so is one on its last delivery whose lease has ended before.
+Messages that are finished ahead of the cursor, cancelled before they were due, or expired are left out: the cursor
+passes them, or their part of a span is `gone`. A message whose lease ran out twice is delivered alone, so that one that
+kills its consumer takes no others with it. So is a message on its last delivery if a lease of it ran out.
 
-In a group ordered by key (key_order.py) priority is not looked at: lane 0 holds all messages that were not delayed. One
-of a key that is busy is held; its turn comes when the earlier ones are done.
+A group ordered by key (key_order.py) ignores priorities: its lane 0 holds all messages that were not delayed. A message
+of a busy key is held; its turn comes when the earlier ones are finished.
 
-`select` reads and decides. The shell makes a Grant of the choice, applies and appends it, and calls `update_keys`, all
-without a pause. In a group ordered by key it first calls `read_keys` until all is read, with a pause after each call.
-Messages are numbers here; `MessageSource` is where the shell keeps them.
+`select` reads and decides. The shell makes a Grant of the selection, applies and appends it, and calls `update_keys`,
+all without a pause. In a group ordered by key it first calls `read_keys` until all is read, with a pause after each
+call. Messages are numbers here; the shell provides them through `MessageSource`.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from portalmq.broker.core.queue.key_order import HELD_MAX, KeyQueues
 from portalmq.broker.core.queue.lanes import DELAYED, PRIORITY_MAX
 from portalmq.broker.core.queue.records import LanePosition, Range
 
-# `expires_at_ms` of a message that does not.
+# `expires_at_ms` of a message that does not expire.
 NEVER_MS = 1 << 62
-# The keys of so many messages are read at a time; or of fewer, as large ones and those that stand far from the one
-# before take longer to read.
+# The number of messages whose keys are read at a time. Large messages, and those far from the one before, count as
+# several, since they take longer to read.
 KEYS_PER_STEP = 500
 BYTES_AS_A_MESSAGE = 2_048
 FAR_APART = 1_000
 FAR_AS_MESSAGES = 100
-# Of so many spans that came back a choice hands out: the next one goes on.
+# The most returned spans that one selection delivers from; the next one continues.
 SPANS_PER_SELECTION = 500
 
 
 class Run(msgspec.Struct, frozen=True, gc=False):
-    """Messages [start, end) that stand side by side in a lane and are alike. `token` is the shell's.
+    """Consecutive messages [start, end) of a lane with the same properties. `token` is the shell's.
 
-    One with start == end says that its lane holds nothing more below that place: the shell has looked. `size` is in
-    bytes, 0 where it is not known yet.
+    A run with start == end says that the shell looked, and the lane holds nothing more below that position. `size` is
+    in bytes, 0 if unknown.
     """
 
     start: int
@@ -60,24 +60,24 @@ class Run(msgspec.Struct, frozen=True, gc=False):
 
 
 class MessageSource(Protocol):
-    """The messages of a partition that are readable."""
+    """The readable messages of a partition."""
 
     def lanes(self) -> Collection[int]:
-        """The lanes besides lane 0 that may hold messages."""
+        """Return the lanes besides lane 0 that may hold messages."""
         ...
 
     def fresh(self, lane: int, due_ms: int, offset: int) -> Iterator[Run]:
-        """The messages of the lane from that place on, in its order; as many as one turn may look at. For a group
-        ordered by key lane 0 is all that was not delayed, and no other lane below 32 is asked for."""
+        """Yield the messages of the lane from that position on, in its order, as many as one turn may read. In a group
+        ordered by key, lane 0 holds all messages that were not delayed, and no other lane below 32 is requested."""
         ...
 
     def returned(self, start: int, end: int) -> Iterator[Run]:
-        """The messages of any lane in [start, end), by offset, all that are still there."""
+        """Yield the messages of all lanes in [start, end) that still exist, by offset."""
         ...
 
 
 class DeliveryRange(NamedTuple):
-    """Messages [start, end) of `token` that are handed out, for the `deliveries`-th time."""
+    """Messages [start, end) of `token`, delivered for the `deliveries`-th time."""
 
     start: int
     end: int
@@ -87,8 +87,11 @@ class DeliveryRange(NamedTuple):
 
 
 class Selection(msgspec.Struct):
-    """`next` and `cursors` are where the lanes go on, those that moved. `expired` counts what was left out for its age,
-    `keys` are those of what is handed out or held, where the group is ordered by key."""
+    """The result of a selection.
+
+    `next` and `cursors` are the new positions of the lanes that moved. `expired` counts messages left out as expired.
+    `keys` are the (offset, key) of delivered and held messages if the group is ordered by key.
+    """
 
     delivered: list[DeliveryRange]
     next: int
@@ -105,11 +108,11 @@ class Selection(msgspec.Struct):
 
     @property
     def not_before_ms(self) -> int:
-        """The log's time must be this at the least, so that nothing can be appended behind a cursor."""
+        """The least timestamp of the grant, so that nothing can be appended behind a cursor."""
         return max([due_ms for due_ms, _ in self.cursors.values()], default=0)
 
     def lane_positions(self) -> tuple[LanePosition, ...]:
-        """The cursors that moved, as a Grant has them."""
+        """Return the cursors that moved, as in a Grant."""
         return tuple([(lane, *place) for lane, place in sorted(self.cursors.items())])
 
 
@@ -127,13 +130,13 @@ def select(
     cancelled: Container[int] = (),
     max_bytes: int = NEVER_MS,
 ) -> Selection:
-    """At most `max_messages`; with 0 of them, only what the cursors may pass over. No more are looked for once those
-    that are handed out have `max_bytes`.
+    """Select at most `max_messages`; with 0, only move cursors over what they may pass. Stop once `max_bytes` are
+    selected.
 
-    Leases end by `now_ms`, messages expire by `wall_ms`. `due_by_ms` is at most that, and such that all messages which
-    are due by then are readable: a cursor that passes a time passes everything that was to come at it. `committed` is
-    the high watermark: a message whose end is not committed keeps the others of its key back. Of a group ordered by key
-    nothing is handed out before `read_keys` has read all.
+    Leases end by `now_ms`, messages expire by `wall_ms`. `due_by_ms` is at most `wall_ms`, and all messages due by then
+    are readable: a cursor that passes a time passes everything due at it. `committed` is the high watermark: a message
+    whose end is not committed keeps the others of its key back. In a group ordered by key nothing is delivered before
+    `read_keys` has read all.
     """
     kind = _KeyOrderSelector if by_key else _Selector
     selector = kind(delivery, source, now_ms, wall_ms, due_by_ms, max_messages, max_deliveries, cancelled, max_bytes)
@@ -143,7 +146,7 @@ def select(
 
 
 def update_keys(delivery: GroupDelivery, selection: Selection) -> None:
-    """The Grant of a choice was applied: whose turn it is has changed."""
+    """Update the key queues after the Grant of a selection was applied."""
     if delivery.keys is not None:
         for offset, key in selection.keys:
             delivery.keys.add(offset, key)
@@ -153,57 +156,59 @@ def update_keys(delivery: GroupDelivery, selection: Selection) -> None:
 
 
 def read_keys(delivery: GroupDelivery, source: MessageSource, now_ms: int, at_most: int = KEYS_PER_STEP) -> bool:
-    """Of a group ordered by key: read the keys of some messages that are unfinished and not in its book; whether all
-    are in it now. What changes between two calls finds its way into it."""
+    """Read the keys of some unfinished messages of a group ordered by key; return whether all are read now.
+
+    Changes between two calls reach the queues on their own.
+    """
     if delivery.keys is None:
         delivery.keys = KeyQueues([(0, NEVER_MS)], delivery.finished_at)
-    book = delivery.keys
-    while not book.is_whole and at_most > 0:
-        first, end = book.unread
+    queues = delivery.keys
+    while not queues.is_whole and at_most > 0:
+        first, end = queues.unread
         upto, last = end, first
         for start, part_end, span in delivery.parts_within(first, end):
             if at_most <= 0:
                 upto = start
                 break
             at_most -= FAR_AS_MESSAGES if start - last > FAR_APART else 0
-            last, worth = _read(book, source, span, start, part_end, now_ms, max(1, at_most))
+            last, worth = _read(queues, source, span, start, part_end, now_ms, max(1, at_most))
             at_most -= worth
             if last < part_end:
                 upto = last
                 break
-        book.read_to(upto)
-    return book.is_whole
+        queues.read_to(upto)
+    return queues.is_whole
 
 
 def _read(
-    book: KeyQueues, source: MessageSource, span: SpanFold, start: int, end: int, now_ms: int, at_most: int
+    queues: KeyQueues, source: MessageSource, span: SpanFold, start: int, end: int, now_ms: int, at_most: int
 ) -> tuple[int, int]:
-    """Put what a span has in [start, end) into the book; up to where that was done, and how many messages it was worth:
-    at least one, and no more than `at_most` but for the last one's size."""
+    """Add the messages of a span in [start, end) to the queues. Return the end of what was read, and its weight in
+    messages: at least one, and at most `at_most` except for the last one's size."""
     end = min(end, start + at_most)
     worth = 0
     for run in source.returned(start, end):
         worth += run.end - run.start + run.size // BYTES_AS_A_MESSAGE
         for offset in range(run.start, run.end) if run.key else ():
-            book.add(offset, run.key)
+            queues.add(offset, run.key)
             if span.leased and span.available_at_ms > now_ms:
-                book.handed_out(offset)
-            elif span.available_at_ms >= HELD_MS and book.is_first(offset):
-                book.free(offset)
+                queues.handed_out(offset)
+            elif span.available_at_ms >= HELD_MS and queues.is_first(offset):
+                queues.free(offset)
         if worth >= at_most:
             return run.end, worth
     return end, max(1, worth)
 
 
 def has_turn(delivery: GroupDelivery, now_ms: int, committed: int) -> bool:
-    """Of a group ordered by key: whether a message that came back or was held may be handed out, or its book is still
-    to be built, by whoever asks for messages."""
-    book = delivery.keys
-    if book is None or not book.is_whole:
+    """Return whether a returned or held message of a group ordered by key may be delivered, or its keys are still to be
+    read by the next receive."""
+    queues = delivery.keys
+    if queues is None or not queues.is_whole:
         return delivery.held > 0 or delivery.has_returned(now_ms)
     if not _knows_turns(delivery, committed):
         return False
-    return next(_spans_in_turn(delivery, book, now_ms), None) is not None or delivery.has_unnoted(now_ms)
+    return next(_spans_in_turn(delivery, queues, now_ms), None) is not None or delivery.has_unnoted(now_ms)
 
 
 def _knows_turns(delivery: GroupDelivery, committed: int) -> bool:
@@ -213,43 +218,43 @@ def _knows_turns(delivery: GroupDelivery, committed: int) -> bool:
     return delivery.keys.knows_turns
 
 
-def _spans_in_turn(delivery: GroupDelivery, book: KeyQueues, now_ms: int) -> Iterator[SpanFold]:
-    """The messages, one by one and by offset, that came back or were held and whose turn it is."""
+def _spans_in_turn(delivery: GroupDelivery, queues: KeyQueues, now_ms: int) -> Iterator[SpanFold]:
+    """Yield the returned or held messages that are in turn, one by one and by offset."""
     available = (
         msgspec.structs.replace(span, start=offset, end=offset + 1)
         for span in delivery.available(now_ms)
         for offset in range(span.start, span.end)
     )
     last = -1
-    for span in merge(available, _freed(delivery, book, now_ms), key=_start_of):
-        if span.start > last and _is_in_turn(delivery, book, span.start, now_ms):
+    for span in merge(available, _freed(delivery, queues, now_ms), key=_start_of):
+        if span.start > last and _is_in_turn(delivery, queues, span.start, now_ms):
             yield span
         last = span.start
 
 
-def _freed(delivery: GroupDelivery, book: KeyQueues, now_ms: int) -> Iterator[SpanFold]:
-    for offset in tuple(book.freed):
+def _freed(delivery: GroupDelivery, queues: KeyQueues, now_ms: int) -> Iterator[SpanFold]:
+    for offset in tuple(queues.freed):
         span = delivery.at(offset)
         if span is not None and delivery.is_free(span, now_ms):
             yield msgspec.structs.replace(span, start=offset, end=offset + 1)
-        else:  # its turn will come when its lease or back-off is over
-            book.forget_freed(offset)
+        else:  # it comes into turn when its lease or back-off is over
+            queues.forget_freed(offset)
 
 
-def _is_in_turn(delivery: GroupDelivery, book: KeyQueues, offset: int, now_ms: int) -> bool:
-    key = book.key_of(offset)
+def _is_in_turn(delivery: GroupDelivery, queues: KeyQueues, offset: int, now_ms: int) -> bool:
+    key = queues.key_of(offset)
     if key == 0:
         return True
-    if not book.is_first(offset):
+    if not queues.is_first(offset):
         return False
-    out = book.out(key)
+    out = queues.out(key)
     span = delivery.at(out) if out is not None and out != offset else None
     return span is None or not (span.leased and span.available_at_ms > now_ms)
 
 
 class _Selector:
-    """One choice under way. `left` is how many messages may still be handed out, `room` how many fresh ones, and
-    `bytes_left` how large they may be."""
+    """One selection in progress. `left` is how many more messages may be delivered, `room` how many fresh ones, and
+    `bytes_left` their size."""
 
     def __init__(
         self,
@@ -295,7 +300,7 @@ class _Selector:
         present = {lane % DELAYED for lane in lanes} | {lane % DELAYED for lane in self.delivery.cursors} | {0}
         return [priority for priority in range(PRIORITY_MAX, -1, -1) if priority in present]
 
-    # --- what came back ----------------------------------------------------------------------------------------------
+    # --- returned messages -------------------------------------------------------------------------------------------
 
     def _take_returned(self, spans: Iterable[SpanFold]) -> None:
         for span in spans:
@@ -305,7 +310,7 @@ class _Selector:
                 return
             self.spans_left -= 1
             if span.deliveries >= self.max_deliveries:
-                continue  # its turn is to be given up
+                continue  # it is given up instead
             if self._is_suspect(span):
                 if self.selection.delivered:
                     continue
@@ -317,14 +322,14 @@ class _Selector:
             self._deliver_again(span, span.start, min(span.end, span.start + self.left))
 
     def _is_suspect(self, span: SpanFold) -> bool:
-        """Whether it may be what ended the leases that it was in."""
+        """Return whether the message may have killed its earlier consumers."""
         expiries = span.expiries + span.leased
         return expiries >= EXPIRIES_BEFORE_ALONE or (expiries > 0 and span.deliveries + 1 >= self.max_deliveries)
 
     def _deliver_again(self, span: SpanFold, start: int, end: int) -> None:
         at = start
         for run in self.source.returned(start, end):
-            if self.left <= 0:  # of what the answer has no room for nothing is known
+            if self.left <= 0:  # nothing is known of what the answer has no room for
                 return
             if run.start > at:
                 self._add_gone(at, run.start)
@@ -343,7 +348,7 @@ class _Selector:
         else:
             self.selection.gone.append((start, end))
 
-    # --- what was never handed out -----------------------------------------------------------------------------------
+    # --- fresh messages ----------------------------------------------------------------------------------------------
 
     def _take_fresh(self, lane: int) -> None:
         limit = min(self.left, self.room)
@@ -370,7 +375,7 @@ class _Selector:
         return place if lane >= DELAYED else (0, max(place[1], self.delivery.start))
 
     def _parts(self, run: Run) -> Iterator[tuple[int, int, bool]]:
-        """The run in parts, and whether they are to be passed over."""
+        """Yield the run in parts, (start, end, whether to pass over it)."""
         if run.expires_at_ms <= self.wall_ms:
             self.selection.expired += run.end - run.start
             yield run.start, run.end, True
@@ -390,7 +395,7 @@ class _Selector:
         yield start, run.end, was_done
 
     def _take(self, run: Run, start: int, end: int, lane: int) -> bool:
-        """Hand out what fits; whether more does."""
+        """Deliver the messages that fit; return whether more would."""
         end = min(end, start + min(self.left, self.room))
         if end <= start:
             return False
@@ -416,13 +421,13 @@ class _Selector:
 
 
 class _KeyOrderSelector(_Selector):
-    """As above, but of a key one message at a time. Runs of messages with keys are of one message each."""
+    """A selection with one message of a key at a time. Runs of messages with keys hold one message each."""
 
     def run(self) -> None:
         lanes = self.source.lanes()
-        # Where nothing is handed out nobody asks it.
-        self.book = KeyQueues() if self.delivery.keys is None else self.delivery.keys
-        self.chosen: set[int] = set()  # keys that this choice hands out a message of
+        # Not read if nothing is delivered.
+        self.queues = KeyQueues() if self.delivery.keys is None else self.delivery.keys
+        self.chosen: set[int] = set()  # keys of which this selection delivers a message
         self.held = 0
         if not self.looks_only:
             self._take_turns()
@@ -431,26 +436,26 @@ class _KeyOrderSelector(_Selector):
             if self.left > 0 or self.looks_only:
                 self._take_fresh(lane)
         if self.selection.next > self.delivery.next:
-            # What has a priority is read in lane 0 here, and so passed with it.
+            # Messages with a priority are read in lane 0 here, so their lanes move with it.
             for lane in lanes:
                 if lane < DELAYED:
                     self._move_cursor(lane, 0, self.selection.next)
 
     def _take_turns(self) -> None:
-        for span in _spans_in_turn(self.delivery, self.book, self.now_ms):
+        for span in _spans_in_turn(self.delivery, self.queues, self.now_ms):
             if self.left <= 0:
                 return
             before = len(self.selection.delivered)
             self._take_returned([span])
             if len(self.selection.delivered) > before:
-                self.chosen.add(self.book.key_of(span.start))
+                self.chosen.add(self.queues.key_of(span.start))
 
     def _take(self, run: Run, start: int, end: int, lane: int) -> bool:
         if run.key == 0:
             return super()._take(run, start, end, lane)
         if self.looks_only or self.room <= 0:
             return False
-        if run.key in self.chosen or self.book.is_busy(run.key):
+        if run.key in self.chosen or self.queues.is_busy(run.key):
             if self.delivery.held + self.held >= HELD_MAX:
                 return False
             held = self.selection.held

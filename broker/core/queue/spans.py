@@ -1,4 +1,4 @@
-"""Many ranges cut out of the spans of a group at once."""
+"""Cutting many ranges out of a group's spans at once."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from portalmq.broker.core.queue.records import Range
 
 
 def length_of(spans: Sequence[SpanFold]) -> int:
-    """How many messages they hold."""
+    """Return how many messages the spans hold."""
     return sum([span.end - span.start for span in spans])
 
 
 def take_out(
     spans: dict[int, SpanFold], starts: Sequence[int], ranges: Sequence[Range]
 ) -> tuple[list[SpanFold], list[SpanFold]]:
-    """Take the spans that the sorted ranges touch out of `spans`, whose sorted starts are `starts`. Return those, and
-    what sticks out of them and is to be put back; both by offset."""
+    """Remove the spans that the sorted ranges touch from `spans`, whose sorted starts are `starts`.
+
+    Return the removed spans, and the parts of them outside the ranges, to be put back; both by offset.
+    """
     taken: list[SpanFold] = []
     rests: list[SpanFold] = []
-    cut: SpanFold | None = None  # the one that sticks out from `upto` on, as far as is known
+    cut: SpanFold | None = None  # the span that remains from `upto` on, as far as is known
     upto = 0
     for start, end in ranges:
         if cut is not None:
@@ -35,7 +37,7 @@ def take_out(
                 continue
             start, cut = max(start, cut.end), None
         span = spans.get(start)
-        if span is not None and span.end == end:  # a span as it is
+        if span is not None and span.end == end:  # exactly one span
             taken.append(spans.pop(start))
             continue
         for at in range(max(0, bisect_right(starts, start) - 1), len(starts)):

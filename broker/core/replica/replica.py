@@ -105,7 +105,7 @@ class PartitionReplica(LeadingReplica, FollowingReplica):
         if partition_state.leader_epoch < self.highest_epoch or (
             self.state is not None and partition_state.version < self.state.version
         ):
-            return []  # an old word: a newer one is known here
+            return []  # outdated: a newer state is known
         is_synced = 0 < self._refresh_wanted <= partition_state.refresh
         if is_synced:
             self._refresh_wanted = 0
@@ -114,7 +114,7 @@ class PartitionReplica(LeadingReplica, FollowingReplica):
             if partition_state.version > self._proposal.version or (self._proposal_unknown and is_synced):
                 self._proposal = None
             elif self._leading is not None:
-                return []  # the compare-and-set is still on its way: what it finds is not known
+                return []  # the compare-and-set is still in flight, and its effect unknown
         actions: list[Action] = []
         newer = partition_state.leader_epoch > self.highest_epoch
         if newer:

@@ -19,11 +19,11 @@ from portalmq.broker.core.queue.receipts import (
 from portalmq.errors import InvalidRequest
 
 KEY = bytes(range(32))
-BOOK = ReceiptSigner(KEY, "topic-id", "group")
+SIGNER = ReceiptSigner(KEY, "topic-id", "group")
 
 
-def read(book: ReceiptSigner, text: str) -> tuple[int, int, int, int]:
-    lease = book.check(text[:HEAD_LENGTH])
+def read(signer: ReceiptSigner, text: str) -> tuple[int, int, int, int]:
+    lease = signer.check(text[:HEAD_LENGTH])
     return lease.partition, offset_of(text, lease), lease.delivery, lease.leader_epoch
 
 
@@ -35,9 +35,9 @@ def read(book: ReceiptSigner, text: str) -> tuple[int, int, int, int]:
     st.integers(0, 2**32 - 1),
 )
 def test_a_receipt_says_what_was_written(partition, first, nth, delivery, epoch):
-    text = BOOK.head(partition, first, nth + 1, delivery, epoch) + nth_text(nth)
+    text = SIGNER.head(partition, first, nth + 1, delivery, epoch) + nth_text(nth)
     assert len(text) == TEXT_LENGTH
-    assert read(BOOK, text) == (partition, first + nth, delivery, epoch)
+    assert read(SIGNER, text) == (partition, first + nth, delivery, epoch)
     assert tag_of(text[:HEAD_LENGTH]) == topic_tag("topic-id")
 
 
@@ -51,30 +51,30 @@ def test_a_receipt_says_what_was_written(partition, first, nth, delivery, epoch)
     ids=["another group", "another topic", "another cluster"],
 )
 def test_a_receipt_counts_only_where_it_was_given(other):
-    text = BOOK.head(0, 5, 1, 1, 1) + nth_text(0)
+    text = SIGNER.head(0, 5, 1, 1, 1) + nth_text(0)
     with pytest.raises(InvalidRequest):
         read(other, text)
 
 
 @given(st.integers(0, HEAD_LENGTH - 1), st.sampled_from("AZaz09-_"))
 def test_a_changed_head_is_refused(at, letter):
-    text = BOOK.head(3, 5, 1, 1, 1) + nth_text(0)
+    text = SIGNER.head(3, 5, 1, 1, 1) + nth_text(0)
     changed = text[:at] + letter + text[at + 1 :]
     if changed != text:
         with pytest.raises(InvalidRequest):
-            read(BOOK, changed)
+            read(SIGNER, changed)
 
 
 def test_no_receipt_can_be_made_up_for_a_message_outside_the_lease():
-    head = BOOK.head(0, 5, 3, 1, 1)
-    assert read(BOOK, head + nth_text(2)) == (0, 7, 1, 1)
+    head = SIGNER.head(0, 5, 3, 1, 1)
+    assert read(SIGNER, head + nth_text(2)) == (0, 7, 1, 1)
     with pytest.raises(InvalidRequest):
-        read(BOOK, head + nth_text(3))
+        read(SIGNER, head + nth_text(3))
 
 
 @given(st.text(max_size=80))
 def test_any_other_text_is_refused_with_a_sentence(text):
     with pytest.raises(InvalidRequest, match="not a receipt"):
-        read(BOOK, text)
+        read(SIGNER, text)
     with pytest.raises(InvalidRequest, match="not a receipt"):
         tag_of(text[:HEAD_LENGTH])

@@ -124,7 +124,7 @@ def test_after_a_purge_the_next_of_a_key_waits_until_what_finished_the_one_befor
 
 
 def test_a_leader_that_leads_again_knows_what_another_handed_out_and_held_meanwhile():
-    """Grants that came by replication are in no book of the time before."""
+    """Grants that came by replication are in no queues of the time before."""
     group, supply = new_group(), ListSupply(by_key=True)
     supply.add(key=1)
     assert receive(group, supply, 0) == [0]
@@ -220,15 +220,15 @@ def test_a_back_off_keeps_the_key_and_not_the_others():
 
 
 def test_a_book_forgets_what_is_done():
-    book = KeyQueues()
+    queues = KeyQueues()
     for offset in range(10):
-        book.add(offset, 1 + offset % 2)
-    book.done(0, 9)
-    assert len(book) == 1
-    assert not book.is_busy(1)
-    assert 9 in book.freed
-    book.done(0, 1 << 40)
-    assert len(book) == 0
+        queues.add(offset, 1 + offset % 2)
+    queues.done(0, 9)
+    assert len(queues) == 1
+    assert not queues.is_busy(1)
+    assert 9 in queues.freed
+    queues.done(0, 1 << 40)
+    assert len(queues) == 0
 
 
 @pytest.mark.parametrize("by_key", [False, True])
