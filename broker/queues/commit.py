@@ -1,13 +1,13 @@
-"""The commit call: input done and output ordered, by one record in the log of the input's partition.
+"""The commit call: acks of input and orders of output, as one record in the log of the input's partition.
 
     receipts (queue)            \
     offset of a member (stream) -+-> checked here -> leader of the partition -> Commit record -> outbox.py
     messages to publish         /
 
-Everything is checked before anything is done: the receipts' signatures, the outputs whole (names, sizes, headers,
-partitions). At the leader the input is weighed against the group's fold. A message that is done already, or that
-another has, refuses the call with nothing appended; a commit that stands in the fold already is answered again as it
-was answered first. So a call whose outcome is unknown can be repeated, at whoever leads by then.
+Everything is checked before anything is appended: the signatures of the receipts, and all of the outputs (names, sizes,
+headers, partitions). The leader checks the input against the group's fold. A message that is done already, or leased to
+another consumer, refuses the call with nothing appended. A commit that is in the fold already gets its first answer
+again. So a call with an unknown outcome can be repeated, also at another leader.
 """
 
 from __future__ import annotations
@@ -54,9 +54,8 @@ from portalmq.errors import (
 COMMIT_TIMEOUT_S = 20.0
 OUTPUT_TOPICS_MAX = 100
 OUTPUTS_MAX = 10_000
-# So many receipts are looked at before others have their turn.
+# Receipts, and outputs, that are handled before other greenlets run.
 RECEIPTS_A_TURN = 500
-# And so many outputs.
 OUTPUTS_A_TURN = 1_000
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -70,9 +69,10 @@ _decode_call = msgspec.msgpack.Decoder(CommitCall).decode
 _Results = list[Result[CommitResult]]
 
 
-class _Weighed(NamedTuple):
-    """What the group makes of receipts: how many do not count, what a record that does the messages says, and which of
-    them are still to be done. `spans` are those that this was told from, where it was not told at once."""
+class _ReceiptCheck(NamedTuple):
+    """The result of a check of receipts: how many are stale, the ranges and positions of a record that acks the others,
+    and the offsets that are not done. `spans` are the spans of the fold that the result depends on, when the check had
+    pauses."""
 
     refused: int
     ranges: tuple[Range, ...]
@@ -83,7 +83,7 @@ class _Weighed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OutputMessage:
-    """A message to be appended to `topic`, in `partition` if that is named."""
+    """A message to append to `topic`; `partition` is None when the request names none."""
 
     topic: str
     record: Record
@@ -91,7 +91,7 @@ class OutputMessage:
 
 
 class CommitGroupLookup(Protocol):
-    """What committing needs of the groups."""
+    """The part of `Groups` that commits need."""
 
     def get(self, name: str, *, mode: str = "", group_id: str = "") -> GroupState: ...
     def book(self, group: GroupState, topic_id: str) -> ReceiptSigner: ...
@@ -102,7 +102,7 @@ class CommitGroupLookup(Protocol):
 
 class Receipts(Protocol):
     def checked(self, group: GroupState, texts: list[str]) -> dict[TopicPartition, list[ReceiptSpan]]:
-        """The receipts by partition. Raises InvalidRequest when one of them is not the group's."""
+        """Return the receipts by partition. Raises InvalidRequest when one of them is not the group's."""
         ...
 
 
@@ -112,7 +112,7 @@ class TopicLookup(Protocol):
         ...
 
     def get_or_create(self, name: str) -> Topic:
-        """Raises TopicNotFound where topics are not made by use."""
+        """Raises TopicNotFound where topics are not created by use."""
         ...
 
 
@@ -138,7 +138,7 @@ class _CommitWork:
 
 
 class GroupCommits:
-    """Commit calls of clients, and those that other brokers bring."""
+    """Commit calls of clients, and those that other brokers forward."""
 
     def __init__(
         self,
@@ -155,29 +155,29 @@ class GroupCommits:
         self._receipts = receipts
         self._topics = topics
         self._leaders = leaders
-        # Raises IllegalGeneration for a generation that a stream group has not come to.
+        # Raises IllegalGeneration for a generation that a stream group has not reached.
         self.check_reached: Callable[[GroupState, int], None] = lambda group, generation: None
         self._outboxes = outboxes
         self._clock = clock
 
-    # --- the broker that is asked ------------------------------------------------------------------------------------
+    # --- the broker that the client calls ----------------------------------------------------------------------------
 
     def commit_receipts(
         self, name: str, receipts: list[str], publications: list[OutputMessage], *, forward: bool
     ) -> wire.Committed:
-        """Ack messages of one partition and order outputs. Raises InvalidRequest, GroupModeMismatch, StaleReceipt; then
-        nothing was done."""
+        """Ack messages of one partition and order outputs. Raises InvalidRequest, GroupModeMismatch, StaleReceipt, with
+        nothing done."""
         group = self._of_mode(name, "queue")
         if group.config.delivery == "at_most_once":
             raise InvalidRequest(
-                f"group {name!r} delivers at_most_once: its messages are acked before they are handed out, so there is"
-                " nothing left to commit. Publish the outputs as such, or use another group"
+                f"group {name!r} delivers at_most_once: its messages are acked before delivery, so there is nothing to"
+                " commit. Produce the outputs directly, or use another group"
             )
         shares = self._receipts.checked(group, receipts)
         if len(shares) > 1:
             raise InvalidRequest(
-                f"the receipts are of {len(shares)} partitions: a commit is one record in the log of one partition, so"
-                " send a commit for each"
+                f"the receipts are of {len(shares)} partitions, and a commit is one record in the log of one partition:"
+                " send one commit for each partition"
             )
         place, shown = next(iter(shares.items()))
         call = CommitCall(
@@ -187,7 +187,7 @@ class GroupCommits:
             self._outputs(publications),
             [(each.delivery, each.leader_epoch, each.offsets) for each in shown],
         )
-        return self._brought(call, place, forward)
+        return self._forward(call, place, forward)
 
     def commit_offset(
         self,
@@ -199,14 +199,14 @@ class GroupCommits:
         *,
         forward: bool,
     ) -> wire.Committed:
-        """Commit a member's offset and order outputs. Raises IllegalGeneration for one that does not own the partition,
-        OffsetMoved for input that does not begin where the group is, OffsetOutOfRange for an offset that cannot be
-        committed, or is already; then nothing was done."""
+        """Commit a member's offset and order outputs. Raises IllegalGeneration when the member does not own the
+        partition, OffsetMoved when the input does not begin at the group's offset, OffsetOutOfRange for an offset that
+        cannot be committed or is committed already. Then nothing is done."""
         group = self._of_mode(name, "stream")
         self.check_reached(group, stream.generation)
         place = self._topics.known(topic).place(number)
         call = CommitCall(name, group.group_id, *place, self._outputs(publications), stream=stream)
-        return self._brought(call, place, forward)
+        return self._forward(call, place, forward)
 
     def _of_mode(self, name: str, mode: str) -> GroupState:
         group = self._groups.get(name, mode=mode)
@@ -217,21 +217,20 @@ class GroupCommits:
             )
         return group
 
-    def _brought(self, call: CommitCall, place: TopicPartition, forward: bool) -> wire.Committed:
+    def _forward(self, call: CommitCall, place: TopicPartition, forward: bool) -> wire.Committed:
         if not forward:
             self._leaders.check_led_here([place])
         try:
             done = self._leaders.one(place, _CommitWork(call, self), forward=forward, repeatable=True)
         except (StaleReceipt, IllegalGeneration, OffsetMoved, OffsetOutOfRange) as error:
-            # Whoever leads knows all that was ever committed here. What an earlier try began, if any did, is not among
-            # it, and never will be.
+            # The leader knows all commits of this partition: an earlier try is not among them, and never will be.
             error.outcome = "not_applied"
             raise
         return wire.Committed(done.acked, done.published, f"{place.number}-{done.offset}")
 
     def _outputs(self, publications: list[OutputMessage]) -> list[Output]:
-        """The outputs as they stand in the record. Topics that are missing are made. Raises what one of them would be
-        refused with, named by its place."""
+        """Return the outputs as the record holds them. Missing topics are created. Raises the refusal of an invalid
+        output, which names its index."""
         if len(publications) > OUTPUTS_MAX:
             raise MessageTooLarge(
                 f"{len(publications)} messages to publish, the limit is {OUTPUTS_MAX}: split the input"
@@ -255,7 +254,7 @@ class GroupCommits:
     # --- the leader --------------------------------------------------------------------------------------------------
 
     def serve(self, body: bytes) -> bytes:
-        """A commit that another broker has checked, for a partition that this one leads."""
+        """Apply a commit that another broker has checked, to a partition that this one leads."""
         call = _decode_call(body)
         self._group_of(call)
         place = TopicPartition(call.topic, call.topic_id, call.number)
@@ -263,14 +262,15 @@ class GroupCommits:
         return _encode([result_of(outcomes[place])])
 
     def apply(self, call: CommitCall, place: TopicPartition) -> CommitResult:
-        """Append the commit, once; committed on return."""
+        """Append the commit unless the fold has it; the record is committed on return."""
         if call.stream is None:
             return self._apply_queue(call, place)
         self._group_of(call)
         return self._apply_stream(self._groups.partition(place), call, call.stream)
 
     def _group_of(self, call: CommitCall) -> GroupState:
-        """Raises InvalidRequest where another group has the name by now: its receipts have the same numbers."""
+        """Return the group of a call. Raises InvalidRequest when a newer group has the name: the delivery numbers of
+        its receipts are the same."""
         group = self._groups.get(call.group, group_id=call.group_id)
         if group.group_id != call.group_id:
             raise InvalidRequest(f"the commit is of an earlier group {call.group!r}")
@@ -283,62 +283,62 @@ class GroupCommits:
         ]
         commit_id = _id_of("queue", sorted(shown))
         offsets = {offset for _, _, own in shown for offset in own}
-        weighed = self._weighed_in_turns(call, place, shown) if len(offsets) > RECEIPTS_A_TURN else None
+        checked = self._check_in_turns(call, place, shown) if len(offsets) > RECEIPTS_A_TURN else None
         at = self._at(call, place)
         first = at.delivery.commits.get(commit_id)
         if first is not None:
             return self._first_answer(at.partition, first, call, len(offsets))
-        if weighed is None or not at.delivery.are_unchanged(weighed.spans):
-            weighed = _weighed(at, shown)
-        if weighed.refused:
-            self._may_refuse(at)
+        if checked is None or not at.delivery.are_unchanged(checked.spans):
+            checked = _check(at, shown)
+        if checked.refused:
+            self._wait_refusal_final(at)
             raise StaleReceipt(
-                f"{weighed.refused} of {sum([len(own) for _, _, own in shown])} leases have passed on: nothing was"
-                " acked, and nothing published"
+                f"{checked.refused} of {sum([len(own) for _, _, own in shown])} leases have expired or moved on:"
+                " nothing was acked or published"
             )
-        if weighed.open != offsets:
-            self._may_refuse(at)
+        if checked.open != offsets:
+            self._wait_refusal_final(at)
             raise StaleReceipt(
-                f"{len(offsets - weighed.open)} of {len(offsets)} messages are done already, by an ack or another"
-                " commit: nothing was acked, and nothing published"
+                f"{len(offsets - checked.open)} of {len(offsets)} messages are done already, by an ack or another"
+                " commit: nothing was acked or published"
             )
-        record = Commit(commit_id, self._clock.now_ms(), tuple(call.outputs), weighed.ranges, weighed.ahead)
+        record = Commit(commit_id, self._clock.now_ms(), tuple(call.outputs), checked.ranges, checked.ahead)
         offset = self._append(at.partition, call.group, record)
         self._groups.acked(call.topic, call.group, len(offsets))
         at.notify()
         return CommitResult(len(offsets), len(call.outputs), offset)
 
-    def _weighed_in_turns(self, call: CommitCall, place: TopicPartition, shown: list[_Shown]) -> _Weighed | None:
-        """As `_weighed`, for many receipts: others have their turn in between. It holds while the spans are as they
-        were: what does not count, or is done, stays so. None where this log has never seen the grant of a message."""
+    def _check_in_turns(self, call: CommitCall, place: TopicPartition, shown: list[_Shown]) -> _ReceiptCheck | None:
+        """Check many receipts in parts, with pauses for other greenlets. The result holds while the spans are the
+        same: stale receipts stay stale, done messages stay done. Return None when the log has no grant of a message."""
         delivery = self._at(call, place).delivery
         refused = 0
         ranges: list[Range] = []
         spans: list[SpanFold] = []
         open_now: set[int] = set()
         for part in _parts(shown):
-            weighed = _weighed(self._at(call, place, delivery), part)
-            if weighed.ahead:
+            checked = _check(self._at(call, place, delivery), part)
+            if checked.ahead:
                 return None
-            refused += weighed.refused
-            ranges += weighed.ranges
-            open_now |= weighed.open
+            refused += checked.refused
+            ranges += checked.ranges
+            open_now |= checked.open
             for _, _, own in part:
                 spans += delivery.spans_of(own)
             give_way()
         self._at(call, place, delivery)
-        return _Weighed(refused, tuple(sorted(ranges)), (), open_now, spans)
+        return _ReceiptCheck(refused, tuple(sorted(ranges)), (), open_now, spans)
 
     def _at(self, call: CommitCall, place: TopicPartition, before: GroupDelivery | None = None) -> GroupPartition:
-        """The group on the partition. Raises Unavailable when its fold is not that of before the pause."""
+        """Return the group on the partition. Raises Unavailable when its fold was replaced during a pause."""
         at = self._groups.at(self._group_of(call), place)
         if before is not None and at.delivery is not before:
-            raise Unavailable("the group has changed meanwhile: repeat", retry_after_s=0.1)
+            raise Unavailable("the group has changed: repeat", retry_after_s=0.1)
         return at
 
-    def _may_refuse(self, at: GroupPartition) -> None:
-        """Return when it is refused for good. First what it rests on, which the disk may refuse while the other is
-        waited for: an earlier try of the same commit may stand with a successor."""
+    def _wait_refusal_final(self, at: GroupPartition) -> None:
+        """Wait until a refusal is final: first for the records that it depends on, which the disk may still refuse;
+        then for the leadership, as another leader may have an earlier try of the same commit."""
         at.wait_refused()
         at.partition.wait_led()
 
@@ -347,8 +347,8 @@ class GroupCommits:
         if stream is None:
             partition.wait_led()
             raise IllegalGeneration(
-                f"nobody of group {call.group!r} owns partition {call.number} of topic {call.topic!r}: join the group,"
-                " and send a heartbeat to learn the assignment"
+                f"no member of group {call.group!r} owns partition {call.number} of topic {call.topic!r}: join the"
+                " group, and send a heartbeat to learn the assignment"
             )
         place = (shown.member, shown.generation, shown.offset)
         commit_id = _id_of("stream", place if shown.committed is None else (*place, shown.committed))
@@ -358,7 +358,7 @@ class GroupCommits:
         try:
             self._check_stream(stream, partition, shown)
         except (IllegalGeneration, OffsetMoved, OffsetOutOfRange):
-            # It is refused for good, so what it is refused for must be; and an earlier try may stand with a successor.
+            # A refusal is final only when its cause is committed, and no other leader can have an earlier try.
             partition.wait_committed(partition.replica.next_offset - 1)
             partition.wait_led()
             raise
@@ -378,19 +378,19 @@ class GroupCommits:
             stream.check_begin(shown.committed, partition.log.log_start_offset)
         if not stream.check_commit(shown.member, shown.generation, shown.offset, partition.high_watermark):
             raise OffsetOutOfRange(
-                f"offset {shown.offset} is not above the committed one, {stream.committed}: that input is done already,"
-                " and nothing was published",
+                f"offset {shown.offset} is not above the committed offset {stream.committed}: that input is done"
+                " already, and nothing was published",
                 committed=stream.committed,
             )
 
     def _append(self, partition: Partition, group: str, record: Commit) -> int:
-        """Where the record stands, once it is committed."""
+        """Append the record, wait for its commit, and return its offset."""
         size = len(_encode(record.outputs))
         outbox: Outbox | None = None
         if record.outputs:
             outbox = self._outboxes.of(partition)
             if outbox is None:
-                raise Unavailable("this broker was elected, and has not begun to lead yet", retry_after_s=0.1)
+                raise Unavailable("this broker was elected and does not lead the partition yet", retry_after_s=0.1)
             outbox.check_room(size)
             partition.check_room()
         pending = partition.append_group_record(group, record)
@@ -400,12 +400,12 @@ class GroupCommits:
         return pending.base_offset
 
     def _first_answer(self, partition: Partition, offset: int, call: CommitCall, acked: int) -> CommitResult:
-        """The answer to a commit that stands in the log: it may still be on its way to the disk."""
+        """Return the answer of a commit that is in the log, after a wait until it is committed."""
         partition.wait_settled(offset)
-        stands = partition.control_at(offset)
+        record = partition.control_at(offset)
         published = len(call.outputs)
-        if stands is not None and stands.kind == BatchKind.COMMIT:
-            published = len(_decode_commit(stands.body).outputs)
+        if record is not None and record.kind == BatchKind.COMMIT:
+            published = len(_decode_commit(record.body).outputs)
         return CommitResult(acked, published, offset)
 
 
@@ -414,20 +414,20 @@ def _shape(mode: str) -> str:
 
 
 def _id_of(mode: str, shown: object) -> bytes:
-    """What names a commit: what was shown for it."""
+    """Return the id of a commit: a hash of its receipts or its offset."""
     return blake2b(_encode((mode, shown)), digest_size=16).digest()
 
 
-def _weighed(at: GroupPartition, shown: list[_Shown]) -> _Weighed:
+def _check(at: GroupPartition, shown: list[_Shown]) -> _ReceiptCheck:
     verdicts, unfinished = at.check_receipts(_numbered(shown))
     ranges, ahead = at.finished(unfinished)
     open_now = {offset for start, end in ranges for offset in range(start, end)}
     open_now |= {spot[2] for spot in ahead if not at.delivery.is_ahead(spot[2])}
-    return _Weighed(len(verdicts) - sum(verdicts.values()), ranges, ahead, open_now)
+    return _ReceiptCheck(len(verdicts) - sum(verdicts.values()), ranges, ahead, open_now)
 
 
 def _parts(shown: list[_Shown]) -> Iterator[list[_Shown]]:
-    """What is shown, in parts of a turn."""
+    """Split the receipts into parts for one turn each."""
     part: list[_Shown] = []
     left = RECEIPTS_A_TURN
     for delivery, epoch, offsets in shown:

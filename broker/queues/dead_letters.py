@@ -1,13 +1,13 @@
-"""Dead letters: what a group has given up on, listed, handed out again, dropped.
+"""Dead letters: list, redrive and drop the messages that a group has given up.
 
-A group's dead messages stand in its fold at the leader of each partition (core/queue/delivery.py); copies in the
-dead-letter topic are the outbox's affair (outbox.py). Here are the ones of the fold: redriven, they are ready again for
-this group alone, with their deliveries counted from zero.
+The group's fold at the leader of each partition holds its dead messages (core/queue/delivery.py); outbox.py copies them
+to the dead-letter topic. This module handles those of the fold. Redriven ones are ready again for this group alone,
+with a delivery count of zero.
 
-A redrive goes in two steps: first every leader says which of its dead letters are meant, and only when all have said so
-are they taken back, a record for each partition. So a predicate that is refused or takes too long has done nothing, and
-a rate can be shared out over the partitions. The rate is kept by the log: each message has the moment from which it is
-available in the record, so neither a fail-over nor a full disk lets them out at once.
+A redrive has two steps: first every leader matches its dead letters; when all have answered, the leaders redrive them,
+by a record for each partition. So a predicate that is refused or takes too long changes nothing, and a rate can be
+divided among the partitions. The records hold the rate, as the time from which each message is available, so neither a
+fail-over nor a full disk releases them all at once.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ ASK_TIMEOUT_S = 15.0
 PAGE_MESSAGES_MAX = 1_000
 PAGE_BYTES_MAX = 4 * 1024 * 1024
 IDS_MAX = 10_000
-# How long a leader may look for what a predicate means.
+# The time limit of a leader to match a predicate.
 MATCH_WITHIN_S = 5.0
 RATE_MAX = 1_000_000.0
 REDRIVE_MS_MAX = 30 * wire.DAY_MS
 RANGES_IN_A_RECORD = 1_000
-# Offsets, ids or ranges that are handled before others have their turn.
+# Offsets, ids or ranges that are handled before other greenlets run.
 OFFSETS_A_TURN = 1_000
-# A redriven message is outstanding until it is done: the group is left room for what is new.
+# Redriven messages are outstanding until they are done: this leaves room for new ones.
 REDRIVEN_MAX = OUTSTANDING_MAX // 2
 
 T = TypeVar("T")
@@ -60,14 +60,14 @@ _encode = msgspec.msgpack.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """`next_after` is where the next page begins, None when there is none."""
+    """A page of dead letters. The next page begins after the id `next_after`; None at the end."""
 
     messages: list[StoredMessage]
     next_after: str | None
 
 
 class DeadLetterGroupLookup(Protocol):
-    """What dead letters need of the groups."""
+    """The part of `Groups` that dead letters need."""
 
     def get(self, name: str, *, mode: str = "", group_id: str = "") -> GroupState: ...
     def partition(self, place: TopicPartition) -> Partition: ...
@@ -121,10 +121,10 @@ class DeadLetters:
         self._peers = peers
         self._clock = clock
 
-    # --- the broker that is asked ------------------------------------------------------------------------------------
+    # --- the broker that the client calls ----------------------------------------------------------------------------
 
     def page(self, name: str, topic_name: str, *, limit: int, after: str | None, forward: bool = True) -> Listed:
-        """The dead letters of the group on a topic, by partition and offset, from behind the one with id `after`."""
+        """Return dead letters of the group on a topic, by partition and offset, after the one with id `after`."""
         group, topic = self._of_queue(name), self._find(topic_name)
         first, offset = _place_of_id(after, topic) if after is not None else (0, -1)
         shares = [
@@ -142,7 +142,7 @@ class DeadLetters:
             ]
             is_last = share.number == topic.state.partitions - 1
             if not page.complete or len(page.messages) > room or (len(messages) == limit and not is_last):
-                # A page that is cut before its first message goes on where it began.
+                # An empty page that is not the last one continues where it began.
                 last = f"{messages[-1].partition}-{messages[-1].offset}" if messages else after
                 return Listed(messages, last)
         return Listed(messages, None)
@@ -158,8 +158,8 @@ class DeadLetters:
         dry_run: bool,
         forward: bool = True,
     ) -> tuple[int, int]:
-        """Hand dead letters out again: those with `ids`, those that `where` means, or all. How many were meant, and how
-        many are on their way: fewer, where so many would leave the group no room for what is new."""
+        """Redrive dead letters: those with `ids`, those that match `where`, or all. Return how many matched, and how
+        many were redriven: fewer when more would leave the group no room for new messages."""
         if ids is not None and where is not None:
             raise InvalidRequest("give ids or where, not both")
         if where is not None:
@@ -169,7 +169,7 @@ class DeadLetters:
         if rate_per_s is not None and matched * 1000 / rate_per_s > REDRIVE_MS_MAX:
             raise InvalidRequest(
                 f"{matched} dead letters at {rate_per_s:g} a second would take {matched / rate_per_s / 86400:.0f} days,"
-                f" the limit is {REDRIVE_MS_MAX // wire.DAY_MS}: raise rate_per_s, or take fewer"
+                f" the limit is {REDRIVE_MS_MAX // wire.DAY_MS}: raise rate_per_s, or redrive fewer"
             )
         if dry_run or not shares:
             return matched, 0
@@ -178,7 +178,7 @@ class DeadLetters:
         return matched, sum(done.values())
 
     def drop(self, name: str, topic_name: str, *, ids: Sequence[str] | None, forward: bool = True) -> int:
-        """Forget dead letters, those with `ids` or all; how many. Their copies in the dead-letter topic stay."""
+        """Drop dead letters, those with `ids` or all; return how many. Copies in the dead-letter topic stay."""
         group, topic, shares = self._meant(name, topic_name, ids, None, forward)
         if not shares:
             return 0
@@ -188,7 +188,7 @@ class DeadLetters:
     def _meant(
         self, name: str, topic_name: str, ids: Sequence[str] | None, where: object, forward: bool
     ) -> tuple[GroupState, Topic, list[DeadShare]]:
-        """The dead letters that are meant, by partition, where there are any."""
+        """Return the matching dead letters, by partition, for the partitions that have any."""
         group, topic = self._of_queue(name), self._find(topic_name)
         named = _named(ids, topic) if ids is not None else dict.fromkeys(range(topic.state.partitions))
         shares = [DeadShare(number, offsets=offsets) for number, offsets in named.items()]
@@ -214,7 +214,7 @@ class DeadLetters:
         forward: bool,
         repeatable: bool = True,
     ) -> dict[int, T]:
-        """What each partition has to say, by number. Raises the first error; after a part was done, as unknown."""
+        """Return the answer of each partition by number. Raises the first error; as unknown when a part was done."""
         places = [place_of(topic.state, share.number) for share in call.shares]
         if not forward:
             self._leaders.check_led_here(places)
@@ -257,7 +257,7 @@ class DeadLetters:
         return _encode([result_of(outcomes[place]) for place in places])
 
     def _delivery(self, call: DeadCall, place: TopicPartition) -> tuple[Partition, GroupDelivery | None]:
-        """The partition, and the group on it if it has begun there. What was appended is committed on return."""
+        """Return the partition, and the group's fold on it if it has begun there; its log is committed on return."""
         group = self._groups.get(call.group, group_id=call.group_id)
         if group.group_id != call.group_id:
             raise Unavailable(f"group {call.group!r} was just deleted", retry_after_s=0.1)
@@ -339,8 +339,8 @@ def _written(
     ranges: Sequence[T],
     record_of: Callable[[tuple[T, ...]], Redrive | Drop],
 ) -> int:
-    """Write down what becomes of dead letters, in records that leave others their turn in between; how many were dead
-    no more by that. Raises a refusal as unknown, where a part may stand."""
+    """Append records about dead letters, with pauses for other greenlets; return how many are dead no more. Raises a
+    refusal as unknown when a part may be in the log."""
     written: list[Pending] = []
     delivery = partition.delivery[group]
     done = 0
@@ -362,19 +362,19 @@ def _written(
 
 
 class _Patience:
-    """The time that one call may look, over all of its partitions."""
+    """The time limit of one call's matching, over all of its partitions."""
 
     def __init__(self) -> None:
         self._until = time.monotonic() + MATCH_WITHIN_S
         self._turn = TimeSlice()
 
     def spend(self) -> None:
-        """Raises Unavailable when it is over; lets others run now and then."""
+        """Raise Unavailable when the time is over; yield to other greenlets now and then."""
         now = time.monotonic()
         if now > self._until:
             raise Unavailable(
-                f"looking for what `where` means took longer than {MATCH_WITHIN_S:g} s, and nothing was redriven: name"
-                " the dead letters by their ids, as GET …/dead-letters lists them",
+                f"matching `where` took longer than {MATCH_WITHIN_S:g} s, and nothing was redriven: name the dead"
+                " letters by their ids, as GET …/dead-letters lists them",
                 retryable=False,
             )
         self._turn.pause_if_over()
@@ -383,7 +383,7 @@ class _Patience:
 def _letters(
     partition: Partition, delivery: GroupDelivery | None, start: int
 ) -> Iterator[tuple[DeadFold, int, int, Record]]:
-    """The dead messages from `start` on that are still in the log: (dead, offset, timestamp_ms, record)."""
+    """Yield the dead messages from `start` on that are still in the log: (dead, offset, timestamp_ms, record)."""
     for dead in delivery.dead_from(start) if delivery is not None else ():
         first = max(start, dead.start)
         for piece in partition.pieces(first, dead.end, dead.end - first):
@@ -411,9 +411,9 @@ def _still_dead(delivery: GroupDelivery, offsets: Iterable[int]) -> list[int]:
 
 
 def _check_same(partition: Partition, group: str, delivery: GroupDelivery) -> None:
-    """Raise Unavailable where the group's fold was replaced in a pause: it was deleted, or led elsewhere."""
+    """Raise Unavailable when the group's fold was replaced during a pause: it was deleted, or is led elsewhere."""
     if partition.delivery.get(group) is not delivery:
-        raise Unavailable("the group has changed meanwhile: repeat", retry_after_s=0.1)
+        raise Unavailable("the group has changed: repeat", retry_after_s=0.1)
 
 
 def _count(ranges: Sequence[Range]) -> int:
@@ -421,7 +421,7 @@ def _count(ranges: Sequence[Range]) -> int:
 
 
 def _timed(offsets: list[int], first_ms: float, step_ms: float) -> list[tuple[int, int, int]]:
-    """(start, end, available_at_ms): one message each `step_ms`, those side by side in the same moment together."""
+    """Return (start, end, available_at_ms) for one message each `step_ms`; adjacent ones of one time are a range."""
     ranges: list[tuple[int, int, int]] = []
     for rank, offset in enumerate(in_turns(offsets, OFFSETS_A_TURN)):
         at_ms = int(first_ms + rank * step_ms)
@@ -433,7 +433,8 @@ def _timed(offsets: list[int], first_ms: float, step_ms: float) -> list[tuple[in
 
 
 def _staggered(shares: list[DeadShare], total: int, rate_per_s: float | None) -> list[DeadShare]:
-    """The shares with their pace: each partition takes as long as all of them together, and they take turns."""
+    """Return the shares with their rates: each partition spreads its messages over the whole time, out of step with the
+    others."""
     if rate_per_s is None:
         return shares
     whole_ms = total * 1000 / rate_per_s
@@ -448,11 +449,11 @@ def _staggered(shares: list[DeadShare], total: int, rate_per_s: float | None) ->
 
 
 def _place_of_id(text: str, topic: Topic) -> tuple[int, int]:
-    """(partition, offset) of a message's id. Raises InvalidRequest, PartitionNotFound."""
+    """Return (partition, offset) of a message's id. Raises InvalidRequest, PartitionNotFound."""
     number, dash, offset = text.partition("-")
     good = dash and all(part.isascii() and part.isdigit() and len(part) <= 16 for part in (number, offset))
     if not good:
-        raise InvalidRequest(f"{text[:100]!r} is no id of a message: ids are <partition>-<offset>, as 0-17")
+        raise InvalidRequest(f"{text[:100]!r} is not a message id: ids are <partition>-<offset>, as 0-17")
     return topic.place(int(number)).number, int(offset)
 
 

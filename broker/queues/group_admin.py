@@ -1,7 +1,7 @@
-"""What a group has all over the cluster, and its end: every leader speaks for the partitions that it leads.
+"""Describe and delete groups: every leader answers for the partitions that it leads.
 
-A leader that cannot be asked leaves a gap. Whether that matters is told by the others: a group begins on all partitions
-of a topic, so where those that were asked do not know it, the one that was not does not either.
+A leader that does not answer leaves a gap. The gap matters only if another partition of the topic knows the group: a
+group begins on all partitions of a topic.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class GroupAdmin:
     # --- counting ----------------------------------------------------------------------------------------------------
 
     def describe(self, name: str, *, leave_out: bool = False) -> wire.GroupDescription:
-        """The group over all its partitions. Raises GroupNotFound; Unavailable when one of them has no leader to ask
-        (unless that is to be left out), since such a lag would be taken for the whole."""
+        """Return the group's counts over all its partitions. Raises GroupNotFound; with `leave_out` False also
+        Unavailable when a partition has no leader, since its lag would be missing."""
         group = self._groups.get(name)
         deadline = time.monotonic() + self._patience_s
         while True:
@@ -59,7 +59,7 @@ class GroupAdmin:
             self._wait(gaps, deadline)
 
     def describe_all(self) -> list[wire.GroupDescription]:
-        """All groups; what has no leader to ask is left out of the counts."""
+        """Return all groups; the counts leave out partitions without a leader."""
         counts = _once_each(self._counts([]))
         by_group: dict[str, list[GroupCount]] = {}
         for count in counts:
@@ -89,19 +89,19 @@ class GroupAdmin:
     def serve_groups(self, body: bytes) -> bytes:
         return _encode(self._count_here(msgspec.msgpack.decode(body, type=CountGroups).groups))
 
-    # --- the end of a group ------------------------------------------------------------------------------------------
+    # --- deletion ----------------------------------------------------------------------------------------------------
 
     def delete(self, name: str) -> None:
-        """End the group at every leader, then forget it. While that goes on nobody may use it or make it anew.
+        """End the group at every leader, then delete it. It cannot be used or created again during this.
 
         Raises GroupNotFound; Unavailable when a partition where it may have begun has no leader, or the control plane
-        does not answer: then it stays, where it has not ended, and a repeat goes on from there.
+        does not answer. Then it stays where it has not ended, and a repeat continues from there.
         """
         try:
             with self._groups.deleting(name) as group:
                 self._end_everywhere(group)
         except Unavailable as error:
-            error.outcome = "unknown"  # where it has ended, what was acked is forgotten
+            error.outcome = "unknown"  # where it has ended, its acks are lost
             raise
 
     def _end_everywhere(self, group: GroupState) -> None:
@@ -127,13 +127,13 @@ class GroupAdmin:
         call = msgspec.msgpack.decode(body, type=EndGroup)
         group: GroupState | None = self._groups.find(call.group)
         if group is not None and group.group_id != call.group_id:
-            raise Unavailable(f"group {call.group!r} is another one by now", retry_after_s=0.1)
+            raise Unavailable(f"group {call.group!r} was replaced by a newer one", retry_after_s=0.1)
         return _encode(self._end_here(call.group, call.group_id))
 
     # --- all leaders -------------------------------------------------------------------------------------------------
 
     def _everywhere(self, here: Callable[[], T], there: Callable[[int], T]) -> list[T]:
-        """The answers of all brokers that gave one; the others are asked at once. Raises what this one refuses with."""
+        """Return the answers of all brokers that answer, asked in parallel. Raises the error of this one."""
         others = [broker_id for broker_id in self._mirror.brokers if broker_id != self._broker_id]
         asked = [gevent.spawn(_unless_refused, there, broker_id) for broker_id in others]
         try:
@@ -144,11 +144,11 @@ class GroupAdmin:
         return answers
 
     def _led(self) -> list[_Where]:
-        """At one moment: a partition that goes meanwhile would be taken for one that was asked."""
+        """Return the partitions led here, in one step: one that moved away during a count would appear as counted."""
         return [(topic.name, partition.number) for topic in self._groups.topics for partition in topic.led()]
 
     def _gaps(self, begun: Collection[_Where], led: Collection[_Where]) -> list[_Where]:
-        """Partitions where the group may be, and nobody could say."""
+        """Return partitions where the group may have begun, and that no leader answered for."""
         gaps: list[_Where] = []
         begun_topics = {topic for topic, _ in begun}
         for topic in in_short_turns(self._groups.topics):
@@ -159,11 +159,11 @@ class GroupAdmin:
         return gaps
 
     def _wait(self, gaps: Iterable[_Where], deadline: float) -> None:
-        """A moment before the next try. Raises Unavailable when the time is over."""
+        """Pause before the next try. Raises Unavailable when the time is over."""
         if time.monotonic() >= deadline:
             topic, number = next(iter(gaps))
             raise Unavailable(
-                f"partition {number} of topic {topic!r} has no leader to ask just now: repeat in a moment",
+                f"partition {number} of topic {topic!r} has no leader now: repeat in a moment",
                 retry_after_s=1,
             )
         gevent.sleep(PAUSE_MAX_S)
@@ -177,7 +177,7 @@ def _unless_refused(there: Callable[[int], T], broker_id: int) -> T | None:
 
 
 def _once_each(answers: Iterable[GroupCounts]) -> list[GroupCount]:
-    """While a leader is being replaced, two may speak for a partition."""
+    """Return one count for each partition: two brokers may answer for it during a change of leaders."""
     counts = {(count.group, count.topic, count.number): count for answer in answers for count in answer.counts}
     return list(counts.values())
 

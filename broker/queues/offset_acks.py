@@ -1,9 +1,9 @@
-"""Messages that are done by their places, for callers who were given no receipt.
+"""Acks by partition and offset, for protocols without receipts.
 
-A receipt proves that its message was handed out to whoever shows it. Older protocols know a message by an id alone: who
-names it may end it. Where they know who consumes, the id of a receive's attempt begins with the consumer's name; the
-group's fold keeps it with the lease, so that any leader can tell whose a message is. Where an id is a text, it says of
-which topic of the name it is: offsets begin anew in a topic that is made again.
+A receipt proves that its message was delivered to the caller. Some protocols identify a message by an id alone: any
+client that names it may ack it. Where such a protocol knows its consumers, the attempt id of a receive begins with the
+consumer's name. The group's fold keeps it with the lease, so every leader knows the holder of a message. Ids that are
+texts contain a mark of the topic: in a topic that was deleted and created again, offsets start again at 0.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class _CompletionWork:
 
 
 class OffsetAcks:
-    """`known` finds a topic by its name, and waits for one that was made a moment ago; `stands` is what the control
-    plane says of a name."""
+    """Acks by offset. `known` finds a topic by name, and waits for one that was just created; `stands` reads a topic
+    from the control plane."""
 
     def __init__(
         self,
@@ -88,11 +88,11 @@ class OffsetAcks:
         self._peers = peers
 
     def mark(self, topic_name: str) -> str:
-        """What tells the topic from an earlier one of its name. Raises TopicNotFound."""
+        """Return a mark that differs from that of an earlier topic of the name. Raises TopicNotFound."""
         return topic_mark(self._topic(topic_name).state.topic_id)
 
     def mark_in(self, receipt: str) -> str:
-        """The same of the topic that a received message is of."""
+        """Return the mark of a received message's topic."""
         return mark_in(receipt)
 
     def finish(
@@ -105,10 +105,10 @@ class OffsetAcks:
         holder: str | None = None,
         forward: bool = True,
     ) -> list[Verdict]:
-        """Whether each message, (partition, offset), is done for the group now; False for a place where none was to be
-        done, and for one that is not the holder's: that was handed out by a receive whose attempt_id is not
-        `<holder>:<anything>`; nor is one whose mark, where it has one, is of an earlier topic of the name. Repeating it
-        is fine. An error stands for what is not known; it is raised when nothing is. Raises TopicNotFound,
+        """Ack messages by (partition, offset); return True for each that is done now. False for an offset without a
+        message to ack; for one that the holder does not hold, that is, one leased by a receive whose attempt_id is not
+        `<holder>:<anything>`; and for one with the mark of an earlier topic of the name. A repeat is safe. An entry is
+        an error when its outcome is not known; the error is raised when that holds for all. Raises TopicNotFound,
         PartitionNotFound."""
         topic = self._topic(topic_name)
         if any(marks):
@@ -118,8 +118,8 @@ class OffsetAcks:
         return self._finish(topic, name, places, holder, forward)
 
     def _are_of(self, topic: Topic, marks: Sequence[str]) -> list[bool]:
-        """Whose mark is the topic's, or nothing. Raises Unavailable when this broker has not heard of the newest one of
-        the name: its marks would be taken for old ones."""
+        """Return True for each mark that is the topic's or empty. Raises Unavailable when this broker does not know the
+        newest topic of the name: its marks would look like old ones."""
         mark = topic_mark(topic.state.topic_id)
         of_it = [each in {"", mark} for each in marks]
         if not all(of_it):
@@ -153,9 +153,9 @@ class OffsetAcks:
         call = _decode_finish(body)
         group = self._groups.get(call.group, mode="queue", group_id=call.group_id)
         if group.group_id != call.group_id:
-            raise InvalidRequest(f"this was asked of an earlier group {call.group!r}")
+            raise InvalidRequest(f"the call is for an earlier group {call.group!r}")
         if group.config.mode != "queue":
-            raise GroupModeMismatch(f"group {call.group!r} works in stream mode: it commits offsets")
+            raise GroupModeMismatch(f"group {call.group!r} is a stream group: it commits offsets")
         shares = {TopicPartition(share.topic, share.topic_id, share.number): share.offsets for share in call.shares}
         work = _CompletionWork(self._groups, group, shares, call.holder)
         outcomes = self._leaders.run(list(shares), work, forward=False)

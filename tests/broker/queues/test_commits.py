@@ -616,13 +616,13 @@ def test_the_calls_between_brokers_carry_all_of_a_commit(fixture):
     send(fixture, "a")
     messages = receive(fixture)
     call_of: list[committing.CommitCall] = []
-    real = fixture.broker.group_commits._brought
+    real = fixture.broker.group_commits._forward
 
     def brought(call, place, forward):
         call_of.append(msgspec.msgpack.decode(msgspec.msgpack.encode(call), type=committing.CommitCall))
         return real(call, place, forward)
 
-    fixture.broker.group_commits._brought = brought
+    fixture.broker.group_commits._forward = brought
     first = commit(fixture, messages, outputs("A", key=b"k"))
     answer = fixture.broker.serve_peer("commit", msgspec.msgpack.encode(call_of[0]), None)
     ((value, refused),) = msgspec.msgpack.decode(answer)

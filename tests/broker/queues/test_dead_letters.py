@@ -504,7 +504,7 @@ def test_a_pause_after_which_the_group_has_another_fold_refuses_the_call(fixture
         "write": lambda: dead_letters._written(partition, "g", ranges, lambda part: Drop(part, 0)),
     }[step]
     pauses(anew)
-    with pytest.raises(Unavailable, match="changed meanwhile"):
+    with pytest.raises(Unavailable, match="has changed"):
         do()
     assert len(partition.delivery["g"].dead) == (10 if step == "write" else 20)
 

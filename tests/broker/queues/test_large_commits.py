@@ -1,4 +1,4 @@
-"""Commits of very many receipts: weighed with pauses, and as one all the same, whatever happens in a pause."""
+"""Commits of very many receipts: checked with pauses, and still atomic."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from support.domain import running
 from support.outputs import commit, outputs, receive, send, settled, there
 
 from portalmq import wire
-from portalmq.broker.queues import commit as committing
+from portalmq.broker.queues import commit as commit_module
 from portalmq.broker.queues.commit import OutputMessage
 from portalmq.errors import InvalidRequest, MessageTooLarge, StaleReceipt
 
@@ -21,7 +21,7 @@ def fixture(tmp_path):
 @pytest.fixture
 def in_small_parts(monkeypatch):
     """Commits are weighed in small parts. Say what is to happen in which pause; the pauses are noted."""
-    monkeypatch.setattr(committing, "RECEIPTS_A_TURN", 3)
+    monkeypatch.setattr(commit_module, "RECEIPTS_A_TURN", 3)
 
     def during(pause: int = -1, meanwhile=lambda: None) -> list[int]:
         pauses: list[int] = []
@@ -32,7 +32,7 @@ def in_small_parts(monkeypatch):
                 meanwhile()
 
         monkeypatch.setattr("portalmq.broker.partition.yielding.give_way", give_way)
-        monkeypatch.setattr(committing, "give_way", give_way)
+        monkeypatch.setattr(commit_module, "give_way", give_way)
         return pauses
 
     return during
@@ -47,7 +47,7 @@ PAUSES = pytest.mark.parametrize("pause", [0, 3])
 
 
 @pytest.mark.parametrize("at_once", [1, 10])
-def test_a_commit_of_very_many_receipts_is_weighed_with_pauses_and_done_whole(fixture, in_small_parts, at_once):
+def test_a_commit_of_very_many_receipts_is_checked_with_pauses_and_done_whole(fixture, in_small_parts, at_once):
     messages = leased(fixture, at_once)
     pauses = in_small_parts()
     first = commit(fixture, messages[::2] + messages[1:2], outputs("A"))
@@ -62,7 +62,7 @@ def test_a_commit_of_very_many_receipts_is_weighed_with_pauses_and_done_whole(fi
 
 @PAUSES
 @pytest.mark.parametrize(("at_once", "number"), [(1, 0), (1, 9), (10, 4)])
-def test_what_is_acked_while_a_commit_is_weighed_refuses_it(fixture, in_small_parts, at_once, pause, number):
+def test_what_is_acked_while_a_commit_is_checked_refuses_it(fixture, in_small_parts, at_once, pause, number):
     messages = leased(fixture, at_once)
     in_small_parts(pause, lambda: fixture.broker.ack("g", [messages[number].receipt]))
     with pytest.raises(StaleReceipt, match="1 of 10 messages are done"):
@@ -73,7 +73,7 @@ def test_what_is_acked_while_a_commit_is_weighed_refuses_it(fixture, in_small_pa
 
 
 @PAUSES
-def test_what_passes_on_while_a_commit_is_weighed_refuses_it(fixture, in_small_parts, pause):
+def test_what_passes_on_while_a_commit_is_checked_refuses_it(fixture, in_small_parts, pause):
     messages = leased(fixture, 2)
 
     def passes_on() -> None:
@@ -81,7 +81,7 @@ def test_what_passes_on_while_a_commit_is_weighed_refuses_it(fixture, in_small_p
         receive(fixture, 1)
 
     in_small_parts(pause, passes_on)
-    with pytest.raises(StaleReceipt, match="1 of 10 leases have passed on"):
+    with pytest.raises(StaleReceipt, match="1 of 10 leases have expired or moved on"):
         commit(fixture, messages, outputs("A"))
     settled(fixture)
     assert there(fixture) == []
@@ -126,7 +126,7 @@ class Walked(list[OutputMessage]):
 
 
 def test_outputs_for_many_topics_are_walked_through_twice_with_pauses(fixture, in_small_parts, monkeypatch):
-    monkeypatch.setattr(committing, "OUTPUTS_A_TURN", 3)
+    monkeypatch.setattr(commit_module, "OUTPUTS_A_TURN", 3)
     publications = Walked([each for name in "abcdef" for each in outputs(name, topic=f"out-{name}")])
     fixture.broker.group_commits._outputs(publications)  # the topics are there from here on
     publications.walks, pauses = 0, in_small_parts()
