@@ -16,9 +16,9 @@ from portalmq.spark.report import model
 def analyse(
     paths: Sequence[Path], out: Path, *, topics: Sequence[str] | None = None, master: str | None = None
 ) -> model.Report:
-    """Makes the report of all that is committed in the brokers' data directories.
+    """Make the report of all committed messages in the brokers' data directories.
 
-    A report that stands in `out` is replaced when the new one is whole; of several at a time the last one stays.
+    A complete report replaces the one in `out`; of several concurrent ones the last remains.
 
     Raises OutputTaken, SparkMissing, SourceError.
     """
@@ -47,16 +47,16 @@ def analyse(
 
 
 def _check(paths: Sequence[Path], topics: Sequence[str] | None) -> None:
-    """What is wrong with the directories is said before Spark is started."""
+    """Report faults of the directories before Spark starts."""
     from portalmq.spark.directories import Directories
 
     Directories([str(path) for path in paths], topics).logs()
 
 
-# --- what went wrong in a worker -------------------------------------------------------------------------------------
+# --- errors of workers -----------------------------------------------------------------------------------------------
 
 _FAULT = re.compile(r"portalmq\.spark\.errors\.(\w+): (.+)")
-# What Spark says of a machine whose Python is not the one that is meant: it lacks a package, is not there, is another.
+# Spark's messages about a worker whose Python lacks a package, does not exist, or has another version.
 _FOREIGN_PYTHON = re.compile(
     r"ModuleNotFoundError: (No module named '(?:portalmq|pyspark|pyarrow|adbc_driver\w*|numpy|msgspec)[\w.]*')"
     r"|(Cannot run program \".+\")"
@@ -66,14 +66,14 @@ _FOREIGN_PYTHON = re.compile(
 
 @contextmanager
 def _told_plainly() -> Iterator[None]:
-    """Our own sentence instead of Spark's pages around it."""
+    """Raise our own error instead of Spark's, which wraps it in pages of text."""
     from pyspark.errors import PySparkException
 
     from portalmq.spark.session import SparkMissing
 
     try:
         yield
-    except Exception as fault:  # an executor's last words may come as Py4J's
+    except Exception as fault:  # an executor's last error may come from Py4J
         if not isinstance(fault, PySparkException) and not type(fault).__module__.startswith("py4j."):
             raise
         said = _FAULT.search(str(fault))
@@ -88,5 +88,5 @@ def _told_plainly() -> Iterator[None]:
             raise
         kind: type[SourceError] = getattr(errors, said[1], SourceError)
         told = kind.__new__(kind)
-        told.args = (said[2].strip(),)  # the sentence is whole: it is not to be made again
+        told.args = (said[2].strip(),)  # the text is complete, so the constructor must not run again
         raise told from fault

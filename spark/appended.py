@@ -1,7 +1,7 @@
-"""What was appended: figures by topic, partition, producer, size and time, from the table `batches`.
+"""Figures of appended messages by topic, partition, producer, size and time, from the table `batches`.
 
-All of them come from two small aggregates of one scan: the volume by partition, producer and bucket of time, and how
-many messages a topic has of each size.
+They derive from two small aggregates of one scan: the volume by partition, producer and time bucket, and the number of
+messages of each size by topic.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from portalmq.spark.distribution import coarse, power_from, power_to, quantiles
 
 @dataclass(frozen=True)
 class AppendedFigures:
-    """`logs`: topic, partition, start_offset, end_offset, for partitions without a message too. `batches` has the
-    table's columns, and the append time as `at_ms`. Both frames below are persisted by whoever makes this."""
+    """The aggregates. `logs`: topic, partition, start_offset, end_offset, empty partitions included. `batches` has the
+    table's columns, and the append time as `at_ms`. `volume` and `sizes` are persisted; the caller releases them."""
 
     logs: DataFrame
     batches: DataFrame
@@ -36,14 +36,14 @@ def appended(logs: DataFrame, batches: DataFrame, bucket_ms: int) -> AppendedFig
             f.min("at_ms").alias("first_ms"),
             f.max("at_ms").alias("last_ms"),
         )
-        .coalesce(1)  # few rows: what is computed of them needs no shuffle
+        .coalesce(1)  # few rows: later aggregates need no shuffle
         .persist()
     )
     sizes = (
         messages.select("topic", f.explode("sizes").alias("size", "messages"))
         .groupBy("topic", coarse(f.col("size")).alias("size"), power_from(f.col("size")).alias("from_bytes"))
         .agg(f.sum("messages").alias("messages"), f.sum(_times()).alias("bytes"), f.max("size").alias("biggest"))
-        .coalesce(1)  # few rows: what is computed of them needs no shuffle
+        .coalesce(1)  # few rows: later aggregates need no shuffle
         .persist()
     )
     return AppendedFigures(logs, batches, volume, sizes, bucket_ms)
@@ -58,7 +58,7 @@ def _bucket(bucket_ms: int) -> Column:
 
 
 def per_second(amount: str) -> Column:
-    """Over the time from the first to the last, a second at the least."""
+    """Return the amount per second between the first and the last time, at least one second."""
     seconds = f.greatest(f.lit(1.0), (f.col("last_ms") - f.col("first_ms")) / 1000.0)
     return f.coalesce(f.col(amount) / seconds, f.lit(0.0))
 
@@ -72,9 +72,9 @@ def _sums() -> list[Column]:
 
 
 def totals(found: AppendedFigures) -> DataFrame:
-    """One row."""
+    """Return the totals in one row."""
     peak = found.volume.groupBy("bucket_ms").agg(f.sum("messages").alias("messages"))
-    # One row each, laid over each other: they meet without a join.
+    # One row from each, aggregated into one: no join is needed.
     rows = (
         found.volume.agg(*_sums(), f.count_distinct("producer_id").alias("producers"))
         .unionByName(peak.agg(f.max("messages").alias("peak")), allowMissingColumns=True)
@@ -97,7 +97,7 @@ def totals(found: AppendedFigures) -> DataFrame:
 
 
 def _by_partition(found: AppendedFigures) -> DataFrame:
-    """Those without a message too. Both sides are one partition each: they are merged, and no one is sent about."""
+    """Return all partitions, empty ones included. Each side is one partition, so the merge join shuffles nothing."""
     volume = found.volume.groupBy("topic", "partition").agg(*_sums())
     return found.logs.join(volume.hint("merge"), ["topic", "partition"], "left").fillna(
         0, ["messages", "bytes", "keyed"]
@@ -176,7 +176,7 @@ def producers(found: AppendedFigures) -> DataFrame:
 
 
 def fail_overs(found: AppendedFigures) -> DataFrame:
-    """The gap is between the last message of the epochs before and the first one of this epoch, or of those after."""
+    """Return the epochs. The gap runs from the last message of earlier epochs to the first of this or a later one."""
     is_start, is_messages = f.col("kind") == "epoch", f.col("kind") == "messages"
     epochs = found.batches.groupBy("topic", "partition", "leader_epoch").agg(
         f.min(f.when(is_start, f.col("at_ms"))).alias("at_ms"),

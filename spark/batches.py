@@ -1,18 +1,18 @@
-"""The table `batches`: a row for each batch of messages in the log, and for each start of a leader's epoch.
+"""The table `batches`: a row for each batch of messages in the log, and for each start of a leader epoch.
 
-    topic, partition        which log
+    topic, partition        the log
     base_offset             the batch's first offset
     kind                    messages | epoch
-    messages, bytes, keyed  how many there are now (compaction and purges may have taken some), the sum of their values'
-                            lengths, and how many have a key; 0 in an epoch's row
-    sizes                   value length -> how many messages have it
+    messages, bytes, keyed  the number of messages now (compaction and purges may have removed some), the sum of their
+                            values' lengths, and how many have a key; 0 in an epoch's row
+    sizes                   value length -> number of messages with it
     leader_epoch            of the leader that appended it
     producer_id, producer_epoch, sequence    the idempotent producer's, null without one; the sequence of the first
     appended_at             the leader's clock, never falling along a log
 
-The lengths are counted in the workers by SQLite and Arrow, which do not touch the payloads: a table of a thousandth of
-the messages' number tells all that is to be known of their volume. Without `bytes`, `keyed` and `sizes` among the
-columns only the headers are read.
+The workers count lengths with SQLite and Arrow, without reading the payloads, so a table with a thousandth of the
+messages' number describes their whole volume. Without `bytes`, `keyed` and `sizes` among the columns only the headers
+are read.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class BatchesReader(DataSourceReader):
 
 
 class _Chunk:
-    """Reads the batches of one file that begin in a range, and the one that reaches over the log's first offset."""
+    """Reads the batches of one file that begin in a range, and the one that spans the log's first offset."""
 
     def __init__(self, path: Path, piece: Piece, columns: Sequence[str]) -> None:
         self._path = path
@@ -137,7 +137,7 @@ class _Chunk:
         return list(made.values())
 
     def _counts(self, cursor: Any, heads: dict[str, Any]) -> dict[str, pa.Array]:
-        """The columns that speak of the messages."""
+        """Return the columns that describe the messages."""
         base, count = heads["base_offset"], heads["count"]
         is_messages = heads["kind"] == MESSAGES
         first, last = np.maximum(base, self._log.start_offset), np.minimum(base + count, self._log.end_offset)
@@ -177,7 +177,7 @@ class _Chunk:
 
 
 def _sizes(index: Any, size: Any, batches: int) -> pa.MapArray:
-    """For each batch its messages' lengths, and how many there are of each."""
+    """Return for each batch a map of message lengths to their number."""
     pairs, counts = np.unique((index.astype(np.int64) << _SIZE_BITS) | size, return_counts=True)
     of_batch = pairs >> _SIZE_BITS
     starts = np.searchsorted(of_batch, np.arange(batches + 1), side="left")

@@ -1,6 +1,6 @@
-"""The bodies of the groups' records, as far as this room reads them: MessagePack arrays, laid out in
-broker/storage/SCHEMA.md. Fields are only ever added at the end of an array, and what comes behind the last one that is
-named here is passed over.
+"""The bodies of the groups' records, as far as this package reads them: MessagePack arrays, specified in
+broker/storage/SCHEMA.md. New fields are only added at the end of an array; decoding ignores fields after the last one
+that is named here.
 
 Ranges are [start, end) offsets.
 """
@@ -39,8 +39,8 @@ class GroupEndBody(msgspec.Struct, array_like=True):
 
 
 class GrantBody(msgspec.Struct, array_like=True):
-    """`ranges` are (start, end, delivery number); `lanes` is empty, or has a lane for each of them; `gone` are messages
-    that were handed out before and have expired since, or were compacted away."""
+    """A delivery. `ranges` are (start, end, delivery number); `lanes` is empty, or has a lane for each range; `gone`
+    has messages that were delivered before and have since expired, or were removed by compaction."""
 
     ranges: tuple[tuple[int, int, int], ...]
     next: int
@@ -54,8 +54,8 @@ class GrantBody(msgspec.Struct, array_like=True):
 
 
 class AckBody(msgspec.Struct, array_like=True):
-    """`ahead` are (lane, _, offset), and in none of the ranges: done by who was handed them by a leader that died
-    before its grant was in the log."""
+    """An ack. `ahead` are (lane, _, offset), in none of the ranges: messages delivered by a leader that died before its
+    grant was in the log."""
 
     ranges: tuple[Range, ...]
     at_ms: int = 0
@@ -63,7 +63,7 @@ class AckBody(msgspec.Struct, array_like=True):
 
 
 class NackBody(msgspec.Struct, array_like=True):
-    """`ranges` are (start, end, free again from this time on)."""
+    """A nack. `ranges` are (start, end, available again at)."""
 
     ranges: tuple[tuple[int, int, int], ...]
     at_ms: int
@@ -76,7 +76,7 @@ class ExtendBody(msgspec.Struct, array_like=True):
 
 
 class DeadBody(msgspec.Struct, array_like=True):
-    """`ranges` are (start, end, deliveries)."""
+    """Dead letters. `ranges` are (start, end, deliveries)."""
 
     ranges: tuple[tuple[int, int, int], ...]
     at_ms: int
@@ -84,7 +84,7 @@ class DeadBody(msgspec.Struct, array_like=True):
 
 
 class RedriveBody(msgspec.Struct, array_like=True):
-    """`ranges` are (start, end, free again from this time on)."""
+    """A redrive. `ranges` are (start, end, available again at)."""
 
     ranges: tuple[tuple[int, int, int], ...]
 
@@ -94,7 +94,7 @@ class DropBody(msgspec.Struct, array_like=True):
 
 
 class CommitBody(msgspec.Struct, array_like=True):
-    """Of a queue group with `ranges`; of a stream group with an `offset` of 0 or more."""
+    """A commit of a queue group with `ranges`, or of a stream group with an `offset` of 0 or more."""
 
     commit_id: bytes
     at_ms: int
@@ -154,8 +154,8 @@ STREAM_KINDS = (RecordKind.COMMIT, RecordKind.CLAIM, RecordKind.COMMIT_OFFSET, R
 
 
 def decoded(kind: int, body: bytes) -> Body | None:
-    """None for a kind that this room does not know. Raises msgspec.MsgspecError."""
+    """Decode a body; None for an unknown kind. Raises msgspec.MsgspecError."""
     if kind == RecordKind.GROUP_END:
-        return GroupEndBody()  # its body is empty: not even an array
+        return GroupEndBody()  # its body is empty, without even an array
     decoder = _DECODERS.get(kind)
     return None if decoder is None else decoder.decode(body)

@@ -1,6 +1,6 @@
 """`portalmq report`: the throughput report of brokers' data directories.
 
-This module is loaded for every `portalmq` command, so what needs Spark is imported when it is to run.
+This module is loaded for every `portalmq` command, so it imports its dependencies only when it runs.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     "-o", "--output", "form", default="table", show_default=True, type=click.Choice(["table", "json"]), help="summary"
 )
 def report(data_dirs: tuple[Path, ...], out: Path, topics: tuple[str, ...], master: str | None, form: str) -> None:
-    """Say how much went through the queue, how evenly, and how fast it was delivered: OUT/report.html to look at,
-    OUT/report.json with the same figures, OUT/parquet to go on with.
+    """Report how much went through the queue, how evenly, and how fast it was delivered: OUT/report.html to look at,
+    OUT/report.json with the same figures, OUT/parquet for further analysis.
 
-    Brokers may run meanwhile: only what is committed is read, and each message once.
+    Brokers may keep running: only committed messages are read, each once.
 
     Example: portalmq report --data-dir data/5000 --data-dir data/5001 --data-dir data/5002 --out report
     """
@@ -70,7 +70,7 @@ def _end(sentence: str, exit_code: int) -> None:
 
 
 def summary(made: Report) -> list[str]:
-    """The figures in five lines."""
+    """Return the main figures in five lines."""
     from portalmq.spark.report.view import changes_of_leaders
 
     totals = made.totals

@@ -1,9 +1,9 @@
-"""What became of messages in their groups: figures from the tables `deliveries` and `groups`.
+"""Figures of deliveries by group, from the tables `deliveries` and `groups`.
 
-Latency is that of first hand-outs. A message whose delivery count is 1 may have been handed out before: when it was
-redriven, or given back unseen. Such messages are few, and are looked at one by one; all others are counted by runs.
-What was acked without a record of its hand-out, which died with its leader, was delivered, and nobody knows when: it
-counts, without a latency.
+Latency is that of first deliveries. A message with delivery count 1 may have been delivered before, when it was
+redriven, or returned unseen. Such messages are few, and are examined one by one; all others are counted by runs. A
+message that was acked without a record of its delivery, which died with its leader, was delivered at an unknown time:
+it counts, without a latency.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from pyspark.sql import functions as f
 from portalmq.spark.distribution import coarse, power_from, power_to, quantiles
 
 _WHERE = ["group", "topic", "partition", "mode"]
-# Events of messages that may be handed out for the first time once more.
+# Events of messages that may be delivered for the first time again.
 AGAIN = "event IN ('redriven', 'returned') OR (event = 'committed' AND delivery > 1)"
-# Runs are cut at multiples of so many offsets, to find those that lie near what was handed out anew.
+# Runs are cut at multiples of this many offsets, to find those near repeated deliveries.
 _BLOCK = 1024
 
 
 @dataclass(frozen=True)
 class Delivered:
-    """`deliveries` and `groups` have the tables' columns, with times as `at_ms`, `available_ms` and `oldest_ms`;
-    `latency` counts the first hand-outs by group, topic, mode, bucket of time and latency, `redelivered` the messages
-    that were handed out again. The first three are persisted."""
+    """The aggregates. `deliveries` and `groups` have the tables' columns, with times as `at_ms`, `available_ms` and
+    `oldest_ms`; `latency` counts first deliveries by group, topic, mode, time bucket and latency, `redelivered` the
+    messages that were delivered again. The first three are persisted."""
 
     deliveries: DataFrame
     groups: DataFrame
@@ -38,7 +38,7 @@ class Delivered:
 def delivered(
     deliveries: DataFrame, groups: DataFrame, bucket_ms: int, as_of_ms: int, *, has_again: bool, has_ended: bool
 ) -> Delivered:
-    """`has_again`: there are rows that are AGAIN; `has_ended`: there are groups that were deleted."""
+    """Aggregate the tables. `has_again`: some rows match AGAIN; `has_ended`: some groups were deleted."""
     again, ends = deliveries.where(AGAIN), deliveries.where("event = 'ended'")
     handed_out = deliveries.where("event IN ('granted', 'committed')")
     once, twice = (
@@ -61,7 +61,7 @@ def delivered(
             f.sum(f.col("waited_ms") * f.col("messages")).alias("total_ms"),
             f.max("waited_ms").alias("longest_ms"),
         )
-        .coalesce(1)  # few rows: what is computed of them needs no shuffle
+        .coalesce(1)  # few rows: later aggregates need no shuffle
         .persist()
     )
     redelivered = twice.groupBy("group", "topic", "mode").agg(f.sum("messages").alias("redelivered")).coalesce(1)
@@ -69,7 +69,7 @@ def delivered(
 
 
 def _lives(rows: DataFrame, ends: DataFrame, has_ended: bool) -> DataFrame:
-    """`life` tells a group from one of its name that was deleted before."""
+    """Add `life`, which tells a group from a deleted one with its name."""
     if not has_ended:
         return rows.withColumn("life", f.lit(0))
     keys = ["group", "topic", "partition"]
@@ -79,7 +79,7 @@ def _lives(rows: DataFrame, ends: DataFrame, has_ended: bool) -> DataFrame:
 
 
 def _first_time(rows: DataFrame, again: DataFrame) -> DataFrame:
-    """Of hand-outs the first of each message. `again` are messages that may be among the rows more than once."""
+    """Return the first delivery of each message. `again` has messages that may occur more than once in the rows."""
     keys = [*_WHERE, "life", "block"]
     marked = _blocks(again).select(*keys).distinct()
     pieces = _blocks(rows)
@@ -96,7 +96,7 @@ def _first_time(rows: DataFrame, again: DataFrame) -> DataFrame:
 
 
 def _blocks(rows: DataFrame) -> DataFrame:
-    """The same messages, no run of which reaches over a multiple of _BLOCK."""
+    """Return the same messages with runs cut at multiples of _BLOCK."""
     end = f.col("first_offset") + f.col("messages")
     low, high = f.greatest(f.col("first_offset"), f.col("block") * _BLOCK), f.least(end, (f.col("block") + 1) * _BLOCK)
     return (
@@ -114,7 +114,7 @@ def groups(found: Delivered) -> DataFrame:
     keys = ["group", "topic", "mode"]
     is_again = "event IN ('granted', 'committed') AND delivery > 1"
     is_done = "event = 'acked' OR (event = 'committed' AND delivery = 1)"
-    # A group that nothing has become of yet is one as well: a row without an event.
+    # A group without an event counts as well: it gets a row without one.
     events = (
         found.deliveries.where("mode IS NOT NULL")
         .select(*keys, "event", "delivery", "messages")
@@ -150,7 +150,7 @@ def groups(found: Delivered) -> DataFrame:
 
 
 def number_of_groups(found: Delivered) -> DataFrame:
-    """One row. Groups of one name on several topics are one."""
+    """Return the number of groups in one row. Groups with one name on several topics count once."""
     names = found.groups.select("group").unionAll(found.deliveries.where("mode IS NOT NULL").select("group"))
     return names.agg(f.count_distinct("group").alias("groups"))
 

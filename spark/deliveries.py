@@ -1,27 +1,27 @@
-"""The table `deliveries`: what became of messages in their groups, as the log tells it.
+"""The table `deliveries`: the history of messages in their groups, from the log's records.
 
     topic, partition, group, mode    mode: queue | stream
     event            queue   started | granted | acked | nacked | returned | extended | expired | dead | redriven
                              dropped
                      stream  claimed | committed | sought
                      both    ended
-    at               when the record was appended: the leader's clock, the same as of the messages
-    record_offset    the record's own offset: the order in which things happened
-    first_offset, messages    which messages: so many from that offset on; of `started`, `claimed` and `sought` the
-                     offset that the group goes on at, and no message
-    delivery         granted: for the how-manieth time; dead: after how many; committed: 1, or 2 for what was
-                     committed before and is again after a seek; acked: 0 where the hand-out is not in the log, because
-                     the leader that made it died before others had its record
-    available_at     granted, committed: from when on these messages could be delivered (appended, or their deliver_at);
-                     null where the file that knew it is gone
-    consumer         who was handed them, or committed
+    at               the append time of the record: the leader's clock, as for messages
+    record_offset    the record's own offset: the order of events
+    first_offset, messages    the messages: this many from this offset on; for `started`, `claimed` and `sought` the
+                     offset where the group continues, and 0 messages
+    delivery         granted: the delivery count; dead: the number of deliveries; committed: 1, or 2 for messages
+                     committed before and again after a seek; acked: 0 when the delivery is not in the log, because its
+                     leader died before it replicated the record
+    available_at     granted, committed: the time from which these messages could be delivered (append time or
+                     deliver_at); null when their file is gone
+    consumer         the consumer that received or committed them
     reason           of nacked and dead
 
-One row is one run of messages of one moment: a hand-out of messages of several batches is several rows. `returned` were
-given back by a consumer that had not looked at them, so that their next hand-out has the same number.
+A row is one run of messages with one time: a delivery from several batches is several rows. `returned` messages were
+given back unseen, so their next delivery has the same count.
 
-A commit of input and output (exactly once) is `acked` in a queue group, `committed` in a stream group. What the log
-does not hold any more (retention, and compaction, which empties the groups' older records too) is not in the table.
+A commit of input and output (exactly once) is `acked` in a queue group, `committed` in a stream group. Records that the
+log no longer holds (retention, and compaction, which also empties older records of groups) are not in the table.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ TABLE = Table(
     },
 )
 ROWS_IN_A_BATCH = 16_384
-# Records of so many offsets are decoded at a time: one may hold a thousand ranges.
+# Records of this many offsets are decoded at a time: one may hold a thousand ranges.
 CHUNK_OFFSETS = 8_192
 _BLANK = 6
 
@@ -94,8 +94,8 @@ def reader(reading: ReadOptions, schema: StructType) -> DataSourceReader:
 
 
 class Walk(Task):
-    """One task: the queue groups' records in `pieces`, and the stream groups' in each log of `streams`. What a commit
-    of a stream group adds depends on those before it, so that a log is walked from its beginning, by one task."""
+    """One task: the queue groups' records in `pieces`, and the stream groups' in each log of `streams`. The rows of a
+    stream group's commit depend on those before it, so one task reads a log from its start."""
 
     def __init__(self, pieces: tuple[Piece, ...], streams: tuple[tuple[Piece, ...], ...]) -> None:
         super().__init__(pieces)
@@ -155,7 +155,7 @@ class _Record(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """As the table has them, but that times are Unix ms."""
+    """A row of the table, with times as Unix ms."""
 
     topic: str
     partition: int
@@ -205,7 +205,7 @@ def _queue_rows(log: PartitionLog, record: _Record, moments: Moments) -> Iterato
     body = record.body
 
     def row(event: str, start: int | None, end: int, mode: str | None = "queue", **more: Any) -> _Row:
-        if start is not None and start < end:  # what stood below the log's start is gone, as a message
+        if start is not None and start < end:  # messages below the log's start are gone
             start = min(max(start, log.start_offset), end)
         where = (log.topic, log.partition, record.group, mode, event, record.at_ms, record.offset)
         return _Row(*where, start, 0 if start is None else end - start, **more)
@@ -250,9 +250,9 @@ def _queue_rows(log: PartitionLog, record: _Record, moments: Moments) -> Iterato
 
 
 class _Reader:
-    """How far a stream group is: `position` is the next offset to read, None while not known, and `done` are the ranges
-    that were ever committed, sorted and apart. Seeks make more than one of them: what a seek passes over was not read,
-    and is new to the group when a later one goes back."""
+    """The progress of a stream group: `position` is the next offset to read, None while unknown, and `done` has the
+    ranges ever committed, sorted and disjoint. Seeks create several of them: offsets that a seek skips were not read,
+    and are new to the group when a later seek goes back."""
 
     def __init__(self, position: int | None) -> None:
         self.position = position
@@ -260,11 +260,11 @@ class _Reader:
 
     def seek(self, offset: int) -> None:
         if self.position is None:
-            self.done = [(0, offset)]  # as far as is known
+            self.done = [(0, offset)]  # as far as known
         self.position = offset
 
     def commit(self, offset: int) -> list[tuple[int, int, int]]:
-        """What the commit adds, (start, end, 1 or 2)."""
+        """Return the ranges that the commit adds, (start, end, 1 or 2)."""
         position = self.position
         self.position = max(position or 0, offset)
         if position is None:
@@ -317,8 +317,8 @@ def _one_stream(
         readers.pop(record.group, None)
         return
     if record.group not in readers and not (isinstance(body, CommitBody) and body.offset < 0):
-        # A claim says where the group stands. Before any other record some are missing: what retention has removed
-        # spoke of messages before it, which are gone too; what compaction has emptied may have spoken of any.
+        # A claim has the group's position. Before any other record some are missing: those removed by retention were
+        # about earlier messages, which are gone too; those emptied by compaction may have been about any.
         begins = max(log.start_offset, body.start) if isinstance(body, ClaimBody) else log.start_offset
         is_known = isinstance(body, ClaimBody) or not is_compacted
         readers[record.group] = _Reader(begins if is_known else None)

@@ -1,7 +1,7 @@
-"""Distributions of whole numbers that come with how often each occurs: quantiles and histograms, as Spark columns.
+"""Distributions of integers with their frequencies: quantiles and histograms, as Spark columns.
 
-Values below 1,024 are kept as they are; greater ones by their ten leading bits, right to within 0.1 percent. So there
-are never more than some 28,000 different ones, and exact weighted quantiles of billions of messages fit one task.
+Values below 1,024 are exact; greater ones keep ten leading bits, within 0.1 percent. So there are at most some 28,000
+different ones, and exact weighted quantiles of billions of messages fit one task.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _KEPT_BITS = 10
 
 
 def coarse(value: Column) -> Column:
-    """The value, or the middle of the range of those that share its ten leading bits."""
+    """Return the value, or the middle of the range of values with its ten leading bits."""
     step = _bits(value) - _KEPT_BITS
     scale = f.pow(f.lit(2), f.greatest(step, f.lit(0))).cast("long")
     low = f.floor(value / scale).cast("long") * scale
@@ -21,10 +21,10 @@ def coarse(value: Column) -> Column:
 
 
 def quantiles(value: Column, weight: Column, total: Column, biggest: Column) -> Column:
-    """An aggregate: model.Quantiles of `coarse` values. `total` is the sum of the exact values that a row stands for,
-    `biggest` the greatest of them."""
+    """Aggregate `coarse` values to model.Quantiles. `total` is the sum of the exact values of a row, `biggest` the
+    greatest of them."""
     ranks = f.percentile(value, f.array(f.lit(0.5), f.lit(0.9), f.lit(0.99)), weight)
-    most = f.max(biggest).cast("double")  # the middle of a range may lie above all that is in it
+    most = f.max(biggest).cast("double")  # the middle of a range may exceed all values in it
     return f.struct(
         (f.sum(total) / f.sum(weight)).alias("mean"),
         f.least(ranks[0], most).alias("p50"),
@@ -35,12 +35,12 @@ def quantiles(value: Column, weight: Column, total: Column, biggest: Column) -> 
 
 
 def power_from(value: Column) -> Column:
-    """The histogram's border at or below: 0, 1, 2, 4, 8, ..."""
+    """Return the histogram's border at or below: 0, 1, 2, 4, 8, ..."""
     return f.when(value < 1, f.lit(0)).otherwise(f.pow(f.lit(2), _bits(value) - 1)).cast("long")
 
 
 def power_to(border: Column) -> Column:
-    """The border above `power_from`."""
+    """Return the border above `power_from`."""
     return f.when(border < 1, f.lit(1)).otherwise(border * 2).cast("long")
 
 

@@ -1,11 +1,11 @@
-"""The figures of a throughput report, computed in Spark: data directories -> Parquet, and a bounded model.Report.
+"""Computes the figures of a throughput report in Spark: data directories -> Parquet, and a bounded model.Report.
 
     table batches     -- one scan of all files --> Appended    volume by partition, producer and time; sizes by topic
-    table deliveries  -- the groups' records ----> Delivered   first hand-outs by group, time and latency
+    table deliveries  -- the groups' records ----> Delivered   first deliveries by group, time and latency
     table groups      -- state.sqlite -----------> Delivered   lag
 
-Two queries do it all: the first reads the tables, keeps them, and says from when to when they speak; the second makes
-every list of these aggregates. All of it goes to Parquet; what is collected is cut to the limits of report/model.py.
+It takes two queries: the first reads the tables, persists them, and finds the range of times; the second computes all
+lists from these aggregates. Everything goes to Parquet; the collected lists are cut to the limits of report/model.py.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WIDTHS_MS = (
 )
 _DAY = 24 * _H
 
-# What the report looks at, and the times in it as Unix ms. What is not named is not read.
+# The columns that the report uses, and its times as Unix ms. Other columns are not read.
 _TABLES = {
     "batches": (
         ("topic", "partition", "kind", "messages", "bytes", "keyed", "sizes", "leader_epoch", "producer_id"),
@@ -58,7 +58,7 @@ _SHOWN_IN_SERIES = ("messages", "epoch", "granted", "committed")
 
 
 def bucket_width_ms(first_ms: int, last_ms: int, points_max: int = model.SERIES_POINTS) -> int:
-    """The narrowest round width of which so many buckets, whose borders are its multiples, hold both moments."""
+    """Return the narrowest round width at which `points_max` buckets, aligned to its multiples, cover both times."""
     days = 1
     widths = iter(WIDTHS_MS)
     while True:
@@ -72,9 +72,9 @@ def bucket_width_ms(first_ms: int, last_ms: int, points_max: int = model.SERIES_
 def report(
     spark: SparkSession, paths: Sequence[Path], topics: Sequence[str] | None, parquet: Path, *, made_at_ms: int
 ) -> Report:
-    """Computes all figures, writes them below `parquet`, and answers them cut to what a person looks at.
+    """Compute all figures, write them below `parquet`, and return them cut to their limits for display.
 
-    Raises SourceError for what stands in the directories, as far as it is seen before Spark begins.
+    Raises SourceError for faults in the directories that are visible before Spark starts.
     """
     sources = [str(path) for path in paths]
     logs = Directories(sources, topics).logs()
@@ -110,11 +110,11 @@ def report(
         )
 
 
-# --- what is read ----------------------------------------------------------------------------------------------------
+# --- input -----------------------------------------------------------------------------------------------------------
 
 
 def _read(spark: SparkSession, table: str, paths: Sequence[str], topics: Sequence[str] | None) -> DataFrame:
-    """A table of the data directories, its times as Unix ms, kept."""
+    """Return a persisted table of the data directories, its times as Unix ms."""
     columns, times = _TABLES[table]
     options = {"topic": ",".join(topics)} if topics else {}
     reader = spark.read.format("portalmq").options(table=table, columns=",".join((*columns, *times)), **options)
@@ -133,8 +133,8 @@ def _logs(spark: SparkSession, logs: Sequence[PartitionLog]) -> DataFrame:
 
 
 class _Seen(NamedTuple):
-    """From the first to the last row that a series shows; when the last of all was written; and whether messages were
-    handed out anew, or groups deleted. None where there is nothing."""
+    """The times of the first and last row of a series, and of the last record of all; and whether there are repeated
+    deliveries, or deleted groups. None without rows."""
 
     first_ms: int | None
     last_ms: int | None
@@ -150,7 +150,7 @@ def _seen(read: Mapping[str, DataFrame]) -> _Seen:
         read["batches"]
         .select(f.col("kind").alias("event"), delivery, "at_ms")
         .unionAll(read["deliveries"].select("event", "delivery", "at_ms"))
-        # Nothing is asked of the groups here, but they are read along with the others.
+        # This needs nothing of the groups, but reads and persists them in the same query.
         .unionAll(read["groups"].select(event, delivery, f.lit(None).cast("long").alias("at_ms")))
     )
     at = f.when(f.col("event").isin(*_SHOWN_IN_SERIES), f.col("at_ms"))
@@ -158,7 +158,7 @@ def _seen(read: Mapping[str, DataFrame]) -> _Seen:
     return _Seen(*rows.agg(f.min(at), f.max(at), f.max("at_ms"), f.bool_or(is_again), f.bool_or(is_end)).collect()[0])
 
 
-# --- what is answered ------------------------------------------------------------------------------------------------
+# --- output ----------------------------------------------------------------------------------------------------------
 
 
 def _totals(*rows: pa.Table) -> model.Totals:

@@ -1,16 +1,16 @@
-"""The table `groups`: where each group stands on each partition, as the broker saved it last (at most a second ago
+"""The table `groups`: the position of each group on each partition, as last saved by the broker (at most a second ago
 while it runs).
 
     topic, partition, group, mode     mode: queue | stream
-    next_offset, high_watermark       where it goes on (of a queue group: in the plain messages), and what is committed
+    next_offset, high_watermark       the next offset (of a queue group: of the plain messages), and the committed end
     lag              messages that are not done
-    in_flight        of those, such as were handed out and are not done: leased, or back and waiting
+    in_flight        the part of the lag that was delivered: leased, or given back and waiting
     dead             messages that the group has given up and keeps for a redrive
-    oldest           from when on the oldest message that is not done could be delivered; null without one
-    member           who reads the partition in a stream group
+    oldest           the time from which the oldest message that is not done could be delivered; null without one
+    member           the member that reads the partition in a stream group
 
-Exact over messages with priorities and delays too: what stands in other lanes is counted in the indexes of the segment
-files, as a broker counts it.
+It is exact for messages with priorities and delays too: those in other lanes are counted in the indexes of the segment
+files, as a broker counts them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ TABLE = Table(
     },
 )
 LOGS_IN_A_TASK = 32
-# So many messages that were taken back, or done early, are passed over in looking for the oldest one.
+# The search for the oldest message skips at most this many that were cancelled, or done early.
 LOOK_MAX = 10_000
 _PRIORITY = "priority > 0 AND (deliver_at_ms IS NULL OR deliver_at_ms <= timestamp_ms)"
 _DELAYED = "deliver_at_ms > timestamp_ms"
@@ -68,7 +68,7 @@ def reader(reading: ReadOptions, schema: StructType) -> DataSourceReader:
 
 
 class GroupsInputPartition(InputPartition):
-    """Logs whose groups one task looks at: the log, its files, and its replicas' directories, the best first."""
+    """Logs whose groups one task reads: the log, its files, and its replicas' directories, the best first."""
 
     def __init__(self, logs: Sequence[tuple[PartitionLog, tuple[Piece, ...], tuple[Path, ...]]]) -> None:
         super().__init__(None)
@@ -104,7 +104,7 @@ class _Span(NamedTuple):
 
 @dataclass
 class _GroupPosition:
-    """One group on one log. `cursors` are those of the lanes other than 0; `ahead` is done before they have come."""
+    """One group on one log. `cursors` are those of the lanes other than 0; `ahead` has offsets done out of order."""
 
     log: PartitionLog
     group: str
@@ -138,7 +138,7 @@ class _GroupPosition:
         }
 
     def place(self, lane: int) -> Spot:
-        """What stands before it in the lane is done, or came before the group."""
+        """Return the lane's cursor: messages before it are done, or older than the group."""
         due_ms, offset = self.cursors.get(lane, (0, 0))
         return (due_ms, offset) if lane >= DELAYED else (0, max(offset, self.start))
 
@@ -179,7 +179,7 @@ def _by_file(pieces: Sequence[Piece]) -> dict[Path, list[Piece]]:
 
 
 def _note_spans(position: _GroupPosition, moments: Moments) -> None:
-    """Of plain messages the first is the oldest; those that were sent for later are not in the order of their times."""
+    """Record the oldest span. The first plain one is the oldest; delayed ones are not in the order of their times."""
     plain = [span for span in position.spans if span.lane < DELAYED][:1]
     delayed = [span for span in position.spans if span.lane >= DELAYED][:LOOK_MAX]
     for start, end, lane in (*((span.start, span.start + 1, span.lane) for span in plain), *delayed):
@@ -187,11 +187,11 @@ def _note_spans(position: _GroupPosition, moments: Moments) -> None:
             position.note(run.available_ms)
 
 
-# --- what state.sqlite holds -----------------------------------------------------------------------------------------
+# --- the content of state.sqlite -------------------------------------------------------------------------------------
 
 
 def _saved(log: PartitionLog, homes: Sequence[Path]) -> tuple[list[_GroupPosition], list[tuple[int, int]]]:
-    """The groups, and the ranges of messages that were taken back, from the best replica that has saved them."""
+    """Return the groups and the ranges of cancelled messages, from the best replica that has saved them."""
     fault: DamagedFile | None = None
     for home in homes:
         try:
@@ -200,7 +200,7 @@ def _saved(log: PartitionLog, homes: Sequence[Path]) -> tuple[list[_GroupPositio
                 return [*_queues(connection, log), *_streams(connection, log)], cancelled
         except FileNotFoundError as error:
             reason = not_there(home / STATE_NAME, log, log.start_offset, log.end_offset)
-            if isinstance(reason, NothingThere):  # this machine sees none of it, and cannot tell that there is no group
+            if isinstance(reason, NothingThere):  # this machine sees no directory, so it cannot know the groups
                 raise reason from error
         except DamagedFile as error:
             fault = fault or error
@@ -240,18 +240,18 @@ def _streams(connection: sqlite3.Connection, log: PartitionLog) -> Iterator[_Gro
         yield _GroupPosition(log, group, "stream", committed, committed, member=member or None)
 
 
-# --- what stands in a segment file -----------------------------------------------------------------------------------
+# --- the content of a segment file -----------------------------------------------------------------------------------
 
 
 class _PendingMessages(NamedTuple):
-    """Some messages, and from when on the oldest of them could be delivered."""
+    """A number of messages, and the time from which the oldest of them could be delivered."""
 
     messages: int
     since_ms: int | None
 
 
 class _File:
-    """Offsets [low, high) of one segment file. `cancelled` are sorted ranges of messages that no group is given."""
+    """Offsets [low, high) of one segment file. `cancelled` has sorted ranges of messages that no group receives."""
 
     def __init__(
         self, connection: sqlite3.Connection, low: int, high: int, cancelled: Sequence[tuple[int, int]]
@@ -269,7 +269,7 @@ class _File:
         return self._ask(query, values).fetchone()[0]
 
     def waiting(self, position: _GroupPosition) -> _PendingMessages:
-        """What of this file was never handed out to the group, and is to be."""
+        """Return the messages of this file that are pending and were never delivered to the group."""
         low = max(self._low, position.next)
         is_queue = position.mode == "queue"
         messages = 0
@@ -285,7 +285,7 @@ class _File:
         return _PendingMessages(messages, min((moment for moment in moments if moment is not None), default=None))
 
     def _messages(self, low: int) -> int:
-        """How many messages are in [low, high)."""
+        """Return the number of messages in [low, high)."""
         if self._has_holes:
             return int(self._one("SELECT count(*) FROM messages WHERE offset >= ? AND offset < ?", low, self._high))
         return int(self._one(_MESSAGES_SQL, low, self._high))
@@ -352,7 +352,7 @@ class _File:
         return any(start <= offset < end for start, end in self._cancelled)
 
     def _taken_back(self, position: _GroupPosition) -> int:
-        """How many of the messages that were counted as waiting are given to nobody."""
+        """Return how many messages counted as pending are cancelled."""
         found = 0
         for start, end in self._cancelled:
             for offset, priority, due_ms in self._ask(

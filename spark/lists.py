@@ -1,7 +1,7 @@
-"""The lists of a report: each written whole, then cut to what a person looks at.
+"""The lists of a report: each is written in full, then cut for display.
 
-Lists are small, and a query of its own for each costs more to plan and to start than to run. So all of them are the
-answer of one query: a row of it is a row of one list, in the column that has the list's name.
+The lists are small, and a separate query costs more to plan and to start than to run. So one query answers all of them:
+each of its rows is a row of one list, in the column with that list's name.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from pyspark.sql.types import ArrayType
 from portalmq.spark.errors import BadOption
 from portalmq.spark.report.model import OTHERS
 
-# A list of so many rows, some MB, is collected; a longer one stays in Spark.
+# A list up to this many rows, some MB, is collected; a longer one stays in Spark.
 FEW_ROWS = 100_000
-# What Spark takes for a pattern in a path that it reads, not in one that it writes.
+# Characters that Spark treats as a pattern in a path that it reads, but not in one that it writes.
 _GLOBBED = re.compile(r"[][{}*?\\]")
 
 
 @dataclass(frozen=True)
 class Figures:
-    """`frame` has all of a list's rows, and `order` says how they stand in it."""
+    """A list: `frame` has all of its rows, `order` their order."""
 
     name: str
     frame: DataFrame
@@ -49,8 +49,8 @@ class Top(Figures):
 
 @dataclass(frozen=True)
 class Series(Figures):
-    """A list whose rows are those of what the list `of` shows: of topics, partitions or groups. Rows of other topics
-    are summed up where `has_others`."""
+    """A list limited to the topics, partitions or groups that the list `of` shows. With `has_others` the rows of other
+    topics are summed up."""
 
     of: str
     has_others: bool = False
@@ -59,17 +59,17 @@ class Series(Figures):
 @dataclass(frozen=True)
 class Collected:
     lists: Mapping[str, list[Any]]
-    # What is missing from the lists that are cut: name -> entries.
+    # Entries missing from the lists that are cut: name -> number.
     left_out: Mapping[str, int]
 
 
 def queries(figures: Sequence[Figures]) -> dict[str, DataFrame]:
-    """What `tables` is to find."""
+    """Return the queries for `tables`."""
     return {each.name: each.frame.coalesce(1).orderBy(*each.order).limit(FEW_ROWS + 1) for each in figures}
 
 
 def collected(tops: Sequence[Top], series: Sequence[Series], found: Mapping[str, pa.Table], parquet: Path) -> Collected:
-    """The lists, written below `parquet` as a whole, and as they are shown. `found` are the rows of `queries`."""
+    """Write the lists in full below `parquet`, and return them cut for display. `found` has the rows of `queries`."""
     figures: list[Figures] = [*tops, *series]
     written = {each.name: _written(each.frame, found[each.name], parquet / each.name) for each in figures}
     shown: dict[str, list[Any]] = {}
@@ -86,8 +86,8 @@ def collected(tops: Sequence[Top], series: Sequence[Series], found: Mapping[str,
 
 
 def tables(frames: Mapping[str, DataFrame]) -> dict[str, pa.Table]:
-    """The rows of several frames, each in its order, by one query."""
-    # Each row in an array of one: a struct that is null would make all that is in it nullable, and take its room.
+    """Return the rows of several frames, each in its order, from one query."""
+    # Each row in an array of one: a null struct would make all its fields nullable, and take their space.
     missing = {
         name: f.lit(None).cast(ArrayType(frame.schema, containsNull=False)).alias(name)
         for name, frame in frames.items()
@@ -106,17 +106,17 @@ def _fields(column: pa.ChunkedArray) -> pa.Table:
 
 
 def _written(frame: DataFrame, rows: pa.Table, path: Path) -> DataFrame | pa.Table:
-    """All rows of a list, in order, when they are in its Parquet file. Few rows are here, and are written here. What
-    there may be any number of is written by Spark, and read again by whoever needs a part of it. One file, since every
-    list is an aggregate. Raises BadOption."""
+    """Write all rows of a list, in order, to its Parquet file, and return them. Short lists are in memory, and are
+    written here. Spark writes long ones, and reads them again for each use. One file, since every list is an aggregate.
+    Raises BadOption."""
     if rows.num_rows <= FEW_ROWS:
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)
         pq.write_table(rows, path / "part-00000.parquet")
         return rows
-    place = f"file://{path}"  # a cluster's Spark may take a bare path for one of its own file system
+    place = f"file://{path}"  # a cluster's Spark may take a bare path for its own file system
     frame.coalesce(1).write.mode("overwrite").parquet(place)
-    if not any(path.glob("part-*")):  # a worker put it on a disk of its own, and Spark calls that done
+    if not any(path.glob("part-*")):  # a worker wrote it to its own disk, which Spark counts as success
         raise BadOption(
             f"Spark's workers do not write where this program reads: --out ({path}) has to be a directory that all"
             " machines of the cluster share"
@@ -125,7 +125,7 @@ def _written(frame: DataFrame, rows: pa.Table, path: Path) -> DataFrame | pa.Tab
 
 
 def _first(written: DataFrame | pa.Table, top: Top) -> tuple[pa.Table, int]:
-    """What is shown, and how many there are."""
+    """Return the displayed rows, and the number of all rows."""
     if isinstance(written, pa.Table):
         return written.slice(0, top.shown), written.num_rows
     return written.orderBy(*top.order).limit(top.shown).toArrow(), written.count()

@@ -1,8 +1,7 @@
-"""From when on the messages of a partition could be delivered: looked up by ranges of offsets, in Spark's workers.
+"""Looks up, in Spark's workers, the times from which ranges of a partition's messages could be delivered.
 
-A message could be delivered when it was appended, or, when it was sent for later, at its time. Whole batches are
-appended at one moment, so a range of offsets falls into few runs. Headers are kept by blocks of offsets, of which the
-last ones are remembered: whoever asks goes along the log.
+A message could be delivered from its append time, or from its deliver_at. A batch has one append time, so a range of
+offsets falls into few runs. Headers are cached by blocks of offsets: callers advance along the log.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from portalmq.spark.segment import opened
 
 BLOCK_OFFSETS = 65_536
 BLOCKS_KEPT = 16
-DELAYED = 32  # lanes from here on are of messages that were sent for later
+DELAYED = 32  # lanes from here on hold delayed messages
 
 
 class AvailableRun(NamedTuple):
-    """`messages` messages from `first` on that could be delivered from `available_ms` on; None: their file is gone."""
+    """Messages from the offset `first` on that could be delivered from `available_ms`; None when their file is gone."""
 
     first: int
     messages: int
@@ -30,7 +29,7 @@ class AvailableRun(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """The batches of messages that overlap a block."""
+    """The message batches that overlap a block."""
 
     base: list[int]
     end: list[int]
@@ -39,7 +38,7 @@ class _Block(NamedTuple):
 
 
 class Moments:
-    """`directories` are the replicas' of one partition, the first one that can be read counts."""
+    """Times of one partition, from the first of its replicas' `directories` that can be read."""
 
     def __init__(self, directories: Sequence[Path]) -> None:
         self._directories = tuple(directories)
@@ -47,7 +46,7 @@ class Moments:
         self._delays = lru_cache(BLOCKS_KEPT)(self._load_delays)
 
     def granted(self, start: int, end: int, lane: int) -> list[AvailableRun]:
-        """The runs of messages that were handed out: the range holds messages only, perhaps compacted since."""
+        """Return the runs of a delivered range, which holds messages only, perhaps compacted since."""
         if lane < DELAYED:
             return _merged(self._plain(start, end))
         return _merged(
@@ -57,7 +56,7 @@ class Moments:
         )
 
     def committed(self, start: int, end: int) -> list[AvailableRun]:
-        """The runs of messages in a range that holds control records too. What is gone is not known, and left out."""
+        """Return the runs of messages in a range with control records. Messages whose file is gone are left out."""
         return _merged(
             AvailableRun(run.first, self._present(run), run.available_ms)
             for run in self._plain(start, end)
@@ -65,7 +64,7 @@ class Moments:
         )
 
     def _plain(self, start: int, end: int) -> Iterator[AvailableRun]:
-        """[start, end) by batches; what lies in none of them comes with `available_ms` None."""
+        """Yield [start, end) by batches; offsets in no batch come with `available_ms` None."""
         at = start
         while at < end:
             block = self._block(at // BLOCK_OFFSETS)
@@ -86,7 +85,7 @@ class Moments:
         return self._delays(offset // BLOCK_OFFSETS).get(offset, 0)
 
     def _present(self, run: AvailableRun) -> int:
-        """How many messages of a run compaction has left."""
+        """Return how many messages of a run compaction has kept."""
         block = self._block(run.first // BLOCK_OFFSETS)
         if block.base[bisect_right(block.base, run.first) - 1] not in block.holes:
             return run.messages
@@ -110,8 +109,8 @@ class Moments:
     def _ask(
         self, query: str, low: int, high: int, *, covering: bool = False, table: str | None = None
     ) -> list[tuple[int, ...]]:
-        """The rows of all files that overlap [low, high), from the first replica that can be read; nothing when all
-        have removed them. Raises DamagedFile."""
+        """Return the rows of all files that overlap [low, high), from the first readable replica; none when all have
+        removed the files. Raises DamagedFile."""
         fault: DamagedFile | None = None
         for directory in self._directories:
             try:
@@ -145,7 +144,7 @@ def _later(appended_ms: int | None, due_ms: int) -> int | None:
 
 
 def _merged(runs: Iterator[AvailableRun]) -> list[AvailableRun]:
-    """Neighbours of one moment are one run."""
+    """Merge adjacent runs with one time."""
     found: list[AvailableRun] = []
     for run in runs:
         if not run.messages:

@@ -1,11 +1,11 @@
-"""The directory that a report goes into: made beside the one that stands there, and put in its place as a whole.
+"""The output directory of a report: a new report is made beside the existing one, and replaces it as a whole.
 
-    out/.making-<id>/    a report that is being made; whoever makes it holds a lock on this directory
-    out/                 locked while something is put there or swept away
+    out/.making-<id>/    a report in progress; its process holds a lock on this directory
+    out/                 locked during a replacement or a cleanup
 
-Any number of reports may be made into one directory at a time: the last that is whole stands there in the end. Locks
-are flock(2)'s, which end with their process, however it ends: what a killed one was making is swept away by the next.
-Where a file system knows no locks, nothing is swept away.
+Any number of reports may be made for one directory at a time: the last complete one remains. Locks are flock(2)'s,
+which end with their process: the next report removes what a killed one left. Without locks in the file system nothing
+is removed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ JSON, PAGE, PARQUET = "report.json", "report.html", "parquet"
 _OURS = {JSON, PAGE, PARQUET}
 _MAKING = ".making"
 _DISK_FAULTS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
-# What is done under the lock is renamed and removed, and not written.
+# Files are only renamed and removed under the lock, not written.
 TURN_WITHIN_S = 60.0
 _POLL_S = 0.02
 
 
 class OutputTaken(Exception):
-    """The report cannot be put there. The sentence says why; usage (2) or the file system (73) is at fault."""
+    """The report cannot be written there. The text says why; usage (2) or the file system (73) is at fault."""
 
     def __init__(self, what: str, exit_code: int) -> None:
         super().__init__(what)
@@ -39,7 +39,7 @@ class OutputTaken(Exception):
 
 @contextmanager
 def place(out: Path) -> Iterator[Path]:
-    """A directory to make the report in, gone at the end. Raises OutputTaken."""
+    """Yield a directory to make the report in, which is removed at the end. Raises OutputTaken."""
     if out.exists() and not out.is_dir():
         raise OutputTaken(f"{out} is a file: name a directory with --out", 2)
     names = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
@@ -76,8 +76,7 @@ def place(out: Path) -> Iterator[Path]:
 
 
 def put(making: Path, out: Path) -> None:
-    """The report that was made takes the place of the one that stands there, all of it at once for all who ask for
-    their turn. Raises OutputTaken."""
+    """Replace the existing report by the new one, at once for all that take the lock. Raises OutputTaken."""
     before = making / "before"
     before.mkdir()
     with _turn(out):
@@ -88,12 +87,12 @@ def put(making: Path, out: Path) -> None:
 
 
 def _sweep(out: Path) -> None:
-    """What killed reports have left."""
+    """Remove what killed reports have left."""
     for path in out.glob(f"{_MAKING}*"):
         try:
             lock = _locked(path)
         except (BlockingIOError, FileNotFoundError):
-            continue  # one that is being made, or was until just now
+            continue  # in progress, or just finished
         shutil.rmtree(path, ignore_errors=True)
         if lock is not None:
             os.close(lock)
@@ -101,7 +100,7 @@ def _sweep(out: Path) -> None:
 
 @contextmanager
 def _turn(out: Path) -> Iterator[bool]:
-    """Nobody else puts or sweeps meanwhile. False where the file system has no locks."""
+    """Hold the lock on the output directory. Yields False where the file system has no locks."""
     deadline = time.monotonic() + TURN_WITHIN_S
     while True:
         try:
@@ -121,7 +120,8 @@ def _turn(out: Path) -> Iterator[bool]:
 
 
 def _locked(directory: Path) -> int | None:
-    """To be closed in the end. None where there are no locks; raises BlockingIOError when another has it."""
+    """Return a locked descriptor, to be closed by the caller; None without locks. Raises BlockingIOError when it is
+    taken."""
     opened = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)

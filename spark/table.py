@@ -1,8 +1,8 @@
-"""What the tables beside `messages` share: their columns, their pruning, and how their work is cut into tasks.
+"""The common part of the tables beside `messages`: columns, pruning, and tasks.
 
-A piece is a range of offsets within one segment file. Small pieces travel together, since a task costs more to start
-than a few thousand rows cost to read; a piece is read in chunks, each from one replica as a whole, so that a file that
-vanishes or is damaged is replaced by another replica's without a row twice.
+A piece is a range of offsets within one segment file. A task takes many small pieces, since it costs more to start than
+a few thousand rows cost to read. A piece is read in chunks, each entirely from one replica, so that another replica can
+replace a missing or damaged file without duplicate rows.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Table:
         self._columns = columns
 
     def schema_of(self, names: Sequence[str] | None) -> StructType:
-        """Raises BadOption for a name that is no column."""
+        """Return the schema. Raises BadOption for an unknown column."""
         wanted = tuple(names or self._columns)
         unknown = [name for name in wanted if name not in self._columns]
         if unknown:
@@ -48,7 +48,7 @@ class Table:
         return StructType([StructField(name, self._columns[name][0]) for name in wanted])
 
     def columns_of(self, schema: StructType) -> tuple[str, ...]:
-        """Raises BadOption when a schema differs from the table's in more than leaving columns out."""
+        """Return the schema's columns. Raises BadOption when it differs from the table's other than by omissions."""
         own = self.schema_of(schema.names)
         for asked, ours in zip(schema.fields, own.fields, strict=True):
             if asked.dataType != ours.dataType:
@@ -64,7 +64,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Offsets [start, end) of a log, all of them in the file `path`. `elsewhere` are other replicas' directories."""
+    """Offsets [start, end) of a log, all in the file `path`. `elsewhere` has other replicas' directories."""
 
     log: PartitionLog
     start: int
@@ -77,9 +77,9 @@ class Piece:
             yield replace(self, start=low, end=min(low + offsets, self.end))
 
     def read(self, read: Callable[[Path, int, int], list[T]]) -> list[T]:
-        """What `read(file, low, high)` answers for the piece, from the first replica whose files can be read.
+        """Return the result of `read(file, low, high)` for the piece, from the first readable replica.
 
-        Raises DataLoss when no replica has the file any more, DamagedFile when none has a whole one.
+        Raises DataLoss when no replica has the file any more, DamagedFile when none has an intact one.
         """
         fault: FileNotFoundError | DamagedFile
         try:
@@ -101,7 +101,7 @@ class Piece:
 
 
 def _read_quietly(path: Path, low: int, high: int, read: Callable[[Path, int, int], list[T]]) -> list[T]:
-    """A file that is opened for writing while it is read as one that nobody writes to is read anew."""
+    """Read a file, and again if it was opened for writing during a read as a file at rest."""
     was_at_rest = path.is_file() and is_at_rest(path)
     try:
         found = read(path, low, high)
@@ -113,7 +113,7 @@ def _read_quietly(path: Path, low: int, high: int, read: Callable[[Path, int, in
 
 
 def directories_of(reading: ReadOptions, table: str) -> Directories:
-    """Raises BadOption for what only the table of messages can do."""
+    """Return the origin. Raises BadOption for options that only the table of messages supports."""
     if reading.bootstrap:
         raise BadOption(f"table {table} stands in the brokers' files alone: name their data directories as path")
     if reading.starting != Bound(EARLIEST) or reading.ending != Bound(LATEST):
@@ -127,7 +127,7 @@ def pieces_of(origin: Directories, log: PartitionLog) -> list[Piece]:
 
 
 class Task(InputPartition):
-    """Pieces that one Spark task reads, one after the other."""
+    """Pieces that one Spark task reads one after another."""
 
     def __init__(self, pieces: tuple[Piece, ...]) -> None:
         super().__init__(None)
@@ -135,7 +135,7 @@ class Task(InputPartition):
 
 
 def packed(pieces: Sequence[Piece], offsets_max: int) -> list[tuple[Piece, ...]]:
-    """Pieces, in order, in groups of at most so many offsets; a bigger one stands alone."""
+    """Group the pieces in order, with at most `offsets_max` offsets a group; a larger piece is a group of its own."""
     groups: list[list[Piece]] = []
     room = 0
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""The half of the page about what came in: throughput, partitions, sizes, producers."""
+"""The page's sections about appended messages: throughput, partitions, sizes, producers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from portalmq.spark.report.plots import PlotSeries
 from portalmq.spark.report.view import Column, ReportView, figure, framed, named, note, nothing, section, table
 
 HEAT_ROWS_MAX = 60
-# What a point of the throughput counts, and how a figure is told.
+# The count of a throughput point, and the formatting of a figure.
 _Value = Callable[[Throughput], int]
 _Words = Callable[[float], str]
 
-# A topic or a partition with so much more than an even share is worth a sentence.
+# A topic or partition with this many times an even share is reported in a title.
 UNEVEN = 1.25
 
 
@@ -65,9 +65,9 @@ def throughput(view: ReportView) -> Markup:
 
 
 def _by_topic(view: ReportView, times: Times, value_of: _Value) -> list[PlotSeries]:
-    """A second's worth of each column, by topic; topics without a colour of their own are one series."""
+    """Return the rate of each column by topic; topics without a colour of their own are one series."""
     values: dict[str | None, list[float | None]] = {topic: [0.0] * times.columns for topic in view.topics}
-    # Behind OTHERS stand those that the report itself has left out.
+    # OTHERS stands for the topics that the report itself leaves out.
     rest = set[str]()
     for point in view.report.throughput:
         column = times.column(point.at_ms)
@@ -246,7 +246,7 @@ def sizes(view: ReportView) -> Markup:
 
 
 def _classes(found: dict[tuple[int, int], int]) -> list[tuple[int, int]]:
-    """Every class from the first with messages to the last, the empty ones between them too."""
+    """Return every class from the first with messages to the last, empty ones between them included."""
     used = sorted(borders for borders, messages in found.items() if messages)
     classes = [used[0]]
     while classes[-1] < used[-1]:

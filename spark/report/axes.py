@@ -1,4 +1,4 @@
-"""Where values stand in a plot: positions in percent of its width or height, and the ticks that name them."""
+"""Axes of plots: positions of values in percent of the width or height, and labelled ticks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _STEPS_MS = (
     *(_D, 2 * _D, 7 * _D, 14 * _D, 28 * _D, 91 * _D, 182 * _D, 365 * _D, 3650 * _D),
 )
 TICKS_MAX = 8
-# More columns than that cannot be seen side by side.
+# More columns cannot be told apart side by side.
 COLUMNS_MAX = 480
 
 
 @dataclass(frozen=True, slots=True)
 class AxisTick:
-    """`percent` from the left, or from the bottom."""
+    """A tick, `percent` from the left or from the bottom."""
 
     percent: float
     label: str
@@ -39,7 +39,7 @@ class Times:
 
     @classmethod
     def over(cls, moments: Iterable[int], bucket_ms: int) -> Times | None:
-        """The axis on which all these moments, beginnings of buckets, have a column. None without any."""
+        """Return an axis with a column for each of these times, starts of buckets; None without any."""
         found = sorted(set(moments))
         if not found:
             return None
@@ -53,11 +53,11 @@ class Times:
 
     @property
     def seconds(self) -> float:
-        """The length of a bucket."""
+        """The width of a bucket."""
         return self.width_ms / 1000
 
     def column(self, at_ms: int) -> int | None:
-        """None for a moment that is outside."""
+        """Return the column of a time; None outside the axis."""
         column = (at_ms - self.start_ms) // self.width_ms
         return column if 0 <= column < self.columns else None
 
@@ -83,7 +83,7 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """From 0 to `top`, which is a round number."""
+    """An axis from 0 to `top`, a round number."""
 
     top: float
     ticks: tuple[AxisTick, ...]
@@ -102,7 +102,7 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Logarithmic:
-    """Decades from `bottom` to `top`; what is below the bottom stands on it."""
+    """An axis of decades from `bottom` to `top`; smaller values are drawn at the bottom."""
 
     bottom: float
     top: float
@@ -110,7 +110,7 @@ class Logarithmic:
 
     @classmethod
     def around(cls, values: Iterable[float], label: Callable[[float], str], least: float = 1.0) -> Logarithmic:
-        """`least`: what is smaller is not told apart."""
+        """Return an axis for these values; values below `least` are drawn as `least`."""
         found = [max(value, least) for value in values if math.isfinite(value)] or [least]
         low = math.floor(math.log10(min(found)) + 1e-9)
         high = max(math.ceil(math.log10(max(found)) - 1e-9), low + 1)
@@ -124,6 +124,6 @@ class Logarithmic:
 
 
 def _round_up(number: float) -> float:
-    """The next of 1, 2, 2.5, 5, 10, … (times a power of ten)."""
+    """Round up to the next of 1, 2, 2.5, 5, 10, … (times a power of ten)."""
     power = 10.0 ** math.floor(math.log10(number))
     return next(step * power for step in (1, 2, 2.5, 5, 10) if step * power >= number * (1 - 1e-9))

@@ -1,4 +1,4 @@
-"""The half of the page about what went out: delivery latency, redeliveries, lag; and the leaders that changed."""
+"""The page's sections about deliveries: latency, redeliveries, lag; and changes of leaders."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from portalmq.spark.report.view import (
     table,
 )
 
-# Later deliveries than this one are one column.
+# Later deliveries share one column.
 ATTEMPTS_SHOWN = 24
 
 
@@ -61,10 +61,10 @@ def latency(view: ReportView) -> Markup:
 
 
 def usual(report: Report) -> tuple[str, float, float]:
-    """The group with the most deliveries, and what half of these, and 99 percent, stayed within (ms).
+    """Return the group with the most deliveries, and bounds for its median and 99th percentile (ms).
 
-    A group that reads several topics has quantiles for each. None of them is exceeded by the quantile of all together
-    if it is the greatest, so that is the bound; the border of a class of the histogram is one as well.
+    A group on several topics has quantiles for each. The quantile of all together does not exceed the greatest of them,
+    so that is a bound; the border of a histogram class is one as well.
     """
     found = report.latencies
     by_group: dict[str, list[LatencyBucket]] = defaultdict(list)
@@ -89,7 +89,7 @@ def _sentence(report: Report) -> str:
 
 
 def _within(buckets: Sequence[LatencyBucket], part: float) -> int:
-    """The border that this part of the deliveries stayed below: true whatever the values inside a bucket are."""
+    """Return the border that this part of the deliveries stays below, whatever the values within a bucket."""
     ordered = sorted(buckets, key=lambda bucket: bucket.to_ms)
     missing = part * sum(bucket.messages for bucket in ordered)
     for bucket in ordered:
@@ -100,7 +100,7 @@ def _within(buckets: Sequence[LatencyBucket], part: float) -> int:
 
 
 def _distribution(view: ReportView, group: str, buckets: list[LatencyBucket], low: int, high: int) -> Markup:
-    """All groups over the same classes, so that they compare."""
+    """Return one group's histogram. All groups use the same classes, so that they compare."""
     borders = [low]
     while borders[-1] < high:
         borders.append(max(2 * borders[-1], 1))
@@ -149,7 +149,7 @@ def _over_time(view: ReportView) -> Markup | None:
     p99: dict[str, list[float | None]] = {group: [None] * times.columns for group in groups}
     for point in points:
         if (column := times.column(point.at_ms)) is not None:
-            # Of buckets that share a column the worst counts.
+            # The worst of the buckets in one column counts.
             p50[point.group][column] = max(point.p50_ms, p50[point.group][column] or 0)
             p99[point.group][column] = max(point.p99_ms, p99[point.group][column] or 0)
     series = [
@@ -222,12 +222,12 @@ def _quantiles(view: ReportView) -> Markup | None:
 
 
 def _ordered(groups: list[GroupFigures]) -> list[GroupFigures]:
-    """By name; when not all can be shown, the busiest first."""
+    """Sort by name; when not all can be shown, the busiest first."""
     return sorted(groups, key=lambda one: (-one.delivered if len(groups) > ROWS_MAX else 0, one.group, one.topic))
 
 
 def redeliveries(view: ReportView) -> Markup:
-    """Only queue groups deliver again: a stream is read where its offset stands."""
+    """Return the section. Only queue groups redeliver: a stream is read from its offset."""
     groups = [group for group in view.report.groups if group.mode == "queue"]
     if not groups:
         told = (
@@ -277,7 +277,7 @@ def _bar(view: ReportView, one: GroupFigures, most: float) -> Markup | None:
 
 
 def _attempts(view: ReportView) -> Markup | None:
-    """How often messages were handed out a second, a third, an n-th time."""
+    """Return how many messages were delivered a second, third, n-th time."""
     attempts: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     queues = {(group.group, group.topic) for group in view.report.groups if group.mode == "queue"}
     told_of = [one for one in view.report.deliveries if (one.group, one.topic) in queues]

@@ -1,6 +1,6 @@
-"""HTML that is safe by its type: text is escaped when it becomes an element's child or attribute, Markup is not.
+"""HTML that is safe by its type: text becomes escaped when it is added to an element, Markup does not.
 
-Names of topics, groups and producers come from users, so no text may reach the page around `element`.
+Names of topics, groups and producers come from users, so all text must reach the page through `element`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 
-# The elements that have no end tag in HTML, and those of SVG that are written without children.
+# HTML elements without an end tag.
 _VOID = frozenset({"br", "col", "hr", "img", "link", "meta"})
 
 
@@ -23,7 +23,7 @@ Child = str | None | Iterable["Child"]
 
 
 def element(name: str, /, *children: Child, **attributes: str | float | bool | None) -> Markup:
-    """`class_` becomes class, `data_plot` data-plot; True is an attribute without a value, None and False are none."""
+    """Make an element: `class_` becomes class, `data_plot` data-plot; True makes it bare, None and False omit it."""
     written = "".join(_attribute(key, value) for key, value in attributes.items())
     if name in _VOID:
         return Markup(f"<{name}{written}>")

@@ -1,8 +1,8 @@
-"""The figures of a throughput report, as they stand in report.json. All times are Unix ms, all sizes bytes.
+"""The figures of a throughput report: the content of report.json. All times are Unix ms, all sizes bytes.
 
-Lists are bounded, so that a report of a billion messages is as big as one of a thousand: series have at most
-SERIES_POINTS points, and the longest lists are cut to their busiest entries (`left_out` says how many are missing; in
-`throughput` and `sizes` the topic OTHERS holds their sum). The Parquet files beside it hold everything.
+Lists are bounded, so that a report of a billion messages is as small as one of a thousand: series have at most
+SERIES_POINTS points, and the longest lists are cut to their busiest entries (`left_out` has the number of the others;
+in `throughput` and `sizes` the topic OTHERS has their sum). The Parquet files beside it hold everything.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ GROUPS_SHOWN = 50
 DELIVERIES_SHOWN = 500
 LAG_SHOWN = 5_000  # a group is summed up over its partitions
 FAIL_OVERS_SHOWN = 200
-# Not a topic: their names have no brackets.
+# Not a valid topic name, because of its brackets.
 OTHERS = "(others)"
 
 
 class Quantiles(msgspec.Struct, frozen=True):
-    """Of a distribution, interpolated between the two values that a rank lies between. Mean and maximum are exact, and
-    so are the others below 1,024; above they are right to within 0.1 percent."""
+    """Quantiles of a distribution, interpolated between neighbouring values. Mean and maximum are exact; the others are
+    exact below 1,024, and within 0.1 percent above."""
 
     mean: float
     p50: float
@@ -33,8 +33,8 @@ class Quantiles(msgspec.Struct, frozen=True):
 
 
 class Totals(msgspec.Struct, frozen=True):
-    """`messages_per_s` is the mean from the first message to the last, over a second at the least;
-    `peak_messages_per_s` the best bucket's."""
+    """The totals. `messages_per_s` is the mean from the first message to the last, over at least a second;
+    `peak_messages_per_s` that of the best bucket."""
 
     messages: int
     bytes: int
@@ -50,7 +50,7 @@ class Totals(msgspec.Struct, frozen=True):
 
 
 class TopicFigures(msgspec.Struct, frozen=True):
-    """`skew` is the biggest partition's messages over the mean of the partitions: 1 is even."""
+    """A topic. `skew` is the biggest partition's messages over the mean of the partitions: 1 is even."""
 
     topic: str
     partitions: int
@@ -66,7 +66,7 @@ class TopicFigures(msgspec.Struct, frozen=True):
 
 
 class PartitionFigures(msgspec.Struct, frozen=True):
-    """`share` is of its topic's messages."""
+    """A partition. `share` is the part of its topic's messages."""
 
     topic: str
     partition: int
@@ -78,7 +78,7 @@ class PartitionFigures(msgspec.Struct, frozen=True):
 
 
 class Throughput(msgspec.Struct, frozen=True):
-    """What was appended in the bucket that begins at `at_ms`; only buckets with messages are listed."""
+    """Messages appended in the bucket that begins at `at_ms`; only buckets with messages are listed."""
 
     topic: str
     at_ms: int
@@ -94,7 +94,7 @@ class PartitionThroughput(msgspec.Struct, frozen=True):
 
 
 class SizeBucket(msgspec.Struct, frozen=True):
-    """Messages of `from_bytes` up to, and without, `to_bytes`; borders are powers of two, the first is 0 to 1."""
+    """Messages from `from_bytes` up to, but excluding, `to_bytes`; borders are powers of two, the first is 0 to 1."""
 
     topic: str
     from_bytes: int
@@ -103,7 +103,7 @@ class SizeBucket(msgspec.Struct, frozen=True):
 
 
 class ProducerFigures(msgspec.Struct, frozen=True):
-    """`producer_id` None stands for all that came without an idempotent producer."""
+    """A producer. `producer_id` None is for all messages without an idempotent producer."""
 
     producer_id: int | None
     messages: int
@@ -115,13 +115,13 @@ class ProducerFigures(msgspec.Struct, frozen=True):
 
 
 class GroupFigures(msgspec.Struct, frozen=True):
-    """A group on a topic. Latency runs from when a message could be delivered (appended, or its deliver_at) to its
-    first hand-out in a queue group, to the commit behind it in a stream group (ms).
+    """A group on a topic. Latency (ms) runs from the time a message could be delivered (append time or deliver_at) to
+    its first delivery in a queue group, to its commit in a stream group.
 
-    `delivered` counts messages that were handed out (committed) at least once, `redelivered` those of them that were
-    more than once, `redeliveries` their further hand-outs. A message that was redriven, or given back by a consumer
-    that had not looked at it, is delivered once all the same; one of a group that was deleted and made again anew.
-    `acked` are messages that were done, `nacked` and `dead` how many times one was given back, or given up.
+    `delivered` counts messages delivered (committed) at least once, `redelivered` those delivered more than once,
+    `redeliveries` their further deliveries. A message that was redriven, or returned unseen, counts as delivered once;
+    after its group was deleted and created again it counts again. `acked` counts messages that are done, `nacked` and
+    `dead` the times that a message was given back, or given up.
     """
 
     group: str
@@ -137,7 +137,7 @@ class GroupFigures(msgspec.Struct, frozen=True):
 
 
 class LatencyBucket(msgspec.Struct, frozen=True):
-    """First deliveries that took `from_ms` up to, and without, `to_ms`; borders are powers of two."""
+    """First deliveries from `from_ms` up to, but excluding, `to_ms`; borders are powers of two."""
 
     group: str
     from_ms: int
@@ -156,7 +156,7 @@ class LatencyPoint(msgspec.Struct, frozen=True):
 
 
 class Deliveries(msgspec.Struct, frozen=True):
-    """How many messages were handed out with the delivery count `delivery`, which begins anew for what is redriven."""
+    """Messages delivered with the delivery count `delivery`, which restarts for redriven messages."""
 
     group: str
     topic: str
@@ -165,8 +165,8 @@ class Deliveries(msgspec.Struct, frozen=True):
 
 
 class LagFigures(msgspec.Struct, frozen=True):
-    """Messages that are not done, and the age of the oldest of them (None without any): since it could be delivered,
-    until the last record of the whole data."""
+    """Messages that are not done, and the age of the oldest (None without any): from the time it could be delivered to
+    the last record of all data."""
 
     group: str
     topic: str
@@ -177,8 +177,8 @@ class LagFigures(msgspec.Struct, frozen=True):
 
 
 class FailOver(msgspec.Struct, frozen=True):
-    """A leader's epoch began. `gap_ms` is the time without an append around it, None for a partition's first epoch or
-    when nothing was appended afterwards."""
+    """The start of a leader epoch. `gap_ms` is the time without an append around it, None for a partition's first epoch
+    or when nothing was appended afterwards."""
 
     topic: str
     partition: int
@@ -207,7 +207,7 @@ class Report(msgspec.Struct, frozen=True):
     deliveries: list[Deliveries] = []
     lag: list[LagFigures] = []
     fail_overs: list[FailOver] = []
-    # What the cut lists leave out: name of the list -> number of entries.
+    # Entries that the cut lists leave out: name of the list -> number.
     left_out: dict[str, int] = {}
 
 
@@ -216,5 +216,5 @@ def to_json(report: Report) -> bytes:
 
 
 def from_json(text: bytes) -> Report:
-    """Raises msgspec.ValidationError."""
+    """Decode a report. Raises msgspec.ValidationError."""
     return msgspec.json.decode(text, type=Report)

@@ -1,8 +1,7 @@
-"""The report as one HTML file: it opens from the disk, asks no network for anything, and prints.
+"""The report as one HTML file that opens from disk, needs no network, and prints.
 
-The sections stand in appended.py and handed_out.py, what they share in view.py. The page's policy
-(Content-Security-Policy) allows one script, by its hash, and nothing from anywhere: even a name that found a way around
-the escaping in markup.py could not run.
+appended.py and handed_out.py have the sections, view.py their common parts. The page's Content-Security-Policy allows
+one script, by its hash, and nothing from elsewhere: even a name that evaded the escaping in markup.py could not run.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _ICON = (
 
 
 def write(report: Report, path: Path) -> None:
-    """All or nothing: a page that is already there is replaced in one step. Raises OSError."""
+    """Write the page atomically: an existing one is replaced in one step. Raises OSError."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         beside.write_text(html(report), encoding="utf-8", errors="replace")

@@ -1,16 +1,16 @@
-"""Plots as inline SVG: small, crisp on paper, and coloured by the page's CSS, so that light and dark come free.
+"""Plots as inline SVG: small, sharp in print, and coloured by the page's CSS for light and dark.
 
-A plot has to fit a phone and a wide screen without a script. So the SVG holds shapes alone and is stretched to the
-width there is (strokes are not: vector-effect), while its labels are HTML beside it, placed in percent.
+A plot fits a phone and a wide screen without a script. The SVG holds shapes only, and stretches to the available width
+(strokes do not: vector-effect); its labels are HTML beside it, positioned in percent.
 
     figure .plot
-      figcaption      what is seen, and in what unit
+      figcaption      the finding, and the unit
       .legend
       .chart          .ordinate (labels) | .canvas (grid, svg, marks, the cursor) | .abscissa (labels)
       details         the same as a table
 
 page.js adds a cursor that names the values under the pointer, or, with the arrow keys, of one column after another. It
-reads them from the JSON that stands in the figure; without a script nothing but that is missing.
+reads them from JSON in the figure; without a script only the cursor is missing.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from dataclasses import dataclass, field
 from portalmq.spark.report.axes import AxisTick, Linear, Logarithmic, Times
 from portalmq.spark.report.markup import Markup, element, join
 
-# Above so many columns there is no room for a gap between bars.
+# Above this many columns there is no room for a gap between bars.
 BARS_MAX = 120
-# From so many columns on, one that is so many times higher than 95 percent of them is cut.
+# From this many columns on, a column TOWERING times higher than 95 percent of them is cut.
 COLUMNS_TO_CUT_MIN = 20
 TOWERING = 4
 HEAT_LEVELS = 8
 _COLUMNS_TO_FILL = 7
 PLAIN_HUE = 287.0
-# Marks closer to each other than this (percent of the width) are shown as one.
+# Marks closer to each other than this (percent of the width) are merged.
 _MARKS_APART = 1.5
 
 
 @dataclass(frozen=True, slots=True)
 class Colour:
-    """A hue of the page's wheel; None is the grey of what is summed up as the rest."""
+    """A hue of the page's colour wheel; None is the grey of the rest."""
 
     hue: float | None = None
     is_deep: bool = False
@@ -53,7 +53,7 @@ class Colour:
 
 @dataclass(frozen=True, slots=True)
 class PlotSeries:
-    """One thing in a plot; a value a column, None where there is none."""
+    """One series of a plot: a value a column, None where there is none."""
 
     name: str
     values: Sequence[float | None]
@@ -62,19 +62,19 @@ class PlotSeries:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A moment to point out, `percent` from the left."""
+    """A marked time, `percent` from the left."""
 
     percent: float
     label: str
 
 
 def plain() -> Colour:
-    """Of what is the only thing in its plot."""
+    """Return the colour of a plot with a single series."""
     return Colour(PLAIN_HUE, is_deep=True)
 
 
 def colours(number: int, first_hue: float = 268.0) -> list[Colour]:
-    """Colours for neighbours: hues around the wheel as far apart as there is room, every second one deeper."""
+    """Return colours for neighbours: hues as far apart as possible, every second one deeper."""
     apart = min(360 / max(number, 1), 68.0)
     return [Colour((first_hue - apart * n) % 360, is_deep=n % 2 == 1) for n in range(number)]
 
@@ -88,7 +88,7 @@ def stacked(
     marks: Sequence[Mark] = (),
     describe: str,
 ) -> Markup:
-    """Columns, one series upon the other. A burst that would flatten all the others is cut, and its height is told."""
+    """Return stacked columns. A burst that would flatten all others is cut, and labelled with its height."""
     totals = [sum(one.values[column] or 0 for one in series) for column in range(times.columns)]
     most = max(totals, default=0.0)
     axis = Linear.up_to(_usual_top(totals), label)
@@ -114,7 +114,7 @@ def stacked(
 
 
 def _usual_top(totals: Sequence[float]) -> float:
-    """The greatest value, or a little more than 95 percent of them where the greatest towers above these."""
+    """Return the greatest value, or a little more than 95 percent of them when the greatest towers above these."""
     found = sorted(total for total in totals if total)
     if len(found) < COLUMNS_TO_CUT_MIN:
         return max(found, default=0.0)
@@ -132,7 +132,7 @@ def lines(
     marks: Sequence[Mark] = (),
     describe: str,
 ) -> Markup:
-    """Lines over a logarithmic ordinate; a column without a value breaks them. `thin` are indices of quieter lines."""
+    """Return lines over a logarithmic axis; a missing value breaks them. `thin` has indexes of less prominent lines."""
     axis = Logarithmic.around((v for one in series for v in one.values if v is not None), label)
     shapes = [
         element(
@@ -149,7 +149,7 @@ def lines(
 
 
 def _line(percents: Sequence[float | None]) -> str:
-    """Through the middles of the columns. A point between two gaps is a line of no length, which round caps show."""
+    """Draw through the middles of the columns. A point between two gaps is a line of length 0, shown by round caps."""
     path, pen_is_down = [], False
     for column, percent in enumerate(percents):
         if percent is not None:
@@ -171,8 +171,8 @@ def histogram(
     short: bool = False,
     between: bool = False,
 ) -> Markup:
-    """A column a class. `borders` are the classes' lower borders and, as the last, the upper one of the last; or, with
-    `between`, the names of the classes themselves."""
+    """Return one column a class. `borders` has the classes' lower borders and the upper border of the last; or, with
+    `between`, the classes' names."""
     axis = Linear.up_to(max(values, default=0), ticks=2 if short else 4)
     path = [
         f"M{_n(column + 0.04)} 100v{_n(-max(axis.percent(value), 0.8))}h.92V100z"
@@ -180,13 +180,13 @@ def histogram(
         if value
     ]
     shape = element("path", d="".join(path), class_=colour.css("fill"), style=colour.style)
-    every = -(-len(borders) // (5 if short else 9))  # several short ones stand beside one another
+    every = -(-len(borders) // (5 if short else 9))  # several short ones are placed side by side
     ticks = [
         AxisTick(100 * (at + between / 2) / len(values), text) for at, text in enumerate(borders) if at % every == 0
     ]
     hover = _hover(labels, [PlotSeries("", values, colour)], unit)
     drawing = _svg(f"0 0 {max(len(values), 1)} 100", shape)
-    # Two or three columns would be blocks rather than bars.
+    # Without a limit two or three columns would be blocks.
     style = f"max-width:{60 + 150 * len(values)}px" if len(values) < _COLUMNS_TO_FILL else None
     size = "short" if short else ""
     return chart(drawing, axis.ticks, ticks, describe=describe, hover=hover, size=size, style=style)
@@ -203,7 +203,7 @@ def heat_map(
     marks: Sequence[Mark] = (),
     describe: str,
 ) -> Markup:
-    """A row a name, a column a label: the more, the stronger the colour, up to the greatest value of all."""
+    """Return one row a name, one column a label: colour strength is linear up to the greatest value of all."""
     most = max((value for row in rows for value in row), default=0.0)
     columns = len(labels)
     shapes = [
@@ -230,12 +230,12 @@ def heat_map(
 
 
 def _level(value: float, most: float) -> int:
-    """0 is nothing. Linear: twice the colour is twice the rate."""
+    """Return the colour level; 0 for no value. Linear: twice the level is twice the rate."""
     return 0 if value <= 0 else min(HEAT_LEVELS, 1 + int(HEAT_LEVELS * value / most - 1e-9))
 
 
 def _runs(rows: Sequence[Sequence[bool]]) -> str:
-    """What is true, as horizontal strokes: 6 to 12 characters for a run, whatever its length."""
+    """Draw the true cells as horizontal strokes: 6 to 12 characters a run, whatever its length."""
     path = []
     for number, row in enumerate(rows):
         column, pen = 0, None
@@ -253,7 +253,7 @@ def _runs(rows: Sequence[Sequence[bool]]) -> str:
 
 
 def spark_line(values: Sequence[float | None], most: float, colour: Colour) -> Markup:
-    """A topic's course in the space of a word; `most` is the height that all in one table share."""
+    """Return a sparkline of a topic; `most` is the common height in one table."""
     path = ["M0 20"]
     for column, value in enumerate(values):
         path.append(f"V{_n(20 - 19 * (value or 0) / (most or 1))}H{column + 1}")
@@ -263,7 +263,7 @@ def spark_line(values: Sequence[float | None], most: float, colour: Colour) -> M
 
 
 def bar(part: float, colour: Colour) -> Markup:
-    """A horizontal bar in a table's cell, `part` of the cell long."""
+    """Return a horizontal bar for a table cell, `part` of the cell long."""
     width = 100 * min(max(part, 0.0), 1.0)
     style = ";".join(filter(None, [f"width:{_n(width)}%", colour.style]))
     inner = element("span", class_=colour.css("bar"), style=style)
@@ -278,7 +278,7 @@ def legend(series: Iterable[PlotSeries], thin: str = "") -> Markup:
 
 
 def joined(marks: Iterable[tuple[float, str]], several: Callable[[int], str]) -> list[Mark]:
-    """Marks that would stand upon each other as one, which says how many it is."""
+    """Merge marks that would overlap into one, labelled by `several` with their number."""
     found: list[list[tuple[float, str]]] = []
     for percent, text in sorted(marks):
         if found and percent - found[-1][0][0] < _MARKS_APART:
@@ -299,7 +299,7 @@ def chart(
     size: str = "",
     style: str | None = None,
 ) -> Markup:
-    # Of a long name the end tells more than the beginning: CSS cuts rows' names in front, which bdi keeps in order.
+    # The end of a long name says more than its start: CSS cuts row names in front, and bdi keeps their order.
     beside = [element("span", element("bdi", tick.label), style=f"bottom:{_n(tick.percent)}%") for tick in ordinate]
     rules = [element("i", style=f"bottom:{_n(tick.percent)}%") for tick in ordinate] if size != "heat" else []
     below = [
@@ -350,7 +350,7 @@ def _hover(labels: Sequence[str], series: Sequence[PlotSeries], unit: str, *, to
 
 
 def _data(hover: dict[str, object]) -> Markup:
-    """JSON inside HTML: `<` is the one character by which a name could end the element."""
+    """Embed JSON in HTML: `<` is the only character by which a name could end the element."""
     text = json.dumps(hover, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return Markup(f'<script type="application/json">{text}</script>')
 
@@ -360,18 +360,18 @@ def _svg(view_box: str, *shapes: Markup, class_: str | None = None) -> Markup:
 
 
 def _place(percent: float, number: int) -> str | None:
-    """A label at the right end stands inside; on a phone every second one is left out."""
+    """Return the label's class: at the right end it is placed inside; on a phone every second label is hidden."""
     return " ".join(filter(None, ["end" if percent > 97 else "", "odd" if number % 2 else ""])) or None
 
 
 def _n(number: float) -> str:
-    """A coordinate: two digits behind the point are less than a pixel."""
+    """Format a coordinate: two decimals are less than a pixel."""
     text = f"{number:.2f}".rstrip("0").rstrip(".")
     return "0" if text == "-0" else text
 
 
 def _r(value: float) -> float | None:
-    """Four digits, for the eye."""
+    """Round to four significant digits."""
     if not math.isfinite(value):
         return None
     rounded = float(f"{value:.4g}")

@@ -1,4 +1,4 @@
-"""What the sections of a page share: one time axis, one colour a topic and a group, the moments worth a mark."""
+"""The common parts of a page's sections: the time axis, the colours of topics and groups, and the marks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from portalmq.spark.report.markup import Child, Markup, element, join
 from portalmq.spark.report.model import FailOver, Report
 from portalmq.spark.report.plots import Colour, Mark, colours, joined
 
-# So many can be told apart by colour, at best; what is above is summed up.
+# The number of colours that can be told apart; further topics or groups are summed up.
 TOPICS_COLOURED = 12
 GROUPS_COLOURED = 6
 ROWS_MAX = 250
@@ -20,8 +20,8 @@ ROWS_MAX = 250
 
 @dataclass(frozen=True, slots=True)
 class ReportView:
-    """`times` is None when there is no message. `topics` and `groups` are the ones with a colour of their own, in the
-    order in which they are shown."""
+    """A report with its display choices. `times` is None without messages. `topics` and `groups` have those with a
+    colour of their own, in display order."""
 
     report: Report
     times: Times | None
@@ -56,7 +56,7 @@ class ReportView:
         return self.groups.get(group, Colour())
 
     def left_out(self, name: str, what: str, many: str = "") -> Markup | None:
-        """The sentence about what a list of the report does not show."""
+        """Return the note about entries that a list leaves out."""
         number = self.report.left_out.get(name, 0)
         if not number:
             return None
@@ -64,7 +64,7 @@ class ReportView:
 
 
 def changes_of_leaders(epochs: Iterable[FailOver]) -> list[FailOver]:
-    """Epochs that followed another one. The first that a partition has here began its life, or what is left of it."""
+    """Return the epochs that followed another. A partition's first known epoch is not a change of leaders."""
     found, known = [], set()
     for epoch in sorted(epochs, key=lambda epoch: (epoch.leader_epoch, epoch.at_ms)):
         partition = epoch.topic, epoch.partition
@@ -75,9 +75,9 @@ def changes_of_leaders(epochs: Iterable[FailOver]) -> list[FailOver]:
 
 
 def _coloured(weights: dict[str, int] | Counter[str], at_most: int, hue: float) -> dict[str, Colour]:
-    """The heaviest, by name."""
+    """Return colours for the heaviest names, by name."""
     names = sorted(weights, key=lambda name: (-weights[name], name))
-    # One colour is kept back for the rest.
+    # One colour is reserved for the rest.
     names = sorted(names if len(names) <= at_most else names[: at_most - 1])
     return dict(zip(names, colours(len(names), hue), strict=True))
 
@@ -95,7 +95,7 @@ def section(anchor: str, title: str, *body: Child) -> Markup:
 
 
 def figure(title: str, what: str, *body: Child, table: Markup | None = None) -> Markup:
-    """`title` says what is seen, `what` is what the plot shows, and its unit."""
+    """Return a figure. `title` is its finding, `what` says what it shows, and the unit."""
     numbers = element("details", element("summary", "The same as a table"), framed(table)) if table else None
     caption = element("figcaption", element("h3", title), element("p", what))
     return element("figure", caption, *body, numbers, class_="plot")
@@ -111,15 +111,15 @@ def note(sentence: str) -> Markup:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """`is_text` stands left, figures right."""
+    """A table column. Text is aligned left, figures right."""
 
     title: str
     is_text: bool = False
 
 
 def table(columns: Sequence[Column], rows: Iterable[Sequence[Child]], caption: str) -> Markup:
-    """The first column is what a row is about. Rows come with what matters most first: a page that should open on a
-    phone shows ROWS_MAX of them, and says how many there are."""
+    """Return a table whose first column is the row header. Rows come in order of importance: to open on a phone, the
+    page shows ROWS_MAX of them and the number of the others."""
     shown = list(rows)
     hidden = len(shown) - ROWS_MAX
     more = element(
@@ -146,7 +146,7 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[Child]], caption: s
 
 
 def framed(made: Markup) -> Markup:
-    """A table that may be wider than a phone scrolls by itself, and not the page."""
+    """Put a table into a scrollable frame, for screens narrower than the table."""
     return element("div", made, class_="scroll", tabindex="0", role="region", aria_label="Table, may be scrolled")
 
 

@@ -1,4 +1,4 @@
-"""Figures as a person reads them: 12,345; 4.1 ms; 1.2 MB; 22 Nov 2026, 00:21:47 UTC."""
+"""Formats figures for people: 12,345; 4.1 ms; 1.2 MB; 22 Nov 2026, 00:21:47 UTC."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 
 NONE = "–"
-# A figure and its unit stay on one line.
+# A no-break space keeps a figure and its unit on one line.
 _SP = "\u00a0"
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _SECOND, _MINUTE, _HOUR, _DAY = 1_000, 60_000, 3_600_000, 86_400_000
@@ -18,7 +18,7 @@ def count(number: float) -> str:
 
 
 def brief(number: float) -> str:
-    """At most four digits: for axes, and for figures in which only the size matters."""
+    """Format with at most four digits: for axes, and for figures of which only the magnitude matters."""
     if not math.isfinite(number):
         return NONE
     for least, unit, name in ((1e12, 1e12, "T"), (1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
@@ -41,7 +41,7 @@ def size(of_bytes: float) -> str:
 
 
 def size_class(from_bytes: int, to_bytes: int) -> str:
-    """Bytes from one border up to, and without, the next."""
+    """Name the class of sizes from one border up to, but excluding, the next."""
     if to_bytes - from_bytes <= 1:
         return f"{from_bytes}{_SP}B"
     if from_bytes < 1024:
@@ -50,7 +50,7 @@ def size_class(from_bytes: int, to_bytes: int) -> str:
 
 
 def size_border(of_bytes: int) -> str:
-    """A power of two."""
+    """Format a power of two."""
     for power, name in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
         if of_bytes >= 1 << power:
             return f"{_digits(of_bytes / (1 << power))}{_SP}{name}"
@@ -72,7 +72,7 @@ def duration(ms: float) -> str:
 
 
 def decade(ms: float) -> str:
-    """A power of ten, which has no round number of minutes."""
+    """Format a power of ten, which is no round number of minutes."""
     return duration(ms) if ms < _MINUTE else f"{count(ms / _SECOND)}{_SP}s"
 
 
@@ -99,7 +99,7 @@ def moment(ms: float) -> str:
 
 
 def clock(ms: float, step_ms: float = _SECOND) -> str:
-    """As much of a moment as tells it from its neighbours, which are `step_ms` away."""
+    """Format a time as precisely as neighbours `step_ms` apart require."""
     at = _date(ms)
     if at is None:
         return count(ms)
@@ -127,13 +127,13 @@ def plural(number: int, one: str, many: str = "") -> str:
 
 
 def listed(names: Sequence[str], at_most: int = 4) -> str:
-    """a, b and c; a long list says how many more there are."""
+    """Join names: a, b and c. A long list ends with the number of the others."""
     shown = [*names] if len(names) <= at_most else [*names[: at_most - 1], f"{count(len(names) - at_most + 1)} more"]
     return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}" if shown else ""
 
 
 def _digits(number: float) -> str:
-    """Two or three that count, and no zeros behind the point."""
+    """Format two or three significant digits, without trailing zeros."""
     if abs(number) >= 99.95:
         return f"{number:,.0f}"
     if abs(number) >= 9.995:
