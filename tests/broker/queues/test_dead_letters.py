@@ -218,7 +218,7 @@ def test_nothing_is_listed_of_a_group_that_has_not_begun_there(fixture):
 @pytest.mark.parametrize("after", ["", "x", "1", "0-", "-1", "0-x", "0-1-2", "٣-1", "0-" + "9" * 30])
 def test_an_id_that_is_none_is_refused(fixture, after):
     dead(fixture, "a")
-    with pytest.raises(InvalidRequest, match="no id"):
+    with pytest.raises(InvalidRequest, match="not a message id"):
         listed(fixture, after=after)
 
 
