@@ -1,12 +1,12 @@
-"""Which member of a stream group reads which partition: sticky, balanced, and with as few moves as that takes.
+"""Assignment of partitions to the members of a stream group: sticky, balanced, with as few moves as that takes.
 
-    balanced  a member has at most one partition more than any other that could have one of his
-    sticky    a partition stays where it is, unless its member is gone or has more than his share
+    balanced  a member has at most one partition more than any other that could have one of its partitions
+    sticky    a partition stays where it is, unless its member is gone or has more than its share
 
-Partitions without a member go to the one with the fewest; then the fullest give to the emptiest until all is balanced.
-Each such step makes the sum of the squares smaller, so it ends; and as nothing moves between members that differ by
-less than two, no assignment that is as balanced takes fewer moves when all members read the same topics (after KIP-54
-and KIP-848; an assignment that were best over chains of differing subscriptions is not sought).
+Partitions without a member go to the one with the fewest. Then the fullest give to the emptiest until all is balanced.
+Each step makes the sum of squares smaller, so it ends. Nothing moves between members that differ by less than two, so
+no assignment that is as balanced takes fewer moves when all members read the same topics (after KIP-54 and KIP-848).
+Over chains of differing subscriptions the best assignment is not sought.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def assign(
     current: Mapping[Partition, str],
     moving: Collection[Partition] = (),
 ) -> dict[Partition, str]:
-    """The member of each partition of `topics` (name -> partitions) that a member reads (name -> topics).
+    """Return the member of each partition of `topics` (name -> partitions) that a member reads (member -> topics).
 
-    `current` is who has what now. `moving` are partitions that are on their way anyway: of two that would serve alike,
-    one of these moves.
+    `current` maps partitions to their members now. `moving` are partitions that change hands anyway: where two would
+    serve, one of these moves.
     """
     readers = {
         topic: sorted(member for member, subscribed in members.items() if topic in subscribed) for topic in topics
@@ -49,7 +49,7 @@ def assign(
 
 
 class _Assignment:
-    """What each member has, by topic. `load` is how much that is."""
+    """The partitions of each member, by topic. `load` is their number."""
 
     def __init__(self, members: Collection[str], moving: frozenset[Partition]) -> None:
         self.load = dict.fromkeys(members, 0)
@@ -64,17 +64,17 @@ class _Assignment:
         self.load[member] += 1
 
     def take(self, member: str, topic: str) -> Partition:
-        """The last partition of `topic` that `member` has."""
+        """Remove and return the last partition of `topic` that `member` has."""
         self.load[member] -= 1
         return self.held[member][topic].pop()
 
     def sort_for_moves(self, member: str, topic: str) -> None:
-        """What `member` misses least comes last."""
+        """Sort the partitions of `member` so that those to be moved first come last."""
         self.held[member][topic].sort(key=lambda partition: (partition in self._moving, partition))
 
 
 def _fill(topic: str, vacant: list[Partition], readers: list[str], assignment: _Assignment) -> None:
-    """Give each to the emptiest of the readers then."""
+    """Give each vacant partition to the reader with the fewest."""
     emptiest = [(assignment.load[member], assignment.count(member, topic), member) for member in readers]
     heapify(emptiest)
     for partition in vacant:
@@ -84,7 +84,7 @@ def _fill(topic: str, vacant: list[Partition], readers: list[str], assignment: _
 
 
 def _balance(topic: str, readers: list[str], assignment: _Assignment) -> bool:
-    """Move partitions of `topic` from the fullest of its readers to the emptiest; whether any was moved."""
+    """Move partitions of `topic` from the fullest of its readers to the emptiest; return whether any moved."""
     emptiest = [(assignment.load[member], member) for member in readers]
     fullest = [(-assignment.load[member], member) for member in readers if assignment.count(member, topic)]
     heapify(emptiest)

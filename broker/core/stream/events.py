@@ -1,4 +1,4 @@
-"""What the membership of a stream group is, what its decisions (membership.py) are told, and what they ask for."""
+"""The membership of a stream group, and the events and actions of its decisions (membership.py)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEARTBEAT_MS_MAX = 3_000
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """`since` is the generation in which this client joined under its id."""
+    """A member. `since` is the generation in which this client joined under its id."""
 
     member_id: str
     topics: tuple[str, ...]
@@ -26,8 +26,11 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class PartitionOwner:
-    """`owner` has the partition from generation `since` on; or is to have it when `leaving`, who has it still, has
-    heartbeaten in a generation of at least `since`."""
+    """The owner of a partition from generation `since` on.
+
+    If `leaving` is set, that member still has the partition; `owner` gets it after `leaving` has heartbeaten in a
+    generation of at least `since`.
+    """
 
     owner: str
     since: int
@@ -36,7 +39,7 @@ class PartitionOwner:
 
 @dataclass(frozen=True, slots=True)
 class SubscribedTopic:
-    """A topic as it is known: one that is deleted and made anew has another id."""
+    """A topic. One that is deleted and created again has another id."""
 
     topic_id: str
     partitions: int
@@ -44,9 +47,9 @@ class SubscribedTopic:
 
 @dataclass(frozen=True, slots=True)
 class GroupMembers:
-    """What stands in the control plane. `coordinator` is (broker id, incarnation).
+    """The group's state in the control plane. `coordinator` is (broker id, incarnation).
 
-    Invariant: the owner and the leaving member of each place are in `members`.
+    Invariant: the owner and the leaving member of each partition are in `members`.
     """
 
     generation: int
@@ -56,23 +59,23 @@ class GroupMembers:
     topic_ids: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for partition, place in self.owners.items():
-            assert place.owner in self.members, (partition, place)
-            assert not place.leaving or place.leaving in self.members, (partition, place)
-            assert place.owner != place.leaving, (partition, place)
-            assert 0 < place.since <= self.generation, (partition, place)
+        for partition, ownership in self.owners.items():
+            assert ownership.owner in self.members, (partition, ownership)
+            assert not ownership.leaving or ownership.leaving in self.members, (partition, ownership)
+            assert ownership.owner != ownership.leaving, (partition, ownership)
+            assert 0 < ownership.since <= self.generation, (partition, ownership)
 
     def holders(self) -> dict[Partition, str]:
-        """Who may read each partition in this generation."""
-        return {partition: place.leaving or place.owner for partition, place in self.owners.items()}
+        """Return the member that may read each partition in this generation."""
+        return {partition: ownership.leaving or ownership.owner for partition, ownership in self.owners.items()}
 
 
-# --- told ------------------------------------------------------------------------------------------------------------
+# --- events ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What the control plane holds, read after a sync: the answer to Read. None when the group is gone."""
+    """The state in the control plane, read after a sync: the answer to ReadState. None if the group is gone."""
 
     membership: GroupMembers | None
     version: int
@@ -80,7 +83,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What became of the last Propose; with APPLIED the state's version now."""
+    """The result of the last Propose; with APPLIED, the state's new version."""
 
     outcome: Outcome
     version: int = -1
@@ -88,7 +91,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """A client wants to be the member of this id. `token` comes back in Answer or Refuse."""
+    """A client joins under this member id. `token` comes back in AnswerMember or RefuseMember."""
 
     token: object
     member_id: str
@@ -98,7 +101,7 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """A member lives, and has let go of all that the assignment of `generation` does not name."""
+    """A member is alive, and has released all partitions that the assignment of `generation` does not name."""
 
     token: object
     member_id: str
@@ -113,14 +116,14 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class TopicsChanged:
-    """The topics that there are, as far as members read them."""
+    """The existing topics among those that members read."""
 
     topics: Mapping[str, SubscribedTopic]
 
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """The claim is committed at the partition's leader; the member goes on at `offset`."""
+    """The claim is committed at the partition's leader; the member continues at `offset`."""
 
     partition: Partition
     member_id: str
@@ -130,7 +133,7 @@ class Claimed:
 
 @dataclass(frozen=True, slots=True)
 class ClaimRefused:
-    """The leader has seen `generation`, which is higher."""
+    """The partition's leader has seen `generation`, which is higher."""
 
     partition: Partition
     since: int
@@ -139,7 +142,7 @@ class ClaimRefused:
 
 @dataclass(frozen=True, slots=True)
 class ClaimFailed:
-    """The claim may or may not have come to pass. It is tried again."""
+    """The claim may or may not have been applied. It is repeated."""
 
     partition: Partition
     since: int
@@ -147,7 +150,8 @@ class ClaimFailed:
 
 @dataclass(frozen=True, slots=True)
 class SeekRequested:
-    """Fence what is under way in this topic. Answered with the generation to seek in; SeekDone must follow."""
+    """A request to fence the topic's members for a seek. The answer has the generation to seek in; SeekDone must
+    follow."""
 
     token: object
     topic: str
@@ -155,12 +159,12 @@ class SeekRequested:
 
 @dataclass(frozen=True, slots=True)
 class SeekDone:
-    """The leaders have sought, or will not: the topic's partitions can be claimed again."""
+    """The seek is done or abandoned: the topic's partitions can be claimed again."""
 
     topic: str
 
 
-# SessionLost: others may have taken over. Tick: time has passed; comes a few times a second.
+# SessionLost: another broker may have taken over. Tick: time passed; sent a few times a second.
 Event = (
     Loaded
     | Answered
@@ -177,12 +181,12 @@ Event = (
     | Tick
 )
 
-# --- asked -----------------------------------------------------------------------------------------------------------
+# --- actions ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Propose:
-    """Compare-and-set the state at `version` (-1: make it), and tell Answered."""
+    """Compare-and-set the state at `version` (-1: create it), then send Answered."""
 
     membership: GroupMembers
     version: int
@@ -190,12 +194,12 @@ class Propose:
 
 @dataclass(frozen=True, slots=True)
 class ReadState:
-    """Read the state after a sync, and tell Loaded."""
+    """Read the state after a sync, then send Loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimPartition:
-    """Claim the partition for the member at its leader, and tell what became of it."""
+    """Claim the partition for the member at its leader, then send the result."""
 
     partition: Partition
     member_id: str
@@ -204,7 +208,8 @@ class ClaimPartition:
 
 @dataclass(frozen=True, slots=True)
 class Assigned:
-    """A partition that a member is to read: since when it is his (or was sought last), and from which offset then."""
+    """A partition of a member: the generation since which it has it (or of its last seek), and the offset to read
+    from."""
 
     partition: Partition
     since: int
@@ -213,7 +218,8 @@ class Assigned:
 
 @dataclass(frozen=True, slots=True)
 class AnswerMember:
-    """The member's assignment, and when it should come again. Of a Leave or SeekRequested the generation counts."""
+    """The member's assignment, and the time until its next heartbeat. For Leave and SeekRequested only the generation
+    counts."""
 
     token: object
     member_id: str
@@ -230,7 +236,7 @@ class RefuseMember:
 
 @dataclass(frozen=True, slots=True)
 class Resigned:
-    """This broker does not coordinate the group any more: nothing will be asked or answered from here on."""
+    """This broker no longer coordinates the group: no actions or answers follow."""
 
     coordinator: tuple[int, int] | None
 

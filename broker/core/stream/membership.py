@@ -1,28 +1,28 @@
-"""Who is in a stream group and who reads what: the decisions of the group's coordinator.
+"""The members of a stream group and their partitions: the decisions of the group's coordinator.
 
-The coordinator is a broker. What it decides stands in the control plane, one state a group, changed by compare-and-set
-only, and every change raises the *generation*: so a coordinator that was replaced can write no more, and of each
-generation there is one state. What it has written it makes true at the leaders: a partition is claimed there for its
-member, durably, before the member hears of it.
+The coordinator is a broker. Its decisions are stored in the control plane, one state a group, changed by
+compare-and-set only. Every change raises the *generation*. So a replaced coordinator can write no more, and each
+generation has one state. The coordinator then applies that state at the leaders: a partition is claimed there for its
+member, durably, before the member learns of it.
 
-    told                                       asked
-    Loaded, Answered      the control plane    Propose, Read
-    Join, Heartbeat, Leave     members         Answer, Refuse
-    Claimed, ClaimRefused, ClaimFailed         Claim                 at the leaders
-    SeekRequested, SeekDone    an operator     Answer, Refuse
-    TopicsChanged, SessionLost, Tick           Deposed               another broker coordinates now
+    events                                     actions
+    Loaded, Answered      the control plane    Propose, ReadState
+    Join, Heartbeat, Leave     members         AnswerMember, RefuseMember
+    Claimed, ClaimRefused, ClaimFailed         ClaimPartition        at the leaders
+    SeekRequested, SeekDone    an operator     AnswerMember, RefuseMember
+    TopicsChanged, SessionLost, Tick           Resigned              another broker coordinates now
 
-A partition's Place goes round like this (after KIP-429 and KIP-848):
+The ownership of a partition moves like this (after KIP-429 and KIP-848):
 
     (owner A) --A has more than its share--> (owner B, leaving A) --A heartbeats at that generation--> (owner B)
                                                                   --A leaves or times out-----------^
 
-A member that heartbeats at a generation says that it has let go of everything that the generation's assignment does not
-name. Only then is the partition claimed for the next one, and nobody else stops meanwhile. A member whose partitions
-did not change may go on in the generation that it knows: a leader compares it with the one of the claim.
+A member that heartbeats at a generation has released everything that the generation's assignment does not name. Only
+then is the partition claimed for the next member; no other member pauses. A member whose partitions did not change may
+continue in the generation that it knows: a leader compares it with that of the claim.
 
-A join always raises the generation, and is remembered as the member's `since`. So of two clients with one member id the
-older is fenced: it knows no generation as high. A member id that comes back within its session timeout keeps its
+A join always raises the generation, and is recorded as the member's `since`. So of two clients with one member id the
+older is fenced: it knows no generation as high. A member id that returns within its session timeout keeps its
 partitions (static membership, KIP-345): they are claimed again, in the new generation, and nothing else changes.
 """
 
@@ -69,19 +69,19 @@ from portalmq.errors import Backpressure, Fenced, IllegalGeneration, PortalMQErr
 
 MEMBERS_MAX = 1_000
 TICK_MS = 250
-# A join is answered when its partitions are claimed, or with those that are after this time, and a quarter of the
-# member's session at most: it must not give up waiting.
+# A join is answered when its partitions are claimed, or after this time with those that are. It waits a quarter of the
+# member's session at most, so that the member does not give up.
 JOIN_WAIT_MS = 3_000
 HEARTBEATS_PER_SESSION = 5
-# While partitions are on their way to a member, or from it, it is to come again soon.
+# The heartbeat interval while partitions move to or from a member.
 HEARTBEAT_SOON_MS = 200
 CLAIM_AGAIN_MS = 500
 
 
 @dataclass(slots=True)
 class _WaitingCall:
-    """A join that waits for its claims; or the heartbeat of a member whose partitions this broker has taken over, and
-    has not claimed yet: an answer that does not name them would have it let go of them."""
+    """A call that waits for claims: a join, or a heartbeat of a member whose partitions this broker inherited and has
+    not claimed yet. An answer that does not name them would make the member release them."""
 
     token: object
     member_id: str
@@ -90,10 +90,10 @@ class _WaitingCall:
 
 
 class GroupMembership:
-    """One group, as the broker `me` (id, incarnation) coordinates it. Begins with Loaded and TopicsChanged.
+    """One group, as coordinated by the broker `me` (id, incarnation). It begins with Loaded and TopicsChanged.
 
-    Invariants: at most one Propose is unanswered; nothing is answered but from a state that the control plane is known
-    to hold, with this broker as its coordinator; a partition is named to a member only when it is claimed for it.
+    Invariants: at most one Propose is unanswered; answers come only from a state that the control plane is known to
+    hold, with this broker as its coordinator; a partition is named to a member only when it is claimed for it.
     """
 
     def __init__(self, group: str, me: tuple[int, int]) -> None:
@@ -107,7 +107,7 @@ class GroupMembership:
         self._proposed: GroupMembers | None = None
         self._reading = False
         self._intents: list[Intent] = []
-        # How many of them, from the first on, the proposal holds.
+        # How many of them, from the first on, are in the proposal.
         self._included = 0
         self._waiting: list[_WaitingCall] = []
         self._unverified: list[Heartbeat] = []
@@ -117,36 +117,36 @@ class GroupMembership:
         self._claiming: dict[Partition, tuple[str, int]] = {}
         self._claim_again_ms: dict[Partition, int] = {}
         self._seeking: dict[str, int] = {}
-        # The generation that a partition's leader has seen, where it is higher than ours.
+        # The generation that a partition's leader has seen, if higher than ours.
         self._refused: dict[Partition, int] = {}
         self._ticked_ms: int | None = None
-        # Whether the next state may be another one: making it takes a look at everything.
+        # True if the next state may differ: computing it reads everything.
         self._is_dirty = False
-        # Derived from `known`: the places of each member, those that give something up, and what is not claimed yet,
-        # with how much of that each member waits for.
+        # Derived from `known`: the partitions of each member, the members that give some up, the partitions that are
+        # not claimed yet, and how many of those each member waits for.
         self._partitions_of: dict[str, list[tuple[Partition, PartitionOwner]]] = {}
         self._leaving: set[str] = set()
         self._unclaimed: dict[Partition, PartitionOwner] = {}
-        # Those of them that an older coordinator had given out.
+        # The unclaimed partitions that an earlier coordinator had assigned.
         self._inherited: dict[Partition, PartitionOwner] = {}
         self._waited_for: Counter[str] = Counter()
-        # Whether something may be claimed now.
+        # True if something may be claimed now.
         self._claims_due = False
         self._actions: list[Action] = []
 
     @property
     def coordinates(self) -> bool:
-        """Whether this broker is known to be the coordinator."""
+        """True if this broker is known to be the coordinator."""
         return not self.resigned and self.known is not None and self.known.coordinator == self.me
 
     @property
     def is_idle(self) -> bool:
-        """Nobody is in the group, and nobody waits."""
+        """True if the group has no members and no waiting calls."""
         waits = self._intents or self._waiting or self._unverified or self._seeking or self._proposed is not None
         return self.coordinates and self.known is not None and not self.known.members and not waits
 
     def step(self, event: Event, now_ms: int) -> list[Action]:
-        """Everything that happens to the group comes through here."""
+        """Take one event and return the actions to perform."""
         if not self.resigned:
             self._take(event, now_ms)
         elif isinstance(event, Join | Heartbeat | Leave | SeekRequested):
@@ -161,24 +161,24 @@ class GroupMembership:
     def _take(self, event: Event, now_ms: int) -> None:
         match event:
             case Loaded():
-                self._take_loaded(event, now_ms)
+                self._on_loaded(event, now_ms)
             case Answered():
-                self._take_answered(event, now_ms)
+                self._on_answered(event, now_ms)
             case Join():
-                self._take_join(event)
+                self._on_join(event)
             case Heartbeat():
-                self._take_heartbeat(event, now_ms)
+                self._on_heartbeat(event, now_ms)
             case Leave():
-                self._take_leave(event)
+                self._on_leave(event)
             case SeekRequested():
                 self._intents.append(event)
             case TopicsChanged():
                 self._topics = dict(event.topics)
                 self._is_dirty = True
             case Claimed():
-                self._take_claimed(event)
+                self._on_claimed(event)
             case ClaimRefused() | ClaimFailed():
-                self._take_unclaimed(event, now_ms)
+                self._on_claim_failed(event, now_ms)
             case SeekDone():
                 self._seeking[event.topic] = self._seeking.get(event.topic, 1) - 1
                 if self._seeking[event.topic] <= 0:
@@ -187,11 +187,11 @@ class GroupMembership:
             case SessionLost():
                 self._reread()
             case Tick():
-                self._tick(now_ms)
+                self._on_tick(now_ms)
 
     # --- the state in the control plane ------------------------------------------------------------------------------
 
-    def _take_loaded(self, event: Loaded, now_ms: int) -> None:
+    def _on_loaded(self, event: Loaded, now_ms: int) -> None:
         self._reading = False
         proposed, self._proposed = self._proposed, None
         found = event.membership
@@ -199,7 +199,7 @@ class GroupMembership:
             self._loaded = True
             self._adopt(found, event.version)
         elif event.version == self.version:
-            self._included = 0  # not applied, or not yet: what is wanted is proposed again
+            self._included = 0  # not applied, or not yet: propose again
             self._is_dirty = True
         elif found is None or found.coordinator != self.me:
             self._resign(found.coordinator if found else None)
@@ -207,24 +207,24 @@ class GroupMembership:
         elif found == proposed:
             self._confirm(found, event.version, now_ms)
         else:
-            # An older proposal of ours came to pass late. What is still wanted is proposed again on top of it.
+            # An older proposal of ours was applied late. Propose the rest on top of it.
             self._included = 0
             self._adopt(found, event.version)
             self._begin_sessions(now_ms)
-        self._take_unverified(now_ms)
+        self._retry_unverified(now_ms)
 
-    def _take_answered(self, event: Answered, now_ms: int) -> None:
+    def _on_answered(self, event: Answered, now_ms: int) -> None:
         if self._proposed is None or self._reading:
             return
         if event.outcome == Outcome.APPLIED:
             proposed, self._proposed = self._proposed, None
             self._confirm(proposed, event.version, now_ms)
-            self._take_unverified(now_ms)
+            self._retry_unverified(now_ms)
         else:
             self._read()
 
     def _reread(self) -> None:
-        """See whether somebody else has written. The answer to a proposal tells that too."""
+        """Read the state again, in case another broker wrote it. The answer to a proposal shows that too."""
         if self._loaded and self._proposed is None:
             self._read()
 
@@ -233,12 +233,12 @@ class GroupMembership:
             self._reading = True
             self._actions.append(ReadState())
 
-    def _take_unverified(self, now_ms: int) -> None:
-        """What the control plane holds is known for sure now."""
+    def _retry_unverified(self, now_ms: int) -> None:
+        """Take the heartbeats that waited for a verified state."""
         if self.coordinates:
-            doubted, self._unverified = self._unverified, []
-            for heartbeat in doubted:
-                self._take_heartbeat(heartbeat, now_ms, is_sure=True)
+            unverified, self._unverified = self._unverified, []
+            for heartbeat in unverified:
+                self._on_heartbeat(heartbeat, now_ms, is_sure=True)
 
     def _resign(self, coordinator: tuple[int, int] | None) -> None:
         self.resigned = True
@@ -249,15 +249,15 @@ class GroupMembership:
         self._intents, self._waiting, self._unverified = [], [], []
 
     def _confirm(self, membership: GroupMembers, version: int, now_ms: int) -> None:
-        """The control plane holds `membership` as we proposed it."""
+        """Take that the control plane holds `membership` as proposed."""
         before = self.known
         began = before is None or before.coordinator != self.me
         self._adopt(membership, version)
         if began and before is not None:
             self._inherited = {
-                partition: place
-                for partition, place in self._unclaimed.items()
-                if before.owners.get(partition) == place
+                partition: ownership
+                for partition, ownership in self._unclaimed.items()
+                if before.owners.get(partition) == ownership
             }
         if began:
             self._begin_sessions(now_ms)
@@ -275,7 +275,7 @@ class GroupMembership:
                     self._actions.append(AnswerMember(intent.token, intent.member_id, membership.generation))
                 case SeekRequested():
                     self._seeking[intent.topic] = self._seeking.get(intent.topic, 0) + 1
-                    # The claims after it have a generation of their own: a copy of the seek that comes after them late
+                    # Claims after the seek have a generation of their own: a copy of the seek that arrives after them
                     # is refused.
                     self._actions.append(AnswerMember(intent.token, "", membership.generation - 1))
         for known in (self._deadlines, self._heard):
@@ -291,53 +291,56 @@ class GroupMembership:
         }
 
     def _adopt(self, membership: GroupMembers | None, version: int) -> None:
-        """This is what the control plane holds."""
+        """Set the state known to be in the control plane, and what is derived from it."""
         self.known, self.version, self._is_dirty = membership, version, True
         self._partitions_of, self._leaving, self._unclaimed, self._claims_due = {}, set(), {}, True
-        for partition, place in membership.owners.items() if membership else ():
-            self._partitions_of.setdefault(place.owner, []).append((partition, place))
-            if place.leaving:
-                self._leaving.add(place.leaving)
-                self._partitions_of.setdefault(place.leaving, []).append((partition, place))
-            elif self._claimed.get(partition, ("", 0, 0))[:2] != (place.owner, place.since):
-                self._unclaimed[partition] = place
-        self._waited_for = Counter(place.owner for place in self._unclaimed.values())
+        for partition, ownership in membership.owners.items() if membership else ():
+            self._partitions_of.setdefault(ownership.owner, []).append((partition, ownership))
+            if ownership.leaving:
+                self._leaving.add(ownership.leaving)
+                self._partitions_of.setdefault(ownership.leaving, []).append((partition, ownership))
+            elif self._claimed.get(partition, ("", 0, 0))[:2] != (ownership.owner, ownership.since):
+                self._unclaimed[partition] = ownership
+        self._waited_for = Counter(ownership.owner for ownership in self._unclaimed.values())
         self._inherited = {
-            partition: place for partition, place in self._inherited.items() if self._unclaimed.get(partition) == place
+            partition: ownership
+            for partition, ownership in self._inherited.items()
+            if self._unclaimed.get(partition) == ownership
         }
 
     def _begin_sessions(self, now_ms: int) -> None:
-        """A new coordinator does not know when its members came last: each gets a whole session."""
+        """Begin the sessions of all members: a new coordinator does not know when they came last, so each gets a whole
+        one."""
         assert self.known is not None
         for member in self.known.members.values():
             self._deadlines.setdefault(member.member_id, now_ms + member.session_timeout_ms)
 
     # --- members -----------------------------------------------------------------------------------------------------
 
-    def _take_join(self, join: Join) -> None:
+    def _on_join(self, join: Join) -> None:
         coming = {intent.member_id for intent in self._intents if isinstance(intent, Join)}
         there = self.known.members.keys() if self.known else ()
         if join.member_id not in there and len(coming | set(there) | {join.member_id}) > MEMBERS_MAX:
-            full = f"group {self.group!r} has {MEMBERS_MAX} members, as many as a group can: let one of them leave"
+            full = f"group {self.group!r} has {MEMBERS_MAX} members, the most a group can have: let one leave first"
             self._actions.append(RefuseMember(join.token, Backpressure(full, retry_after_s=5)))
             return
         self._intents.append(join)
 
-    def _take_leave(self, leave: Leave) -> None:
+    def _on_leave(self, leave: Leave) -> None:
         joins = any(isinstance(intent, Join) and intent.member_id == leave.member_id for intent in self._intents)
         if self.coordinates and not joins and self.known is not None and leave.member_id not in self.known.members:
             self._actions.append(AnswerMember(leave.token, leave.member_id, self.known.generation))
         else:
             self._intents.append(leave)
 
-    def _take_heartbeat(self, heartbeat: Heartbeat, now_ms: int, *, is_sure: bool = False) -> None:
+    def _on_heartbeat(self, heartbeat: Heartbeat, now_ms: int, *, is_sure: bool = False) -> None:
         if not self.coordinates:
             self._unverified.append(heartbeat)
             return
         assert self.known is not None
         member = self.known.members.get(heartbeat.member_id)
         if heartbeat.generation > self.known.generation and not is_sure:
-            # Somebody else may be the coordinator by now, and have told it.
+            # Another broker may be the coordinator by now, and have answered it.
             self._unverified.append(heartbeat)
             if self._proposed is None:
                 self._read()
@@ -365,11 +368,11 @@ class GroupMembership:
         assert self.known is not None
         held: list[Assigned] = []
         is_moving = False
-        for partition, place in self._partitions_of.get(member.member_id, ()):
-            if place.leaving or partition in self._unclaimed:
+        for partition, ownership in self._partitions_of.get(member.member_id, ()):
+            if ownership.leaving or partition in self._unclaimed:
                 is_moving = True
             else:
-                held.append(Assigned(partition, place.since, self._claimed[partition][2]))
+                held.append(Assigned(partition, ownership.since, self._claimed[partition][2]))
         interval_ms = min(HEARTBEAT_MS_MAX, member.session_timeout_ms // HEARTBEATS_PER_SESSION)
         if is_moving:
             interval_ms = min(interval_ms, HEARTBEAT_SOON_MS)
@@ -384,7 +387,7 @@ class GroupMembership:
         for waiting in self._waiting:
             member = self.known.members.get(waiting.member_id)
             if member is None:
-                gone = f"member {waiting.member_id!r} left group {self.group!r} while it waited to be answered"
+                gone = f"member {waiting.member_id!r} left group {self.group!r} while its call waited"
                 self._actions.append(RefuseMember(waiting.token, IllegalGeneration(gone)))
             elif now_ms >= waiting.until_ms or not self._waits(waiting):
                 self._actions.append(self._assignment(waiting.token, member))
@@ -399,9 +402,9 @@ class GroupMembership:
             return False
         return any(partition in self._inherited for partition, _ in self._partitions_of.get(waiting.member_id, ()))
 
-    def _tick(self, now_ms: int) -> None:
-        """Nobody could heartbeat while this process was paused: that is not the members' silence. And others may have
-        taken over."""
+    def _on_tick(self, now_ms: int) -> None:
+        """Take a tick. After a pause of this process, extend the sessions by it, as no heartbeat could arrive, and
+        verify that this broker still coordinates."""
         if self._ticked_ms is not None:
             paused_ms = now_ms - self._ticked_ms - 4 * TICK_MS
             if paused_ms > 0:
@@ -412,7 +415,7 @@ class GroupMembership:
         self._claims_due = self._claims_due or bool(self._unclaimed)
         self._is_dirty = self._is_dirty or any(deadline <= now_ms for deadline in self._deadlines.values())
 
-    # --- the next state ----------------------------------------------------------------------------------------------
+    # --- proposals ---------------------------------------------------------------------------------------------------
 
     def _propose(self, now_ms: int) -> None:
         if not self._loaded or self._proposed is not None or self._reading or self._topics is None:
@@ -427,7 +430,7 @@ class GroupMembership:
             self._actions.append(Propose(wanted, self.version))
 
     def _wanted(self, now_ms: int) -> GroupMembers | None:
-        """The state as it should be, in the next generation; None when it is so."""
+        """Return the state to propose, in the next generation; None if nothing changes."""
         known = self.known or GroupMembers(0, (-1, -1))
         steps = 2 if any(isinstance(intent, SeekRequested) for intent in self._intents) else 1
         draft = Draft(known, max(known.generation, *self._refused.values(), 0) + steps, self._topics or {})
@@ -454,15 +457,15 @@ class GroupMembership:
         if not self.coordinates or not self._claims_due:
             return
         self._claims_due = False
-        for partition, place in self._unclaimed.items():
-            wanted = (place.owner, place.since)
+        for partition, ownership in self._unclaimed.items():
+            wanted = (ownership.owner, ownership.since)
             if partition[0] in self._seeking or partition in self._refused or self._claiming.get(partition) == wanted:
                 continue
             if now_ms >= self._claim_again_ms.get(partition, 0):
                 self._claiming[partition] = wanted
-                self._actions.append(ClaimPartition(partition, place.owner, place.since))
+                self._actions.append(ClaimPartition(partition, ownership.owner, ownership.since))
 
-    def _take_unclaimed(self, event: ClaimRefused | ClaimFailed, now_ms: int) -> None:
+    def _on_claim_failed(self, event: ClaimRefused | ClaimFailed, now_ms: int) -> None:
         wanted = self._claiming.get(event.partition)
         if wanted is None or wanted[1] != event.since:
             return
@@ -472,11 +475,11 @@ class GroupMembership:
         else:
             self._claim_again_ms[event.partition] = now_ms + CLAIM_AGAIN_MS
 
-    def _take_claimed(self, event: Claimed) -> None:
+    def _on_claimed(self, event: Claimed) -> None:
         if self._claiming.get(event.partition) == (event.member_id, event.since):
             del self._claiming[event.partition]
-        place = self._unclaimed.get(event.partition)
-        if place is not None and (place.owner, place.since) == (event.member_id, event.since):
+        ownership = self._unclaimed.get(event.partition)
+        if ownership is not None and (ownership.owner, ownership.since) == (event.member_id, event.since):
             del self._unclaimed[event.partition]
             self._inherited.pop(event.partition, None)
             self._waited_for[event.member_id] -= 1
@@ -489,4 +492,4 @@ def _wait_max_ms(session_timeout_ms: int) -> int:
 
 
 def _coordinator_changed(group: str) -> PortalMQError:
-    return Unavailable(f"the coordinator of group {group!r} is just changing", outcome="unknown", retry_after_s=0.2)
+    return Unavailable(f"the coordinator of group {group!r} is changing", outcome="unknown", retry_after_s=0.2)

@@ -1,8 +1,8 @@
-"""A stream group on one partition: who owns it, and where it goes on.
+"""A stream group on one partition: the owner and the committed offset.
 
-A fold over the partition's log, like a queue group's. The group's coordinator claims the partition for a member before
-it tells him of it; from then on only that member, in that generation or a later one of the group, may commit. So a
-zombie that was given up is fenced by the log itself, whatever he believes (DESIGN 4, KIP-429 for the hand-over).
+It is a fold over the partition's log, like a queue group's. The group's coordinator claims the partition for a member
+before it assigns it. From then on only that member may commit, in that generation of the group or a later one. So the
+log itself fences a member that was given up, whatever it believes (KIP-429).
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ COMMITS_REMEMBERED = 10_000
 
 
 class StreamOffsets:
-    """Invariant: between seeks `committed` never falls, and `generation` never does. `commits` has the ids of seeks
-    too."""
+    """The state of one group. `commits` includes the ids of seeks.
+
+    Invariant: between seeks `committed` never falls, and `generation` never does.
+    """
 
     def __init__(self, fold: StreamFold) -> None:
         self.group = fold.group
@@ -37,7 +39,7 @@ class StreamOffsets:
         )
 
     def apply(self, record: StreamRecord | Commit, offset: int) -> None:
-        """Fold a record that stands at `offset`. Records come in the order of the log, each once."""
+        """Fold the record at `offset`. Records come in the order of the log, each once."""
         match record:
             case Claim():
                 self.member = record.member
@@ -55,16 +57,16 @@ class StreamOffsets:
         self.last_active_ms = max(self.last_active_ms, record.at_ms)
 
     def purge(self, upto: int) -> None:
-        """Everything below `upto` is gone from the log."""
+        """Take that everything below `upto` is gone from the log."""
         self.committed = max(self.committed, upto)
 
     # --- decisions ---------------------------------------------------------------------------------------------------
 
     def check_commit(self, member: str, generation: int, offset: int, high_watermark: int) -> bool:
-        """Whether there is something to commit: False for what is committed already.
+        """Return whether there is something to commit: False for an offset that is committed already.
 
-        Raises IllegalGeneration for a member that does not own the partition (any more), OffsetOutOfRange for an offset
-        above the high watermark or below what is committed.
+        Raise IllegalGeneration for a member that does not own the partition (any more), OffsetOutOfRange for an offset
+        above the high watermark or below the committed one.
         """
         self.check_owner(member, generation)
         if not 0 <= offset <= high_watermark:
@@ -80,7 +82,7 @@ class StreamOffsets:
         return offset > self.committed
 
     def check_owner(self, member: str, generation: int) -> None:
-        """Raises IllegalGeneration for a member that does not own the partition (any more)."""
+        """Raise IllegalGeneration for a member that does not own the partition (any more)."""
         if member != self.member or generation < self.generation:
             owner = f"{self.member!r} does" if self.member else "nobody does"
             raise IllegalGeneration(
@@ -89,11 +91,11 @@ class StreamOffsets:
             )
 
     def check_begin(self, committed: int, log_start: int) -> None:
-        """Raises OffsetMoved where the input of a commit does not begin at the group's committed offset. `committed` is
+        """Raise OffsetMoved if the input of a commit does not begin at the group's committed offset. `committed` is
         that offset as the caller knows it; retention may have moved it up to `log_start`.
 
-        Outputs are made of what was read from there on. After a commit of unknown outcome a member may read the same
-        messages again and cut them into other batches: such a batch holds messages that have their outputs.
+        Outputs depend on what was read from there on. After a commit of unknown outcome a member may read the same
+        messages again and cut them into other batches: such a batch holds messages that have their outputs already.
         """
         if not self.committed <= committed <= max(self.committed, log_start):
             at = max(self.committed, log_start)
@@ -104,7 +106,7 @@ class StreamOffsets:
             )
 
     def check_claim(self, generation: int) -> None:
-        """Raises IllegalGeneration for a coordinator that is behind."""
+        """Raise IllegalGeneration for a coordinator that is behind."""
         if generation < self.generation:
             raise IllegalGeneration(
                 f"generation {generation} cannot claim this partition: generation {self.generation} has",

@@ -1,7 +1,7 @@
-"""The next state of a stream group's membership, while it is being made.
+"""A draft of a stream group's next membership.
 
-A draft begins as the state that is known, is told what is different, and ends as the next generation's state. What did
-not change keeps its Place, and with it the generation from which it stands.
+It begins as the known state, takes the changes, and ends as the next generation's state. A partition whose ownership
+did not change keeps it, with the generation since which it holds.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from portalmq.broker.core.stream.events import GroupMembers, Member, Partition, 
 
 
 class Draft:
-    """Tell it of members first, then renew, release and share, in this order."""
+    """The next membership under construction. Call join and drop first, then renew, release and assign, in this
+    order."""
 
     def __init__(self, known: GroupMembers, generation: int, topics: Mapping[str, SubscribedTopic]) -> None:
         self.generation = generation
         self._known = known
         self._topics = topics
         self._members = dict(known.members)
-        # Clients that joined just now hold nothing yet, whatever an older one of their name held.
+        # Clients that join hold nothing yet, whatever an older client of their id held.
         self._fresh: set[str] = set()
         self._owners = {
-            partition: place
-            for partition, place in known.owners.items()
+            partition: ownership
+            for partition, ownership in known.owners.items()
             if self._is_there(partition, known.topic_ids.get(partition[0]))
         }
 
@@ -42,47 +43,50 @@ class Draft:
         self._fresh.add(member.member_id)
 
     def renew(self, partitions: Iterable[Partition]) -> None:
-        """All that is under way in these is void: who is to have them has them from now on."""
+        """Give these partitions to their owners from this generation on, without waiting for members that release
+        them."""
         for partition in partitions:
-            place = self._owners.get(partition)
-            if place is not None:
-                self._owners[partition] = PartitionOwner(place.owner, self.generation)
+            ownership = self._owners.get(partition)
+            if ownership is not None:
+                self._owners[partition] = PartitionOwner(ownership.owner, self.generation)
 
     def release(self, heard: Mapping[str, int]) -> None:
-        """Renew what a client holds that joined just now, and partitions whose last owner has let go, or is gone, or is
-        another client by now."""
-        for partition, place in self._owners.items():
-            leaving = place.leaving
+        """Renew the partitions of clients that join, and those whose last owner has released them, is gone, or is
+        another client now."""
+        for partition, ownership in self._owners.items():
+            leaving = ownership.leaving
             if leaving:
-                is_free = leaving not in self._members or leaving in self._fresh or heard.get(leaving, 0) >= place.since
+                is_free = (
+                    leaving not in self._members or leaving in self._fresh or heard.get(leaving, 0) >= ownership.since
+                )
             else:
-                is_free = place.owner in self._fresh
+                is_free = ownership.owner in self._fresh
             if is_free:
-                self._owners[partition] = PartitionOwner(place.owner, self.generation)
+                self._owners[partition] = PartitionOwner(ownership.owner, self.generation)
 
     def assign(self) -> None:
         current = {
-            partition: place.owner if place.owner in self._members else place.leaving
-            for partition, place in self._owners.items()
+            partition: ownership.owner if ownership.owner in self._members else ownership.leaving
+            for partition, ownership in self._owners.items()
         }
-        shares = assign(
+        assigned = assign(
             {member.member_id: member.topics for member in self._members.values()},
             {name: topic.partitions for name, topic in self._topics.items()},
             current,
-            [partition for partition, place in self._owners.items() if place.leaving],
+            [partition for partition, ownership in self._owners.items() if ownership.leaving],
         )
-        self._owners = {partition: self._place(partition, owner) for partition, owner in sorted(shares.items())}
+        self._owners = {partition: self._ownership(partition, owner) for partition, owner in sorted(assigned.items())}
 
-    def _place(self, partition: Partition, owner: str) -> PartitionOwner:
-        place = self._owners.get(partition)
-        if place is None:
+    def _ownership(self, partition: Partition, owner: str) -> PartitionOwner:
+        ownership = self._owners.get(partition)
+        if ownership is None:
             return PartitionOwner(owner, self.generation)
-        if place.owner == owner:
-            return place
-        holder = place.leaving or place.owner
+        if ownership.owner == owner:
+            return ownership
+        holder = ownership.leaving or ownership.owner
         if holder == owner or holder not in self._members or holder in self._fresh:
             return PartitionOwner(owner, self.generation)
-        return PartitionOwner(owner, place.since if place.leaving else self.generation, holder)
+        return PartitionOwner(owner, ownership.since if ownership.leaving else self.generation, holder)
 
     def changed_nothing(self) -> bool:
         return self._members == self._known.members and self._owners == self._known.owners
