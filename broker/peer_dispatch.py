@@ -1,31 +1,80 @@
-"""What other brokers may ask of this one: every call's name, and the room that answers it.
+"""The answers to other brokers: for each call of cluster/rpc, the method that answers it.
 
-Each call's question and answer are msgspec Structs of cluster/rpc, encoded as
-MessagePack. An answer is given here or refused: nothing is forwarded a second time.
+A call is answered here or refused: nothing is forwarded a second time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, TypeVar
 
+import msgspec
+
+from portalmq.broker.cluster.routing import LeaderRouter, LocalWork
+from portalmq.broker.cluster.rpc import BrokerCall, PartitionCall, PartitionRequest
+from portalmq.broker.cluster.rpc import messages as rpc
 from portalmq.broker.cluster.unclean_election import serve_log_end
 from portalmq.broker.partition.long_poll import Peer
 from portalmq.broker.wiring import Wiring
 
+A = TypeVar("A")
+R = TypeVar("R", bound=msgspec.Struct)
+P = TypeVar("P", bound=PartitionRequest)
+T = TypeVar("T")
+# (body, the connection of the asking broker) -> answer
 PeerCall = Callable[[bytes, Peer | None], bytes]
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class PeerDispatch:
+    """Answers calls by their names."""
+
+    def __init__(self, leaders: LeaderRouter) -> None:
+        self.calls: dict[str, PeerCall] = {}
+        self._leaders = leaders
+
+    def broker(self, call: BrokerCall[R, A], answer: Callable[[R], A]) -> None:
+        """Answer a call to this broker."""
+        self.watched(call, lambda request, peer: answer(request))
+
+    def watched(self, call: BrokerCall[R, A], answer: Callable[[R, Peer | None], A]) -> None:
+        """Answer a call to this broker that takes the connection of the asking one, which may close."""
+        self.calls[call.name] = lambda body, peer: _encode(answer(call.decode(body), peer))
+
+    def leader(
+        self, call: PartitionCall[P, T], local: Callable[[P], LocalWork[T]], *, patience_s: float | None = None
+    ) -> None:
+        """Answer a call to the leader of partitions with the work that `local` returns for the request."""
+        self.leader_watched(call, lambda request, peer: local(request), patience_s=patience_s)
+
+    def leader_watched(
+        self,
+        call: PartitionCall[P, T],
+        local: Callable[[P, Peer | None], LocalWork[T]],
+        *,
+        patience_s: float | None = None,
+    ) -> None:
+        def answer(body: bytes, peer: Peer | None) -> bytes:
+            request: Any = call.decode(body)
+            return self._leaders.serve(call, request, local(request, peer), patience_s=patience_s)
+
+        self.calls[call.name] = answer
 
 
 def peer_calls(wiring: Wiring) -> dict[str, PeerCall]:
-    """Name -> (body, the asking broker's connection) -> answer."""
-    return {
-        "fetch": wiring.replication.serve,
-        "produce": lambda body, peer: wiring.produce_handler.serve(body),
-        "first": lambda body, peer: wiring.repeat_finder.serve(body),
+    """Return the answers of a broker, by the names of the calls."""
+    on = PeerDispatch(wiring.leaders)
+    on.calls["fetch"] = wiring.replication.serve
+
+    on.leader(rpc.PRODUCE, wiring.produce_handler.local_produce)
+    on.leader(rpc.FIRST, wiring.repeat_finder.local_find)
+    on.leader_watched(rpc.BROWSE, wiring.browser.local_browse)
+    on.leader(rpc.PURGE, wiring.browser.local_purge)
+    on.leader(rpc.SCHEDULED, wiring.scheduled_messages.local_list)
+    on.leader(rpc.CANCEL, wiring.scheduled_messages.local_cancel)
+    return on.calls | {
         "fence": lambda body, peer: wiring.producer_fencing.serve(body),
-        "browse": wiring.browser.serve_browse,
-        "purge": lambda body, peer: wiring.browser.serve_purge(body),
-        "scheduled": lambda body, peer: wiring.scheduled_messages.serve_list(body),
-        "cancel": lambda body, peer: wiring.scheduled_messages.serve_cancel(body),
         "partitions": lambda body, peer: wiring.overview.serve_partitions(body),
         "known": lambda body, peer: wiring.groups.serve_known(body),
         "start": lambda body, peer: wiring.groups.serve_start(body),

@@ -178,7 +178,7 @@ class Wiring:
         self.replication = Replication(self, self.topics)
         self.topics.ticker.polls = self.replication.polls
         self.metadata_cache = MetadataCache(self.topics, self.mirror)
-        self.leaders = LeaderRouter(self.broker_id, self.metadata_cache)
+        self.leaders = LeaderRouter(self.broker_id, self.metadata_cache, self.peers)
 
     def _serve_groups(self) -> None:
         """What consumers of queue groups ask for."""
@@ -208,14 +208,14 @@ class Wiring:
         """What producers and readers ask for."""
         metadata_cache, leaders, peers = self.metadata_cache, self.leaders, self.peers
         self.producer_fencing = ProducerFencing(self.broker_id, self._catalog, self.membership, peers, self.clock)
-        self.repeat_finder = RepeatFinder(metadata_cache, leaders, peers)
+        self.repeat_finder = RepeatFinder(metadata_cache, leaders)
         admission = Admission(self.producer_fencing.check, Backlog(self.clock).check)
         self.produce_handler = ProduceHandler(
-            leaders, peers, metadata_cache.topic, self.metrics.published, self.clock, admission, self.repeat_finder
+            leaders, metadata_cache.topic, self.metrics.published, self.clock, admission, self.repeat_finder
         )
-        self.browser = MessageBrowser(metadata_cache, leaders, peers, self.groups.long_polls)
-        self.partition_growth = PartitionGrowth(self.mirror, metadata_cache, leaders, peers)
-        self.scheduled_messages = ScheduledMessages(metadata_cache, leaders, peers, self.clock)
+        self.browser = MessageBrowser(metadata_cache, leaders, self.groups.long_polls)
+        self.partition_growth = PartitionGrowth(self.mirror, metadata_cache, leaders)
+        self.scheduled_messages = ScheduledMessages(metadata_cache, leaders, self.clock)
         self.reader_fetch = ReaderFetch(self.topics.known, metadata_cache.partition, leaders, self.groups.long_polls)
 
     def _share_streams(self) -> None:

@@ -1,13 +1,15 @@
-"""Every broker answers every call: each share of a call is brought to the leader of its partition, in one hop.
+"""Every broker answers every call: it brings the share of each partition to the partition's leader, in one hop.
 
-    Leaders.run(places, work)
-        |-- led here         work.here(places)                      in this greenlet
-        `-- led elsewhere    work.there(broker id, places)          a greenlet for each of those brokers, at once
+    LeaderRouter.call(SETTLE, request, local)
+        |-- led here         local(partitions)                           in this greenlet
+        `-- led elsewhere    the request for those partitions            a greenlet for each of the brokers, at once
 
-A share that was certainly not applied because the leadership is moving (no leader yet, a broker that is gone, one
-that says another leads) is tried again for a moment, at whoever leads then; one whose outcome is unknown only when the
-work names what it wants done, so that twice is once. A leader that is silent while another one has been elected is not
-waited for. What is asked of a leader is never forwarded by it.
+    peer_dispatch.py: LeaderRouter.serve(SETTLE, request, local)         at the leader; it forwards nothing
+
+A share that was certainly not applied while the leadership moves (no leader yet, a broker that is gone, one that is not
+the leader) is tried again for a moment, at the leader of that moment. A share whose outcome is unknown is tried again
+only when the call is repeatable: applying it twice is the same as once. A leader that is silent while another one has
+been elected is not waited for.
 """
 
 from __future__ import annotations
@@ -17,14 +19,15 @@ import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypedDict, TypeVar, Unpack
 
 import gevent
 from gevent.event import Event
 
 from portalmq.broker.cluster.peers import NotAnswered
-from portalmq.broker.cluster.rpc import Outcomes, TopicPartition
+from portalmq.broker.cluster.rpc import Outcomes, PartitionCall, PartitionRequest, PeerCaller, TopicPartition
 from portalmq.broker.partition.writer import NotCommittedYet
+from portalmq.broker.partition.yielding import in_short_turns
 from portalmq.control_plane.state import TopicState
 from portalmq.errors import NotLeader, PartitionNotFound, PortalMQError, Unavailable
 
@@ -33,10 +36,13 @@ PATIENCE_S = 3.0
 OWN_PATIENCE_S = 1.0
 PAUSE_FIRST_S = 0.02
 PAUSE_MAX_S = 0.2
-# What a broker that leads no longer may still have to say, before its silence is taken as its answer.
+# How long a broker that leads no longer may still take to answer, before its silence counts as its answer.
 ABANDON_AFTER_S = 0.3
 
 T = TypeVar("T")
+P = TypeVar("P", bound=PartitionRequest)
+# The work of a call at partitions that this broker leads. It has an outcome for each of them.
+LocalWork = Callable[[Sequence[TopicPartition]], Outcomes[T]]
 
 
 class NoSuchPartition(PartitionNotFound):
@@ -54,6 +60,36 @@ def place_of(topic: TopicState, number: int) -> TopicPartition:
     return TopicPartition(topic.name, topic.topic_id, number)
 
 
+def one_by_one(do: Callable[[TopicPartition], T]) -> LocalWork[T]:
+    """Return the work that does this at each partition."""
+
+    def local(places: Sequence[TopicPartition]) -> Outcomes[T]:
+        return {place: outcome_of(do, place) for place in in_short_turns(places)}
+
+    return local
+
+
+def together(begin: Callable[[TopicPartition], Callable[[], T]]) -> LocalWork[T]:
+    """Return the work that begins this at all partitions, then waits for each: their records share a transaction."""
+
+    def local(places: Sequence[TopicPartition]) -> Outcomes[T]:
+        begun = {place: outcome_of(begin, place) for place in in_short_turns(places)}
+        return {
+            place: finish if isinstance(finish, PortalMQError) else outcome_of(finish)
+            for place, finish in in_short_turns(begun.items())
+        }
+
+    return local
+
+
+def outcome_of(do: Callable[..., T], *arguments: object) -> T | PortalMQError:
+    """Return what the call returns, or the error that it raises."""
+    try:
+        return do(*arguments)
+    except PortalMQError as error:
+        return error
+
+
 class Work(Protocol[T]):
     """A call with a share at each of several partitions. Both halves answer for every place they are given."""
 
@@ -64,6 +100,29 @@ class Work(Protocol[T]):
     def there(self, broker_id: int, places: Sequence[TopicPartition]) -> dict[TopicPartition, T | PortalMQError]:
         """Have another broker do the shares of partitions that it leads. May raise for all of them at once."""
         ...
+
+
+@dataclass(slots=True)
+class PartitionWork(Generic[T]):
+    """The work of a PartitionCall. `request` returns the request for some of its partitions."""
+
+    call: PartitionCall[Any, T]
+    request: Callable[[Sequence[TopicPartition]], Any]
+    here: LocalWork[T]
+    peers: PeerCaller
+
+    def there(self, broker_id: int, places: Sequence[TopicPartition]) -> Outcomes[T]:
+        return self.call.outcomes(self.peers, broker_id, self.request(places), places)
+
+
+class RoutingOptions(TypedDict, total=False):
+    """`forward` False: a partition that another broker leads is refused with NotLeader. `repeatable`: see above.
+    `patience_s`: how long to retry. `waiting`: the client of the call; once it has gone, nothing more is begun."""
+
+    forward: bool
+    repeatable: bool
+    patience_s: float | None
+    waiting: WaitingClient | None
 
 
 class LeaderLookup(Protocol):
@@ -106,12 +165,14 @@ class LeaderRouter:
         self,
         broker_id: int,
         leads: LeaderLookup,
+        peers: PeerCaller,
         *,
         chance: Callable[[], float] = random.random,
         patience_s: float = PATIENCE_S,
     ) -> None:
         self.broker_id = broker_id
         self._map = leads
+        self._peers = peers
         self._chance = chance
         self._patience_s = patience_s
         self._wakeups: set[Event] = set()
@@ -141,27 +202,48 @@ class LeaderRouter:
             if leader is not None and leader != self.broker_id:
                 raise self.not_leader(place, leader)
 
-    def one(
-        self,
-        place: TopicPartition,
-        work: Work[T],
-        *,
-        forward: bool = True,
-        repeatable: bool = False,
-        waiting: WaitingClient | None = None,
+    def call(
+        self, call: PartitionCall[P, T], request: P, local: LocalWork[T], **options: Unpack[RoutingOptions]
+    ) -> Outcomes[T]:
+        """Return the outcome at each partition of the request, a value or an error."""
+        return self.run(request.places, self.work(call, request.only, local), **options)
+
+    def call_one(
+        self, call: PartitionCall[P, T], request: P, local: LocalWork[T], **options: Unpack[RoutingOptions]
     ) -> T:
-        """The outcome at a single partition. Raises its error."""
-        outcome = self.run([place], work, forward=forward, repeatable=repeatable, waiting=waiting)[place]
+        """Return the value at the request's only partition. Raises its error."""
+        (place,) = request.places
+        return self.one(place, self.work(call, request.only, local), **options)
+
+    def one(self, place: TopicPartition, work: Work[T], **options: Unpack[RoutingOptions]) -> T:
+        """Return the value at a partition. Raises its error."""
+        outcome = self.run([place], work, **options)[place]
         if isinstance(outcome, PortalMQError):
             raise outcome
         return outcome
 
+    def serve(
+        self, call: PartitionCall[P, T], request: P, local: LocalWork[T], *, patience_s: float | None = None
+    ) -> bytes:
+        """Answer another broker as the leader of its request's partitions."""
+        outcomes = self.call(call, request, local, forward=False, patience_s=patience_s)
+        return call.encode(outcomes, request.places)
+
+    def work(
+        self,
+        call: PartitionCall[P, T],
+        request: Callable[[Sequence[TopicPartition]], P],
+        local: LocalWork[T],
+    ) -> PartitionWork[T]:
+        """Return work for `run`, for a request that is built only where partitions are led elsewhere."""
+        return PartitionWork(call, request, local, self._peers)
+
     def ask(self, broker_id: int, places: Sequence[TopicPartition], call: Callable[[], T]) -> T:
-        """What `call` has of another broker that leads these partitions; it is not waited for once others lead all of
-        them. Raises what `call` raises, NotAnswered, and Unavailable when there is nothing to ask it for."""
+        """Return the answer of another broker that leads these partitions; stop waiting once others lead all of them.
+        Raises what `call` raises, NotAnswered, and Unavailable without partitions."""
         if not places:
             raise Unavailable(f"broker {broker_id} leads nothing of this any more", retry_after_s=0.1)
-        asked: _Asked[T] = _Asked(broker_id, places, gevent.spawn(_tried, call))
+        asked: _Asked[T] = _Asked(broker_id, places, gevent.spawn(outcome_of, call))
         try:
             why = self._why_left(asked, None)
             if why:
@@ -325,13 +407,6 @@ def _ask(work: Work[T], broker_id: int, places: Sequence[TopicPartition]) -> Out
         return work.there(broker_id, places)
     except PortalMQError as error:
         return {place: copy.copy(error) for place in places}
-
-
-def _tried(call: Callable[[], T]) -> T | PortalMQError:
-    try:
-        return call()
-    except PortalMQError as error:
-        return error
 
 
 def as_unavailable(error: PortalMQError) -> PortalMQError:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -11,10 +10,9 @@ import msgspec
 from gevent.event import Event
 
 from portalmq.broker.cluster.metadata_cache import MetadataCache
-from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.routing import LeaderRouter, place_of
-from portalmq.broker.cluster.rpc import Outcomes, Result, TopicPartition, result_of
-from portalmq.broker.cluster.rpc.messages import Browse, Browsed, PurgeCall
+from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, one_by_one, place_of
+from portalmq.broker.cluster.rpc import TopicPartition
+from portalmq.broker.cluster.rpc.messages import BROWSE, PURGE, Browse, Browsed, PurgeCall
 from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.partition.answer_size import first_of
 from portalmq.broker.partition.long_poll import LongPolls, Peer
@@ -24,12 +22,6 @@ from portalmq.broker.storage.batch import Record
 from portalmq.errors import InvalidRequest, NotFound, PortalMQError, Unavailable
 
 PAGE_MESSAGES = 1_000
-BROWSE_TIMEOUT_S = 10.0
-PURGE_TIMEOUT_S = 30.0
-
-_decode_browse = msgspec.msgpack.Decoder(Browse).decode
-_encode = msgspec.msgpack.Encoder().encode
-_Bools = list[Result[bool]]
 
 
 class StoredMessage(msgspec.Struct, gc=False, frozen=True):
@@ -77,57 +69,10 @@ class _Client:
         return stop
 
 
-@dataclass(slots=True)
-class _Browsing:
-    """The work of one page."""
-
-    browser: MessageBrowser
-    call: Browse
-    peer: Peer | None
-
-    def here(self, places: Sequence[TopicPartition]) -> Outcomes[Browsed]:
-        (place,) = places
-        try:
-            return {place: self.browser.page_here(place, self.call, self.peer)}
-        except PortalMQError as error:
-            return {place: error}
-
-    def there(self, broker_id: int, places: Sequence[TopicPartition]) -> Outcomes[Browsed]:
-        (place,) = places
-        return {place: self.browser.page_there(broker_id, self.call)}
-
-
-@dataclass(slots=True)
-class _Purging:
-    """The work of a purge."""
-
-    metadata_cache: MetadataCache
-    peers: Peers
-    before_offset: int | None
-
-    def here(self, places: Sequence[TopicPartition]) -> Outcomes[bool]:
-        outcomes: Outcomes[bool] = {}
-        for place in places:
-            try:
-                self.metadata_cache.partition(place).purge(self.before_offset)
-                outcomes[place] = True
-            except PortalMQError as error:
-                outcomes[place] = error
-        return outcomes
-
-    def there(self, broker_id: int, places: Sequence[TopicPartition]) -> Outcomes[bool]:
-        call = PurgeCall(places[0].topic, places[0].topic_id, [place.number for place in places], self.before_offset)
-        results = self.peers.call(broker_id, "purge", call, _Bools, timeout_s=PURGE_TIMEOUT_S)
-        return {place: result.outcome() for place, result in zip(places, results, strict=True)}
-
-
 class MessageBrowser:
-    def __init__(
-        self, metadata_cache: MetadataCache, leaders: LeaderRouter, peers: Peers, long_polls: LongPolls
-    ) -> None:
+    def __init__(self, metadata_cache: MetadataCache, leaders: LeaderRouter, long_polls: LongPolls) -> None:
         self._metadata_cache = metadata_cache
         self._leaders = leaders
-        self._peers = peers
         self._long_polls = long_polls
 
     # --- a page ------------------------------------------------------------------------------------------------------
@@ -147,14 +92,17 @@ class MessageBrowser:
     ) -> StoredPage:
         """Return messages from an offset, a position or a time on; wait up to `wait_ms` for the first one."""
         place = place_of(topic.state, number)
-        call = Browse(place.topic, place.topic_id, number, offset, position, at_ms, limit, wait_ms)
+        request = Browse(*place, offset, position, at_ms, limit, wait_ms)
         client = _Client(peer, self._long_polls) if wait_ms else None
-        work = _Browsing(self, call, peer)
-        browsed = self._leaders.one(place, work, forward=forward, repeatable=True, waiting=client)
+        local = self.local_browse(request, peer)
+        browsed = self._leaders.call_one(BROWSE, request, local, forward=forward, repeatable=True, waiting=client)
         messages = [StoredMessage(place.topic, number, *message) for message in browsed.messages]
         return StoredPage(messages, browsed.next_offset, browsed.log_start_offset, browsed.high_watermark)
 
-    def page_here(self, place: TopicPartition, call: Browse, peer: Peer | None) -> Browsed:
+    def local_browse(self, request: Browse, peer: Peer | None) -> LocalWork[Browsed]:
+        return one_by_one(lambda place: self._page_here(place, request, peer))
+
+    def _page_here(self, place: TopicPartition, call: Browse, peer: Peer | None) -> Browsed:
         partition = self._metadata_cache.partition(place)
         start = self._start(partition, call)
         if call.wait_ms:
@@ -171,10 +119,6 @@ class MessageBrowser:
         if next_offset >= partition.readable_end:
             next_offset = high_watermark
         return Browsed(messages, next_offset, partition.log.log_start_offset, high_watermark)
-
-    def page_there(self, broker_id: int, call: Browse) -> Browsed:
-        timeout_s = call.wait_ms / 1000 + BROWSE_TIMEOUT_S
-        return self._peers.call(broker_id, "browse", call, Browsed, timeout_s=timeout_s)
 
     def _start(self, partition: Partition, call: Browse) -> int:
         if call.at_ms is not None:
@@ -196,11 +140,6 @@ class MessageBrowser:
             let_go()
             if unwatch is not None:
                 unwatch()
-
-    def serve_browse(self, body: bytes, peer: Peer | None) -> bytes:
-        call = _decode_browse(body)
-        place = TopicPartition(call.topic, call.topic_id, call.number)
-        return _encode(self._leaders.one(place, _Browsing(self, call, peer), forward=False))
 
     # --- the whole queue ---------------------------------------------------------------------------------------------
 
@@ -253,8 +192,9 @@ class MessageBrowser:
         places = [place_of(topic.state, number) for number in numbers]
         if not forward:
             self._leaders.check_led_here(places)
-        work = _Purging(self._metadata_cache, self._peers, before_offset)
-        outcomes = self._leaders.run(places, work, forward=forward, repeatable=before_offset is not None)
+        request = PurgeCall(topic.name, topic.state.topic_id, list(numbers), before_offset)
+        local, repeatable = self.local_purge(request), before_offset is not None
+        outcomes = self._leaders.call(PURGE, request, local, forward=forward, repeatable=repeatable)
         errors = [outcome for outcome in outcomes.values() if isinstance(outcome, PortalMQError)]
         if errors:
             error = next((error for error in errors if error.outcome == "unknown"), errors[0])
@@ -262,9 +202,9 @@ class MessageBrowser:
                 error.outcome = "unknown"  # some partitions were purged
             raise error
 
-    def serve_purge(self, body: bytes) -> bytes:
-        call = msgspec.msgpack.decode(body, type=PurgeCall)
-        places = [TopicPartition(call.topic, call.topic_id, number) for number in call.numbers]
-        work = _Purging(self._metadata_cache, self._peers, call.before_offset)
-        outcomes = self._leaders.run(places, work, forward=False)
-        return _encode([result_of(outcomes[place]) for place in places])
+    def local_purge(self, request: PurgeCall) -> LocalWork[bool]:
+        def purge(place: TopicPartition) -> bool:
+            self._metadata_cache.partition(place).purge(request.before_offset)
+            return True
+
+        return one_by_one(purge)

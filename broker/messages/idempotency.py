@@ -17,24 +17,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from hashlib import blake2b
 
 import msgspec
 
 from portalmq.broker.cluster.metadata_cache import MetadataCache
-from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.routing import LeaderRouter, place_of
-from portalmq.broker.cluster.rpc import Outcomes, Result, TopicPartition, result_of
-from portalmq.broker.cluster.rpc.messages import FindFirst
+from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, one_by_one
+from portalmq.broker.cluster.rpc import TopicPartition
+from portalmq.broker.cluster.rpc.messages import FIRST, FindFirst
 from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.partition.partition import Partition
-from portalmq.broker.partition.yielding import give_way, in_short_turns
+from portalmq.broker.partition.yielding import give_way
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import IdempotencyKeyReused, PortalMQError, RequestInProgress
 from portalmq.wire import Acks, Produced, message_id_of, message_ids_of
 
-FIND_TIMEOUT_S = 10.0
 IN_PROGRESS_RETRY_S = 0.2
 
 # Headers of the request, not of the message: tracing sends other values with each repeat.
@@ -51,9 +48,6 @@ First = tuple[int, bytes | None, int]
 SOUGHT_HERE_MAX = 8
 # About 3 ms of hashing.
 HASHED_AT_ONCE = 1_000
-
-
-_Firsts = list[Result[list[int]]]
 
 
 def identified(record: Record, key: str, as_sent: AsSent) -> Record:
@@ -198,44 +192,11 @@ def check_done(partition: Partition, offset: int, acks: Acks) -> None:
         raise _in_progress(partition, f", offset {offset}")
 
 
-@dataclass(slots=True)
-class _Finding:
-    repeat_finder: RepeatFinder
-    record: Record
-    acks: Acks
-
-    def here(self, places: Sequence[TopicPartition]) -> Outcomes[list[int]]:
-        outcomes: Outcomes[list[int]] = {}
-        for place in in_short_turns(places):
-            try:
-                partition = self.repeat_finder.metadata_cache.partition(place)
-                found = first_in(partition, self.record.message_id or b"", self.record.body_hash)
-                if found is not None:
-                    check_done(partition, found[0], self.acks)
-                outcomes[place] = list(found or ())
-            except PortalMQError as error:
-                outcomes[place] = error
-        return outcomes
-
-    def there(self, broker_id: int, places: Sequence[TopicPartition]) -> Outcomes[list[int]]:
-        call = FindFirst(
-            places[0].topic,
-            places[0].topic_id,
-            [place.number for place in places],
-            self.record.message_id or b"",
-            self.record.body_hash or b"",
-            self.acks,
-        )
-        results = self.repeat_finder.peers.call(broker_id, "first", call, _Firsts, timeout_s=FIND_TIMEOUT_S)
-        return {place: result.outcome() for place, result in zip(places, results, strict=True)}
-
-
 class RepeatFinder:
     """Finds the first message of a key on all partitions of its topic."""
 
-    def __init__(self, metadata_cache: MetadataCache, leaders: LeaderRouter, peers: Peers) -> None:
-        self.metadata_cache = metadata_cache
-        self.peers = peers
+    def __init__(self, metadata_cache: MetadataCache, leaders: LeaderRouter) -> None:
+        self._metadata_cache = metadata_cache
         self._leaders = leaders
 
     def find(self, topic: Topic, record: Record, besides: int, acks: Acks) -> Produced | None:
@@ -243,10 +204,12 @@ class RepeatFinder:
         searches; None if there is none. Raises IdempotencyKeyReused, RequestInProgress, and the error of a leader that
         cannot be asked."""
         numbers = [number for number in range(topic.state.partitions) if number != besides]
-        places = [place_of(topic.state, number) for number in numbers]
-        if not places:
+        if not numbers:
             return None
-        outcomes = self._leaders.run(places, _Finding(self, record, acks), repeatable=True)
+        request = FindFirst(
+            topic.name, topic.state.topic_id, numbers, record.message_id or b"", record.body_hash or b"", acks
+        )
+        outcomes = self._leaders.call(FIRST, request, self.local_find(request), repeatable=True)
         for place, found in outcomes.items():
             if not isinstance(found, PortalMQError) and found:
                 offset, timestamp_ms = found
@@ -258,9 +221,12 @@ class RepeatFinder:
             raise error
         return None
 
-    def serve(self, body: bytes) -> bytes:
-        call = msgspec.msgpack.decode(body, type=FindFirst)
-        record = Record(b"", message_id=call.message_id, body_hash=call.body_hash)
-        places = [TopicPartition(call.topic, call.topic_id, number) for number in call.numbers]
-        outcomes = self._leaders.run(places, _Finding(self, record, call.acks), forward=False)
-        return _encode([result_of(outcomes[place]) for place in places])
+    def local_find(self, request: FindFirst) -> LocalWork[list[int]]:
+        def find(place: TopicPartition) -> list[int]:
+            partition = self._metadata_cache.partition(place)
+            found = first_in(partition, request.message_id, request.body_hash)
+            if found is not None:
+                check_done(partition, found[0], request.acks)
+            return list(found or ())
+
+        return one_by_one(find)

@@ -16,10 +16,9 @@ from typing import Protocol
 
 import msgspec
 
-from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.routing import LeaderRouter, as_unavailable, place_of
-from portalmq.broker.cluster.rpc import Result, TopicPartition, result_of
-from portalmq.broker.cluster.rpc.messages import AppendResult, Produce, Share
+from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, PartitionWork, as_unavailable, place_of
+from portalmq.broker.cluster.rpc import Outcomes, TopicPartition
+from portalmq.broker.cluster.rpc.messages import PRODUCE, AppendResult, Produce, Share
 from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.core.replica.events import Stamp
 from portalmq.broker.messages.idempotency import AsSent, Keyed, RepeatFinder, are_many, each_once, identified, known_in
@@ -30,13 +29,7 @@ from portalmq.broker.storage.batch import Record
 from portalmq.errors import InvalidRequest, MessageTooLarge, NotLeader, PortalMQError, Unavailable
 from portalmq.wire import INTEGER_MAX, Acks, Produced, ProducedRange, ProducerStamp
 
-# Longer than a client's timeout for one try, which ends first.
-PRODUCE_TIMEOUT_S = 20.0
-
 _turns = count()
-_decode_produce = msgspec.msgpack.Decoder(Produce).decode
-_encode = msgspec.msgpack.Encoder().encode
-_Results = list[Result[AppendResult]]
 
 
 class ProduceRequest(msgspec.Struct):
@@ -189,20 +182,30 @@ def _appended(entry: _Entry, order: _Order) -> AppendResult:
 
 
 @dataclass(slots=True)
-class _Producing:
+class _ProduceWork:
     """The work of one produce call: `shares` by partition."""
 
     topic: Topic
     shares: dict[int, list[Record]]
     order: _Order
     admission: Admission
-    peers: Peers | None = None
-    published: int = 0
-    published_bytes: int = 0
+    published: Published
 
-    def here(self, places: Sequence[TopicPartition]) -> dict[TopicPartition, AppendResult | PortalMQError]:
+    def request(self, places: Sequence[TopicPartition]) -> Produce:
+        stamp = self.order.stamp
+        return Produce(
+            self.topic.name,
+            self.topic.state.topic_id,
+            self.order.acks,
+            ProducerStamp(stamp.producer_id, stamp.producer_epoch, stamp.sequence) if stamp else None,
+            [Share(place.number, self.shares[place.number]) for place in places],
+            self.order.is_copies,
+        )
+
+    def here(self, places: Sequence[TopicPartition]) -> Outcomes[AppendResult]:
         entries: dict[TopicPartition, _Entry] = {}
-        outcomes: dict[TopicPartition, AppendResult | PortalMQError] = {}
+        outcomes: Outcomes[AppendResult] = {}
+        published = published_bytes = 0
         shares = [self.shares[place.number] for place in places]
         are_many_keyed = are_many(shares)
         for place, share in in_short_turns(zip(places, shares, strict=True)):
@@ -219,26 +222,11 @@ class _Producing:
             except PortalMQError as error:
                 outcomes[place] = error
             else:
-                self.published += len(entry.records)
-                self.published_bytes += sum([len(record.value) for record in entry.records])
+                published += len(entry.records)
+                published_bytes += sum([len(record.value) for record in entry.records])
+        if published:
+            self.published(self.topic.name, published, published_bytes)
         return outcomes
-
-    def there(
-        self, broker_id: int, places: Sequence[TopicPartition]
-    ) -> dict[TopicPartition, AppendResult | PortalMQError]:
-        assert self.peers is not None
-        shares = [Share(place.number, self.shares[place.number]) for place in places]
-        stamp = self.order.stamp
-        call = Produce(
-            self.topic.name,
-            self.topic.state.topic_id,
-            self.order.acks,
-            ProducerStamp(stamp.producer_id, stamp.producer_epoch, stamp.sequence) if stamp else None,
-            shares,
-            self.order.is_copies,
-        )
-        results = self.peers.call(broker_id, "produce", call, _Results, timeout_s=PRODUCE_TIMEOUT_S)
-        return {place: result.outcome() for place, result in zip(places, results, strict=True)}
 
 
 class ProduceHandler:
@@ -247,7 +235,6 @@ class ProduceHandler:
     def __init__(
         self,
         leaders: LeaderRouter,
-        peers: Peers,
         find: Finder,
         published: Published,
         clock: WallClock,
@@ -255,7 +242,6 @@ class ProduceHandler:
         repeat_finder: RepeatFinder,
     ) -> None:
         self._leaders = leaders
-        self._peers = peers
         self._find = find
         self._published = published
         self._clock = clock
@@ -285,14 +271,13 @@ class ProduceHandler:
             else:
                 self._published(topic.name, len(records), size)
                 return ProducedRange(number, base_offset, len(records), timestamp_ms, topic.state.topic_id)
-        work = _Producing(topic, {number: records}, _Order(stamp, acks), self._admission, self._peers)
+        work = self._work(topic, {number: records}, _Order(stamp, acks))
         try:
             appended = self._leaders.one(place, work, forward=forward, repeatable=producer is not None)
         except PortalMQError as error:
             if is_doubtful:
                 error.outcome = "unknown"
             raise
-        self._count(work)
         return ProducedRange(number, appended.base_offset, len(records), appended.timestamp_ms, topic.state.topic_id)
 
     def batch(self, topic: Topic, request: ProduceRequest) -> list[Produced | PortalMQError]:
@@ -332,10 +317,9 @@ class ProduceHandler:
             first = self._repeat_finder.find(topic, records[0], next(iter(places)), request.acks)
             if first is not None:
                 return [first]
-        work = _Producing(topic, shares, _Order(_stamp(producer), request.acks), self._admission, self._peers)
+        work = self._work(topic, shares, _Order(_stamp(producer), request.acks))
         repeatable = producer is not None or idempotency_key is not None or all_are_keyed
         outcomes = self._leaders.run(list(places.values()), work, forward=forward, repeatable=repeatable)
-        self._count(work)
         results: list[Produced | PortalMQError | None] = [None] * len(records)
         for number, own in indexes.items():
             for index, result in zip(own, _produced(number, len(own), outcomes[places[number]]), strict=True):
@@ -347,25 +331,20 @@ class ProduceHandler:
         """Append the messages of an outbox, by partition; return the errors of the partitions that failed. The records
         have message ids, so a repeat finds its first, and were checked against the topic's limits when ordered."""
         places = [place_of(topic.state, number) for number in shares]
-        work = _Producing(topic, shares, _Order(None, "all", is_copies=True), self._admission, self._peers)
+        work = self._work(topic, shares, _Order(None, "all", is_copies=True))
         outcomes = self._leaders.run(places, work, repeatable=True)
-        self._count(work)
         return {place.number: outcome for place, outcome in outcomes.items() if isinstance(outcome, PortalMQError)}
 
-    def serve(self, body: bytes) -> bytes:
+    def local_produce(self, call: Produce) -> LocalWork[AppendResult]:
         """Append shares that another broker forwards to the leader."""
-        call = _decode_produce(body)
         topic = self._find(call.topic, call.topic_id)
         order = _Order(_stamp(call.stamp), call.acks, call.is_copies)
-        work = _Producing(topic, {share.number: share.records for share in call.shares}, order, self._admission)
-        places = [TopicPartition(call.topic, call.topic_id, share.number) for share in call.shares]
-        outcomes = self._leaders.run(places, work, forward=False)
-        self._count(work)
-        return _encode([result_of(outcomes[place]) for place in places])
+        shares = {share.number: share.records for share in call.shares}
+        return _ProduceWork(topic, shares, order, self._admission, self._published).here
 
-    def _count(self, work: _Producing) -> None:
-        if work.published:
-            self._published(work.topic.name, work.published, work.published_bytes)
+    def _work(self, topic: Topic, shares: dict[int, list[Record]], order: _Order) -> PartitionWork[AppendResult]:
+        work = _ProduceWork(topic, shares, order, self._admission, self._published)
+        return self._leaders.work(PRODUCE, work.request, work.here)
 
 
 class WallClock(Protocol):

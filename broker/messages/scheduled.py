@@ -12,7 +12,6 @@ moves the log's time to its due time, so a delivered message is never cancelled.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from heapq import merge
 from itertools import islice
 from typing import NamedTuple
@@ -20,22 +19,26 @@ from typing import NamedTuple
 import msgspec
 
 from portalmq.broker.cluster.metadata_cache import MetadataCache
-from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.routing import LeaderRouter, place_of
-from portalmq.broker.cluster.rpc import Outcomes, Result, TopicPartition, result_of
-from portalmq.broker.cluster.rpc.messages import CancelScheduled, ListScheduled, Rows, SchedulePosition
+from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, one_by_one, place_of
+from portalmq.broker.cluster.rpc import Outcomes, TopicPartition
+from portalmq.broker.cluster.rpc.messages import (
+    CANCEL,
+    SCHEDULED,
+    CancelScheduled,
+    ListScheduled,
+    Rows,
+    SchedulePosition,
+)
 from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.core.queue.lanes import DELAYED
 from portalmq.broker.core.queue.records import Cancel
 from portalmq.broker.messages.browse import StoredMessage
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.partition import Partition
-from portalmq.broker.partition.yielding import TimeSlice, in_short_turns
+from portalmq.broker.partition.yielding import TimeSlice
 from portalmq.broker.storage.batch import BatchKind, Record
 from portalmq.errors import MessageNotFound, PortalMQError
 
-SCHEDULED_TIMEOUT_S = 10.0
-CANCEL_TIMEOUT_S = 30.0
 # The payloads of a page: it ends above this.
 PAGE_BYTES = 8 * 1024 * 1024
 
@@ -43,9 +46,6 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 BEGINNING = SchedulePosition(0, 0, -1)
-
-
-_Pages = list[Result[Rows]]
 
 
 class SchedulePage(NamedTuple):
@@ -56,86 +56,13 @@ class SchedulePage(NamedTuple):
     after: SchedulePosition | None
 
 
-@dataclass(slots=True)
-class _Listing:
-    scheduled: ScheduledMessages
-    after: SchedulePosition
-    limit: int
-
-    def here(self, places: Sequence[TopicPartition]) -> Outcomes[Rows]:
-        outcomes: Outcomes[Rows] = {}
-        partitions: dict[TopicPartition, Partition] = {}
-        pages: dict[TopicPartition, Rows] = {}
-        for place in in_short_turns(places):
-            try:
-                partitions[place] = self.scheduled.metadata_cache.partition(place)
-                outcomes[place] = pages[place] = Rows([])
-            except PortalMQError as error:
-                outcomes[place] = error
-        streams = [self._to_come(place, partition) for place, partition in partitions.items()]
-        turn, room = TimeSlice(), PAGE_BYTES
-        for due, place in islice(merge(*streams), self.limit):
-            for timestamp_ms, record in _read(partitions[place], due.offset):
-                pages[place].rows.append((due.due_ms, due.offset, timestamp_ms, record))
-                room -= len(record.value)
-            if room <= 0:
-                for page in pages.values():
-                    page.cut_at = due
-                break
-            turn.pause_if_over()  # each message may cost a read
-        return outcomes
-
-    def _to_come(
-        self, place: TopicPartition, partition: Partition
-    ) -> Iterator[tuple[SchedulePosition, TopicPartition]]:
-        """Yield the scheduled messages of the partition, in the order of the list."""
-        number = place.number
-        since_ms = self.scheduled.due_by_ms(partition) + 1
-        due_ms, offset = since_ms, 0
-        if self.after.due_ms >= since_ms:  # the order is by time, then by partition, then by offset
-            due_ms = self.after.due_ms + (number < self.after.number)
-            offset = self.after.offset + 1 if number == self.after.number else 0
-        end, start, cancelled = partition.high_watermark, partition.log.log_start_offset, partition.groups.cancelled
-        lanes = partition.log.lanes
-        for row in merge(*(lanes.after(lane, due_ms, offset, end) for lane in lanes.present if lane >= DELAYED)):
-            if row[1] >= start and row[1] not in cancelled:
-                yield SchedulePosition(row[0], number, row[1]), place
-
-    def there(self, broker_id: int, places: Sequence[TopicPartition]) -> Outcomes[Rows]:
-        numbers = [place.number for place in places]
-        call = ListScheduled(places[0].topic, places[0].topic_id, numbers, self.after, self.limit)
-        results = self.scheduled.peers.call(broker_id, "scheduled", call, _Pages, timeout_s=SCHEDULED_TIMEOUT_S)
-        return {place: result.outcome() for place, result in zip(places, results, strict=True)}
-
-
-@dataclass(slots=True)
-class _Cancelling:
-    scheduled: ScheduledMessages
-    offset: int
-
-    def here(self, places: Sequence[TopicPartition]) -> Outcomes[bool]:
-        (place,) = places
-        try:
-            self.scheduled.cancel_here(self.scheduled.metadata_cache.partition(place), self.offset)
-        except PortalMQError as error:
-            return {place: error}
-        return {place: True}
-
-    def there(self, broker_id: int, places: Sequence[TopicPartition]) -> Outcomes[bool]:
-        (place,) = places
-        call = CancelScheduled(*place, self.offset)
-        result = self.scheduled.peers.call(broker_id, "cancel", call, Result[bool], timeout_s=CANCEL_TIMEOUT_S)
-        return {place: result.outcome()}
-
-
 class ScheduledMessages:
-    def __init__(self, metadata_cache: MetadataCache, leaders: LeaderRouter, peers: Peers, clock: Clock) -> None:
-        self.metadata_cache = metadata_cache
-        self.peers = peers
+    def __init__(self, metadata_cache: MetadataCache, leaders: LeaderRouter, clock: Clock) -> None:
+        self._metadata_cache = metadata_cache
         self._leaders = leaders
         self._clock = clock
 
-    def due_by_ms(self, partition: Partition) -> int:
+    def _due_by_ms(self, partition: Partition) -> int:
         """Return the time up to which messages are due, and may be delivered already."""
         return max(self._clock.wall_ms(), partition.replica.last_timestamp_ms)
 
@@ -143,10 +70,12 @@ class ScheduledMessages:
 
     def page(self, topic: Topic, *, after: SchedulePosition, limit: int, forward: bool) -> SchedulePage:
         """Return at most `limit` scheduled messages after `after`. Raises the error of a leader."""
-        places = [place_of(topic.state, number) for number in range(topic.state.partitions)]
+        numbers = list(range(topic.state.partitions))
+        request = ListScheduled(topic.name, topic.state.topic_id, numbers, after, limit + 1)
         if not forward:
-            self._leaders.check_led_here(places)
-        outcomes = self._leaders.run(places, _Listing(self, after, limit + 1), forward=forward, repeatable=True)
+            self._leaders.check_led_here(request.places)
+        local = self.local_list(request)
+        outcomes = self._leaders.call(SCHEDULED, request, local, forward=forward, repeatable=True)
         found: list[tuple[SchedulePosition, StoredMessage]] = []
         cuts: list[SchedulePosition] = []
         for place, each in outcomes.items():
@@ -160,20 +89,61 @@ class ScheduledMessages:
         page = [row for row in found[:limit] if not cuts or row[0] <= min(cuts)]
         return SchedulePage([stored for _, stored in page], page[-1][0] if len(found) > limit or cuts else None)
 
-    def serve_list(self, body: bytes) -> bytes:
-        call = msgspec.msgpack.decode(body, type=ListScheduled)
-        places = [TopicPartition(call.topic, call.topic_id, number) for number in call.numbers]
-        outcomes = self._leaders.run(places, _Listing(self, call.after, call.limit), forward=False)
-        return _encode([result_of(outcomes[place]) for place in places])
+    def local_list(self, request: ListScheduled) -> LocalWork[Rows]:
+        """The first messages of all these partitions together."""
+
+        def local(places: Sequence[TopicPartition]) -> Outcomes[Rows]:
+            found = one_by_one(self._metadata_cache.partition)(places)
+            partitions = {place: each for place, each in found.items() if not isinstance(each, PortalMQError)}
+            pages = {place: Rows([]) for place in partitions}
+            streams = [self._to_come(place, partition, request.after) for place, partition in partitions.items()]
+            turn, room = TimeSlice(), PAGE_BYTES
+            for due, place in islice(merge(*streams), request.limit):
+                for timestamp_ms, record in _read(partitions[place], due.offset):
+                    pages[place].rows.append((due.due_ms, due.offset, timestamp_ms, record))
+                    room -= len(record.value)
+                if room <= 0:
+                    for page in pages.values():
+                        page.cut_at = due
+                    break
+                turn.pause_if_over()  # each message may cost a read
+            errors = {place: error for place, error in found.items() if isinstance(error, PortalMQError)}
+            return errors | pages
+
+        return local
+
+    def _to_come(
+        self, place: TopicPartition, partition: Partition, after: SchedulePosition
+    ) -> Iterator[tuple[SchedulePosition, TopicPartition]]:
+        """Yield the scheduled messages of the partition behind `after`, in the order of the list."""
+        number = place.number
+        since_ms = self._due_by_ms(partition) + 1
+        due_ms, offset = since_ms, 0
+        if after.due_ms >= since_ms:  # the order is by time, then by partition, then by offset
+            due_ms = after.due_ms + (number < after.number)
+            offset = after.offset + 1 if number == after.number else 0
+        end, start, cancelled = partition.high_watermark, partition.log.log_start_offset, partition.groups.cancelled
+        lanes = partition.log.lanes
+        for row in merge(*(lanes.after(lane, due_ms, offset, end) for lane in lanes.present if lane >= DELAYED)):
+            if row[1] >= start and row[1] not in cancelled:
+                yield SchedulePosition(row[0], number, row[1]), place
 
     # --- cancelling --------------------------------------------------------------------------------------------------
 
     def cancel(self, topic: Topic, number: int, offset: int, *, forward: bool) -> None:
         """Cancel a message, durably on return. Raises PartitionNotFound; MessageNotFound for one that is due or was
         never delayed."""
-        self._leaders.one(place_of(topic.state, number), _Cancelling(self, offset), forward=forward)
+        request = CancelScheduled(*place_of(topic.state, number), offset)
+        self._leaders.call_one(CANCEL, request, self.local_cancel(request), forward=forward)
 
-    def cancel_here(self, partition: Partition, offset: int) -> None:
+    def local_cancel(self, request: CancelScheduled) -> LocalWork[bool]:
+        def cancel(place: TopicPartition) -> bool:
+            self._cancel_here(self._metadata_cache.partition(place), request.offset)
+            return True
+
+        return one_by_one(cancel)
+
+    def _cancel_here(self, partition: Partition, offset: int) -> None:
         groups, found = partition.groups, None
         if partition.log.log_start_offset <= offset < partition.high_watermark:
             found = next(_read(partition, offset), None)
@@ -182,7 +152,7 @@ class ScheduledMessages:
             raise MessageNotFound(f"there is no message {partition.number}-{offset} in topic {partition.topic!r}")
         timestamp_ms, record = found
         due_ms = record.deliver_at_ms
-        if due_ms is None or due_ms <= max(timestamp_ms, self.due_by_ms(partition)):
+        if due_ms is None or due_ms <= max(timestamp_ms, self._due_by_ms(partition)):
             raise MessageNotFound(f"message {partition.number}-{offset} is due already, or was never delayed")
         if offset in groups.cancelled:
             partition.wait_settled(partition.replica.next_offset - 1)
@@ -191,12 +161,6 @@ class ScheduledMessages:
         pending = partition.append_control(BatchKind.CANCEL, _encode(cancel))
         groups.cancel(cancel)
         pending.wait()
-
-    def serve_cancel(self, body: bytes) -> bytes:
-        call = msgspec.msgpack.decode(body, type=CancelScheduled)
-        place = TopicPartition(call.topic, call.topic_id, call.number)
-        outcomes = self._leaders.run([place], _Cancelling(self, call.offset), forward=False)
-        return _encode(result_of(outcomes[place]))
 
 
 def _read(partition: Partition, offset: int) -> Iterator[tuple[int, Record]]:

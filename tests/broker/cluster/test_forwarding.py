@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import gevent
 import pytest
@@ -61,8 +62,15 @@ class Ask:
         return dict.fromkeys(places, answer)
 
 
+class NoPeers:
+    """The work of these tests has its own way to other brokers."""
+
+    def call(self, broker_id: int, name: str, request: object, kind: object, *, timeout_s: float) -> NoReturn:
+        raise AssertionError(name)
+
+
 def leaders(leads: Map, patience_s: float = 60.0) -> LeaderRouter:
-    return LeaderRouter(ME, leads, chance=lambda: 0.0, patience_s=patience_s)
+    return LeaderRouter(ME, leads, NoPeers(), chance=lambda: 0.0, patience_s=patience_s)
 
 
 def test_each_share_goes_to_its_leader_in_one_call_a_broker() -> None:
