@@ -1,6 +1,6 @@
-"""What a partition's core has asked for and is not done yet: its actions, performed in order.
+"""Actions of a partition's core that are not done yet, performed in order.
 
-One of them waits for the disk (RememberEpoch: a replica acts in no epoch that it could forget); until it is durable
+One of them waits for the disk (RememberEpoch: a replica acts in no epoch that it could forget). Until that is durable
 the rest stays queued, and nothing is appended.
 """
 
@@ -23,9 +23,8 @@ REMEMBER_AGAIN_S = 1.0
 
 
 class ActionQueue:
-    """`act` performs one action; what it tells the core may add to the agenda, and is performed afterwards.
-    `remembering` is the epoch that is on its way to the disk, and
-    `on_remembered` is called when it is there."""
+    """`act` performs one action. Events that it passes to the core may add actions to the queue. `remembering` is the
+    epoch that is on its way to the disk; `on_remembered` is called when it is durable."""
 
     def __init__(self, partition: Replica, act: Callable[[Action], None], on_remembered: Callable[[], None]) -> None:
         self._partition = partition
@@ -41,7 +40,7 @@ class ActionQueue:
             self._perform()
 
     def drop_appends(self) -> None:
-        """What they were to stand after is gone from the log."""
+        """Drop appends whose predecessors in the log are gone."""
         self._actions = deque(action for action in self._actions if not isinstance(action, Append))
 
     def _perform(self) -> None:
@@ -58,7 +57,7 @@ class ActionQueue:
             self.performing = self.remembering is not None
 
     def _remember(self, action: RememberEpoch) -> None:
-        """Make it durable that the epoch was seen, then perform what waits for that. A shortage holds it up."""
+        """Make the epoch durable, then perform what waits for that. A shortage delays it."""
         partition = self._partition
         while not partition.closed:
             failed = partition.host.pool.apply(_remembered, (partition.state_file, action.leader_epoch))
@@ -75,7 +74,7 @@ class ActionQueue:
 
 
 def _remembered(state_file: StateFile, leader_epoch: int) -> StorageError | None:
-    """On a native thread. An error is answered and not raised, as gevent would print it."""
+    """Run on a native thread. Return an error instead of raising it, since gevent would print it."""
     try:
         state_file.save_highest_epoch(leader_epoch)
     except StorageError as error:

@@ -1,7 +1,7 @@
-"""How much one answer brings. Who asks for a thousand messages may ask for gigabytes: memory goes by bytes.
+"""The size of one answer. A request for a thousand messages may ask for gigabytes, so memory is bounded in bytes.
 
-Every answer with messages says where to go on, or may simply be asked for again. So each ends once it has brought
-ANSWER_BYTES_MAX, with one message at the least.
+Every answer with messages says where to continue, or can be requested again. So each ends once it has
+ANSWER_BYTES_MAX, with at least one message.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import TypeVar
 from portalmq.broker.storage.batch import Record
 
 ANSWER_BYTES_MAX = 16 * 1024 * 1024
-# Of a stream that goes on for as long as there are messages: what is written at a time.
+# How much of a continuous stream is written at a time.
 BLOCK_BYTES = 1024 * 1024
 
 T = TypeVar("T")
 
 
 def size_of(record: Record) -> int:
-    """The bytes that a client gave."""
+    """Return the bytes that a client gave."""
     size = len(record.value)
     if record.key is not None:
         size += len(record.key)
@@ -33,7 +33,7 @@ def sizes_of(records: Iterable[Record]) -> int:
 
 
 def fitting(records: Iterable[Record], left: int) -> int:
-    """How many of the first records have no more than `left` bytes."""
+    """Return how many of the first records have no more than `left` bytes."""
     count = 0
     for record in records:
         left -= size_of(record)
@@ -46,7 +46,7 @@ def fitting(records: Iterable[Record], left: int) -> int:
 def first_of(
     found: Iterable[T], record_of: Callable[[T], Record], at_most: int, bytes_max: int | None = None
 ) -> tuple[list[T], bool]:
-    """The first ones, as many as one answer brings, and whether there are more."""
+    """Return the first items, as many as fit one answer, and whether there are more."""
     first: list[T] = []
     left = ANSWER_BYTES_MAX if bytes_max is None else bytes_max
     for each in found:
@@ -58,7 +58,7 @@ def first_of(
 
 
 def blocks_of(found: Iterator[T], record_of: Callable[[T], Record], at_most: int) -> Iterator[list[T]]:
-    """All of them, in blocks that are written at a time."""
+    """Yield all items, in blocks that are written at a time."""
     block: list[T] = []
     left = BLOCK_BYTES
     for each in found:

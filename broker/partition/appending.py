@@ -1,10 +1,10 @@
-"""What is appended to a partition: messages, control records, and what a leader sends.
+"""Appending to a partition: messages, control records, and batches from a leader.
 
     append -> core allots offsets -> queue -> [native thread: CRC, INSERT, COMMIT] -> core: Appended
-           <- waiters answered (uncommitted.py) <- core: HighWatermarkAdvanced
+           <- calls answered (uncommitted.py) <- core: HighWatermarkAdvanced
 
-The order of offsets is the order of requests, and everything is answered in that order. What may wait in between is
-bounded: by bytes on the way to the disk and to the followers, and by records.
+Offsets follow the order of requests, and all are answered in that order. What waits in between is bounded: by bytes on
+the way to the disk and to the followers, and by records.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from portalmq.wire import Acks
 
 QUEUED_BYTES_MAX = 64 * 1024 * 1024
 UNCOMMITTED_BYTES_MAX = 128 * 1024 * 1024
-# Batches and control records; above it groups stand still too, while messages have limits of their own.
+# Batches and control records. Above this groups stop too, while messages have limits of their own.
 UNCOMMITTED_RECORDS_MAX = 200_000
 
 _encode = msgspec.msgpack.encode
 
 
 class AppendingPartition(ReadablePartition, ABC):
-    """The appending half of a Partition. `changed`: the fold that is saved is older than this log."""
+    """The appending half of a Partition. `changed`: the saved fold is older than this log."""
 
     action_queue: ActionQueue
     groups: GroupsFold
@@ -54,16 +54,16 @@ class AppendingPartition(ReadablePartition, ABC):
 
     @abstractmethod
     def tell(self, event: core.Event) -> None:
-        """Tell the core, and perform what it asks for."""
+        """Pass an event to the core, and perform the resulting actions."""
 
-    # --- what may be asked for ----------------------------------------------------------------------------------------
+    # --- requests -----------------------------------------------------------------------------------------------------
 
     def append(
         self, records: tuple[Record, ...], size_bytes: int, *, stamp: Stamp | None = None, acks: Acks = "all"
     ) -> tuple[int, int]:
-        """Append messages and wait as `acks` asks; (base offset, timestamp_ms), or (-1, 0) for acks "none".
+        """Append messages and wait as `acks` says. Return (base offset, timestamp_ms), or (-1, 0) for acks "none".
 
-        Raises what the core refuses with; Unavailable with outcome unknown when the wait ends first.
+        Raises the error that the core refuses with; Unavailable with an unknown outcome when the wait times out.
         """
         pending = self.submit(records, size_bytes, stamp=stamp, acks=acks)
         return self.outcome(pending)
@@ -71,13 +71,13 @@ class AppendingPartition(ReadablePartition, ABC):
     def submit(
         self, records: tuple[Record, ...], size_bytes: int, *, stamp: Stamp | None = None, acks: Acks = "all"
     ) -> Pending:
-        """The first half of append: offsets are allotted on return."""
+        """Begin an append: offsets are allotted on return."""
         self.check_room()
         batch = Batch(0, len(records), 0, BatchKind.MESSAGES, 0, 0, records=records)
         return self._submit(Pending(batch, size_bytes, stamp=stamp, acks=acks), len(records), is_control=False)
 
     def check_room(self) -> None:
-        """Raises StorageFull or Backpressure when no more payload is to be taken now."""
+        """Raise StorageFull or Backpressure when no more payload fits now."""
         if self.host.disk_is_full():
             raise StorageFull("the broker's disk is nearly full: free space or add disk, then repeat", retry_after_s=5)
         if self._writer.queued_bytes > QUEUED_BYTES_MAX:
@@ -86,7 +86,7 @@ class AppendingPartition(ReadablePartition, ABC):
             raise Backpressure(f"{self._uncommitted.bytes} bytes wait for the followers already", retry_after_s=0.5)
 
     def outcome(self, pending: Pending) -> tuple[int, int]:
-        """The second half of append: wait until the batch is as safe as its acks ask."""
+        """Finish an append: wait until the batch is as safe as its acks ask."""
         if pending.acks == "none":
             return -1, 0
         pending.wait()
@@ -102,8 +102,8 @@ class AppendingPartition(ReadablePartition, ABC):
         not_before_ms: int = 0,
         delivers: bool = False,
     ) -> Pending:
-        """Append a control record. A soft one is not hurried to the disk, as nobody is going to `settle` it. Raises
-        Backpressure while too many are not committed: leases come and go though no follower is there."""
+        """Append a control record. A soft one may reach the disk a little later, since no call waits for it. Raises
+        Backpressure while too many records are uncommitted: leases come and go even without followers."""
         if self._uncommitted.records >= UNCOMMITTED_RECORDS_MAX:
             raise Backpressure(f"{self._uncommitted.records} records wait for the followers already", retry_after_s=0.5)
         pending = Pending(Batch(0, 1, 0, kind, 0, 0, group=group, body=body), len(body), is_soft=is_soft)
@@ -112,8 +112,8 @@ class AppendingPartition(ReadablePartition, ABC):
     def append_group_record(
         self, group: str, record: GroupRecord | StreamRecord, *, is_soft: bool = False, not_before_ms: int = 0
     ) -> Pending:
-        """Fold a group's record and append it: from here on the group's state has it. The log's time is
-        `not_before_ms` at the least from then on."""
+        """Fold a group's record and append it: the group's state includes it from now on. Later records in the log have
+        a time of at least `not_before_ms`."""
         delivers = isinstance(record, Grant) and bool(record.ranges)
         pending = self.append_control(
             KIND_OF[type(record)],
@@ -127,7 +127,7 @@ class AppendingPartition(ReadablePartition, ABC):
         return pending
 
     def end_group(self, group: str) -> Pending | None:
-        """Forget a group; what to wait on until that is committed."""
+        """Delete a group. Return what to wait on until that is committed."""
         if self.closed or (group not in self.delivery and group not in self.streams):
             return None
         pending = self.append_control(BatchKind.GROUP_END, b"", group)
@@ -147,7 +147,7 @@ class AppendingPartition(ReadablePartition, ABC):
         return pending
 
     def located(self, error: PortalMQError) -> PortalMQError:
-        """NotLeader with what the caller needs next; the leader that is just beginning says so itself."""
+        """Add the leader's URL to NotLeader. A leader that has not begun to serve yet returns Unavailable instead."""
         if not isinstance(error, NotLeader):
             return error
         leader = error.extra.get("leader")
@@ -157,7 +157,7 @@ class AppendingPartition(ReadablePartition, ABC):
             error.extra["leader_url"] = self.host.membership.mirror.url_of(leader)
         return error
 
-    # --- what the core asks for ---------------------------------------------------------------------------------------
+    # --- actions of the core ------------------------------------------------------------------------------------------
 
     def _enqueue(self, action: Append) -> None:
         pending: Any = action.token
@@ -206,10 +206,10 @@ class AppendingPartition(ReadablePartition, ABC):
         else:
             self._uncommitted.add_repeat(end, pending)
 
-    # --- what the writer tells ----------------------------------------------------------------------------------------
+    # --- results of the writer ----------------------------------------------------------------------------------------
 
     def _on_written(self, taken: list[Entry]) -> None:
-        """These batches are on disk."""
+        """Continue with batches that are on disk."""
         end_offset = 0
         for entry in taken:
             if isinstance(entry, Replicated):

@@ -1,10 +1,10 @@
-"""Batches that were appended or read lately, so that caught-up consumers and followers are served from memory.
+"""Recently appended or read batches, so that caught-up consumers and followers are served from memory.
 
-One cache a broker, bounded in bytes over all partitions; the least recently used batch goes first. Whatever it holds
-has been checked: it was built here, or its CRC was verified when it was read.
+One cache a broker, bounded in bytes over all partitions; the least recently used batch is dropped first. Everything in
+it has been verified: it was built here, or its CRC was checked when it was read.
 
-`frames` are the same batches as they travel to followers. They have a budget of their own: a replica that is rebuilt
-reads its partition from end to end, which must not drive out what consumers are about to read.
+`frames` are the same batches in the format for followers. They have a budget of their own: a replica that is rebuilt
+reads its whole partition, which must not evict what consumers are about to read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def cost_bytes(batch: Batch, payload_bytes: int) -> int:
-    """About what the batch holds in memory."""
+    """Return about how much memory the batch occupies."""
     if batch.kind != BatchKind.MESSAGES:
         return BATCH_COST_BYTES + payload_bytes
     return BATCH_COST_BYTES + payload_bytes + batch.count * RECORD_COST_BYTES
@@ -66,7 +66,7 @@ class RangeCache(Generic[T]):
             self._forget(owner, oldest)
 
     def find(self, partition: int, offset: int) -> T | None:
-        """The value that covers `offset`, if it is here."""
+        """Return the value that covers `offset`, if it is here."""
         bases = self._bases.get(partition)
         if not bases:
             return None
@@ -81,7 +81,7 @@ class RangeCache(Generic[T]):
         return value
 
     def drop(self, partition: int) -> None:
-        """Forget all that is of a partition."""
+        """Drop all values of a partition."""
         for base_offset in self._bases.pop(partition, []):
             self.bytes -= self._values.pop((partition, base_offset))[2]
 
@@ -103,11 +103,11 @@ class BatchCache(RangeCache[Batch]):
         self.frames: RangeCache[tuple[BatchFrame, int]] = RangeCache(frame_bytes_max)
 
     def put(self, partition: int, batch: Batch, size_bytes: int) -> None:
-        """Keep a batch whose payloads have `size_bytes` together."""
+        """Keep a batch whose payloads have `size_bytes` in total."""
         self.keep(partition, batch.base_offset, batch.end_offset, batch, cost_bytes(batch, size_bytes))
 
     def put_frame(self, partition: int, base_offset: int, end_offset: int, frame: BatchFrame) -> None:
-        """Keep a batch as it travels; it is found together with its end offset."""
+        """Keep a batch in the format for followers, together with its end offset."""
         cost = FRAME_COST_BYTES + frame.size_bytes
         self.frames.keep(partition, base_offset, end_offset, (frame, end_offset), cost)
 

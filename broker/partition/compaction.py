@@ -1,20 +1,19 @@
 """Compaction of topics that keep the last message of each key (`cleanup: compact`): when, how far, and how fast.
 
     leader      enough is new -> roll, seal -> STATE, Compact(upto, tombstones_before_ms) in the log
-    replicas    that record is committed -> seal what lies below -> storage.compaction, a step at a time
+    replicas    that record is committed -> seal the segments below -> storage.compaction, a step at a time
 
-A leader orders a compaction when what came since the last one is as large as what that one has left: so all the
-rewriting there ever is stays in proportion to what was sent. It looks for that itself, no setting is needed. What an
-open order of the outbox has still to read lies above `upto`. The STATE record in front of the order holds all that the
-groups' records below have added up to, so these go too: else the acks of a topic that keeps a few keys for ever would
-grow without an end.
+A leader orders a compaction when the log has grown since the last one by as much as that one left. So all rewriting
+stays in proportion to what was sent, and no setting is needed. What an open order of the outbox still has to read is
+above `upto`. The STATE record in front of the order contains all that the group records below add up to, so these are
+removed too. Otherwise the acks of a topic that keeps a few keys for ever would grow without limit.
 
-A tombstone stays for a day after the first compaction that saw it, and a message with an id as long as its id counts.
-Whoever reads from the start, be it a consumer or a replica that begins late, and takes less than a day, so learns of
-every removal of what it has seen: nothing that was deleted comes back to life (Kafka's delete.retention.ms, KIP-534).
+A tombstone stays for a day after the first compaction that saw it, and a message with an id for as long as its id
+counts. So a reader from the start, a consumer or a late replica, that takes less than a day learns of every removal of
+what it has seen: no deleted message comes back (Kafka's delete.retention.ms, KIP-534).
 
 One partition at a time is compacted, on native threads, with pauses three times as long as the work, or as long as the
-work while more comes than is compacted.
+work while more arrives than is compacted.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ from portalmq.errors import Unavailable
 log = logging.getLogger(__name__)
 
 TOMBSTONES_KEPT_MS = 24 * 3600 * 1000
-# A log that grows slowly is compacted once a day none the less.
+# A log that grows slowly is still compacted once a day.
 COMPACT_WITHIN_MS = 24 * 3600 * 1000
-# What is new has to be so much, and so many times what is old.
+# The new part must have so many bytes, and so many times those of the old part.
 DIRTY_BYTES_MIN = 8 * 1024 * 1024
 DIRTY_A_CLEAN = 1.0
 PAUSES_A_STEP = 3
@@ -53,7 +52,7 @@ _decode = msgspec.msgpack.Decoder(Compact).decode
 
 
 class CompactionHost(Protocol):
-    """The broker, as far as compaction asks for it."""
+    """The broker, as compaction uses it."""
 
     clock: Clock
 
@@ -77,7 +76,7 @@ class _First(NamedTuple):
 
 
 class Compacting:
-    """`on_removed` hears how many messages are gone from this broker's files."""
+    """`on_removed` is called with how many messages were removed from this broker's files."""
 
     def __init__(self, host: CompactionHost, on_removed: Callable[[int], None] = lambda messages: None) -> None:
         self._host = host
@@ -88,8 +87,8 @@ class Compacting:
         self._orders: WeakKeyDictionary[Partition, CompactionOrder] = WeakKeyDictionary()
 
     def look_after(self, partition: Partition, *, keeps_last: bool) -> None:
-        """Order a compaction, where the partition `keeps_last` messages, is led here, and needs one; carry out what is
-        ordered. Takes as long as that takes. Raises PortalMQError when it has to be tried again later."""
+        """Order a compaction where the partition `keeps_last` messages, is led here and needs one; then carry out the
+        committed order. Blocks until done. Raises PortalMQError when this must be tried again later."""
         if partition.closed or partition.damage or partition.quarantined or self._host.disk_is_full():
             return
         if keeps_last and partition.serves:
@@ -101,7 +100,7 @@ class Compacting:
     # --- deciding ----------------------------------------------------------------------------------------------------
 
     def _is_enough(self, partition: Partition, upto: int) -> bool:
-        """Whether what came since the last compaction, and stands below `upto`, is worth one."""
+        """Whether the log has grown enough below `upto` since the last compaction."""
         files, since = partition.log, partition.groups.compacted
         dirty = files.bytes_from(since) - files.bytes_from(max(since, upto))
         clean = files.size_bytes - files.bytes_from(since)
@@ -110,8 +109,8 @@ class Compacting:
         return files.messages_before(upto) > files.messages_before(since)
 
     def _is_old(self, partition: Partition) -> bool:
-        """Whether the first message since the last compaction has waited long enough. The file is asked once for it:
-        those of a partition at rest stay closed."""
+        """Whether the first message since the last compaction has waited long enough. The file is read once for that:
+        files of an idle partition stay closed."""
         files = partition.log
         since, appended = max(partition.groups.compacted, files.log_start_offset), files.message_count_total
         known = self._first.get(partition)
@@ -134,8 +133,8 @@ class Compacting:
         pending.wait()
 
     def _reach(self, partition: Partition) -> int:
-        """How far a compaction can go; the active segment is rolled for it, unless something stands in the way below
-        that: files that somebody reads, or an order of the outbox."""
+        """Return how far a compaction can go. Roll the active segment for it, unless a reader's files or an order of
+        the outbox stand in the way below that."""
         files = partition.log
         self._done(partition, _seal, files, partition.high_watermark)
         needed_from = partition.groups.ordered_from()
@@ -149,7 +148,7 @@ class Compacting:
             needed_from = partition.groups.ordered_from()
         return files.sealed_upto if needed_from is None else min(files.sealed_upto, needed_from)
 
-    # --- doing -------------------------------------------------------------------------------------------------------
+    # --- compacting --------------------------------------------------------------------------------------------------
 
     def _carry_out(self, partition: Partition) -> None:
         order = self._newest_order(partition)
@@ -172,15 +171,15 @@ class Compacting:
             )  # fmt: skip
 
     def _step(self, partition: Partition, work: Compaction) -> bool:
-        """A step and the pause after it; whether there is more to do. When this greenlet is killed meanwhile, the
-        thread ends its step, and what the work has left goes with it."""
+        """Do a step, and pause after it. Return whether there is more to do. If this greenlet is killed the thread ends
+        its step, and the rest of the work is dropped."""
         began = time.monotonic()
         more = self._done(partition, _stepped, work)
         gevent.sleep(max(PAUSE_S_MIN, self._pauses * (time.monotonic() - began)))
         return bool(more)
 
     def _newest_order(self, partition: Partition) -> CompactionOrder | None:
-        """The newest order that is committed."""
+        """Return the newest committed order."""
         upto = partition.groups.compacted
         known = self._orders.get(partition)
         if not upto or (known is not None and known.upto == upto):
@@ -193,7 +192,7 @@ class Compacting:
         return found
 
     def _done(self, partition: Partition, work: object, *arguments: object) -> object:
-        """What `work` answers on a native thread; None where it could not be done. A damaged file is told."""
+        """Return the result of `work` on a native thread; None where it failed. A damaged file is reported."""
         found = self._host.pool.apply(_answered, (work, arguments))
         if not isinstance(found, Exception):
             return found
@@ -201,7 +200,7 @@ class Compacting:
             partition.damaged(str(found))
         elif isinstance(found, Shortage):
             log.warning("%s cannot be compacted: %s", partition, found)
-        elif not isinstance(found, OffsetPurged | Unavailable):  # purged or closed meanwhile
+        elif not isinstance(found, OffsetPurged | Unavailable):  # purged or closed in between
             self._host.storage_failed(found)
         return None
 
@@ -210,7 +209,7 @@ class Compacting:
 
 
 def _answered(work: object, arguments: tuple[object, ...]) -> object:
-    """Errors are answered and not raised, as gevent would print them."""
+    """Return errors instead of raising them, since gevent would print them."""
     try:
         return work(*arguments)  # type: ignore[operator]
     except Exception as error:  # noqa: BLE001
@@ -235,14 +234,14 @@ def _seal(files: Log, below: int) -> int:
 
 
 def _prepare(files: Log, upto: int, high_watermark: int) -> bool:
-    """Whether all segments that begin below `upto` are sealed now."""
+    """Seal all segments that begin below `upto`. Return whether they are sealed."""
     files.roll_below(upto)
     files.seal(high_watermark)
     return files.sealed_below(upto) is not None
 
 
 def _first_message_ms(files: Log, offset: int) -> int | None:
-    """When the first message from `offset` on was appended."""
+    """Return when the first message from `offset` on was appended."""
     runs = files.message_runs(offset, files.end_offset, 1)
     return files.read(runs[0][0], max_messages=1)[0].appended_at_ms if runs else None
 
@@ -258,7 +257,7 @@ def _newest_order(files: Log, high_watermark: int, taken_back: tuple[tuple[int, 
 
 
 def _tombstones_before_ms(files: Log, kept_ms: int) -> int:
-    """Tombstones of before that time were seen by a compaction that was ordered `kept_ms` ago or earlier."""
+    """Return the time before which tombstones were seen by a compaction ordered at least `kept_ms` ago."""
     last = files.newest_control(BatchKind.COMPACT)
     if last is None:
         return 0

@@ -1,4 +1,4 @@
-"""Answers of a leader to a follower's fetch of one partition, as they travel in the answer of /internal/v1/fetch."""
+"""A leader's answers to a follower's fetch of one partition, in the format of the answer of /internal/v1/fetch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PartitionKey = tuple[str, int]
 
 
 class Echo(NamedTuple):
-    """What tells one fetch of a replica from every other one."""
+    """The identity of one fetch of a replica."""
 
     leader_epoch: int
     fetch_offset: int
@@ -33,7 +33,7 @@ class _FollowerAnswer(msgspec.Struct, array_like=True, frozen=True):
 
 
 class RecordsAnswer(_FollowerAnswer, array_like=True, frozen=True, tag="records"):
-    """What follows the fetch offset, perhaps nothing, and the leader's high watermark."""
+    """The records after the fetch offset, if any, and the leader's high watermark."""
 
     frames: list[BatchFrame]
     high_watermark: int
@@ -45,7 +45,7 @@ class DivergingAnswer(_FollowerAnswer, array_like=True, frozen=True, tag="diverg
 
 
 class BelowStartAnswer(_FollowerAnswer, array_like=True, frozen=True, tag="below"):
-    """The log can be had from `offset` on; the rest is what an empty log that begins there has to know."""
+    """The fetch offset is below the log's start, `offset`. The rest is what an empty log that begins there needs."""
 
     offset: int
     epochs: list[tuple[int, int]]
@@ -65,7 +65,7 @@ def echo_of(fetch: Fetch) -> Echo:
 
 
 def batch_head(head: FrameHeader, frame: BatchFrame) -> BatchHead:
-    """What the core has to know of a batch. Raises BadFrame for a STATE record that is none."""
+    """Return what the core needs of a batch. Raises BadFrame for a STATE record that cannot be decoded."""
     producers: tuple[ProducerFold, ...] | None = None
     if head.kind == BatchKind.STATE:
         try:

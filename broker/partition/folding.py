@@ -1,15 +1,15 @@
-"""The fold over a partition's log at work: what its groups' records add up to, and how it is found again at an open.
+"""The fold over a partition's log: what its groups' records add up to, and how it is recovered at an open.
 
     log      ....STATE........................................ end
     saved    ..............[state.sqlite: applied]
     fold     = the newest snapshot that fits the log, then every record after it
 
-The fold runs over all that the log holds, ahead of the high watermark: on a leader from the moment a record is
-appended, on a follower from the moment it is durable. Snapshots are saved only up to the high watermark, so a
-truncation finds one that is older than what it cuts.
+The fold covers the whole log, ahead of the high watermark: on a leader from the moment a record is appended, on a
+follower from the moment it is durable. Snapshots are saved only up to the high watermark, so a truncation finds one
+that is older than what it removes.
 
 A purge takes effect in two steps. Its record ends what the groups had below; the log start moves when a STATE record
-that stands behind it is committed, so that a replica which begins at a log start always finds a STATE there.
+after it is committed. So a replica that begins at a log start always finds a STATE there.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class GroupsFold:
     move the log start.
 
     `outbox` are the records (offset -> group) whose outputs are still to be appended. `cancelled` are offsets of
-    scheduled messages that were taken back, `compacted` the newest Compact record.
+    cancelled scheduled messages, `compacted` is the newest Compact record.
 
     Invariant: both numbers of `purges` and of `moves` rise: (offset of the record, the log start it asks for).
     """
@@ -82,26 +82,26 @@ class GroupsFold:
         self.delivery: dict[str, GroupDelivery] = {}
         self.streams: dict[str, StreamOffsets] = {}
         self.outbox: dict[int, str] = {}
-        # The first offset that each of them needs, where its record was seen and not only a snapshot of the outbox.
+        # The first offset that each of them needs, if its record was read and not only a snapshot of the outbox.
         self._needs: dict[int, int] = {}
         self.cancelled: set[int] = set()
         self.compacted = 0
         self._load(fold)
         self.purges: list[tuple[int, int]] = []
         self.moves: list[tuple[int, int]] = []
-        # Where the log begins with all purges done.
+        # Where the log begins after all purges.
         self.purged_upto = 0
-        # Where the newest STATE record stands; -1 without one.
+        # The offset of the newest STATE record; -1 without one.
         self.state_offset = -1
-        # The numbers of leases go on above this one; and the highest that was granted, whatever became of its group.
+        # Numbers of new leases are above this one; and the highest that was granted, whatever became of its group.
         self.leases_above = self._highest_lease = 0
 
     def _load(self, fold: PartitionFold) -> None:
-        """Take a snapshot. Those who serve groups keep hold of the dicts, so they stay."""
+        """Load a snapshot. Callers hold references to the dicts, so they are changed in place."""
         self.delivery.clear()
         self.delivery.update({group.group: GroupDelivery(group) for group in fold.groups})
         for delivery in self.delivery.values():
-            delivery.finished_at = fold.applied - 1  # it does not say which, so take it for the last one
+            delivery.finished_at = fold.applied - 1  # the snapshot does not say which record, so assume the last one
         self.streams.clear()
         self.streams.update({stream.group: StreamOffsets(stream) for stream in fold.streams})
         self.outbox.clear()
@@ -110,7 +110,7 @@ class GroupsFold:
         self.compacted = fold.compacted
 
     def take(self, batch: Batch) -> None:
-        """Fold a control record that came by replication, or that was found in the log."""
+        """Fold a control record that was replicated, or found in the log."""
         if batch.kind == BatchKind.STATE:
             self.take_state(batch.base_offset, decode_fold(batch.body))
         elif batch.kind == BatchKind.PURGE:
@@ -126,19 +126,19 @@ class GroupsFold:
             self.apply(batch.group, record, batch.base_offset, batch.leader_epoch)
 
     def take_state(self, offset: int, fold: PartitionFold) -> None:
-        """A STATE record is the fold over its own prefix: a replica that began late has the whole of it from here."""
+        """Load a STATE record, the fold over its own prefix: a replica that began late has all of it from here."""
         self._load(fold)
         self.state_written(offset, fold.log_start_offset)
 
     def state_written(self, offset: int, log_start: int) -> None:
-        """A STATE record stands at `offset`: the log may begin at `log_start` once that is committed."""
+        """Note a STATE record at `offset`: the log may begin at `log_start` once that is committed."""
         self.state_offset = offset
         self.moves.append((offset, log_start))
         self.purged_upto = max(self.purged_upto, log_start)
         self.purges.clear()
 
     def apply(self, group: str, record: GroupRecord | StreamRecord, offset: int, leader_epoch: int = 0) -> None:
-        """Fold a group's record that stands at `offset`, in a batch of that epoch."""
+        """Fold a group's record at `offset`, in a batch of that epoch."""
         if isinstance(record, Done):
             self.outbox.pop(record.record, None)
             self._needs.pop(record.record, None)
@@ -161,8 +161,8 @@ class GroupsFold:
             self._highest_lease = max(self._highest_lease, delivery.highest_lease)
 
     def go_on_after(self, before: GroupsFold) -> None:
-        """This is folded anew from what is left of a log that `before` knew more of. What was cut off may be in
-        consumers' hands, and the epoch the same: so no number of a lease comes again."""
+        """Continue the lease numbers of `before`, a fold of the same log before a truncation. Removed leases may be in
+        consumers' hands, and the epoch the same: so no number of a lease is used twice."""
         self.leases_above = max(before.leases_above, before._highest_lease)
 
     def _apply_stream(self, group: str, record: StreamRecord | Commit, offset: int) -> None:
@@ -173,7 +173,7 @@ class GroupsFold:
             self.streams[group] = new_stream(group, record)
 
     def end(self, group: str) -> None:
-        """The group was deleted. What it has ordered before is still to be appended."""
+        """Delete a group. What it has ordered before is still to be appended."""
         self.delivery.pop(group, None)
         self.streams.pop(group, None)
 
@@ -181,13 +181,13 @@ class GroupsFold:
         self.cancelled.update(offset for start, end in record.ranges for offset in range(start, end))
 
     def purge(self, offset: int, upto: int) -> None:
-        """A purge stands at `offset`: what lies below `upto` is gone for every group."""
+        """Apply a purge at `offset`: everything below `upto` is gone for every group."""
         self.forget_below(upto, offset)
         self.purges.append((offset, upto))
         self.purged_upto = max(self.purged_upto, upto)
 
     def forget_below(self, upto: int, record: int = -1) -> None:
-        """What lies below `upto` is gone, by the record at that offset; for good where none is given."""
+        """Drop what is below `upto`, by the record at that offset; for good without a record."""
         for delivery in self.delivery.values():
             delivery.purge(upto, record)
         for stream in self.streams.values():
@@ -196,20 +196,20 @@ class GroupsFold:
             self.cancelled = {offset for offset in self.cancelled if offset >= upto}
 
     def due(self, high_watermark: int) -> int:
-        """The log start that committed purges ask for; 0 for none."""
+        """Return the log start that committed purges ask for; 0 for none."""
         upto = 0
         while self.moves and self.moves[0][0] < high_watermark:
             upto = max(upto, self.moves.pop(0)[1])
         return upto
 
     def ordered_from(self) -> int | None:
-        """The first offset that an open order of the outbox may need: its record, or what it gives up. None: there is
-        no order. A snapshot does not say what an order needs, so nothing goes before it is carried out: its group may
-        have been deleted since, and its dead letters dropped."""
+        """Return the first offset that an open order of the outbox may need: its record, or what it gives up; None
+        without an order. A snapshot does not say what an order needs, so no record is removed before the order is
+        carried out: its group may have been deleted since, and its dead letters dropped."""
         return min((self._needs.get(offset, 0) for offset in self.outbox), default=None)
 
     def snapshot_into(self, fold: PartitionFold) -> PartitionFold:
-        """`fold`, with all that is here."""
+        """Return `fold` with all that is here."""
         fold.groups = [delivery.snapshot() for delivery in self.delivery.values()]
         fold.streams = [stream.snapshot() for stream in self.streams.values()]
         fold.outbox = list(self.outbox.items())
@@ -234,9 +234,9 @@ class Recovered:
 
 
 def recover(log: Log, state_file: StateFile, known_high_watermark: int = 0) -> Recovered:
-    """Fold the log, from the newest snapshot on; the high watermark is at least the one that is known, if any.
+    """Fold the log from the newest snapshot on. The high watermark is at least the known one, if any.
 
-    Reads files: for a native thread. Raises CorruptBatch, StorageFault.
+    Reads files, so it runs on a native thread. Raises CorruptBatch, StorageFault.
     """
     newest = log.newest_state()
     fold, high_watermark, lost = _snapshot_to_start_from(log, state_file, newest)
@@ -266,7 +266,7 @@ def recover(log: Log, state_file: StateFile, known_high_watermark: int = 0) -> R
 
 
 def producers_after(log: Log, folds: list[ProducerFold], applied: int) -> Producers:
-    """The fold over the batches of idempotent producers from `applied` on, beginning with `folds`."""
+    """Return the fold over the batches of idempotent producers from `applied` on, beginning with `folds`."""
     producers = Producers(folds)
     for batch in log.producer_batches(applied):
         stamp = Stamp(batch.producer_id, batch.producer_epoch, batch.sequence)
@@ -275,12 +275,12 @@ def producers_after(log: Log, folds: list[ProducerFold], applied: int) -> Produc
 
 
 def _snapshot_to_start_from(log: Log, state_file: StateFile, newest: Batch | None) -> tuple[PartitionFold, int, str]:
-    """The saved fold or that of the `newest` STATE record, whichever stands later; the high watermark; and what speaks
-    against this log.
+    """Return the saved fold or that of the `newest` STATE record, whichever is later; the high watermark; and why the
+    log is incomplete, if it is.
 
     A saved fold does not count when it is ahead of the log, when segments that it needs have been dropped, or when its
-    log start is above the log's: then it was saved for a reset that did not come to pass. Without a saved high
-    watermark only what lies below the log start is known to be committed: a STATE record need not be.
+    log start is above the log's: then it was saved for a reset that did not happen. Without a saved high watermark only
+    what is below the log start is known to be committed: a STATE record need not be.
     """
     saved = state_file.load()
     high_watermark, lost = log.log_start_offset, ""
@@ -300,7 +300,7 @@ def _snapshot_to_start_from(log: Log, state_file: StateFile, newest: Batch | Non
 
 
 def last_message_end(log: Log, below: int) -> int:
-    """The end of the last message below `below`; the log's start when there is none."""
+    """Return the end of the last message below `below`; the log's start when there is none."""
     total = log.messages_before(below)
     low, high = log.log_start_offset, below
     if low >= high or log.messages_before(low) == total:

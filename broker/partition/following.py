@@ -1,11 +1,11 @@
-"""The follower's half of replication on one partition: it asks, writes what it gets, and cuts back what contradicts.
+"""The follower's half of replication on one partition: it fetches, writes, and truncates what contradicts the leader.
 
     SendFetch -> fetchers -> leader
-              <- frames: checksums verified as they came, heads to the core, one entry for the writer (Replicate)
+              <- frames: checksums verified, heads to the core, one entry for the writer (Replicate)
     Truncate, ResetLog -> on a native thread: the files first, then the fold from the newest snapshot that fits them
 
-What a leader sent and nobody can read is refused and asked for again later. So is everything while the disk is full:
-the replica falls out of the ISR, and comes back by itself when there is room.
+Unreadable data from a leader is refused, and fetched again later. So is everything while the disk is full: the replica
+falls out of the ISR, and returns by itself when there is room.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from portalmq.broker.storage.state import StateFile
 
 log = logging.getLogger(__name__)
 
-# How long a follower asks for nothing after its disk was full, or after an answer that it cannot use.
+# How long a follower pauses its fetches after its disk was full, or after an answer that it cannot use.
 PAUSE_S = 1.0
 
 
 class FollowingPartition(Replica, FollowedPartition, Protocol):
-    """A partition, as far as its follower's half needs it."""
+    """A partition, as its follower's half sees it."""
 
     @property
     def messages_next(self) -> int: ...
@@ -64,7 +64,7 @@ class FollowingPartition(Replica, FollowedPartition, Protocol):
 
 
 class Following:
-    """Invariant: `_asked` is the fetch that the fetchers have of this partition, None when they have none."""
+    """Invariant: `_asked` is the fetch of this partition that the fetchers have; None when they have none."""
 
     def __init__(self, partition: FollowingPartition) -> None:
         self._partition = partition
@@ -74,7 +74,7 @@ class Following:
         self._received: tuple[Sequence[BatchFrame], Sequence[FrameHeader]] = ((), ())
         self._start = ReplicaStart(0, 0, 0)
 
-    # --- asking ------------------------------------------------------------------------------------------------------
+    # --- fetching ----------------------------------------------------------------------------------------------------
 
     def send(self, action: SendFetch) -> None:
         if self._pause is not None:
@@ -84,7 +84,7 @@ class Following:
         self._partition.host.fetchers.follow(self._partition, action.leader, action.fetch)
 
     def settle(self) -> None:
-        """The core has moved on: take back a fetch that is not the current one any more."""
+        """Withdraw a fetch that is no longer current, after the core has changed."""
         if self._asked is not None and self._partition.replica.fetch is not self._asked:
             self.leave()
 
@@ -94,7 +94,7 @@ class Following:
             self._partition.host.fetchers.unfollow(self._partition)
 
     def pause(self) -> None:
-        """Ask for nothing for a while."""
+        """Fetch nothing for a while."""
         if self._pause is None:
             self._pause = gevent.spawn_later(PAUSE_S, self._go_on)
 
@@ -111,10 +111,10 @@ class Following:
             self._pause.kill(block=False)
             self._pause = None
 
-    # --- what comes back ---------------------------------------------------------------------------------------------
+    # --- answers -----------------------------------------------------------------------------------------------------
 
     def replied(self, answer: PartitionAnswer) -> None:
-        """The leader's answer to this replica's fetch, or to an earlier one."""
+        """Take the leader's answer to this replica's fetch, or to an earlier one."""
         fetch = self._asked
         if fetch is None or echo_of(fetch) != answer.echo:
             return
@@ -147,7 +147,7 @@ class Following:
                 return Rejected(answer.leader_epoch)
 
     def _checked(self, fetch: Fetch, frames: Sequence[BatchFrame]) -> list[FrameHeader]:
-        """The heads of frames whose checksums fit and that carry this log on. Raises BadFrame."""
+        """Return the heads of frames with correct checksums that continue this log. Raises BadFrame."""
         partition = self._partition
         offset, messages, at_ms = fetch.fetch_offset, partition.messages_next, partition.log.last_timestamp_ms
         epoch = partition.replica.last_epoch
@@ -168,25 +168,27 @@ class Following:
         return heads
 
     def replicated(self) -> Replicated:
-        """What the last reply brought, for the writer."""
+        """Return what the last answer brought, for the writer."""
         frames, heads = self._received
         self._received = ((), ())
         return Replicated(frames, heads)
 
-    # --- cutting back ------------------------------------------------------------------------------------------------
+    # --- truncation --------------------------------------------------------------------------------------------------
 
     def truncate(self, action: Truncate) -> None:
         def done(found: Recovered) -> None:
             self._partition.tell(Truncated(self._partition.log.end_offset, found.producers))
 
-        log.warning("%s: its log is cut back to %d: there the leader's goes on", self._partition, action.to_offset)
+        log.warning(
+            "%s: its log is truncated to %d, from where the leader's differs", self._partition, action.to_offset
+        )
         gevent.spawn(self._reshape, _truncated, (action.to_offset, self._partition.high_watermark), done)
 
     def reset(self, action: ResetLog) -> None:
         def done(found: Recovered) -> None:
             self._partition.tell(LogReset(action.offset, action.epochs, found.producers))
 
-        log.warning("%s: the leader's log begins at %d: this one begins anew there", self._partition, action.offset)
+        log.warning("%s: the leader's log begins at %d: this one begins again there", self._partition, action.offset)
         epochs = [entry for entry in action.epochs if entry[1] < action.offset]
         gevent.spawn(self._reshape, _reset, (self._start, epochs), done)
 
@@ -214,34 +216,34 @@ class Following:
 
 
 def _truncated(files: Log, state_file: StateFile, to_offset: int, high_watermark: int) -> Recovered | Exception:
-    """On a native thread: the log without what stands at `to_offset` and above, and its fold. A batch that holds
-    `to_offset` goes as a whole: had the leader any of it, it would have all."""
+    """Truncate the log at `to_offset` and fold the rest, on a native thread. A batch that contains `to_offset` goes as
+    a whole: if the leader had any of it, it would have all."""
     try:
         border = files.batch_boundary_at(to_offset)
         if border < high_watermark <= to_offset:
             raise ValueError(f"the batch at offset {border} cannot be committed up to {high_watermark} alone")
         to_offset = border
         saved = state_file.load()
-        if saved is not None and saved[1] > to_offset:  # an unclean election: what was committed is so no longer
+        if saved is not None and saved[1] > to_offset:  # an unclean election: what was committed no longer is
             state_file.forget()
         if to_offset < files.log_start_offset:
             files.reset(0, 0, 0)
         else:
             files.truncate(to_offset)
         return recover(files, state_file, min(to_offset, high_watermark))
-    except Exception as error:  # noqa: BLE001 - told to the greenlet that waits, as gevent would print it
+    except Exception as error:  # noqa: BLE001 - returned to the waiting greenlet, since gevent would print it
         return error
 
 
 def _reset(
     files: Log, state_file: StateFile, start: ReplicaStart, epochs: list[tuple[int, int]]
 ) -> Recovered | Exception:
-    """On a native thread: an empty log that begins at `start`. The epochs below it stand in no record that this
-    replica is going to get, so they are on disk before the log is."""
+    """Begin an empty log at `start`, on a native thread. The epochs below it are in no record that this replica will
+    get, so they are on disk before the log is."""
     try:
         fold = PartitionFold(applied=start.offset, log_start_offset=start.offset, epochs=epochs)
         state_file.save(fold, start.offset, durable=True)
         files.reset(*start)
         return recover(files, state_file)
-    except Exception as error:  # noqa: BLE001 - told to the greenlet that waits, as gevent would print it
+    except Exception as error:  # noqa: BLE001 - returned to the waiting greenlet, since gevent would print it
         return error

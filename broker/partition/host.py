@@ -1,4 +1,4 @@
-"""What a partition needs of its broker and of the control plane, and what its companions need of a partition."""
+"""Interfaces of a partition: what it needs of its broker and the control plane, and what its parts need of it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Urls(Protocol):
 
 
 class PartitionMembership(Protocol):
-    """The control plane, as far as one partition asks for it. `change_isr` and `reread` may block; neither raises."""
+    """The control plane, as one partition uses it. `change_isr` and `reread` may block; neither raises."""
 
     @property
     def mirror(self) -> Urls: ...
 
     def answered_ms(self) -> int:
-        """When the last request that the control plane answered was begun, on the clock that times leases."""
+        """Return when the last request that the control plane answered was begun, on the clock that times leases."""
         ...
 
     def change_isr(
@@ -35,7 +35,7 @@ class PartitionMembership(Protocol):
     def reread(
         self, topic_id: str, number: int, refresh: int, configured_min_insync: int | None
     ) -> PartitionStateChanged | None:
-        """The partition's word as it stands now, read after a sync; None when it cannot be read."""
+        """Return the partition's present state, read after a sync; None when it cannot be read."""
         ...
 
 
@@ -46,7 +46,7 @@ class Follows(Protocol):
 
 
 class FollowedPartition(Protocol):
-    """A partition that follows a leader, as far as the fetchers see it."""
+    """A partition that follows a leader, as the fetchers see it."""
 
     topic_id: str
     number: int
@@ -59,19 +59,19 @@ class FollowedPartition(Protocol):
 
 
 class FollowerFetches(Protocol):
-    """Who carries the fetches of this broker's followers."""
+    """The fetchers of this broker's followers."""
 
     def follow(self, partition: FollowedPartition, leader: int, fetch: Fetch) -> None: ...
     def unfollow(self, partition: FollowedPartition) -> None: ...
 
     def heard_ms(self, partition: FollowedPartition) -> int:
-        """When a leader's broker that was followed answered last."""
+        """Return when the followed leader's broker last answered."""
         ...
 
 
 class PartitionHost(WriterHost, Protocol):
-    """The broker. `lag_ms` is how long a follower may be behind, `lease_ms` how long a leader serves unheard;
-    `began_ms` is when this process began."""
+    """The broker. `lag_ms` is how far a follower may be behind, `lease_ms` how long a leader serves without an answer
+    of the control plane; `began_ms` is when this process began."""
 
     broker_id: int
     incarnation: int
@@ -92,7 +92,7 @@ class PartitionHost(WriterHost, Protocol):
 
 
 class Replica(Protocol):
-    """A partition, as far as those see it that work beside it: the follower's half, the leader's half, and the rest."""
+    """A partition, as its parts see it."""
 
     topic_id: str
     number: int
@@ -110,9 +110,9 @@ class Replica(Protocol):
     def high_watermark(self) -> int: ...
 
     def tell(self, event: Event) -> None:
-        """Tell the core, and perform what it asks for."""
+        """Pass an event to the core, and perform the resulting actions."""
         ...
 
     def damaged(self, reason: str) -> None:
-        """A file is damaged: the replica's files are replaced, or it does nothing more."""
+        """Note a damaged file. The replica's files are replaced, or it stops for good."""
         ...

@@ -1,7 +1,7 @@
-"""What a replica asks of the control plane: to change the ISR, and to be told again what stands there.
+"""Requests of a replica to the control plane: changes of the ISR, and reads of the partition's present state.
 
-One errand after the other, as the second may have to settle what became of the first: a read that was asked for after a
-compare-and-set begins when that has been answered.
+They run one after the other, since the second may depend on the first: a read requested after a compare-and-set begins
+once that is answered.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class IsrUpdates:
-    """Invariant: a greenlet runs exactly while there are errands. At most one Refresh waits: the newest counts."""
+    """Invariant: a greenlet runs exactly while requests are queued. At most one Refresh waits: the newest counts."""
 
     def __init__(self, partition: Replica) -> None:
         self._partition = partition
@@ -59,7 +59,7 @@ class IsrUpdates:
             answer = partition.host.membership.change_isr(
                 partition.topic_id, partition.number, update, partition.min_insync_replicas
             )
-        except Exception:  # a bug must not leave the core waiting: what came of it has to be read
+        except Exception:  # an error must not leave the core waiting: the outcome has to be read
             log.exception("%s: its change of the ISR failed", partition)
             answer = IsrAnswered(update.version, Outcome.UNKNOWN)
         if not partition.closed:

@@ -1,9 +1,9 @@
-"""Consumers that sleep until a message comes: who waits, for what, and who is woken.
+"""Receives that wait for a message: what they wait for, and which of them is woken.
 
-A receive asks its sources, here and on other brokers, one after the other; with nothing to take it parks at all of
-them. A source that has something wakes one sleeper. Whoever was woken takes what it can and then wakes the next one if
-something is left: so one message wakes one consumer, and a thousand sleepers cost nothing. When leadership moves,
-sleepers are told to look for their sources anew; they go on waiting.
+A receive asks its sources, here and on other brokers, one after the other. If none has a message it parks at all of
+them. A source with a message wakes one waiter, which takes what it can and wakes the next one if something is left. So
+one message wakes one consumer, and a thousand waiters cost nothing. When leadership moves, waiters look for their
+sources again and go on waiting.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Peer(Protocol):
         ...
 
     def watch(self, on_gone: Callable[[], None]) -> Callable[[], None]:
-        """Call `on_gone` once when the client goes away; returns what ends the watch."""
+        """Call `on_gone` once when the client goes away; returns a function that ends the watch."""
         ...
 
 
@@ -55,13 +55,13 @@ class Portion(Protocol):
         ...
 
     def end(self) -> None:
-        """Nothing was taken: others may have the room."""
+        """Give the room back: no message was taken."""
         ...
 
 
 class ReceiveOptions(NamedTuple):
-    """`is_first`: the attempt id was never used before, as the client says. `max_bytes`: no more messages once those
-    that are there have so many. `patient`: a partition may wait until its followers vouch for its leader."""
+    """`is_first`: the client says that the attempt id is new. `max_bytes`: take no more messages once those taken have
+    so many bytes. `patient`: a partition may wait until its followers confirm its leader."""
 
     max_messages: int
     visibility_timeout_ms: int
@@ -75,7 +75,7 @@ class ReceiveOptions(NamedTuple):
 
 class Waiter:
     """A parked receive, or with `is_interest` another broker's. It is woken at most once a round, by one source.
-    `topics` are what it waits for."""
+    `topics` are those it waits for."""
 
     __slots__ = ("cancelled", "event", "is_interest", "moved", "topics", "woken")
 
@@ -92,7 +92,7 @@ class Waiter:
         self.event.set()
 
     def move(self) -> None:
-        """The sources it is parked at are not all there is any more."""
+        """Note that the list of sources is out of date."""
         self.moved = True
         self.event.set()
 
@@ -101,14 +101,14 @@ class Waiter:
         self.event.set()
 
     def sleep(self, timeout_s: float) -> None:
-        """Until woken, moved, cancelled, or out of time; ready for the next round then."""
+        """Sleep until woken, moved, cancelled or out of time; then be ready for the next round."""
         self.event.wait(timeout_s)
         self.event.clear()
         self.woken = False
 
 
 class Source(Protocol):
-    """Where a group's messages come from: a partition here, or another broker with all that it leads."""
+    """A source of a group's messages: a partition here, or another broker with all that it leads."""
 
     @property
     def is_remote(self) -> bool:
@@ -116,28 +116,28 @@ class Source(Protocol):
         ...
 
     def replay(self, attempt_id: str) -> list[LeasedMessage] | None:
-        """What the first receive with this attempt id got and still holds; None for an unknown one."""
+        """Return what the first receive with this attempt id got and still holds; None for an unknown one."""
         ...
 
     def has_messages(self) -> bool:
-        """Whether something is known to be there to take. Of another broker that is known while someone is parked."""
+        """Whether a message is known to be available. Another broker's messages are known while a waiter is parked."""
         ...
 
     def take(self, options: ReceiveOptions) -> list[LeasedMessage]: ...
 
     def park(self, waiter: Waiter) -> None:
-        """Wake `waiter` when something is there, in turn with the others that are parked."""
+        """Wake `waiter` when a message is available, in turn with the other parked ones."""
         ...
 
     def leave(self, waiter: Waiter) -> None: ...
 
     def notify(self) -> None:
-        """Something may be there: wake one sleeper."""
+        """Wake one waiter: a message may be available."""
         ...
 
 
 class LongPolls:
-    """How many receives may sleep on this broker at once; the surplus is told to come back."""
+    """The receives that wait on this broker, in a bounded number; further ones are refused with Backpressure."""
 
     def __init__(self, parked_max: int) -> None:
         self.parked_max = parked_max
@@ -155,17 +155,17 @@ class LongPolls:
 
     @property
     def interests(self) -> int:
-        """How many of those that sleep are other brokers' interests."""
+        """Return how many of the waiters are other brokers' interests."""
         return sum(waiter.is_interest for waiter in self.waiters)
 
     def move(self, topics: Collection[str]) -> None:
-        """The leadership of partitions of these topics has moved: who waits for them looks anew."""
+        """Let all waiters of these topics look for their sources again: leadership of partitions has moved."""
         for waiter in self.waiters:
             if not waiter.moved and any(topic in topics for topic in waiter.topics):
                 waiter.move()
 
     def hold(self, event: Event) -> Callable[[], None]:
-        """Set `event` when the lot closes; returns what lets go of it."""
+        """Set `event` at `close`; returns a function that cancels this."""
         self._events[event] = None
         if self.closed:
             event.set()
@@ -188,9 +188,9 @@ def receive(
     peer: Peer | None,
     long_polls: LongPolls,
 ) -> list[LeasedMessage]:
-    """Messages from any of the sources that `plan` names, in its order; waits for the first one up to `wait_s`.
+    """Return messages from any of the sources that `plan` names, in its order; wait up to `wait_s` for the first.
 
-    Raises what a source refuses with, when nothing was found and there is no time to wait; Backpressure.
+    Raises the error of a source when nothing was found and no time to wait is left; Backpressure.
     """
     sources = plan()
     if options.attempt_id is not None and not options.is_first:
@@ -227,7 +227,7 @@ def receive(
 
 
 def _park_anew(before: Sequence[Source], after: Sequence[Source], waiter: Waiter) -> None:
-    """Park at what is new, leave what is no more; where both agree the sleeper keeps its place in the queue."""
+    """Park at new sources, leave removed ones. At the others the waiter keeps its place in the queue."""
     for source in before:
         if source not in after:
             source.leave(waiter)
@@ -236,7 +236,7 @@ def _park_anew(before: Sequence[Source], after: Sequence[Source], waiter: Waiter
 
 
 def _park(sources: Sequence[Source], waiter: Waiter) -> None:
-    """Asking the sources took its time: what came meanwhile rang for nobody. Others have their turn in between, and
+    """Park, unless a message came while the sources were asked: it woke no waiter. Other greenlets run in between, and
     may wake the waiter before it sleeps."""
     for source in in_short_turns(sources):
         source.park(waiter)
@@ -246,10 +246,10 @@ def _park(sources: Sequence[Source], waiter: Waiter) -> None:
 def take(
     sources: Sequence[Source], options: ReceiveOptions, *, ask: bool = False, insist: bool = False
 ) -> list[LeasedMessage]:
-    """What is there, as many as the options say; with `ask`, remote sources are asked that nothing is known of.
+    """Return what is available, as much as the options allow; with `ask`, ask remote sources without known messages.
 
-    A source that refuses is passed over; with `insist` an empty answer is one that all sources gave, and a refusal is
-    raised instead. The waits of sources do not add up: none waits after a refusal, nor while messages are in hand, as
+    A source that refuses is skipped; with `insist` an empty result means that all sources answered, and otherwise a
+    refusal is raised. The waits of sources do not add up: none waits after a refusal, nor while messages are taken, as
     their leases run already. Raises Backpressure before anything is leased when the portion is used up.
     """
     portion = options.portion
@@ -288,8 +288,8 @@ def _take(
 
 
 def _replayed(sources: Sequence[Source], attempt_id: str) -> list[LeasedMessage] | None:
-    """What a repeated receive gets, from all sources; None when the attempt is new to them. The remote ones are asked
-    at once; of one that gives no answer nobody knows, and what it leased comes again when that ends."""
+    """Return what a repeated receive gets from all sources; None when the attempt is new to them. Remote sources are
+    asked at once. One that does not answer is unknown; what it leased is delivered again when that lease ends."""
     remote = [gevent.spawn(_replay, source, attempt_id) for source in sources if source.is_remote]
     found = [source.replay(attempt_id) for source in sources if not source.is_remote]
     found += [greenlet.get() for greenlet in remote]

@@ -1,16 +1,16 @@
-"""One partition on this broker: a core that decides, a log that keeps, and the waiters in between.
+"""One partition on this broker: a core that decides, a log that stores, and the requests that wait in between.
 
 All methods run on the hub's thread (greenlets), so there are no locks; only transactions and long reads run on native
-threads. Everything that the core hears passes `tell`, and its actions are performed in order.
+threads. All events for the core pass `tell`, and its actions are performed in order.
 
-    Partition                here: opening, the one door of the core, who leads, closing
-      AppendingPartition     appending.py: what is appended, until it is on disk
-        ReadablePartition    readable.py: what it can be asked for
+    Partition                here: opening, input of the core, leadership, closing
+      AppendingPartition     appending.py: records, from the append to the disk
+        ReadablePartition    readable.py: reading
 
-    action_queue.py          what the core has asked for and is not done yet
-    following.py             what a follower does; serving.py what a leader does for its followers
-    isr_updates.py           what is asked of the control plane
-    folding.py, retention.py  the groups' fold; snapshots, purges, retention
+    action_queue.py          actions of the core that are not done yet
+    following.py             the follower's half of replication; serving.py the leader's
+    isr_updates.py           requests to the control plane
+    folding.py, retention.py  the fold of the groups; snapshots, purges, retention
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ from portalmq.errors import (
 
 log = logging.getLogger(__name__)
 
-# Every replica is told something several times a second. Others take a broker for dead after two seconds at the least.
+# Every replica gets an event several times a second. Others declare a broker dead after two seconds at the earliest.
 PAUSED_MS = 1_500
 REFUSAL_LOGGED_EVERY_MS = 5_000
 READ_AGAIN_S = 0.5
@@ -85,9 +85,9 @@ class Partition(AppendingPartition):
     """A replica at work. `topic` and `number` name it; `delivery` holds the folds of its queue groups,
     `streams` those of its stream groups.
 
-    `serves` says that it leads, and that what was committed before its epoch is known to it. `on_leading` and
-    `on_stepped_down` tell of that, each in a greenlet of its own, in order; `on_damaged` that its files should be
-    replaced. `flaw` says why, `damage` that they are being replaced, `quarantined` why this replica does nothing more.
+    `serves`: it leads, and knows all that was committed before its epoch. `on_leading` and `on_stepped_down` are called
+    when that changes, each in a greenlet of its own, in order; `on_damaged` when its files should be replaced. `flaw`
+    says why, `damage` that they are being replaced, `quarantined` why this replica has stopped for good.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Partition(AppendingPartition):
         self.on_leading: Callable[[Partition], None] = lambda partition: None
         self.on_stepped_down: Callable[[Partition], None] = lambda partition: None
         self.on_damaged: Callable[[Partition], None] = lambda partition: None
-        # An order to append something elsewhere (groups.outbox) may be committed now.
+        # Called when an order to append something elsewhere (groups.outbox) may be committed.
         self.on_ordered: Callable[[], None] = lambda: None
         self.changed = False
         self.serves = False
@@ -155,7 +155,7 @@ class Partition(AppendingPartition):
     # --- opening -----------------------------------------------------------------------------------------------------
 
     def install(self, found: Recovered) -> None:
-        """Take what the log adds up to, after it was opened, cut or begun anew."""
+        """Load what the log adds up to, after it was opened, truncated or begun again."""
         self.host.cache.drop(self._cache_key)
         found.groups.go_on_after(self.groups)
         self.groups = found.groups
@@ -163,7 +163,7 @@ class Partition(AppendingPartition):
         self.delivery.update(found.groups.delivery)
         self.streams.clear()
         self.streams.update(found.groups.streams)
-        found.groups.delivery = self.delivery  # those who serve groups keep hold of these dicts
+        found.groups.delivery = self.delivery  # users of these dicts keep their references
         found.groups.streams = self.streams
         self.start = found.start
         self.messages_next = self.log.message_count_total
@@ -190,10 +190,10 @@ class Partition(AppendingPartition):
             began_ms=self.host.began_ms,
         )
 
-    # --- the one door of the core ------------------------------------------------------------------------------------
+    # --- input of the core -------------------------------------------------------------------------------------------
 
     def tell(self, event: core.Event) -> None:
-        """Tell the core, and perform what it asks for."""
+        """Pass an event to the core, and perform the resulting actions."""
         clock = self.host.clock
         now_ms, wall_ms = clock.now_ms(), clock.wall_ms()
         actions = [] if now_ms - self._told_ms <= PAUSED_MS else self._after_a_pause(now_ms, wall_ms)
@@ -208,24 +208,24 @@ class Partition(AppendingPartition):
             self._uncommitted.settle()
 
     def note_pause(self, now_ms: int) -> None:
-        """A caller wants an answer at `now_ms`. After a pause of this process there is none, reads included, before it
-        is known whether this replica still leads."""
+        """Check for a pause of this process before a call is answered at `now_ms`. After a pause no call is answered,
+        reads included, until it is known whether this replica still leads."""
         if now_ms - self._told_ms > PAUSED_MS and not self.closed:
             self.tell(Tick())
 
     def _after_a_pause(self, now_ms: int, wall_ms: int) -> list[Action]:
-        """This process stood still, or did not get to run: others may have taken it for dead, and have elected another
-        leader. What arrived meanwhile must not be answered as if nothing had been."""
+        """Step down after a pause: others may have declared this process dead and elected another leader. Requests that
+        arrived during the pause must not be answered as if nothing had happened."""
         replica = self.replica
         if not replica.leading or replica.state is None or replica.state.replicas == (self.host.broker_id,):
             return []
-        log.warning("%s: nothing was heard for %d ms: does it still lead?", self, now_ms - self._told_ms)
+        log.warning("%s: the process was paused for %d ms, and may no longer lead", self, now_ms - self._told_ms)
         return replica.step(SessionLost(), now_ms, wall_ms)
 
     def on_partition_state(
         self, partition_state: PartitionStateChanged, brokers: Mapping[int, tuple[int, str]] | None = None
     ) -> None:
-        """The control plane's word on this partition, and on who is there."""
+        """Apply the partition's state in the control plane, and which brokers are registered."""
         if brokers is not None:
             self.on_brokers_changed(brokers)
         if self.lost:
@@ -238,7 +238,7 @@ class Partition(AppendingPartition):
         self.tell(partition_state)
 
     def keep_frames(self) -> None:
-        """Somebody reads it as a stream: from now on batches are kept as they travel."""
+        """Keep batches in their wire format from now on: a stream reader uses them."""
         self._is_streamed = self._writer.keeps_frames = True
 
     def on_brokers_changed(self, brokers: Mapping[int, tuple[int, str]]) -> None:
@@ -277,34 +277,34 @@ class Partition(AppendingPartition):
     def quarantined(self) -> str:
         return self.replica.quarantined
 
-    # --- who leads ---------------------------------------------------------------------------------------------------
+    # --- leadership --------------------------------------------------------------------------------------------------
 
     def _note_leadership(self) -> None:
-        """The core began or ended to lead. The end is acted on with StepDown, in its place among the actions."""
+        """React to the begin of a leadership. Its end is handled by StepDown, in the order of the actions."""
         self._isr_tracker = self.replica.in_sync
         if self._isr_tracker is None:
             return
         self._begin_to_serve()
 
     def _take_over(self) -> None:
-        """Leases and back-offs in the log are by the clocks of those who led before."""
+        """Convert leases and back-offs in the log: they were timed by the clocks of earlier leaders."""
         now_ms = self.host.clock.now_ms()
         for delivery in self.delivery.values():
             delivery.take_over(now_ms)
 
     def _begin_to_serve(self) -> None:
-        """A leader knows all that was committed before its time once the start of its epoch is committed."""
+        """Serve once the start of the epoch is committed: then the leader knows all that was committed before."""
         isr_tracker = self.replica.in_sync
         if self.serves or isr_tracker is None or self.replica.high_watermark <= isr_tracker.epoch_start:
             return
         self.serves = True
-        self._take_over()  # what the one before wrote last was perhaps still on its way to the disk at the election
+        self._take_over()  # the last records of the earlier leader may have been written only after the election
         if self.groups.purges:
-            gevent.spawn(self.retention.finish_purges)  # from here an append could not tell its place yet
+            gevent.spawn(self.retention.finish_purges)  # an append within this call would not know its offset yet
         gevent.spawn(self.on_leading, self)
 
     def _on_step_down(self, leader: int | None) -> None:
-        """Whoever waits learns that the outcome is unknown. What is on its way to the disk goes on, and is folded."""
+        """Fail all waiting calls with an unknown outcome. What is on its way to the disk is written and folded."""
         self.serving.end()
         error = self.located(
             NotLeader("the leadership moved while this was on its way", leader=leader, outcome="unknown")
@@ -317,19 +317,18 @@ class Partition(AppendingPartition):
             gevent.spawn(self.on_stepped_down, self)
 
     def damaged(self, reason: str) -> None:
-        """Something in the files is not what was written, or is not there. It goes on with what it has, and refuses
-        what it has not, until it is rebuilt from another replica that is known to be whole."""
+        """Note that a record in the files is damaged or missing. The replica continues with what it has, and refuses
+        what it lacks, until it is rebuilt from another replica that is known to be whole."""
         if self.flaw or self.damage or self.closed:
             return
         self.flaw = reason
         log.critical("%s is damaged: %s", self, reason)
         gevent.spawn(self.on_damaged, self)
 
-    # --- what the writer tells ---------------------------------------------------------------------------------------
+    # --- results of the writer ---------------------------------------------------------------------------------------
 
     def _on_refused(self, taken: list[Entry], why: Exception) -> None:
-        """None of this transaction is in the log, and nothing that was allotted after it: the core goes on from what
-        is."""
+        """Continue from what the log has: nothing of this transaction is in it, nor anything appended after it."""
         now_ms = self.host.clock.now_ms()
         if now_ms - self._refused_ms > REFUSAL_LOGGED_EVERY_MS:
             log.warning("%s: a transaction was refused: %s", self, why)
@@ -344,8 +343,8 @@ class Partition(AppendingPartition):
             pending.finish(refusal_of(shortage))
 
     def _read_again(self, taken: list[Entry]) -> Recovered | None:
-        """What the log adds up to; None when the partition is closed. While the files cannot even be opened, what comes
-        is refused as well: it stands after what is not there."""
+        """Return what the log adds up to; None when the partition is closed. While the files cannot be opened, new
+        entries are refused too, since they follow what is missing."""
         while not self.closed:
             try:
                 return recover(self.log, self.state_file, self.high_watermark)
@@ -359,11 +358,11 @@ class Partition(AppendingPartition):
         if self.replica.leading:
             self._take_over()
         self.following.pause()
-        # An EPOCH_START that waits for its epoch to be remembered stood after what is gone: the core asks for it again.
+        # An EPOCH_START that waits for a durable epoch followed what is gone: the core asks for it again.
         self.action_queue.drop_appends()
         self.tell(Truncated(self.log.end_offset, found.producers))
 
-    # --- what moves when the high watermark does ---------------------------------------------------------------------
+    # --- the high watermark ------------------------------------------------------------------------------------------
 
     def _on_high_watermark(self, high_watermark: int) -> None:
         self.changed = True
@@ -384,10 +383,10 @@ class Partition(AppendingPartition):
             for event in self._browsers:
                 event.set()
 
-    # --- upkeep ------------------------------------------------------------------------------------------------------
+    # --- maintenance -------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> PartitionFold:
-        """The fold over everything that was appended. It may enter the log as STATE: it commits with its prefix."""
+        """Return the fold over all that was appended. It may be appended as STATE: it commits with its prefix."""
         fold = PartitionFold(
             applied=self.replica.next_offset,
             log_start_offset=max(self.log.log_start_offset, self.groups.purged_upto),
@@ -407,7 +406,7 @@ class Partition(AppendingPartition):
 
     @property
     def is_quiet(self) -> bool:
-        """It leads and all its replicas are in sync, or it follows and its fetch stands: little depends on the time."""
+        """Whether little depends on the time: it leads with all replicas in sync, or its fetch waits at the leader."""
         replica = self.replica
         if replica.leading:
             assert replica.state is not None
@@ -422,7 +421,7 @@ class Partition(AppendingPartition):
             self.state_file.park()
 
     def close(self, *, saves: bool = True) -> None:
-        """Refuse new work, write what waits, save the fold, close the files."""
+        """Refuse new calls, write what is queued, save the fold, close the files."""
         if self.closed:
             return
         self.closed = True
@@ -435,5 +434,5 @@ class Partition(AppendingPartition):
             self.retention.save_last()
         self._on_step_down(None)
         self.host.cache.drop(self._cache_key)
-        self.host.pool.apply(self.log.close)  # it writes: a thousand partitions would hold the hub for seconds
+        self.host.pool.apply(self.log.close)  # closing writes: a thousand partitions would block the hub for seconds
         self.state_file.close()

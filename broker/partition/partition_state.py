@@ -1,4 +1,4 @@
-"""The control plane's word on a partition, in the terms of the core."""
+"""The control plane's state of a partition, in the terms of the core."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from portalmq.control_plane.state import PartitionState, min_insync
 def partition_state_of(
     held: PartitionState, version: int, configured_min_insync: int | None, *, refresh: int = 0
 ) -> PartitionStateChanged:
-    """What stands in the partition's node at `version`; `refresh` as in the event."""
+    """Return the partition's node at `version` as an event; `refresh` as in the event."""
     return PartitionStateChanged(
         leader=held.leader,
         leader_epoch=held.leader_epoch,

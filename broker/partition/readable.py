@@ -1,7 +1,7 @@
-"""What a partition can be asked for: its messages, where they stand, and which of them are committed.
+"""The reading side of a partition: its messages, where they are in the log, and which of them are committed.
 
-Nothing here changes anything. Only what is below the high watermark is readable; what was appended and is not committed
-yet is known by its ids and its times alone.
+Nothing here changes state. Only messages below the high watermark are readable. Of those appended and not yet
+committed, only the ids and times are known here.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from portalmq.broker.storage.batch import Batch
 from portalmq.broker.storage.log import Log
 from portalmq.errors import OffsetOutOfRange, Unavailable
 
-# So many ids take a few milliseconds in each segment, in which nobody else reads there.
+# Looking up so many ids takes a few milliseconds in each segment, during which nothing else reads that segment.
 IDS_SOUGHT_AT_ONCE = 1_000
-# Followers vouch twice a second at the least; one that does not for longer is slow, or gone.
+# Followers confirm their leader at least twice a second; one that takes longer is slow or gone.
 VOUCHED_WITHIN_MS = 1_000
 VOUCHED_EVERY_S = 0.05
 
 
 class ReadablePartition:
-    """The asking half of a Partition. Messages below `readable_end` can be read."""
+    """The reading half of a Partition. Messages below `readable_end` can be read."""
 
     host: PartitionHost
     log: Log
@@ -47,8 +47,8 @@ class ReadablePartition:
     # --- message ids -------------------------------------------------------------------------------------------------
 
     def place_of_id(self, message_id: bytes) -> tuple[int, bytes | None, int] | None:
-        """(offset, body hash, timestamp) of the message that carries this id within the dedup window, if any. Raises
-        Unavailable while that cannot be told."""
+        """Return (offset, body hash, timestamp) of the message with this id within the dedup window, if any. Raises
+        Unavailable while that is unknown."""
         unwritten = self._uncommitted.place_of(message_id)
         if unwritten is not None:
             return unwritten
@@ -57,11 +57,11 @@ class ReadablePartition:
         return self.log.find_message_id(message_id, since_ms)
 
     def unwritten_places_of_ids(self, message_ids: Iterable[bytes]) -> dict[bytes, tuple[int, bytes | None, int]]:
-        """The same, for many, of what is on its way to the disk only."""
+        """Return the same for many ids, of messages on their way to the disk only."""
         return self._uncommitted.places_of(message_ids)
 
     def is_sought(self, message_id: bytes) -> bool:
-        """Whether somebody looks for this id in the log, and appends its message if it is not there."""
+        """Whether a call is looking for this id in the log, and appends its message if it is not there."""
         return self._uncommitted.is_sought(message_id)
 
     def is_any_sought(self, message_ids: Iterable[bytes]) -> bool:
@@ -69,9 +69,9 @@ class ReadablePartition:
 
     @contextmanager
     def seeking(self, message_ids: Sequence[bytes]) -> Iterator[dict[bytes, tuple[int, bytes | None, int]]]:
-        """Which of these stand in the log, as place_of_id tells it. They are looked for on native threads; until the
-        end of the block nobody else looks for one of them to append it. Raises Unavailable when this broker has not led
-        all the while: another leader may have appended some of them, and what it did may have come here since."""
+        """Yield which of these ids are in the log, in the terms of place_of_id. Native threads look them up; until the
+        end of the block no other call looks for one of them to append it. Raises Unavailable unless this broker led all
+        the time: another leader may have appended some of them, and its records may have arrived here since."""
         epoch = self.replica.leader_epoch if self.replica.leading else -1
         self._check_files_tell_ids()
         self._uncommitted.seek(message_ids)
@@ -84,8 +84,8 @@ class ReadablePartition:
             self._uncommitted.sought(message_ids)
 
     def _check_files_tell_ids(self) -> None:
-        """What the leaders before sent, and is still on its way to this disk, counts as held; and it comes and is
-        written as frames, whose ids nobody looks at."""
+        """Raise unless the files show all ids. Batches of earlier leaders that are on their way to this disk count as
+        held, and are written as frames, whose ids are not read."""
         isr_tracker = self.replica.in_sync
         if isr_tracker is not None and self.log.end_offset < isr_tracker.epoch_start:
             raise Unavailable("this broker was elected, and has not begun to lead yet", retry_after_s=0.1)
@@ -93,11 +93,11 @@ class ReadablePartition:
     def _find_ids(self, message_ids: Sequence[bytes]) -> dict[bytes, tuple[int, bytes | None, int]]:
         since_ms = max(self.replica.last_timestamp_ms, self.host.clock.wall_ms()) - self.dedup_window_ms
         found: dict[bytes, tuple[int, bytes | None, int]] = {}
-        message_ids = sorted(message_ids)  # neighbours stand side by side in the index
+        message_ids = sorted(message_ids)  # neighbours are side by side in the index
         for start in range(0, len(message_ids), IDS_SOUGHT_AT_ONCE):
             left = message_ids[start : start + IDS_SOUGHT_AT_ONCE]
             below: int | None = None
-            while left:  # a turn on the pool for each segment: the writers take theirs in between
+            while left:  # one call on the pool for each segment, so that the writers run in between
                 here, below = self._reader.find_ids(self.host.pool, left, since_ms, below)
                 found |= here
                 if below is None:
@@ -106,16 +106,17 @@ class ReadablePartition:
         return found
 
     def remember_ids(self, pending: Pending) -> None:
-        """Ids of messages that are allotted and not yet written."""
+        """Keep the ids of messages that have offsets and are not yet written."""
         self._uncommitted.remember_ids(pending)
 
     def wait_committed(self, offset: int) -> None:
-        """Return once `offset` is below the high watermark. Raises NotLeader when the leadership ends before."""
+        """Return once `offset` is below the high watermark. Raises NotLeader when the leadership ends first."""
         if offset >= self.replica.high_watermark:
             self._uncommitted.wait_below(offset + 1)
 
     def wait_settled(self, offset: int) -> None:
-        """The same, for what takes messages away from consumers: no leader before this one hands them out any more."""
+        """Like wait_committed, for records that take messages from consumers: also wait until no earlier leader can
+        hand those messages out."""
         self.wait_committed(offset)
         if not self.replica.may_settle(self.host.clock.now_ms()):
             self._uncommitted.wait_settled()
@@ -133,8 +134,8 @@ class ReadablePartition:
             at_ms = now_ms()
 
     def wait_led(self, within_ms: int = VOUCHED_WITHIN_MS) -> None:
-        """Return when it is sure that nobody else had been elected when this was asked: what is not known here may be
-        denied. Raises Unavailable when that takes too long."""
+        """Return when it is certain that no other leader had been elected at the time of the call: then this broker may
+        deny what it does not know. Raises Unavailable when that takes too long."""
         now_ms = self.host.clock.now_ms
         asked_ms = now_ms()
         while not self.replica.led_at(asked_ms):
@@ -145,31 +146,32 @@ class ReadablePartition:
     # --- reading -----------------------------------------------------------------------------------------------------
 
     def pieces(self, start: int, end: int, limit: int) -> Iterator[BatchSlice]:
-        """The messages in [start, end), at most `limit`, as pieces of batches. Raises Unavailable for a damaged one."""
+        """Yield the messages in [start, end), at most `limit`, in slices of batches. Raises Unavailable for a damaged
+        batch."""
         return self._reader.pieces(start, end, limit)
 
     def control_at(self, offset: int) -> Batch | None:
-        """The control record at `offset`; None when it is gone. Raises Unavailable for a damaged one."""
+        """Return the control record at `offset`; None when it is gone. Raises Unavailable for a damaged one."""
         return self._reader.control_at(offset)
 
     def lane_positions(self, start: int, end: int) -> Iterator[LanePosition]:
-        """Where the messages in [start, end) stand in their lanes."""
+        """Yield where the messages in [start, end) are in their lanes."""
         for piece in self.pieces(start, end, end - start):
             for offset, record in enumerate(piece.records(), piece.start):
                 yield lane_position(offset, record.priority, record.deliver_at_ms, piece.batch.appended_at_ms)
 
     def readable_by_ms(self, wall_ms: int) -> int:
-        """All messages that are due by that time are readable: one that is not yet is due after it was appended."""
+        """Whether all messages due by that time are readable: one that is not readable yet is due after its append."""
         unread_ms = self._uncommitted.first_message_ms()
         return wall_ms if unread_ms is None else min(wall_ms, unread_ms)
 
     def forget_read(self) -> None:
-        """What was read before is not in the files any more as it was."""
+        """Forget what was read before: the files have changed."""
         self.host.cache.drop(self._cache_key)
 
     def check_offset(self, offset: int, within_ms: int = VOUCHED_WITHIN_MS) -> None:
-        """Raises OffsetOutOfRange, or Unavailable when the offset may yet be (KIP-207), or may be with a successor of
-        whom this leader has not heard; it may take `within_ms` to know."""
+        """Raise OffsetOutOfRange; or Unavailable when the offset may yet exist (KIP-207), or may exist at a successor
+        that this leader does not know of. Takes up to `within_ms` to find out."""
         if offset < self.log.log_start_offset:
             raise OffsetOutOfRange(
                 f"offset {offset} is gone: the partition begins at {self.log.log_start_offset}",
@@ -192,7 +194,7 @@ class ReadablePartition:
         return self.replica.high_watermark
 
     def wait_readable(self, offset: int, event: Event, timeout_s: float) -> None:
-        """Wait for a message at or above `offset`, for `event`, or for the time to pass."""
+        """Wait for a message at or above `offset`, for `event`, or for the timeout."""
         if self.readable_end > offset:
             return
         self._browsers.add(event)

@@ -1,4 +1,4 @@
-"""Reading messages of one partition, from the cache or from the files, as pieces of batches."""
+"""Reading messages of one partition, from the cache or from the files, as slices of batches."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from portalmq.broker.storage.errors import DAMAGE, OffsetPurged, Shortage, Stora
 from portalmq.broker.storage.log import Log
 from portalmq.errors import Unavailable
 
-# Read ahead this much: whoever reads one message usually reads the next ones too.
+# Read ahead this much: a reader of one message usually reads the next ones too.
 READ_MESSAGES = 1_000
 READ_BYTES = 1024 * 1024
-# After so many control records side by side the next message is sought in the file: a step of an index.
+# After so many control records in a row the next message is looked up in the file: one step in an index.
 CONTROL_RECORDS_MAX = 32
-# Of so many batches it is remembered that they were checked.
+# For how many batches the reader remembers that their checksums were verified.
 CHECKED_MAX = 100_000
 
 
@@ -39,8 +39,8 @@ class BatchSlice(msgspec.Struct, gc=False, frozen=True):
 
 
 class Reader:
-    """`key` names the partition in the cache; `on_fault` hears of a disk that cannot be read, `on_damage` of a batch
-    or a file that is not what was written."""
+    """`key` names the partition in the cache. `on_fault` is called for a disk that cannot be read, `on_damage` for a
+    batch or a file that is damaged."""
 
     def __init__(
         self,
@@ -56,11 +56,11 @@ class Reader:
         self._on_fault = on_fault
         self._on_damage = on_damage
         self.used = False
-        # Base offsets of batches that were read as a whole, and so were checked.
+        # Base offsets of batches that were read as a whole, and so were verified.
         self._checked: set[int] = set()
 
     def pieces(self, start: int, end: int, limit: int) -> Iterator[BatchSlice]:
-        """The messages in [start, end), at most `limit`, by offset. Raises Unavailable for what is damaged."""
+        """Yield the messages in [start, end), at most `limit`, by offset. Raises Unavailable for a damaged batch."""
         offset = max(start, self._log.log_start_offset)
         if end - start == 1 and offset == start and (piece := self._of_checked(offset)) is not None:
             yield piece
@@ -87,7 +87,7 @@ class Reader:
     def find_ids(
         self, pool: ThreadPool, message_ids: Sequence[bytes], since_ms: int, below: int | None
     ) -> tuple[dict[bytes, tuple[int, bytes | None, int]], int | None]:
-        """As the log's find_message_ids, on a native thread. Raises Unavailable for what is damaged, StorageFull."""
+        """Call the log's find_message_ids on a native thread. Raises Unavailable for damage, StorageFull."""
         self.used = True
         found: tuple[dict[bytes, tuple[int, bytes | None, int]], int | None] | StorageError | Unavailable
         found = pool.apply(_found_ids, (self._log, message_ids, since_ms, below))
@@ -104,8 +104,8 @@ class Reader:
         return found
 
     def _of_checked(self, offset: int) -> BatchSlice | None:
-        """The message at `offset` alone, when its batch was checked before and has left the cache since: who reads here
-        and there would else read a whole batch for each message, as the checksum is of that."""
+        """Return the message at `offset` alone, when its batch was verified before and has left the cache. Scattered
+        reads would otherwise read a whole batch for each message, since the checksum covers the batch."""
         if self._cache.find(self._key, offset) is not None:
             return None
         base_offset, timestamp_ms, record = self._row(offset) or (-1, 0, None)
@@ -120,7 +120,7 @@ class Reader:
         return None
 
     def control_at(self, offset: int) -> Batch | None:
-        """The control record at `offset`; None when it is gone. Raises Unavailable for a damaged one."""
+        """Return the control record at `offset`; None when it is gone. Raises Unavailable for a damaged one."""
         found = self._cache.find(self._key, offset)
         if found is not None:
             return found
@@ -129,14 +129,14 @@ class Reader:
         return None
 
     def _next_message(self, offset: int, end: int) -> int:
-        """Where the first message in [offset, end) stands; `end` without one. What is not on disk yet is not sought."""
+        """Return the offset of the first message in [offset, end), or `end`. Only what is on disk is searched."""
         with self._telling_faults():
             runs = self._log.message_runs(offset, end, 1)
             return runs[0][0] if runs else max(offset, min(end, self._log.end_offset))
         return end
 
     def _read(self, offset: int, end: int) -> Batch | None:
-        """The batch of the first message in [offset, end), read from disk with some that follow it."""
+        """Read the batch of the first message in [offset, end) from disk, with some that follow it."""
         batches: list[Batch] = []
         with self._telling_faults():
             runs = self._log.message_runs(offset, end, 1)
@@ -152,7 +152,7 @@ class Reader:
 
     @contextmanager
     def _telling_faults(self) -> Iterator[None]:
-        """Raises what goes wrong with the files in the contract's terms; what was purged meanwhile is not there."""
+        """Raise faults of the files as public errors. What was purged during the read is not there."""
         self.used = True
         try:
             with suppress(OffsetPurged):
@@ -160,7 +160,7 @@ class Reader:
         except DAMAGE as fault:
             self._on_damage(fault)
             raise Unavailable(f"a batch is damaged on this broker: {fault}", outcome="not_applied") from fault
-        except Shortage as shortage:  # to open files that rested takes some room
+        except Shortage as shortage:  # opening files that were closed takes some room
             raise refusal_of(shortage) from shortage
         except StorageFault as fault:
             self._on_fault(fault)
@@ -170,7 +170,7 @@ class Reader:
 def _found_ids(
     log: Log, message_ids: Sequence[bytes], since_ms: int, below: int | None
 ) -> tuple[dict[bytes, tuple[int, bytes | None, int]], int | None] | StorageError | Unavailable:
-    """On a native thread. Errors are answered and not raised, as gevent would print them."""
+    """Run on a native thread. Return errors instead of raising them, since gevent would print them."""
     try:
         return log.find_message_ids(message_ids, since_ms, below)
     except (StorageError, Unavailable) as error:

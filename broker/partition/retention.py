@@ -1,8 +1,8 @@
-"""What a partition does beside its traffic: snapshots of the fold, purges, retention, the search for damage.
+"""Maintenance of a partition's files: snapshots of the fold, purges, retention, the search for damage.
 
-A snapshot is taken of the fold as it stands, and saved when all that it holds is committed: so a partition that is
-never at rest is saved too, and nothing that a truncation could take back is. Leader and followers do this alike, each
-for its own files; only a leader writes STATE records, and nobody's log start passes the newest one that is committed.
+A snapshot is taken of the present fold, and saved once all of it is committed. So a partition that is never idle is
+saved too, and a snapshot contains nothing that a truncation could remove. Leader and followers do this alike, each for
+its own files. Only a leader writes STATE records, and no log start passes the newest committed one.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ T = TypeVar("T")
 # How long a purge waits for what the outbox has still to read.
 ORDERS_WITHIN_S = 5.0
 ORDERS_POLL_S = 0.02
-# Batches of a live segment that are checked at a time; a sealed one is checked as a whole, by its SHA-256.
+# How many batches of an unsealed segment are checked at a time; a sealed one is checked as a whole, by its SHA-256.
 SCRUB_BYTES = 128 * 1024
 
 
 class RetainedReplica(Replica, Protocol):
-    """A partition, as far as its snapshots, purges and retention need it."""
+    """A partition, as its snapshots, purges and retention see it."""
 
     changed: bool
     serves: bool
@@ -59,7 +59,7 @@ class RetainedReplica(Replica, Protocol):
 
 
 class Retention:
-    """Invariant: `_snapshot` is a fold that the log of this replica held as it was taken, None when there is none."""
+    """Invariant: `_snapshot` is a fold that this replica's log contained when it was taken, or None."""
 
     def __init__(self, partition: RetainedReplica) -> None:
         self._partition = partition
@@ -71,7 +71,7 @@ class Retention:
     # --- snapshots ---------------------------------------------------------------------------------------------------
 
     def save_state(self) -> None:
-        """Bring state.sqlite up to the high watermark, when the partition has moved."""
+        """Bring state.sqlite up to the high watermark, when that has moved."""
         self._save()
         if self._partition.changed and self._snapshot is None:
             self._is_due = True
@@ -79,8 +79,8 @@ class Retention:
             self._save()
 
     def save_last(self) -> None:
-        """Save the state before the files are closed. A fold that goes further than what is known to be committed is
-        not saved: then the high watermark alone, so that readers of the files miss nothing of what was acknowledged."""
+        """Save the state before the files are closed. A fold beyond the known high watermark is not saved; then only
+        the high watermark is, so that readers of the files see all that was acknowledged."""
         self.save_state()
         partition = self._partition
         if partition.changed or self._snapshot is not None:
@@ -88,9 +88,9 @@ class Retention:
             partition.host.pool.apply(_save_high_watermark, (partition.state_file, *known))
 
     def take_snapshot_if_due(self) -> None:
-        """The core folds what it is told of, the groups' fold what is written (or, on a leader, appended): they agree
-        on a leader that serves always, on others between two transactions. One that was just elected may have records
-        of the last leader still to write."""
+        """Take a snapshot when one is due and the core's fold and the groups' fold agree. The core folds each event,
+        the groups' fold what is written (on a leader: appended). They agree on a serving leader always, elsewhere
+        between two transactions. A newly elected leader may still have records of the last one to write."""
         replica = self._partition.replica
         if self._is_due and (self._partition.serves or replica.durable_end == replica.next_offset):
             self._is_due = False
@@ -98,7 +98,7 @@ class Retention:
             self._snapshot = self._partition.snapshot()
 
     def forget_snapshot(self) -> None:
-        """The log was cut, or begun anew: what was taken before may not be in it."""
+        """Drop the snapshot: the log was truncated or begun again, and may not contain it."""
         self._snapshot = None
         self._partition.changed = True
 
@@ -115,7 +115,7 @@ class Retention:
     # --- the log start -----------------------------------------------------------------------------------------------
 
     def write_state(self) -> Pending:
-        """Append the fold, as far as it goes, to the log."""
+        """Append the present fold to the log."""
         partition = self._partition
         fold = partition.snapshot()
         pending = partition.append_control(BatchKind.STATE, encode_fold(fold))
@@ -123,7 +123,7 @@ class Retention:
         return pending
 
     def purge(self, upto: int | None) -> None:
-        """Everything below `upto` (all that is readable, when None) is gone, durably on return."""
+        """Remove everything below `upto` (all that is readable, when None), durably on return."""
         partition = self._partition
         upto = partition.high_watermark if upto is None else min(upto, partition.high_watermark)
         if upto > partition.log.log_start_offset:
@@ -132,7 +132,7 @@ class Retention:
         partition.wait_settled(upto - 1)
 
     def _begin_at(self, upto: int) -> None:
-        """Let the log begin at `upto`, on all replicas: they follow the records that say so. Durable here on return."""
+        """Let the log begin at `upto` on all replicas, which follow the records. Durable here on return."""
         partition = self._partition
         purge = partition.append_control(BatchKind.PURGE, msgspec.msgpack.encode(Purge(upto)))
         partition.groups.purge(purge.base_offset, upto)
@@ -142,7 +142,7 @@ class Retention:
             raise failed
 
     def _wait_for_orders(self, upto: int) -> None:
-        """What was committed to be appended elsewhere is not purged before it is. Raises Unavailable."""
+        """Wait until the outbox has appended what it must read below `upto`. Raises Unavailable."""
         deadline = time.monotonic() + ORDERS_WITHIN_S
         while (ordered_from := self._partition.groups.ordered_from()) is not None and ordered_from < upto:
             if time.monotonic() > deadline:
@@ -154,16 +154,16 @@ class Retention:
             gevent.sleep(ORDERS_POLL_S)
 
     def finish_purges(self) -> None:
-        """An earlier leader ended before it could write the STATE that lets its purges move the log start. Where that
+        """Finish purges of an earlier leader that ended before it wrote the STATE that lets the log start move. If this
         fails, the next purge or the next leader does it."""
         try:
             if self._partition.serves and self._partition.groups.purges:
                 self.write_state()
         except PortalMQError as error:
-            log.info("%s: its purges wait: %s", self._partition, error)
+            log.info("%s: its purges are delayed: %s", self._partition, error)
 
     def move_log_start(self, upto: int) -> None:
-        """A purge is committed, and a STATE record behind it."""
+        """Move the log start: a purge is committed, and a STATE record after it."""
         if upto > self._partition.log.log_start_offset and not self._partition.closed:
             gevent.spawn(self._move_log_start, upto)
 
@@ -186,16 +186,16 @@ class Retention:
         return None
 
     def _moved(self, start: ReplicaStart) -> None:
-        """Followers that ask for less are told to begin there."""
+        """Send followers that ask for less to the new start."""
         self._partition.start = start
         self._partition.replica.log_start_offset = start.offset
 
     # --- retention ---------------------------------------------------------------------------------------------------
 
     def retain(self, retention_ms: int | None, retention_bytes: int | None, group_expiry_ms: int) -> None:
-        """Seal what is rolled, and remove the segments below the log start. A leader moves that start past segments
-        that are too old or too much and that no active group still needs; its followers follow, by no clock of
-        theirs."""
+        """Seal rolled segments, and remove those below the log start. A leader moves the log start past segments that
+        are too old or too much and that no active group still needs. Its followers follow, without using their own
+        clocks."""
         partition = self._partition
         clock, log_ms = partition.host.clock, partition.replica.last_timestamp_ms
         now_ms = clock.now_ms()
@@ -213,7 +213,8 @@ class Retention:
             self._moved(self._on_files(partition.log.replica_start))
 
     def _on_files(self, work: Callable[P, T], *arguments: P.args, **more: P.kwargs) -> T:
-        """Return what `work` answers on a native thread. Raises its error; a damaged file is noted, and unavailable."""
+        """Return the result of `work` on a native thread. Raises its error; Unavailable for a damaged file, which is
+        noted."""
         found: T | Exception = self._partition.host.pool.apply(_answered, (work, *arguments), more)
         if isinstance(found, DAMAGE):
             self._partition.damaged(str(found))
@@ -223,8 +224,8 @@ class Retention:
         return found
 
     def _unneeded_below(self, upto: int, active_since_ms: int) -> int:
-        """What no group that was active since then, and no order of the outbox, still needs. Groups note when they were
-        active by the steady clock, as their leases run by it."""
+        """Return the offset below which neither a group active since then nor the outbox needs anything. Groups note
+        their activity on the steady clock, like their leases."""
         for delivery in self._partition.delivery.values():
             if delivery.last_active_ms > active_since_ms:
                 upto = self._unfinished_from(delivery, upto)
@@ -232,7 +233,7 @@ class Retention:
         return upto if ordered_from is None else min(upto, ordered_from)
 
     def _unfinished_from(self, delivery: GroupDelivery, upto: int) -> int:
-        """Where the oldest segment below `upto` begins that holds something the group has not finished."""
+        """Return where the oldest segment below `upto` begins that contains something the group has not finished."""
         lanes, end = self._partition.log.lanes, self._partition.high_watermark
         upto = min(upto, delivery.floor())
         for lane in lanes.present:
@@ -250,7 +251,7 @@ class Retention:
     # --- damage ------------------------------------------------------------------------------------------------------
 
     def scrub(self) -> bool:
-        """Check the next part of the log. False when that was the last one, and it begins again."""
+        """Check the next part of the log. False after the last part; then the check begins again."""
         partition = self._partition
         found = partition.host.pool.apply(_scrub, (partition.log, self._scrub_at, SCRUB_BYTES))
         if isinstance(found, int):
@@ -258,19 +259,19 @@ class Retention:
             return not ended
         if isinstance(found, DAMAGE):
             partition.damaged(str(found))
-        elif not isinstance(found, OffsetPurged | Shortage | Unavailable):  # dropped, begun anew or closed meanwhile
+        elif not isinstance(found, OffsetPurged | Shortage | Unavailable):  # dropped, begun again or closed in between
             partition.host.storage_failed(found)
         self._scrub_at = 0
         return False
 
 
-# --- on native threads: errors are answered and not raised, as gevent would print them -------------------------------
+# --- on native threads: errors are returned and not raised, as gevent would print them --------------------------------
 
 
 def _save(
     state_file: StateFile, fold: PartitionFold, high_watermark: int, messages_before: Callable[[int], int]
 ) -> bool:
-    """Whether there was room."""
+    """Return whether there was room."""
     try:
         state_file.save(fold, high_watermark, messages_before)
     except Shortage:

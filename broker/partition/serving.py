@@ -1,8 +1,8 @@
-"""The leader's half of replication on one partition: followers' fetches, answered with what is durable here.
+"""The leader's half of replication on one partition: it answers followers' fetches with what is durable here.
 
-A fetch whose log matches stands until there is something to say: records that were written, a high watermark that
-moved, or the end of this leadership. Batches go out as they were encoded when they were checksummed: from memory as
-long as they are there, else read and encoded once for all followers, on a native thread.
+A fetch whose log matches waits for records that are written, a high watermark that moves, or the end of this
+leadership. Batches are sent as they were encoded for their checksum: from memory while they are there, otherwise read
+and encoded once for all followers, on a native thread.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from portalmq.broker.storage.errors import DAMAGE, OffsetPurged, Shortage, Stora
 from portalmq.broker.storage.log import Log
 from portalmq.errors import Unavailable
 
-# What one follower gets of one partition at a time: as much as one transaction takes.
+# How much of one partition a follower gets at a time: as much as one transaction takes.
 REPLY_OFFSETS_MAX = 50_000
 COLD_READ_BYTES = 512 * 1024
 
@@ -30,27 +30,27 @@ class Asking(Protocol):
 
     @property
     def sent_after_ms(self) -> int | None:
-        """As FetchReceived has it."""
+        """See FetchReceived."""
         ...
 
     @property
     def stands(self) -> bool:
-        """False once it was answered, replaced or given up."""
+        """False once it is answered, replaced or withdrawn."""
         ...
 
     def reply(self, reply: Reply) -> None:
-        """This is the answer."""
+        """Answer the fetch."""
         ...
 
     def has_records(self) -> None:
-        """There are records for it."""
+        """Note that there are records for the fetch."""
         ...
 
     def high_watermark_moved(self) -> None: ...
 
 
 class Serving:
-    """`parked` are the fetches that match and wait, by broker: a follower has at most one."""
+    """`parked` are the matching fetches that wait, by broker: at most one for each follower."""
 
     def __init__(self, partition: Replica, cache_key: int) -> None:
         self._partition = partition
@@ -58,7 +58,7 @@ class Serving:
         self.parked: dict[int, Asking] = {}
 
     def received(self, ask: Asking) -> None:
-        """A follower's fetch came, or it says that it stands."""
+        """Handle a follower's fetch, new or still waiting."""
         self._partition.tell(FetchReceived(ask, ask.fetch, ask.sent_after_ms))
 
     def withdrawn(self, ask: Asking) -> None:
@@ -90,7 +90,7 @@ class Serving:
             ask.high_watermark_moved()
 
     def end(self) -> None:
-        """Nothing is answered any more in the epoch that these fetches were made in."""
+        """End the leadership: none of these fetches is answered, since they belong to its epoch."""
         parked, self.parked = self.parked, {}
         for ask in parked.values():
             ask.reply(Rejected(self._partition.replica.highest_epoch))
@@ -98,11 +98,10 @@ class Serving:
     def frames(
         self, offset: int, bytes_max: int, *, end: int | None = None, turn: AbstractContextManager[object] | None = None
     ) -> list[BatchFrame] | None:
-        """What follows `offset` (below `end`) and is durable here: at least one batch if there is any, about
-        `bytes_max`.
+        """Return the durable batches from `offset` to below `end`: at least one if there is any, about `bytes_max`.
 
-        May wait for the disk, and before that for the `turn` to read from it. None when it cannot be had from here:
-        then the fetch has to be looked at anew.
+        May wait for the disk, and before that for the `turn` to read from it. Return None when this log cannot provide
+        them: then the fetch is checked again.
         """
         durable_end = self._partition.replica.durable_end
         end = min(durable_end if end is None else min(end, durable_end), offset + REPLY_OFFSETS_MAX)
@@ -122,7 +121,7 @@ class Serving:
             return self._read(offset, end, min(bytes_max, COLD_READ_BYTES))
 
     def _encoded(self, offset: int) -> tuple[BatchFrame, int] | None:
-        """The frame of a batch that lies in memory as messages only: made now, and kept."""
+        """Return the frame of a batch that is in memory as messages only. The frame is encoded now, and kept."""
         cache = self._partition.host.cache
         batch = cache.find(self._cache_key, offset)
         if batch is None:
@@ -138,7 +137,7 @@ class Serving:
         if isinstance(read, OffsetPurged | Shortage | Unavailable):
             return None
         if partition.replica.highest_epoch != epoch:
-            return None  # the log may have been cut since: nothing of what was read may enter the cache
+            return None  # the log may have been truncated since: nothing that was read may enter the cache
         if isinstance(read, DAMAGE):
             partition.damaged(str(read))
             return None
@@ -153,7 +152,7 @@ class Serving:
 def _read_frames(
     log: Log, offset: int, end: int, bytes_max: int
 ) -> list[tuple[int, int, BatchFrame]] | StorageError | Unavailable:
-    """On a native thread. Errors are answered and not raised, as gevent would print them."""
+    """Run on a native thread. Return errors instead of raising them, since gevent would print them."""
     try:
         batches = log.read_to_copy(offset, max_bytes=bytes_max, below=end)
     except (StorageError, Unavailable) as error:

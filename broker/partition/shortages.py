@@ -1,4 +1,4 @@
-"""What callers are told when something has run out: room on the disk, or file descriptors."""
+"""The errors that callers get when a resource has run out: room on the disk, or file descriptors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NO_DESCRIPTOR = "the broker has no file descriptor left: raise its limit of open
 
 
 def refusal_of(shortage: Shortage, outcome: Outcome = "not_applied") -> PortalMQError:
-    """Return the contract's error for `shortage`, to be raised for a call with that outcome."""
+    """Return the public error for `shortage`, for a call with that outcome."""
     if isinstance(shortage, TooManyOpenFiles):
         return Unavailable(NO_DESCRIPTOR, outcome=outcome, retry_after_s=1)
     return StorageFull(DISK_FULL, outcome=outcome, retry_after_s=5)

@@ -1,4 +1,4 @@
-"""What was appended and is not committed yet: who waits for it, what becomes readable with it, which ids it has.
+"""What was appended and is not committed yet: the calls that wait for it, what becomes readable, which ids it has.
 
 high watermark ....[batch]....[batch]....[batch].... next offset
                    each with a waiter, answered in the order of the log
@@ -13,7 +13,7 @@ from portalmq.broker.partition.writer import Pending
 from portalmq.broker.storage.batch import Batch, BatchKind
 from portalmq.errors import PortalMQError
 
-# What takes messages away from consumers: it is not answered while an earlier leader may still hand them out.
+# Records that take messages from consumers: not answered while an earlier leader may still hand those messages out.
 SETTLEMENT_KINDS = frozenset(
     {
         BatchKind.ACK,
@@ -31,9 +31,9 @@ Place = tuple[int, bytes | None, int]
 
 
 class Uncommitted:
-    """`ends` are the ends of the message batches above the high watermark, rising, with the times at which they were
-    appended (0: not known), whoever waits for them or has given up; `bytes` what the batches that are waited for hold
-    in memory. `unsettled` are committed, and their answers wait for the lease of an earlier leader to end (rule 14)."""
+    """`ends` are the ends of the message batches above the high watermark, rising, with their append times (0: not
+    known), waited for or not. `bytes` is what the batches that are waited for occupy in memory. `unsettled` are
+    committed, and their answers wait for the lease of an earlier leader to end (rule 14)."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -46,18 +46,18 @@ class Uncommitted:
 
     @property
     def records(self) -> int:
-        """How many batches and control records are waited for."""
+        """Return how many batches and control records are waited for."""
         return len(self._pending)
 
     def add(self, pending: Pending) -> None:
-        """A batch that was allotted its offsets."""
+        """Add a batch that has its offsets."""
         self._pending.append(pending)
         self.bytes += pending.size_bytes
         if pending.batch.kind == BatchKind.MESSAGES:
             self.ends.append((pending.batch.end_offset, pending.appended_at_ms))
 
     def add_repeat(self, end: int, pending: Pending) -> None:
-        """Somebody waits for what somebody else has appended, up to `end`."""
+        """Let a call wait for what another call has appended, up to `end`."""
         self._repeats.append((end, pending))
 
     def wait_below(self, end: int) -> None:
@@ -67,19 +67,19 @@ class Uncommitted:
         pending.wait()
 
     def wait_settled(self) -> None:
-        """Return once what is committed may be answered. Raises NotLeader when the leadership ends before."""
+        """Return once committed records may be answered. Raises NotLeader when the leadership ends first."""
         pending = Pending(Batch(0, 1, 0, BatchKind.ACK, 0, 0))
         self.unsettled.append(pending)
         pending.wait()
 
     def settle(self) -> None:
-        """No earlier leader hands anything out any more."""
+        """Answer what waits for earlier leaders: none of them hands anything out any more."""
         unsettled, self.unsettled = self.unsettled, []
         for pending in unsettled:
             pending.finish()
 
     def advance(self, high_watermark: int, readable_end: int, *, settles: bool = True) -> int:
-        """Answer everyone below the high watermark; where the readable messages end now."""
+        """Answer all calls below the high watermark. Return where the readable messages end now."""
         while self.ends and self.ends[0][0] <= high_watermark:
             readable_end = self.ends.popleft()[0]
         while self._pending and self._pending[0].batch.end_offset <= high_watermark:
@@ -99,12 +99,12 @@ class Uncommitted:
         return readable_end
 
     def first_message_ms(self) -> int | None:
-        """When the oldest messages were appended that are not committed; None when all are."""
+        """Return when the oldest uncommitted messages were appended; None when all are committed."""
         return self.ends[0][1] if self.ends else None
 
     def fail(self, error: PortalMQError) -> None:
-        """Everyone who waits is told this. What they wait for may be in the log, and stay there; so the ids of what is
-        still on its way to the disk are kept, for the case that this replica leads again before it is written."""
+        """Raise `error` in all waiting calls. Their records may be in the log and stay there. So the ids of those on
+        their way to the disk are kept, in case this replica leads again before they are written."""
         pending, self._pending = self._pending, deque()
         repeats, self._repeats = self._repeats, []
         unsettled, self.unsettled = self.unsettled, []
@@ -113,8 +113,8 @@ class Uncommitted:
             each.finish(error)
 
     def refuse(self, refused: Container[Pending], error: PortalMQError) -> None:
-        """These batches are not in the log. Who repeated one of them, or waits for what is in the log, is told `error`,
-        whose outcome is unknown, and may simply ask again."""
+        """Remove batches that did not reach the log. Calls that repeated one of them, or wait for what is in the log,
+        get `error`, whose outcome is unknown, and may ask again."""
         self._pending = deque(pending for pending in self._pending if pending not in refused)
         self.bytes = sum([pending.size_bytes for pending in self._pending])
         repeats, self._repeats = self._repeats, []
@@ -133,14 +133,14 @@ class Uncommitted:
         return self._ids.get(message_id)
 
     def places_of(self, message_ids: Iterable[bytes]) -> dict[bytes, Place]:
-        """Those of these ids that are here, in their order."""
+        """Return the places of those ids that are here, in their order."""
         if not self._ids:
             return {}
         return {message_id: self._ids[message_id] for message_id in message_ids if message_id in self._ids}
 
     def seek(self, message_ids: Collection[bytes]) -> None:
-        """Somebody looks for these in the log, and is going to append those that are not there: until `sought` nobody
-        else is to."""
+        """Reserve ids for a call that looks for them in the log and appends the missing ones. Until `sought` no other
+        call does so."""
         self._sought.update(message_ids)
 
     def sought(self, message_ids: Collection[bytes]) -> None:
@@ -153,6 +153,6 @@ class Uncommitted:
         return not self._sought.isdisjoint(message_ids)
 
     def written(self, end_offset: int) -> None:
-        """What stands below is found in the log from here on."""
+        """Note that the log itself has everything below this offset now."""
         if self._ids:
             self._ids = {key: place for key, place in self._ids.items() if place[0] >= end_offset}

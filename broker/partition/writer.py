@@ -1,12 +1,12 @@
-"""Group commit: what waits for the disk, and the one transaction at a time that takes it there.
+"""Group commit: the queue of records for the disk, and the one transaction at a time that writes them.
 
     put -> queue -> [native thread: checksum, INSERT, COMMIT: one fsync for all that waited] -> on_written
 
-Appends that come while a transaction runs go into the next one together. What nobody waits for (a grant) does not start
-one at once: it lingers a few milliseconds for company.
+Appends that arrive during a transaction go into the next one together. Records that no call waits for (a grant) do not
+start a transaction at once: they wait a few milliseconds for others.
 
-A follower's batches take the same way: what one fetch brought is one entry of the queue, `Replicated`, and goes into
-one transaction as it came, with the leader's checksums.
+A follower's batches take the same way: one fetch brings one entry of the queue, `Replicated`, which is written in one
+transaction with the leader's checksums.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ REFUSED_PAUSE_S = 0.1
 
 
 class NotCommittedYet(Unavailable):
-    """It is on its way, and may be committed later; who asks here again at once would only wait as long again."""
+    """The record is on its way, and may be committed later; a repeated call here would only wait as long again."""
 
     def __init__(self, detail: str) -> None:
         super().__init__(detail, outcome="unknown", retry_after_s=1)
@@ -47,14 +47,14 @@ class WriterHost(Protocol):
     pool: ThreadPool
 
     def storage_failed(self, fault: BaseException) -> None:
-        """Called for a fault after which nothing can be promised: the broker ends."""
+        """Report a fault after which nothing can be promised: the broker ends."""
         ...
 
     def committed(self, seconds: float) -> None: ...
 
 
 class Pending:
-    """A batch on its way: filled in when it is on disk, or refused. `is_soft`: nobody is going to wait for it."""
+    """A batch on its way: filled in when it is on disk, or refused. `is_soft`: no call is going to wait for it."""
 
     __slots__ = (
         "acks",
@@ -94,13 +94,13 @@ class Pending:
         return self.batch.count
 
     def finish(self, error: PortalMQError | None = None) -> None:
-        """Tell whoever waits. What was told first stands."""
+        """Answer the waiting call. The first answer counts."""
         if not self.done.is_set():
             self.error = error
             self.done.set()
 
     def wait(self) -> None:
-        """Until it is as safe as its acks ask. Raises its error, or NotCommittedYet when it takes too long."""
+        """Wait until the batch is as safe as its acks ask. Raises its error, or NotCommittedYet after a timeout."""
         if not self.done.wait(COMMIT_WAIT_S):
             raise NotCommittedYet(f"not committed within {COMMIT_WAIT_S:.0f} s")
         if self.error is not None:
@@ -108,7 +108,7 @@ class Pending:
 
 
 class Replicated:
-    """Batches from the leader, as they came, whose checksums fit; `batches` when they are on disk. Nobody waits."""
+    """Verified batches from the leader; `batches` once they are on disk. No call waits for them."""
 
     __slots__ = ("batches", "frames", "heads", "size_bytes")
 
@@ -133,8 +133,8 @@ Entry = Pending | Replicated
 
 
 class Writer:
-    """The queue of one partition's log. `on_written` gets what a transaction committed; `on_refused` what the disk had
-    no room for, or what a leader sent and nobody can read, together with all that waited behind it.
+    """The queue of one partition's log. `on_written` gets what a transaction committed; `on_refused` gets what the disk
+    had no room for, or unreadable data from a leader, together with all that was queued behind it.
 
     Invariant: a greenlet runs, or lingers, exactly while something is queued or being written.
     """
@@ -156,7 +156,7 @@ class Writer:
         self._idle = Event()
         self._idle.set()
         self.queued_bytes = 0
-        # Whether there are followers to serve what was encoded to.
+        # Whether encoded batches are kept for followers.
         self.keeps_frames = False
 
     @property
@@ -164,11 +164,11 @@ class Writer:
         return self._greenlet is None
 
     def wait_idle(self) -> None:
-        """Until everything that was put is written."""
+        """Wait until everything that was put is written."""
         self._idle.wait(COMMIT_WAIT_S)
 
     def put(self, pending: Entry) -> None:
-        """Take what follows in offsets on what was put before."""
+        """Queue the entry that follows the previous one in offsets."""
         self._queue.append(pending)
         self.queued_bytes += pending.size_bytes
         self._idle.clear()
@@ -188,7 +188,7 @@ class Writer:
                     self._write(self._next_transaction())
                 elif not self._host.pool.apply(_checkpoint, (self._log,)) and not self._queue:
                     break
-        except Exception as fault:  # whatever it is, those who wait would wait in vain
+        except Exception as fault:  # the waiting calls would wait in vain
             self._host.storage_failed(fault)
             raise
         finally:
@@ -196,7 +196,7 @@ class Writer:
             self._idle.set()
 
     def take_back(self) -> list[Entry]:
-        """What is queued, which is not going to be written."""
+        """Return what is queued, which is not going to be written."""
         taken = list(self._queue)
         self._queue.clear()
         self.queued_bytes -= sum([entry.size_bytes for entry in taken])
@@ -217,7 +217,7 @@ class Writer:
         if isinstance(written, Shortage | BadFrame):
             taken += self.take_back()
             self._on_refused(taken, written)
-            gevent.sleep(REFUSED_PAUSE_S)  # a leader begins its epoch again at once, and the disk is as full as before
+            gevent.sleep(REFUSED_PAUSE_S)  # a leader begins its epoch again at once, and the disk is still full
         elif isinstance(written, StorageError | LogClosed):
             failed: PortalMQError = Unavailable("the storage failed while this was written", outcome="unknown")
             if isinstance(written, StorageError):
@@ -233,7 +233,7 @@ class Writer:
 
 
 def _checkpoint(log: Log) -> bool:
-    """On a native thread: whether there was room. If not, the write-ahead log keeps what it has."""
+    """Run a checkpoint on a native thread. Return whether there was room; if not, the write-ahead log is unchanged."""
     try:
         log.checkpoint()
     except (Shortage, LogClosed):
@@ -242,10 +242,10 @@ def _checkpoint(log: Log) -> bool:
 
 
 def _commit(log: Log, taken: list[Entry], keeps_frames: bool) -> float | StorageError | LogClosed | BadFrame:
-    """On a native thread: checksum what is ours, decode what came from a leader, and write all in one transaction.
-    Answers the seconds it took.
+    """Write all entries in one transaction, on a native thread: compute checksums of own batches, decode those from a
+    leader. Return the seconds it took.
 
-    An error is answered and not raised, as gevent would print it.
+    Return an error instead of raising it, since gevent would print it.
     """
     batches: list[Batch] = []
     try:

@@ -1,7 +1,7 @@
 """Long work on the event loop, in pieces.
 
-gevent.sleep(0) is not enough for that: it lets greenlets run that are ready, and gevent looks at the clock, and then at
-sockets and timers, after ten such turns only. So long work gives way by a timer that is over at once.
+gevent.sleep(0) is not enough for that: it runs other ready greenlets, but gevent looks at the clock, and then at
+sockets and timers, only after ten such calls. So long work yields by a timer that expires at once.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ import gevent
 
 T = TypeVar("T")
 
-# Not zero, which would be gevent.sleep(0). It is over at the next look at the sockets.
+# Not zero, which would be gevent.sleep(0). It expires at the next look at the sockets.
 _MOMENT_S = 1e-6
-# So long may a turn be, where that is measured.
+# How long a measured time slice may be.
 TURN_S = 0.005
 
 
 def give_way() -> None:
-    """Serve everybody else who is ready, those at the sockets too, then go on."""
+    """Let all other ready greenlets run, those at the sockets too, then continue."""
     gevent.sleep(_MOMENT_S)
 
 
 class TimeSlice:
-    """The turn of a greenlet, by the clock: for work whose parts do not cost alike."""
+    """The time slice of a greenlet, by the clock: for work whose parts differ in cost."""
 
     def __init__(self) -> None:
         self._ends = perf_counter() + TURN_S
 
     def pause_if_over(self) -> bool:
-        """Whether others had theirs."""
+        """Let others run if the time slice is over. Return whether it was."""
         if perf_counter() < self._ends:
             return False
         give_way()
@@ -48,17 +48,17 @@ class TimeSlice:
 
 
 def in_short_turns(items: Iterable[T]) -> Iterator[T]:
-    """The items; others have their turn before the next one when these have taken a while."""
+    """Yield the items; let others run before the next one when these have taken a while."""
     return TimeSlice().paced(items)
 
 
 def in_turns(items: Iterable[T], at_a_time: int) -> Iterator[T]:
-    """The items; others have their turn after each `at_a_time`. For many that cost little, and all alike."""
+    """Yield the items; let others run after each `at_a_time`. For many cheap items of the same cost."""
     return chain.from_iterable(_parts(iter(items), at_a_time))
 
 
 def _parts(items: Iterator[T], at_a_time: int) -> Iterator[Iterator[T]]:
-    """Each part is to be taken whole before the next one is asked for. No item costs a step of a generator."""
+    """Yield the items in parts. Each part must be taken whole before the next. An item costs no step of a generator."""
     is_later = False
     for first in items:
         if is_later:
