@@ -161,7 +161,7 @@ class ReadablePartition:
                 yield lane_position(offset, record.priority, record.deliver_at_ms, piece.batch.appended_at_ms)
 
     def readable_by_ms(self, wall_ms: int) -> int:
-        """Whether all messages due by that time are readable: one that is not readable yet is due after its append."""
+        """Return up to when all due messages are readable: one that is not readable yet is due after its append."""
         unread_ms = self._uncommitted.first_message_ms()
         return wall_ms if unread_ms is None else min(wall_ms, unread_ms)
 
