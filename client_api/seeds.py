@@ -2,7 +2,7 @@
 the design notes.
 
     with PortalProducer("temp_1", "sensor-7") as producer:
-        producer.publish({"celsius": 21.5})             # tried until a broker has acknowledged it, and there once
+        producer.publish({"celsius": 21.5})             # retried until acknowledged, and stored once
     for message in PortalConsumer("temp_1", "controller-1"):
         handle(message.message)                         # consumed when the next is asked for
 
@@ -10,8 +10,8 @@ the design notes.
     for message in subscribeMessage("orders"):
         handle(message.json())                          # acked when the next is asked for
 
-Portal MQ's consumers share one offset: all are shown the message whose turn it is, and one of them ends it. Consumers
-that are to divide the work between them, each message leased to one, are `portalmq.Consumer` and `subscribeMessage`.
+Portal MQ's consumers share one offset: all of them read the message at that offset, and one of them consumes it.
+Consumers that divide the work, each message leased to one of them, are `portalmq.Consumer` and `subscribeMessage`.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from portalmq.transport.transport import Bootstrap, Request, Transport, decode_a
 
 DELIVERY_TIMEOUT_S = 120.0
 LOOK_UP_WITHIN_S = 5.0
-# A consumer that sleeps asks again this often: a broker that is paused holds it no longer.
+# A sleeping consumer asks again after this time, so that a paused broker does not hold it for long.
 SLEEP_S = 10.0
-# publishMessage keeps a producer for each cluster (and token) that it was told of, the ones used last.
+# publishMessage keeps a producer for each cluster and token: the most recently used ones.
 PRODUCERS_MAX = 8
 
 Kind = Literal["producer", "consumer"]
@@ -51,7 +51,7 @@ PortalDelivery = Literal["at_least_once", "at_most_once"]
 
 @dataclass(frozen=True, slots=True)
 class PortalMessage:
-    """A message and its sequence number. `message` is text, what JSON can say, or bytes where it is neither."""
+    """A message and its sequence number. `message` is text, a JSON value, or bytes if it is neither."""
 
     topic: str
     message: Any
@@ -77,7 +77,7 @@ wire.prepare(_Published, _ReadAnswer)
 
 
 class PortalClient(Closeable):
-    """Portal MQ's endpoints, at whichever broker answers. Thread-safe; close it, or use `with`.
+    """Portal MQ's endpoints, at any broker that answers. Thread-safe; close it, or use `with`.
 
     Every call is tried at one broker after another until it is answered, for `timeout_s` at most, and raises the
     PortalMQError of the last try.
@@ -92,18 +92,18 @@ class PortalClient(Closeable):
     # --- topics, producers, consumers --------------------------------------------------------------------------------
 
     def create_topic(self, name: str) -> None:
-        """Make a topic; one that exists is fine."""
+        """Create a topic; succeeds if it exists."""
         self._post("/topic/create", {"name": wire.check_name(name, "topic")})
 
     def delete_topic(self, name: str) -> bool:
-        """Delete a topic with its messages; False when there is none."""
+        """Delete a topic with its messages; return False if it does not exist."""
         return self._exists("/topic/delete", {"name": wire.check_name(name, "topic")})
 
     def topic_exists(self, name: str) -> bool:
         return self._exists("/topic/exists", {"name": wire.check_name(name, "topic")})
 
     def create_producer(self, producer_id: str) -> None:
-        """Write the producer's name down; one that exists is fine."""
+        """Register the producer's name; succeeds if it exists."""
         self._create("producer", producer_id)
 
     def delete_producer(self, producer_id: str) -> bool:
@@ -113,7 +113,7 @@ class PortalClient(Closeable):
         return self._exists("/producer/exists", _id_body("producer", producer_id))
 
     def create_consumer(self, consumer_id: str) -> None:
-        """Write the consumer's name down; one that exists is fine."""
+        """Register the consumer's name; succeeds if it exists."""
         self._create("consumer", consumer_id)
 
     def delete_consumer(self, consumer_id: str) -> bool:
@@ -135,9 +135,10 @@ class PortalClient(Closeable):
     # --- messages ----------------------------------------------------------------------------------------------------
 
     def publish(self, topic: str, message: Any, *, producer_id: str, sequence: str) -> int:
-        """Publish text, bytes, or what JSON can say; the message's sequence number in the topic, once it is replicated.
+        """Publish text, bytes, or a JSON value. Return the message's sequence number in the topic once it is
+        replicated.
 
-        `sequence` is the producer's own name for this message: under it all repeats, within a day, are one message.
+        `sequence` is the producer's own id for this message: all repeats under it, within a day, are one message.
         """
         body: dict[str, object] = {"name": wire.check_name(topic, "topic"), "id": producer_id, "sequence": sequence}
         if isinstance(message, bytes | bytearray | memoryview):
@@ -149,8 +150,8 @@ class PortalClient(Closeable):
     def read(
         self, topic: str, *, consumer_id: str, wait_s: float = 0.0, first_use: bool = False
     ) -> PortalMessage | None:
-        """The message whose turn it is; None when there is none within `wait_s`. Reading changes nothing; but with
-        `first_use` a missing topic is made, where the cluster makes topics at their first use."""
+        """Return the message at the shared offset, or None if there is none within `wait_s`. Reading changes nothing,
+        except that `first_use` creates a missing topic if the cluster creates topics at their first use."""
         wait_ms = round(min(max(wait_s, 0.0), SLEEP_S) * 1000)
         body: dict[str, object] = {"name": wire.check_name(topic, "topic"), "id": consumer_id, "wait_ms": wait_ms}
         if first_use:
@@ -163,27 +164,27 @@ class PortalClient(Closeable):
         return PortalMessage(topic, message, shown.offset, shown.timestamp_ms)
 
     def consume(self, topic: str, offset: int) -> bool:
-        """End the message with this sequence number, if it is its turn. False when it was not: somebody else has ended
-        it, or an earlier try of this very call did whose answer was lost."""
+        """Advance the shared offset past this message. Return False if it is elsewhere: another consumer has advanced
+        it, or an earlier try of this call whose answer was lost."""
         body = {"name": wire.check_name(topic, "topic"), "offset": offset}
         return self._post("/consume", body, topic).status == 200
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def look_up(self, topic: str) -> None:
-        """Learn of all brokers, and of who leads the topic: the one that was named may be gone when it is needed."""
+        """Learn the brokers and the leader of the topic, as the broker that was named may fail later."""
         try:
             self._transport.metadata([topic], deadline=time.monotonic() + min(LOOK_UP_WITHIN_S, self._timeout_s))
         except PortalMQError:
-            return  # the call itself goes on to any broker that is known
+            return  # the call itself goes to any known broker
 
     def close(self) -> None:
-        """End waits and retries of other threads. Closing twice is fine."""
+        """End waits and retries of other threads. A second close does nothing."""
         self._transport.close()
 
     def _post(self, path: str, body: dict[str, object], topic: str | None = None, *, wait_s: float = 0.0) -> HttpAnswer:
-        """Each of these calls may be repeated: it names what is to be so. (`publish` by its sequence; `consume` by the
-        offset, which is passed once.)"""
+        """Post a call. Each may be repeated: `publish` because of its sequence, `consume` because an offset is passed
+        only once."""
         request = Request(
             "POST",
             path,
@@ -201,9 +202,9 @@ def _id_body(kind: Kind, name: str) -> dict[str, object]:
 
 
 class PortalProducer(Closeable):
-    """Publishes to one topic, each message until a broker has acknowledged it. Thread-safe.
+    """Publishes to one topic, and retries each message until a broker has acknowledged it. Thread-safe.
 
-    `producer_id` is its name, made up when not given; two with one name do not disturb each other.
+    `producer_id` is its name, generated if it is not given; two producers may share a name.
     """
 
     def __init__(
@@ -215,11 +216,11 @@ class PortalProducer(Closeable):
         token: str | None = None,
         delivery_timeout_s: float = DELIVERY_TIMEOUT_S,
     ) -> None:
-        """`delivery_timeout_s`: how long one message is tried."""
+        """`delivery_timeout_s`: how long one message is retried."""
         self.topic = wire.check_name(topic, "topic")
         self.producer_id = _name("producer", producer_id)
         self._is_named = producer_id is not None
-        # Programs come back under their names, and count from one again: what they send then is no repeat.
+        # Programs restart under their names and count from one again; those messages are no repeats.
         self._instance = uuid.uuid4().hex
         self._published = 0
         self._lock = threading.Lock()
@@ -227,14 +228,14 @@ class PortalProducer(Closeable):
         self._client = PortalClient(bootstrap, token=token, timeout_s=delivery_timeout_s)
 
     def publish(self, message: Any) -> int:
-        """Publish text, bytes, or what JSON can say, and return its sequence number once it is replicated. A missing
-        topic is made.
+        """Publish text, bytes, or a JSON value, and return its sequence number once it is replicated. A missing topic
+        is created.
 
-        Raises TypeError for a value that is not JSON-able, TopicNotFound where the cluster makes no topic at its first
-        use, and the PortalMQError of the last try: with the outcome "unknown" the message may be in.
+        Raises TypeError for a value that JSON cannot encode, TopicNotFound if the cluster creates no topics at their
+        first use, and the PortalMQError of the last try: if its outcome is "unknown" the message may be stored.
         """
         if not self._is_known:
-            if self._is_named:  # each start would leave a name behind that was made up for it
+            if self._is_named:  # a generated name would stay registered after each start
                 self._client.create_producer(self.producer_id)
             self._client.look_up(self.topic)
             self._is_known = True
@@ -244,17 +245,17 @@ class PortalProducer(Closeable):
         return self._client.publish(self.topic, message, producer_id=self.producer_id, sequence=sequence)
 
     def close(self) -> None:
-        """End retries of other threads. The producer's name stays known until `PortalClient.delete_producer`."""
+        """End retries of other threads. The producer's name stays registered until `PortalClient.delete_producer`."""
         self._client.close()
 
 
 class PortalConsumer(Closeable):
-    """Reads one topic by turns. For one thread; close may come from another.
+    """Reads one topic at the offset that all consumers share. For one thread; close may be called from another.
 
     at_least_once   the message is handed out, and consumed when the next is asked for. Another consumer that reads
-                    meanwhile is shown the same message; one that dies with it in hand loses nothing.
-    at_most_once    the message is consumed first, and handed out to the one consumer that did: they compete for it. One
-                    that dies with it in hand, or never hears that it won, has lost it.
+                    before that gets the same message; a consumer that crashes with it loses nothing.
+    at_most_once    the message is consumed first, and handed out to the one consumer that did: they compete for it. A
+                    consumer that crashes with it, or never gets the answer, has lost it.
     """
 
     def __init__(
@@ -268,7 +269,7 @@ class PortalConsumer(Closeable):
         token: str | None = None,
         timeout_s: float = DELIVERY_TIMEOUT_S,
     ) -> None:
-        """`idle_timeout_s`: iteration ends when nothing came for so long. `timeout_s` bounds a call."""
+        """`idle_timeout_s`: iteration ends when no message came for this long. `timeout_s` bounds a call."""
         if delivery not in ("at_least_once", "at_most_once"):
             raise ValueError(f"delivery={delivery!r}: use 'at_least_once' or 'at_most_once'")
         self.topic = wire.check_name(topic, "topic")
@@ -282,10 +283,10 @@ class PortalConsumer(Closeable):
         self._client = PortalClient(bootstrap, token=token, timeout_s=timeout_s)
 
     def read(self, wait_s: float = 0.0) -> PortalMessage | None:
-        """The message whose turn it is, asleep until there is one or `wait_s` is over. A missing topic is made; raises
-        TopicNotFound where the cluster makes none at its first use."""
+        """Return the message at the shared offset; wait for one up to `wait_s`. A missing topic is created; raises
+        TopicNotFound if the cluster creates none at their first use."""
         if not self._is_known:
-            if self._is_named:  # each start would leave a name behind that was made up for it
+            if self._is_named:  # a generated name would stay registered after each start
                 self._client.create_consumer(self.consumer_id)
             self._client.look_up(self.topic)
             self._is_known = True
@@ -298,14 +299,14 @@ class PortalConsumer(Closeable):
             except TopicNotFound:
                 if was_missing:
                     raise
-                was_missing = True  # deleted while we slept, perhaps: the next call makes it again
+                was_missing = True  # perhaps deleted during the wait: the next call creates it again
                 continue
             was_missing = False
             if message is not None or left_s <= 0 or self._closed.is_set():
                 return message
 
     def consume(self, message: PortalMessage) -> bool:
-        """End the message. False when somebody else has, or when an earlier try did whose answer was lost."""
+        """Consume the message. Return False if another consumer has, or an earlier try whose answer was lost."""
         if message.topic != self.topic:
             raise ValueError(f"this consumer reads {self.topic!r}, and the message is of {message.topic!r}")
         return self._client.consume(self.topic, message.offset)
@@ -314,7 +315,7 @@ class PortalConsumer(Closeable):
         return self
 
     def __next__(self) -> PortalMessage:
-        """The next message. Waits for one, up to `idle_timeout_s`; ends at close()."""
+        """Return the next message. Waits for one, up to `idle_timeout_s`; ends at close()."""
         try:
             self._consume_held()
             deadline = None if self._idle_timeout_s is None else time.monotonic() + self._idle_timeout_s
@@ -335,15 +336,15 @@ class PortalConsumer(Closeable):
         raise StopIteration
 
     def _consume_held(self) -> None:
-        """Raises with the message still in hand: asking again tries again."""
+        """Consume the message in hand; after an error it stays in hand, and the next call tries again."""
         if self._held is not None and not self._closed.is_set():
-            with suppress(TopicNotFound):  # deleted meanwhile, and the message with it
+            with suppress(TopicNotFound):  # deleted, and the message with it
                 self.consume(self._held)
             self._held = None
 
     def close(self) -> None:
-        """End a wait in another thread. A message that was handed out and not consumed is read again by whoever comes
-        next; the consumer's name stays known."""
+        """End a wait in another thread. A message in hand is not consumed, so the next consumer reads it; the
+        consumer's name stays registered."""
         self._closed.set()
         self._client.close()
 
@@ -357,13 +358,13 @@ def _name(kind: Kind, given: str | None) -> str:
 
 @dataclass(slots=True)
 class _SharedProducer:
-    """Invariant: users >= 0; only one without users is closed."""
+    """A producer and the number of calls that use it. Only a producer without users is closed."""
 
     producer: Producer
     users: int = 0
 
 
-# By cluster and token, the one used last at the end.
+# By cluster and token; the most recently used is last.
 _shared: OrderedDict[tuple[object, ...], _SharedProducer] = OrderedDict()
 _shared_lock = threading.Lock()
 
@@ -377,10 +378,11 @@ def publishMessage(
     timeout_s: float = DELIVERY_TIMEOUT_S,
     **options: Any,
 ) -> RecordMetadata:
-    """Publish bytes, text, or what JSON can say, and return where it stands once it is on disk on every replica in
-    sync. `options` are those of `Producer.send`: key, headers, delay_s, ttl_s, priority, ...
+    """Publish bytes, text, or a JSON value, and return its position once it is on disk on every in-sync replica.
+    `options` are those of `Producer.send`: key, headers, delay_s, ttl_s, priority, ...
 
-    Raises the PortalMQError of the last try, and TimeoutError after `timeout_s`: then it may be in, or may come yet.
+    Raises the PortalMQError of the last try, and TimeoutError after `timeout_s`: then the message may be stored, or may
+    be later.
     """
     with _producer(bootstrap, token) as producer:
         return producer.send(topic, payload, **options).result(timeout_s)
@@ -389,12 +391,12 @@ def publishMessage(
 def subscribeMessage(
     topic: str, *, group: str = "default", bootstrap: Bootstrap = None, token: str | None = None, **options: Any
 ) -> Iterator[Message]:
-    """The messages of the topic for a consumer group, without end: each is acked when the next is asked for.
+    """Yield the messages of the topic for a consumer group, without end; each is acked when the next is asked for.
 
-    One that was handed out when the iterator is closed, or given up, goes back to the group. `options` are those of
+    A message in hand when the iterator is closed or abandoned goes back to the group. `options` are those of
     `Consumer`: mode, delivery ("at_least_once", "at_most_once", "exactly_once"), start, idle_timeout_s, ...
     """
-    # Here, and not at the first message: a mistake in the options is told where it was made.
+    # Created here, and not at the first message, so that invalid options fail in this call.
     return _messages(Consumer(topic, group=group, bootstrap=bootstrap, token=token, **options))
 
 
@@ -406,9 +408,9 @@ def _messages(consumer: Consumer) -> Iterator[Message]:
 
 @contextmanager
 def _producer(bootstrap: Bootstrap, token: str | None) -> Iterator[Producer]:
-    """One for a cluster: to open one for each message would be most of the work."""
+    """Yield the producer of a cluster: opening one for each message would be most of the work."""
     named = bootstrap if bootstrap is None or isinstance(bootstrap, str) else tuple(bootstrap)
-    # An environment that has changed names another cluster.
+    # A changed environment variable names another cluster.
     key = (named if named is not None else os.environ.get("PORTALMQ_URL"), token)
     with _shared_lock:
         shared = _shared.get(key)
@@ -428,7 +430,7 @@ def _producer(bootstrap: Bootstrap, token: str | None) -> Iterator[Producer]:
 
 
 def _forget_producers() -> None:
-    """In a child process: the parent's threads, which send, are not here, and somebody may have held the lock."""
+    """Forget the producers in the child of a fork: their threads are the parent's, and the lock may be held."""
     global _shared, _shared_lock
     _shared, _shared_lock = OrderedDict(), threading.Lock()
 

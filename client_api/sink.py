@@ -1,7 +1,7 @@
-"""Effect and place in one transaction: for sinks that are a database of their own.
+"""The effect of a message and the record that it was handled, in one database transaction.
 
-A message may be delivered twice. Where its effect is a row in a database, the way out is to write beside the row, in
-the same transaction, that the message is handled: then a second delivery finds that, and does nothing.
+A message may be delivered twice. If its effect is a row in a database, the same transaction can record that the message
+was handled: a second delivery finds the record, and does nothing.
 
     with TransactionalSink(connection, group="billing") as sink:
         for message in consumer:
@@ -10,14 +10,14 @@ the same transaction, that the message is handled: then a second delivery finds 
                     cursor.execute("INSERT INTO bills …", …)
 
 Works with any DB-API 2.0 connection (PEP 249) whose paramstyle is qmark, format, pyformat, numeric or named, and whose
-database knows ON CONFLICT (SQLite 3.24, PostgreSQL 9.5) and runs a transaction by itself until commit().
+database supports ON CONFLICT (SQLite 3.24, PostgreSQL 9.5) and opens a transaction implicitly until commit().
 
     portalmq_handled   a row for each message that a queue group has handled: (consumer_group, topic, partition,
-                       message_offset, timestamp_ms), and when that was
+                       message_offset, timestamp_ms), and when
     portalmq_places    of a stream group: (consumer_group, topic, partition) -> next_offset; all below is handled
 
-Of handled messages the newest 200,000 rows of each partition are kept, by the time at which they were handled: one that
-was not acked comes again before so many others are handled.
+The newest 200,000 rows of handled messages are kept for each partition, by the time of handling: an unacked message
+comes again before so many others are handled.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any, Literal, Protocol, Self
 from portalmq.message import Message
 
 HANDLED_KEPT = 200_000
-# Old rows are looked for once for so many messages.
+# Old rows are deleted once in so many messages.
 PRUNED_EVERY = 1_000
 PARAMETERS_MAX = 6
 
@@ -49,7 +49,7 @@ _TABLES = (
         consumer_group VARCHAR(190) NOT NULL, topic VARCHAR(190) NOT NULL, partition INTEGER NOT NULL,
         next_offset BIGINT NOT NULL, PRIMARY KEY (consumer_group, topic, partition))""",
 )
-# The time of the message is part of its name: a topic that was deleted and made anew has the same offsets again.
+# The timestamp is part of the key: a topic that is deleted and created again repeats its offsets.
 _CLAIM = (
     "INSERT INTO portalmq_handled (consumer_group, topic, partition, message_offset, timestamp_ms, handled_us)"
     " VALUES ({0}, {1}, {2}, {3}, {4}, {5}) ON CONFLICT DO NOTHING"
@@ -63,7 +63,7 @@ _PRUNE = (
 )
 _FORGET_HANDLED = "DELETE FROM portalmq_handled WHERE consumer_group = {0} AND topic = {1}"
 _FORGET_PLACES = "DELETE FROM portalmq_places WHERE consumer_group = {0} AND topic = {1}"
-# Only ever forward: whoever is behind the place, a member that was given up perhaps, changes no row.
+# Only forward: a member that lags behind, perhaps one that lost its partition, changes no row.
 _ADVANCE = (
     "INSERT INTO portalmq_places (consumer_group, topic, partition, next_offset) VALUES ({0}, {1}, {2}, {3})"
     " ON CONFLICT (consumer_group, topic, partition) DO UPDATE SET next_offset = excluded.next_offset"
@@ -73,7 +73,7 @@ _PLACE = "SELECT next_offset FROM portalmq_places WHERE consumer_group = {0} AND
 
 
 class Cursor(Protocol):
-    """What is used of a DB-API cursor; `rowcount` tells how many rows the last statement changed."""
+    """The used part of a DB-API cursor; `rowcount` is the number of rows that the last statement changed."""
 
     @property
     def rowcount(self) -> int: ...
@@ -89,8 +89,8 @@ class DatabaseConnection(Protocol):
 
 
 class TransactionalSink:
-    """Runs the effect of each message once, in one transaction with the note that it ran. For one thread at a time, and
-    a connection that nobody else has a transaction open on."""
+    """Runs the effect of each message once, in one transaction with the record that it ran. For one thread at a time,
+    on a connection without other open transactions."""
 
     def __init__(
         self,
@@ -101,9 +101,8 @@ class TransactionalSink:
         paramstyle: ParamStyle | None = None,
         handled_kept: int = HANDLED_KEPT,
     ) -> None:
-        """`mode` is that of the group: a stream group reads each partition in order, so that one number a partition
-        says what is handled; a queue group notes each message. `paramstyle` is found out by the connection's module
-        when it is not given."""
+        """`mode` is that of the group: for a stream group, which reads each partition in order, one offset a partition
+        is stored; for a queue group each message. `paramstyle` defaults to that of the connection's module."""
         if handled_kept < 1:
             raise ValueError(f"handled_kept={handled_kept} must be at least 1")
         self.group = group
@@ -125,11 +124,11 @@ class TransactionalSink:
 
     @contextmanager
     def handle(self, message: Message) -> Iterator[Any]:
-        """A cursor for the effect of `message`, or None when it was handled before. What it wrote is committed with the
-        note at the end, and rolled back, note and all, when the body raises.
+        """Yield a cursor for the effect of `message`, or None if it was handled before. Its writes are committed with
+        the record at the end; both are rolled back if the body raises.
 
-        Ack (or commit the offset of) the message after this block: then a crash in between costs a second delivery,
-        which does nothing.
+        Ack the message (or commit its offset) after this block: then a crash in between costs a second delivery, which
+        does nothing.
         """
         cursor: Cursor = self._connection.cursor()
         try:
@@ -143,7 +142,7 @@ class TransactionalSink:
             cursor.close()
 
     def next_offset(self, topic: str, partition: int) -> int | None:
-        """Of a stream group: where to go on, None when nothing was handled yet."""
+        """Return the next offset of a stream group, or None if nothing was handled yet."""
         cursor: Cursor = self._connection.cursor()
         try:
             cursor.execute(*self._place(self.group, topic, partition))
@@ -154,7 +153,7 @@ class TransactionalSink:
             self._connection.rollback()
 
     def forget(self, topic: str) -> None:
-        """Forget what was handled of a topic: it was deleted, or is to be handled once more from its beginning."""
+        """Delete the records of a topic: it was deleted, or is to be handled again from its beginning."""
         cursor: Cursor = self._connection.cursor()
         for statement in self._forget:
             cursor.execute(*statement(self.group, topic))
@@ -162,8 +161,8 @@ class TransactionalSink:
         self._connection.commit()
 
     def _note(self, cursor: Cursor, message: Message) -> bool:
-        """Write that the message is handled. False: it was. The row is locked from here on, so that of two who handle
-        one message at the same time the second waits, and finds that it is done."""
+        """Record that the message is handled; return False if it was before. The row stays locked, so that of two
+        transactions that handle one message the second waits, and finds it handled."""
         place = (self.group, message.topic, message.partition)
         if self._mode == "stream":
             cursor.execute(*self._advance(*place, message.offset + 1))
@@ -189,7 +188,7 @@ class TransactionalSink:
 
 
 class _Statement:
-    """A statement in the driver's way of writing parameters (PEP 249)."""
+    """A statement in the driver's parameter style (PEP 249)."""
 
     def __init__(self, text: str, style: ParamStyle) -> None:
         marks = {
@@ -211,7 +210,7 @@ class _Statement:
 
 
 def _paramstyle_of(connection: DatabaseConnection) -> ParamStyle:
-    """The paramstyle that the connection's driver says it has."""
+    """Return the paramstyle of the connection's driver."""
     module = type(connection).__module__
     while module:
         style = getattr(sys.modules.get(module), "paramstyle", None)

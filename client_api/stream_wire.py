@@ -1,13 +1,13 @@
-"""The HTTP contract of stream groups: members, offsets, and the fetch that brings stored batches as they stand.
+"""The HTTP contract of stream groups: members, offsets, and the fetch of stored batches.
 
-A fetch is answered with *frames*: the bytes of each batch that its checksum covers, as they lie in the leader's memory.
+A fetch is answered with *frames*: the bytes of each batch that its checksum covers, as the leader has them in memory.
 
     frame = [header, crc32, body]       header = msgpack([base_offset, count, messages_before, kind, leader_epoch,
                                                           producer_id, producer_epoch, sequence, appended_at_ms, group])
                                         body   = msgpack([[value, content_type, key, headers, deliver_at_ms,
                                                            expires_at_ms, priority, message_id, body_hash], ...])
 
-The checksum is zlib's CRC-32 over header and body. Trailing fields may be missing, and have their defaults then.
+The checksum is zlib's CRC-32 over header and body. Missing trailing fields have their defaults.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def member_path(group: str, member_id: str, verb: str = "") -> str:
 
 
 class JoinRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    """Without a `member_id` the broker makes one up."""
+    """A request to join. Without a `member_id` the broker generates one."""
 
     topics: Annotated[list[str], msgspec.Meta(min_length=1, max_length=GROUP_TOPICS_MAX)]
     member_id: str | None = None
@@ -56,14 +56,15 @@ class JoinRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True
 
 
 class HeartbeatRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """`generation` is the one of the assignment that the member works by: what that does not name it has let go of."""
+    """`generation` is that of the assignment in use: the member has released all partitions that it does not
+    include."""
 
     generation: Generation
 
 
 class AssignedPartition(msgspec.Struct, frozen=True):
-    """A partition to read. The member goes on at `offset` when `since`, the generation from which the partition is his
-    or was sought last, is news to it."""
+    """A partition to read. `since` is the generation in which the member got the partition, or the group was moved
+    last. The member starts at `offset` if it does not know this `since` yet."""
 
     topic: str
     partition: int
@@ -109,7 +110,7 @@ class OffsetResults(msgspec.Struct):
 
 
 class GroupOffset(msgspec.Struct, frozen=True):
-    """Where a group stands on a partition; `lag` counts messages, `lag_ms` is the age of the first of them."""
+    """A group's position on a partition; `lag` counts messages, `lag_ms` is the age of the first of them."""
 
     topic: str
     partition: int
@@ -188,9 +189,9 @@ class FrameRecord(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
 
 class FetchedPartition(msgspec.Struct, omit_defaults=True):
-    """`frames` are whole batches: the first may begin below the offset that was asked for. `error` is a problem
-    document; one of code not_leader says whom to ask. `topic_id` is of the topic that answered: one that was made again
-    has another."""
+    """`frames` are whole batches: the first may begin below the requested offset. `error` is a problem document; one of
+    code not_leader names the leader. `topic_id` identifies the topic that answered: a topic that was deleted and
+    created again has another."""
 
     topic: str
     partition: int

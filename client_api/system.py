@@ -1,6 +1,6 @@
-"""The calls that differ between POSIX systems: each is one function here, with a fallback for systems other than Linux.
+"""System calls that differ between POSIX systems: one function each, with a fallback for systems other than Linux.
 
-Linux is what the tests run on. They force each fallback by taking away what Linux has.
+The tests run on Linux. They force each fallback by removing the Linux call.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 PROC = Path("/proc")
-# Of a container: cgroup v2 and v1.
+# The memory limit of a container: cgroup v2 and v1.
 MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 PR_SET_PDEATHSIG = 1
 PARENT_CHECK_S = 1.0
 # macOS: fsync leaves data in the cache of the drive, this does not.
 F_FULLFSYNC = 51
-# What a file system answers that has no F_FULLFSYNC.
+# The errors of a file system without F_FULLFSYNC.
 NO_FULL_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOTTY}
 # macOS refuses an unlimited number of open files, and accepts this one (OPEN_MAX).
 OPEN_FILES_MAX = 10_240
@@ -40,13 +40,14 @@ IS_DARWIN = sys.platform == "darwin"
 
 
 def steady_clock() -> int:
-    """Return the clock that never jumps and that goes on while the machine is suspended; where the system has none that
-    goes on, one that never jumps."""
+    """Return the id of a clock that never jumps and continues while the machine is suspended; if there is none, of one
+    that never jumps."""
     fallback = time.CLOCK_MONOTONIC_RAW if IS_DARWIN else time.CLOCK_MONOTONIC
     return int(getattr(time, "CLOCK_BOOTTIME", fallback))
 
 
 def steady_s() -> float:
+    """Return the time of the steady clock, in seconds."""
     return time.clock_gettime(steady_clock())
 
 
@@ -54,7 +55,7 @@ def steady_s() -> float:
 
 
 def sync(descriptor: int) -> None:
-    """Put a file or a directory on disk, past the cache of the drive."""
+    """Flush a file or a directory to disk, through the drive's cache."""
     if IS_DARWIN:
         import fcntl
 
@@ -68,7 +69,7 @@ def sync(descriptor: int) -> None:
 
 
 def sync_data(descriptor: int) -> None:
-    """Put a file on disk, without those of its attributes that reading it does not need."""
+    """Flush a file to disk, without attributes that reading it does not need."""
     if IS_DARWIN or not hasattr(os, "fdatasync"):
         sync(descriptor)
     else:
@@ -76,7 +77,7 @@ def sync_data(descriptor: int) -> None:
 
 
 def allocate(descriptor: int, size: int) -> None:
-    """Take `size` bytes of the disk for a file. Raises OSError (ENOSPC) when they are not free."""
+    """Reserve `size` bytes of disk for a file. Raises OSError (ENOSPC) if they are not free."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, size)
         return
@@ -86,7 +87,7 @@ def allocate(descriptor: int, size: int) -> None:
 
 
 def raise_open_files_limit() -> None:
-    """Raise the soft limit of open files to the hard one, or as far as the system lets it."""
+    """Raise the soft limit of open files to the hard one, or as far as the system allows."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -102,19 +103,19 @@ def raise_open_files_limit() -> None:
 
 
 def die_with(parent: int) -> bool:
-    """Let the kernel kill this process when its parent ends, however that ends. False where the kernel does not."""
+    """Have the kernel kill this process when its parent ends for any reason. Return False if the kernel cannot."""
     prctl = _prctl()
     is_tied = prctl is not None and prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) == 0
-    if os.getppid() != parent:  # it ended before the kernel knew
+    if os.getppid() != parent:  # it ended before the call took effect
         os._exit(1)
     return is_tied
 
 
 def dies_with_this_process() -> Callable[[], None]:
-    """Return a `preexec_fn` for subprocess.Popen: the new process is killed when this one ends, however that ends.
+    """Return a `preexec_fn` for subprocess.Popen: the new process is killed when this one ends for any reason.
 
-    On Linux the kernel does that, when the thread ends that started the process. Elsewhere a small process does: it
-    waits for the end of a pipe that this process alone holds open for writing.
+    On Linux the kernel does it, when the thread that started the process ends. Elsewhere a small process does: it waits
+    for the end of a pipe whose writing end only this process holds.
     """
     parent = os.getpid()
     lifeline = None if _prctl() is not None else _lifeline(parent)
@@ -137,12 +138,12 @@ def _prctl() -> Callable[..., int] | None:
 
 @cache
 def _lifeline(pid: int) -> int:
-    """Return the reading end of a pipe that ends with the process `pid`, which is this one."""
+    """Return the reading end of a pipe that ends with this process, `pid`."""
     return os.pipe()[0]  # the writing end is never closed, and no new program inherits it
 
 
 def _kill_at_end_of(lifeline: int, parent: int) -> None:
-    """Run the process that kills its parent when the pipe ends, and ends with its parent."""
+    """Kill the parent when the pipe ends; end with the parent."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -159,7 +160,7 @@ def _kill_at_end_of(lifeline: int, parent: int) -> None:
 
 
 def boot_id() -> str:
-    """Return the name of this run of the machine; "" where the system has none, and `start_of` is unique without."""
+    """Return the id of this boot of the machine; "" if the system has none: there `start_of` alone is unique."""
     try:
         return (PROC / "sys/kernel/random/boot_id").read_text("ascii").strip()
     except OSError:
@@ -167,7 +168,7 @@ def boot_id() -> str:
 
 
 def start_of(pid: int) -> int | None:
-    """Return when the process started: in clock ticks since boot or, without /proc, in Unix seconds. None when there is
+    """Return the start of the process: in clock ticks since boot or, without /proc, in Unix seconds. None if there is
     no such process, or only its exit code is left."""
     if _has_proc():
         try:
@@ -190,7 +191,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def threads_of(pid: int) -> list[int]:
-    """Return the ids of the threads; without /proc that of the process alone."""
+    """Return the ids of the threads; without /proc only that of the process."""
     return [int(task.name) for task in (PROC / f"{pid}/task").glob("*")] or [pid]
 
 
@@ -200,7 +201,7 @@ class Usage(NamedTuple):
 
 
 def usage_of(pid: int) -> Usage:
-    """Return what a process has in main memory, and the processor time it has taken."""
+    """Return the resident memory of a process, and its processor time."""
     if _has_proc():
         fields = _stat_of(pid)
         ticks = int(fields[11]) + int(fields[12])
@@ -214,7 +215,7 @@ def usage_of(pid: int) -> Usage:
 
 
 def resident_bytes() -> int | None:
-    """Return what this process has in main memory; None where only another process could find that out."""
+    """Return the resident memory of this process; None if only another process could measure it."""
     try:
         return _pages_of("self") * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
@@ -222,8 +223,8 @@ def resident_bytes() -> int | None:
 
 
 def memory_limit_bytes(limits: Sequence[Path] = MEMORY_LIMITS) -> int | None:
-    """Return what this process may take: the limit of its container, or all that the machine has; None where neither is
-    known."""
+    """Return the memory that this process may use: the limit of its container, or the machine's memory; None if neither
+    is known."""
     known = []
     for file in limits:
         with contextlib.suppress(OSError, ValueError):  # not there, or "max"
@@ -234,7 +235,7 @@ def memory_limit_bytes(limits: Sequence[Path] = MEMORY_LIMITS) -> int | None:
 
 
 def peak_resident_bytes(pid: int) -> int | None:
-    """Return the most that a process ever had in main memory; None where the system does not tell."""
+    """Return the peak resident memory of a process; None if the system does not report it."""
     if not _has_proc():
         return None
     found = re.search(r"VmHWM:\s+(\d+) kB", (PROC / f"{pid}/status").read_text())
@@ -249,7 +250,7 @@ def cores() -> list[int]:
 
 
 def pin(pid: int, to: Sequence[int]) -> None:
-    """Bind a thread or a process to these processors, where the system can do that."""
+    """Bind a thread or a process to these processors, if the system can."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(pid, to)
 
@@ -259,7 +260,7 @@ def _has_proc() -> bool:
 
 
 def _stat_of(pid: int) -> list[str]:
-    # The name stands in parentheses and may hold any character; the fields that count are behind it.
+    # The name is in parentheses and may contain any character; the numeric fields follow it.
     return (PROC / f"{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
 
 
@@ -268,6 +269,6 @@ def _pages_of(process: str) -> int:
 
 
 def _ps(*options: str) -> str:
-    """Return what `ps` prints; nothing when it finds no process."""
+    """Return the output of `ps`; "" if it finds no process."""
     environment = {**os.environ, "LC_ALL": "C", "TZ": "UTC"}
     return subprocess.run(["ps", *options], capture_output=True, text=True, check=False, env=environment).stdout

@@ -1,8 +1,8 @@
-"""The HTTP contract, once: paths, media types, header names, limits and the shape of every body.
+"""The HTTP contract: paths, media types, header names, limits and the shape of every body.
 
-The client encodes with these Structs and the broker decodes with them (and the other way round), so the two cannot
-drift apart. Requests refuse unknown fields, because a misspelt option that is silently ignored loses messages; answers
-tolerate them, because a newer broker may say more.
+The client encodes with these Structs and the broker decodes with them (and the reverse), so the two cannot diverge.
+Requests refuse unknown fields, because ignoring a misspelt option would lose messages. Answers accept them, because a
+newer broker may send more.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ HEADER_DELIVER_AT = "PortalMQ-Deliver-At"
 HEADER_TTL_MS = "PortalMQ-Ttl-Ms"
 HEADER_PRIORITY = "PortalMQ-Priority"
 HEADER_NO_FORWARD = "PortalMQ-No-Forward"
-# "1" on a receive with an attempt_id that was never sent before: then nobody has to be asked for what it got.
+# "1" on a receive whose attempt_id is new: then no broker looks for the result of an earlier try.
 HEADER_FIRST_TRY = "PortalMQ-First-Try"
 
-# Where brokers call each other; no client is let in.
+# The paths of calls between brokers; clients are refused.
 INTERNAL_PATH = "/internal/v1/"
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,190}\Z")
@@ -60,7 +60,7 @@ PRIORITY_MAX = 31
 
 Acks = Literal["all", "leader", "none"]
 
-# Above this not every JSON reader keeps a number exact (RFC 8259, section 6), and above 2^63 no SQLite column holds it.
+# The largest integer that all JSON readers keep exact (RFC 8259, section 6), and below the 2^63 of SQLite columns.
 INTEGER_MAX = 2**53 - 1
 
 NonNegative = Annotated[int, msgspec.Meta(ge=0, le=INTEGER_MAX)]
@@ -68,9 +68,9 @@ Positive = Annotated[int, msgspec.Meta(ge=1, le=INTEGER_MAX)]
 
 
 def check_name(name: str, what: str) -> str:
-    """`name` if it may name a topic, a group or a lock; raises InvalidRequest else."""
+    """Return `name` if it is a valid name of a topic, a group or a lock; raise InvalidRequest otherwise."""
     if not isinstance(name, str):
-        raise TypeError(f"a {what} is named by text, not by {name!r}")
+        raise TypeError(f"the name of a {what} is text, not {name!r}")
     if not NAME.match(name) or name in {".", ".."}:
         raise InvalidRequest(
             f"{name[:200]!r} cannot name a {what}: 1 to 190 of the characters A-Z a-z 0-9 . _ - , and not '.' or '..'"
@@ -98,7 +98,7 @@ def group_path(group: str, verb: str = "") -> str:
 
 
 class ProducerStamp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Identity of an idempotent batch (KIP-98): the batch is appended once for (id, epoch, sequence)."""
+    """The identity of an idempotent batch (KIP-98): the batch is appended once for (id, epoch, sequence)."""
 
     id: NonNegative
     epoch: NonNegative
@@ -106,7 +106,7 @@ class ProducerStamp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class JsonMessage(msgspec.Struct, gc=False, omit_defaults=True, forbid_unknown_fields=True):
-    """A message in a JSON batch. `value` is kept as the JSON text that came."""
+    """A message in a JSON batch. `value` is kept as the JSON text that was sent."""
 
     value: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     value_base64: str | None = None
@@ -123,7 +123,7 @@ class JsonMessage(msgspec.Struct, gc=False, omit_defaults=True, forbid_unknown_f
 
 
 class PackMessage(msgspec.Struct, gc=False, omit_defaults=True, forbid_unknown_fields=True):
-    """A message in a MessagePack batch. A binary `value` is the payload itself, any other is stored as JSON."""
+    """A message in a MessagePack batch. A binary `value` is the payload itself; any other value is stored as JSON."""
 
     value: Any = msgspec.UNSET
     value_base64: str | None = None
@@ -140,15 +140,15 @@ class PackMessage(msgspec.Struct, gc=False, omit_defaults=True, forbid_unknown_f
 
 
 def message_id_of(key: str) -> bytes:
-    """What a message with this idempotency key is known by. Its first 4 bytes are those of the part of the key before
-    its last slash: keys that share one stand side by side in the index, which takes 5 times as many a second so."""
+    """Return the stored id of a message with this idempotency key. Its first 4 bytes identify the part of the key
+    before the last slash: keys with a common prefix are neighbours in the index, which is 5 times as fast."""
     family = key.rpartition("/")[0]
     own = blake2b(b"0\n" + key.encode(), digest_size=16).digest()
     return _family_id(family) + own[:12] if family else own
 
 
 def message_ids_of(keys: Iterable[str]) -> list[bytes]:
-    """message_id_of each, in less than half the time where many stand in a row that share a family."""
+    """Return message_id_of each key, in less than half the time if consecutive keys share a prefix."""
     ids: list[bytes] = []
     known, family_id = "", b""
     for key in keys:
@@ -176,7 +176,7 @@ class PackBatch(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
 
 
 class Produced(msgspec.Struct, frozen=True, gc=False):
-    """Where one message of a batch went."""
+    """The position of one message of a batch."""
 
     partition: int
     offset: int
@@ -184,8 +184,8 @@ class Produced(msgspec.Struct, frozen=True, gc=False):
 
 
 class ProducedRange(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Short answer to a single-partition batch, given when the request says `Prefer: return=minimal` (RFC 7240).
-    `topic_id` tells the topic from an earlier one of its name ("": a broker that does not tell)."""
+    """The short answer to a single-partition batch, for requests with `Prefer: return=minimal` (RFC 7240). `topic_id`
+    distinguishes the topic from an earlier one of the same name ("" from older brokers)."""
 
     partition: int
     base_offset: int
@@ -195,7 +195,7 @@ class ProducedRange(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ProducerIdRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    """`instance` names the process that asks under a `name`; with `renews` it has had that name before, and gets a new
+    """`instance` identifies the process that asks under a `name`. With `renews` it had the name before, and gets a new
     epoch only if no other instance has taken over since (else 409 fenced)."""
 
     name: str | None = None
@@ -214,7 +214,8 @@ DAY_MS = 24 * 3600 * 1000
 
 
 class TopicConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Settings of a topic; None means without a limit, or the cluster's default. The comments make docs/SETTINGS.md."""
+    """Settings of a topic; None means no limit, or the cluster's default. docs/SETTINGS.md is generated from the
+    comments."""
 
     # replicas that must hold a message before it is acknowledged; by default a majority of those the partition has
     min_insync_replicas: Positive | None = None
@@ -273,7 +274,7 @@ class TopicDescription(msgspec.Struct):
 
 
 class JsonMessageOut(msgspec.Struct, gc=False, omit_defaults=True):
-    """A message as JSON answers show it; the parts of a lease are there when it was received."""
+    """A message in JSON answers; the lease's fields are there if it was received."""
 
     id: str
     topic: str
@@ -294,12 +295,12 @@ class JsonMessageOut(msgspec.Struct, gc=False, omit_defaults=True):
     lease_expires_at_ms: int | None = None
 
 
-# Of a message that a queue group has not done.
+# The state of a message that a queue group has not finished.
 UnfinishedState = Literal["ready", "in_flight", "scheduled"]
 
 
 class QueueCounts(msgspec.Struct):
-    """How many messages of a topic a queue group has not done, by what is becoming of them, and how many it gave up."""
+    """The numbers of messages of a topic that a queue group has not finished, by state, and of its dead letters."""
 
     ready: int
     in_flight: int
@@ -309,15 +310,15 @@ class QueueCounts(msgspec.Struct):
 
 
 class UnfinishedOut(JsonMessageOut, gc=False, omit_defaults=True, kw_only=True):
-    """A message that a queue group has not done. `available_at_ms` is when it may be handed out (again), where that is
-    not now."""
+    """A message that a queue group has not finished. `available_at_ms` is when it may be delivered (again), or None if
+    that is now."""
 
     state: UnfinishedState
     available_at_ms: int | None = None
 
 
 class DecodedJsonMessage(msgspec.Struct, gc=False):
-    """What JsonMessageOut is decoded into: `value` is the JSON text that came."""
+    """A decoded JsonMessageOut: `value` is the JSON text that was received."""
 
     partition: int
     offset: int
@@ -336,14 +337,15 @@ class DecodedJsonMessage(msgspec.Struct, gc=False):
 
 
 class DecodedUnfinished(DecodedJsonMessage, gc=False, kw_only=True):
-    """What UnfinishedOut is decoded into."""
+    """A decoded UnfinishedOut."""
 
     state: UnfinishedState
     available_at_ms: int | None = None
 
 
 class PackMessageOut(msgspec.Struct, gc=False, omit_defaults=True):
-    """The same in MessagePack: key and value are binary, just as they were sent. `topic` stands beside the list."""
+    """A message in MessagePack answers: key and value are binary, as they were sent. `topic` is beside the list if it
+    is empty here."""
 
     partition: int
     offset: int
@@ -362,7 +364,8 @@ class PackMessageOut(msgspec.Struct, gc=False, omit_defaults=True):
 
 
 class BrowsePage(msgspec.Struct):
-    """A page of a partition. `next_offset` is where to go on; `high_watermark` the first offset not yet readable."""
+    """A page of a partition. `next_offset` is where the next page begins; `high_watermark` the first offset not yet
+    readable."""
 
     messages: list[Any]
     next_offset: int
@@ -418,7 +421,7 @@ class ReceiveRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
 
 
 class PackReceived(msgspec.Struct, omit_defaults=True):
-    """`stale_receipts` are those of the request's `ack` whose lease has passed on; the others are acked."""
+    """`stale_receipts` are those of the request's `ack` whose leases were lost; the others are acked."""
 
     messages: list[PackMessageOut]
     stale_receipts: list[str] = []
@@ -435,7 +438,7 @@ class NackRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True
     receipts: Receipts
     delay_ms: Annotated[int, msgspec.Meta(ge=0, le=VISIBILITY_TIMEOUT_MS_MAX)] | None = None
     reason: Annotated[str, msgspec.Meta(max_length=1_000)] | None = None
-    # Nobody has looked at these messages: they go back as if they had not been delivered.
+    # These messages were never handed out: they go back as if they had not been delivered.
     unseen: bool = False
 
 
@@ -456,7 +459,7 @@ class PackOutput(PackMessage, kw_only=True):
 
 class InputOffset(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     """The next offset to read of a partition. `committed` is where the input begins: the group's committed offset as
-    the member knows it. Where the group has committed another one the commit is refused (`offset_moved`)."""
+    the member knows it. If the group has committed another one, the commit is refused (`offset_moved`)."""
 
     topic: str
     partition: NonNegative
@@ -465,8 +468,8 @@ class InputOffset(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True
 
 
 class JsonCommit(msgspec.Struct, forbid_unknown_fields=True):
-    """Input that is done, and what came of it: all or nothing. A queue group shows receipts, a member of a stream group
-    one offset."""
+    """Finished input and its output: all or nothing. A queue group sends receipts, a member of a stream group one
+    offset."""
 
     publish: Annotated[list[JsonOutput], msgspec.Meta(max_length=BATCH_MESSAGES_MAX)] = []
     ack: Receipts | None = None
@@ -484,7 +487,7 @@ class PackCommit(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True)
 
 
 class Committed(msgspec.Struct, frozen=True):
-    """What a commit did, and did once: `id` is where its record stands, <partition>-<offset>."""
+    """The result of a commit, applied once: `id` is the position of its record, <partition>-<offset>."""
 
     acked: int
     published: int
@@ -492,7 +495,7 @@ class Committed(msgspec.Struct, frozen=True):
 
 
 class RedriveRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    """Which dead letters are to be handed out again: those with `ids`, those that `where` means, or all."""
+    """The dead letters to deliver again: those with `ids`, those that match `where`, or all."""
 
     topic: str
     ids: Annotated[list[str], msgspec.Meta(max_length=BATCH_MESSAGES_MAX)] | None = None
@@ -507,7 +510,7 @@ class Redriven(msgspec.Struct, frozen=True):
 
 
 class ReceiptResult(msgspec.Struct, frozen=True, gc=False):
-    """`unknown` stands in a 503 only: the leader of this receipt's partition could not be asked, or did not answer."""
+    """`unknown` occurs in a 503 only: the leader of this receipt's partition could not be asked, or did not answer."""
 
     receipt: str
     status: Literal["ok", "stale_receipt", "unknown"]
@@ -518,7 +521,7 @@ class ReceiptResults(msgspec.Struct):
 
 
 class GroupDescription(msgspec.Struct):
-    """State of a group. The counts are messages, `oldest_unacked_ms` is the age of the oldest not yet acked."""
+    """The state of a group. The counts are messages, `oldest_unacked_ms` is the age of the oldest unacked one."""
 
     group: str
     mode: str
@@ -543,7 +546,7 @@ LockTtl = Annotated[int, msgspec.Meta(ge=LOCK_TTL_MS_MIN, le=LOCK_TTL_MS_MAX)]
 
 
 class LockRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    """`keep_place_ms`: for how long the place in the queue is kept when the wait ends without the lock."""
+    """`keep_place_ms`: how long the position in the queue is kept when the wait ends without the lock."""
 
     owner: LockOwner
     ttl_ms: LockTtl = 30_000
@@ -552,7 +555,7 @@ class LockRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True
 
 
 class LockRenewal(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    """Without `ttl_ms` the lock keeps the one it has."""
+    """Without `ttl_ms` the lock keeps its ttl."""
 
     owner: LockOwner
     fencing_token: NonNegative
@@ -565,7 +568,7 @@ class LockRelease(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class LockGrant(msgspec.Struct, frozen=True):
-    """The lock is this owner's until he has not renewed it for `expires_in_ms`, counted from when he asked."""
+    """The owner holds the lock for `expires_in_ms` without a renewal, counted from when it sent the request."""
 
     owner: str
     fencing_token: int
@@ -573,8 +576,8 @@ class LockGrant(msgspec.Struct, frozen=True):
 
 
 class LockDescription(msgspec.Struct):
-    """`owner` is None while nobody holds it; `fencing_token` is the newest one. `expires_in_ms` is what is left unless
-    the holder renews, as the answering broker counts; `waiters` are those in the queue."""
+    """`owner` is None while the lock is free; `fencing_token` is the newest one. `expires_in_ms` is the rest of the ttl
+    on the answering broker's clock; `waiters` is the length of the queue."""
 
     name: str
     owner: str | None
@@ -611,7 +614,7 @@ class PartitionLeader(msgspec.Struct):
 
 
 class TopicMetadata(msgspec.Struct):
-    """`first_partitions` is how many the topic was made with (0: a broker that does not tell): a message with an
+    """`first_partitions` is the number of partitions at the topic's creation (0 from older brokers): a message with an
     idempotency key, and no key or partition, goes to crc32(message_id_of(it)) modulo that."""
 
     name: str
@@ -620,7 +623,7 @@ class TopicMetadata(msgspec.Struct):
 
 
 class Metadata(msgspec.Struct):
-    """Who leads what, for clients that go to the leader directly."""
+    """The leaders of partitions, for clients that call them directly."""
 
     brokers: list[BrokerDescription]
     topics: list[TopicMetadata]
@@ -630,11 +633,11 @@ class Metadata(msgspec.Struct):
 
 
 def prepare(*kinds: type[msgspec.Struct]) -> None:
-    """Have msgspec work out how these are decoded; without a name, all Structs of ours. (It cannot decode each one of
-    its own: before 0.22 `msgspec.inspect` has some.)
+    """Have msgspec build the decoders of these kinds; without arguments, of all Structs of PortalMQ. (It cannot decode
+    some of its own: `msgspec.inspect` has such before 0.22.)
 
-    It does so at the first use of a kind, and crashes the process when two threads come to that at once (seen in 0.22).
-    So whoever has threads calls this before it starts them.
+    msgspec does this at the first use of a kind, and crashes the process if two threads do it at once (seen in 0.22).
+    So call this before starting threads.
     """
     ours = __name__.partition(".")[0]
     for kind in kinds or (each for each in _all_of(msgspec.Struct) if each.__module__.partition(".")[0] == ours):
@@ -651,7 +654,7 @@ T = TypeVar("T")
 
 
 def decode_json(body: bytes, kind: type[T]) -> T:
-    """`body` as a `kind`; an empty body counts as `{}`. Raises InvalidRequest with the place of the fault."""
+    """Return `body` as a `kind`; an empty body counts as `{}`. Raises InvalidRequest that says where it is invalid."""
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:
@@ -659,7 +662,7 @@ def decode_json(body: bytes, kind: type[T]) -> T:
 
 
 def decode_msgpack(body: bytes, kind: type[T]) -> T:
-    """`body` as a `kind`. Raises InvalidRequest with the place of the fault."""
+    """Return `body` as a `kind`. Raises InvalidRequest that says where it is invalid."""
     try:
         return msgspec.msgpack.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:
@@ -674,6 +677,6 @@ def decode_base64(text: str, what: str) -> bytes:
 
 
 def is_json_type(content_type: str) -> bool:
-    """True for application/json and every `…+json` type (RFC 6839), with or without parameters."""
+    """Return True for application/json and every `…+json` type (RFC 6839), with or without parameters."""
     essence = content_type.partition(";")[0].strip().lower()
     return essence == JSON or essence.endswith("+json")

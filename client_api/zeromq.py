@@ -12,7 +12,7 @@ __all__ = ["MiniQMessage", "MiniQService"]
 
 
 def __getattr__(name: str) -> Any:
-    """Load pyzmq with the first name that is asked for."""
+    """Load pyzmq with the first use of a name."""
     if name not in __all__:
         raise AttributeError(f"module 'portalmq.zeromq' has no attribute {name!r}")
     return getattr(import_module("portalmq.broker.protocols.zeromq.service"), name)

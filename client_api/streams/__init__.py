@@ -1,1 +1,1 @@
-"""A member of a stream group: its place in the group, what it fetched, what it commits."""
+"""A member of a stream group: membership, fetching, commits."""

@@ -1,7 +1,7 @@
-"""What a member of a stream group has done, brought to the leaders.
+"""Offset commits of a stream group's member, at the leaders of its partitions.
 
-done --commit--> PUT offsets                      in the generation in which the partitions are this member's
-messages and outputs --commit_with--> one commit  both or neither
+done --commit--> PUT offsets                      in the generation in which this member has the partitions messages and
+outputs --commit_with--> one commit  both or neither
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from portalmq.transport.transport import Request, Transport
 
 
 class OffsetCommitter:
-    """Thread-safe; `buffers.lock` guards `generation` too. `on_refused` is called when a leader knows something that
-    this member does not: the coordinator is to be asked at once."""
+    """Thread-safe; `buffers.lock` also guards `generation`. `on_refused` is called when a leader refuses a commit: then
+    the member has to ask the coordinator at once."""
 
     def __init__(
         self, transport: Transport, group: str, member_id: str, buffers: FetchBuffer, on_refused: Callable[[], None]
@@ -37,9 +37,10 @@ class OffsetCommitter:
         self._commit_lock = threading.RLock()
 
     def commit(self, buffers: Sequence[PartitionBuffer], timeout_s: float | None = None) -> None:
-        """Bring what is done to the leaders; durable on return. Raises IllegalGeneration for what was taken away.
+        """Commit what is done at the leaders; durable on return. Raises IllegalGeneration for partitions that were
+        taken away.
 
-        With a `timeout_s` no other commit is waited for any longer: the member's thread has heartbeats to send.
+        `timeout_s` also bounds the wait for another commit: the member's thread has heartbeats to send.
         """
         if not self._commit_lock.acquire(timeout=-1 if timeout_s is None else timeout_s):
             raise Unavailable("another commit is on its way")
@@ -73,13 +74,13 @@ class OffsetCommitter:
             ok = {(each["topic"], each["partition"]) for each in results if each.get("status") == "ok"}
             self._committed([(buffer, done) for buffer, done in changed if buffer.place in ok])
             if isinstance(error, OffsetOutOfRange) and len(changed) > 1:
-                for buffer, done in changed:  # which of them it is of, each is asked for itself
+                for buffer, done in changed:  # the error may concern any of them: commit each alone
                     if buffer.place not in ok:
                         self._put_offsets([(buffer, done)], generation, timeout_s)
                 return
             committed = error.extra.get("committed")
             if isinstance(error, OffsetOutOfRange) and isinstance(committed, int):
-                # A purge or retention has taken the group past what was done here, and what is below is done.
+                # A purge or retention has moved the group past these offsets, so all below is done.
                 self._committed([(buffer, committed) for buffer, _ in changed])
                 return
             if isinstance(error, IllegalGeneration | OffsetOutOfRange):
@@ -93,9 +94,9 @@ class OffsetCommitter:
                 buffer.committed = max(buffer.committed, done)
 
     def commit_with(self, messages: Sequence[Message], outputs: Iterable[Output]) -> wire.Committed:
-        """Both or neither. After an error the partition is read again from what is committed: going on must not commit
-        what has no outputs. Where the outcome was unknown, that offset may be an old one: the next commit names it, and
-        is refused with the right one."""
+        """Commit and publish, both or neither. After an error the partition is read again from the committed offset:
+        asking for more must not commit input without outputs. After an unknown outcome that offset may be outdated: the
+        next commit names it, and is refused with the right one."""
         place = partition_of(messages)
         with self._commit_lock:
             try:
@@ -121,8 +122,8 @@ class OffsetCommitter:
         return answer
 
     def _check_owned(self, place: TopicPartition, messages: Sequence[Message]) -> tuple[int, int]:
-        """The generation in which these messages are this member's, and what is committed as far as it knows. Messages
-        of a partition that was somebody else's in between are not committed: he has published for them."""
+        """Return the generation in which this member owns these messages, and the committed offset as far as it knows.
+        Raises IllegalGeneration if another member had the partition in between: it has published for them."""
         offsets = [message.offset for message in messages]
         with self._buffers.lock:
             buffer = self._buffers.by_partition.get(place)
@@ -137,7 +138,7 @@ class OffsetCommitter:
         with self._buffers.lock:
             buffer = self._buffers.by_partition.get(place)
             if buffer is not None:
-                # The leader knows: an earlier try, whose outcome nobody knew, has done it.
+                # The leader's answer: an earlier try with an unknown outcome was applied.
                 committed = error.extra.get("committed") if isinstance(error, OffsetMoved | OffsetOutOfRange) else None
                 offset = committed if isinstance(committed, int) else buffer.committed
                 self._buffers.add([contract.AssignedPartition(*place, offset, buffer.since)])

@@ -1,10 +1,10 @@
-"""What a stream consumer reads ahead: for each partition that is assigned to it, the batches that were fetched.
+"""The batches that a stream consumer has read ahead, for each assigned partition.
 
     fetch threads --frames--> PartitionBuffer:
         position .. buffered .. --take--> handed out --finish--> done --> committed
 
-A buffer belongs to one partition and one `since`: when the partition is taken away, or the group is set to another
-place, the buffer is `gone` with its content. Batches are kept as they came, and decoded when they are taken.
+A buffer belongs to one partition and one `since`: if the partition is taken away, or the group moves to another
+position, the buffer is `gone` with its content. Batches are kept encoded, and decoded when they are taken.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _decode_answer = msgspec.msgpack.Decoder(contract.FetchAnswer).decode
 
 
 class PartitionBuffer:
-    """One assigned partition. `position` is fetched next; everything below `handed` was handed out, below `done` is
+    """One assigned partition. `position` is fetched next; offsets below `handed` were handed out, below `done` are
     finished, below `committed` committed.
 
     Invariant: committed <= done <= handed <= position.
@@ -74,14 +74,14 @@ class PartitionBuffer:
         self.current: DecodedBatch | None = None
         self.in_flight = False
         self.again_at = 0.0
-        # Nothing more is handed out; `revoked` says that what is in hand may still be finished and committed.
+        # Nothing more is handed out; while `revoked`, messages in hand may still be finished and committed.
         self.revoked = False
         self.gone = False
 
 
 class DecodedBatch:
-    """The messages of one batch, (offset, record) in order, of which those from index `next` on are still to be handed
-    out. `end` is where the batch ends."""
+    """The messages of one batch as (offset, record), in order; those from index `next` are still to be handed out.
+    `end` is the offset after the batch."""
 
     __slots__ = ("buffer", "end", "next", "records", "timestamp_ms")
 
@@ -96,7 +96,8 @@ class DecodedBatch:
 
 
 def _with_offsets(body: bytes, skipped: int, base_offset: int) -> list[tuple[int, contract.FrameRecord]]:
-    """The messages of a batch without the first `skipped`, by offset. Where compaction has removed one, nil stands."""
+    """Return the messages of a batch without the first `skipped`, with their offsets. Compaction leaves nil for a
+    removed one."""
     try:
         records = _decode_records(body)
     except msgspec.ValidationError:
@@ -106,8 +107,8 @@ def _with_offsets(body: bytes, skipped: int, base_offset: int) -> list[tuple[int
 
 
 class FetchBuffer:
-    """Thread-safe; `lock` guards everything, and is notified when something has arrived or has changed. `mutex` is the
-    lock in it, which costs a third to take."""
+    """Thread-safe; `lock` guards everything, and is notified of arrivals and changes. `mutex` is the lock inside it,
+    which is three times as fast to take."""
 
     def __init__(self, transport: Transport, wall_ms: Callable[[], int], prefetch_bytes: int = PREFETCH_BYTES) -> None:
         self.mutex = threading.RLock()
@@ -125,7 +126,7 @@ class FetchBuffer:
     # --- the assignment ----------------------------------------------------------------------------------------------
 
     def add(self, assigned: Iterable[contract.AssignedPartition]) -> None:
-        """Read these too. One that is known is another one from here on, when its `since` is."""
+        """Read these partitions too. A partition with a new `since` gets a new buffer."""
         with self.lock:
             for each in assigned:
                 buffer = PartitionBuffer(each)
@@ -156,7 +157,7 @@ class FetchBuffer:
     # --- handing out -------------------------------------------------------------------------------------------------
 
     def take(self) -> DecodedBatch | None:
-        """The next batch of which something is to be handed out, the partitions in turn. The caller holds the lock."""
+        """Return the next batch with messages to hand out, the partitions in rotation. The caller holds the lock."""
         for _ in range(len(self._rotation)):
             buffer = self._rotation[0]
             self._rotation.rotate(-1)
@@ -171,7 +172,7 @@ class FetchBuffer:
         return None
 
     def _decoded(self, buffer: PartitionBuffer) -> DecodedBatch | None:
-        """The next batch of the feed; None when none of its messages is to be shown."""
+        """Return the partition's next batch; None if none of its messages is to be delivered."""
         frame = buffer.frames.popleft()
         was_full = buffer.buffered_bytes >= self._partition_bytes_max()
         buffer.buffered_bytes -= len(frame.body)
@@ -201,14 +202,14 @@ class FetchBuffer:
         return max(BUFFER_BYTES_MIN, self._prefetch_bytes // max(1, len(self.by_partition)))
 
     def _wake(self) -> None:
-        """There may be something to fetch."""
+        """Wake or start a fetch thread, as there may be something to fetch."""
         self.lock.notify_all()
         if self.by_partition and not self._idle and self._fetchers < FETCHERS_MAX and not self.closed:
             self._fetchers += 1
             threading.Thread(target=self._fetch, name="portalmq-fetcher", daemon=True).start()
 
     def _wanted(self, now: float) -> list[PartitionBuffer]:
-        """What is to be fetched next: feeds with room whose partitions have one leader."""
+        """Return what to fetch next: partitions with space in their buffers and one leader."""
         full = self._partition_bytes_max()
         found: list[PartitionBuffer] = []
         leader: Address | None = None
@@ -225,7 +226,7 @@ class FetchBuffer:
         return found
 
     def _fetch(self) -> None:
-        """A fetcher's life: as long as there are partitions to read."""
+        """Run a fetch thread, as long as there are partitions to read."""
         while True:
             with self.lock:
                 buffers = self._wanted(time.monotonic())
@@ -240,7 +241,7 @@ class FetchBuffer:
                 for buffer in buffers:
                     buffer.in_flight = True
                 if self._wanted(time.monotonic()):
-                    self._wake()  # others are led elsewhere
+                    self._wake()  # others have another leader
                 asked = [contract.PartitionOffset(*buffer.place, buffer.position) for buffer in buffers]
                 max_bytes = min(contract.FETCH_BYTES, self._partition_bytes_max() * len(buffers))
             self._send_fetch(buffers, asked, max_bytes)
@@ -286,7 +287,7 @@ class FetchBuffer:
             return
         for frame in fetched.frames:
             if zlib.crc32(frame.body, zlib.crc32(frame.header)) != frame.crc:
-                _log.warning("a batch of %s came with a wrong checksum, and is fetched again", buffer.place)
+                _log.warning("a batch of %s arrived with a wrong checksum, and is fetched again", buffer.place)
                 buffer.again_at = time.monotonic() + AGAIN_S
                 return
             buffer.frames.append(frame)
@@ -309,5 +310,5 @@ class FetchBuffer:
             )
             buffer.position = goes_on
         elif problem.get("status") != 503:
-            pause_s = GONE_AGAIN_S  # the topic was deleted, for instance: the assignment will tell
+            pause_s = GONE_AGAIN_S  # the topic was deleted, for instance: a new assignment follows
         buffer.again_at = time.monotonic() + pause_s

@@ -1,13 +1,14 @@
-"""A member of a stream group: it keeps its place in the group, reads what is assigned to it, and commits.
+"""A member of a stream group: it stays in the group, reads the partitions assigned to it, and commits.
 
-    member thread   join -> heartbeat, commit, heartbeat, ...        what the coordinator says is adopted here
+    member thread   join -> heartbeat, commit, heartbeat, ...        adopts the coordinator's assignments
     fetch threads   see fetch_buffer.py
-    user's thread   next_message, poll: what was handed out before is finished by asking for more
+    user's thread   next_message, poll: asking for more finishes what was handed out before
     both            commits, see commits.py
 
-The generation that a heartbeat carries says what this member has let go of. So a new assignment is adopted only when
-what it takes away is finished: no more of it is handed out, what is in hand is waited for (for a while), what is done
-is committed, and the next heartbeat says so. Partitions that stay are read on meanwhile.
+The generation of a heartbeat says which partitions this member has released. So it adopts a new assignment only when
+the partitions that it loses are finished: nothing more is handed out, messages in hand are awaited (for a while),
+finished ones are committed, and the next heartbeat reports it. Reading of the other partitions continues during that
+time.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ from portalmq.transport.transport import CALL_TIMEOUT_S, Request, Transport, dec
 _log = logging.getLogger("portalmq.consumer")
 
 COMMIT_EVERY_S = 1.0
-# How long a partition that is taken away is held for the message in hand.
+# How long a revoked partition is held for the message in hand.
 RELEASE_WITHIN_S = 5.0
 RELEASE_POLL_S = 0.05
 AGAIN_S = 0.3
 HEARTBEAT_S_MIN = 1.0
-# While no coordinator can be reached nobody else is given this member's partitions, and one that takes over gives it a
-# session more. So it goes on for a while; after this time it is more likely the one that is cut off.
+# While no coordinator is reachable, no other member gets these partitions, and a new coordinator allows one session
+# more. So the member continues for a while; after this time it is more likely that the member itself is disconnected.
 SESSIONS_WITHOUT_ANSWER = 3
 CLOSE_WITHIN_S = 5.0
 WAIT_S = 1.0
@@ -57,7 +58,8 @@ Delivery = Literal["at_least_once", "at_most_once", "exactly_once"]
 
 
 class StreamMember:
-    """`make` makes the message that the user gets: (topic, partition, offset, record, timestamp_ms)."""
+    """One consumer's membership of a stream group. `reading` fetches, `settle_transport` joins, heartbeats and
+    commits."""
 
     def __init__(
         self,
@@ -90,38 +92,38 @@ class StreamMember:
         self._commits = OffsetCommitter(settle_transport, group, self.member_id, self.buffers, self._wake.set)
         self._thread: threading.Thread | None = None
         self._failure: PortalMQError | None = None
-        # What the latest turn of the member thread met.
+        # The error of the member thread's latest step.
         self._last_error: PortalMQError | None = None
         self._joined = False
         self._left = False
         self._answered_at = 0.0
         self._revoked_at = 0.0
         self._committed_at = 0.0
-        # Where this member was in what was taken from it; it may be given the same again.
+        # The (since, committed) of partitions that were taken away; the member may get them again.
         self._released_offsets: dict[TopicPartition, tuple[int, int]] = {}
-        # Answers of generations before this one are older than what was sought.
+        # Answers of earlier generations are older than the latest seek.
         self._not_before = -1
-        # The batch that is being handed out.
+        # The batch that is handed out now.
         self._batch: DecodedBatch | None = None
 
     @property
     def has_begun(self) -> bool:
-        """Whether it has joined the group, or tries to."""
+        """True if it has joined the group, or tries to."""
         return self._thread is not None
 
     def refuse(self, why: str) -> None:
-        """Never join: whoever reads, is told why."""
+        """Never join: every read raises this error."""
         self._failure = IllegalGeneration(why)
 
     @property
     def generation(self) -> int:
-        """The generation of the group in which this member reads and commits; -1 while it is not in it."""
+        """The generation in which this member reads and commits; -1 while it is not in the group."""
         return self._commits.generation
 
     # --- handing out (the user's thread) -----------------------------------------------------------------------------
 
     def next_message(self, timeout_s: float | None, consumer: Any) -> Message | None:
-        """The next message; the one before is finished. None after `timeout_s`, or when it is closed."""
+        """Return the next message; the one before is finished. None after `timeout_s`, or once closed."""
         with self.buffers.mutex:
             batch = self._batch
             if batch is not None:
@@ -140,10 +142,11 @@ class StreamMember:
         buffer = batch.buffer
         buffer.handed = batch.end if batch.next == len(batch.records) else offset + 1
         if self._delivery == "at_most_once":
-            buffer.done = buffer.committed  # committed as a whole before the first of them was handed out
+            buffer.done = buffer.committed  # the batch was committed before its first message was handed out
         return _message(buffer.place, offset, record, batch.timestamp_ms, consumer)
 
     def poll(self, timeout_s: float | None, at_most: int, consumer: Any) -> list[Message]:
+        """Return up to `at_most` messages; those of the poll before are finished. Empty after `timeout_s`."""
         if self.buffers.closed:
             raise RuntimeError("the consumer is closed")
         return self._messages(timeout_s, at_most, consumer, one=False)
@@ -181,7 +184,7 @@ class StreamMember:
                         or not self._settle_transport.reachability.may_report_empty()
                     ):
                         raise
-                    return []  # leaders change, and the next poll goes on with it
+                    return []  # leaders change, and the next poll retries it
             with self._lock:
                 if batch.buffer.gone or batch.buffer.revoked:
                     continue
@@ -190,8 +193,8 @@ class StreamMember:
                 return self._hand_out_many(batch, at_most, consumer)
 
     def _raise_if_silent(self, *, is_over: bool, ends: bool) -> None:
-        """Raises Unavailable when nobody answers, and that is no answer to whoever waits: its time `is_over`, or would
-        never be. `ends`: that nothing came is the end of an iteration, so it must be true."""
+        """Raise Unavailable if no broker answers and the caller would wait for ever, or its time `is_over` and an empty
+        result would be wrong. `ends`: an empty result ends an iteration, so it must mean that there is nothing."""
         for reach in (self._settle_transport.reachability, self._reading.reachability):
             failure = reach.failure
             if failure is None:
@@ -201,8 +204,8 @@ class StreamMember:
                 raise Unavailable(failure.detail, **failure.extra)
 
     def _must_keep_waiting(self, left_s: float) -> bool:
-        """Whether that nothing came does not mean yet that there is nothing: the group could not be asked. Raises what
-        keeps it from being asked for long."""
+        """Return True if an empty result would be premature, as the group could not be asked. Raises the cause after
+        some time."""
         if self._answered_at and self._last_error is None:
             return False
         if left_s < -SILENT_S_MAX:
@@ -210,7 +213,7 @@ class StreamMember:
         return True
 
     def _begun_batch(self) -> DecodedBatch | None:
-        """What is left of the batch that was begun."""
+        """Return the batch in progress, if it has messages left."""
         batch = self._batch
         if batch is None or batch.buffer.gone or batch.buffer.revoked or batch.next >= len(batch.records):
             return None
@@ -252,8 +255,8 @@ class StreamMember:
             self._wake.set()
 
     def _commit_before_handing_out(self, batch: DecodedBatch, within_s: float | None) -> bool:
-        """at_most_once: the batch is committed before the first of it is handed out. Raises what keeps it from being
-        committed in time."""
+        """Commit a batch before its first message is handed out (at_most_once); return False if it was refused. Raises
+        the error that prevents a commit in time."""
         if batch.buffer.committed >= batch.end:
             return True
         with self._lock:
@@ -264,12 +267,12 @@ class StreamMember:
             self._wake.set()
             with self._lock:
                 self._batch = None
-                self._lock.wait(RELEASE_POLL_S)  # until the heartbeat tells what has become of the partition
+                self._lock.wait(RELEASE_POLL_S)  # until a heartbeat reports the partition's new owner
             return False
         return True
 
     def finished(self, messages: Iterable[Message]) -> None:
-        """These are done, and all before them in their partitions; committed within a second."""
+        """Mark these messages as done, and all before them in their partitions; committed within a second."""
         with self._lock:
             for message in messages:
                 buffer = self.buffers.by_partition.get((message.topic, message.partition))
@@ -279,7 +282,8 @@ class StreamMember:
     # --- commits -----------------------------------------------------------------------------------------------------
 
     def commit(self) -> None:
-        """Commit all that was handed out; durable on return. Raises IllegalGeneration for what was taken away."""
+        """Commit all that was handed out; durable on return. Raises IllegalGeneration for partitions that were taken
+        away."""
         with self._lock:
             buffers = [buffer for buffer in self.buffers.by_partition.values() if not buffer.gone]
             for buffer in buffers:
@@ -287,20 +291,20 @@ class StreamMember:
         self._commits.commit(buffers)
 
     def commit_finished(self) -> None:
-        """Commit what is done, and not all that was handed out; durable on return. Raises IllegalGeneration."""
+        """Commit finished messages, not all that was handed out; durable on return. Raises IllegalGeneration."""
         with self._lock:
             buffers = [buffer for buffer in self.buffers.by_partition.values() if not buffer.gone]
         self._commits.commit(buffers)
 
     def commit_with(self, messages: Sequence[Message], outputs: Iterable[Output]) -> wire.Committed:
-        """Commit the place behind these messages and publish `outputs`, both or neither. After an error the partition
-        is read again from what is committed: going on must not commit what has no outputs."""
+        """Commit the offset after these messages and publish `outputs`, both or neither. After an error the partition
+        is read again from the committed offset: asking for more must not commit input without outputs."""
         return self._commits.commit_with(messages, outputs)
 
-    # --- the user's other words --------------------------------------------------------------------------------------
+    # --- seek, pause, resume -----------------------------------------------------------------------------------------
 
     def seek(self, topic: str, to: str | dict[str, int], partition: int | None) -> contract.SeekAnswer:
-        """Set the group to another place; what this member has read ahead is void."""
+        """Move the group to another position; messages that this member has read ahead are discarded."""
         self._start()
         request = contract.SeekRequest(topic, dict(to) if isinstance(to, dict) else to, partition)
         answer = self._settle_transport.send_once(wire.group_path(self._group, "seek"), request, contract.SeekAnswer)
@@ -340,7 +344,7 @@ class StreamMember:
                 self._last_error = None
             except (Fenced, IllegalGeneration, GroupNotFound) as error:
                 self._drop_membership(error)
-                # Nobody else has a name that was made up here: it was a late copy of this member's own request.
+                # Only this member has a generated id, so its late duplicate request caused the fencing.
                 if isinstance(error, Fenced) and self._is_static:
                     self._fail(error)
                     return
@@ -362,7 +366,7 @@ class StreamMember:
             self._wake.clear()
 
     def _step(self) -> float:
-        """Join or heartbeat, adopt what is answered, commit. How long to wait until the next turn."""
+        """Join or send a heartbeat, adopt the answer, commit. Return the seconds until the next step."""
         answer = self._heartbeat() if self._joined else self._join()
         self._answered_at = time.monotonic()
         interval_s = answer.heartbeat_interval_ms / 1000
@@ -370,7 +374,7 @@ class StreamMember:
         if adopted is None:
             return RELEASE_POLL_S
         if adopted:
-            return 0.0  # say at once what was let go of
+            return 0.0  # report the release at once
         return min(interval_s, self._commit_done())
 
     def _join(self) -> contract.MemberAnswer:
@@ -380,7 +384,7 @@ class StreamMember:
         with self._lock:
             self._joined, is_late = True, self._left
         if is_late:
-            # close() was before the answer, and could leave nothing. Nobody would read what is assigned here.
+            # close() came before the answer, and could not leave. No thread would read what is assigned here.
             if not self._is_static:
                 self._leave()
             raise Unavailable("the consumer is closed", retryable=False)
@@ -388,18 +392,18 @@ class StreamMember:
         return answer
 
     def _create_group(self) -> None:
-        """Make the group, with these settings, or see that it is one to read with them. Raises GroupModeMismatch,
-        InvalidRequest."""
+        """Create the group with these settings, or check that it has them. Raises GroupModeMismatch, InvalidRequest."""
         path = wire.group_path(self._group)
         body = msgspec.json.encode({"mode": "stream", **self._settings})
-        # Made with its delivery by one call: between two others could see it with another one, or a crash leave it so.
+        # One call creates it with its delivery: between two calls other members could see another one, or a crash leave
+        # it.
         made = with_query(path, {"delivery": self._delivery})
         request = Request("PUT", made, body, (("Content-Type", wire.JSON),), repeatable=True)
         answer = self._settle_transport.call(request, timeout_s=self._session_s)
         delivery = decode_answer(answer, wire.GroupDescription).config.delivery
         if delivery == self._delivery:
             return
-        if answer.status != 201:  # else an older broker has made it, which does not know the parameter
+        if answer.status != 201:  # with 201 an older broker has created it, which ignores the parameter
             raise InvalidRequest(
                 f"group {self._group!r} delivers {delivery!r}, and this consumer asks for {self._delivery!r}: change"
                 " one of them, or take another group"
@@ -408,7 +412,7 @@ class StreamMember:
 
     def _heartbeat(self) -> contract.MemberAnswer:
         path = contract.member_path(self._group, self.member_id, "heartbeat")
-        # A broker that is silent is given up in time for another one to be asked within the session.
+        # A silent broker is given up in time to ask another one within the session.
         timeout_s = max(HEARTBEAT_S_MIN, self._session_s / 3)
         return self._call("POST", path, contract.HeartbeatRequest(self._commits.generation), timeout_s)
 
@@ -417,10 +421,10 @@ class StreamMember:
         return decode_answer(self._settle_transport.call(request, timeout_s=timeout_s), contract.MemberAnswer)
 
     def _adopt(self, answer: contract.MemberAnswer) -> bool | None:
-        """Work by this assignment from now on: True when something was let go of. None when that has to wait for the
-        message in hand; then the old generation stands."""
+        """Apply this assignment. Return True if partitions were released, None if that has to wait for a message in
+        hand; then the old generation stays."""
         if answer.generation < max(self._commits.generation, self._not_before):
-            return False  # of a coordinator that was replaced, or from before a seek
+            return False  # from a replaced coordinator, or from before a seek
         named = {(each.topic, each.partition): each for each in answer.assignment}
         with self._lock:
             taken_away = [buffer for place, buffer in self.buffers.by_partition.items() if place not in named]
@@ -456,10 +460,10 @@ class StreamMember:
         try:
             self._commits.commit(buffers, timeout_s=self._session_s / 2)
         except PortalMQError as error:
-            _log.warning("group %s: %s; messages of what was taken away may come twice", self._group, error)
+            _log.warning("group %s: %s; messages of revoked partitions may be delivered twice", self._group, error)
 
     def _commit_done(self) -> float:
-        """Commit what is done, once a second; when the next time is."""
+        """Commit finished messages once a second. Return the seconds until the next time."""
         now = time.monotonic()
         if now >= self._committed_at + COMMIT_EVERY_S:
             self._committed_at = now
@@ -471,11 +475,11 @@ class StreamMember:
                 _log.info("group %s: %s", self._group, error)
                 return 0.0
             except PortalMQError as error:
-                _log.debug("group %s: commits are tried again: %s", self._group, error)
+                _log.debug("group %s: commits are retried: %s", self._group, error)
         return COMMIT_EVERY_S
 
     def _drop_membership(self, why: PortalMQError) -> None:
-        """This member is out of the group: nothing that it has read counts any more."""
+        """Drop all partitions: the group has removed this member, and nothing that it has read counts."""
         if not self.buffers.closed:
             _log.warning("group %s: %s", self._group, why)
         with self._lock:
@@ -493,7 +497,7 @@ class StreamMember:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Commit what is finished and leave; a member with an id of its own keeps its place for its session."""
+        """Commit finished messages and leave; a member with a permanent id keeps its partitions for its session."""
         with self._lock:
             if self._left:
                 return

@@ -1,1 +1,1 @@
-"""How a client reaches the cluster: metadata, retries, brokers found by ZooKeeper."""
+"""A client's way to the cluster: metadata, retries, brokers found by ZooKeeper."""

@@ -1,8 +1,8 @@
-"""The brokers as one client knows them: where to begin, who leads what, whom to leave out for now.
+"""The cluster as one client knows it: brokers, leaders, and brokers that are excluded for now.
 
-A broker that gives no answer is left out while others can be asked, each time for longer; one that says it cannot
-answer now, for a moment. When all are left out the one whose time is over first is asked all the same, and the times of
-all are short from then on.
+A broker that gives no answer is excluded while others can be asked, for longer after each failure; one that says it
+cannot answer now, for a moment. If all are excluded, the one whose exclusion ends first is asked all the same, and from
+then on all exclusions are short.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from portalmq.transport.zookeeper_bootstrap import CONNECT_WITHIN_S, ZooKeeperBo
 from portalmq.transport.zookeeper_bootstrap import SCHEME as ZOOKEEPER
 
 DEFAULT_URL = "http://localhost:5000"
-# How long a broker that gave no answer is left out: doubled each time in a row.
+# How long a broker that gave no answer is excluded; doubled with each failure in a row.
 EXCLUDE_S = 1.0
 EXCLUDE_S_MAX = 30.0
-# How long one that said it cannot answer now is left out, at most.
+# The longest exclusion of a broker that says it cannot answer now.
 EXCLUDE_BUSY_S_MAX = 1.0
-# While another one says that it cannot answer now, or all are silent, nobody is left out for longer: it may be back.
+# While another one says that it cannot answer now, or all are silent, no exclusion is longer: the broker may be back.
 EXCLUDE_S_WHEN_NONE_ANSWER = 2.0
 RESOLVE_EVERY_S = 5.0
 
@@ -34,7 +34,8 @@ TopicPartition = tuple[str, int]
 
 
 def bootstrap_addresses(bootstrap: Bootstrap) -> list[Address]:
-    """The brokers to start from: a URL, several (a list, or commas between them), or PORTALMQ_URL when None."""
+    """Return the first brokers to ask, from a URL, several (a list, or separated by commas), or PORTALMQ_URL if
+    None."""
     addresses = [parse_address(text) for text in _texts(bootstrap)]
     if not addresses:
         raise ValueError(f"no broker is named; write for instance {DEFAULT_URL}")
@@ -42,7 +43,7 @@ def bootstrap_addresses(bootstrap: Bootstrap) -> list[Address]:
 
 
 def zookeeper_of(bootstrap: Bootstrap) -> ZooKeeperBootstrap | None:
-    """The ZooKeeper to ask for brokers, when that is what is named."""
+    """Return the ZooKeeper to ask for brokers, if `bootstrap` names one."""
     if bootstrap is not None and not isinstance(bootstrap, str):
         bootstrap = list(bootstrap)
         if len(bootstrap) != 1:
@@ -60,12 +61,13 @@ def _texts(bootstrap: Bootstrap) -> list[str]:
 
 
 class ClusterMetadata:
-    """Thread-safe: each method is one step on dictionaries, the look-up in ZooKeeper is behind a lock."""
+    """Thread-safe: each method is one step on dictionaries; the look-up in ZooKeeper holds a lock."""
 
     def __init__(
         self, bootstrap: Bootstrap, clock: Callable[[], float], *, shows_token: bool = False, is_open: bool = False
     ) -> None:
-        """`shows_token`: to hosts that were named, or to all that are advertised when it `is_open`."""
+        """`shows_token`: requests carry a token, which only named hosts may receive, or all advertised ones if
+        `is_open`."""
         bootstrap = bootstrap if bootstrap is None or isinstance(bootstrap, str) else list(bootstrap)
         self._clock = clock
         self._is_wary = shows_token and not is_open
@@ -83,12 +85,12 @@ class ClusterMetadata:
         self._unresolved_at = 0.0
 
     def reset_in_child(self) -> None:
-        """In the child of a fork."""
+        """Replace the lock in the child of a fork."""
         self._resolving = threading.Lock()
 
     @property
     def urls(self) -> list[str]:
-        """Where this client begins, for people."""
+        """The URLs at which this client starts, for people."""
         return [self._zookeeper.url] if self._zookeeper else [address.url for address in self.bootstrap]
 
     @property
@@ -98,12 +100,13 @@ class ClusterMetadata:
     # --- where -------------------------------------------------------------------------------------------------------
 
     def leader_of(self, partition: TopicPartition) -> Address | None:
-        """The leader, when it is known and not left out."""
+        """Return the leader, if it is known and not excluded."""
         leader = self._leaders.get(partition)
         return leader if leader is not None and not self._is_excluded(leader) else None
 
     def any(self, within_s: float = CONNECT_WITHIN_S) -> Address:
-        """A broker to ask. Raises what a look-up in ZooKeeper raises, unless brokers are known from an earlier one."""
+        """Return a broker to ask. Raises the error of a look-up in ZooKeeper, unless an earlier one has found
+        brokers."""
         for address in self._known:
             if not self._is_excluded(address):
                 return address
@@ -112,7 +115,7 @@ class ClusterMetadata:
         return min(self._known, key=lambda address: self._excluded_until.get(address, 0.0))
 
     def other_than(self, address: Address) -> Address | None:
-        """Some other broker that can be asked now; of many clients each asks its own."""
+        """Return another broker that can be asked now; different clients choose different ones."""
         others = [other for other in self._known if other != address and not self._is_excluded(other)]
         return others[int(self._share * len(others))] if others else None
 
@@ -125,13 +128,13 @@ class ClusterMetadata:
             if self._known and self._clock() < self._resolved_at + RESOLVE_EVERY_S:
                 return
             if self._unresolved is not None and self._unresolved_at > began:
-                # Another thread has tried while this one waited: one after the other would take the time of all.
+                # Another thread failed while this one waited: trying again one by one would take the time of all.
                 raise Unavailable(self._unresolved.detail, **self._unresolved.extra)
             try:
                 urls = zookeeper.broker_urls(within_s)
             except Unavailable as error:
                 if self._known:
-                    self._resolved_at = self._clock()  # those may be back before ZooKeeper is
+                    self._resolved_at = self._clock()  # the brokers may be back before ZooKeeper
                     return
                 self._unresolved, self._unresolved_at = error, self._clock()
                 raise
@@ -156,11 +159,11 @@ class ClusterMetadata:
                     self._epochs[topic.name, partition.partition] = partition.leader_epoch
 
     def epoch_of(self, partition: TopicPartition) -> int:
-        """That of the latest leader that a broker told of; -1 when none has."""
+        """Return the epoch of the latest leader in any metadata; -1 if there was none."""
         return self._epochs.get(partition, -1)
 
     def has_moved(self, partition: TopicPartition, metadata: wire.Metadata) -> bool:
-        """Whether a broker knows of a later leader than this client does."""
+        """Return whether `metadata` has a later leader than this client knows."""
         return any(
             topic.name == partition[0]
             and each.partition == partition[1]
@@ -171,7 +174,7 @@ class ClusterMetadata:
         )
 
     def leads(self, partition: TopicPartition, url: object) -> bool:
-        """A broker says who leads. False when that is nobody, or nobody to go to."""
+        """Record the leader that a broker reported. Return False if it is none, or not usable."""
         leader = self._member(url) if isinstance(url, str) else None
         if leader is None:
             self._leaders.pop(partition, None)
@@ -180,7 +183,8 @@ class ClusterMetadata:
         return True
 
     def _member(self, url: str) -> Address | None:
-        """The address a broker advertises; None when a token would travel less safely to it than to the bootstrap."""
+        """Return the advertised address; None if a token would travel less safely to it than to the bootstrap
+        brokers."""
         try:
             address = parse_address(url)
         except ValueError:
@@ -203,12 +207,12 @@ class ClusterMetadata:
             self._shorten_exclusions()
 
     def mark_busy(self, address: Address, seconds: float | None) -> None:
-        """It said that it cannot answer now."""
+        """Exclude a broker that said it cannot answer now, for a moment."""
         self._shorten_exclusions()
         self._excluded_until[address] = self._clock() + min(seconds or EXCLUDE_BUSY_S_MAX, EXCLUDE_BUSY_S_MAX)
 
     def _shorten_exclusions(self) -> None:
-        """Nobody is known to answer: one that is left out may be back."""
+        """Shorten all exclusions, as no broker is known to answer: an excluded one may be back."""
         at_most = self._clock() + EXCLUDE_S_WHEN_NONE_ANSWER
         for address, until in list(self._excluded_until.items()):
             self._excluded_until[address] = min(until, at_most)

@@ -1,7 +1,7 @@
 """Random numbers of the operating system, for the clients' pauses and choices.
 
-The module `random` is the user's: its seed would make all clients choose alike, and their threads would change its
-state. A child of a fork repeats nothing of its parent either.
+The module `random` belongs to the user: its seed would make all clients choose alike, and their threads would change
+its state. The child of a fork also repeats nothing of its parent.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""How a client reaches the cluster: where to go, when to try again, and what a failure means.
+"""A client's calls to the cluster: which broker to ask, when to retry, and the meaning of a failure.
 
-A call goes to the leader of its partition when that is known (from `/v1/metadata`, or from whoever said that it is
-another one), else to any broker, which forwards it. A broker that cannot be reached, is silent or cannot answer now is
-left out for a while, and the next try goes to another one at once.
+A call goes to the leader of its partition if that is known (from `/v1/metadata`, or a broker's not_leader answer), else
+to any broker, which forwards it. A broker that is unreachable, silent or cannot answer now is excluded for a while, and
+the next try goes to another one at once.
 
-A repeat is safe when the request is repeatable (it names what it wants done, so that twice is once: reads, PUT, DELETE,
-acks, a batch with a producer's stamp) or when the failure says `not_applied`. Nothing else is repeated, and once one
-try of a call ended unknown, the whole call did, whatever the later tries say.
+A retry is safe if the request is repeatable (its effect is the same once or twice: reads, PUT, DELETE, acks, a batch
+with a producer's stamp) or if the failure says `not_applied`. Nothing else is retried. Once one try of a call ended
+unknown, so did the whole call, whatever later tries answer.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from portalmq.transport.zookeeper_bootstrap import CONNECT_WITHIN_S
 __all__ = ["DEFAULT_URL", "Bootstrap", "Request", "Transport", "bootstrap_addresses"]
 
 # How long one try waits for its answer, beside the time that the broker itself may wait. A broker that is silent for
-# longer may be paused: then another one leads by now, and a request that may be repeated goes there.
+# longer may be paused: then another one leads, and a repeatable request goes there.
 REQUEST_TIMEOUT_S = 15.0
 READ_TIMEOUT_S = 8.0
 TO_LEADER_TIMEOUT_S = 5.0
 METADATA_TIMEOUT_S = 2.0
-# A leader that has not answered for so long may stand still: another broker is asked who leads by now, again and again.
+# A leader that is silent for this long may be paused: other brokers are asked, repeatedly, for the current leader.
 ASK_OTHERS_AFTER_S = 0.5
 ASK_OTHERS_LONG_POLL_S = 1.0
 LONG_POLL_GRACE_S = 5.0
@@ -56,7 +56,7 @@ RETRY_AFTER_S_MAX = 30.0
 TIMEOUT_S_MIN = 0.01
 LOOK_UPS_MAX = 3
 LOOK_UP_S_MIN = 0.1
-# The wait of a long poll that does not wait: a silent broker is given up as soon as with one that does.
+# The wait of a long poll that does not wait, so that a silent broker is given up as soon as with one that does.
 WAIT_S_MIN = 0.001
 
 T = TypeVar("T")
@@ -64,8 +64,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One call. `leader_of` is the (topic, partition) that it concerns alone, `near` one whose leader has less to
-    forward than others; `wait_s` is how long the broker itself may wait before it answers (a long poll)."""
+    """One call. `leader_of` is the (topic, partition) that alone it concerns, `near` one whose leader forwards less
+    than others; `wait_s` is how long the broker itself may wait before it answers (a long poll)."""
 
     method: str
     path: str
@@ -75,18 +75,18 @@ class Request:
     leader_of: tuple[str, int] | None = None
     near: tuple[str, int] | None = None
     wait_s: float = 0.0
-    # Have the broker know the first try from a repeat, which it has to look for an earlier one of.
+    # Mark the first try, for which the broker need not look for the result of an earlier one.
     marks_first_try: bool = False
 
     @property
     def topic(self) -> str | None:
-        """The topic whose leaders are to be known."""
+        """The topic whose leaders should be known."""
         place = self.leader_of or self.near
         return None if place is None else place[0]
 
     @property
     def try_timeout_s(self) -> float:
-        """How long one try may take."""
+        """The time limit of one try."""
         if self.wait_s:
             return self.wait_s + LONG_POLL_GRACE_S
         if self.repeatable and self.leader_of is not None:
@@ -95,7 +95,7 @@ class Request:
 
 
 class Pool(Protocol):
-    """What a transport needs from a pool of connections."""
+    """The part of a connection pool that a transport needs."""
 
     def exchange(
         self, address: Address, method: str, head: bytes, body: bytes, timeout_s: float, watch: Watch | None = None
@@ -106,9 +106,9 @@ class Pool(Protocol):
 
 
 class Backoff:
-    """Exponential pauses with jitter: 20 ms, doubled up to 100 ms for the first tries (a new leader is there soon), and
-    up to 1 s after those, each cut by up to a half (so that clients that failed together do not come back together). A
-    Retry-After is honoured up to RETRY_AFTER_S_MAX."""
+    """Exponential pauses with jitter: 20 ms, doubled up to 100 ms for the first tries (a new leader is elected soon),
+    and up to 1 s after those, each reduced by up to a half (so that clients that failed together do not return
+    together). A Retry-After is honoured up to RETRY_AFTER_S_MAX."""
 
     FIRST_S = 0.02
     SOON_S = 0.1
@@ -128,11 +128,11 @@ class Backoff:
 
 
 class DeadlinePassed(Unavailable):
-    """There was no time left for a try. It says nothing of what an earlier one met."""
+    """No time was left for a try. It says nothing about earlier tries."""
 
 
 class Transport:
-    """The cluster as one client sees it. Thread-safe."""
+    """A client's connection to the cluster. Thread-safe."""
 
     def __init__(
         self,
@@ -147,9 +147,9 @@ class Transport:
         pause: Callable[[float], object] | None = None,
         chance: Callable[[], float] = system_random.fraction,
     ) -> None:
-        """`timeout_s` bounds a call with all its retries. What `tls` does not name the
-        environment may. `allow_advertised=False`: over http show the token to named hosts only
-        (PORTALMQ_ALLOW_ADVERTISED=0). The last four are for tests."""
+        """`timeout_s` bounds a call with all its retries. The environment may name files that `tls` does not.
+        `allow_advertised=False`: over http send the token to named hosts only (PORTALMQ_ALLOW_ADVERTISED=0). The last
+        four arguments are for tests."""
         is_open = advertised_allowed(allow_advertised)
         self._cluster_metadata = ClusterMetadata(bootstrap, clock, shows_token=token is not None, is_open=is_open)
         if token is not None:
@@ -166,7 +166,7 @@ class Transport:
         reset_in_children(self)
 
     def _reset_in_child(self) -> None:
-        """In the child of a fork: what is known of the brokers stays known. The pool sees to its connections."""
+        """Keep the known brokers in the child of a fork. The pool resets itself."""
         was_closed, self._closing = self._closing.is_set(), threading.Event()
         if was_closed:
             self._closing.set()
@@ -174,7 +174,7 @@ class Transport:
 
     @property
     def urls(self) -> list[str]:
-        """Where this client began to look for brokers."""
+        """The URLs at which this client first looked for brokers."""
         return self._cluster_metadata.urls
 
     # --- one call, tried until it is settled -------------------------------------------------------------------------
@@ -215,7 +215,7 @@ class Transport:
                 raise
 
     def pause(self, seconds: float) -> None:
-        """Wait between two tries; close() ends it."""
+        """Wait between two tries; close() ends the wait."""
         (self._pause or self._closing.wait)(seconds)
 
     def get(
@@ -226,13 +226,13 @@ class Transport:
         *,
         timeout_s: float | None = None,
     ) -> T:
-        """GET `path` as a `kind`. None values are left out of the query. A try that began in time is waited for."""
+        """GET `path` as a `kind`. None values are left out of the query. A try that began in time may end later."""
         request = Request("GET", with_query(path, query), repeatable=True)
         return decode_answer(self.call(request, timeout_s=timeout_s, waits_for_last_try=timeout_s is not None), kind)
 
     def send_json(self, method: str, path: str, body: object, kind: type[T], *, timeout_s: float | None = None) -> T:
-        """A call with a JSON body and a JSON answer. POST is not repeated after an unknown outcome. A try that began in
-        time is waited for."""
+        """Make a call with a JSON body and a JSON answer. POST is not retried after an unknown outcome. A try that
+        began in time may end later."""
         request = Request(
             method,
             path,
@@ -243,7 +243,7 @@ class Transport:
         return decode_answer(self.call(request, timeout_s=timeout_s, waits_for_last_try=timeout_s is not None), kind)
 
     def send_once(self, path: str, body: object, kind: type[T]) -> T:
-        """A POST with a JSON body that takes effect once, however often it is repeated: it has an Idempotency-Key."""
+        """POST a JSON body with an Idempotency-Key, so that repeats have one effect."""
         headers = (("Content-Type", wire.JSON), ("Idempotency-Key", uuid.uuid4().hex))
         return decode_answer(
             self.call(Request("POST", path, msgspec.json.encode(body), headers, repeatable=True)), kind
@@ -252,12 +252,12 @@ class Transport:
     # --- one try -----------------------------------------------------------------------------------------------------
 
     def attempt(self, request: Request, deadline: float, *, is_first: bool = False) -> HttpAnswer:
-        """One try at one broker. Raises a PortalMQError whose outcome tells what is known.
+        """Make one try at one broker. Raises a PortalMQError whose outcome says what is known.
 
-        A kept connection that turns out to be closed is no try: it is replaced at once, when that is safe.
+        A kept connection that turns out to be closed does not count: it is replaced at once, if that is safe.
         """
         if self._closing.is_set():
-            # Not to be repeated: nothing would pause whoever does.
+            # Not retryable: after close() no pause would separate the tries.
             raise Unavailable("this client is closed", retryable=False, outcome="not_applied")
         if self._clock() >= deadline:
             raise DeadlinePassed("the time for this call is over", outcome="not_applied")
@@ -281,7 +281,7 @@ class Transport:
                 self._outdated.add(topic)
             error = self._unreachable(address, fault)
             if not self._closing.is_set():
-                # A broker that is asked to wait is not silent while it may.
+                # A long poll is not silence while the broker may wait.
                 since = min(began + request.wait_s, self._clock())
                 self.reachability.failed(address, self._cluster_metadata.known, error, since)
             raise error from fault
@@ -292,12 +292,13 @@ class Transport:
         refusal = error_of_answer(answer)
         self._learn_from(refusal, address, request)
         if was_repeated and refusal.outcome == "not_applied" and request.method != "GET":
-            # That holds for the second request. What became of the first one nobody knows.
+            # This applies to the second request. The outcome of the first is unknown.
             refusal.outcome = "unknown"
         raise refusal
 
     def _learn_from(self, error: PortalMQError, address: Address, request: Request) -> None:
-        """Where the next try goes, if there is one. Another broker is asked without waiting for what this one asks."""
+        """Choose where the next try goes. If there is another broker, it is asked without the pause that this one asks
+        for."""
         topic = request.topic
         if isinstance(error, NotLeader) and request.leader_of is not None:
             if not self._cluster_metadata.leads(request.leader_of, error.extra.get("leader_url")):
@@ -314,7 +315,7 @@ class Transport:
     def _exchange(
         self, address: Address, request: Request, deadline: float, *, forward: bool, is_first: bool
     ) -> tuple[HttpAnswer, bool]:
-        """The answer, and whether it took a second connection to get it."""
+        """Return the answer, and whether it took a second connection."""
         stale: NoAnswer | None = None
         while True:
             head = self._head(address, request, forward=forward, is_first=is_first and stale is None)
@@ -333,19 +334,20 @@ class Transport:
                 raise
 
     def _watch(self, address: Address, request: Request) -> Watch | None:
-        """What looks elsewhere while a leader does not answer. Only a request that may be repeated is left for it."""
+        """Return the watch that asks others while a leader is silent. Only a repeatable request may leave its
+        leader."""
         place = request.leader_of or request.near
         if place is None or not request.repeatable or self._cluster_metadata.leader_of(place) != address:
             return None
         every_s = ASK_OTHERS_AFTER_S
-        if request.wait_s:  # a broker that waits is no silent one
+        if request.wait_s:  # a long poll is not silence
             every_s = ASK_OTHERS_LONG_POLL_S if request.wait_s > ASK_OTHERS_LONG_POLL_S else request.wait_s + every_s
         epoch = self._cluster_metadata.epoch_of(place)
         return Watch(every_s, lambda: self._leader_moved(place, address, epoch))
 
     def _leader_moved(self, place: tuple[str, int], address: Address, epoch: int) -> bool:
-        """Whether `place` has a later leader than `address` in `epoch`. Another broker knows, or this client does by
-        now: who asks for one partition learns of all of the topic."""
+        """Return whether the partition has a later leader than `address` in `epoch`, by another broker's metadata or by
+        what this client has learned since: metadata for one partition covers the whole topic."""
         if self._cluster_metadata.epoch_of(place) > epoch and self._cluster_metadata.leader_of(place) != address:
             return True
         other = None if self._closing.is_set() else self._cluster_metadata.other_than(address)
@@ -396,7 +398,7 @@ class Transport:
     # --- who leads ---------------------------------------------------------------------------------------------------
 
     def metadata(self, topics: Iterable[str] | None = None, *, deadline: float | None = None) -> wire.Metadata:
-        """Brokers and leaders, as some broker knows them now. Topics that do not exist are left out.
+        """Return the brokers and leaders as some broker knows them now. Topics that do not exist are left out.
 
         With `deadline` (on this transport's clock) it is tried once, else like any call.
         """
@@ -408,11 +410,12 @@ class Transport:
         return metadata
 
     def leader_of(self, place: tuple[str, int]) -> Address | None:
-        """The leader of a (topic, partition), when it is known and answers."""
+        """Return the leader of a (topic, partition), if it is known and answers."""
         return self._cluster_metadata.leader_of(place)
 
     def leader_reported(self, place: tuple[str, int], url: object) -> bool:
-        """A broker said who leads. False when that is nobody to go to: then it is looked up before the next try."""
+        """Record the leader that a broker reported. Return False if it is not usable: then it is looked up before the
+        next try."""
         if self._cluster_metadata.leads(place, url):
             return True
         self._outdated.add(place[0])
@@ -424,14 +427,14 @@ class Transport:
             try:
                 self.metadata([topic], deadline=min(deadline, self._clock() + METADATA_TIMEOUT_S))
             except PortalMQError:
-                continue  # of another broker, the next time
+                continue  # the next try asks another broker
             return
-        # The call itself goes on to any broker, which forwards it.
+        # The call itself goes to any broker, which forwards it.
         self._outdated.add(topic)
 
     def _choose_broker(self, request: Request, within_s: float) -> tuple[Address, bool]:
-        """A broker, and whether it leads all that the request is about. Raises Unavailable when ZooKeeper names none in
-        time."""
+        """Return a broker, and whether it leads all that the request concerns. Raises Unavailable if ZooKeeper names
+        none in time."""
         if request.leader_of is not None:
             leader = self._cluster_metadata.leader_of(request.leader_of)
             if leader is not None:
@@ -444,12 +447,12 @@ class Transport:
         self._pool.rest()
 
     def hang_up(self) -> None:
-        """Begin nothing more; what has begun is answered as soon as the brokers can."""
+        """Refuse new calls; brokers answer waiting ones as soon as they can."""
         self._closing.set()
         self._pool.hang_up()
 
     def close(self, answers_within_s: float = 0.0) -> None:
-        """End waits and retries of other threads, close the connections; those that wait for an answer may have it
+        """End waits and retries of other threads, and close the connections. Calls that wait for an answer may have it
         within `answers_within_s`."""
         self._closing.set()
         self._pool.close(answers_within_s)
@@ -465,7 +468,7 @@ def _common_headers(token: str | None) -> str:
 
 
 def may_repeat(error: PortalMQError, repeatable: bool) -> bool:
-    """True when trying again may help and cannot do the same thing twice."""
+    """Return True if a retry may help and cannot have the effect twice."""
     return error.retryable and (repeatable or error.outcome == "not_applied")
 
 
@@ -475,7 +478,7 @@ def with_query(path: str, query: Mapping[str, object] | None) -> str:
 
 
 def decode_answer(answer: HttpAnswer, kind: type[T]) -> T:
-    """The body of a 2xx answer as a `kind`, from MessagePack or JSON as its Content-Type says."""
+    """Decode the body of a 2xx answer as a `kind`, from MessagePack or JSON by its Content-Type."""
     packed = answer.headers.get("Content-Type", "").startswith(wire.BATCH_MSGPACK)
     try:
         if packed:
@@ -486,7 +489,7 @@ def decode_answer(answer: HttpAnswer, kind: type[T]) -> T:
 
 
 def error_of_answer(answer: HttpAnswer) -> PortalMQError:
-    """The error that a status of 300 or more stands for, from its problem document when it has one."""
+    """Return the error of an answer with status 300 or more, from its problem document if it has one."""
     retry_after_s = _seconds(answer.headers.get("Retry-After"))
     if answer.headers.get("Content-Type", "").startswith(wire.PROBLEM):
         try:
@@ -499,7 +502,7 @@ def error_of_answer(answer: HttpAnswer) -> PortalMQError:
 
 
 def _error_of_foreign_answer(answer: HttpAnswer, retry_after_s: float | None) -> PortalMQError:
-    """Something else than a broker answered, a proxy perhaps: only the status speaks."""
+    """Return the error of an answer that no broker wrote, perhaps a proxy: only the status counts."""
     excerpt = answer.body[:200].decode("utf-8", "replace").strip()
     detail = f"the answer was HTTP {answer.status}, and not in PortalMQ's form: {excerpt or 'an empty body'}"
     if answer.status < 400:
@@ -513,7 +516,7 @@ def _error_of_foreign_answer(answer: HttpAnswer, retry_after_s: float | None) ->
             detail, retryable=answer.status in {502, 503, 504}, outcome="unknown", retry_after_s=retry_after_s
         )
     by_status = {cls.status: cls for cls in reversed(list(ERRORS_BY_CODE.values()))}
-    # 404 has several classes: the general one says no more than is known.
+    # 404 has several classes: use the general one.
     cls = ERRORS_BY_CODE["not_found"] if answer.status == 404 else by_status.get(answer.status, PortalMQError)
     return cls(detail, retryable=answer.status in {408, 429}, outcome="not_applied", retry_after_s=retry_after_s)
 

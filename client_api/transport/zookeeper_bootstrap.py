@@ -1,14 +1,14 @@
-"""Finding the brokers by ZooKeeper: `zk://host:port,host:port/chroot` stands for a list of broker URLs.
+"""Brokers from ZooKeeper: `zk://host:port,host:port/chroot` stands for a list of broker URLs.
 
-Read once, and again when none of the brokers known answers any more; in between, the brokers themselves tell who is
-there. kazoo is needed for this alone, so it is imported here, and only when such a URL is used.
+ZooKeeper is read once, and again if no known broker answers; in between, the brokers themselves report the cluster.
+Only this needs kazoo, so kazoo is imported here, when such a URL is used.
 
-What a ZooKeeper asks for stands behind the chroot, named as the settings of brokers are; a password is a file's with @:
+Options follow the chroot, with the names of the brokers' settings; @ reads a password from a file:
 
     zk://zk1:2281,zk2:2281/portalmq?zookeeper_tls_ca=FILE&zookeeper_tls_cert=FILE&zookeeper_tls_key=FILE
                                     &zookeeper_user=NAME&zookeeper_password=@FILE
 
-The files for TLS may stand in PORTALMQ_ZOOKEEPER_TLS_CA, _CERT and _KEY instead, which brokers read as well.
+PORTALMQ_ZOOKEEPER_TLS_CA, _CERT and _KEY may name the TLS files instead, as for brokers.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _PLACE = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:(?P<port>[0-
 
 
 class ZooKeeperBootstrap:
-    """A `zk://` URL. `user:password@` in front of the hosts are digest credentials, if the tree is closed to others."""
+    """A `zk://` URL. `user:password@` before the hosts are digest credentials, for a tree that is closed to others."""
 
     def __init__(self, url: str) -> None:
-        """Raises ValueError for one that names no server, or files that cannot be used."""
+        """Parse the URL. Raises ValueError if it names no server, or files that cannot be used."""
         text = url.strip()
         if not text.startswith(SCHEME):
             raise ValueError(f"{url!r} does not begin with {SCHEME}")
-        # A password may hold a question mark, and a file's name an @.
+        # A password may contain a question mark, and a file name an @.
         text, mark, query = text.partition("?zookeeper_")
         credentials, _, place = text.removeprefix(SCHEME).rpartition("@")
         hosts, _, chroot = place.partition("/")
@@ -58,13 +58,14 @@ class ZooKeeperBootstrap:
 
     @property
     def url(self) -> str:
-        """Without the credentials: it stands in errors."""
+        """The URL without credentials, for error messages."""
         return f"{SCHEME}{self.hosts}{self.chroot}"
 
     def broker_urls(self, timeout_s: float = CONNECT_WITHIN_S) -> list[str]:
-        """The URLs of the brokers that have a session now.
+        """Return the URLs of the brokers that have a session now.
 
-        Raises Unavailable when no ZooKeeper answers, or knows no broker; ImportError, with what to do, without kazoo.
+        Raises Unavailable if no ZooKeeper answers or it has no broker; ImportError, which says what to install, without
+        kazoo.
         """
         try:
             from kazoo.client import KazooClient
@@ -78,7 +79,8 @@ class ZooKeeperBootstrap:
         handler = SequentialThreadingHandler()
         if self._tls is not None:
             secure_handler(handler, self._tls)
-        # kazoo would look for a chroot first, which a closed tree shows to nobody; its brokers may be read.
+        # Without a chroot, as kazoo would check that it exists, which a closed tree does not allow; its brokers are
+        # readable.
         client = KazooClient(
             hosts=self.hosts, timeout=CONNECT_WITHIN_S, auth_data=auth, read_only=True, handler=handler
         )
@@ -113,7 +115,7 @@ class ZooKeeperBootstrap:
                 try:
                     urls.append(json.loads(client.get(f"{brokers}/{broker_id}")[0])["url"])
                 except missing:
-                    continue  # it went just now
+                    continue  # its session has just ended
         except missing:
             urls = []
         if not urls:
