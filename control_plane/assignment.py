@@ -1,7 +1,7 @@
-"""Where partitions are placed: pure, deterministic, spread evenly.
+"""Placement of partitions on brokers: pure, deterministic, spread evenly.
 
 The scheme is Kafka's (AdminUtils, without racks): leaders go round the brokers, and the followers of each full round
-stand one broker further from their leaders, so that a broker that dies leaves its work to all others and not to one.
+are one broker further from their leaders. So a broker that dies leaves its work to all others and not to one.
 
     4 brokers, 2 replicas:   round 0   [0 1] [1 2] [2 3] [3 0]
                              round 1   [0 2] [1 3] [2 0] [3 1]
@@ -19,10 +19,10 @@ Key = TypeVar("Key")
 
 
 def place(partitions: int, replication_factor: int, brokers: Collection[int], *, first: int = 0) -> list[list[int]]:
-    """The replicas of each partition, the preferred leader first.
+    """Return the replicas of each partition, the preferred leader first.
 
-    `first` turns the round, so that topics of one partition do not all begin at the same broker. With fewer brokers
-    than `replication_factor` each partition stands on all of them.
+    `first` shifts the round, so that topics with one partition do not all begin at the same broker. With fewer brokers
+    than `replication_factor` each partition has a replica on all of them.
 
     Leaders differ by at most 1 between brokers, replicas by at most `replication_factor`.
     """
@@ -40,23 +40,23 @@ def place(partitions: int, replication_factor: int, brokers: Collection[int], *,
 
 
 def _gap(turn: int, nth: int, brokers: int) -> int:
-    """How far from its leader the nth follower stands: 1 to brokers - 1, and different for each nth."""
+    """Return how far from its leader the nth follower is: 1 to brokers - 1, and different for each nth."""
     return 1 + (turn + nth) % (brokers - 1)
 
 
 def first_for(topic: str) -> int:
-    """Where the round begins for a topic: spread by name, the same on every broker."""
+    """Return where the round begins for a topic: spread by name, the same on every broker."""
     return crc32(topic.encode())
 
 
 def add_replicas(
     placed: Mapping[Key, Sequence[int]], wanted: Mapping[Key, int], brokers: Collection[int]
 ) -> dict[Key, list[int]]:
-    """Which of the `brokers` are to hold a replica more, by partition: as many as are missing to what is `wanted`.
+    """Return the `brokers` that get another replica, by partition: as many as are missing to what is `wanted`.
 
-    `placed` are the replicas of all partitions; one that `wanted` does not name stays as it is, and counts as load.
-    Each place goes to the broker with the fewest replicas; of equal ones to the next in the round, so that followers of
-    one leader do not all stand together. None is ever taken away.
+    `placed` are the replicas of all partitions; one that `wanted` does not name is unchanged, and counts as load. Each
+    replica goes to the broker with the fewest replicas; of equal ones to the next in the round, so that followers of
+    one leader are spread. None is ever removed.
     """
     ring = sorted(set(brokers))
     load = Counter(replica for replicas in placed.values() for replica in replicas)

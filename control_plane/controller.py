@@ -1,18 +1,17 @@
-"""What the controller decides: who leads, who gets a replica, what may be forgotten. Pure: `plan(view)` answers the
-partitions that are to change, the controller's office (broker/cluster/controller_loop.py) has them applied by
-compare-and-set.
+"""The decisions of the controller: leaders, replicas, and what may be deleted. Pure: `plan(view)` returns the
+partitions to change, and broker/cluster/controller_loop.py applies them by compare-and-set.
 
-    elections   a partition whose leader is gone, has started anew, stands on another store, or drains; or whom too few
-                replicas reach, where another one is reached by enough
-    cold        ones among replicas that have all started anew: their logs are compared first
-    replicas    one with fewer than its topic wants, as brokers join
-    balance     who leads many gives some to who leads few, when an operator asks for it
-    live        who counts as there: registered, and not found gone by a probe
-    strays      partitions of no topic, when they have been so for long
-    tombstones  of deleted topics, when nobody has files of them any more
+    elections   of a partition whose leader is gone, has restarted, has another store, or drains; or which too few
+                replicas reach while enough reach another one
+    cold        elections among replicas that have all restarted: their logs are compared first
+    replicas    are added to partitions with fewer than their topic wants, as brokers join
+    balance     moves leaders from brokers with many to brokers with few, when an operator asks for it
+    live        are the brokers that are registered and not found gone by a probe
+    strays      are partitions of no topic, when they have been so for long
+    tombstones  of deleted topics are removed when no broker has files of them
 
-A broker alone elects itself when it starts. That is an election like any other: the leader epoch rises, so that
-receipts, producers and followers of the time before are told apart from those after.
+A lone broker elects itself when it starts. That is an election like any other: the leader epoch rises, so that
+receipts, producers and followers from before are distinguished from those after.
 """
 
 from __future__ import annotations
@@ -29,25 +28,25 @@ from portalmq.control_plane.catalog import PartitionChange, Versioned
 from portalmq.control_plane.mirror import PartitionKey
 from portalmq.control_plane.state import BrokerState, PartitionState, Tombstone, TopicState, min_insync
 
-# A creation takes seconds at most, and is begun anew if its partitions go meanwhile: this is only so long to be kind.
+# A creation takes seconds at most, and starts again if its partitions are removed: this only avoids needless work.
 STRAY_FOR_MS = 10 * 60_000
-# How long a broker that is away may find, when it returns, that its files of a deleted topic are to be removed.
+# How long a broker may be away and still learn, at its return, that its files of a deleted topic are to be removed.
 TOMBSTONE_MS = 7 * 24 * 3_600_000
 
 
-# Who of the others has an answer of a broker and who has none, by the broker that was asked for.
+# By broker: which of the others reach it, and which do not.
 Reach = Mapping[int, Mapping[int, bool]]
-# How far a replica's log goes: (epoch of its last record, end). None: it is damaged, or lacks what it knew committed.
+# A log's (epoch of its last record, end). None: damaged, or without records that the replica knew to be committed.
 LogEnd = tuple[int, int] | None
-# Passes on what it is given, and may let others run in between: the view must not change meanwhile.
+# Passes items on, and may let other greenlets run in between: the view must not change during that.
 Paced = Callable[[Iterable[Any]], Iterable[Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the controller decides on. `live` are the brokers that count as there, `waiting` the partitions whose cold
-    election waits, `log_ends` what their replicas told otherwise. `reach` is what brokers told of each other, if any of
-    them has no answer of a leader."""
+    """The input of the controller's decisions. `live` are the live brokers, `waiting` the partitions whose cold
+    election waits, `log_ends` what their replicas answered otherwise. `reach` is which brokers reach which, asked when
+    some broker gets no answer from a leader."""
 
     topics: Mapping[str, TopicState]
     partitions: Mapping[PartitionKey, Versioned[PartitionState]]
@@ -58,7 +57,7 @@ class View:
 
 
 def plan(view: View, *, paced: Paced = iter) -> list[PartitionChange]:
-    """The partitions that have to change. Empty when all is as it should be, and while nobody is live."""
+    """Return the partitions that have to change: none when all is well, or while no broker is live."""
     topics = {topic.topic_id: topic for topic in view.topics.values()}
     partitions = {key: held for key, held in view.partitions.items() if key[0] in topics}
     added = _added(topics, partitions, view.live)
@@ -84,7 +83,7 @@ def plan(view: View, *, paced: Paced = iter) -> list[PartitionChange]:
 
 
 def cold_elections(view: View, *, paced: Paced = iter) -> dict[PartitionKey, PartitionState]:
-    """The partitions of the view that need a leader, and whose replicas are to be asked first how far they go."""
+    """Return the partitions that need a leader and whose replicas must first be asked for their log ends."""
     topics = {topic.topic_id for topic in view.topics.values()}
     return {
         key: held.value
@@ -94,7 +93,7 @@ def cold_elections(view: View, *, paced: Paced = iter) -> dict[PartitionKey, Par
 
 
 def cut_off(view: View) -> set[PartitionKey]:
-    """The partitions of the view whose leader is there, and of whom too few replicas have an answer."""
+    """Return the partitions with a live leader that too few replicas reach."""
     topics = {topic.topic_id: topic.config.min_insync_replicas for topic in view.topics.values()}
     return {
         key
@@ -106,8 +105,8 @@ def cut_off(view: View) -> set[PartitionKey]:
 def _is_cut_off(
     held: PartitionState, live: Mapping[int, BrokerState], reach: Reach, configured_min_insync: int | None
 ) -> bool:
-    """Whether the leader can commit nothing, whoever joins it. Who was not asked, or cannot tell, is taken to reach it:
-    one that is not in sync, too, as it may take the place of a member."""
+    """Whether the leader can commit nothing. Replicas that were not asked, or cannot answer, are assumed to reach it;
+    those out of sync count too, since they may replace a member."""
     leader = held.leader
     if leader is None or leader not in reach or not _leads(held, live):
         return False
@@ -118,8 +117,8 @@ def _is_cut_off(
 
 
 def _out_of_reach(held: PartitionState, reach: Reach, configured_min_insync: int | None) -> set[int]:
-    """Those in sync that must not lead instead of one who is cut off, since they may be so themselves, and partitions
-    would go round. Who was not asked, or cannot tell, does not count as reaching them."""
+    """Return the in-sync replicas that must not replace a leader that is cut off, since they may be cut off too and the
+    leadership would go round. Replicas that were not asked, or cannot answer, do not count as reaching them."""
     least = min_insync(held, configured_min_insync)
     return {
         broker_id
@@ -129,8 +128,8 @@ def _out_of_reach(held: PartitionState, reach: Reach, configured_min_insync: int
 
 
 def is_cold(held: PartitionState, live: Mapping[int, BrokerState]) -> bool:
-    """Whether a leader is needed, and all that could lead have started anew since they were counted in sync. What they
-    hold is then what their disks kept, and one that forgot what it had fsynced must not lead those that did not."""
+    """Whether a leader is needed and all candidates have restarted since they were counted in sync. They hold what
+    their disks kept, and one that forgot fsynced records must not lead those that did not."""
     if len(held.isr) <= 1 or _leads(held, live):
         return False
     live = _current(held, live)
@@ -155,7 +154,7 @@ def _added(
 
 
 def rebalance(view: View) -> list[PartitionChange]:
-    """Leaders to move so that no live broker leads two partitions more than another that is in sync in one of them.
+    """Return leaders to move so that no live broker leads two partitions more than another in-sync replica does.
 
     Partitions that need an election are left to `plan`. A move is an election: the leader epoch rises."""
     topics = {topic.topic_id: topic for topic in view.topics.values()}
@@ -170,7 +169,7 @@ def rebalance(view: View) -> list[PartitionChange]:
         before = len(moved)
         for key in [key for key in states if key not in moved]:
             state = states[key]
-            # Whoever started anew has had the time to open its files: here it counts like the others.
+            # A restarted broker has had the time to open its files: here it counts like the others.
             known = state.incarnations
             alike = {id: max(known.get(id, 0), view.live[id].incarnation) for id in state.isr if id in view.live}
             elected = elect(msgspec.structs.replace(state, incarnations=alike), view.live, led=led)
@@ -186,8 +185,8 @@ def rebalance(view: View) -> list[PartitionChange]:
 
 
 def departures(view: View, broker_id: int) -> list[PartitionChange]:
-    """A follower that ends takes its leave: it is in sync no more, where enough others are. Its leaders would find out
-    by themselves, but wait for it until then."""
+    """Remove a broker that ends from the ISRs, where enough others are in sync. Its leaders would notice themselves,
+    but would wait for it until then."""
     topics = {topic.topic_id: topic for topic in view.topics.values()}
     changes: list[PartitionChange] = []
     for (topic_id, number), held in view.partitions.items():
@@ -207,17 +206,17 @@ def live_brokers(
     *,
     in_grace: bool,
 ) -> dict[int, BrokerState]:
-    """Who counts as there. `gone` are (id, incarnation) that a probe found gone, registered or not.
+    """Return the live brokers. `gone` are (id, incarnation) that a probe found gone, registered or not.
 
-    While the control plane has only just come back (`in_grace`), that somebody is not registered proves nothing: who
-    was known before it went away counts as there until a probe says otherwise.
+    Just after the control plane has come back (`in_grace`) a missing registration proves nothing: a broker known before
+    counts as live until a probe says otherwise.
     """
     known = {**known_before, **registered} if in_grace else registered
     return {broker_id: broker for broker_id, broker in known.items() if (broker_id, broker.incarnation) not in gone}
 
 
 def old_strays(found: Iterable[str], first_seen_ms: dict[str, int], now_ms: int) -> list[str]:
-    """Those of the `found` topic ids that were strays for long. `first_seen_ms` is kept up from call to call."""
+    """Return those of the `found` topic ids that were strays for long. Updates `first_seen_ms` at every call."""
     strays = set(found)
     for topic_id in first_seen_ms.keys() - strays:
         del first_seen_ms[topic_id]
@@ -234,8 +233,8 @@ def may_be_forgotten(
     claimed: Collection[int],
     now_ms: int,
 ) -> bool:
-    """Whether nobody has files of the deleted topic: all who are here have confirmed it, and all who ever had an id
-    have, or the week is over. A broker that comes back still later sets its files aside, and destroys nothing."""
+    """Whether no broker has files of the deleted topic: all registered brokers have confirmed it, and all that ever had
+    an id have too, or the week is over. A broker that returns later sets its files aside, and destroys nothing."""
     missing = set(claimed) - set(confirmed)
     if missing & set(registered) or not set(registered) <= set(confirmed):
         return False
@@ -252,11 +251,11 @@ def decide(
     log_ends: Mapping[int, LogEnd] | None = None,
     reach: Reach | None = None,
 ) -> PartitionState | None:
-    """What the partition's state has to become while the brokers `live` are there; None when it is right as it is.
+    """Return the state that the partition needs while the brokers `live` are there; None when it is right as it is.
 
-    `added` are brokers that are to hold a replica from now on. A leader is replaced when it is gone, has started anew
-    since it was elected (it may have lost what it had promised to itself), stands on another store, or drains; and when
-    too few replicas reach it, as one that is gone, if enough of them reach another.
+    `added` are brokers that get a replica. A leader is replaced when it is gone, has restarted since it was elected (it
+    may have lost what it had promised itself), has another store, or drains; and when too few replicas reach it, like
+    one that is gone, if enough of them reach another.
     """
     if not reach and not added and _leads(held, live):
         return None
@@ -277,14 +276,14 @@ def decide(
 
 
 def _current(held: PartitionState, live: Mapping[int, BrokerState]) -> Mapping[int, BrokerState]:
-    """A registration older than what the partition knows of was read before it. It proves nothing, above all not that
-    the broker stands on another store and has lost what it had."""
+    """Return the registrations without those older than what the partition knows. An old one proves nothing, above all
+    not that the broker has another store and has lost what it had."""
     return {id: broker for id, broker in live.items() if broker.incarnation >= held.incarnations.get(id, 0)}
 
 
 def _leads(held: PartitionState, live: Mapping[int, BrokerState]) -> bool:
-    """Whether it needs no other leader. Of `live` and of its current registrations that is as true: the leader's is
-    the one that it was elected with."""
+    """Whether the leader may stay. The answer is the same for `live` and for its current registrations, since the
+    leader's is the one it was elected with."""
     return _still_leads(held, live) and held.leader is not None and not live[held.leader].draining
 
 
@@ -298,7 +297,7 @@ def _still_leads(held: PartitionState, live: Mapping[int, BrokerState]) -> bool:
 
 
 def _is_clean(held: PartitionState, broker_id: int, live: Mapping[int, BrokerState]) -> bool:
-    """In sync, there, and on the store it was counted with: an emptied one would lead a partition of nothing."""
+    """Whether a broker is in sync, live, and has the store it was counted with. An emptied one would lead nothing."""
     counted = held.store_uuids.get(broker_id, "").partition("/")[0]
     return broker_id in held.isr and broker_id in live and counted == live[broker_id].store_uuid
 
@@ -311,16 +310,16 @@ def elect(
     led: Mapping[int | None, int] | None = None,
     log_ends: Mapping[int, LogEnd] | None = None,
 ) -> PartitionState:
-    """The partition's state after an election among the `live` brokers; without a clean one it has no leader.
+    """Return the partition's state after an election among the `live` brokers; without a clean one it has no leader.
 
-    All that are clean hold all that was acknowledged. One that has started anew since it was counted, may still be
-    opening its files, and holds what its disk kept, wins only if there is no other, and one that drains only before
-    that one; of the others who leads the fewest partitions (`led`), and of equal ones the first in the order of the
-    replicas. Members that are gone leave the ISR, the old leader first, down to min_insync_replicas; those on another
-    store leave it in any case.
+    All clean replicas hold all that was acknowledged. One that has restarted since it was counted may still be opening
+    its files, and holds what its disk kept: it wins only if there is no other. One that drains wins only before that
+    one. Of the others the one that leads the fewest partitions (`led`) wins, then the first of the replicas. Members
+    that are gone leave the ISR, the old leader first, down to min_insync_replicas; those with another store always
+    leave it.
 
-    In a cold election `log_ends` are what the replicas told: the longest log of the highest epoch leads, those that are
-    behind it leave the ISR down to min_insync_replicas until they have caught up, and a damaged one never leads.
+    In a cold election `log_ends` are the replicas' answers: the longest log of the highest epoch leads, those behind it
+    leave the ISR down to min_insync_replicas until they have caught up, and a damaged one never leads.
     """
     live = _current(held, live)
     clean = [broker_id for broker_id in held.replicas if _is_clean(held, broker_id, live)]
@@ -354,9 +353,9 @@ def elect(
 
 
 def elect_unclean(held: PartitionState, broker_id: int, incarnation: int, store_uuid: str) -> PartitionState:
-    """What an operator asks for by name when no clean replica will come back: `broker_id` leads with what it has (a
-    replica of `store_uuid`), and all that only others had is lost. The epoch is marked, so that those may cut what they
-    hold beyond it."""
+    """Return the state after an election that an operator requests when no clean replica will come back: `broker_id`
+    leads with what it has (a replica of `store_uuid`), and records that only others had are lost. The epoch is marked,
+    so that the others may truncate what they have beyond it."""
     epoch = held.leader_epoch + 1
     return msgspec.structs.replace(
         held,

@@ -31,18 +31,18 @@ GROUP_EXPIRY_MS = 7 * wire.DAY_MS
 
 
 class Keeper(Protocol):
-    """The broker, as far as its housekeeping asks for it."""
+    """The broker, as its maintenance sees it."""
 
     def disk_is_full(self) -> bool: ...
     def release_disk(self) -> object:
-        """Give back the room that was set aside for a full disk."""
+        """Free the reserved disk space."""
         ...
 
     def storage_failed(self, fault: BaseException) -> None: ...
 
 
 class Maintenance:
-    """Ends when `draining` is set. `sweep` looks after the groups."""
+    """Runs each task at its interval until `draining` is set. `sweep` maintains the groups."""
 
     def __init__(
         self,
@@ -77,8 +77,8 @@ class Maintenance:
             try:
                 work()
             except (PortalMQError, Shortage) as error:
-                log.warning("upkeep will be tried again: %s", error)
-            except Exception as fault:  # noqa: BLE001 - upkeep that failed in any other way fails the broker
+                log.warning("maintenance will be tried again: %s", error)
+            except Exception as fault:  # noqa: BLE001 - any other failure of maintenance ends the broker
                 self._keeper.storage_failed(fault)
 
     def save_state(self) -> None:
@@ -91,13 +91,13 @@ class Maintenance:
 
     def retain(self) -> None:
         if self._keeper.disk_is_full():
-            self._keeper.release_disk()  # sealing and dropping, which make room, need a little room themselves
+            self._keeper.release_disk()  # sealing and dropping segments makes room, and needs a little room
         for topic in self._topics:
             config = topic.state.config
             for partition in in_short_turns(tuple(topic.local.values())):
                 try:
                     partition.retain(config.retention_ms, config.retention_bytes, GROUP_EXPIRY_MS)
-                except (PortalMQError, Shortage) as error:  # the others are not to wait for this one
+                except (PortalMQError, Shortage) as error:  # a failure does not delay the other partitions
                     log.warning("%s will be cleaned later: %s", partition, error)
 
     def compact(self) -> None:

@@ -11,26 +11,26 @@ from portalmq.errors import TopicNotFound, Unavailable
 
 
 class MetadataCache:
-    """What `forwarding.Leaders` goes by, and what other brokers' calls are looked up in."""
+    """The metadata that routing to leaders uses, and that other brokers' calls are resolved with."""
 
     def __init__(self, topics: Topics, mirror: Mirror) -> None:
         self._topics = topics
         self._mirror = mirror
 
     def topic(self, name: str, topic_id: str) -> Topic:
-        """The topic with this id. Raises Unavailable for one that this broker has not heard of yet, or any more."""
+        """Return the topic with this id. Raises Unavailable for one that this broker does not know."""
         topic = self._topics.get(name)
         if topic is None or topic.state.topic_id != topic_id:
             raise Unavailable(f"this broker does not know this topic {name!r} yet, or any more", retry_after_s=0.1)
         return topic
 
     def partition(self, place: TopicPartition) -> Partition:
-        """The partition, when it is led here. Raises NotLeader, Unavailable."""
+        """Return the partition if this broker leads it. Raises NotLeader, Unavailable."""
         return self._topic_with(place).partition(place.number)
 
     def leader_of(self, place: TopicPartition) -> int | None:
-        """Who leads, as far as this broker knows. Raises Unavailable where it knows less than whoever made the place,
-        and TopicNotFound by the authority of a tombstone alone."""
+        """Return the leader, as far as this broker knows. Raises Unavailable where it knows less than the sender, and
+        TopicNotFound only for a topic with a tombstone."""
         if place.topic_id in self._mirror.tombstones:
             raise TopicNotFound(f"topic {place.topic!r} was deleted while this was on its way")
         return self._topic_with(place).leader_of(place.number)

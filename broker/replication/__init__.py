@@ -1,1 +1,1 @@
-"""Fetches between two brokers: all their partitions in one conversation."""
+"""Replication between two brokers: one conversation for all their partitions."""

@@ -1,19 +1,18 @@
-"""What a follower's broker and a leader's broker say to each other: the body of /internal/v1/fetch and its answer.
+"""The fetch protocol between a follower's broker and a leader's broker: the body of /internal/v1/fetch and its answer.
 
-All partitions that one broker follows at another share one conversation, a *session* (after KIP-227): only what is new
-travels. A request names the fetches that were sent since the last answered one; a fetch that was named stands until it
-is answered, replaced, or left. So a hundred idle partitions cost their leader nothing to wait for, and a busy one pays
-for no other.
+All partitions that one broker follows at another share one *session* (after KIP-227): only changes travel. A request
+names the fetches that were sent since the last answered request. A fetch that was named waits until it is answered,
+replaced, or left. So a hundred idle partitions cost their leader nothing, and a busy one does not pay for the others.
 
     session, turn    the follower numbers its sessions and, from 1 on, the requests of each. A request with a later turn
-                     ends the one that is parked; one with an earlier turn came late, and says nothing any more
-    partitions       fetches that are new; they are repeated until a later turn is answered
-    left             partitions that are not asked for any more
+                     ends the one that is parked; one with an earlier turn is late, and is ignored
+    partitions       new fetches; they are repeated until a later turn is answered
+    left             partitions that are no longer fetched
     answer           known=False: the leader has no such session, begin another one and name everything;
-                     partitions: each answer echoes its fetch, and is dropped by who has moved on meanwhile
-    answered_ms      the leader's clock as it answers, and in a request that of the last answer in this session: what
-                     the request says was said after that, however long it was on its way (rule 14). 0: none came yet;
-                     None from brokers that do not say it
+                     partitions: each answer echoes its fetch, and is dropped if the follower has moved on
+    answered_ms      the leader's clock at its answer; in a request, that of the last answer in this session. What the
+                     request says is from after that time, however long it travelled (rule 14). 0: no answer yet; None
+                     from brokers without this field
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ FETCH_BYTES_MAX = 4 * 1024 * 1024
 
 
 class AskedPartition(msgspec.Struct, array_like=True, frozen=True):
-    """One replica's fetch. `store_uuid` is None when it is that of the broker; `known_hw` the high watermark there."""
+    """One replica's fetch. `store_uuid` is None when it is the broker's; `known_hw` is the replica's high watermark."""
 
     topic_id: str
     partition: int
@@ -72,7 +71,7 @@ decode_answer = msgspec.msgpack.Decoder(ReplicaFetchAnswer).decode
 
 
 def asked_of(topic_id: str, partition: int, fetch: Fetch, store_uuid: str, known_hw: int) -> AskedPartition:
-    """A fetch as it travels from the broker whose store is `store_uuid`."""
+    """Encode a fetch of the broker whose store is `store_uuid`."""
     return AskedPartition(
         topic_id,
         partition,

@@ -1,12 +1,12 @@
-"""Serving the brokers that follow here: one session for each, one long poll at a time.
+"""Serving the brokers that follow this one: one session for each, one long poll at a time.
 
     request -> new fetches to their partitions -> answered at once, or parked there
             <- what is ready: other answers, and records, in turn over the partitions, bounded in bytes
-    parked  <- a partition that was written marks its fetch in `ready`, one whose high watermark moved in `moved`
+    parked  <- a partition with new records marks its fetch in `ready`, one whose high watermark moved in `moved`
 
-So a poll that stands on a hundred idle partitions costs nothing until one of them has something to say. Records wake
-it at once; a high watermark alone within HW_LINGER_MS, as it usually travels with the next records. All fetches of a
-session are told to their partitions again a few times a second: as long as a follower polls, they stand.
+So a poll over a hundred idle partitions costs nothing until one of them has something to send. Records wake it at once;
+a high watermark alone within HW_LINGER_MS, since it usually travels with the next records. Partitions hear of all
+fetches of a session again a few times a second: the fetches are current as long as the follower polls.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from portalmq.broker.replication.fetch_protocol import (
 from portalmq.errors import InvalidRequest
 
 HW_LINGER_MS = 100
-# How often standing fetches are told to their partitions again. A fetch counts as overdue after 500 ms.
+# How often partitions hear of their waiting fetches again. A fetch counts as overdue after 500 ms.
 AFFIRM_EVERY_MS = 200
 WAIT_MS_MAX = 5_000
 REPLY_BYTES_MAX = 64 * 1024 * 1024
@@ -71,7 +71,7 @@ class LocalPartitions(Protocol):
 
 
 class Ask:
-    """A fetch in a session. It stands until it is answered, once, with `answer` or with records, or withdrawn."""
+    """A fetch in a session. It waits until it is answered once, with `answer` or with records, or withdrawn."""
 
     __slots__ = ("answer", "fetch", "key", "known_hw", "partition", "session", "stands")
 
@@ -111,14 +111,14 @@ class Ask:
 
 
 class FetchSession:
-    """One follower's broker. `asks` are its fetches, the answered ones too, until they are replaced or left."""
+    """One follower's broker. `asks` are its fetches, answered ones included, until they are replaced or left."""
 
     def __init__(self, broker_id: int, incarnation: int, number: int, clock: Clock) -> None:
         self.broker_id = broker_id
         self.incarnation = incarnation
         self.number = number
         self.turn = 0
-        # What the last request says was said after this time; None for a broker that does not tell.
+        # What the last request says is from after this time; None for a broker without this field.
         self.sent_after_ms: int | None = NEVER_MS
         self.asks: dict[PartitionKey, Ask] = {}
         self.ready: dict[Ask, None] = {}
@@ -157,13 +157,13 @@ class FetchSession:
         self.wakeup.set()
 
     def patience_ms(self, deadline_ms: int) -> int:
-        """How long to wait for more. A high watermark that moved is told by this poll, though that takes longer."""
+        """Return how long to wait for more. This poll sends a high watermark that moved, even if that takes longer."""
         until_ms = self.moved_ms + HW_LINGER_MS if self.moved else deadline_ms
         return max(0, until_ms - self._clock.now_ms())
 
 
 class Replication:
-    """`fetch` is what other brokers call."""
+    """The server of other brokers' fetches."""
 
     def __init__(self, host: ReplicationHost, partitions: LocalPartitions) -> None:
         self._host = host
@@ -178,7 +178,7 @@ class Replication:
         return session is not None and session.polls > 0
 
     def serve(self, body: bytes, peer: Poller | None) -> bytes:
-        """Answer one request. Raises InvalidRequest for what is none, or of another cluster."""
+        """Answer one request. Raises InvalidRequest for an invalid one, or one of another cluster."""
         try:
             request = decode_request(body)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -186,7 +186,7 @@ class Replication:
         if request.cluster_id != self._host.cluster_id:
             raise InvalidRequest(f"this is cluster {self._host.cluster_id}, the fetch is of {request.cluster_id}")
         if peer is not None and peer.gone():
-            return self._said(True)  # it lay here while this process stood still: what it says holds no longer
+            return self._said(True)  # it was buffered while this process was paused: what it says is out of date
         session = self._session_of(request)
         if session is None:
             return self._said(False)
@@ -194,7 +194,7 @@ class Replication:
             return self._said(True)
         session.turn = request.turn
         session.sent_after_ms = request.answered_ms or (None if request.answered_ms is None else NEVER_MS)
-        session.wakeup.set()  # ends the poll of the turn before
+        session.wakeup.set()  # ends the poll of the earlier turn
         for key in request.left:
             session.forget(key)
         self._affirm(session)
@@ -206,7 +206,7 @@ class Replication:
         return encode(ReplicaFetchAnswer(known, list(answers), self._host.clock.now_ms()))
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop answering."""
         self._closed = True
         for session in self._sessions.values():
             session.end()
@@ -231,13 +231,13 @@ class Replication:
         before = session.asks.get(asked.key)
         if before is not None:
             if before.fetch == fetch:
-                return  # repeated, as the follower cannot know whether it came
+                return  # repeated: the follower cannot know whether it arrived
             session.forget(asked.key)
         ask = session.asks[asked.key] = Ask(session, asked, fetch, self._partitions.local(*asked.key))
         self._tell(ask)
 
     def _tell(self, ask: Ask) -> None:
-        """To its partition. One that is not open here yet will be, or somebody else is elected: the fetch waits."""
+        """Pass a fetch to its partition. A partition that is not open yet will be, or loses the leadership: wait."""
         partition = ask.partition
         if partition is None:
             return
@@ -247,7 +247,7 @@ class Replication:
             partition.serving.received(ask)
 
     def opened(self, partition: Partition) -> None:
-        """Fetches may be waiting for it, or stand at the one that it takes the place of."""
+        """Pass waiting fetches to a partition that was opened, or opened again."""
         for session in tuple(self._sessions.values()):
             ask = session.asks.get((partition.topic_id, partition.number))
             if ask is not None and ask.stands and ask.answer is None:
@@ -255,7 +255,7 @@ class Replication:
                 self._tell(ask)
 
     def _affirm(self, session: FetchSession) -> None:
-        """As long as the follower polls, what it asked for stands."""
+        """Pass all fetches of a session to their partitions again: they are current as long as the follower polls."""
         now_ms = self._host.clock.now_ms()
         if now_ms - session.affirmed_ms < AFFIRM_EVERY_MS:
             return
@@ -267,7 +267,7 @@ class Replication:
     # --- the poll ----------------------------------------------------------------------------------------------------
 
     def _poll(self, session: FetchSession, request: ReplicaFetchRequest, peer: Poller | None) -> bytes:
-        # An answer is what followers vouch for their leader by, so it comes in time for that.
+        # Followers confirm their leader by its answers, so an answer comes in time for that.
         deadline_ms = self._host.clock.now_ms() + min(request.wait_ms, WAIT_MS_MAX, VOUCHED_FOR_MS // 2)
         unwatch = peer.watch(session.wakeup.set) if peer is not None else None
         session.polls += 1
@@ -291,7 +291,7 @@ class Replication:
                 unwatch()
 
     def _collect(self, session: FetchSession, max_bytes: int) -> list[PartitionAnswer]:
-        """What is ready, as far as `max_bytes` go; what is left comes first next time."""
+        """Return the answers that are ready, up to `max_bytes`; the rest comes first next time."""
         answers: list[PartitionAnswer] = []
         left = min(max_bytes, REPLY_BYTES_MAX)
         share = max(SHARE_BYTES_MIN, left // max(1, len(session.ready)))
@@ -325,14 +325,14 @@ class Replication:
                 yield RecordsAnswer(*ask.key, ask.echo, [], partition.high_watermark)
 
     def _answer(self, ask: Ask, max_bytes: int) -> PartitionAnswer:
-        """The answer to a fetch that is ready: the one it was given, or what there is for it."""
+        """Return the answer to a ready fetch: the one it was given, or the records for it."""
         partition = ask.partition
         if ask.answer is None and partition is not None:
             frames = partition.serving.frames(ask.fetch.fetch_offset, max_bytes)
             if frames is not None and _still_leads(partition, ask):
                 return RecordsAnswer(*ask.key, ask.echo, frames, partition.high_watermark)
             if ask.answer is None and not partition.closed:
-                partition.serving.received(ask)  # it may have to go on elsewhere: at the log's start, for instance
+                partition.serving.received(ask)  # the fetch may have to continue elsewhere: at the log's start, say
         match ask.answer:
             case Diverging(epoch, end):
                 return DivergingAnswer(*ask.key, ask.echo, epoch, end)

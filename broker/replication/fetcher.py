@@ -1,12 +1,12 @@
-"""Following: one greenlet for each broker that leads something here, one long poll for all its partitions.
+"""Following: one greenlet for each broker that leads something here, with one long poll for all its partitions.
 
     Partition.SendFetch -> follow(): the fetch waits for the next request
     request -> leader, parked there until something is ready
             <- answers, each to its partition, which writes and sends its next fetch when that is durable
 
-The next request leaves as soon as a partition has something new to say, an acknowledgement above all, even while one
-is parked: the leader then ends the parked one. So at most two are on their way, and a partition that is slow to write
-holds up nobody. Trouble is answered with short pauses, and is told to the control plane by whoever carries the calls.
+The next request leaves as soon as a partition has something new to send, above all an acknowledgement, even while one
+is parked: the leader then ends the parked one. So at most two are on their way, and a partition that writes slowly
+delays no other. After a failure the fetcher pauses briefly; the calls' carrier reports it to the control plane.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ log = logging.getLogger(__name__)
 
 ANSWER_WITHIN_S = 1.0
 POLLS_MAX = 2
-# What was received is written within this time, usually: then the next request carries the acknowledgement.
+# Received records are usually written within this time: then the next request carries the acknowledgement.
 WRITE_LINGER_S = 0.005
 COMPANY_LINGER_S = 0.0005
-# When partitions were left is looked through for old ones when there are so many.
+# The times at which partitions were left are searched for old ones when there are so many.
 LEFT_MAX = 1_000
 LEFT_REMEMBERED_MS = 10_000
 PAUSE_FIRST_S = 0.02
@@ -53,7 +53,7 @@ PAUSE_MAX_S = 0.5
 
 
 class Calls(Protocol):
-    """What carries a request to another broker and brings the answer. Raises PortalMQError."""
+    """Carries a request to another broker and returns the answer. Raises PortalMQError."""
 
     def call_bytes(self, broker_id: int, name: str, body: bytes, *, timeout_s: float) -> bytes: ...
 
@@ -89,7 +89,7 @@ class Fetchers:
         self._closed = False
 
     def follow(self, partition: FollowedPartition, leader: int, fetch: Fetch) -> None:
-        """Ask `leader` for this, until it is answered, replaced or taken back."""
+        """Fetch this from `leader` until it is answered, replaced or withdrawn."""
         if self._closed:
             return
         fetcher = self._fetchers.get(leader)
@@ -114,8 +114,8 @@ class Fetchers:
         fetcher.drop(partition)
 
     def heard_ms(self, partition: FollowedPartition) -> int:
-        """When the broker of a leader that was followed here answered last, as long as it was; later than that none of
-        them was told that this replica follows."""
+        """Return when the followed leader's broker last answered. Once it is not followed any more: no later than its
+        last answer to which this replica was a follower."""
         fetcher = self._followed.get(partition)
         left_ms = self._left_ms.get((partition.topic_id, partition.number), NEVER_MS)
         return max(left_ms, fetcher.heard_ms if fetcher is not None else NEVER_MS)
@@ -127,8 +127,9 @@ class Fetchers:
 
 
 class Fetcher:
-    """One leader's broker. `_asked` are the fetches that stand; `_unsure` those of them that the leader may not have,
-    with the first turn they were sent in, 0 before; `_left` likewise. `_writing` were answered and did not ask again.
+    """The fetches of one leader's broker. `_asked` are those that wait; `_unsure` those of them that the leader may not
+    have, with the first turn they were sent in, 0 before; `_left` likewise. `_writing` were answered and have not
+    fetched again.
     """
 
     def __init__(self, fetchers: Fetchers, leader: int) -> None:
@@ -169,7 +170,7 @@ class Fetcher:
     def close(self) -> None:
         self._greenlet.kill(block=False)
 
-    # --- sending -----------------------------------------------------------------------------------------------------
+    # --- requests ----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while True:
@@ -183,7 +184,7 @@ class Fetcher:
                     gevent.sleep(COMPANY_LINGER_S)
                 self._send()
             elif self._asked and self._polls == 0:
-                # What was received is being written: its acknowledgement is worth a moment.
+                # Received records are being written: waiting a moment for their acknowledgement saves a request.
                 if not (self._writing and self._wakeup.wait(WRITE_LINGER_S)):
                     self._send()
             else:
@@ -222,7 +223,7 @@ class Fetcher:
             partition.topic_id, partition.number, fetch, self._fetchers.host.store_uuid, partition.high_watermark
         )
 
-    # --- what comes back ---------------------------------------------------------------------------------------------
+    # --- answers -----------------------------------------------------------------------------------------------------
 
     def _poll(self, session: int, turn: int, body: bytes) -> None:
         try:
@@ -241,7 +242,7 @@ class Fetcher:
             self._wakeup.set()
 
     def _begin_anew(self) -> None:
-        """Nobody knows what the leader's broker has heard: name everything again, in a new session, after a pause."""
+        """Begin a new session after a pause and name everything: the leader's state of this one is unknown."""
         self._session += 1
         self._turn = 0
         self._answered_ms = 0
@@ -270,5 +271,5 @@ class Fetcher:
                 self._writing.add(partition)
             try:
                 partition.following.replied(each)
-            except Exception:  # the others were answered too, and nobody would tell them again
+            except Exception:  # the other partitions were answered too, and would not be answered again
                 log.exception("%s: the answer of broker %d could not be taken", partition, self._leader)

@@ -1,11 +1,10 @@
-"""The beat of all partitions: time passes, the lease is told, and followers that are overdue are looked after.
+"""The ticks of all partitions: they move the time, renew leases, and check for overdue followers.
 
-One greenlet for all of them, a few of them at a time, so that hundreds cost little and hold up nobody; and those that
-are as they should be (a leader with all its replicas in sync, a follower whose fetch stands) hear of the time only in
-every third beat.
+One greenlet serves all partitions, a few at a time, so that hundreds cost little and delay no other work. Partitions in
+their normal state (a leader with all replicas in sync, a follower whose fetch waits) get only every third tick.
 
-A follower whose fetch is overdue is gone or slow, or cannot reach this broker: a connection to its port tells the first
-(it is asked for nothing: a refusal is all that is to be learnt), and the controller finds out about the last.
+A follower whose fetch is overdue is gone, slow, or cannot reach this broker. A connection to its port detects the first
+(nothing is requested: only a refusal is evidence); the controller detects the last.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class TickerHost(Protocol):
 
 
 def refuses(url: str) -> bool:
-    """Whether nobody listens at the address of this broker."""
+    """Whether no process listens at the address of this broker."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     try:
@@ -67,7 +66,7 @@ def refuses(url: str) -> bool:
 
 
 class Ticker:
-    """`partitions` gives all that are open; `polls` says whether a fetch of a broker stands here right now."""
+    """`partitions` returns all open ones; `polls` says whether a fetch of a broker is parked here right now."""
 
     def __init__(
         self,
@@ -99,8 +98,8 @@ class Ticker:
                 self.tick()
                 if self._ticks % QUIET_EVERY_TICKS == 0:
                     self.look_after_followers()
-            except Exception:  # the next beat has to come, whatever became of this one
-                log.exception("a beat of the partitions failed")
+            except Exception:  # the next tick must come
+                log.exception("a tick of the partitions failed")
 
     def tick(self) -> None:
         self._ticks += 1
@@ -118,8 +117,8 @@ class Ticker:
                 if index % QUIET_EVERY_TICKS == 0 or not partition.is_quiet:
                     partition.tell(tick)
                     told += 1
-            except Exception:  # the others need their leases, whatever became of this one
-                log.exception("%s: its beat failed", partition)
+            except Exception:  # the other partitions need their leases
+                log.exception("%s: its tick failed", partition)
             if told >= PARTITIONS_AT_A_TIME:
                 told = 0
                 give_way()
@@ -154,7 +153,8 @@ class Ticker:
             self._probing.discard(broker_id)
 
     def _scrub(self) -> None:
-        """Check a part of some log every second: damage that nobody reads is found too, while others are whole."""
+        """Check a part of some log every second: so damage is found that no reader meets, while other replicas are
+        whole."""
         while True:
             for partition in tuple(self._partitions()):
                 gevent.sleep(SCRUB_EVERY_S)
