@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.broker_process import REPOSITORY, BrokerProcess
 
 from portalmq.broker.api.routes import ROUTES
-from portalmq.broker.protocols.routes import SEED_ROUTES
+from portalmq.broker.protocols.routes import PROTOCOL_ROUTES
 
 DEPLOY = REPOSITORY / "docs" / "deploy"
 CASES = REPOSITORY / "tests" / "support" / "alarms_cases.yml"
@@ -65,7 +65,7 @@ def test_the_manual_tells_what_to_do_about_each_alarm():
 
 
 def test_routes_in_an_expression_are_routes():
-    known = {route.path for route in (*ROUTES, *SEED_ROUTES)}
+    known = {route.path for route in (*ROUTES, *PROTOCOL_ROUTES)}
     named = {
         path for alarm in ALARMS for text in re.findall(r'route=~"([^"]+)"', alarm["expr"]) for path in text.split("|")
     }

@@ -24,14 +24,22 @@ from portalmq.broker.api.request_context import RequestContext, answer, query
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.partition.answer_size import first_of
 from portalmq.broker.protocols import DEFAULT
-from portalmq.broker.protocols.payload import NO_JSON, RECORD_OF, Key, finish, read_key, record_of, shown
+from portalmq.broker.protocols.payload import (
+    NOT_JSON,
+    MessageKey,
+    finish,
+    message_member,
+    parse_key,
+    record_of,
+    record_of_pending,
+)
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import InvalidRequest, MessageNotFound, PartitionNotFound, PortalMQError, TopicNotFound
 
 LIST_MAX = 10_000
 
 
-class Posted(msgspec.Struct):
+class PostRequest(msgspec.Struct):
     message: msgspec.Raw = msgspec.field(name="Message")
 
 
@@ -46,7 +54,7 @@ def post(context: RequestContext) -> Response:
     (produced,) = context.broker.produce(queue, ProduceRequest([_posted(context.body())]))
     if isinstance(produced, PortalMQError):
         raise produced
-    key = Key(mark or _mark(context, queue), produced.partition, produced.offset)
+    key = MessageKey(mark or _mark(context, queue), produced.partition, produced.offset)
     return answer({"key": str(key), "timestamp": produced.timestamp_ms})
 
 
@@ -60,8 +68,8 @@ def _mark(context: RequestContext, queue: str) -> str:
 
 def _posted(body: bytes) -> Record:
     try:
-        return record_of(msgspec.json.decode(body, type=Posted).message)
-    except (*NO_JSON, InvalidRequest):
+        return record_of(msgspec.json.decode(body, type=PostRequest).message)
+    except (*NOT_JSON, InvalidRequest):
         pass
     try:
         body.decode("utf-8")
@@ -84,15 +92,15 @@ def get(context: RequestContext) -> Response:
         (verdict,) = context.broker.ack(DEFAULT, [message.receipt])
         if isinstance(verdict, PortalMQError):
             raise verdict
-    key = Key(context.broker.offset_acks.mark_in(message.receipt), message.partition, message.offset)
-    return answer({**shown(message.record), "timestamp": message.timestamp_ms, "key": str(key)})
+    key = MessageKey(context.broker.offset_acks.mark_in(message.receipt), message.partition, message.offset)
+    return answer({**message_member(message.record), "timestamp": message.timestamp_ms, "key": str(key)})
 
 
 def confirm(context: RequestContext) -> Response:
     queue = _queue()
     key = wire.decode_json(context.body(), Confirmation).key
     try:
-        (verdict,) = finish(context, queue, [read_key(key)])
+        (verdict,) = finish(context, queue, [parse_key(key)])
     except (PartitionNotFound, TopicNotFound):
         verdict = False
     if isinstance(verdict, PortalMQError):
@@ -106,13 +114,13 @@ def read_all(context: RequestContext) -> Response:
     """All that is not confirmed yet, at most LIST_MAX, and 16 MiB; `more` says whether that is not all."""
     queue = _queue()
     mark = context.broker.offset_acks.mark(queue)
-    found, more = first_of(context.broker.unfinished.messages(DEFAULT, queue), RECORD_OF, LIST_MAX)
-    context.make_room(map(RECORD_OF, found))
+    found, more = first_of(context.broker.unfinished.messages(DEFAULT, queue), record_of_pending, LIST_MAX)
+    context.make_room(map(record_of_pending, found))
     messages = [
         {
-            **shown(each.stored.record),
+            **message_member(each.stored.record),
             "timestamp": each.stored.timestamp_ms,
-            "key": str(Key(mark, each.stored.partition, each.stored.offset)),
+            "key": str(MessageKey(mark, each.stored.partition, each.stored.offset)),
             "state": each.state,
         }
         for each in found

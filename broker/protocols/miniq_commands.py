@@ -21,7 +21,7 @@ from flask import Response
 from portalmq import wire
 from portalmq.broker.api.request_context import RequestContext, answer
 from portalmq.broker.protocols import DEFAULT
-from portalmq.broker.protocols.payload import Key, finish, read_key
+from portalmq.broker.protocols.payload import MessageKey, finish, parse_key
 from portalmq.errors import InvalidRequest, MessageNotFound, PartitionNotFound, PortalMQError, TopicNotFound
 
 IDS_MAX = 1_000
@@ -68,16 +68,16 @@ def _delete(context: RequestContext, queue: str, payload: Payload) -> dict[str, 
     if payload.ids is not None:
         if len(payload.ids) > IDS_MAX:
             raise InvalidRequest(f"{len(payload.ids)} ids at once, {IDS_MAX} at most")
-        return {"ids": payload.ids, "deleted": _finished(context, queue, [read_key(each) for each in payload.ids])}
+        return {"ids": payload.ids, "deleted": _finished(context, queue, [parse_key(each) for each in payload.ids])}
     if payload.id is None:
         raise InvalidRequest("name the message to be deleted: the `id` that came with it")
-    (deleted,) = _finished(context, queue, [read_key(payload.id)])
+    (deleted,) = _finished(context, queue, [parse_key(payload.id)])
     if not deleted:
         raise MessageNotFound(f"queue {queue!r} has no message {payload.id!r} to be deleted")
     return {"id": payload.id}
 
 
-def _finished(context: RequestContext, queue: str, keys: list[Key]) -> list[bool]:
+def _finished(context: RequestContext, queue: str, keys: list[MessageKey]) -> list[bool]:
     """Which of them are done now. Raises what is not known of one: a repeat does no harm to the others."""
     if not keys:
         return []

@@ -18,15 +18,15 @@ from portalmq.broker.queues.settle import Verdict
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import InvalidRequest
 
-NO_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 # Of a message that is not finished.
-RECORD_OF = attrgetter("stored.record")
+record_of_pending = attrgetter("stored.record")
 
 _decode_any = msgspec.json.Decoder().decode
 
 
-class Carried(msgspec.Struct, kw_only=True):
+class MessageBody(msgspec.Struct, kw_only=True):
     """Of a body that brings a message, the message: `message`, or `message_base64`."""
 
     message: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
@@ -47,11 +47,11 @@ def record_of(raw: msgspec.Raw) -> Record:
     try:
         message = _decode_any(written)
         return Record(message.encode(), wire.TEXT) if isinstance(message, str) else Record(written, wire.JSON)
-    except NO_JSON as fault:
+    except NOT_JSON as fault:
         raise InvalidRequest(f"the message is no valid JSON: {fault}") from None
 
 
-def shown(record: Record, name: str = "message") -> dict[str, Any]:
+def message_member(record: Record, name: str = "message") -> dict[str, Any]:
     """The message as a member of an answer: under `name`, or under `<name>_base64`."""
     try:
         text = record.value.decode("utf-8")
@@ -61,16 +61,16 @@ def shown(record: Record, name: str = "message") -> dict[str, Any]:
         try:
             _decode_any(record.value)
             return {name: msgspec.Raw(record.value)}
-        except NO_JSON:
+        except NOT_JSON:
             pass  # it says that it is JSON, and is not: as text it is what was sent
     return {name: text}
 
 
 # What a key says of its queue is as long as a topic's mark.
-_MARKED = re.compile(r"(?:([0-9a-f]{8})-)?([0-9]{1,19})-([0-9]{1,19})", re.ASCII)
+_KEY = re.compile(r"(?:([0-9a-f]{8})-)?([0-9]{1,19})-([0-9]{1,19})", re.ASCII)
 
 
-class Key(NamedTuple):
+class MessageKey(NamedTuple):
     """`<mark>-<partition>-<offset>`: a message's place, and the mark of its topic, so that a key which outlives its
     queue names no message of the next one of that name. `mark` is "" where a key leaves it out, as ids of other doors
     do."""
@@ -84,18 +84,18 @@ class Key(NamedTuple):
         return f"{self.mark}-{place}" if self.mark else place
 
 
-def read_key(text: str) -> Key:
+def parse_key(text: str) -> MessageKey:
     """Raises InvalidRequest."""
-    found = _MARKED.fullmatch(text)
+    found = _KEY.fullmatch(text)
     if found is not None:
         mark, partition, offset = found.groups()
-        key = Key(mark or "", int(partition), int(offset))
+        key = MessageKey(mark or "", int(partition), int(offset))
         if max(key.partition, key.offset) <= wire.INTEGER_MAX:
             return key
     raise InvalidRequest(f"{text[:100]!r} is no key of a message: show the one that came with it")
 
 
-def finish(context: RequestContext, queue: str, keys: Sequence[Key]) -> list[Verdict]:
+def finish(context: RequestContext, queue: str, keys: Sequence[MessageKey]) -> list[Verdict]:
     """Which messages are done for the group of the older queues. Raises TopicNotFound, PartitionNotFound."""
     places = [(key.partition, key.offset) for key in keys]
     return context.broker.offset_acks.finish(DEFAULT, queue, places, marks=[key.mark for key in keys])
@@ -105,10 +105,10 @@ def finish(context: RequestContext, queue: str, keys: Sequence[Key]) -> list[Ver
 _OFFSET_BITS = 40
 
 
-def number_of(partition: int, offset: int) -> int:
+def id_of(partition: int, offset: int) -> int:
     """Exact in every JSON reader: 10 bits of partition over 40 of offset are below 2^53."""
     return (partition << _OFFSET_BITS) | offset
 
 
-def place_of_number(number: int) -> tuple[int, int]:
+def place_of_id(number: int) -> tuple[int, int]:
     return number >> _OFFSET_BITS, number & ((1 << _OFFSET_BITS) - 1)

@@ -27,7 +27,7 @@ from portalmq.broker.api.request_context import RequestContext, answer, no_conte
 from portalmq.broker.messages.browse import StoredMessage
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.protocols import PORTAL_GROUP
-from portalmq.broker.protocols.payload import Carried, number_of, place_of_number, shown
+from portalmq.broker.protocols.payload import MessageBody, id_of, message_member, place_of_id
 from portalmq.errors import InvalidRequest, NotFound, PartitionNotFound, PortalMQError, TopicNotFound
 
 # A reader that sleeps on a topic of several partitions looks at each of them in turn for so long.
@@ -38,7 +38,7 @@ Name = Annotated[str, msgspec.Meta(max_length=1_000)]
 _turns = count()
 
 
-class Publish(Carried, kw_only=True):
+class PublishRequest(MessageBody, kw_only=True):
     name: Name
     id: str | int | None = None
     sequence: str | int | None = None
@@ -51,21 +51,21 @@ class ReadRequest(msgspec.Struct):
     first_use: bool = False
 
 
-class Consume(msgspec.Struct):
+class ConsumeRequest(msgspec.Struct):
     name: Name
     offset: Annotated[int, msgspec.Meta(ge=0, le=wire.INTEGER_MAX)]
 
 
-class OfTopic(msgspec.Struct):
+class TopicBody(msgspec.Struct):
     name: Name
 
 
-class OfProgram(msgspec.Struct):
+class ProgramBody(msgspec.Struct):
     id: str | int
 
 
 def publish(context: RequestContext) -> Response:
-    wanted = wire.decode_json(context.body(), Publish)
+    wanted = wire.decode_json(context.body(), PublishRequest)
     key = None
     if wanted.sequence is not None:
         if wanted.id is None:
@@ -78,7 +78,7 @@ def publish(context: RequestContext) -> Response:
     (produced,) = context.broker.produce(topic, ProduceRequest([wanted.record()], idempotency_key=key))
     if isinstance(produced, PortalMQError):
         raise produced
-    return answer({"partition": produced.partition, "offset": number_of(produced.partition, produced.offset)})
+    return answer({"partition": produced.partition, "offset": id_of(produced.partition, produced.offset)})
 
 
 def read(context: RequestContext) -> Response:
@@ -88,14 +88,14 @@ def read(context: RequestContext) -> Response:
         partitions = (
             context.broker.use_topic(topic) if wanted.first_use else context.broker.shared_offsets.partitions(topic)
         )
-        stored = _front(context, topic, partitions, wanted.wait_ms)
+        stored = _first_message(context, topic, partitions, wanted.wait_ms)
     if stored is None:
         return no_content()
-    offset = number_of(stored.partition, stored.offset)
-    return answer({**shown(stored.record), "offset": offset, "timestamp_ms": stored.timestamp_ms})
+    offset = id_of(stored.partition, stored.offset)
+    return answer({**message_member(stored.record), "offset": offset, "timestamp_ms": stored.timestamp_ms})
 
 
-def _front(context: RequestContext, topic: str, size: int, wait_ms: int) -> StoredMessage | None:
+def _first_message(context: RequestContext, topic: str, size: int, wait_ms: int) -> StoredMessage | None:
     """The first message of any of `size` partitions; another is asked first each time."""
     turn = next(_turns)
     while True:
@@ -121,8 +121,8 @@ def _front(context: RequestContext, topic: str, size: int, wait_ms: int) -> Stor
 
 
 def consume(context: RequestContext) -> Response:
-    wanted = wire.decode_json(context.body(), Consume)
-    partition, offset = place_of_number(wanted.offset)
+    wanted = wire.decode_json(context.body(), ConsumeRequest)
+    partition, offset = place_of_id(wanted.offset)
     try:
         advanced = context.broker.shared_offsets.advance(
             PORTAL_GROUP, wire.check_name(wanted.name, "topic"), partition, offset
@@ -158,7 +158,7 @@ def topic_exists(context: RequestContext) -> Response:
 
 
 def _topic(context: RequestContext) -> str:
-    return wire.check_name(wire.decode_json(context.body(), OfTopic).name, "topic")
+    return wire.check_name(wire.decode_json(context.body(), TopicBody).name, "topic")
 
 
 def create_program(context: RequestContext, kind: str) -> Response:
@@ -182,4 +182,4 @@ def program_exists(context: RequestContext, kind: str) -> Response:
 
 
 def _program(context: RequestContext, kind: str) -> str:
-    return wire.check_name(str(wire.decode_json(context.body(), OfProgram).id), kind)
+    return wire.check_name(str(wire.decode_json(context.body(), ProgramBody).id), kind)

@@ -27,7 +27,7 @@ def _taking(view: Callable[[RequestContext], Response], other: str) -> Callable[
     return taken
 
 
-SEED_ROUTES = (
+PROTOCOL_ROUTES = (
     Route("POST", "/publish", portal.publish),
     Route("POST", "/read", portal.read),
     Route("POST", "/consume", portal.consume),

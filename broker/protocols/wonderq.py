@@ -26,7 +26,7 @@ from portalmq.broker.cluster.rpc.queues import QueueSize
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.partition.answer_size import first_of
 from portalmq.broker.protocols import DEFAULT
-from portalmq.broker.protocols.payload import RECORD_OF, Carried, number_of, place_of_number, shown
+from portalmq.broker.protocols.payload import MessageBody, id_of, message_member, place_of_id, record_of_pending
 from portalmq.broker.queues.unfinished import PendingMessage
 from portalmq.errors import InvalidRequest, PartitionNotFound, PortalMQError, TopicNotFound
 
@@ -35,11 +35,11 @@ SHOWN_MAX = 1_000
 
 
 def publish(context: RequestContext) -> Response:
-    wanted = wire.decode_json(context.body(), Carried)
+    wanted = wire.decode_json(context.body(), MessageBody)
     (produced,) = context.broker.produce(DEFAULT, ProduceRequest([wanted.record()]))
     if isinstance(produced, PortalMQError):
         raise produced
-    return answer({"id": number_of(produced.partition, produced.offset)})
+    return answer({"id": id_of(produced.partition, produced.offset)})
 
 
 def consume(context: RequestContext) -> Response:
@@ -55,7 +55,7 @@ def consume(context: RequestContext) -> Response:
     with context.parked(wait_ms):
         messages = context.broker.receive(DEFAULT, wanted, peer_of(request.environ), is_first=True)
     return answer(
-        {"messages": [{"id": number_of(each.partition, each.offset), **shown(each.record)} for each in messages]}
+        {"messages": [{"id": id_of(each.partition, each.offset), **message_member(each.record)} for each in messages]}
     )
 
 
@@ -65,7 +65,7 @@ def delete(context: RequestContext) -> Response:
     if number is None:
         raise InvalidRequest("name the message that was processed: ?cid=7&id=12")
     try:
-        (verdict,) = context.broker.offset_acks.finish(DEFAULT, DEFAULT, [place_of_number(number)], holder=holder)
+        (verdict,) = context.broker.offset_acks.finish(DEFAULT, DEFAULT, [place_of_id(number)], holder=holder)
     except (PartitionNotFound, TopicNotFound):
         verdict = False
     if isinstance(verdict, PortalMQError):
@@ -88,12 +88,12 @@ def state(context: RequestContext) -> Response:
     with suppress(TopicNotFound):
         # The size first: with it the group begins, and what nobody has asked for yet is counted as well.
         size = context.broker.queue_sizes.size(DEFAULT, DEFAULT)
-        found, more = first_of(context.broker.unfinished.messages(DEFAULT, DEFAULT), RECORD_OF, limit)
-    context.make_room(map(RECORD_OF, found))
+        found, more = first_of(context.broker.unfinished.messages(DEFAULT, DEFAULT), record_of_pending, limit)
+    context.make_room(map(record_of_pending, found))
     messages = [
         {
-            "id": number_of(each.stored.partition, each.stored.offset),
-            **shown(each.stored.record),
+            "id": id_of(each.stored.partition, each.stored.offset),
+            **message_member(each.stored.record),
             "state": each.state,
             "deliveries": each.deliveries,
             "timestamp_ms": each.stored.timestamp_ms,

@@ -250,7 +250,7 @@ class BrokerProcess:
         from portalmq.broker.api.app import create_app
         from portalmq.broker.broker import Broker
         from portalmq.broker.metrics import Metrics
-        from portalmq.broker.protocols.routes import SEED_ROUTES
+        from portalmq.broker.protocols.routes import PROTOCOL_ROUTES
         from portalmq.broker.server.gauges import GaugeCollector, gauges_of
         from portalmq.control_plane.catalog import Catalog
         from portalmq.control_plane.state import BrokerState
@@ -283,7 +283,7 @@ class BrokerProcess:
         if self.config.is_clustered:
             broker.membership.on_changed.append(lambda changes: self._remember_brokers())
         self._broker, self._plane = broker, plane
-        return create_app(broker, self.config, metrics, self._auth, more=SEED_ROUTES)
+        return create_app(broker, self.config, metrics, self._auth, more=PROTOCOL_ROUTES)
 
     def _started_plane(self) -> ControlPlane:
         """The cluster's ZooKeeper, or this broker's own journal."""

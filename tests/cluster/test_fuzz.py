@@ -15,7 +15,7 @@ from support.broker_process import BrokerProcess
 
 from portalmq import wire
 from portalmq.broker.api.routes import ROUTES
-from portalmq.broker.protocols.routes import SEED_ROUTES
+from portalmq.broker.protocols.routes import PROTOCOL_ROUTES
 
 pytestmark = pytest.mark.cluster
 
@@ -79,7 +79,7 @@ class Dice(random.Random):
 
 def test_no_request_is_answered_by_a_mistake_of_the_broker(tmp_path):
     dice = Dice(SEED)
-    routes = sorted({(route.method, route.path) for route in (*ROUTES, *SEED_ROUTES)})
+    routes = sorted({(route.method, route.path) for route in (*ROUTES, *PROTOCOL_ROUTES)})
     with BrokerProcess(tmp_path) as broker:
         connection = http.client.HTTPConnection("127.0.0.1", broker.port, timeout=100)
         before = psutil.Process(broker.worker.pid).memory_info().rss

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from portalmq import wire
-from portalmq.broker.protocols.zeromq.protocol import DEFAULT, ReceivedMessage, mark_in
+from portalmq.broker.protocols.zeromq.protocol import DEFAULT, ReceivedMessage, mark_of_receipt
 from portalmq.errors import PortalMQError, Unavailable
 from portalmq.message import RecordMetadata
 from portalmq.producer import Producer
@@ -106,7 +106,7 @@ class ClusterClient:
             self._transport.call(request, timeout_s=timeout_s), _Received
         ).messages
         for each in messages:
-            each.id = f"{mark_in(each.receipt)}-{each.id}"
+            each.id = f"{mark_of_receipt(each.receipt)}-{each.id}"
         return messages
 
     def give_back(self, receipts: list[str]) -> None:

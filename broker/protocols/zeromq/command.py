@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 EXIT_USAGE = 2
 EXIT_PORT_TAKEN = 73
-LOOK_WITHIN_S = 2.0
+CHECK_WITHIN_S = 2.0
 CLOSE_WITHIN_S = 5.0
 
 _PORT = click.IntRange(0, 65_535)
@@ -115,7 +115,7 @@ def zeromq(
         click.echo(f"portalmq: {taken}. Choose others with --command-port, --producer-port, --consumer-port.", err=True)
         sys.exit(EXIT_PORT_TAKEN)
     try:
-        _look(cluster)
+        _warn_if_unreachable(cluster)
         show_one({str(role): endpoint for role, endpoint in server.endpoints.items()}, session.output)
         sys.stdout.flush()
         server.run()
@@ -143,10 +143,10 @@ def _server(
     return server
 
 
-def _look(cluster: ClusterClient) -> None:
+def _warn_if_unreachable(cluster: ClusterClient) -> None:
     """A cluster that is not there yet may come: requests are refused until it does."""
     try:
-        cluster.check(LOOK_WITHIN_S)
+        cluster.check(CHECK_WITHIN_S)
     except PortalMQError as error:
         click.echo(f"portalmq: {error}. Until that is mended requests are answered with an error.", err=True)
 

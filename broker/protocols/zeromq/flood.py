@@ -27,7 +27,7 @@ from portalmq.system import resident_bytes
 
 _log = logging.getLogger("portalmq.zeromq")
 
-LOOK_EVERY_S = 0.05
+CHECK_EVERY_S = 0.05
 GROWTH_BYTES = 16 * 1024 * 1024
 # What may lie in the kernel's buffers and is counted there.
 KERNEL_BYTES = 8 * 1024 * 1024
@@ -38,7 +38,7 @@ TCP_INFO_RECEIVED_AT = 128  # tcpi_bytes_received, Linux 4.1
 
 
 @dataclass(slots=True)
-class _ConnectionLook:
+class _ConnectionSample:
     """A connection at the last look: who, how many requests of it had come, and how many bytes by then."""
 
     peer: object
@@ -58,9 +58,9 @@ class FloodGuard:
         self._held_max = request_bytes_max + KERNEL_BYTES
         self._memory_max = memory_bytes() + growth_bytes_max
         self._requests: dict[int, int] = {}
-        self._unnamed = self._unnamed_then = 0
-        self._seen: dict[int, _ConnectionLook] = {}
-        self._looked_at = memory_bytes()
+        self._anonymous = self._anonymous_then = 0
+        self._samples: dict[int, _ConnectionSample] = {}
+        self._memory_then = memory_bytes()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="flood guard", daemon=True)
         self.cut = 0
@@ -74,36 +74,36 @@ class FloodGuard:
         if self._thread.is_alive():
             self._thread.join()
 
-    def came(self, descriptor: int | None) -> None:
+    def request_completed(self, descriptor: int | None) -> None:
         """A request of the connection with this file descriptor is complete. Of clients older than libzmq 4 libzmq does
         not tell it: any of the connections that no request is known of may have sent that."""
         if descriptor is None:
-            self._unnamed += 1
+            self._anonymous += 1
             return
         self._requests[descriptor] = self._requests.get(descriptor, 0) + 1
 
     def _run(self) -> None:
-        while not self._ended.wait(LOOK_EVERY_S):
+        while not self._ended.wait(CHECK_EVERY_S):
             try:
-                self.look()
+                self.check()
             except Exception:  # noqa: BLE001 - the next look may do better
                 _log.exception("the look at the connections failed")
 
-    def look(self) -> None:
+    def check(self) -> None:
         """One look: dear only when the memory has grown."""
         memory = memory_bytes()
         is_over = memory > self._memory_max
-        if is_over or memory > self._looked_at + GROWTH_BYTES:
-            self._look_at_connections(is_over=is_over)
-            self._looked_at = memory
-        self._looked_at = min(self._looked_at, memory)
+        if is_over or memory > self._memory_then + GROWTH_BYTES:
+            self._check_connections(is_over=is_over)
+            self._memory_then = memory
+        self._memory_then = min(self._memory_then, memory)
 
-    def _look_at_connections(self, *, is_over: bool) -> None:
-        seen: dict[int, _ConnectionLook] = {}
+    def _check_connections(self, *, is_over: bool) -> None:
+        seen: dict[int, _ConnectionSample] = {}
         held: dict[int, int] = {}
         # Above the bound nobody is spared for what may have been another's request.
-        unnamed_came = self._unnamed != self._unnamed_then and not is_over
-        self._unnamed_then = self._unnamed
+        anonymous_completed = self._anonymous != self._anonymous_then and not is_over
+        self._anonymous_then = self._anonymous
         for descriptor, connection in self._connections():
             with connection:
                 try:
@@ -111,24 +111,24 @@ class FloodGuard:
                     received = _received_bytes(connection)
                 except OSError:  # it has ended
                     continue
-                requests, before = self._requests.get(descriptor, 0), self._seen.get(descriptor)
+                requests, before = self._requests.get(descriptor, 0), self._samples.get(descriptor)
                 if before is None or before.peer != peer or before.bytes_then > received:
                     # Of one that is new here: all it ever brought, unless some of that was complete.
-                    before = _ConnectionLook(peer, requests, received if requests or unnamed_came else 0)
-                elif before.requests != requests or (unnamed_came and not requests):
-                    before = _ConnectionLook(peer, requests, received)
+                    before = _ConnectionSample(peer, requests, received if requests or anonymous_completed else 0)
+                elif before.requests != requests or (anonymous_completed and not requests):
+                    before = _ConnectionSample(peer, requests, received)
                 seen[descriptor] = before
                 held[descriptor] = received - before.bytes_then
                 if held[descriptor] > self._held_max:
                     self._cut(connection, held.pop(descriptor))
-        self._seen = seen
+        self._samples = seen
         self._requests = {descriptor: number for descriptor, number in self._requests.items() if descriptor in seen}
         if is_over and held:
             worst = max(held, key=held.__getitem__)
             if held[worst] >= HELD_BYTES_LEAST:
-                self._cut_again(worst, seen[worst].peer, held[worst])
+                self._cut_largest(worst, seen[worst].peer, held[worst])
 
-    def _cut_again(self, descriptor: int, peer: object, held: int) -> None:
+    def _cut_largest(self, descriptor: int, peer: object, held: int) -> None:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
             if connection.getpeername() == peer:
                 self._cut(connection, held)

@@ -46,7 +46,7 @@ class Malformed(InvalidRequest):
         self.envelope = envelope
 
 
-def opened(frames: Sequence[bytes]) -> tuple[Envelope, bytes]:
+def split_frames(frames: Sequence[bytes]) -> tuple[Envelope, bytes]:
     """The way back, and the body. Raises Malformed."""
     head = frames[1 : HOPS_MAX + 1]
     delimiter = next((index for index, frame in enumerate(head, 1) if not frame), 0)
@@ -68,7 +68,7 @@ class SendRequest(NamedTuple):
     token: str | None
 
 
-class MessageRequest(NamedTuple):
+class NextRequest(NamedTuple):
     """Somebody asks for a message of a queue."""
 
     queue: str
@@ -86,13 +86,13 @@ class CommandRequest(NamedTuple):
     token: str | None
 
 
-class _PostedIn(msgspec.Struct):
+class _SendIn(msgspec.Struct):
     queue: str = DEFAULT
     message: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     token: str | None = None
 
 
-class _AskedIn(msgspec.Struct):
+class _ReceiveIn(msgspec.Struct):
     queue: str = DEFAULT
     token: str | None = None
 
@@ -114,16 +114,16 @@ class _CommandOut(msgspec.Struct):
     payload: msgspec.Raw
 
 
-wire.prepare(_PostedIn, _AskedIn, _CommandIn, _Payload)
-_decode_posted = msgspec.json.Decoder(_PostedIn).decode
-_decode_asked = msgspec.json.Decoder(_AskedIn).decode
-_decode_told = msgspec.json.Decoder(_CommandIn).decode
+wire.prepare(_SendIn, _ReceiveIn, _CommandIn, _Payload)
+_decode_send = msgspec.json.Decoder(_SendIn).decode
+_decode_receive = msgspec.json.Decoder(_ReceiveIn).decode
+_decode_command = msgspec.json.Decoder(_CommandIn).decode
 _decode_payload = msgspec.json.Decoder(_Payload).decode
 
 
-def read_posted(body: bytes, message_bytes_max: int) -> SendRequest:
+def parse_send(body: bytes, message_bytes_max: int) -> SendRequest:
     """Raises InvalidRequest, MessageTooLarge."""
-    posted = _object(_decode_posted, body)
+    posted = _decode_object(_decode_send, body)
     if posted is not None:
         if posted.message is msgspec.UNSET:
             raise InvalidRequest('there is no message: send {"queue": "q", "message": ...}')
@@ -156,17 +156,17 @@ def _text_or_bytes(body: bytes) -> str | bytes:
         return body
 
 
-def read_asked(body: bytes) -> MessageRequest:
+def parse_receive(body: bytes) -> NextRequest:
     """Raises InvalidRequest."""
-    asked = _object(_decode_asked, body)
+    asked = _decode_object(_decode_receive, body)
     if asked is None:
-        return MessageRequest(DEFAULT, None)
-    return MessageRequest(wire.check_name(asked.queue, "queue"), asked.token)
+        return NextRequest(DEFAULT, None)
+    return NextRequest(wire.check_name(asked.queue, "queue"), asked.token)
 
 
-def read_told(body: bytes) -> CommandRequest:
+def parse_command(body: bytes) -> CommandRequest:
     """Raises InvalidRequest. What a command means is the brokers' to judge."""
-    told = _object(_decode_told, body)
+    told = _decode_object(_decode_command, body)
     if told is None:
         raise InvalidRequest('a command is a JSON object: {"type": "QUEUE_SIZE", "payload": {"queue": "q"}}')
     payload = _read(_decode_payload, bytes(told.payload))
@@ -184,24 +184,24 @@ def partition_of(message_id: str) -> int:
     return int(message_id.split("-")[-2])
 
 
-def marked(mark: str, partition: int, offset: int) -> str:
+def message_id_of(mark: str, partition: int, offset: int) -> str:
     """A message's id: its place, and before that the mark of its topic, so that an id which outlives its queue names
     no message of the next one of that name."""
     return f"{mark}-{partition}-{offset}" if mark else f"{partition}-{offset}"
 
 
-def mark_of_topic(topic_id: str) -> str:
+def topic_mark(topic_id: str) -> str:
     """As the brokers make it (core/queue/receipts.py): the first four bytes of the topic's tag. "" where it is not
     known."""
     return blake2b(topic_id.encode(), digest_size=8).digest()[:4].hex() if topic_id else ""
 
 
-def mark_in(receipt: str) -> str:
+def mark_of_receipt(receipt: str) -> str:
     """The mark of the topic that a receipt is of: it begins with the tag."""
     return base64.urlsafe_b64decode(receipt[:8])[:4].hex()
 
 
-def _object(decode: Any, body: bytes) -> Any:
+def _decode_object(decode: Any, body: bytes) -> Any:
     """What a body says that is a JSON object, None for one that is none. Raises InvalidRequest. A plain one is read
     once: what has bytes beyond ASCII may have some that are no text, where a decoder does not look."""
     if body.isascii():
@@ -281,7 +281,7 @@ wire.prepare(ReceivedMessage)
 
 
 def stored(partition: int, offset: int, queue: str, timestamp_ms: int, topic_id: str = "") -> bytes:
-    return _encode(StoredAnswer(marked(mark_of_topic(topic_id), partition, offset), queue, timestamp_ms))
+    return _encode(StoredAnswer(message_id_of(topic_mark(topic_id), partition, offset), queue, timestamp_ms))
 
 
 def handed(queue: str, message: ReceivedMessage) -> bytes:

@@ -23,14 +23,14 @@ from portalmq import wire
 from portalmq.broker.protocols.zeromq import protocol
 from portalmq.broker.protocols.zeromq.access import TokenAccess
 from portalmq.broker.protocols.zeromq.curve import Curve
-from portalmq.broker.protocols.zeromq.desk import ClusterClient, Job, Reply, RequestDispatcher
+from portalmq.broker.protocols.zeromq.dispatcher import ClusterClient, Job, Reply, RequestDispatcher
 from portalmq.broker.protocols.zeromq.flood import FloodGuard
 from portalmq.broker.protocols.zeromq.ports import COMMAND_PORT, CONSUMER_PORT, PRODUCER_PORT
 from portalmq.broker.protocols.zeromq.protocol import (
     CommandRequest,
     Envelope,
     Malformed,
-    MessageRequest,
+    NextRequest,
     PortRole,
     SendRequest,
 )
@@ -112,15 +112,15 @@ class Server:
         self._poller = zmq.Poller()
         self._sockets: dict[PortRole, zmq.Socket[bytes]] = {}
         self.endpoints: dict[PortRole, str] = {}
-        self._dispatcher = RequestDispatcher(cluster, self._answered, ports=lambda: self.ports, clock=clock)
+        self._dispatcher = RequestDispatcher(cluster, self._on_reply, ports=lambda: self.ports, clock=clock)
         # Invariant: `_in_hand` counts the jobs at the desk by (door, client), `_bytes` is the sum of their sizes.
-        self._in_hand: dict[tuple[PortRole, bytes], int] = {}
+        self._pending: dict[tuple[PortRole, bytes], int] = {}
         self._requests = 0
         self._bytes = 0
         self._outbox: deque[Reply] = deque()
-        self._wakeup, self._ringer = os.pipe()
+        self._wakeup, self._wakeup_writer = os.pipe()
         os.set_blocking(self._wakeup, False)
-        os.set_blocking(self._ringer, False)
+        os.set_blocking(self._wakeup_writer, False)
         self._stopping = False
         self._poller.register(self._wakeup, zmq.POLLIN)
         wanted = {"commands": COMMAND_PORT, "producers": PRODUCER_PORT, "consumers": CONSUMER_PORT, **(ports or {})}
@@ -171,12 +171,12 @@ class Server:
         self._guard.start()
         try:
             while not self._stopping:
-                self._turn(None)
+                self._poll_once(None)
             for socket in self._sockets.values():
                 self._poller.unregister(socket)
             deadline = self._clock() + drain_s
             while self._requests and (left_s := deadline - self._clock()) > 0:
-                self._turn(left_s)
+                self._poll_once(left_s)
         finally:
             self._dispatcher.close(0)
             self._guard.close()
@@ -184,14 +184,14 @@ class Server:
 
     def stop(self) -> None:
         self._stopping = True
-        self._ring()
+        self._wake()
 
     @property
     def wakeup(self) -> int:
         """A byte that is written to this file descriptor wakes the loop: for signal.set_wakeup_fd."""
-        return self._ringer
+        return self._wakeup_writer
 
-    def _turn(self, timeout_s: float | None) -> None:
+    def _poll_once(self, timeout_s: float | None) -> None:
         ready = dict(self._poller.poll(None if timeout_s is None else max(1, round(timeout_s * 1000))))
         if self._wakeup in ready:
             with contextlib.suppress(BlockingIOError):
@@ -200,7 +200,7 @@ class Server:
             if socket in ready:
                 self._read(role, socket)
         while self._outbox:
-            self._send_off(self._outbox.popleft())
+            self._finish(self._outbox.popleft())
 
     def _read(self, role: PortRole, socket: zmq.Socket[bytes]) -> None:
         for _ in range(BURST):
@@ -208,18 +208,18 @@ class Server:
                 sender = socket.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            self._guard.came(_descriptor_of(sender))
-            self._take(role, [sender.bytes, *(socket.recv_multipart(zmq.NOBLOCK) if sender.more else ())])
+            self._guard.request_completed(_file_descriptor(sender))
+            self._accept(role, [sender.bytes, *(socket.recv_multipart(zmq.NOBLOCK) if sender.more else ())])
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
-    def _take(self, role: PortRole, frames: Sequence[bytes]) -> None:
+    def _accept(self, role: PortRole, frames: Sequence[bytes]) -> None:
         envelope: Envelope = (frames[0],)
         try:
-            envelope, body = protocol.opened(frames)
+            envelope, body = protocol.split_frames(frames)
             size = sum(map(len, frames))
-            self._check_room(role, envelope[0], size)
-            what = self._understood(role, body)
+            self._check_limits(role, envelope[0], size)
+            what = self._parse(role, body)
             self._access.check(what.token)
         except Malformed as error:
             self._send(role, error.envelope, protocol.refusal(error))
@@ -230,42 +230,42 @@ class Server:
             self._send(role, envelope, protocol.refusal(Unavailable(f"the request failed: {fault!r}", retryable=False)))
         else:
             client = (role, envelope[0])
-            self._in_hand[client] = self._in_hand.get(client, 0) + 1
+            self._pending[client] = self._pending.get(client, 0) + 1
             self._requests += 1
             self._bytes += size
-            self._dispatcher.take(Job(role, envelope, self._clock() + self.limits.timeout_s, size, what))
+            self._dispatcher.submit(Job(role, envelope, self._clock() + self.limits.timeout_s, size, what))
 
-    def _understood(self, role: PortRole, body: bytes) -> SendRequest | MessageRequest | CommandRequest:
+    def _parse(self, role: PortRole, body: bytes) -> SendRequest | NextRequest | CommandRequest:
         if role == "producers":
-            return protocol.read_posted(body, self.limits.message_bytes_max)
-        return protocol.read_asked(body) if role == "consumers" else protocol.read_told(body)
+            return protocol.parse_send(body, self.limits.message_bytes_max)
+        return protocol.parse_receive(body) if role == "consumers" else protocol.parse_command(body)
 
-    def _check_room(self, role: PortRole, client: bytes, size: int) -> None:
-        if self._in_hand.get((role, client), 0) >= PIPELINE_MAX:
+    def _check_limits(self, role: PortRole, client: bytes, size: int) -> None:
+        if self._pending.get((role, client), 0) >= PIPELINE_MAX:
             raise Backpressure(f"{PIPELINE_MAX} requests of this client are not answered yet: wait for an answer")
         if self._requests >= self.limits.requests_max or self._bytes + size > self.limits.request_bytes_max:
             raise Backpressure(f"{self._requests} requests are in hand: ask again in a moment")
 
     # --- answers -----------------------------------------------------------------------------------------------------
 
-    def _answered(self, reply: Reply) -> None:
+    def _on_reply(self, reply: Reply) -> None:
         """From any thread."""
         self._outbox.append(reply)
-        self._ring()
+        self._wake()
 
-    def _ring(self) -> None:
+    def _wake(self) -> None:
         # A full pipe has rung enough; one that is closed has nobody to hear.
         with contextlib.suppress(BlockingIOError, OSError):
-            os.write(self._ringer, b"!")
+            os.write(self._wakeup_writer, b"!")
 
-    def _send_off(self, reply: Reply) -> None:
+    def _finish(self, reply: Reply) -> None:
         job = reply.job
         client = (job.role, job.envelope[0])
-        left = self._in_hand[client] - 1
+        left = self._pending[client] - 1
         if left:
-            self._in_hand[client] = left
+            self._pending[client] = left
         else:
-            del self._in_hand[client]
+            del self._pending[client]
         self._requests -= 1
         self._bytes -= job.size
         if not self._send(job.role, job.envelope, reply.body) and reply.lease is not None:
@@ -287,12 +287,12 @@ class Server:
         if self._curve is not None:
             self._curve.stop()
         self._context.term()
-        ringer, self._ringer = self._ringer, -1
+        ringer, self._wakeup_writer = self._wakeup_writer, -1
         os.close(ringer)
         os.close(self._wakeup)
 
 
-def _descriptor_of(frame: zmq.Frame) -> int | None:
+def _file_descriptor(frame: zmq.Frame) -> int | None:
     """The file descriptor of the connection that a frame came by; None for clients older than libzmq 4."""
     try:
         return int(frame.get(zmq.SRCFD))

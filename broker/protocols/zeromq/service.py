@@ -54,7 +54,7 @@ class MiniQMessage:
     deliveries: int
 
 
-class _Line:
+class _Connection:
     """One REQ socket to one port, for one thread at a time."""
 
     def __init__(
@@ -141,8 +141,8 @@ class MiniQService(Closeable):
         if ":" in host:
             self._context.setsockopt(zmq.IPV6, 1)
         ports: dict[PortRole, int] = {"commands": command_port, "producers": producer_port, "consumers": consumer_port}
-        self._lines = {
-            role: _Line(self._context, f"tcp://{shown}:{port}", timeout_s, curve) for role, port in ports.items()
+        self._connections = {
+            role: _Connection(self._context, f"tcp://{shown}:{port}", timeout_s, curve) for role, port in ports.items()
         }
         self._token = {} if token is None else {"token": token}
         self._timeout_s = timeout_s
@@ -203,21 +203,21 @@ class MiniQService(Closeable):
 
     def _ask(self, role: PortRole, members: dict[str, Any]) -> dict[str, Any]:
         request = _encode({**members, **self._token})
-        line = self._lines[role]
+        connection = self._connections[role]
         deadline = self._clock() + self._timeout_s
         pause_s, silent = PAUSE_FIRST_S, 0
-        with line.lock:
+        with connection.lock:
             while True:
                 if self._closed:
                     raise RuntimeError("the service is closed")
-                raw = line.ask(request)
+                raw = connection.ask(request)
                 if raw is None:
                     silent += 1
                     if silent >= self._tries:
                         raise Unavailable(
-                            f"MiniQ's server at {line.endpoint} gave no answer, {silent} times within "
+                            f"MiniQ's server at {connection.endpoint} gave no answer, {silent} times within "
                             f"{self._timeout_s:g} s: start it with `portalmq zeromq`, or name its host and ports"
-                            f"{' (it may also be that it does not know the key)' if line.is_secured else ''}",
+                            f"{' (it may also be that it does not know the key)' if connection.is_secured else ''}",
                             outcome="unknown",
                         )
                     continue
@@ -235,9 +235,9 @@ class MiniQService(Closeable):
     def close(self) -> None:
         """Calls that other threads are in are waited for."""
         self._closed = True
-        for line in self._lines.values():
-            with line.lock:
-                line.drop()
+        for connection in self._connections.values():
+            with connection.lock:
+                connection.drop()
         self._context.term()
 
 

@@ -15,7 +15,7 @@ from werkzeug.test import EnvironBuilder
 from portalmq.broker.api.answers_in_flight import AnswersInFlight, Portion
 from portalmq.broker.api.app import create_app
 from portalmq.broker.metrics import Metrics
-from portalmq.broker.protocols.routes import SEED_ROUTES
+from portalmq.broker.protocols.routes import PROTOCOL_ROUTES
 from portalmq.broker.server.auth import Auth
 from portalmq.broker.server.config import BrokerConfig
 from portalmq.errors import Backpressure
@@ -27,7 +27,7 @@ PAGES = ["/v1/topics/t/partitions/0/messages?offset=0", "/v1/topics/t/messages"]
 @pytest.fixture
 def app(domain: Any) -> Flask:
     config = BrokerConfig(answer_bytes_in_flight_max=64 * 1024)
-    served = create_app(domain, config, Metrics("0"), Auth(), more=SEED_ROUTES)
+    served = create_app(domain, config, Metrics("0"), Auth(), more=PROTOCOL_ROUTES)
     for topic, size in (("t", MANY), ("small", FEW)):
         assert served.test_client().post(f"/v1/topics/{topic}/messages", data=b"x" * size).status_code == 200
     return served

@@ -8,7 +8,7 @@ from portalmq.broker.api.app import create_app
 from portalmq.broker.api.routes import ROUTES
 from portalmq.broker.cluster.exits import UsageError
 from portalmq.broker.metrics import Metrics
-from portalmq.broker.protocols.routes import SEED_ROUTES
+from portalmq.broker.protocols.routes import PROTOCOL_ROUTES
 from portalmq.broker.server.auth import Auth, auth_from
 from portalmq.broker.server.config import BrokerConfig
 
@@ -17,7 +17,7 @@ OPEN = {"/livez", "/readyz", "/healthz"}
 
 @pytest.fixture
 def guarded(domain):
-    app = create_app(domain, BrokerConfig(), Metrics("0"), Auth(["first", "zweites-Geheimnis-ü"]), more=SEED_ROUTES)
+    app = create_app(domain, BrokerConfig(), Metrics("0"), Auth(["first", "zweites-Geheimnis-ü"]), more=PROTOCOL_ROUTES)
     return app.test_client()
 
 
@@ -36,7 +36,7 @@ def test_every_route_but_the_three_refuses_without_a_token(guarded, domain, prob
 
 def test_open_routes_tell_strangers_the_status_alone(guarded, domain):
     told = {"/livez": {"status": "ok"}, "/readyz": {"status": "ready"}, "/healthz": {"status": "ok"}}
-    assert {route.path for route in (*ROUTES, *SEED_ROUTES) if route.is_open} == set(told)
+    assert {route.path for route in (*ROUTES, *PROTOCOL_ROUTES) if route.is_open} == set(told)
     for path, expected in told.items():
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "PortalMQ-Broker 00"}):
             answer = guarded.get(path, headers=headers)

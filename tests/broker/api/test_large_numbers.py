@@ -8,7 +8,7 @@ import pytest
 
 from portalmq.broker.api import outgoing
 from portalmq.broker.messages.browse import StoredMessage
-from portalmq.broker.protocols.payload import shown
+from portalmq.broker.protocols.payload import message_member
 from portalmq.broker.storage.batch import Record
 
 POISON = [b"1" + b"0" * 5_000, b"1e999", b'{"a": [-1E+999]}', b"1" * 400 + b".5", b"1" * 250 + b"e99"]
@@ -23,7 +23,7 @@ def line_of(value: bytes) -> dict:
 @pytest.mark.parametrize("value", POISON, ids=lambda value: value[:12].decode())
 def test_what_is_no_number_for_all_is_shown_as_the_text_it_is(value):
     assert line_of(value)["value"] == value.decode()
-    assert shown(Record(value, "application/json"))["message"] == value.decode()
+    assert message_member(Record(value, "application/json"))["message"] == value.decode()
 
 
 @pytest.mark.parametrize("value", SOUND, ids=lambda value: value[:12].decode())

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from flask.testing import FlaskClient
 from support.domain import Fixture, running
-from support.seeds import client_of
+from support.protocols import client_of
 
 from portalmq import wire
 from portalmq.broker.cluster.peers import credential

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from flask.testing import FlaskClient
 from support.domain import Fixture, running
-from support.seeds import client_of
+from support.protocols import client_of
 
 from portalmq import wire
 

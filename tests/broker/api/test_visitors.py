@@ -9,18 +9,18 @@ from portalmq.broker.api.app import create_app
 from portalmq.broker.api.routes import ROUTES
 from portalmq.broker.api.visitors import READING_METHODS, TAKING_PATHS
 from portalmq.broker.metrics import Metrics
-from portalmq.broker.protocols.routes import SEED_ROUTES
+from portalmq.broker.protocols.routes import PROTOCOL_ROUTES
 from portalmq.broker.server.auth import Auth
 from portalmq.broker.server.config import BrokerConfig
 
 PAGE = {"Origin": "http://evil.example"}
 PROBES = {"/livez", "/readyz", "/healthz"}
-EVERY = [route for route in (*ROUTES, *SEED_ROUTES) if route.path not in PROBES]
+EVERY = [route for route in (*ROUTES, *PROTOCOL_ROUTES) if route.path not in PROBES]
 CHANGING = [route for route in EVERY if route.method not in READING_METHODS or route.path in TAKING_PATHS]
 
 
 def served(domain, *secrets, **settings):
-    app = create_app(domain, BrokerConfig(**settings), Metrics("0"), Auth(secrets), more=SEED_ROUTES)
+    app = create_app(domain, BrokerConfig(**settings), Metrics("0"), Auth(secrets), more=PROTOCOL_ROUTES)
     return app.test_client()
 
 
@@ -132,5 +132,5 @@ def test_other_brokers_are_known_by_their_credential_and_not_by_a_name(client, p
 
 
 def test_every_get_that_takes_is_known_as_one():
-    taking = {route.path for route in SEED_ROUTES if getattr(route.view, "__name__", "") == "taken"}
+    taking = {route.path for route in PROTOCOL_ROUTES if getattr(route.view, "__name__", "") == "taken"}
     assert taking == TAKING_PATHS

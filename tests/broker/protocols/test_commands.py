@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from flask.testing import FlaskClient
 from support.domain import Fixture
-from support.seeds import client_of
+from support.protocols import client_of
 
 from portalmq import wire
 

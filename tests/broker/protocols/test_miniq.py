@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from flask.testing import FlaskClient
 from support.domain import Fixture
-from support.seeds import client_of
+from support.protocols import client_of
 
 from portalmq.broker.partition import answer_size as answers
 

@@ -54,9 +54,9 @@ class Side:
         client.sendall(b"x" * number)
         wait_until(lambda: flood._received_bytes(accepted) >= before + number, "the bytes are there")
 
-    def look(self) -> None:
+    def check(self) -> None:
         self.memory += flood.GROWTH_BYTES + 1
-        self.guard.look()
+        self.guard.check()
 
 
 def peer_of(connection: socket.socket) -> object:
@@ -79,7 +79,7 @@ def test_a_connection_that_brings_more_than_a_request_and_no_request_is_cut_off(
     modest, _ = side.connected()
     side.send(endless, 1_001)
     side.send(modest, 1_000)
-    side.look()
+    side.check()
     assert is_cut_off(endless)
     assert side.guard.cut == 1
 
@@ -88,11 +88,11 @@ def test_a_connection_whose_requests_come_may_bring_any_number_of_them(side: Sid
     busy, descriptor = side.connected()
     for _ in range(5):
         side.send(busy, 900)
-        side.guard.came(descriptor)
-        side.look()
+        side.guard.request_completed(descriptor)
+        side.check()
     assert side.guard.cut == 0
     side.send(busy, 1_001)  # the sixth never ends
-    side.look()
+    side.check()
     assert side.guard.cut == 1
 
 
@@ -101,17 +101,17 @@ def test_requests_whose_sender_is_not_told_are_of_those_that_none_is_known_of(si
     old, _ = side.connected()
     for _ in range(3):
         side.send(old, 900)
-        side.guard.came(None)
-        side.look()
+        side.guard.request_completed(None)
+        side.check()
     side.send(old, 1_001)
-    side.look()
+    side.check()
     assert side.guard.cut == 1
 
 
 def test_while_the_memory_stands_still_nobody_is_looked_at(side: Side) -> None:
     endless, _ = side.connected()
     side.send(endless, 1_001)
-    side.guard.look()
+    side.guard.check()
     assert side.guard.cut == 0
 
 
@@ -120,7 +120,7 @@ def test_above_the_bound_the_one_that_holds_most_goes(monkeypatch: pytest.Monkey
     (small, _), (larger, _) = side.connected(), side.connected()
     side.send(small, 10)
     side.send(larger, 20)
-    side.look()
+    side.check()
     assert is_cut_off(larger)
     assert side.guard.cut == 1
     for each in side.open:

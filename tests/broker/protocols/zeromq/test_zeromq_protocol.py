@@ -18,10 +18,10 @@ from portalmq.broker.protocols.zeromq.access import TokenAccess, access_from, is
 from portalmq.broker.protocols.zeromq.protocol import (
     Malformed,
     ReceivedMessage,
-    opened,
-    read_asked,
-    read_posted,
-    read_told,
+    parse_command,
+    parse_receive,
+    parse_send,
+    split_frames,
 )
 from portalmq.errors import Backpressure, InvalidRequest, MessageTooLarge, PortalMQError, Unauthorized
 
@@ -29,22 +29,22 @@ MIB = 1024 * 1024
 
 
 def test_the_way_back_is_all_that_stands_before_the_body():
-    assert opened([b"me", b"", b"body"]) == ((b"me", b""), b"body")
-    assert opened([b"me", b"id-1", b"", b"body"]) == ((b"me", b"id-1", b""), b"body")
-    assert opened([b"me", b"body"]) == ((b"me",), b"body")
-    assert opened([b"me", b"", b""]) == ((b"me", b""), b""), "an empty body is a body"
+    assert split_frames([b"me", b"", b"body"]) == ((b"me", b""), b"body")
+    assert split_frames([b"me", b"id-1", b"", b"body"]) == ((b"me", b"id-1", b""), b"body")
+    assert split_frames([b"me", b"body"]) == ((b"me",), b"body")
+    assert split_frames([b"me", b"", b""]) == ((b"me", b""), b""), "an empty body is a body"
 
 
 @pytest.mark.parametrize("frames", [[b"me"], [b"me", b""], [b"me", b"", b"a", b"b"], [b"me", *[b"x"] * 20, b"", b"y"]])
 def test_a_request_is_one_frame(frames: list[bytes]):
     with pytest.raises(Malformed) as caught:
-        opened(frames)
+        split_frames(frames)
     assert caught.value.envelope[0] == b"me"
     assert len(caught.value.envelope) <= 2, "nothing of a stranger's making is sent back"
 
 
 def posted(body: Any) -> tuple[str, Any, Any]:
-    found = read_posted(body if isinstance(body, bytes) else json.dumps(body).encode(), MIB)
+    found = parse_send(body if isinstance(body, bytes) else json.dumps(body).encode(), MIB)
     return found.queue, found.value, found.content_type
 
 
@@ -88,39 +88,39 @@ def test_bytes_that_are_no_text_stay_bytes():
 )
 def test_an_object_that_makes_no_sense_is_refused_with_a_reason(body: bytes, told: str):
     with pytest.raises(InvalidRequest, match=told):
-        read_posted(body, MIB)
+        parse_send(body, MIB)
 
 
 def test_a_message_that_is_too_large_is_refused_by_its_size_and_not_by_its_escapes():
-    assert read_posted(json.dumps({"message": "\x00" * 100}).encode(), 100).value == "\x00" * 100
+    assert parse_send(json.dumps({"message": "\x00" * 100}).encode(), 100).value == "\x00" * 100
     with pytest.raises(MessageTooLarge, match="101 bytes, 100 at most"):
-        read_posted(b"x" * 101, 100)
+        parse_send(b"x" * 101, 100)
 
 
 def test_a_request_names_a_queue_or_gets_the_default_one():
-    assert read_asked(b'{"queue": "q"}').queue == "q"
-    assert read_asked(b"{}").queue == "default"
-    assert read_asked(b"next please").queue == "default"
+    assert parse_receive(b'{"queue": "q"}').queue == "q"
+    assert parse_receive(b"{}").queue == "default"
+    assert parse_receive(b"next please").queue == "default"
     with pytest.raises(InvalidRequest):
-        read_asked(b'{"queue": null}')
+        parse_receive(b'{"queue": null}')
 
 
 @pytest.mark.parametrize("body", [b'{"queue": "q"}\0', b'\xef\xbb\xbf{"queue": "q"}'])
 def test_who_asks_for_one_queue_is_given_nothing_of_another(body: bytes):
     with pytest.raises(InvalidRequest, match="not valid"):
-        read_asked(body)
+        parse_receive(body)
 
 
 def test_a_command_is_passed_on_without_its_token():
-    told = read_told(b'{"type": "QUEUE_SIZE", "payload": {"queue": "q", "n": 1.50}, "token": "secret"}')
+    told = parse_command(b'{"type": "QUEUE_SIZE", "payload": {"queue": "q", "n": 1.50}, "token": "secret"}')
     assert (told.kind, told.queue, told.message_id, told.token) == ("QUEUE_SIZE", "q", None, "secret")
     assert told.body == b'{"type":"QUEUE_SIZE","payload":{"queue": "q", "n": 1.50}}'
-    assert read_told(b'{"type": "X"}').queue == "default"
+    assert parse_command(b'{"type": "X"}').queue == "default"
 
 
 def test_only_a_plain_deletion_is_carried_out_together_with_others():
     def message_id(**payload: Any) -> str | None:
-        return read_told(json.dumps({"type": "DELETE_MSG", "payload": payload}).encode()).message_id
+        return parse_command(json.dumps({"type": "DELETE_MSG", "payload": payload}).encode()).message_id
 
     assert message_id(id="3-17") == "3-17"
     assert message_id(id="00ff00ff-3-17") == "00ff00ff-3-17"
@@ -133,18 +133,23 @@ def test_only_a_plain_deletion_is_carried_out_together_with_others():
 @pytest.mark.parametrize("body", [b"QUEUE_SIZE", b"[]", b"{}", b'{"type": 5}', b'{"type": "X", "payload": []}', b""])
 def test_a_command_that_is_none_is_refused(body: bytes):
     with pytest.raises(InvalidRequest):
-        read_told(body)
+        parse_command(body)
 
 
 def test_ids_carry_the_mark_that_the_brokers_give_a_queue():
     topic_id = "5f0c7c5e6a7d4b0f8f5d3d1f6c2b9a10"
     receipt = ReceiptSigner(b"k" * 32, topic_id, "default").head(3, 17, 1, 1, 1) + nth_text(0)
-    assert protocol.mark_of_topic(topic_id) == protocol.mark_in(receipt) == topic_mark(topic_id) == mark_in(receipt)
-    assert protocol.marked("", 3, 17) == "3-17"
     assert (
-        read_told(
+        protocol.topic_mark(topic_id) == protocol.mark_of_receipt(receipt) == topic_mark(topic_id) == mark_in(receipt)
+    )
+    assert protocol.message_id_of("", 3, 17) == "3-17"
+    assert (
+        parse_command(
             json.dumps(
-                {"type": "DELETE_MSG", "payload": {"id": protocol.marked(protocol.mark_in(receipt), 3, 17)}}
+                {
+                    "type": "DELETE_MSG",
+                    "payload": {"id": protocol.message_id_of(protocol.mark_of_receipt(receipt), 3, 17)},
+                }
             ).encode()
         ).message_id
         == f"{topic_mark(topic_id)}-3-17"
@@ -185,11 +190,11 @@ near_json = st.one_of(
 @settings(max_examples=500, deadline=None)
 def test_whatever_comes_is_understood_or_refused_by_an_error_of_ours(frames: list[bytes]):
     try:
-        way, body = opened([b"me", *frames])
+        way, body = split_frames([b"me", *frames])
     except Malformed:
         return
     assert way[0] == b"me"
-    for read in (lambda: read_posted(body, MIB), lambda: read_asked(body), lambda: read_told(body)):
+    for read in (lambda: parse_send(body, MIB), lambda: parse_receive(body), lambda: parse_command(body)):
         with contextlib.suppress(PortalMQError):
             found = read()
             assert wire.check_name(found.queue, "queue")

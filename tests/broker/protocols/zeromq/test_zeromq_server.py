@@ -150,7 +150,7 @@ def test_a_message_for_a_client_that_is_gone_is_given_back():
     queues.send("q", "precious", None)
     server = Server(queues, TokenAccess(), ports={"commands": 0, "producers": 0, "consumers": 0})
     # As a client asks that has left before it is answered; when its going is noticed is libzmq's affair.
-    server._take("consumers", [b"gone", b"", b'{"queue": "q"}'])
+    server._accept("consumers", [b"gone", b"", b'{"queue": "q"}'])
     server.stop()
     server.run()
     wait_until(lambda: ("give_back", "q/0") in queues.calls, "it is given back", WITHIN_S)

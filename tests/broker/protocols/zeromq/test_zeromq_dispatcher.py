@@ -9,8 +9,8 @@ from typing import Any
 from support.cluster import wait_until
 from support.zeromq import Queues, failing
 
-from portalmq.broker.protocols.zeromq.desk import Job, Reply, RequestDispatcher
-from portalmq.broker.protocols.zeromq.protocol import CommandRequest, MessageRequest, SendRequest
+from portalmq.broker.protocols.zeromq.dispatcher import Job, Reply, RequestDispatcher
+from portalmq.broker.protocols.zeromq.protocol import CommandRequest, NextRequest, SendRequest
 from portalmq.errors import Backpressure, NotEnoughReplicas, TopicNotFound, Unavailable
 
 WITHIN_S = 20.0
@@ -37,11 +37,11 @@ class Time:
         return self.now
 
 
-def desk_at(queues: Queues, answers: Answers, **options: Any) -> RequestDispatcher:
+def dispatcher_at(queues: Queues, answers: Answers, **options: Any) -> RequestDispatcher:
     return RequestDispatcher(queues, answers, ports=lambda: {"commands": 1, "producers": 2, "consumers": 3}, **options)
 
 
-def job(what: SendRequest | MessageRequest | CommandRequest, deadline: float = 1e12) -> Job:
+def job(what: SendRequest | NextRequest | CommandRequest, deadline: float = 1e12) -> Job:
     return Job("commands", (b"me", b""), deadline, 10, what)
 
 
@@ -50,7 +50,7 @@ def post(queue: str, value: str, **options: Any) -> Job:
 
 
 def ask(queue: str, **options: Any) -> Job:
-    return job(MessageRequest(queue, None), **options)
+    return job(NextRequest(queue, None), **options)
 
 
 def delete(queue: str, message_id: str) -> Job:
@@ -62,110 +62,110 @@ class Gate:
 
     def __init__(self, kind: str, queue: str) -> None:
         self._first = (kind, queue)
-        self.reached, self.opened = threading.Event(), threading.Event()
+        self.reached, self.split_frames = threading.Event(), threading.Event()
 
     def __call__(self, call: tuple[Any, ...]) -> None:
         if call[:2] == self._first and not self.reached.is_set():
             self.reached.set()
-            assert self.opened.wait(WITHIN_S)
+            assert self.split_frames.wait(WITHIN_S)
 
 
 def test_consumers_that_come_while_a_call_is_on_its_way_share_the_next_one():
     queues, answers = Queues(), Answers()
     gate = queues.trouble = Gate("receive", "q")
-    desk = desk_at(queues, answers)
+    dispatcher = dispatcher_at(queues, answers)
     for number in range(3):
         queues.send("q", f"m{number}", None)
-    desk.take(ask("q"))
+    dispatcher.submit(ask("q"))
     assert gate.reached.wait(WITHIN_S)
     for _ in range(3):
-        desk.take(ask("q"))
-    gate.opened.set()
+        dispatcher.submit(ask("q"))
+    gate.split_frames.set()
     told = answers.wait(4)
     assert [each["message"] for each in told] == ["m0", "m1", "m2", None]
     assert [call for call in queues.calls if call[0] == "receive"] == [("receive", "q", 1), ("receive", "q", 3)]
     assert [reply.lease for reply in answers.replies] == [("q", "q/0"), ("q", "q/1"), ("q", "q/2"), None]
-    desk.close(WITHIN_S)
+    dispatcher.close(WITHIN_S)
 
 
 def test_a_queue_in_trouble_holds_up_no_other():
     queues, answers = Queues(), Answers()
     gate = queues.trouble = Gate("receive", "stuck")
-    desk = desk_at(queues, answers)
-    desk.take(ask("stuck"))
+    dispatcher = dispatcher_at(queues, answers)
+    dispatcher.submit(ask("stuck"))
     assert gate.reached.wait(WITHIN_S)
     for number in range(20):
-        desk.take(ask(f"q{number}"))
+        dispatcher.submit(ask(f"q{number}"))
     answers.wait(20)
-    gate.opened.set()
+    gate.split_frames.set()
     answers.wait(21)
-    desk.close(WITHIN_S)
+    dispatcher.close(WITHIN_S)
 
 
 def test_deletions_are_carried_out_together_and_each_is_answered():
     queues, answers = Queues(), Answers()
     gate = queues.trouble = Gate("receive", "q")
-    desk = desk_at(queues, answers)
+    dispatcher = dispatcher_at(queues, answers)
     for number in range(3):
         queues.send("q", f"m{number}", None)
-    desk.take(ask("q"))
+    dispatcher.submit(ask("q"))
     assert gate.reached.wait(WITHIN_S)
-    gate.opened.set()
+    gate.split_frames.set()
     answers.wait(1)
     gate = queues.trouble = Gate("delete", "q")
-    desk.take(delete("q", "0-0"))
+    dispatcher.submit(delete("q", "0-0"))
     assert gate.reached.wait(WITHIN_S)
-    desk.take(delete("q", "0-9"))
-    desk.take(delete("q", "0-8"))
-    desk.take(delete("q", "5-0"))
-    gate.opened.set()
+    dispatcher.submit(delete("q", "0-9"))
+    dispatcher.submit(delete("q", "0-8"))
+    dispatcher.submit(delete("q", "5-0"))
+    gate.split_frames.set()
     told = {each.get("id", each.get("detail")): each["status"] for each in answers.wait(5)[1:]}
     assert told["0-0"] == "ok"
     assert sorted(told.values()) == ["error", "error", "error", "ok"]
     calls = [call for call in queues.calls if call[0] == "delete"]
     assert ("delete", "q", 0, "0-9", "0-8") in calls
     assert ("delete", "q", 5, "5-0") in calls, "each partition by itself: it has a leader of its own"
-    desk.close(WITHIN_S)
+    dispatcher.close(WITHIN_S)
 
 
 def test_a_message_for_a_known_queue_needs_no_worker_and_for_another_one_it_does():
     queues, answers = Queues(), Answers()
-    desk = desk_at(queues, answers, workers_max=0)
-    desk.take(post("q", "at once"))
+    dispatcher = dispatcher_at(queues, answers, workers_max=0)
+    dispatcher.submit(post("q", "at once"))
     assert answers.wait(1)[0]["id"] == "0-0"
-    desk = desk_at(queues, answers)
+    dispatcher = dispatcher_at(queues, answers)
     queues.known = False
-    desk.take(post("new", "later"))
+    dispatcher.submit(post("new", "later"))
     assert answers.wait(2)[1]["queue"] == "new"
-    desk.close(WITHIN_S)
+    dispatcher.close(WITHIN_S)
 
 
 def test_what_is_refused_is_told_to_whoever_asked():
     queues, answers = Queues(), Answers()
     queues.trouble = failing(NotEnoughReplicas("too few", outcome="unknown"), "send")
-    desk = desk_at(queues, answers)
-    desk.take(post("q", "x"))
+    dispatcher = dispatcher_at(queues, answers)
+    dispatcher.submit(post("q", "x"))
     (told,) = answers.wait(1)
     assert (told["status"], told["code"], told["outcome"]) == ("error", "not_enough_replicas", "unknown")
     queues.trouble = failing(TopicNotFound("no such queue"), "command")
-    desk.take(job(CommandRequest("QUEUE_SIZE", "q", None, b"{}", None)))
+    dispatcher.submit(job(CommandRequest("QUEUE_SIZE", "q", None, b"{}", None)))
     assert answers.wait(2)[1]["detail"] == "no such queue"
-    desk.close(WITHIN_S)
+    dispatcher.close(WITHIN_S)
 
 
 def test_a_door_that_is_opened_is_told_with_its_port():
     queues, answers = Queues(), Answers()
-    desk = desk_at(queues, answers)
+    dispatcher = dispatcher_at(queues, answers)
     for kind in ("PRODUCE_MSG", "CONSUME", "CREATE_QUEUE"):
-        desk.take(job(CommandRequest(kind, "q", None, json.dumps({"type": kind}).encode(), None)))
+        dispatcher.submit(job(CommandRequest(kind, "q", None, json.dumps({"type": kind}).encode(), None)))
     told = {each["told"]["type"]: each.get("port") for each in answers.wait(3)}
     assert told == {"PRODUCE_MSG": 2, "CONSUME": 3, "CREATE_QUEUE": None}
-    desk.close(WITHIN_S)
+    dispatcher.close(WITHIN_S)
 
 
 def test_a_call_that_fails_is_made_again_for_those_with_time_left():
     queues, answers, now = Queues(), Answers(), Time()
-    desk = desk_at(queues, answers, clock=now)
+    dispatcher = dispatcher_at(queues, answers, clock=now)
     gate = Gate("receive", "q")
     failures = [Unavailable("no leader"), Unavailable("no leader")]
 
@@ -176,35 +176,35 @@ def test_a_call_that_fails_is_made_again_for_those_with_time_left():
             raise failures.pop()
 
     queues.trouble = trouble
-    desk.take(ask("q"))
+    dispatcher.submit(ask("q"))
     assert gate.reached.wait(WITHIN_S)
-    desk.take(ask("q", deadline=105.0))
-    desk.take(ask("q", deadline=200.0))
-    gate.opened.set()
+    dispatcher.submit(ask("q", deadline=105.0))
+    dispatcher.submit(ask("q", deadline=200.0))
+    gate.split_frames.set()
     told = answers.wait(3)
     assert [each["status"] for each in told] == ["ok", "error", "ok"]
     assert [call[2] for call in queues.calls] == [1, 2, 1]
-    desk.close(WITHIN_S)
+    dispatcher.close(WITHIN_S)
 
 
 def test_a_refusal_that_is_final_is_not_tried_again():
     queues, answers = Queues(), Answers()
     queues.trouble = failing(TopicNotFound("no such queue"), "receive")
-    desk = desk_at(queues, answers)
-    desk.take(ask("q"))
+    dispatcher = dispatcher_at(queues, answers)
+    dispatcher.submit(ask("q"))
     assert answers.wait(1)[0]["code"] == "topic_not_found"
     assert len(queues.calls) == 1
-    desk.close(WITHIN_S)
+    dispatcher.close(WITHIN_S)
 
 
 def test_what_waited_too_long_is_refused_without_a_call():
     queues, answers, now = Queues(), Answers(), Time()
-    desk = desk_at(queues, answers, clock=now)
-    desk.take(ask("q", deadline=99.0))
+    dispatcher = dispatcher_at(queues, answers, clock=now)
+    dispatcher.submit(ask("q", deadline=99.0))
     (told,) = answers.wait(1)
     assert (told["status"], told["retryable"], told["outcome"]) == ("error", True, "not_applied")
     assert queues.calls == []
-    desk.close(WITHIN_S)
+    dispatcher.close(WITHIN_S)
 
 
 def test_a_worker_outlives_whatever_comes_up():
@@ -215,25 +215,25 @@ def test_a_worker_outlives_whatever_comes_up():
             raise ZeroDivisionError("ours")
 
     queues.trouble = trouble
-    desk = desk_at(queues, answers, workers_max=1)
-    desk.take(ask("bad"))
-    desk.take(ask("good"))
+    dispatcher = dispatcher_at(queues, answers, workers_max=1)
+    dispatcher.submit(ask("bad"))
+    dispatcher.submit(ask("good"))
     told = answers.wait(2)
     assert [each["status"] for each in told] == ["error", "ok"]
     assert "ZeroDivisionError" in told[0]["detail"]
-    desk.close(WITHIN_S)
+    dispatcher.close(WITHIN_S)
 
 
 def test_a_message_that_reached_nobody_is_given_back_and_may_fail_to_be():
     queues, answers = Queues(), Answers()
-    desk = desk_at(queues, answers)
+    dispatcher = dispatcher_at(queues, answers)
     queues.send("q", "m", None)
-    desk.take(ask("q"))
+    dispatcher.submit(ask("q"))
     answers.wait(1)
     queues.trouble = failing(Backpressure("later"), "give_back")
-    desk.give_back("q", "q/0")
+    dispatcher.give_back("q", "q/0")
     wait_until(lambda: ("give_back", "q/0") in queues.calls, "it was tried", WITHIN_S)
     queues.trouble = lambda call: None
-    desk.give_back("q", "q/0")
+    dispatcher.give_back("q", "q/0")
     wait_until(lambda: queues.waiting["q"], "it is back", WITHIN_S)
-    desk.close(WITHIN_S)
+    dispatcher.close(WITHIN_S)

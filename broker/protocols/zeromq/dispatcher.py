@@ -26,7 +26,7 @@ from portalmq.broker.protocols.zeromq import protocol
 from portalmq.broker.protocols.zeromq.protocol import (
     CommandRequest,
     Envelope,
-    MessageRequest,
+    NextRequest,
     PortRole,
     ReceivedMessage,
     SendRequest,
@@ -62,7 +62,7 @@ class Job:
     envelope: Envelope
     deadline: float
     size: int
-    what: SendRequest | MessageRequest | CommandRequest
+    request: SendRequest | NextRequest | CommandRequest
 
 
 class Reply(NamedTuple):
@@ -73,14 +73,14 @@ class Reply(NamedTuple):
     lease: tuple[str, str] | None = None
 
 
-class Returned(NamedTuple):
+class ReturnedMessage(NamedTuple):
     """A message that reached nobody."""
 
     receipt: str
 
 
 _Lane = tuple[str, str, int]
-_Item = Job | Returned
+_Item = Job | ReturnedMessage
 
 
 class RequestDispatcher:
@@ -109,31 +109,31 @@ class RequestDispatcher:
         self._lanes: dict[_Lane, deque[_Item]] = {}
         self._ready: deque[_Lane] = deque()
         self._workers: list[threading.Thread] = []
-        self._resting = 0
+        self._idle = 0
         self._closed = False
 
     # --- in ----------------------------------------------------------------------------------------------------------
 
-    def take(self, job: Job) -> None:
+    def submit(self, job: Job) -> None:
         """Never waits."""
-        what = job.what
-        if isinstance(what, SendRequest):
-            if self._cluster.has_room_for(what.queue):
+        request = job.request
+        if isinstance(request, SendRequest):
+            if self._cluster.has_room_for(request.queue):
                 self._send(job)
             else:
-                self._put(("post", what.queue, 0), job)
-        elif isinstance(what, MessageRequest):
-            self._put(("receive", what.queue, 0), job)
-        elif what.message_id is not None:
-            self._put(("delete", what.queue, protocol.partition_of(what.message_id)), job)
+                self._enqueue(("post", request.queue, 0), job)
+        elif isinstance(request, NextRequest):
+            self._enqueue(("receive", request.queue, 0), job)
+        elif request.message_id is not None:
+            self._enqueue(("delete", request.queue, protocol.partition_of(request.message_id)), job)
         else:
-            self._put(("tell", what.queue, 0), job)
+            self._enqueue(("tell", request.queue, 0), job)
 
     def give_back(self, queue: str, receipt: str) -> None:
         """Its answer reached nobody."""
-        self._put(("give back", queue, 0), Returned(receipt))
+        self._enqueue(("give back", queue, 0), ReturnedMessage(receipt))
 
-    def _put(self, lane: _Lane, item: _Item) -> None:
+    def _enqueue(self, lane: _Lane, item: _Item) -> None:
         with self._lock:
             items = self._lanes.get(lane)
             if items is not None:
@@ -144,9 +144,9 @@ class RequestDispatcher:
             self._wake()
 
     def _wake(self) -> None:
-        if self._resting:
+        if self._idle:
             # Counted here: one that is woken and has not run yet must not be taken for one that rests.
-            self._resting -= 1
+            self._idle -= 1
             self._work.notify()
         elif len(self._workers) < self._workers_max:
             worker = threading.Thread(target=self._run, name="portalmq-miniq", daemon=True)
@@ -161,12 +161,12 @@ class RequestDispatcher:
                 while not self._ready:
                     if self._closed:
                         return
-                    self._resting += 1
+                    self._idle += 1
                     self._work.wait()
                 lane = self._ready.popleft()
                 items = self._lanes[lane]
-                taken = [items.popleft() for _ in range(min(len(items), _at_once(lane)))]
-            left = self._serve(lane, taken)
+                batch = [items.popleft() for _ in range(min(len(items), _batch_max(lane)))]
+            left = self._serve(lane, batch)
             with self._lock:
                 items.extendleft(reversed(left))
                 if items:
@@ -176,11 +176,11 @@ class RequestDispatcher:
                 else:
                     del self._lanes[lane]
 
-    def _serve(self, lane: _Lane, taken: Sequence[_Item]) -> list[Job]:
+    def _serve(self, lane: _Lane, batch: Sequence[_Item]) -> list[Job]:
         """Those that are to be tried again."""
         kind, queue, partition = lane
-        receipts = [item.receipt for item in taken if isinstance(item, Returned)]
-        jobs = [item for item in taken if isinstance(item, Job)]
+        receipts = [item.receipt for item in batch if isinstance(item, ReturnedMessage)]
+        jobs = [item for item in batch if isinstance(item, Job)]
         now = self._clock()
         late = [job for job in jobs if job.deadline - now < CALL_S_MIN]
         jobs = [job for job in jobs if job.deadline - now >= CALL_S_MIN]
@@ -200,17 +200,19 @@ class RequestDispatcher:
             elif kind == "delete":
                 self._delete(queue, partition, jobs, timeout_s)
             else:
-                self._tell(jobs, timeout_s)
+                self._command(jobs, timeout_s)
         except PortalMQError as error:
             if receipts:
                 _log.info("messages that reached nobody come again when their leases end: %s", error)
-            return self._after(error, jobs)
+            return self._still_in_time(error, jobs)
         except Exception as fault:  # noqa: BLE001 - a worker outlives whatever comes up
             _log.exception("a call for MiniQ failed")
-            return self._after(Unavailable(f"the call failed: {fault!r}", retryable=False, outcome="unknown"), jobs)
+            return self._still_in_time(
+                Unavailable(f"the call failed: {fault!r}", retryable=False, outcome="unknown"), jobs
+            )
         return []
 
-    def _after(self, error: PortalMQError, jobs: list[Job]) -> list[Job]:
+    def _still_in_time(self, error: PortalMQError, jobs: list[Job]) -> list[Job]:
         """A call failed whose time was that of its oldest job. The others have time left, where it may help."""
         now, again = self._clock(), []
         for job in jobs:
@@ -226,13 +228,13 @@ class RequestDispatcher:
     # --- what is asked -----------------------------------------------------------------------------------------------
 
     def _send(self, job: Job) -> None:
-        assert isinstance(job.what, SendRequest)
+        assert isinstance(job.request, SendRequest)
         try:
-            future = self._cluster.send(job.what.queue, job.what.value, job.what.content_type)
+            future = self._cluster.send(job.request.queue, job.request.value, job.request.content_type)
         except PortalMQError as error:
             self._refuse(job, error)
             return
-        future.add_done_callback(partial(self._sent, job, job.what.queue))
+        future.add_done_callback(partial(self._sent, job, job.request.queue))
 
     def _sent(self, job: Job, queue: str, future: Future[RecordMetadata]) -> None:
         fault = future.exception()
@@ -256,9 +258,9 @@ class RequestDispatcher:
 
     def _delete(self, queue: str, partition: int, jobs: list[Job], timeout_s: float) -> None:
         ids = [
-            job.what.message_id
+            job.request.message_id
             for job in jobs
-            if isinstance(job.what, CommandRequest) and job.what.message_id is not None
+            if isinstance(job.request, CommandRequest) and job.request.message_id is not None
         ]
         verdicts = self._cluster.delete(queue, partition, ids, timeout_s)
         for job, message_id, was_there in zip(jobs, ids, verdicts, strict=True):
@@ -267,11 +269,11 @@ class RequestDispatcher:
             else:
                 self._refuse(job, MessageNotFound(f"queue {queue!r} has no message {message_id!r} to be deleted"))
 
-    def _tell(self, jobs: list[Job], timeout_s: float) -> None:
+    def _command(self, jobs: list[Job], timeout_s: float) -> None:
         (job,) = jobs
-        assert isinstance(job.what, CommandRequest)
-        answer = self._cluster.command(job.what.body, timeout_s)
-        opens: PortRole | None = _OPENS.get(job.what.kind)
+        assert isinstance(job.request, CommandRequest)
+        answer = self._cluster.command(job.request.body, timeout_s)
+        opens: PortRole | None = _OPENS.get(job.request.kind)
         if opens is not None:
             answer = protocol.with_member(answer, "port", self._ports()[opens])
         self._answer(Reply(job, answer))
@@ -289,8 +291,8 @@ class RequestDispatcher:
 
 
 _OPENS: dict[str, PortRole] = {"PRODUCE_MSG": "producers", "CONSUME": "consumers"}
-_AT_ONCE = {"tell": 1, "receive": RECEIVE_MAX}
+_BATCH_MAX = {"tell": 1, "receive": RECEIVE_MAX}
 
 
-def _at_once(lane: _Lane) -> int:
-    return _AT_ONCE.get(lane[0], DELETE_MAX)
+def _batch_max(lane: _Lane) -> int:
+    return _BATCH_MAX.get(lane[0], DELETE_MAX)

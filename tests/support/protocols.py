@@ -7,11 +7,11 @@ from support.domain import Fixture
 
 from portalmq.broker.api.app import create_app
 from portalmq.broker.metrics import Metrics
-from portalmq.broker.protocols.routes import SEED_ROUTES
+from portalmq.broker.protocols.routes import PROTOCOL_ROUTES
 from portalmq.broker.server.auth import Auth
 from portalmq.broker.server.config import BrokerConfig
 
 
 def client_of(fixture: Fixture, *secrets: str, **settings: object) -> FlaskClient:
     config = BrokerConfig(**settings)  # type: ignore[arg-type]
-    return create_app(fixture.broker, config, Metrics("0"), Auth(secrets), more=SEED_ROUTES).test_client()
+    return create_app(fixture.broker, config, Metrics("0"), Auth(secrets), more=PROTOCOL_ROUTES).test_client()
