@@ -1,20 +1,20 @@
-"""What the log is made of: batches of message records, and control records between them.
+"""Batches, of which the log consists: batches of messages, and control records between them.
 
 A message batch of `count` records takes `count` consecutive offsets from `base_offset`. A control record (a group's
 grant or ack, the start of a leader's epoch, a snapshot) is a batch of count 1 with a `body` instead of records, and
-takes one offset: so the log is dense, while the offsets of messages have gaps.
+takes one offset. So the log is dense, while the offsets of messages have gaps.
 
     crc32( msgpack([base_offset, count, messages_before, kind, leader_epoch, producer_id, producer_epoch, sequence,
                     appended_at_ms, group]) + body )
     body = msgpack(list of records as arrays)   for messages
-         = the control record's own bytes       for the rest
+         = the control record's own bytes       else
 
-A message that compaction has removed leaves a hole: its offset stays taken and the count stays, so the log stays dense;
-in `records` stands HOLE in its place, and nil in the encoded list. The checksum is then that of the batch as it is now,
-so all replicas that removed the same have the same batch.
+A message that compaction removed leaves a hole: its offset and the count stay, so the log stays dense. `records` has
+HOLE in its place, the encoded list nil. The checksum is that of the batch with its holes, so all replicas that removed
+the same messages have the same batch.
 
-Between brokers a batch travels as a Frame: those very bytes, header and body apart, with the checksum. It is encoded
-once, when it is checksummed; who receives it verifies the checksum over what came, and only then decodes.
+Between brokers a batch is sent as a frame: these bytes, header and body apart, with the checksum. It is encoded once,
+when it is checksummed. The receiver verifies the checksum of the received bytes, and only then decodes them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import msgspec
 
 
 class BatchKind(IntEnum):
-    """What a batch is. The numbers stand in the files: never change one, only add. BLANK is what compaction leaves of a
-    control record that a STATE record behind it makes superfluous."""
+    """The kind of a batch. The numbers are in the files: never change one, only add. BLANK is a control record that
+    compaction emptied because a later STATE record supersedes it."""
 
     MESSAGES = 0
     EPOCH_START = 1
@@ -53,7 +53,7 @@ class BatchKind(IntEnum):
 
 
 class Record(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """One message as it is stored. The content type is the sender's word; the value is never re-encoded."""
+    """One message as it is stored. The content type is the sender's claim; the value is never re-encoded."""
 
     value: bytes
     content_type: str = "application/octet-stream"
@@ -66,17 +66,16 @@ class Record(msgspec.Struct, array_like=True, gc=False, frozen=True):
     body_hash: bytes | None = None
 
 
-# What stands in `Batch.records` for a message that is gone. Compare by identity.
+# Stands in `Batch.records` for a removed message. Compare by identity.
 HOLE = Record(b"", "")
 
 
 class Batch(msgspec.Struct, gc=False, frozen=True):
-    """A batch in the log. `messages_before` counts the messages that were ever appended below `base_offset`.
+    """A batch in the log. `messages_before` counts the messages ever appended below `base_offset`.
 
-    `holes` of its messages were removed by compaction; `count` and `message_count` count them still.
-
-    producer_id, producer_epoch and sequence are -1 without an idempotent producer; the sequence is the first record's.
-    `group` names the group that a group record belongs to, "" else.
+    Compaction removed `holes` of its messages; `count` and `message_count` still include them. producer_id,
+    producer_epoch and sequence are -1 without an idempotent producer; the sequence is the first record's. `group` is
+    the group of a group record, else "".
     """
 
     base_offset: int
@@ -99,7 +98,7 @@ class Batch(msgspec.Struct, gc=False, frozen=True):
         return self.base_offset + self.count
 
     def runs(self, start: int, end: int) -> list[tuple[int, int]]:
-        """The ranges of messages in [start, end) that are there, within this batch of messages."""
+        """Return the ranges of messages in [start, end) that exist in this batch of messages."""
         start, end = max(start, self.base_offset), min(end, self.end_offset)
         if not self.holes:
             return [(start, end)] if start < end else []
@@ -119,7 +118,7 @@ class Batch(msgspec.Struct, gc=False, frozen=True):
 
 
 class BatchFrame(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """A batch as it travels between brokers: the bytes that its checksum covers, and the checksum."""
+    """A batch as it is sent between brokers: the bytes that its checksum covers, and the checksum."""
 
     header: bytes
     crc: int
@@ -131,7 +130,7 @@ class BatchFrame(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
 
 class FrameHeader(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """A frame's header, decoded: the fields of the batch, in the order in which the checksum covers them."""
+    """A decoded frame header: the fields of the batch in the order in which the checksum covers them."""
 
     base_offset: int
     count: int
@@ -154,7 +153,7 @@ class FrameHeader(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
 
 class BadFrame(ValueError):
-    """A frame is not what was sent."""
+    """A frame is damaged."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -164,7 +163,7 @@ _decode_records_with_holes = msgspec.msgpack.Decoder(tuple[Record | None, ...]).
 
 
 def frame_of(batch: Batch) -> BatchFrame:
-    """The batch as it travels, with its checksum."""
+    """Return the batch as a frame, with its checksum."""
     header = _encode(
         (
             batch.base_offset,
@@ -187,7 +186,7 @@ def frame_of(batch: Batch) -> BatchFrame:
 
 
 def verified_header(frame: BatchFrame) -> FrameHeader:
-    """The header of a frame whose checksum fits. Raises BadFrame for any other."""
+    """Return the header of a frame after verifying its checksum. Raise BadFrame if it does not match."""
     found = zlib.crc32(frame.body, zlib.crc32(frame.header))
     if found != frame.crc:
         raise BadFrame(f"the checksum is {found}, not {frame.crc}")
@@ -201,13 +200,15 @@ def verified_header(frame: BatchFrame) -> FrameHeader:
 
 
 def is_all_holes(frame: BatchFrame, head: FrameHeader) -> bool:
-    """Whether compaction has left nothing of a batch of messages: a list takes 5 bytes at the most, and one for each
-    nil; a message takes more."""
+    """Return whether compaction removed every message of a batch.
+
+    An encoded list takes at most 5 bytes, and one for each nil; a message takes more.
+    """
     return head.kind == BatchKind.MESSAGES and len(frame.body) <= head.count + 5
 
 
 def batch_of_frame(frame: BatchFrame, head: FrameHeader) -> Batch:
-    """The batch of a frame that was checked. Raises BadFrame."""
+    """Return the batch of a verified frame. Raise BadFrame."""
     records: tuple[Record, ...] = ()
     holes = 0
     if head.kind == BatchKind.MESSAGES:
@@ -236,7 +237,7 @@ def batch_of_frame(frame: BatchFrame, head: FrameHeader) -> Batch:
 
 
 def _records_of(body: bytes) -> tuple[tuple[Record, ...], int]:
-    """The records, and how many of them are holes. Hardly a batch has any, so it is decoded as if it had none."""
+    """Return the records and the number of holes. Holes are rare, so decode as if there were none first."""
     try:
         return _decode_records(body), 0
     except msgspec.ValidationError:
@@ -245,5 +246,5 @@ def _records_of(body: bytes) -> tuple[tuple[Record, ...], int]:
 
 
 def checksum(batch: Batch) -> int:
-    """CRC-32 (zlib's) over everything in the batch but the checksum itself."""
+    """Return the CRC-32 (zlib's) of the batch without its checksum."""
     return frame_of(batch).crc

@@ -1,8 +1,8 @@
-"""The data directory: whose it is, that one broker uses it, and that it does not run full.
+"""The data directory: its identity, its lock for one broker, and its free space.
 
-A full disk stops more than writes: SQLite can then neither delete nor checkpoint, so retention cannot free the room
-that is missing. Hence two measures. Below a low-water mark the broker refuses new messages (507) while there is still
-room for its own work; and a ballast file can be given up when even that was not enough.
+A full disk stops more than writes: SQLite can then neither delete nor checkpoint, so retention cannot free the missing
+space. Hence two measures. Below a low-water mark the broker refuses new messages (507) while its own work still has
+space. And it can delete a ballast file if even that was not enough.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class WrongCluster(StorageError):
 
 
 class DiskGuard:
-    """Tells when the disk under `data_dir` is nearly full, and holds a reserve there."""
+    """A monitor of the free space under `data_dir`, with a reserve there."""
 
     def __init__(
         self, data_dir: Path, *, low_water_bytes: int = LOW_WATER_BYTES, ballast_bytes: int = BALLAST_BYTES
@@ -50,7 +50,7 @@ class DiskGuard:
             self._take_ballast(ballast_bytes)
 
     def _take_ballast(self, size: int) -> None:
-        """Reserves `size` bytes. A disk without room for it stays without: `full` says so soon enough."""
+        """Reserve `size` bytes. Without room there is no reserve: `full` reports it soon enough."""
         try:
             descriptor = os.open(self.ballast_path, os.O_RDWR | os.O_CREAT, 0o640)
             try:
@@ -65,13 +65,13 @@ class DiskGuard:
                 raise StorageFault(f"{self.ballast_path}: {error}") from error
 
     def free_bytes(self) -> int:
-        """What an ordinary user may still write there."""
+        """Return the bytes that an ordinary user may still write there."""
         with faults_of(self.data_dir):
             status = os.statvfs(self.data_dir)
             return status.f_bavail * status.f_frsize
 
     def full(self, now_ms: int) -> bool:
-        """Whether new messages are to be refused. Asks the file system at most every 100 ms of `now_ms`."""
+        """Return whether new messages must be refused. Asks the file system at most every 100 ms of `now_ms`."""
         checked_at_ms = self._checked_at_ms
         if checked_at_ms is None or not 0 <= now_ms - checked_at_ms < CHECK_INTERVAL_MS:
             self._full = self.free_bytes() < self.low_water_bytes
@@ -79,7 +79,7 @@ class DiskGuard:
         return self._full
 
     def release(self) -> bool:
-        """Gives the ballast up, to make room for deleting. False when there is none any more."""
+        """Delete the ballast, to make room for deletions. Return False if there is none."""
         with faults_of(self.ballast_path):
             try:
                 self.ballast_path.unlink()
@@ -91,7 +91,7 @@ class DiskGuard:
 
 
 class StoreIdentity(msgspec.Struct, frozen=True):
-    """Whose data it is. `store_uuid` tells this disk from an emptied one put in its place."""
+    """The owner of the data. `store_uuid` distinguishes this disk from an emptied one in its place."""
 
     cluster_id: str
     broker_id: int
@@ -113,10 +113,11 @@ class DataDirectory:
     def open(
         cls, path: Path, *, cluster_id: str | None = None, broker_id: int | None = None, join: Join | None = None
     ) -> DataDirectory:
-        """Locks `path`, made when missing. What is None is taken from the directory; a new one gets an id of its own.
+        """Lock `path`, created if missing. Arguments of None are taken from the directory; a new one gets an id of its
+        own.
 
-        `join` says, once the directory is locked, of which cluster and which broker it has to be: it is told the
-        identity that is there, if any, and the store uuid. Raises DirectoryInUse, WrongCluster, StorageFault.
+        `join`, called once the directory is locked, returns the cluster and broker that it must belong to. It gets
+        the identity that is there, if any, and the store uuid. Raise DirectoryInUse, WrongCluster or StorageFault.
         """
         with faults_of(path):
             make_directory(path)
@@ -129,7 +130,7 @@ class DataDirectory:
         return cls(path, identity, lock)
 
     def close(self) -> None:
-        """Gives the lock back."""
+        """Release the lock."""
         os.close(self._lock)
 
 
@@ -149,7 +150,7 @@ def _lock(path: Path) -> int:
 
 
 def holder_of(path: Path) -> str | None:
-    """The pid of the process that has locked the data directory `path`; None when no process has."""
+    """Return the pid of the process that has locked the data directory `path`; None if no process has."""
     try:
         descriptor = os.open(path / "lock", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -164,7 +165,7 @@ def holder_of(path: Path) -> str | None:
 
 
 def read_identity(path: Path) -> StoreIdentity | None:
-    """Whose the data directory `path` is; None for a new one. Raises StorageFault when that cannot be read."""
+    """Return the identity of the data directory `path`; None for a new one. Raise StorageFault if it cannot be read."""
     file = path / "identity.json"
     try:
         return msgspec.json.decode(file.read_bytes(), type=StoreIdentity)

@@ -1,20 +1,20 @@
-"""What the disk can do to us, in six classes, and the one that is nobody's fault.
+"""The errors of storage: what the disk can do, in six classes, and a log that is closed.
 
     StorageError
     |-- StorageFault    an I/O error or a damaged file: the outcome is unknown; answer so, and end the process
-    |   `-- CorruptFile     SQLite finds the file malformed: another replica may make it whole again
-    |-- Shortage        rolled back, definitely not applied, the log goes on
-    |   |-- DiskFull          there was no room
-    |   `-- TooManyOpenFiles  the process, or the machine, had no file descriptor left
+    |   `-- CorruptFile     SQLite finds the file malformed: another replica may repair it
+    |-- Shortage        rolled back, definitely not applied, the log continues
+    |   |-- DiskFull          no space left
+    |   `-- TooManyOpenFiles  the process, or the machine, has no file descriptor left
     |-- CorruptBatch    a batch does not match its checksum: never serve it
     |-- OffsetPurged    the offset is below the log's start
     `-- WrongLog        the file belongs to another log, or has a schema that this version does not know
 
     Unavailable
-    `-- LogClosed       the topic was deleted, or the broker ends, while somebody still had the log in hand
+    `-- LogClosed       the topic was deleted, or the broker ends, while the log was in use
 
-A fault is never retried: after a failed fsync Linux may call the next one a success although the data is lost, and a
-COMMIT that raised may still be found on disk after a restart.
+A fault is never retried: after a failed fsync Linux may report the next one as a success although the data is lost, and
+a COMMIT that raised may still be found on disk after a restart.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import apsw
 
 from portalmq.errors import Unavailable
 
-# A process that has fewer descriptors left than this has run out of them; a disk with less room is full.
+# A process with fewer free descriptors has run out of them; a disk with less room is full.
 SPARE_DESCRIPTORS = 16
 SPARE_BYTES = 64 * 1024
 MAKE_ROOM = "free disk space or lower the retention"
@@ -41,27 +41,27 @@ class StorageError(Exception):
 
 
 class StorageFault(StorageError):
-    """The disk or a file failed. What was being written may be there or not; the process should end and restart."""
+    """The disk or a file failed. The last write may be there or not; the process should end and restart."""
 
 
 class CorruptFile(StorageFault):
-    """The file is not what SQLite wrote. Reading it was harmless; writing to it would not be."""
+    """SQLite finds the file malformed. Reading it was harmless; writing to it would not be."""
 
 
 class Shortage(StorageError):
-    """Something ran out that may be there again later. The transaction was rolled back and the log can be used on."""
+    """A resource ran out that may be available later. The transaction was rolled back; the log can be used on."""
 
 
 class DiskFull(Shortage):
-    """No room."""
+    """No space left on the disk."""
 
 
 class TooManyOpenFiles(Shortage):
-    """No file descriptor was left."""
+    """No file descriptor left."""
 
 
 class CorruptBatch(StorageError):
-    """The batch at `offset` in `path` is not what was written."""
+    """The batch at `offset` in `path` does not match its checksum."""
 
     def __init__(self, path: Path, offset: int, reason: str) -> None:
         super().__init__(f"{path}: the batch at offset {offset} is damaged ({reason}); rebuild it from a clean replica")
@@ -80,23 +80,23 @@ class OffsetPurged(StorageError):
 
 
 class WrongLog(StorageError):
-    """The file on disk is not part of the log that was to be opened."""
+    """The file is not part of the log that is being opened."""
 
 
-# Of a file that was whole when the log was opened: it is not any more, or another has taken its place.
+# Errors of a file that was intact when the log was opened, and is damaged or replaced.
 DAMAGE = (CorruptBatch, CorruptFile, WrongLog)
 
 
 class LogClosed(Unavailable):
-    """The log was closed for good. A caller who repeats the request learns why."""
+    """The log was closed for good. A repeated request gets the reason."""
 
     def __init__(self) -> None:
-        super().__init__("the partition was closed meanwhile: repeat the request", retry_after_s=0.5)
+        super().__init__("the partition was closed during the request: repeat it", retry_after_s=0.5)
 
 
 @contextmanager
 def faults_of(path: Path) -> Iterator[None]:
-    """Turns the errors of SQLite and of the operating system into StorageFault and Shortage, naming `path`."""
+    """Turn errors of SQLite and the operating system into StorageFault and Shortage, naming `path`."""
     try:
         yield
     except apsw.FullError as error:
@@ -120,8 +120,10 @@ def faults_of(path: Path) -> Iterator[None]:
 
 @contextmanager
 def opening_errors() -> Iterator[None]:
-    """Tells a full disk by its name while a file is opened: SQLite reports shared memory that finds no room as an I/O
-    error. Nothing was written yet, where the same error from a COMMIT leaves its outcome open."""
+    """Report a full disk as such while a file is opened: SQLite reports shared memory without room as an I/O error.
+
+    Nothing is written yet, so it is no fault; the same error from a COMMIT leaves its outcome unknown.
+    """
     try:
         yield
     except apsw.IOError as error:
@@ -131,7 +133,7 @@ def opening_errors() -> Iterator[None]:
 
 
 def no_descriptor_is_left() -> bool:
-    """Return whether the process, or the machine, has run out of file descriptors, or nearly: another thread may have
+    """Return whether the process, or the machine, has no file descriptors left, or nearly none: another thread may have
     closed one since."""
     spare: list[int] = []
     try:

@@ -16,7 +16,7 @@ _drafts = count()
 
 @contextlib.contextmanager
 def open_directory(directory: Path) -> Iterator[int]:
-    """A descriptor of `directory`, to sync it by."""
+    """Yield a descriptor of `directory`, to sync it."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield descriptor
@@ -30,7 +30,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """`path` has the old content or the new one at every moment, and the new one durably on return."""
+    """Replace the content of `path` atomically, durably on return."""
     draft = path.with_name(f"{path.name}.{next(_drafts)}.new")  # two threads may write one file at the same time
     try:
         with open(draft, "wb") as file:
@@ -46,7 +46,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Creates `path` and its missing parents durably."""
+    """Create `path` and its missing parents durably."""
     missing = [directory for directory in (path, *path.parents) if not directory.exists()]
     for directory in reversed(missing):
         directory.mkdir(mode=0o750, exist_ok=True)
@@ -54,6 +54,7 @@ def make_directory(path: Path) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """Only for a file that no connection of this process has open with locks: closing it would drop them (POSIX)."""
+    """Return the SHA-256 of a file. No connection of this process may hold locks on it: closing it would drop them
+    (POSIX)."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,23 +1,24 @@
 """The log of one partition: a directory of segment files, dense in offsets, one of them active.
 
     0000...0000.sqlite  sealed   final: 0444, in the manifest, read with immutable=1
-    0000...4711.sqlite  rolled   complete, but not yet sealed
+    0000...4711.sqlite  rolled   complete, not yet sealed
     0000...9000.sqlite  active   the only one that is appended to
 
-Every change goes through states that `open` understands, so a kill at any moment leaves a valid log: a new segment is
-renamed into place when it is complete; segments are removed from the end that keeps the rest contiguous (the newest
-first when truncating, the oldest first when dropping); the manifest is written last when sealing and first when undoing
-it; what nothing explains any more (leftovers of creating, a -wal without its database) is deleted at the next open.
-A change that a full disk interrupts is such a moment: the log reads its files anew and goes on.
-Compaction puts a new file in a segment's place: while that is done the segment does not count as sealed, so the
-manifest never describes another file than the one that is there.
-A reset is a truncation to the border of a segment, then a segment that begins at its own log start: whatever stands
-before such a one, with a hole in between, was being dropped. In between no segment may be left at all, which is a new
-and empty log.
+Every change goes through states that `open` understands, so a kill at any moment leaves a valid log. A new segment is
+renamed into place when it is complete. Segments are removed from the end that keeps the rest contiguous (the newest
+first when truncating, the oldest first when dropping). The manifest is written last when sealing and first when undoing
+it. Unexplained leftovers (of creating a segment, a -wal without its database) are deleted at the next open. A change
+that a full disk interrupts leaves such a state too: the log reads its files again and continues.
 
-Threads: changes wait for each other, and reads wait for each other, on native turns; an append and a read run side by
-side, on the two connections of the segment. The event loop reads, so a change takes the turn of those who read only for
-what they must not see half of: it removes and cuts files, and syncs them, beside them. No method switches greenlets.
+While compaction replaces a segment's file, the segment does not count as sealed, so the manifest never describes a file
+other than the one that is there.
+
+A reset is a truncation to the border of a segment, then a segment that begins at its own log start: segments before it,
+across a hole, were being dropped. In between there may be no segment at all, which is a new and empty log.
+
+Threads: changes exclude each other, and reads exclude each other, by native locks; an append and a read run side by
+side, on the two connections of the segment. The event loop reads. So a change takes the read lock only where readers
+must not see half of it, and removes, cuts and syncs files without it. No method switches greenlets.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ from portalmq.broker.storage.schema import PAGE_BYTES, LogIdentity
 from portalmq.broker.storage.segment import COMPACTING, Segment
 
 SEGMENT_BYTES = 256 * 1024 * 1024
-# A segment that has so many content types is followed by one that has none yet: their names are kept in memory.
+# A segment with this many content types is followed by a new one without any: their names are kept in memory.
 CONTENT_TYPES_MAX = 10_000
-# From the first size on a checkpoint is due, when the writer has nobody waiting; at the second, append does it itself.
+# From the first size on a checkpoint is due when no append waits; at the second, append performs it itself.
 WAL_BYTES_DUE = 16 * 1024 * 1024
 WAL_BYTES_MAX = 64 * 1024 * 1024
 
 
 class Log(ReadableLog):
-    """Append, read and shorten one partition's log. Open it with `Log.open`; times are arguments, Unix ms.
+    """The log of one partition: append, read, shorten. Open it with `Log.open`; times are arguments, Unix ms.
 
     Invariants: log_start_offset <= end_offset; everything below end_offset is durable.
     """
@@ -70,11 +71,11 @@ class Log(ReadableLog):
         self.segment_bytes = segment_bytes
         self._sealed = sealed
         self._fault: StorageFault | None = None
-        # The files are opened before the next use: the active one, or, after an interrupted change, all that are there.
+        # Parked: files are opened at the next use, only the active one, or all of them after an interrupted change.
         self._parked = False
         self._interrupted = False
         self._closed = False
-        # Taken in this order, where more than one is.
+        # Acquired in this order.
         self._sealing, self._writing, self._reading = FairLock(), FairLock(), FairLock()
 
     # --- opening ------------------------------------------------------------------------------------------------
@@ -88,9 +89,9 @@ class Log(ReadableLog):
         segment_bytes: int = SEGMENT_BYTES,
         open_files: OpenFiles | None = None,
     ) -> Log:
-        """The log in `directory`, made when there is none, recovered after whatever ended its last user.
+        """Open the log in `directory`: create it if missing, recover it after a kill.
 
-        All that is found is on disk, fsynced, before it is claimed. Raises WrongLog, StorageFault, Shortage.
+        Everything found is fsynced before it is claimed. Raise WrongLog, StorageFault or Shortage.
         """
         with faults_of(directory):
             make_directory(directory)
@@ -106,17 +107,18 @@ class Log(ReadableLog):
 
     @property
     def checkpoint_due(self) -> bool:
-        """Whether `checkpoint` should be called once nobody waits for an append."""
+        """True if `checkpoint` should be called once no append waits."""
         return self._active.wal_pages * PAGE_BYTES >= WAL_BYTES_DUE
 
-    # --- changing -----------------------------------------------------------------------------------------------
+    # --- changes ------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _change(self, *, in_steps: bool = False) -> Iterator[None]:
-        """The turn to change the log. After a fault there is none: the next fsync could lie about the last.
+        """Hold the lock for a change of the log. After a fault no change is allowed: the next fsync could lie about the
+        last.
 
-        `in_steps`: a shortage may interrupt the change between two steps. What is on disk then is a valid log, which a
-        kill could leave as well, and it is read anew before the next use.
+        `in_steps`: a shortage may interrupt the change between two steps. The files are a valid log then, as after a
+        kill, and are read again before the next use.
         """
         self.last_used = next(use_counter)
         with self._writing:
@@ -140,10 +142,10 @@ class Log(ReadableLog):
             raise StorageFault(f"{self.directory} had a fault before: {self._fault}; restart the broker")
 
     def append(self, batches: Sequence[Batch]) -> None:
-        """Appends all of `batches` or none, in one transaction; durable on return.
+        """Append all of `batches` or none, in one transaction; durable on return.
 
-        They carry on from end_offset without a hole, with messages_before, times and checksums filled in; a ValueError
-        says where they do not. Shortage: not applied. StorageFault: unknown.
+        They continue at end_offset without a hole, with messages_before, times and checksums filled in; else
+        ValueError. Shortage: not applied. StorageFault: unknown.
         """
         if not batches:
             return
@@ -155,7 +157,7 @@ class Log(ReadableLog):
             active.append(batches)
             self._tail = self._tail_of_active()
             if active.wal_pages * PAGE_BYTES >= WAL_BYTES_MAX:
-                with suppress(Shortage), faults_of(self.directory):  # the batches are committed, whatever comes of this
+                with suppress(Shortage), faults_of(self.directory):  # the batches are committed, even if this fails
                     active.checkpoint()
 
     def _check_continues(self, batches: Sequence[Batch]) -> None:
@@ -163,26 +165,26 @@ class Log(ReadableLog):
         for batch in batches:
             if batch.base_offset != end_offset or batch.messages_before != messages:
                 raise ValueError(
-                    f"the log goes on at offset {end_offset} after {messages} messages, the batch at"
+                    f"the log continues at offset {end_offset} after {messages} messages, the batch is at"
                     f" {batch.base_offset} after {batch.messages_before}"
                 )
             if batch.count != (len(batch.records) if batch.kind == BatchKind.MESSAGES else 1) or batch.count < 1:
-                raise ValueError(f"the batch at {batch.base_offset} says {batch.count} records and has another number")
+                raise ValueError(f"the batch at {batch.base_offset} does not have {batch.count} records")
             if batch.appended_at_ms < timestamp_ms:
                 raise ValueError(
-                    f"the batch at {batch.base_offset} is of {batch.appended_at_ms} ms, before {timestamp_ms} ms"
+                    f"the batch at {batch.base_offset} has the time {batch.appended_at_ms} ms, before {timestamp_ms} ms"
                 )
             end_offset += batch.count
             messages += batch.message_count
             timestamp_ms = batch.appended_at_ms
 
     def checkpoint(self) -> None:
-        """Moves the write-ahead log into the database, as far as readers allow."""
+        """Move the write-ahead log into the database, as far as readers allow."""
         with self._change():
             self._active.checkpoint()
 
     def roll(self) -> None:
-        """Starts a new segment, unless the active one is empty."""
+        """Start a new segment, unless the active one is empty."""
         with self._change():
             self._roll()
 
@@ -201,10 +203,10 @@ class Log(ReadableLog):
         self._segments = (*self._segments, fresh)
 
     def seal(self, below: int) -> int:
-        """Seals the rolled segments that end at or below `below`, oldest first; how many were sealed.
+        """Seal the rolled segments that end at or below `below`, oldest first; return how many were sealed.
 
-        A segment that another process is reading waits for the next call. Hashing takes a second or so for each GiB:
-        appends and reads go on meanwhile.
+        A segment that another process is reading waits for the next call. Hashing takes about a second for each GiB,
+        without blocking appends and reads.
         """
         count = 0
         with self._sealing:
@@ -229,12 +231,12 @@ class Log(ReadableLog):
                 return False
             with self._reading:
                 _ = segment.writer
-            segment.checkpoint()  # most of the work, while reads go on
+            segment.checkpoint()  # most of the work, beside reads
             with self._reading:
                 return segment.settle()
 
     def truncate(self, to_offset: int) -> None:
-        """Drops everything from `to_offset` on, durably. It must be a border between batches (ValueError else)."""
+        """Remove everything from `to_offset` on, durably. Raise ValueError if it is not a border between batches."""
         if not self._log_start_offset <= to_offset <= self.end_offset:
             raise ValueError(f"cannot truncate [{self._log_start_offset}, {self.end_offset}) to {to_offset}")
         if to_offset == self.end_offset:
@@ -244,7 +246,7 @@ class Log(ReadableLog):
                 position = self._position(to_offset)
                 last, later = self._segments[position], self._segments[position + 1 :]
                 if not last.is_batch_boundary(to_offset):
-                    raise ValueError(f"offset {to_offset} is within a batch, and a batch is whole or not at all")
+                    raise ValueError(f"offset {to_offset} is inside a batch; batches are not split")
             self._unseal(segment.base_offset for segment in (last, *later))
             self._uncompact(to_offset)
             with self._reading:
@@ -259,8 +261,8 @@ class Log(ReadableLog):
                 self._tail = self._tail_of_active()
 
     def reset(self, base_offset: int, messages_before: int, timestamp_before_ms: int) -> None:
-        """Drops everything, durably: the log is empty and begins at `base_offset`, below which the partition has had
-        `messages_before` messages, the last batch of them at `timestamp_before_ms`."""
+        """Remove everything, durably. The log is empty then and begins at `base_offset`, below which the partition has
+        had `messages_before` messages, the last batch of them at `timestamp_before_ms`."""
         with self._sealing, self._change(in_steps=True):
             later = [segment for segment in self._segments if segment.base_offset >= base_offset]
             earlier = self._segments[: len(self._segments) - len(later)]
@@ -272,7 +274,7 @@ class Log(ReadableLog):
             with self._reading:
                 for segment in self._segments:
                     self._close_reader(segment)
-                if fresh is None:  # there was no other, and its name may be the same
+                if fresh is None:  # it is the only one, and may have the same name
                     later[0].remove()
                     sync_directory(self.directory)
                     fresh = self._empty_segment(base_offset, messages_before, timestamp_before_ms)
@@ -285,7 +287,7 @@ class Log(ReadableLog):
             self._unseal(iter(tuple(self._sealed)))
 
     def _empty_segment(self, base_offset: int, messages_before: int, timestamp_before_ms: int) -> Segment:
-        """One that the log begins with."""
+        """Create an empty segment that the log begins with."""
         return Segment.create(
             self.directory,
             self.identity,
@@ -296,7 +298,7 @@ class Log(ReadableLog):
         )
 
     def _remove_last(self, count: int) -> None:
-        """Removes that many segments, the newest first: what is left is a log at every moment, and reads go on."""
+        """Remove that many segments, the newest first: the rest is a valid log at every moment, and reads continue."""
         kept, gone = self._segments[: len(self._segments) - count], self._segments[len(self._segments) - count :]
         with self._reading:
             self._segments = kept
@@ -318,7 +320,7 @@ class Log(ReadableLog):
 
     @property
     def sealed_upto(self) -> int:
-        """Below, all segments are sealed."""
+        """The offset below which all segments are sealed."""
         upto = self.base_offset
         for segment in self._segments:
             if segment.base_offset not in self._sealed:
@@ -327,34 +329,35 @@ class Log(ReadableLog):
         return upto
 
     def roll_below(self, upto: int) -> None:
-        """Starts a new segment when the active one begins below `upto`, so that it can be sealed."""
+        """Start a new segment if the active one begins below `upto`, so that it can be sealed."""
         with self._change():
             if self._active.base_offset < upto:
                 self._roll()
 
     def sealed_below(self, upto: int) -> list[SealedSegment] | None:
-        """The manifest of the segments that begin below `upto`, oldest first; None while one of them is not sealed."""
+        """Return the manifest entries of the segments that begin below `upto`, oldest first; None while one is not
+        sealed."""
         bases = [segment.base_offset for segment in self._segments if segment.base_offset < upto]
         entries = [self._sealed[base] for base in bases if base in self._sealed]
         return entries if len(entries) == len(bases) else None
 
     def is_compacted(self, upto: int, tombstones_before_ms: int) -> bool:
-        """Whether everything below `upto` is as a compaction up to there leaves it."""
+        """Return whether everything below `upto` is compacted up to there."""
         sealed = self.sealed_below(upto)
         return sealed is not None and all(entry.is_compacted(upto, tombstones_before_ms) for entry in sealed)
 
     def has_sealed(self, entry: SealedSegment) -> bool:
-        """Whether that very file still stands."""
+        """Return whether that very file is still part of the log."""
         return self._sealed.get(entry.base_offset) is entry and entry.base_offset >= self.base_offset
 
     def draft_path(self, entry: SealedSegment) -> Path:
-        """Where the file that is to take the place of a segment is written."""
+        """Return the path of a segment's replacement while it is written."""
         return self.directory / f"{entry.file}{COMPACTING}"
 
     def replace_sealed(self, old: SealedSegment, new: SealedSegment) -> bool:
-        """Puts the draft of `old`, which `new` describes, in its place. False when that segment is gone meanwhile, or
-        is not sealed any more."""
-        with self._sealing, self._change(in_steps=True):  # nobody is to hash the old file for the new one's entry
+        """Replace the file of `old` by its draft, which `new` describes. Return False if that segment is gone or no
+        longer sealed."""
+        with self._sealing, self._change(in_steps=True):  # nothing must hash the old file for the new entry
             segment = self._segments[self._position(old.base_offset)]
             if self._sealed.get(old.base_offset) is not old or segment.base_offset != old.base_offset:
                 return False
@@ -369,7 +372,7 @@ class Log(ReadableLog):
     def mark_compacted(
         self, entries: Sequence[SealedSegment], upto: int, tombstones_before_ms: int, at_ms: int
     ) -> None:
-        """These segments are as a compaction up to `upto` leaves them: it had nothing to remove in them."""
+        """Record that a compaction up to `upto` had nothing to remove in these segments."""
         with self._change(in_steps=True):
             self._put_sealed(
                 [
@@ -388,14 +391,15 @@ class Log(ReadableLog):
             self._sealed = sealed
 
     def _uncompact(self, to_offset: int) -> None:
-        """What is compacted beyond `to_offset`, where the log is about to be cut, was not judged by what comes next."""
+        """Lower the compaction marks beyond `to_offset`, before the log is truncated there: new records there are not
+        compacted."""
         beyond = [entry for entry in self._sealed.values() if entry.compacted_upto > to_offset]
         self._put_sealed([replace(entry, compacted_upto=to_offset) for entry in beyond])
 
-    # --- the beginning ----------------------------------------------------------------------------------------------
+    # --- the log start ----------------------------------------------------------------------------------------------
 
     def advance_log_start(self, offset: int) -> None:
-        """Messages below `offset` are gone from now on, durably. Never goes back; the files stay until dropped."""
+        """Delete messages below `offset`, durably. The log start never falls; the files stay until they are dropped."""
         if offset > self.end_offset:
             raise ValueError(f"the log start cannot pass the log's end {self.end_offset}: {offset}")
         with self._change():
@@ -407,7 +411,8 @@ class Log(ReadableLog):
             self._log_start_offset = offset
 
     def drop_segments_below(self, offset: int) -> int:
-        """Unlinks the leading sealed segments that end at or below `offset`; how many. The log start moves along."""
+        """Unlink the leading sealed segments that end at or below `offset`; return how many. The log start moves
+        along."""
         with self._change(in_steps=True):
             victims = []
             for segment in self._segments[:-1]:
@@ -428,7 +433,8 @@ class Log(ReadableLog):
             return len(victims)
 
     def retention_candidate(self, now_ms: int, retention_ms: int | None, retention_bytes: int | None) -> int:
-        """The offset below which whole sealed segments are too old, or too much. None: no such limit.
+        """Return the offset below which whole sealed segments are too old, or exceed the size. None means no such
+        limit.
 
         A segment is as old as the newest append or delivery time in it.
         """
@@ -437,7 +443,7 @@ class Log(ReadableLog):
         for segment in self._segments[:-1]:
             entry = self._sealed.get(segment.base_offset)
             if entry is None or entry.newest_ms > max(now_ms, entry.last_timestamp_ms):
-                break  # in use, or something in it is still to be delivered
+                break  # not sealed, or something in it is not yet due
             old = retention_ms is not None and entry.newest_ms < now_ms - retention_ms
             if not old and (retention_bytes is None or size <= retention_bytes):
                 break
@@ -445,11 +451,13 @@ class Log(ReadableLog):
             offset = entry.end_offset
         return offset
 
-    # --- looking for damage -------------------------------------------------------------------------------------
+    # --- scrubbing ----------------------------------------------------------------------------------------------
 
     def scrub(self, offset: int, max_bytes: int) -> int:
-        """Checks a part of the log from `offset` on, a sealed segment as a whole, else some batches. Answers where to
-        go on; the base offset again after the end. Raises CorruptBatch. Slow: not on the event loop."""
+        """Check a part of the log from `offset` on: a sealed segment as a whole, else some batches.
+
+        Return where to continue; the base offset again after the end. Raise CorruptBatch. Slow: not on the event loop.
+        """
         offset = max(offset, self.base_offset)
         segment = self._segments[self._position(offset)]
         entry = self._sealed.get(segment.base_offset)
@@ -465,10 +473,10 @@ class Log(ReadableLog):
             raise CorruptBatch(segment.path, segment.base_offset, f"its SHA-256 is {found}, not {entry.sha256}")
         return entry.end_offset
 
-    # --- idling -------------------------------------------------------------------------------------------------
+    # --- closing ------------------------------------------------------------------------------------------------
 
     def park(self) -> None:
-        """Closes every file until the log is used again."""
+        """Close every file until the log is used again."""
         with self._writing, self._reading:
             self._park()
 
@@ -480,11 +488,12 @@ class Log(ReadableLog):
 
     @property
     def descriptors(self) -> int:
-        """How many it holds while it is open: the active segment's writer and reader, and the sealed ones' readers."""
+        """The number of descriptors while it is open: the active segment's writer and reader, and the sealed ones'
+        readers."""
         return 5 + len(self._open_sealed)
 
     def try_park(self) -> bool:
-        """As `park`, unless somebody uses the log now; whether it rests. A fault is met at the next use."""
+        """Park unless the log is in use; return whether it is parked. A fault shows at the next use."""
         if not self._writing.try_acquire():
             return False
         try:
@@ -505,7 +514,7 @@ class Log(ReadableLog):
         try:
             with faults_of(self.directory), self._reading:
                 if self._interrupted:
-                    self._read_anew()
+                    self._reopen()
                 else:
                     self._active.open_live()
                 self._parked = self._interrupted = False
@@ -513,7 +522,7 @@ class Log(ReadableLog):
             self._fault = fault
             raise
 
-    def _read_anew(self) -> None:
+    def _reopen(self) -> None:
         for segment in self._segments:
             segment.close()
         self._open_sealed.clear()
@@ -521,7 +530,7 @@ class Log(ReadableLog):
         self._begin_with(segments)
 
     def close(self) -> None:
-        """Closes the log for good. After a fault nothing is flushed: the next open finds what is there."""
+        """Close the log for good. After a fault nothing is flushed: the next open reads what is there."""
         with self._sealing, self._writing, self._reading:
             if not self._closed:
                 self._closed = True
@@ -541,7 +550,7 @@ class Log(ReadableLog):
 
     @contextmanager
     def _read(self) -> Iterator[None]:
-        """The turn to read."""
+        """Hold the read lock, with the files open."""
         self.last_used = next(use_counter)
         while True:
             if self._closed:

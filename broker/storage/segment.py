@@ -1,8 +1,8 @@
-"""One file of the log: its birth, its two connections, and the SQL on it.
+"""One file of the log: creating it, its two connections, and the SQL on it.
 
 A segment is live (WAL; one connection writes and checkpoints, another, mode=ro, reads) or settled (no WAL, mode 0444,
-read with immutable=1, which takes no locks). It is born complete: built in memory, written under another name, renamed.
-A Segment is the hand on one file and knows no other; the Log decides what happens to which.
+read with immutable=1, which takes no locks). It is created complete: built in memory, written under another name,
+renamed. A Segment handles one file and knows no other; the Log decides what happens to which.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from portalmq.system import sync
 
 SEGMENT_NAME = re.compile(r"\d{20}\.sqlite\Z")
 CREATING = ".creating"
-# A file that is to take a segment's place, and the keys that decide what is in it: see compaction.py.
+# A segment's replacement, and the keys that decide its content: see compaction.py.
 COMPACTING = ".compacting"
 KEYS_NAME = "keys.compacting"
-# A segment's file, and what SQLite may have put beside it.
+# A segment's file, and files that SQLite may have put beside it.
 SUFFIXES = ("", "-wal", "-shm", "-journal")
 
 CACHE_KIB = 4_096
 
 
-def _take_back(creating: Path, path: Path, folder: int) -> None:
-    """Remove a segment that no log is going to use. Were it left where the log goes on in the old one, no log would
-    open: a failure is a fault."""
+def _remove_again(creating: Path, path: Path, folder: int) -> None:
+    """Remove a segment that the log will not use. If it stayed while the log continued in the old one, the log could
+    not open again: so a failure is a fault."""
     try:
         creating.unlink(missing_ok=True)
         for suffix in SUFFIXES:
             Path(f"{path}{suffix}").unlink(missing_ok=True)
         sync(folder)
     except OSError as error:
-        raise StorageFault(f"{path} cannot be taken back: {error}") from error
+        raise StorageFault(f"{path} cannot be removed again: {error}") from error
 
 
 def segment_path(directory: Path, base_offset: int) -> Path:
@@ -55,10 +55,10 @@ def segment_path(directory: Path, base_offset: int) -> Path:
 
 
 class Segment(ReadableSegment):
-    """One segment file. What is known of it without reading:
+    """One segment file, with the properties known without reading it. `bytes` is the size of the database, `removed`
+    how many of its messages compaction has removed.
 
-    Invariants: base_offset <= end_offset; messages_before <= messages_end. `bytes` is the size of the database,
-    `removed` how many of its messages compaction has removed.
+    Invariants: base_offset <= end_offset; messages_before <= messages_end.
     """
 
     def __init__(self, path: Path, identity: LogIdentity) -> None:
@@ -70,15 +70,15 @@ class Segment(ReadableSegment):
         self.bytes = 0
         self.wal_pages = 0
         self.settled = False
-        # Which lanes occur in it (lanes.py), by their bits: what was found in the file, None before it was asked for,
-        # and what was appended.
+        # The lanes that occur in it (lanes.py), as bits: those found in the file, None before the first query, and
+        # those appended.
         self.lanes_found: int | None = None
         self.lanes_appended = 0
         self._writer: apsw.Connection | None = None
         self._reader: apsw.Connection | None = None
         self._content_types: ContentTypes | None = None
 
-    # --- life ---------------------------------------------------------------------------------------------------
+    # --- opening and closing ------------------------------------------------------------------------------------
 
     @classmethod
     def create(
@@ -91,10 +91,10 @@ class Segment(ReadableSegment):
         timestamp_before_ms: int,
         log_start_offset: int,
     ) -> Segment:
-        """A new empty segment, durable under its name on return.
+        """Create an empty segment, durable under its name on return.
 
-        On an error there is none, unless the disk fails or the process ends before it is taken back: whoever reads the
-        directory finds an empty segment then.
+        On an error there is none, unless the disk fails or the process ends before it is removed again: the next open
+        finds an empty segment then.
         """
         meta = {
             **identity.as_meta(),
@@ -125,13 +125,13 @@ class Segment(ReadableSegment):
                 segment = cls(path, identity)
                 segment.open_live()
             except BaseException:
-                _take_back(creating, path, folder)
+                _remove_again(creating, path, folder)
                 raise
         return segment
 
     def open_live(self) -> None:
-        """Opens the file for writing and makes everything in it durable before anything of it is claimed (wal.py)."""
-        os.chmod(self.path, 0o640)  # the kill may have come while it was being settled
+        """Open the file for writing and make everything in it durable before any of it is claimed (wal.py)."""
+        os.chmod(self.path, 0o640)  # a kill may have come while it was being settled
         writer = apsw.Connection(str(self.path), flags=apsw.SQLITE_OPEN_READWRITE)
         try:
             self._set_up(writer)
@@ -156,7 +156,7 @@ class Segment(ReadableSegment):
                 raise StorageFault(f"{self.path}: SQLite refused WAL with synchronous=FULL (a network file system?)")
             self._read_meta(writer)
             make_durable(writer)
-            writer.execute(LANES_DDL)  # an earlier release wrote files without
+            writer.execute(LANES_DDL)  # files of an earlier release lack them
             self._read_end(writer)
             writer.set_wal_hook(self._committed)
             self._content_types = ContentTypes(writer)
@@ -178,7 +178,7 @@ class Segment(ReadableSegment):
         expected = {**self.identity.as_meta(), "base_offset": int(self.path.name[:20])}
         found = {key: meta.get(key) for key in expected}
         if found != expected:
-            raise WrongLog(f"{self.path} belongs to {found}, expected {expected}: move it to where it came from")
+            raise WrongLog(f"{self.path} belongs to {found}, expected {expected}: move it back to its own directory")
         self.messages_before = self.messages_end = meta["messages_before"]
         self.last_timestamp_ms = meta["timestamp_before_ms"]
         self.log_start_offset = meta["log_start_offset"]
@@ -207,7 +207,7 @@ class Segment(ReadableSegment):
     def reader(self) -> apsw.Connection:
         if self._reader is None:
             if not self.settled:
-                _ = self.writer  # recovers and creates the WAL, which a read-only connection would do badly
+                _ = self.writer  # recovers and creates the WAL, which a read-only connection does badly
             reader = self._connect_to_read()
             try:
                 self._read_only_identity(reader)
@@ -238,7 +238,7 @@ class Segment(ReadableSegment):
 
     @property
     def content_types(self) -> int:
-        """How many content types the file names, as far as it is open for writing."""
+        """How many content types the file has, if it is open for writing; else 0."""
         return 0 if self._content_types is None else len(self._content_types)
 
     @property
@@ -251,7 +251,7 @@ class Segment(ReadableSegment):
             self._reader = None
 
     def close(self) -> None:
-        """Closes both connections; the writer last, because the last one to close checkpoints and removes the WAL."""
+        """Close both connections; the writer last, because the last one to close checkpoints and removes the WAL."""
         self.close_reader()
         if self._writer is not None:
             writer, self._writer = self._writer, None
@@ -259,7 +259,7 @@ class Segment(ReadableSegment):
             writer.close(True)
 
     def settle(self) -> bool:
-        """Makes the file final: no WAL, mode 0444. False when a foreign reader holds it; nothing changed then."""
+        """Make the file final: no WAL, mode 0444. Return False, with nothing changed, if another process reads it."""
         writer = self.writer
         self.close_reader()
         try:
@@ -279,8 +279,8 @@ class Segment(ReadableSegment):
         return True
 
     def replace(self, draft: Path, removed: int, size_bytes: int) -> None:
-        """Takes `draft`, a complete file on disk, in the place of this settled one. Whoever else has the old file open
-        reads on in it."""
+        """Replace this settled file by `draft`, a complete file on disk. Readers that have the old file open continue
+        in it."""
         assert self.settled, "only a settled file is replaced"
         self.close()
         os.rename(draft, self.path)
@@ -289,7 +289,7 @@ class Segment(ReadableSegment):
         self.lanes_found, self.lanes_appended = None, 0
 
     def remove(self) -> None:
-        """Unlinks the file, then what belongs to it: a leftover -wal would poison a new file of the same name."""
+        """Unlink the file, then the files beside it: a leftover -wal would corrupt a new file of the same name."""
         self.close()
         for suffix in SUFFIXES:
             with contextlib.suppress(FileNotFoundError):
@@ -298,7 +298,8 @@ class Segment(ReadableSegment):
     # --- writing ------------------------------------------------------------------------------------------------
 
     def append(self, batches: Sequence[Batch]) -> None:
-        """All of `batches` in one transaction and one fsync. On any error none is applied, unless it is a fault."""
+        """Append all of `batches` in one transaction and one fsync. On any error none is applied, unless it is a
+        fault."""
         writer = self.writer
         assert self._content_types is not None
         self.lanes_appended |= lanes_of(batches)
@@ -306,7 +307,7 @@ class Segment(ReadableSegment):
         try:
             insert_batches(writer, batches)
             removed = insert_holes(writer, batches, self.removed)
-            for offset, timestamp_ms, records in _neighbours(batches):
+            for offset, timestamp_ms, records in _joined(batches):
                 insert_messages(writer, self._content_types, offset, timestamp_ms, records)
             size = writer.execute("PRAGMA page_count").get * PAGE_BYTES
             writer.execute("COMMIT")
@@ -327,8 +328,11 @@ class Segment(ReadableSegment):
 
     @contextlib.contextmanager
     def cut(self, to_offset: int) -> Iterator[Callable[[], None]]:
-        """Deletes everything from `to_offset` on, durably at the exit. The body calls what it is given, once, while
-        nobody reads: until then readers find everything, and they wait neither for the work nor for the disk."""
+        """Delete everything from `to_offset` on, durably at the exit.
+
+        The body calls the function that it gets once, while nothing reads. Until then readers see everything, and they
+        wait neither for the work nor for the disk.
+        """
         writer = self.writer
 
         def commit() -> None:
@@ -336,7 +340,7 @@ class Segment(ReadableSegment):
             self._read_meta(writer)
             self._read_end(writer)
 
-        sync_wal(writer)  # the head of a new write-ahead log is synced, whatever the level: here, and not in the commit
+        sync_wal(writer)  # a new write-ahead log's header is always synced: do that here, not in the commit
         writer.execute("PRAGMA synchronous = NORMAL")
         try:
             writer.execute("BEGIN IMMEDIATE")
@@ -359,20 +363,20 @@ class Segment(ReadableSegment):
         self.log_start_offset = offset
 
     def checkpoint(self) -> None:
-        """Moves what it can from the WAL into the database, waiting for nobody."""
+        """Move what it can from the WAL into the database, without waiting."""
         in_wal, moved = self.writer.wal_checkpoint("main", apsw.SQLITE_CHECKPOINT_PASSIVE)
         if moved == in_wal:
             self.wal_pages = 0  # the next commit starts the WAL from its beginning
 
     def newest_ms(self) -> int:
-        """The latest time that keeps a message of this settled segment: its append or its delivery. Reads the file."""
+        """Return the latest append or delivery time of a message in this settled segment. Reads the file."""
         with contextlib.closing(self._connect_to_read()) as connection:
             delivered = connection.execute("SELECT coalesce(max(deliver_at_ms), 0) FROM messages").get
         return max(self.last_timestamp_ms, int(delivered))
 
 
-def _neighbours(batches: Sequence[Batch]) -> Iterator[tuple[int, int, Sequence[Record]]]:
-    """Message batches that stand side by side with the same time, joined: (offset, time, records)."""
+def _joined(batches: Sequence[Batch]) -> Iterator[tuple[int, int, Sequence[Record]]]:
+    """Yield adjacent message batches with the same time, joined: (offset, time, records)."""
     offset, timestamp_ms = -1, -1
     records: list[Record] = []
     for batch in batches:

@@ -1,4 +1,4 @@
-"""The reading half of a segment: queries on one file, checked where batches come out whole."""
+"""The reading half of a segment: queries on one file. Whole batches are verified by their checksums."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _decode_ids = msgspec.json.Decoder(list[tuple[str, int, str | None, int]]).decod
 
 
 class ReadableSegment(ABC):
-    """What can be asked of one file. Offsets [base_offset, end_offset); `removed` of its messages are gone by
-    compaction."""
+    """The queries on one file with offsets [base_offset, end_offset). Compaction has removed `removed` of its
+    messages."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -35,10 +35,11 @@ class ReadableSegment(ABC):
     @property
     @abstractmethod
     def reader(self) -> apsw.Connection:
-        """The connection to read with, opened when it is not."""
+        """The connection to read with, opened if necessary."""
 
     def batches(self, offset: int, below: int) -> Generator[Batch]:
-        """Whole batches in order, checked, from the one that contains `offset` to the last that starts below `below`.
+        """Yield whole, verified batches in order, from the one that contains `offset` to the last that starts below
+        `below`.
 
         Lazy: rows are read as batches are taken.
         """
@@ -85,7 +86,7 @@ class ReadableSegment(ABC):
         try:
             rows = list(islice(messages, count - removed))
             first, last = (rows[0][-1], rows[-1][-1]) if rows else (base_offset - 1, base_offset - 1)
-            if removed:  # which offsets are holes, the checksum knows
+            if removed:  # the checksum verifies which offsets are holes
                 complete = count == removed or (first >= base_offset and last < base_offset + count)
             else:
                 complete = (first, last) == (base_offset, base_offset + count - 1)
@@ -93,7 +94,7 @@ class ReadableSegment(ABC):
                 raise CorruptBatch(self.path, base_offset, "messages are missing")
             try:
                 records = [record_of(message, names) for message in rows]
-            except KeyError:  # a content type that came after this connection
+            except KeyError:  # a content type added after this connection
                 names = self._content_type_names = dict(self.reader.execute("SELECT id, name FROM content_types"))
                 records = [record_of(message, names) for message in rows]
         except (KeyError, ValueError, TypeError, msgspec.MsgspecError) as error:
@@ -113,7 +114,8 @@ class ReadableSegment(ABC):
         return batch
 
     def message(self, offset: int) -> tuple[int, int, Record] | None:
-        """(base offset of its batch, append time, record) of one message, not checked; None when there is none."""
+        """Return (base offset of its batch, append time, record) of one message, not verified; None if there is
+        none."""
         row = self.reader.execute(
             f"SELECT {MESSAGE_COLUMNS}, timestamp_ms,"
             " (SELECT max(base_offset) FROM batches WHERE base_offset <= ?1) FROM messages WHERE offset = ?1",
@@ -129,7 +131,7 @@ class ReadableSegment(ABC):
             raise CorruptBatch(self.path, offset, f"unreadable: {error}") from error
 
     def control_batches(self, offset: int, limit: int) -> list[Batch]:
-        """Up to `limit` control records from `offset` on, checked. The messages between them cost nothing."""
+        """Return up to `limit` verified control records from `offset` on, without reading the messages between them."""
         rows = self.reader.execute(
             f"SELECT {BATCH_COLUMNS}, b.crc, r.group_name, r.body FROM records AS r CROSS JOIN batches AS b"
             " ON b.base_offset = r.offset WHERE r.offset >= ? ORDER BY r.offset LIMIT ?",
@@ -144,7 +146,7 @@ class ReadableSegment(ABC):
         return self.control_batches(row[0], 1)[0] if row else None
 
     def producer_headers(self, offset: int, limit: int) -> list[Batch]:
-        """Up to `limit` batches of idempotent producers from `offset` on, without their records."""
+        """Return up to `limit` batches of idempotent producers from `offset` on, without their records."""
         rows = self.reader.execute(
             f"SELECT {BATCH_COLUMNS}, crc FROM batches AS b"
             " WHERE base_offset >= ? AND kind = 0 AND producer_id IS NOT NULL ORDER BY base_offset LIMIT ?",
@@ -153,8 +155,8 @@ class ReadableSegment(ABC):
         return [batch_of(row[:-1], row[-1]) for row in rows]
 
     def message_runs(self, start: int, end: int, limit: int) -> list[tuple[int, int]]:
-        """Up to `limit` of the message batches that touch [start, end), as (base offset, end offset)."""
-        # Seek the first message: after many acks it can be far behind `start`.
+        """Return up to `limit` of the message batches that overlap [start, end), as (base offset, end offset)."""
+        # Seek the first message: after many acks it can be far after `start`.
         first = self.reader.execute("SELECT offset FROM messages WHERE offset >= ? LIMIT 1", (start,)).get
         if first is None or first >= end:
             return []
@@ -180,11 +182,11 @@ class ReadableSegment(ABC):
         return runs
 
     def removed_below(self, offset: int) -> int:
-        """How many messages below `offset` compaction has removed from this segment."""
+        """Return how many messages below `offset` compaction has removed from this segment."""
         return removed_below(self.reader, offset) if self.removed else 0
 
     def messages_below(self, offset: int) -> int:
-        """How many messages were ever appended below `offset`, which is in this segment."""
+        """Return how many messages were ever appended below `offset`, which is in this segment."""
         row = self.reader.execute(
             "SELECT base_offset, count, messages_before, kind FROM batches WHERE base_offset <= ?"
             " ORDER BY base_offset DESC LIMIT 1",
@@ -196,7 +198,8 @@ class ReadableSegment(ABC):
         return int(messages_before) + (min(offset - base_offset, count) if kind == BatchKind.MESSAGES else 0)
 
     def batch_start(self, offset: int) -> tuple[int, int, int]:
-        """(base offset, messages before, time of the batch before) of the batch that holds `offset`, or would."""
+        """Return (base offset, messages before, time of the batch before) of the batch that holds `offset`, or
+        would."""
         row = self.reader.execute(
             "SELECT base_offset, messages_before FROM batches WHERE base_offset <= ?1 AND base_offset + count > ?1"
             " ORDER BY base_offset DESC LIMIT 1",
@@ -211,7 +214,7 @@ class ReadableSegment(ABC):
         return base_offset, messages_before, before_ms
 
     def is_batch_boundary(self, offset: int) -> bool:
-        """Whether no batch of this segment straddles `offset`."""
+        """Return whether no batch of this segment straddles `offset`."""
         end = self.reader.execute(
             "SELECT base_offset + count FROM batches WHERE base_offset < ? ORDER BY base_offset DESC LIMIT 1", (offset,)
         ).get
@@ -228,9 +231,11 @@ class ReadableSegment(ABC):
     def messages_of_ids(
         self, message_ids: Sequence[bytes], since_ms: int
     ) -> dict[bytes, tuple[int, bytes | None, int]]:
-        """As message_of_id, of those that are here. Ids in order are found the quickest: one query for a thousand takes
-        2 to 6 ms, 0.2 where none of their families is, one for each 8 to 15. All comes in one row, as each row waits
-        for the interpreter's lock."""
+        """Do the same as message_of_id for many ids; return those found.
+
+        One query for a thousand sorted ids takes 2 to 6 ms, or 0.2 ms if none of their families is here; one query for
+        each id takes 8 to 15 ms. The result comes in one row, as each row waits for the interpreter's lock.
+        """
         found: dict[bytes, tuple[int, bytes | None, int]] = {}
         rows: Any = self.reader.execute(
             "SELECT json_group_array(json_array(hex(m.message_id), m.offset, iif(m.body_hash IS NULL, NULL,"
@@ -246,7 +251,8 @@ class ReadableSegment(ABC):
         return found
 
     def offset_for_time(self, timestamp_ms: int) -> int:
-        """The first offset of the first batch appended at or after that time, or the end. Times never fall: bisect."""
+        """Return the first offset of the first batch appended at or after that time, or the end. Times never fall, so
+        bisect."""
         low, high = self.base_offset, self.end_offset
         while low < high:  # the answer is in [low, high]
             middle = (low + high) // 2
