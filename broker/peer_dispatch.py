@@ -13,6 +13,7 @@ import msgspec
 from portalmq.broker.cluster.routing import LeaderRouter, LocalWork
 from portalmq.broker.cluster.rpc import BrokerCall, PartitionCall, PartitionRequest
 from portalmq.broker.cluster.rpc import messages as rpc
+from portalmq.broker.cluster.rpc import queues as rpc_queues
 from portalmq.broker.cluster.unclean_election import serve_log_end
 from portalmq.broker.partition.long_poll import Peer
 from portalmq.broker.wiring import Wiring
@@ -73,26 +74,27 @@ def peer_calls(wiring: Wiring) -> dict[str, PeerCall]:
     on.leader(rpc.PURGE, wiring.browser.local_purge)
     on.leader(rpc.SCHEDULED, wiring.scheduled_messages.local_list)
     on.leader(rpc.CANCEL, wiring.scheduled_messages.local_cancel)
+
+    on.leader(rpc_queues.KNOWN, wiring.groups.local_known)
+    on.leader(rpc_queues.START, wiring.groups.local_start)
+    on.leader(rpc_queues.SETTLE, wiring.settlement.local_settle)
+    on.leader(rpc_queues.FINISH, wiring.offset_acks.local_finish)
+    on.leader(rpc_queues.UNFINISHED, wiring.unfinished.local_list)
+    on.leader(rpc_queues.SIZES, wiring.queue_sizes.local_sizes)
+    on.leader(rpc_queues.LOOK, wiring.queue_sizes.local_look)
+    on.leader(rpc_queues.COMMIT, wiring.group_commits.local_commit)
+    on.leader(rpc_queues.DEAD_LETTERS, wiring.dead_letters.local_list)
+    on.leader(rpc_queues.MATCH_DEAD, wiring.dead_letters.local_match)
+    on.leader(rpc_queues.REDRIVE, wiring.dead_letters.local_redrive)
+    on.leader(rpc_queues.DROP_DEAD, wiring.dead_letters.local_drop)
     return on.calls | {
         "fence": lambda body, peer: wiring.producer_fencing.serve(body),
         "partitions": lambda body, peer: wiring.overview.serve_partitions(body),
-        "known": lambda body, peer: wiring.groups.serve_known(body),
-        "start": lambda body, peer: wiring.groups.serve_start(body),
         "receive": wiring.receive_handler.serve_receive,
         "replay": lambda body, peer: wiring.receive_handler.serve_replay(body),
         "interest": wiring.receive_handler.serve_interest,
-        "settle": lambda body, peer: wiring.settlement.serve(body),
-        "finish": lambda body, peer: wiring.offset_acks.serve(body),
         "turn": lambda body, peer: wiring.shared_offsets.serve(body),
         "fronts": lambda body, peer: wiring.shared_offsets.serve_fronts(body),
-        "unfinished": lambda body, peer: wiring.unfinished.serve(body),
-        "sizes": lambda body, peer: wiring.queue_sizes.serve(body),
-        "look": lambda body, peer: wiring.queue_sizes.serve_look(body),
-        "commit": lambda body, peer: wiring.group_commits.serve(body),
-        "dead_letters": lambda body, peer: wiring.dead_letters.serve_list(body),
-        "match_dead": lambda body, peer: wiring.dead_letters.serve_match(body),
-        "redrive": lambda body, peer: wiring.dead_letters.serve_redrive(body),
-        "drop_dead": lambda body, peer: wiring.dead_letters.serve_drop(body),
         "groups": lambda body, peer: wiring.group_admin.serve_groups(body),
         "end_group": lambda body, peer: wiring.group_admin.serve_end(body),
         "coordinate": wiring.group_coordinators.serve,

@@ -189,19 +189,18 @@ class Wiring:
             self.topics,
             metadata_cache,
             leaders,
-            peers,
             clock,
             receipt_key=self._receipt_key,
             parked_receives_max=self.config.parked_receives_max,
         )
         groups.capacity = self.capacity
-        self.settlement = Settlement(groups, leaders, peers)
+        self.settlement = Settlement(groups, leaders)
         self.receive_handler = ReceiveHandler(groups, self.settlement, peers)
-        self.offset_acks = OffsetAcks(groups, self.topics.known, self._catalog.find_topic, leaders, peers)
-        self.queue_sizes = QueueSizes(groups, self.topics.known, leaders, peers, clock)
+        self.offset_acks = OffsetAcks(groups, self.topics.known, self._catalog.find_topic, leaders)
+        self.queue_sizes = QueueSizes(groups, self.topics.known, leaders, clock)
         self.shared_offsets = SharedOffsets(groups, self.topics.known, metadata_cache, leaders, peers, clock)
-        self.unfinished = UnfinishedMessages(groups, self.topics.known, metadata_cache, leaders, peers, clock)
-        self.dead_letters = DeadLetters(groups, self.topics.known, leaders, peers, clock)
+        self.unfinished = UnfinishedMessages(groups, self.topics.known, metadata_cache, leaders, clock)
+        self.dead_letters = DeadLetters(groups, self.topics.known, leaders, clock)
         self.group_admin = GroupAdmin(self.broker_id, groups, self.mirror, peers)
 
     def _take_messages(self) -> None:
@@ -250,7 +249,7 @@ class Wiring:
         outputs = OutputTopics(self.topics, self._catalog, self.topics.known, self.produce_handler.copies)
         self.outboxes = Outboxes(outputs)
         self.group_commits = GroupCommits(
-            self.groups, self.settlement, outputs, self.leaders, self.peers, self.outboxes, self.clock
+            self.groups, self.settlement, outputs, self.leaders, self.outboxes, self.clock
         )
         self.group_commits.check_reached = self.offsets.check_reached
 

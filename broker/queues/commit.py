@@ -21,10 +21,9 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from portalmq import wire
-from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.routing import LeaderRouter
-from portalmq.broker.cluster.rpc import Outcomes, Result, TopicPartition, result_of
-from portalmq.broker.cluster.rpc.queues import CommitCall, CommitResult, MemberOffset
+from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, one_by_one
+from portalmq.broker.cluster.rpc import TopicPartition
+from portalmq.broker.cluster.rpc.queues import COMMIT, CommitCall, CommitResult, LeaseOffsets, MemberOffset
 from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.core.fold import SpanFold
 from portalmq.broker.core.queue.delivery import GroupDelivery
@@ -46,12 +45,10 @@ from portalmq.errors import (
     MessageTooLarge,
     OffsetMoved,
     OffsetOutOfRange,
-    PortalMQError,
     StaleReceipt,
     Unavailable,
 )
 
-COMMIT_TIMEOUT_S = 20.0
 OUTPUT_TOPICS_MAX = 100
 OUTPUTS_MAX = 10_000
 # Receipts, and outputs, that are handled before other greenlets run.
@@ -60,13 +57,6 @@ OUTPUTS_A_TURN = 1_000
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_commit = msgspec.msgpack.Decoder(Commit).decode
-
-
-# (delivery number, leader epoch, offsets) of a lease
-_Shown = tuple[int, int, list[int]]
-
-_decode_call = msgspec.msgpack.Decoder(CommitCall).decode
-_Results = list[Result[CommitResult]]
 
 
 class _ReceiptCheck(NamedTuple):
@@ -116,27 +106,6 @@ class TopicLookup(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _CommitWork:
-    """One commit, brought to the leader of its partition."""
-
-    call: CommitCall
-    group_commits: GroupCommits
-
-    def here(self, places: Sequence[TopicPartition]) -> Outcomes[CommitResult]:
-        outcomes: Outcomes[CommitResult] = {}
-        for place in places:
-            try:
-                outcomes[place] = self.group_commits.apply(self.call, place)
-            except PortalMQError as error:
-                outcomes[place] = error
-        return outcomes
-
-    def there(self, broker_id: int, places: Sequence[TopicPartition]) -> Outcomes[CommitResult]:
-        results = self.group_commits.peers.call(broker_id, "commit", self.call, _Results, timeout_s=COMMIT_TIMEOUT_S)
-        return {place: result.outcome() for place, result in zip(places, results, strict=True)}
-
-
 class GroupCommits:
     """Commit calls of clients, and those that other brokers forward."""
 
@@ -146,11 +115,9 @@ class GroupCommits:
         receipts: Receipts,
         topics: TopicLookup,
         leaders: LeaderRouter,
-        peers: Peers,
         outboxes: Outboxes,
         clock: Clock,
     ) -> None:
-        self.peers = peers
         self._groups = groups
         self._receipts = receipts
         self._topics = topics
@@ -221,7 +188,7 @@ class GroupCommits:
         if not forward:
             self._leaders.check_led_here([place])
         try:
-            done = self._leaders.one(place, _CommitWork(call, self), forward=forward, repeatable=True)
+            done = self._leaders.call_one(COMMIT, call, self._local_commit(call), forward=forward, repeatable=True)
         except (StaleReceipt, IllegalGeneration, OffsetMoved, OffsetOutOfRange) as error:
             # The leader knows all commits of this partition: an earlier try is not among them, and never will be.
             error.outcome = "not_applied"
@@ -253,15 +220,15 @@ class GroupCommits:
 
     # --- the leader --------------------------------------------------------------------------------------------------
 
-    def serve(self, body: bytes) -> bytes:
+    def local_commit(self, call: CommitCall) -> LocalWork[CommitResult]:
         """Apply a commit that another broker has checked, to a partition that this one leads."""
-        call = _decode_call(body)
         self._group_of(call)
-        place = TopicPartition(call.topic, call.topic_id, call.number)
-        outcomes = self._leaders.run([place], _CommitWork(call, self), forward=False)
-        return _encode([result_of(outcomes[place])])
+        return self._local_commit(call)
 
-    def apply(self, call: CommitCall, place: TopicPartition) -> CommitResult:
+    def _local_commit(self, call: CommitCall) -> LocalWork[CommitResult]:
+        return one_by_one(lambda place: self._apply(call, place))
+
+    def _apply(self, call: CommitCall, place: TopicPartition) -> CommitResult:
         """Append the commit unless the fold has it; the record is committed on return."""
         if call.stream is None:
             return self._apply_queue(call, place)
@@ -308,7 +275,9 @@ class GroupCommits:
         at.notify()
         return CommitResult(len(offsets), len(call.outputs), offset)
 
-    def _check_in_turns(self, call: CommitCall, place: TopicPartition, shown: list[_Shown]) -> _ReceiptCheck | None:
+    def _check_in_turns(
+        self, call: CommitCall, place: TopicPartition, shown: list[LeaseOffsets]
+    ) -> _ReceiptCheck | None:
         """Check many receipts in parts, with pauses for other greenlets. The result holds while the spans are the
         same: stale receipts stay stale, done messages stay done. Return None when the log has no grant of a message."""
         delivery = self._at(call, place).delivery
@@ -418,7 +387,7 @@ def _id_of(mode: str, shown: object) -> bytes:
     return blake2b(_encode((mode, shown)), digest_size=16).digest()
 
 
-def _check(at: GroupPartition, shown: list[_Shown]) -> _ReceiptCheck:
+def _check(at: GroupPartition, shown: list[LeaseOffsets]) -> _ReceiptCheck:
     verdicts, unfinished = at.check_receipts(_numbered(shown))
     ranges, ahead = at.finished(unfinished)
     open_now = {offset for start, end in ranges for offset in range(start, end)}
@@ -426,9 +395,9 @@ def _check(at: GroupPartition, shown: list[_Shown]) -> _ReceiptCheck:
     return _ReceiptCheck(len(verdicts) - sum(verdicts.values()), ranges, ahead, open_now)
 
 
-def _parts(shown: list[_Shown]) -> Iterator[list[_Shown]]:
+def _parts(shown: list[LeaseOffsets]) -> Iterator[list[LeaseOffsets]]:
     """Split the receipts into parts for one turn each."""
-    part: list[_Shown] = []
+    part: list[LeaseOffsets] = []
     left = RECEIPTS_A_TURN
     for delivery, epoch, offsets in shown:
         first = 0
@@ -444,7 +413,7 @@ def _parts(shown: list[_Shown]) -> Iterator[list[_Shown]]:
         yield part
 
 
-def _numbered(shown: list[_Shown]) -> list[ReceiptSpan]:
+def _numbered(shown: list[LeaseOffsets]) -> list[ReceiptSpan]:
     """The receipts with their places in a row."""
     numbered: list[ReceiptSpan] = []
     first = 0

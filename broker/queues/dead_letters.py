@@ -15,15 +15,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
 from portalmq import wire
-from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.routing import LeaderRouter, place_of
-from portalmq.broker.cluster.rpc import Outcomes, Result, TopicPartition, result_of
-from portalmq.broker.cluster.rpc.queues import DeadCall, DeadPage, DeadShare
+from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, one_by_one
+from portalmq.broker.cluster.rpc import PartitionCall, TopicPartition
+from portalmq.broker.cluster.rpc.queues import (
+    DEAD_LETTERS,
+    DROP_DEAD,
+    MATCH_DEAD,
+    REDRIVE,
+    DeadCall,
+    DeadPage,
+    DeadShare,
+)
 from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.core.fold import DeadFold
 from portalmq.broker.core.queue.delivery import OUTSTANDING_MAX, GroupDelivery
@@ -40,7 +47,6 @@ from portalmq.broker.storage.batch import Record
 from portalmq.control_plane.state import GroupState
 from portalmq.errors import GroupModeMismatch, InvalidRequest, PortalMQError, Unavailable
 
-ASK_TIMEOUT_S = 15.0
 PAGE_MESSAGES_MAX = 1_000
 PAGE_BYTES_MAX = 4 * 1024 * 1024
 IDS_MAX = 10_000
@@ -55,7 +61,6 @@ OFFSETS_A_TURN = 1_000
 REDRIVEN_MAX = OUTSTANDING_MAX // 2
 
 T = TypeVar("T")
-_encode = msgspec.msgpack.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,36 +79,6 @@ class DeadLetterGroupLookup(Protocol):
     def attach(self, group: GroupState, partition: Partition, topic_id: str) -> GroupPartition: ...
 
 
-@dataclass(slots=True)
-class _DeadLetterWork(Generic[T]):
-    """A call with a share for each partition: done here, or asked for by name."""
-
-    name: str
-    call: DeadCall
-    kind: type[T]
-    do: Callable[[TopicPartition, DeadShare], T]
-    peers: Peers
-
-    def _shares(self, places: Sequence[TopicPartition]) -> list[DeadShare]:
-        by_number = {share.number: share for share in self.call.shares}
-        return [by_number[place.number] for place in places]
-
-    def here(self, places: Sequence[TopicPartition]) -> Outcomes[T]:
-        outcomes: Outcomes[T] = {}
-        for place, share in in_short_turns(zip(places, self._shares(places), strict=True)):
-            try:
-                outcomes[place] = self.do(place, share)
-            except PortalMQError as error:
-                outcomes[place] = error
-        return outcomes
-
-    def there(self, broker_id: int, places: Sequence[TopicPartition]) -> Outcomes[T]:
-        call = msgspec.structs.replace(self.call, shares=self._shares(places))
-        kind = list[Result[self.kind]]  # type: ignore[name-defined]
-        results = self.peers.call(broker_id, self.name, call, kind, timeout_s=ASK_TIMEOUT_S)
-        return {place: result.outcome() for place, result in zip(places, results, strict=True)}
-
-
 class DeadLetters:
     """The dead letters of all groups, over all leaders."""
 
@@ -112,13 +87,11 @@ class DeadLetters:
         groups: DeadLetterGroupLookup,
         find: Callable[[str], Topic],
         leaders: LeaderRouter,
-        peers: Peers,
         clock: Clock,
     ) -> None:
         self._groups = groups
         self._find = find
         self._leaders = leaders
-        self._peers = peers
         self._clock = clock
 
     # --- the broker that the client calls ----------------------------------------------------------------------------
@@ -131,7 +104,7 @@ class DeadLetters:
             DeadShare(number, offset if number == first else -1) for number in range(first, topic.state.partitions)
         ]
         call = DeadCall(name, group.group_id, topic.name, topic.state.topic_id, shares, limit=limit)
-        outcomes = self._run("dead_letters", call, topic, DeadPage, self._listing(call), forward=forward)
+        outcomes = self._run(DEAD_LETTERS, call, self.local_list(call), forward=forward)
         messages: list[StoredMessage] = []
         for share in shares:
             page = outcomes[share.number]
@@ -174,7 +147,7 @@ class DeadLetters:
         if dry_run or not shares:
             return matched, 0
         call = DeadCall(name, group.group_id, topic.name, topic.state.topic_id, _staggered(shares, matched, rate_per_s))
-        done = self._run("redrive", call, topic, int, self._redriving(call), forward=forward, repeatable=False)
+        done = self._run(REDRIVE, call, self.local_redrive(call), forward=forward, repeatable=False)
         return matched, sum(done.values())
 
     def drop(self, name: str, topic_name: str, *, ids: Sequence[str] | None, forward: bool = True) -> int:
@@ -183,7 +156,7 @@ class DeadLetters:
         if not shares:
             return 0
         call = DeadCall(name, group.group_id, topic.name, topic.state.topic_id, shares)
-        return sum(self._run("drop_dead", call, topic, int, self._dropping(call), forward=forward).values())
+        return sum(self._run(DROP_DEAD, call, self.local_drop(call), forward=forward).values())
 
     def _meant(
         self, name: str, topic_name: str, ids: Sequence[str] | None, where: object, forward: bool
@@ -193,8 +166,7 @@ class DeadLetters:
         named = _named(ids, topic) if ids is not None else dict.fromkeys(range(topic.state.partitions))
         shares = [DeadShare(number, offsets=offsets) for number, offsets in named.items()]
         call = DeadCall(name, group.group_id, topic.name, topic.state.topic_id, shares, where=where)
-        kind: type[tuple[Range, ...]] = tuple[Range, ...]
-        found = self._run("match_dead", call, topic, kind, self._matching(call), forward=forward) if shares else {}
+        found = self._run(MATCH_DEAD, call, self.local_match(call), forward=forward) if shares else {}
         return group, topic, [DeadShare(number, ranges=ranges) for number, ranges in sorted(found.items()) if ranges]
 
     def _of_queue(self, name: str) -> GroupState:
@@ -205,21 +177,17 @@ class DeadLetters:
 
     def _run(
         self,
-        name: str,
-        call: DeadCall,
-        topic: Topic,
-        kind: type[T],
-        do: Callable[[TopicPartition, DeadShare], T],
+        call: PartitionCall[DeadCall, T],
+        request: DeadCall,
+        local: LocalWork[T],
         *,
         forward: bool,
         repeatable: bool = True,
     ) -> dict[int, T]:
         """Return the answer of each partition by number. Raises the first error; as unknown when a part was done."""
-        places = [place_of(topic.state, share.number) for share in call.shares]
         if not forward:
-            self._leaders.check_led_here(places)
-        work = _DeadLetterWork(name, call, kind, do, self._peers)
-        outcomes = self._leaders.run(places, work, forward=forward, repeatable=repeatable)
+            self._leaders.check_led_here(request.places)
+        outcomes = self._leaders.call(call, request, local, forward=forward, repeatable=repeatable)
         found: dict[int, T] = {}
         errors: list[PortalMQError] = []
         for place, outcome in outcomes.items():
@@ -228,33 +196,12 @@ class DeadLetters:
             else:
                 found[place.number] = outcome
         if errors:
-            if found and name in {"redrive", "drop_dead"}:
+            if found and call in (REDRIVE, DROP_DEAD):
                 errors[0].outcome = "unknown"
             raise errors[0]
         return found
 
     # --- the leaders -------------------------------------------------------------------------------------------------
-
-    def serve_list(self, body: bytes) -> bytes:
-        return self._serve(body, DeadPage, self._listing)
-
-    def serve_match(self, body: bytes) -> bytes:
-        return self._serve(body, tuple, self._matching)
-
-    def serve_redrive(self, body: bytes) -> bytes:
-        return self._serve(body, int, self._redriving)
-
-    def serve_drop(self, body: bytes) -> bytes:
-        return self._serve(body, int, self._dropping)
-
-    def _serve(
-        self, body: bytes, kind: type[T], task: Callable[[DeadCall], Callable[[TopicPartition, DeadShare], T]]
-    ) -> bytes:
-        call = msgspec.msgpack.decode(body, type=DeadCall)
-        places = [TopicPartition(call.topic, call.topic_id, share.number) for share in call.shares]
-        work = _DeadLetterWork("", call, kind, task(call), self._peers)
-        outcomes = self._leaders.run(places, work, forward=False)
-        return _encode([result_of(outcomes[place]) for place in places])
 
     def _delivery(self, call: DeadCall, place: TopicPartition) -> tuple[Partition, GroupDelivery | None]:
         """Return the partition, and the group's fold on it if it has begun there; its log is committed on return."""
@@ -265,7 +212,7 @@ class DeadLetters:
         partition.wait_committed(partition.replica.next_offset - 1)
         return partition, partition.delivery.get(call.group)
 
-    def _listing(self, call: DeadCall) -> Callable[[TopicPartition, DeadShare], DeadPage]:
+    def local_list(self, call: DeadCall) -> LocalWork[DeadPage]:
         left, size_left, is_empty = call.limit, PAGE_BYTES_MAX, True
 
         def do(place: TopicPartition, share: DeadShare) -> DeadPage:
@@ -285,9 +232,9 @@ class DeadLetters:
                 size_left -= len(record.value)
             return DeadPage(found, complete=True)
 
-        return do
+        return _share_by_share(call, do)
 
-    def _matching(self, call: DeadCall) -> Callable[[TopicPartition, DeadShare], tuple[Range, ...]]:
+    def local_match(self, call: DeadCall) -> LocalWork[tuple[Range, ...]]:
         predicate = parse(call.where) if call.where is not None else None
         patience = _Patience()
 
@@ -304,9 +251,9 @@ class DeadLetters:
             _check_same(partition, call.group, delivery)
             return ranges
 
-        return do
+        return _share_by_share(call, do)
 
-    def _redriving(self, call: DeadCall) -> Callable[[TopicPartition, DeadShare], int]:
+    def local_redrive(self, call: DeadCall) -> LocalWork[int]:
         def do(place: TopicPartition, share: DeadShare) -> int:
             partition, delivery = self._delivery(call, place)
             if delivery is None:
@@ -320,9 +267,9 @@ class DeadLetters:
             self._groups.attach(self._groups.get(call.group), partition, place.topic_id).notify()
             return redriven
 
-        return do
+        return _share_by_share(call, do)
 
-    def _dropping(self, call: DeadCall) -> Callable[[TopicPartition, DeadShare], int]:
+    def local_drop(self, call: DeadCall) -> LocalWork[int]:
         def do(place: TopicPartition, share: DeadShare) -> int:
             partition, delivery = self._delivery(call, place)
             if delivery is None or not share.ranges:
@@ -330,7 +277,12 @@ class DeadLetters:
             now_ms = self._clock.now_ms()
             return _written(partition, call.group, share.ranges, lambda part: Drop(part, now_ms))
 
-        return do
+        return _share_by_share(call, do)
+
+
+def _share_by_share(call: DeadCall, do: Callable[[TopicPartition, DeadShare], T]) -> LocalWork[T]:
+    by_place = call.by_place()
+    return one_by_one(lambda place: do(place, by_place[place]))
 
 
 def _written(

@@ -14,18 +14,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from functools import partial
-
-import msgspec
 
 from portalmq import wire
 from portalmq.broker.cluster.capacity import Capacity
 from portalmq.broker.cluster.metadata_cache import MetadataCache
-from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.routing import LeaderRouter, place_of
-from portalmq.broker.cluster.rpc import Outcomes, Result, TopicPartition, result_of
-from portalmq.broker.cluster.rpc.queues import BeginGroup, GroupBegunCall
+from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, one_by_one
+from portalmq.broker.cluster.rpc import TopicPartition
+from portalmq.broker.cluster.rpc.queues import KNOWN, START, BeginGroup, GroupBegunCall
 from portalmq.broker.cluster.topics import Topic, Topics
 from portalmq.broker.core.queue.receipts import ReceiptSigner, topic_tag
 from portalmq.broker.partition.clock import Clock
@@ -39,7 +35,6 @@ from portalmq.control_plane.mirror import Changes, Mirror
 from portalmq.control_plane.state import GroupState
 from portalmq.errors import GroupModeMismatch, GroupNotFound, InvalidRequest, PortalMQError, Unavailable
 
-BEGIN_TIMEOUT_S = 10.0
 # The settings that this broker wrote count for this long; by then the mirror shows them.
 OWN_WRITE_S = 2.0
 # A group that is being deleted begins nowhere again for this long, unless it is gone before.
@@ -50,41 +45,6 @@ UNKNOWN_MAX = 1_000
 REMEMBERED_MAX = 10_000
 # A loop over all groups yields to other greenlets after this many.
 GROUPS_A_TURN = 25
-
-_Bools = list[Result[bool]]
-_encode = msgspec.msgpack.Encoder().encode
-
-
-@dataclass(slots=True)
-class _Knowing:
-    """The work of asking where a group has begun."""
-
-    groups: Groups
-    group: GroupState
-
-    def here(self, places: Sequence[TopicPartition]) -> Outcomes[bool]:
-        return self.groups.each(places, lambda place: self.group.name in self.groups.partition(place).delivery)
-
-    def there(self, broker_id: int, places: Sequence[TopicPartition]) -> Outcomes[bool]:
-        call = GroupBegunCall(self.group.name, places[0].topic, places[0].topic_id, [place.number for place in places])
-        return self.groups.ask(broker_id, "known", call, places)
-
-
-@dataclass(slots=True)
-class _Beginning:
-    """The work of letting a group begin; where it has begun it goes on."""
-
-    groups: Groups
-    group: GroupState
-    start: wire.GroupStart
-
-    def here(self, places: Sequence[TopicPartition]) -> Outcomes[bool]:
-        return self.groups.each(places, lambda place: self.groups.begin_here(self.group, place, self.start))
-
-    def there(self, broker_id: int, places: Sequence[TopicPartition]) -> Outcomes[bool]:
-        topic, topic_id, numbers = places[0].topic, places[0].topic_id, [place.number for place in places]
-        call = BeginGroup(self.group.name, self.group.group_id, topic, topic_id, numbers, self.start)
-        return self.groups.ask(broker_id, "start", call, places)
 
 
 class Groups:
@@ -101,7 +61,6 @@ class Groups:
         topics: Topics,
         metadata_cache: MetadataCache,
         leaders: LeaderRouter,
-        peers: Peers,
         clock: Clock,
         *,
         receipt_key: bytes,
@@ -118,7 +77,6 @@ class Groups:
         self._catalog = catalog
         self._mirror = mirror
         self._metadata_cache = metadata_cache
-        self._peers = peers
         self._clock = clock
         self._key = receipt_key
         # The state that this broker wrote or read, what the mirror showed then, and until when the mirror may lag.
@@ -201,6 +159,13 @@ class Groups:
             self._remember(name, group)
         if group.config.mode != "queue":
             raise GroupModeMismatch(f"group {name!r} is a stream group: join it, or use another name for a queue group")
+        return group
+
+    def get_same(self, name: str, group_id: str) -> GroupState:
+        """Return the group of this id. Raises GroupNotFound, and Unavailable when another one has the name."""
+        group = self.get(name, group_id=group_id)
+        if group.group_id != group_id:
+            raise Unavailable(f"group {name!r} was just deleted", retry_after_s=0.1)
         return group
 
     def check_same(self, group: GroupState) -> None:
@@ -446,11 +411,12 @@ class Groups:
         mark = (group.group_id, state.topic_id, state.partitions)
         if group.config.start == "earliest" or mark in self._begun or not forward:
             return
-        first, *others = [place_of(state, number) for number in range(state.partitions)]
-        has_begun = self.leaders.one(first, _Knowing(self, group), repeatable=True)
-        work = _Beginning(self, group, "earliest" if has_begun else group.config.start)
-        for places in (others, [first]):
-            outcomes = self.leaders.run(places, work, repeatable=True)
+        asked = GroupBegunCall(group.name, state.name, state.topic_id, [0])
+        has_begun = self.leaders.call_one(KNOWN, asked, self.local_known(asked), repeatable=True)
+        start = "earliest" if has_begun else group.config.start
+        for numbers in (list(range(1, state.partitions)), [0]):
+            request = BeginGroup(group.name, group.group_id, state.name, state.topic_id, numbers, start)
+            outcomes = self.leaders.call(START, request, self._local_start(group, start), repeatable=True)
             for outcome in outcomes.values():
                 if isinstance(outcome, PortalMQError):
                     raise outcome
@@ -472,34 +438,14 @@ class Groups:
         self.attach(group, partition, place.topic_id).start_at(start).wait()
         return True
 
-    def serve_known(self, body: bytes) -> bytes:
-        call = msgspec.msgpack.decode(body, type=GroupBegunCall)
-        return self._serve(_Knowing(self, GroupState(call.group, wire.GroupConfig())), call)
+    def local_known(self, request: GroupBegunCall) -> LocalWork[bool]:
+        return one_by_one(lambda place: request.group in self.partition(place).delivery)
 
-    def serve_start(self, body: bytes) -> bytes:
-        call = msgspec.msgpack.decode(body, type=BeginGroup)
-        group = self.get(call.group, group_id=call.group_id)
-        if group.group_id != call.group_id:
-            raise Unavailable(f"group {call.group!r} was just deleted", retry_after_s=0.1)
-        return self._serve(_Beginning(self, group, call.start), call)
+    def local_start(self, request: BeginGroup) -> LocalWork[bool]:
+        return self._local_start(self.get_same(request.group, request.group_id), request.start)
 
-    def _serve(self, work: _Knowing | _Beginning, call: GroupBegunCall | BeginGroup) -> bytes:
-        places = [TopicPartition(call.topic, call.topic_id, number) for number in call.numbers]
-        outcomes = self.leaders.run(places, work, forward=False)
-        return _encode([result_of(outcomes[place]) for place in places])
-
-    def each(self, places: Sequence[TopicPartition], do: Callable[[TopicPartition], bool]) -> Outcomes[bool]:
-        outcomes: Outcomes[bool] = {}
-        for place in in_short_turns(places):
-            try:
-                outcomes[place] = do(place)
-            except PortalMQError as error:
-                outcomes[place] = error
-        return outcomes
-
-    def ask(self, broker_id: int, name: str, call: msgspec.Struct, places: Sequence[TopicPartition]) -> Outcomes[bool]:
-        results = self._peers.call(broker_id, name, call, _Bools, timeout_s=BEGIN_TIMEOUT_S)
-        return {place: result.outcome() for place, result in zip(places, results, strict=True)}
+    def _local_start(self, group: GroupState, start: wire.GroupStart) -> LocalWork[bool]:
+        return one_by_one(lambda place: self.begin_here(group, place, start))
 
 
 def _is_being_deleted(name: str) -> Unavailable:

@@ -8,65 +8,18 @@ texts contain a mark of the topic: in a topic that was deleted and created again
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import compress, repeat
 
-import msgspec
-
-from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.routing import LeaderRouter, place_of
-from portalmq.broker.cluster.rpc import Outcomes, Result, TopicPartition, result_of
-from portalmq.broker.cluster.rpc.queues import Finish, FinishShare
+from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, place_of, together
+from portalmq.broker.cluster.rpc import TopicPartition
+from portalmq.broker.cluster.rpc.queues import FINISH, Finish, FinishShare
 from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.core.queue.receipts import mark_in, topic_mark
 from portalmq.broker.queues.groups import Groups
 from portalmq.broker.queues.settle import Verdict
 from portalmq.control_plane.state import GroupState, TopicState
 from portalmq.errors import GroupModeMismatch, InvalidRequest, PortalMQError, Unavailable
-
-FINISH_TIMEOUT_S = 15.0
-
-_decode_finish = msgspec.msgpack.Decoder(Finish).decode
-_encode = msgspec.msgpack.Encoder().encode
-_Results = list[Result[list[bool]]]
-
-
-@dataclass(slots=True)
-class _CompletionWork:
-    """The work of one call: offsets by partition."""
-
-    groups: Groups
-    group: GroupState
-    shares: dict[TopicPartition, list[int]]
-    holder: str | None
-    peers: Peers | None = None
-
-    def here(self, places: Sequence[TopicPartition]) -> Outcomes[list[bool]]:
-        begun: dict[TopicPartition, tuple[list[bool], Callable[[], None]]] = {}
-        outcomes: Outcomes[list[bool]] = {}
-        for place in places:
-            try:
-                if self.group.config.start == "earliest":
-                    self.groups.begin_here(self.group, place, "earliest")
-                begun[place] = self.groups.at(self.group, place).finish(self.shares[place], self.holder)
-            except PortalMQError as error:
-                outcomes[place] = error
-        for place, (verdicts, wait) in begun.items():
-            try:
-                wait()
-            except PortalMQError as error:
-                outcomes[place] = error
-            else:
-                outcomes[place] = verdicts
-        return outcomes
-
-    def there(self, broker_id: int, places: Sequence[TopicPartition]) -> Outcomes[list[bool]]:
-        assert self.peers is not None
-        shares = [FinishShare(*place, self.shares[place]) for place in places]
-        call = Finish(self.group.name, self.group.group_id, shares, self.holder)
-        results = self.peers.call(broker_id, "finish", call, _Results, timeout_s=FINISH_TIMEOUT_S)
-        return {place: result.outcome() for place, result in zip(places, results, strict=True)}
 
 
 class OffsetAcks:
@@ -79,13 +32,11 @@ class OffsetAcks:
         known: Callable[[str], Topic],
         stands: Callable[[str], TopicState | None],
         leaders: LeaderRouter,
-        peers: Peers,
     ) -> None:
         self._groups = groups
         self._topic = known
         self._stands = stands
         self._leaders = leaders
-        self._peers = peers
 
     def mark(self, topic_name: str) -> str:
         """Return a mark that differs from that of an earlier topic of the name. Raises TopicNotFound."""
@@ -138,8 +89,11 @@ class OffsetAcks:
         for number, offset in places:
             shares.setdefault(topic.place(number), []).append(offset)
         self._groups.begin(group, topic, forward=forward)
-        work = _CompletionWork(self._groups, group, shares, holder, self._peers)
-        outcomes = self._leaders.run(list(shares), work, forward=forward, repeatable=True)
+        asked = [FinishShare(*place, offsets) for place, offsets in shares.items()]
+        request = Finish(name, group.group_id, asked, holder)
+        outcomes = self._leaders.call(
+            FINISH, request, self._local_finish(group, shares, holder), forward=forward, repeatable=True
+        )
         errors = [outcome for outcome in outcomes.values() if isinstance(outcome, PortalMQError)]
         if errors and len(errors) == len(outcomes):
             raise next((error for error in errors if error.outcome == "unknown"), errors[0])
@@ -149,14 +103,27 @@ class OffsetAcks:
         }
         return [next(left[place_of(topic.state, number)]) for number, _ in places]
 
-    def serve(self, body: bytes) -> bytes:
-        call = _decode_finish(body)
-        group = self._groups.get(call.group, mode="queue", group_id=call.group_id)
-        if group.group_id != call.group_id:
-            raise InvalidRequest(f"the call is for an earlier group {call.group!r}")
+    def local_finish(self, request: Finish) -> LocalWork[list[bool]]:
+        group = self._groups.get(request.group, mode="queue", group_id=request.group_id)
+        if group.group_id != request.group_id:
+            raise InvalidRequest(f"the call is for an earlier group {request.group!r}")
         if group.config.mode != "queue":
-            raise GroupModeMismatch(f"group {call.group!r} is a stream group: it commits offsets")
-        shares = {TopicPartition(share.topic, share.topic_id, share.number): share.offsets for share in call.shares}
-        work = _CompletionWork(self._groups, group, shares, call.holder)
-        outcomes = self._leaders.run(list(shares), work, forward=False)
-        return _encode([result_of(outcomes[place]) for place in shares])
+            raise GroupModeMismatch(f"group {request.group!r} is a stream group: it commits offsets")
+        shares = {place: share.offsets for place, share in request.by_place().items()}
+        return self._local_finish(group, shares, request.holder)
+
+    def _local_finish(
+        self, group: GroupState, shares: Mapping[TopicPartition, list[int]], holder: str | None
+    ) -> LocalWork[list[bool]]:
+        def begin(place: TopicPartition) -> Callable[[], list[bool]]:
+            if group.config.start == "earliest":
+                self._groups.begin_here(group, place, "earliest")
+            verdicts, wait = self._groups.at(group, place).finish(shares[place], holder)
+
+            def finish() -> list[bool]:
+                wait()
+                return verdicts
+
+            return finish
+
+        return together(begin)

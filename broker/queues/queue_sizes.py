@@ -7,90 +7,23 @@ and change nothing: what has not begun has everything before it.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 
-import msgspec
-
-from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.routing import LeaderRouter, place_of
-from portalmq.broker.cluster.rpc import Outcomes, Result, TopicPartition, result_of
-from portalmq.broker.cluster.rpc.queues import LookAt, QueueSize, SizeOf
+from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, one_by_one
+from portalmq.broker.cluster.rpc import Outcomes, TopicPartition
+from portalmq.broker.cluster.rpc.queues import LOOK, SIZES, LookAt, QueueSize, SizeOf
 from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.partition.clock import Clock
-from portalmq.broker.partition.yielding import in_short_turns
 from portalmq.broker.queues.groups import Groups
 from portalmq.broker.queues.partition_counts import tallied, untouched
 from portalmq.control_plane.state import GroupState
 from portalmq.errors import GroupModeMismatch, InvalidRequest, PortalMQError
 
-TIMEOUT_S = 5.0
-
-
-_Sizes = list[Result[QueueSize]]
-_decode = msgspec.msgpack.Decoder(SizeOf).decode
-_encode = msgspec.msgpack.Encoder().encode
-
-
-@dataclass(slots=True)
-class _Sizing:
-    groups: Groups
-    group: GroupState
-    peers: Peers | None = None
-
-    def here(self, places: Sequence[TopicPartition]) -> Outcomes[QueueSize]:
-        outcomes: Outcomes[QueueSize] = {}
-        for place in in_short_turns(places):
-            try:
-                if self.group.config.start == "earliest":
-                    self.groups.begin_here(self.group, place, "earliest")
-                counts = self.groups.at(self.group, place).counts()
-            except PortalMQError as error:
-                outcomes[place] = error
-            else:
-                outcomes[place] = QueueSize(**{name: counts[name] for name in QueueSize.__struct_fields__})
-        return outcomes
-
-    def there(self, broker_id: int, places: Sequence[TopicPartition]) -> Outcomes[QueueSize]:
-        assert self.peers is not None
-        call = SizeOf(
-            self.group.name,
-            self.group.group_id,
-            places[0].topic,
-            places[0].topic_id,
-            [place.number for place in places],
-        )
-        results = self.peers.call(broker_id, "sizes", call, _Sizes, timeout_s=TIMEOUT_S)
-        return {place: result.outcome() for place, result in zip(places, results, strict=True)}
-
-
-@dataclass(slots=True)
-class _CountScan:
-    queue_sizes: QueueSizes
-    group: str
-
-    def here(self, places: Sequence[TopicPartition]) -> Outcomes[QueueSize]:
-        outcomes: Outcomes[QueueSize] = {}
-        for place in in_short_turns(places):
-            try:
-                outcomes[place] = self.queue_sizes.look_here(self.group, place)
-            except PortalMQError as error:
-                outcomes[place] = error
-        return outcomes
-
-    def there(self, broker_id: int, places: Sequence[TopicPartition]) -> Outcomes[QueueSize]:
-        call = LookAt(self.group, places[0].topic, places[0].topic_id, [place.number for place in places])
-        results = self.queue_sizes.peers.call(broker_id, "look", call, _Sizes, timeout_s=TIMEOUT_S)
-        return {place: result.outcome() for place, result in zip(places, results, strict=True)}
-
 
 class QueueSizes:
     """`known` finds a topic by its name, and waits for one that was made a moment ago."""
 
-    def __init__(
-        self, groups: Groups, known: Callable[[str], Topic], leaders: LeaderRouter, peers: Peers, clock: Clock
-    ) -> None:
-        self.peers = peers
+    def __init__(self, groups: Groups, known: Callable[[str], Topic], leaders: LeaderRouter, clock: Clock) -> None:
         self._groups = groups
         self._topic = known
         self._leaders = leaders
@@ -102,9 +35,9 @@ class QueueSizes:
         topic = self._topic(topic_name)
         group = self._groups.ensure(name)
         self._groups.begin(group, topic)
-        places = [place_of(topic.state, number) for number in range(topic.state.partitions)]
-        outcomes = self._leaders.run(places, _Sizing(self._groups, group, self.peers), repeatable=True)
-        return _sum(outcomes)
+        state = topic.state
+        request = SizeOf(name, group.group_id, state.name, state.topic_id, list(range(state.partitions)))
+        return _sum(self._leaders.call(SIZES, request, self._local_sizes(group), repeatable=True))
 
     def look(self, name: str, topic_name: str, *, forward: bool = True) -> QueueSize:
         """The same, and neither the group nor its place on a partition is made by it."""
@@ -112,30 +45,35 @@ class QueueSizes:
         group = self._groups.find_of(name, "queue")
         if group is not None and group.config.mode != "queue":
             raise GroupModeMismatch(f"group {name!r} works in stream mode: its lag is all from its offset on")
-        places = [place_of(topic.state, number) for number in range(topic.state.partitions)]
-        return _sum(self._leaders.run(places, _CountScan(self, name), forward=forward, repeatable=True))
+        request = LookAt(name, topic.state.name, topic.state.topic_id, list(range(topic.state.partitions)))
+        local = self.local_look(request)
+        return _sum(self._leaders.call(LOOK, request, local, forward=forward, repeatable=True))
 
-    def look_here(self, name: str, place: TopicPartition) -> QueueSize:
-        """On a partition that is led here."""
-        partition = self._groups.partition(place)
-        delivery = partition.delivery.get(name) or untouched(partition, name)
-        counts = tallied(partition, delivery, self._clock)
-        return QueueSize(**{field: counts[field] for field in QueueSize.__struct_fields__})
+    def local_sizes(self, request: SizeOf) -> LocalWork[QueueSize]:
+        group = self._groups.get(request.group, group_id=request.group_id)
+        if group.group_id != request.group_id:
+            raise InvalidRequest(f"this was asked of an earlier group {request.group!r}")
+        return self._local_sizes(group)
 
-    def serve_look(self, body: bytes) -> bytes:
-        call = msgspec.msgpack.decode(body, type=LookAt)
-        places = [TopicPartition(call.topic, call.topic_id, number) for number in call.numbers]
-        outcomes = self._leaders.run(places, _CountScan(self, call.group), forward=False)
-        return _encode([result_of(outcomes[place]) for place in places])
+    def _local_sizes(self, group: GroupState) -> LocalWork[QueueSize]:
+        def size(place: TopicPartition) -> QueueSize:
+            if group.config.start == "earliest":
+                self._groups.begin_here(group, place, "earliest")
+            return _size_of(self._groups.at(group, place).counts())
 
-    def serve(self, body: bytes) -> bytes:
-        call = _decode(body)
-        group = self._groups.get(call.group, group_id=call.group_id)
-        if group.group_id != call.group_id:
-            raise InvalidRequest(f"this was asked of an earlier group {call.group!r}")
-        places = [TopicPartition(call.topic, call.topic_id, number) for number in call.numbers]
-        outcomes = self._leaders.run(places, _Sizing(self._groups, group), forward=False)
-        return _encode([result_of(outcomes[place]) for place in places])
+        return one_by_one(size)
+
+    def local_look(self, request: LookAt) -> LocalWork[QueueSize]:
+        def look(place: TopicPartition) -> QueueSize:
+            partition = self._groups.partition(place)
+            delivery = partition.delivery.get(request.group) or untouched(partition, request.group)
+            return _size_of(tallied(partition, delivery, self._clock))
+
+        return one_by_one(look)
+
+
+def _size_of(counts: Mapping[str, int]) -> QueueSize:
+    return QueueSize(**{field: counts[field] for field in QueueSize.__struct_fields__})
 
 
 def _sum(outcomes: Outcomes[QueueSize]) -> QueueSize:

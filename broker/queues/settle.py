@@ -11,12 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import msgspec
-
-from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.routing import LeaderRouter
-from portalmq.broker.cluster.rpc import Outcomes, Result, TopicPartition, result_of
-from portalmq.broker.cluster.rpc.queues import Settle, SettleShare, Verb
+from portalmq.broker.cluster.routing import LeaderRouter, LocalWork
+from portalmq.broker.cluster.rpc import Outcomes, TopicPartition
+from portalmq.broker.cluster.rpc.queues import SETTLE, Settle, SettleShare, Verb
 from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.core.queue.receipts import HEAD_LENGTH, Lease, ReceiptSigner, offset_of, tag_of
 from portalmq.broker.partition.yielding import give_way, in_short_turns, in_turns
@@ -24,16 +21,11 @@ from portalmq.broker.queues.group_delivery import GroupPartition, ReceiptSpan, V
 from portalmq.control_plane.state import GroupState
 from portalmq.errors import GroupModeMismatch, InvalidRequest, PortalMQError, Unavailable
 
-SETTLE_TIMEOUT_S = 15.0
 # So many receipts are checked, or used by one record, before others have their turn.
 RECEIPTS_A_TURN = 500
 
 # Whether a receipt counted, or why that is not known.
 Verdict = bool | PortalMQError
-
-_decode_settle = msgspec.msgpack.Decoder(Settle).decode
-_encode = msgspec.msgpack.Encoder().encode
-_Results = list[Result[list[bool]]]
 
 
 class SettleGroupLookup(Protocol):
@@ -74,7 +66,6 @@ class _SettleWork:
     settle_request: SettleRequest
     shares: dict[TopicPartition, list[ReceiptSpan]]
     groups: SettleGroupLookup
-    peers: Peers | None = None
     begun: dict[TopicPartition, tuple[list[bool], Callable[[], None]]] = field(default_factory=dict)
 
     def begin(self, places: Sequence[TopicPartition]) -> Outcomes[list[bool]]:
@@ -104,23 +95,13 @@ class _SettleWork:
     def here(self, places: Sequence[TopicPartition]) -> Outcomes[list[bool]]:
         return self.begin(places) | self.finish()
 
-    def there(self, broker_id: int, places: Sequence[TopicPartition]) -> Outcomes[list[bool]]:
-        assert self.peers is not None
+    def request(self, places: Sequence[TopicPartition]) -> Settle:
         shares = [
             SettleShare(*place, [(each.delivery, each.leader_epoch, each.offsets) for each in self.shares[place]])
             for place in places
         ]
-        settle_request = self.settle_request
-        call = Settle(
-            settle_request.verb,
-            self.group.name,
-            self.group.group_id,
-            shares,
-            settle_request.time_ms,
-            settle_request.reason,
-        )
-        results = self.peers.call(broker_id, "settle", call, _Results, timeout_s=SETTLE_TIMEOUT_S)
-        return {place: result.outcome() for place, result in zip(places, results, strict=True)}
+        request = self.settle_request
+        return Settle(request.verb, self.group.name, self.group.group_id, shares, request.time_ms, request.reason)
 
     def _apply(self, place: TopicPartition) -> tuple[list[bool], Callable[[], None]]:
         """Append what is to be done, in a record for each part: others have their turn in between."""
@@ -192,10 +173,9 @@ def _parts(shown: list[ReceiptSpan]) -> Iterator[list[ReceiptSpan]]:
 class Settlement:
     """Acks, nacks and extensions of clients, and those that other brokers bring."""
 
-    def __init__(self, groups: SettleGroupLookup, leaders: LeaderRouter, peers: Peers) -> None:
+    def __init__(self, groups: SettleGroupLookup, leaders: LeaderRouter) -> None:
         self._groups = groups
         self._leaders = leaders
-        self._peers = peers
 
     def settle(
         self, name: str, receipts: list[str], settle_request: SettleRequest, *, forward: bool = True
@@ -203,23 +183,23 @@ class Settlement:
         """One verdict a receipt, in order. Raises when nothing was done: InvalidRequest for a receipt that is not the
         group's, NotLeader when it is not to be forwarded, and what every partition refused with."""
         group = self._queue_group(name)
-        work = _SettleWork(group, settle_request, self.checked(group, receipts), self._groups, self._peers)
+        work = _SettleWork(group, settle_request, self.checked(group, receipts), self._groups)
         if not forward:
             self._leaders.check_led_here(work.shares)
         repeatable = settle_request.verb in {"ack", "extend"}
-        outcomes = self._leaders.run(list(work.shares), work, forward=forward, repeatable=repeatable)
+        outcomes = self._run(work, list(work.shares), forward=forward, repeatable=repeatable)
         return _verdicts(work, outcomes, len(receipts))
 
     def begin_acks(self, name: str, receipts: list[str], *, forward: bool) -> Callable[[], list[Verdict]]:
         """Ack on the way to a receive: what is led here is appended on return and waits for the disk together with what
         the receive appends; what is led elsewhere is settled on return. Call the result for the verdicts."""
         group = self._queue_group(name)
-        work = _SettleWork(group, SettleRequest("ack"), self.checked(group, receipts), self._groups, self._peers)
+        work = _SettleWork(group, SettleRequest("ack"), self.checked(group, receipts), self._groups)
         if not forward:
             self._leaders.check_led_here(work.shares)
         here = [place for place in work.shares if self._leaders.led_here(place)]
         elsewhere = [place for place in work.shares if place not in here]
-        outcomes = self._leaders.run(elsewhere, work, forward=forward, repeatable=True) if elsewhere else {}
+        outcomes = self._run(work, elsewhere, forward=forward, repeatable=True) if elsewhere else {}
         for outcome in outcomes.values():
             if isinstance(outcome, PortalMQError):  # told before anything is received, which a repeat would not get
                 raise _doubtful(outcome)
@@ -229,26 +209,27 @@ class Settlement:
             done = outcomes | refused | work.finish()
             again = [place for place in here if isinstance(done[place], PortalMQError)]
             if again:  # led here no more
-                done |= self._leaders.run(again, work, forward=forward, repeatable=True)
+                done |= self._run(work, again, forward=forward, repeatable=True)
             return _verdicts(work, done, len(receipts))
 
         return finish
 
-    def serve(self, body: bytes) -> bytes:
-        """Receipts that another broker has checked, for partitions that this one leads."""
-        call = _decode_settle(body)
+    def _run(
+        self, work: _SettleWork, places: Sequence[TopicPartition], *, forward: bool, repeatable: bool
+    ) -> Outcomes[list[bool]]:
+        leader_work = self._leaders.work(SETTLE, work.request, work.here)
+        return self._leaders.run(places, leader_work, forward=forward, repeatable=repeatable)
+
+    def local_settle(self, call: Settle) -> LocalWork[list[bool]]:
+        """Settle receipts that another broker has checked, on partitions that this one leads."""
         group = self._groups.get(call.group, group_id=call.group_id)
         if group.group_id != call.group_id:
             raise InvalidRequest(f"the receipts are of an earlier group {call.group!r}")
         shares = {
-            TopicPartition(share.topic, share.topic_id, share.number): [
-                ReceiptSpan(delivery, leader_epoch, [], offsets) for delivery, leader_epoch, offsets in share.shown
-            ]
-            for share in call.shares
+            place: [ReceiptSpan(delivery, leader_epoch, [], offsets) for delivery, leader_epoch, offsets in share.shown]
+            for place, share in call.by_place().items()
         }
-        work = _SettleWork(group, SettleRequest(call.verb, call.time_ms, call.reason), shares, self._groups)
-        outcomes = self._leaders.run(list(shares), work, forward=False)
-        return _encode([result_of(outcomes[place]) for place in shares])
+        return _SettleWork(group, SettleRequest(call.verb, call.time_ms, call.reason), shares, self._groups).here
 
     def _queue_group(self, name: str) -> GroupState:
         group = self._groups.get(name, mode="queue")

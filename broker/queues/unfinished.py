@@ -13,14 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-import msgspec
-
-from portalmq.broker.cluster.lookup import Lookup
 from portalmq.broker.cluster.metadata_cache import MetadataCache
-from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.routing import LeaderRouter, place_of
+from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, one_by_one, place_of
 from portalmq.broker.cluster.rpc import TopicPartition
-from portalmq.broker.cluster.rpc.queues import ListUnfinished, MessageState, UnfinishedRow, UnfinishedRows
+from portalmq.broker.cluster.rpc.queues import UNFINISHED, ListUnfinished, MessageState, UnfinishedRow, UnfinishedRows
 from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.core.queue.delivery import HELD_MS, GroupDelivery
 from portalmq.broker.core.queue.lanes import lane_position
@@ -32,12 +28,9 @@ from portalmq.broker.queues.groups import Groups
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import GroupModeMismatch
 
-TIMEOUT_S = 15.0
 PAGE_BYTES = 4 * 1024 * 1024
 # An answer comes after so many messages that were looked at, found or not.
 LOOK_MAX = 100_000
-
-_encode = msgspec.msgpack.Encoder().encode
 
 
 class PendingMessage(NamedTuple):
@@ -59,10 +52,8 @@ class UnfinishedMessages:
         known: Callable[[str], Topic],
         metadata_cache: MetadataCache,
         leaders: LeaderRouter,
-        peers: Peers,
         clock: Clock,
     ) -> None:
-        self._peers = peers
         self._groups = groups
         self._topic = known
         self._metadata_cache = metadata_cache
@@ -85,14 +76,18 @@ class UnfinishedMessages:
             place = place_of(topic.state, number)
             offset: int | None = behind + 1 if number == first else 0
             while offset is not None:
-                call = ListUnfinished(name, *place, offset, 1_000)
-                found = self._leaders.one(place, self._lookup(call), forward=forward, repeatable=True)
+                request = ListUnfinished(name, *place, offset, 1_000)
+                local = self.local_list(request)
+                found = self._leaders.call_one(UNFINISHED, request, local, forward=forward, repeatable=True)
                 for at, timestamp_ms, record, state, deliveries, available_at_ms in found.rows:
                     stored = StoredMessage(topic_name, number, at, timestamp_ms, record)
                     yield PendingMessage(stored, state, deliveries, available_at_ms or None)
                 offset = found.next_offset
 
-    def here(self, place: TopicPartition, call: ListUnfinished) -> UnfinishedRows:
+    def local_list(self, request: ListUnfinished) -> LocalWork[UnfinishedRows]:
+        return one_by_one(lambda place: self._list(place, request))
+
+    def _list(self, place: TopicPartition, call: ListUnfinished) -> UnfinishedRows:
         partition = self._metadata_cache.partition(place)
         partition.wait_vouched()
         delivery = partition.delivery.get(call.group)
@@ -143,13 +138,3 @@ class UnfinishedMessages:
         if record.expires_at_ms is not None and record.expires_at_ms <= self._clock.wall_ms():
             return None
         return offset, timestamp_ms, record, fresh[0], 0, fresh[1]
-
-    def serve(self, body: bytes) -> bytes:
-        call = msgspec.msgpack.decode(body, type=ListUnfinished)
-        place = TopicPartition(call.topic, call.topic_id, call.number)
-        return _encode(self._leaders.one(place, self._lookup(call), forward=False))
-
-    def _lookup(self, call: ListUnfinished) -> Lookup[UnfinishedRows]:
-        return Lookup(
-            "unfinished", call, UnfinishedRows, lambda place: self.here(place, call), self._peers, timeout_s=TIMEOUT_S
-        )

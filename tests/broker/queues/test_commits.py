@@ -582,14 +582,14 @@ def test_a_refusal_after_an_unknown_try_is_known_to_have_done_nothing(fixture):
     messages = receive(fixture)
     commit(fixture, messages)
     tries = [NotLeader("the leadership moved while this was on its way", outcome="unknown")]
-    real = fixture.broker.group_commits.apply
+    real = fixture.broker.group_commits._apply
 
     def apply(call, place):
         if tries:
             raise tries.pop()
         return real(call, place)
 
-    fixture.broker.group_commits.apply = apply
+    fixture.broker.group_commits._apply = apply
     partition_of(fixture).delivery["g"].commits.clear()
     with pytest.raises(StaleReceipt) as refused:
         commit(fixture, messages, outputs("A"))

@@ -22,6 +22,7 @@ from support.outputs import (
 from support.replicas import eventually
 
 from portalmq import wire
+from portalmq.broker.cluster.routing import outcome_of
 from portalmq.broker.core.queue.delivery import GroupDelivery
 from portalmq.broker.core.queue.records import Drop
 from portalmq.broker.messages.produce import ProduceRequest
@@ -492,20 +493,23 @@ def test_a_pause_after_which_the_group_has_another_fold_refuses_the_call(fixture
     offsets = tuple(int(each.partition("-")[2]) for each in scattered(fixture, 20))
     ranges = tuple((offset, offset + 1) for offset in offsets)
     partition, group, topic = partition_of(fixture), fixture.broker.groups.get("g"), fixture.broker.topics.known("in")
-    call = dead_letters.DeadCall("g", group.group_id, "in", topic.state.topic_id, [])
+
+    def call(**share: object) -> dead_letters.DeadCall:
+        shares = [dead_letters.DeadShare(0, **share)]
+        return dead_letters.DeadCall("g", group.group_id, "in", topic.state.topic_id, shares)
 
     def anew() -> None:
         partition.delivery["g"] = GroupDelivery(partition.delivery["g"].snapshot())
 
     letters, place = fixture.broker.dead_letters, topic.place(0)
     do = {
-        "match": lambda: letters._matching(call)(place, dead_letters.DeadShare(0, offsets=offsets)),
-        "redrive": lambda: letters._redriving(call)(place, dead_letters.DeadShare(0, ranges=ranges)),
-        "write": lambda: dead_letters._written(partition, "g", ranges, lambda part: Drop(part, 0)),
+        "match": lambda: letters.local_match(call(offsets=offsets))([place])[place],
+        "redrive": lambda: letters.local_redrive(call(ranges=ranges))([place])[place],
+        "write": lambda: outcome_of(lambda: dead_letters._written(partition, "g", ranges, lambda part: Drop(part, 0))),
     }[step]
     pauses(anew)
     with pytest.raises(Unavailable, match="has changed"):
-        do()
+        raise do()
     assert len(partition.delivery["g"].dead) == (10 if step == "write" else 20)
 
 
