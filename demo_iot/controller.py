@@ -1,8 +1,8 @@
-"""A controller: `python controller.py temp_1` watches over a sensor's readings and says which need attention.
+"""A controller: `python controller.py temp_1` receives a sensor's readings and reports those that need attention.
 
-It sleeps until a message comes. Two controllers on one topic are one group, so they share its messages; what a
-controller that dies had in hand goes to the other. The ledger is written before a message is acknowledged, so nothing
-that was acknowledged is missing there.
+It sleeps until a message arrives. Two controllers of one topic are one group, so they share its messages; the messages
+of a controller that dies go to the other. It writes a message to its ledger before it acks it, so every acked message
+is in the ledger.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from portalmq.demo_iot.readings import KINDS
 
 
 def verdict(reading: dict[str, Any]) -> str:
-    """What a controller makes of a reading: "ok", "missing", or what is wrong, beginning with ALERT."""
+    """Return "ok", "missing", or the problem of a reading, which begins with ALERT."""
     kind, value = KINDS.get(reading.get("kind", "")), reading.get("value")
     if value is None:
         return "missing"
@@ -37,7 +37,7 @@ def verdict(reading: dict[str, Any]) -> str:
 
 
 def reading_of(message: Message) -> dict[str, Any] | None:
-    """The reading that a message carries; None when it is something else, which anybody may send to the topic."""
+    """Return the reading in a message; None if it is something else, which any program may send to the topic."""
     try:
         reading = message.json()
     except ValueError:
@@ -55,22 +55,22 @@ def line(message: Message, reading: dict[str, Any]) -> str:
 
 
 def control(consumer: Consumer, ledger: Ledger, count: int | None) -> None:
-    """React to messages as they come, until the consumer is closed or `count` were handled."""
+    """Handle messages until the consumer is closed or `count` were handled."""
     for handled, message in enumerate(_messages(consumer), start=1):
         reading = reading_of(message)
         if reading is None:
-            # Acknowledged like the others: given back, it would come again and stop every controller in turn.
-            click.echo(f"{message.topic} {message.id} is no reading: passed over", err=True)
+            # Acked like the others: returned to the group, it would come again and stop every controller in turn.
+            click.echo(f"{message.topic} {message.id} is no reading: skipped", err=True)
         else:
             click.echo(line(message, reading))
             ledger.write(Entry(time.monotonic(), message.topic, message.id, reading))
         if handled == count:
-            message.ack()  # asking for the next would ack it too, and there is to be no next
+            message.ack()  # nothing asks for a next message, which would ack this one
             return
 
 
 def _messages(consumer: Consumer) -> Iterator[Message]:
-    """The messages, also after one that took longer than its lease: another controller has reacted to it as well."""
+    """Yield messages, also after one that took longer than its lease, which another controller has then handled too."""
     while True:
         try:
             yield from consumer
@@ -80,7 +80,7 @@ def _messages(consumer: Consumer) -> Iterator[Message]:
 
 
 def close_on_sigterm(consumer: Consumer) -> None:
-    """End the loop on SIGTERM. In a thread of its own: the handler runs in the middle of whatever the loop is doing."""
+    """Close the consumer on SIGTERM, in a thread of its own: the signal handler may run in any line of the loop."""
     signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=consumer.close).start())
 
 
@@ -97,11 +97,11 @@ def close_on_sigterm(consumer: Consumer) -> None:
     type=click.FloatRange(min=0.1),
     help="Seconds after which a reading that was not done goes to another controller.",
 )
-@click.option("--ledger", type=click.Path(path_type=Path), help="Note each reading in this file.")
+@click.option("--ledger", type=click.Path(path_type=Path), help="Record each reading in this file.")
 def main(
     topics: tuple[str, ...], server: str | None, group: str, count: int | None, lease_s: float, ledger: Path | None
 ) -> None:
-    """Watch over the readings in TOPIC and react to each: `ok`, `missing`, or ALERT."""
+    """Receive the readings in TOPIC and report each: `ok`, `missing`, or ALERT."""
     try:
         with (
             Ledger(ledger) as book,

@@ -1,11 +1,10 @@
-"""The demo: a year of weather goes from sensors to controllers while a leader is killed half way.
+"""The demo: a year of weather goes from sensors to controllers, and a leader is killed half way.
 
-ZooKeeper and three brokers are started. Twelve sensors (four kinds at three airports) send each reading of 2013; for
-each kind two controllers share the three topics. When half is sent, the broker that leads most gets SIGKILL: the
-others take over, and it is started again on what it has, and catches up. At the end the books are compared: each
-reading that was acknowledged to a sensor has to be in the ledger of a controller. With --report, Spark then reads
-what the brokers left on disk, and draws the run. The last line says DEMO OK, and the exit code is 0, only if all of
-that is true.
+It starts ZooKeeper and three brokers. Twelve sensors (four kinds at three airports) send each reading of 2013; two
+controllers of each kind share its three topics. When half is sent, the broker that leads most partitions gets SIGKILL.
+The others take over; it is restarted on its data, and catches up. At the end the ledgers are compared: each reading
+that was acknowledged to a sensor must be in the ledger of a controller. With --report, Spark then reads the brokers'
+files and draws the run. The last line is DEMO OK, and the exit code 0, only if all of this is true.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ SENSOR_IDS = range(1, len(STATIONS) + 1)
 LEASE_S = 5.0
 SEND_WITHIN_S = 300.0
 DRAIN_WITHIN_S = 90.0
-# Nothing sent and nothing delivered for so long means that somebody hangs.
+# If nothing is sent or delivered for this long, some process hangs.
 STALLED_AFTER_S = 45.0
 PROGRESS_EVERY_S = 2.0
 LEADERS_WITHIN_S = 30.0
@@ -48,7 +47,7 @@ LOOK_EVERY_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class LedgerFiles:
-    """Where everybody in a demo writes to."""
+    """The ledgers' paths."""
 
     directory: Path
 
@@ -75,7 +74,7 @@ class Outage:
     topics: frozenset[str]
 
     def longest_ms(self, sent: Sequence[Entry]) -> int:
-        """The longest time in which a sensor of these topics got no acknowledgement."""
+        """Return the longest time in which a sensor of these topics got no acknowledgement."""
         return max(
             ledger.longest_gap_ms((entry.at for entry in sent if entry.topic == topic), around=self.killed_at)
             for topic in self.topics
@@ -83,8 +82,8 @@ class Outage:
 
 
 class Demo:
-    """One run. `counts` says how many readings each sensor sends, `seconds` how long that takes if nothing is in the
-    way."""
+    """One run. `counts` is the number of readings of each sensor, `seconds` how long sending takes if nothing delays
+    it."""
 
     def __init__(self, processes: ProcessGroup, counts: dict[tuple[str, int], int], seconds: float) -> None:
         self._processes = processes
@@ -97,7 +96,7 @@ class Demo:
         self._began = self._printed_at = time.monotonic()
 
     def run(self) -> Outage:
-        """All of it, up to a clean end of every process."""
+        """Run the demo, up to a clean end of every process."""
         cluster = DemoCluster(self._processes, BROKERS)
         cluster.wait_until_ready()
         self._print(f"ZooKeeper serves at {cluster.zookeeper}, data and logs are in {self._processes.directory}")
@@ -113,7 +112,7 @@ class Demo:
             self._wait(lambda: self._sent.count() * 2 >= self._total, processes, "half was not sent")
             killed, outage = self._kill_a_leader(cluster)
             cluster.brokers[killed].start_again()
-            self._print(f"broker {killed} is started again, on what it has")
+            self._print(f"broker {killed} is restarted on its data")
             in_sync = InSyncCheck(admin, self._topics, killed)
             self._wait(in_sync, processes, f"broker {killed} did not catch up", IN_SYNC_WITHIN_S)
             self._print(f"broker {killed} has caught up: every topic is on {BROKERS} brokers again")
@@ -127,11 +126,11 @@ class Demo:
             controller.end_well()
         cluster.check_not_failed()
         cluster.end_well()
-        self._print("all processes have ended, the books are compared")
+        self._print("all processes have ended, the ledgers are compared")
         return outage
 
     def report(self, out: Path) -> None:
-        """Of a run that has ended."""
+        """Make the report about a run that has ended."""
         directories = [self._processes.directory / broker_name(number) for number in range(1, BROKERS + 1)]
         summary = report.make(self._processes, directories, out, self._print)
         click.echo("\n".join(["", *(f"  {line}" for line in summary), ""]))
@@ -150,7 +149,7 @@ class Demo:
             )
 
     def _kill_a_leader(self, cluster: DemoCluster) -> tuple[int, Outage]:
-        """SIGKILL for the broker that leads most; returns when each of its topics has another leader."""
+        """Kill the broker that leads most partitions; return when each of its topics has another leader."""
         with Admin(cluster.urls) as admin:
             leads = led_by(admin, self._topics)
         killed = max((number for number in leads if number is not None), key=lambda number: len(leads[number]))
@@ -203,7 +202,7 @@ class Demo:
         otherwise: str,
         within_s: float = SEND_WITHIN_S,
     ) -> None:
-        """Wait for `done`, telling how far things are; a worker that fails, or a standstill, ends the waiting."""
+        """Wait for `done` and print the progress. Raises DemoFailed if a process fails, or nothing moves."""
         progress, moved_at = (0, 0), time.monotonic()
 
         def look() -> bool:
@@ -228,9 +227,8 @@ class Demo:
 
 
 class DrainCheck:
-    """True when the group has nothing left and the controllers have written as much down as was sent; or, if that does
-    not come, when the group has had nothing left for longer than a lease: then something is lost, and comparing tells
-    what."""
+    """True when the group has nothing left and the controllers have recorded as much as was sent; or when the group has
+    had nothing left for longer than a lease: then something is lost, and the comparison says what."""
 
     def __init__(self, admin: Admin, delivered: EntryCount, total: int) -> None:
         self._admin = admin
@@ -248,7 +246,7 @@ class DrainCheck:
 
 
 class InSyncCheck:
-    """True when a broker is in sync on each of its topics. Asks now and then only: the brokers have other work."""
+    """True when a broker is in sync on each of its topics. Polls rarely, as the brokers have other work."""
 
     def __init__(self, admin: Admin, topics: Sequence[str], broker: int) -> None:
         self._admin = admin
@@ -267,7 +265,7 @@ class InSyncCheck:
 
 
 def led_by(admin: Admin, topics: Sequence[str]) -> dict[int | None, list[str]]:
-    """The topics, which have one partition each, by the broker that leads them."""
+    """Return the topics, which have one partition each, by the broker that leads them."""
     leads: dict[int | None, list[str]] = {}
     for topic in admin.metadata(topics).topics:
         leads.setdefault(topic.partitions[0].leader, []).append(topic.name)
@@ -275,7 +273,7 @@ def led_by(admin: Admin, topics: Sequence[str]) -> dict[int | None, list[str]]:
 
 
 def counts_of_a_year(at_most: int | None) -> dict[tuple[str, int], int]:
-    """How many readings each sensor sends: a year, or `at_most`."""
+    """Return how many readings each sensor sends: a year, or `at_most`."""
     return {
         (kind, number): min(at_most or sys.maxsize, sum(1 for _ in year(kind, number)))
         for kind in KINDS
@@ -284,7 +282,7 @@ def counts_of_a_year(at_most: int | None) -> dict[tuple[str, int], int]:
 
 
 def table(sent: Sequence[Entry], delivered: Sequence[Entry]) -> str:
-    """What came of each kind, one line a kind."""
+    """Return the figures of each kind, one on each line."""
     rows: list[tuple[str, ...]] = [("kind", "sent", "deliveries", "gaps", "alerts")]
     by_kind = Counter(entry.message["kind"] for entry in sent)
     deliveries = Counter(entry.message["kind"] for entry in delivered)
@@ -296,7 +294,7 @@ def table(sent: Sequence[Entry], delivered: Sequence[Entry]) -> str:
 
 
 def last_line(found: Comparison, failover_ms: int) -> str:
-    """The line that the demo is known by. It says OK only when nothing that was acknowledged is missing."""
+    """Return the last line of the demo. It says OK only if nothing that was acknowledged is missing."""
     return (
         f"DEMO {'OK' if found.is_clean else 'FAILED'} sent={found.sent} delivered={found.delivered} "
         f"lost={len(found.lost)} duplicates={found.duplicates} failover_ms={failover_ms}"
@@ -304,14 +302,14 @@ def last_line(found: Comparison, failover_ms: int) -> str:
 
 
 def conclude(ledgers: LedgerFiles, outage: Outage, report_it: Callable[[], None] | None = None) -> bool:
-    """Compare the books, print the summary, and report on a run that lost nothing; True when all is well."""
+    """Compare the ledgers, print the summary, and make the report of a clean run; return True if it is clean."""
     sent, delivered = list(ledger.read(ledgers.all_sent)), list(ledger.read(ledgers.all_delivered))
     found = ledger.compare(sent, delivered)
     click.echo(f"\n{table(sent, delivered)}\n")
     for sentence in found.faults():
         click.echo(sentence)
     if not found.is_clean:
-        click.echo(f"what everybody wrote is in {ledgers.directory}")
+        click.echo(f"ledgers and logs are in {ledgers.directory}")
     elif report_it:
         report_it()
     click.echo(last_line(found, outage.longest_ms(sent)))
@@ -328,7 +326,7 @@ def conclude(ledgers: LedgerFiles, outage: Outage, report_it: Callable[[], None]
     help="A folder for a throughput report over the run, made by Spark (without: none is made).",
 )
 def main(seconds: float, count: int | None, out: Path | None) -> None:
-    """Replay a year of weather from sensors to controllers, kill a leader half way, and compare the books."""
+    """Replay a year of weather from sensors to controllers, kill a leader half way, and compare the ledgers."""
     if out and (lack := report.missing()):
         raise click.UsageError(f"No report can be made: {lack}. The demo runs without one when --report is left out.")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -341,7 +339,7 @@ def main(seconds: float, count: int | None, out: Path | None) -> None:
             is_worth_keeping = not conclude(LedgerFiles(directory), outage, partial(demo.report, out) if out else None)
     except (DemoFailed, PortalMQError) as fault:
         is_worth_keeping = True
-        click.echo(f"what everybody wrote is in {directory}\nDEMO FAILED {fault}")
+        click.echo(f"ledgers and logs are in {directory}\nDEMO FAILED {fault}")
     except KeyboardInterrupt:
         click.echo("\nstopped, no process is left")
         sys.exit(128 + signal.SIGINT)

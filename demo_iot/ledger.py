@@ -1,7 +1,7 @@
-"""Two sides write down what they know, and then the books are compared: what was acknowledged, and what was delivered.
+"""Ledgers of sent and of delivered messages, and their comparison.
 
-A ledger is a file of JSON lines that outlives its writer: each line is written out before the next step is taken (the
-sensor after the acknowledgement, the controller before its own). Messages are compared by their content.
+A ledger is a file of JSON lines that outlives its writer: each line is flushed before the next step (a sensor's after
+the acknowledgement, a controller's before its own ack). Messages are compared by their content.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ EXAMPLES_MAX = 5
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One message as one side saw it, `at` seconds of the machine's monotonic clock. `id` is its place in `topic`."""
+    """One message as one side saw it, `at` seconds of the machine's monotonic clock. `id` is its position in
+    `topic`."""
 
     at: float
     topic: str
@@ -33,8 +34,10 @@ class Entry:
 
 
 class Ledger:
+    """An append-only file of entries."""
+
     def __init__(self, path: Path | None) -> None:
-        """Goes on at the end of the file; without a path, nothing is written."""
+        """Append to the file; without a path, write nothing."""
         self._file: TextIO | None = path.open("a", encoding="utf-8") if path else None
 
     def write(self, entry: Entry) -> None:
@@ -54,7 +57,7 @@ class Ledger:
 
 
 def read(paths: Iterable[Path]) -> Iterator[Entry]:
-    """All entries of some ledgers. A last line that its writer did not finish is no entry."""
+    """Yield all entries of some ledgers. An unfinished last line is no entry."""
     for path in paths:
         with path.open(encoding="utf-8") as file:
             for line in file:
@@ -63,7 +66,7 @@ def read(paths: Iterable[Path]) -> Iterator[Entry]:
 
 
 class EntryCount:
-    """How many entries some ledgers have, while they grow: each byte is looked at once."""
+    """The number of entries of growing ledgers; each byte is read once."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self._read_up_to = dict.fromkeys(paths, 0)
@@ -82,8 +85,8 @@ class EntryCount:
 
 @dataclass(slots=True)
 class Comparison:
-    """What comparing found. All is well when nothing was lost, unexpected, or stored twice; a duplicate is a message
-    that was delivered again, which at-least-once allows."""
+    """The result of a comparison. It is clean if no message was lost, unexpected, or stored twice; a duplicate is a
+    message that was delivered again, which at-least-once allows."""
 
     sent: int = 0
     delivered: int = 0
@@ -97,7 +100,7 @@ class Comparison:
         return self.sent == self.delivered > 0 and not (self.lost or self.unexpected or self.stored_twice)
 
     def faults(self) -> list[str]:
-        """Sentences for people, each with a few examples."""
+        """Return sentences for people, each with a few examples."""
         lines = []
         for what, messages in (
             ("acknowledged and never delivered", self.lost),
@@ -113,7 +116,7 @@ class Comparison:
 
 
 def compare(sent: Iterable[Entry], delivered: Iterable[Entry]) -> Comparison:
-    """Hold what was acknowledged against what was delivered, by content."""
+    """Compare acknowledged messages with delivered ones, by content."""
     acknowledged = Counter(entry.content for entry in sent)
     places: dict[str, set[tuple[str, str]]] = defaultdict(set)
     deliveries: Counter[str] = Counter()
@@ -131,9 +134,8 @@ def compare(sent: Iterable[Entry], delivered: Iterable[Entry]) -> Comparison:
 
 
 def longest_gap_ms(times: Iterable[float], *, around: float, within_s: float = 10.0) -> int:
-    """The longest time without an acknowledgement, in ms, of those that ended after `around` and began at most
-    `within_s` later. 0 when nothing was acknowledged after it: then there is nothing to measure.
-    """
+    """Return the longest time without an acknowledgement, in ms, of those that ended after `around` and began at most
+    `within_s` later. 0 if nothing was acknowledged after it."""
     gaps = (
         later - earlier
         for earlier, later in pairwise(sorted(times))

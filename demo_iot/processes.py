@@ -1,7 +1,7 @@
-"""Processes of the demo, started and ended by their ids.
+"""The processes of the demo, started and ended by their ids.
 
-Each is in a process group of its own, so that Ctrl-C reaches the conductor alone, which ends them in order; and each
-dies with the conductor (system.py), so that even a killed demo leaves none behind.
+Each has a process group of its own, so that Ctrl-C reaches only the demo, which ends them in order; and each dies with
+the demo (system.py), so that even a killed demo leaves none behind.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ END_WITHIN_S = 30.0
 POLL_S = 0.05
 LOG_TAIL_LINES = 15
 
-# What the shell calls `portalmq`, wherever it is installed.
+# The command `portalmq`, wherever it is installed.
 PORTALMQ = ("-m", "portalmq.cli.main")
 
 
 class DemoFailed(Exception):
-    """What went wrong, for the last line."""
+    """The reason of a failed demo, for its last line."""
 
 
 class DemoProcess:
-    """One process. All it says goes to a log file; but with `answer`, what it says on stdout goes to that."""
+    """One process. All its output goes to a log file; with `answer`, its stdout goes to that file."""
 
     def __init__(self, name: str, command: list[str], log: Path, answer: Path | None = None) -> None:
         self.name = name
@@ -59,24 +59,24 @@ class DemoProcess:
         return self._process.poll()
 
     def kill(self) -> None:
-        """SIGKILL: no goodbye, nothing flushed."""
+        """Send SIGKILL, so that it flushes nothing."""
         self._process.kill()
         self._process.wait()
 
     def kill_all(self) -> None:
-        """SIGKILL for the process and those that it has started and that stayed in its group, as Spark's Java does."""
+        """Send SIGKILL to the process and its children in the same group, such as Spark's Java."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def ask_to_end(self) -> None:
-        """SIGTERM, once: a second one would tell a broker that is draining to hurry."""
+        """Send SIGTERM once: a second one would make a draining broker stop at once."""
         if not self._was_asked:
             self._process.terminate()
             self._was_asked = True
 
     def end_well(self) -> None:
-        """SIGTERM, and then the process has END_WITHIN_S to end with 0. Raises DemoFailed when it does not."""
+        """Send SIGTERM, and wait END_WITHIN_S for exit code 0. Raises DemoFailed otherwise."""
         self.ask_to_end()
         try:
             self._process.wait(END_WITHIN_S)
@@ -94,7 +94,7 @@ class DemoProcess:
 
 
 class ProcessGroup:
-    """Every process of a demo; on leaving, none is left."""
+    """Every process of a demo; on exit, none is left."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -117,13 +117,13 @@ class ProcessGroup:
 
 
 def broker_name(number: int) -> str:
-    """Its data directory's name as well."""
+    """Return the name of a broker and of its data directory."""
     return f"broker-{number}"
 
 
 class DemoBroker:
-    """One broker on a port and a data directory that stay the same over its lives. `arguments` are `portalmq`'s, with
-    the port behind the first."""
+    """One broker whose port and data directory stay the same after a restart. `arguments` are those of `portalmq`; the
+    port follows the first."""
 
     def __init__(self, processes: ProcessGroup, name: str, *arguments: str) -> None:
         self.name = name
@@ -144,7 +144,7 @@ class DemoBroker:
             try:
                 with urlopen(f"{self.url}/readyz", timeout=2) as answer:
                     return bool(answer.status == 200)
-            except (OSError, HTTPException):  # a refusal with a status is an OSError as well
+            except (OSError, HTTPException):  # an HTTP error status is an OSError as well
                 return False
 
         wait_for(ready, READY_WITHIN_S, f"{self.name} at {self.url} was not ready")
@@ -153,7 +153,7 @@ class DemoBroker:
         self._worker.check_not_failed()
 
     def kill(self) -> float:
-        """Answers when, on the monotonic clock."""
+        """Kill the broker; return when, on the monotonic clock."""
         killed_at = time.monotonic()
         self._worker.kill()
         return killed_at
@@ -175,7 +175,7 @@ class DemoCluster:
         given = os.environ.get("PORTALMQ_ZOOKEEPER")
         self._zookeeper: DemoProcess | None = None
         if given:
-            # In a corner of its own, so that each demo begins with nothing.
+            # In a chroot of its own, so that each demo starts empty.
             self.zookeeper = f"{given.rstrip('/')}/portalmq-demo-{uuid.uuid4().hex[:12]}"
         else:
             self.zookeeper = self._start_zookeeper(processes)
@@ -219,7 +219,7 @@ class DemoCluster:
             self._zookeeper.check_not_failed()
 
     def end_well(self) -> None:
-        """The brokers first, all at once, and then ZooKeeper, which they need for their farewell."""
+        """End the brokers first, all at once, and then ZooKeeper, which they need to leave."""
         for broker in self.brokers.values():
             broker.ask_to_end()
         for broker in self.brokers.values():
@@ -229,7 +229,7 @@ class DemoCluster:
 
 
 def wait_for(condition: Callable[[], bool], within_s: float, otherwise: str) -> None:
-    """Raises DemoFailed, with `otherwise`, when the condition does not come true in time."""
+    """Wait for the condition. Raises DemoFailed, with `otherwise`, if it does not come true in time."""
     deadline = time.monotonic() + within_s
     while not condition():
         if time.monotonic() > deadline:
@@ -238,7 +238,7 @@ def wait_for(condition: Callable[[], bool], within_s: float, otherwise: str) -> 
 
 
 def free_port() -> int:
-    """A port that is free now. Not bound to port 0 by the broker itself, since it has to come back on the same one."""
+    """Return a free port. The broker does not bind port 0 itself, since it has to restart on the same one."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

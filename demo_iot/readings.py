@@ -1,7 +1,7 @@
-"""What the sensors measure: the weather of 2013 at New York's three airports, hour by hour, as it really was.
+"""The data of the sensors: the hourly weather of 2013 at New York's three airports.
 
-The file has a row for each hour and station; a sensor of one kind replays one column of one station. Gaps of the real
-measurement stay gaps: they are sent as readings without a value, so that every row can be counted.
+The file has a row for each hour and station; a sensor of one kind replays one column of one station. Gaps of the
+measurement are sent as readings without a value, so that every row is counted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GAPS = {"", "NA"}
 
 @dataclass(frozen=True, slots=True)
 class SensorKind:
-    """A kind of sensor: its column, and the band of values that needs nobody's attention."""
+    """A kind of sensor: its column, and the range of normal values."""
 
     column: str
     unit: str
@@ -38,7 +38,7 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One measurement; `n` counts a sensor's readings from 1, so that no two are alike."""
+    """One measurement; `n` counts a sensor's readings from 1, so that each is unique."""
 
     sensor: str
     station: str
@@ -49,7 +49,7 @@ class Reading:
     n: int
 
     def message(self) -> dict[str, Any]:
-        """What goes over the wire. A gap says that it is one."""
+        """Return the reading as it is sent. A gap is marked."""
         message = asdict(self)
         if self.value is None:
             message["quality"] = "missing"
@@ -61,12 +61,12 @@ def topic_of(kind: str, sensor_id: int) -> str:
 
 
 def station_of(sensor_id: int) -> str:
-    """Sensors 1, 2 and 3 stand at EWR, JFK and LGA, the fourth at EWR again."""
+    """Return the station: sensors 1, 2 and 3 are at EWR, JFK and LGA, the fourth is at EWR again."""
     return STATIONS[(sensor_id - 1) % len(STATIONS)]
 
 
 def year(kind: str, sensor_id: int, data: Path = DATA) -> Iterator[Reading]:
-    """The sensor's readings of the whole year, in order."""
+    """Yield the sensor's readings of the whole year, in order."""
     sensor, station, of = topic_of(kind, sensor_id), station_of(sensor_id), KINDS[kind]
     with data.open(newline="") as file:
         rows = (row for row in csv.DictReader(file) if row["station"] == station)
@@ -76,7 +76,7 @@ def year(kind: str, sensor_id: int, data: Path = DATA) -> Iterator[Reading]:
 
 
 def replay(kind: str, sensor_id: int, data: Path = DATA) -> Iterator[Reading]:
-    """The year over and over, for a sensor that runs until it is stopped; `n` counts on."""
+    """Yield the year over and over, for a sensor that runs until it is stopped; `n` continues."""
     readings = list(year(kind, sensor_id, data))
     for n in itertools.count(1):
         first = readings[(n - 1) % len(readings)]

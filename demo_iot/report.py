@@ -1,4 +1,4 @@
-"""The demo's report over its own run: Spark reads the brokers' files, when the brokers have ended."""
+"""The demo's report about its own run: Spark reads the brokers' files after the brokers have ended."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MADE_WITHIN_S = 180.0
 
 
 def missing() -> str | None:
-    """What has to be installed before there can be a report. Asked first of all: a minute later is too late."""
+    """Return what must be installed before a report can be made, or None. Checked first: a minute later is too late."""
     try:
         find_java()
     except JavaMissing as lack:
@@ -27,7 +27,7 @@ def missing() -> str | None:
 def make(
     processes: ProcessGroup, directories: Sequence[Path], out: Path, print_line: Callable[[str], None]
 ) -> list[str]:
-    """Write the report into `out`; the lines that sum it up. Raises DemoFailed."""
+    """Write the report into `out`; return its summary as lines. Raises DemoFailed."""
     print_line("Spark reads the brokers' files and makes the report")
     began = time.monotonic()
     answer = processes.directory / "report.txt"

@@ -1,7 +1,7 @@
 """A sensor: `python sensor.py temp 1 5` sends the temperature at EWR to the topic temp_1, every 5 seconds.
 
-It replays real readings (see readings.py), for ever or --count of them. Sending survives a broker that goes away and
-comes back; a line is printed, and written to the ledger, when the broker has acknowledged.
+It replays real readings (see readings.py), for ever or --count of them. Sending survives the restart of a broker; a
+line is printed, and written to the ledger, when the broker has acknowledged.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
     from portalmq import RecordMetadata
 
-# A reading may wait this part of the time between two of them for others to travel with.
+# The longest time for which a reading waits to share a batch.
 LINGER_MS_MAX = 50.0
 
 
 class Sensor:
-    """Sends readings at their times, and notes their acknowledgements as they come."""
+    """Sends readings at their times, and records acknowledgements as they arrive."""
 
     def __init__(self, producer: Producer, ledger: Ledger) -> None:
         self._producer = producer
         self._ledger = ledger
-        # Filled by the producer's threads, emptied by ours; bounded by the producer's own buffer.
+        # Filled by the producer's threads, emptied by this one; bounded by the producer's buffer.
         self._settled: SimpleQueue[tuple[Reading, float, Future[RecordMetadata]]] = SimpleQueue()
         self._waiting = 0
         self.failed = 0
@@ -56,7 +56,7 @@ class Sensor:
         self._settled.put((reading, time.monotonic(), future))
 
     def _note_until(self, due: float) -> None:
-        """Note what was acknowledged, and wait for more until the time is `due`."""
+        """Record acknowledgements until the time `due`."""
         while True:
             try:
                 self._note(self._settled.get(timeout=max(0.0, due - time.monotonic())))
@@ -85,11 +85,12 @@ class Sensor:
 @click.argument("interval_s", metavar="SECONDS", type=click.FloatRange(min=0))
 @click.option("--server", envvar="PORTALMQ_URL", help="URL of a broker [PORTALMQ_URL; default http://localhost:5000]")
 @click.option("--count", type=click.IntRange(min=1), help="Stop after so many readings.")
-@click.option("--ledger", type=click.Path(path_type=Path), help="Note each acknowledged reading in this file.")
+@click.option("--ledger", type=click.Path(path_type=Path), help="Record each acknowledged reading in this file.")
 def main(
     kind: str, sensor_id: int, interval_s: float, server: str | None, count: int | None, ledger: Path | None
 ) -> None:
-    """Replay the readings of a sensor of KIND with number ID, one every SECONDS (a fraction will do; 0: no pause)."""
+    """Replay the readings of a sensor of KIND with number ID, one every SECONDS (a fraction is allowed; 0: no
+    pause)."""
     linger_ms = min(LINGER_MS_MAX, 1000 * interval_s) if interval_s else LINGER_MS_MAX
     try:
         with Ledger(ledger) as book, Producer(server, linger_ms=linger_ms) as producer:

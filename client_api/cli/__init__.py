@@ -1,4 +1,4 @@
-"""The command line. Data goes to stdout, talk to stderr; this room imports only the ground floor.
+"""The command line. Data goes to stdout, messages for people to stderr. It imports only the client.
 
-Commands of the other rooms (a broker, a benchmark) come in by the entry-point group `portalmq.commands`.
+Commands of other packages (a broker, a benchmark) are entry points of the group `portalmq.commands`.
 """

@@ -1,4 +1,4 @@
-"""`portalmq dlq`: list, redrive, drop the messages that a group gave up."""
+"""`portalmq dlq`: list, redrive, drop dead letters. `portalmq scheduled`: messages that are not due yet."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COLUMNS = ["id", "dead_at", "deliveries", "reason", "key", "value"]
 
 @click.group("dlq")
 def dead_letter_commands() -> None:
-    """See dead letters, hand them out again, drop them."""
+    """List dead letters, deliver them again, drop them."""
 
 
 _ids_option = click.option(
@@ -33,7 +33,7 @@ _ids_option = click.option(
 @click.option("-n", "--count", type=click.IntRange(1), help="How many at most [all].")
 @with_session
 def list_some(session: Session, group: str, topic: str, count: int | None) -> None:
-    """List the messages of TOPIC that GROUP gave up, with how often, when and why."""
+    """List the dead letters of TOPIC in GROUP, with how often, when and why they failed."""
     with session.admin() as admin:
         show_rows(map(_row, admin.dead_letters(group, topic, limit=count)), session.output, _COLUMNS)
 
@@ -80,7 +80,7 @@ def redrive(
     rate: float | None,
     dry_run: bool,
 ) -> None:
-    """Hand dead letters of TOPIC out again to GROUP alone, counted from zero: all, or those that are named.
+    """Deliver dead letters of TOPIC to GROUP again, with delivery counts from zero: all, or the selected ones.
 
     Example: portalmq dlq redrive billing orders --where '{"reason":{"contains":"timeout"}}' --rate 100
     """
@@ -100,7 +100,7 @@ def redrive(
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @with_session
 def drop(session: Session, group: str, topic: str, ids: list[str] | None, yes: bool) -> None:
-    """Forget dead letters of TOPIC: all that GROUP has, or those that are named. Copies elsewhere stay."""
+    """Drop dead letters of TOPIC: all of GROUP, or the selected ones. Copies in other topics stay."""
     if not yes:
         which = "all dead letters" if ids is None else f"{len(ids)} dead letters"
         click.confirm(f"Drop {which} of {topic} for group {group}?", abort=True, err=True)
@@ -114,7 +114,7 @@ def drop(session: Session, group: str, topic: str, ids: list[str] | None, yes: b
 
 @click.group("scheduled")
 def scheduled_commands() -> None:
-    """See messages that are not due yet, and take them back."""
+    """List messages that are not due yet, and cancel them."""
 
 
 @scheduled_commands.command("list")
@@ -140,7 +140,7 @@ def _due_rows(messages: Iterator[Message]) -> Iterator[dict[str, Any]]:
 @click.argument("ids", nargs=-1, required=True)
 @with_session
 def cancel(session: Session, topic: str, ids: tuple[str, ...]) -> None:
-    """Take messages of TOPIC back that are not due yet, by their ids."""
+    """Cancel messages of TOPIC that are not due yet, by their ids."""
     with session.admin() as admin:
         for each in ids:
             admin.cancel_scheduled(topic, each)

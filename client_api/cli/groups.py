@@ -51,7 +51,7 @@ def _show(session: Session, group: dict[str, Any]) -> None:
 @click.argument("name")
 @with_session
 def lag(session: Session, name: str) -> None:
-    """Show how far group NAME is behind, and for how long: a stream group by partition."""
+    """Show how many messages group NAME is behind, and for how long; for a stream group by partition."""
     with session.admin() as admin:
         group = admin.group(name)
         if group.mode == "stream":
@@ -66,7 +66,7 @@ def lag(session: Session, name: str) -> None:
 @config_option("max_deliveries=3")
 @with_session
 def create(session: Session, name: str, mode: str | None, config: dict[str, Any]) -> None:
-    """Make group NAME. It may exist already; the settings that are given here are changed then.
+    """Create group NAME. If it exists, the given settings are changed.
 
     Example: portalmq group create billing -c max_deliveries=3 -c retry_backoff_ms=[1000,10000]
     """
@@ -109,10 +109,10 @@ def _check_settings(config: dict[str, Any]) -> None:
     "--to", required=True, metavar="PLACE", help="earliest, latest, an offset, a time (RFC 3339), or 15m, 2h, 7d ago."
 )
 @click.option("--partition", type=click.IntRange(0), help="Only this partition; an offset needs it.")
-@click.option("--dry-run", is_flag=True, help="Show what would be, and change nothing.")
+@click.option("--dry-run", is_flag=True, help="Show what would change, and change nothing.")
 @with_session
 def seek(session: Session, name: str, topic: str, to: str, partition: int | None, dry_run: bool) -> None:
-    """Have stream group NAME go on at another place of TOPIC.
+    """Move stream group NAME to another position in TOPIC.
 
     Example: portalmq group seek audit orders --to 2h --dry-run
     """
@@ -120,7 +120,7 @@ def seek(session: Session, name: str, topic: str, to: str, partition: int | None
         sought = admin.seek(name, topic, _place(to), partition=partition, dry_run=dry_run)
     rows = [{"topic": topic, **fields(each)} for each in sought.offsets]
     show_rows(rows, session.output, ["topic", "partition", "from", "to"])
-    click.echo("nothing was changed (--dry-run)" if sought.dry_run else f"group {name} goes on there", err=True)
+    click.echo("nothing was changed (--dry-run)" if sought.dry_run else f"group {name} continues there", err=True)
 
 
 def _place(given: str) -> SeekTarget:
@@ -138,9 +138,9 @@ def _place(given: str) -> SeekTarget:
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @with_session
 def delete(session: Session, name: str, yes: bool) -> None:
-    """Delete group NAME: its place, its leases and its dead letters. Messages stay."""
+    """Delete group NAME: its position, its leases and its dead letters. Messages stay."""
     if not yes:
-        click.confirm(f"Delete group {name}? A group of that name begins anew.", abort=True, err=True)
+        click.confirm(f"Delete group {name}? A new group of that name starts from its beginning.", abort=True, err=True)
     with session.admin() as admin:
         admin.delete_group(name)
     click.echo(f"group {name} is deleted", err=True)

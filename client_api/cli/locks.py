@@ -18,7 +18,7 @@ from portalmq.cli.session import Session, fields, with_session
 from portalmq.errors import Fenced, LockHeld, PortalMQError
 from portalmq.lock import Lock
 
-# EX_TEMPFAIL of sysexits.h: the lock was held, or was lost and what ran was stopped; running it again may work.
+# EX_TEMPFAIL of sysexits.h: the lock was held, or was lost and the command stopped; a retry may work.
 EXIT_TEMPORARY = 75
 EXIT_NOT_FOUND = 127
 EXIT_NOT_EXECUTABLE = 126
@@ -29,22 +29,22 @@ _COLUMNS = ["name", "owner", "fencing_token", "expires_in_ms", "waiters"]
 
 _ttl_option = click.option(
     "--ttl", default="30s", show_default=True, callback=duration, metavar="DURATION",
-    help="How long the lock outlives its holder's last word.",
+    help="How long the lock lasts after its latest renewal.",
 )  # fmt: skip
 _wait_option = click.option(
-    "--wait", callback=duration, metavar="DURATION", help="How long to wait for it [for ever]; 0s asks once."
+    "--wait", callback=duration, metavar="DURATION", help="How long to wait for the lock [for ever]; 0s asks once."
 )
 
 
 @click.group("lock")
 def lock_commands() -> None:
-    """Take, keep and give back locks; run a command under one."""
+    """Acquire, renew and release locks; run a command under one."""
 
 
 @lock_commands.command("list")
 @with_session
 def list_locks(session: Session) -> None:
-    """List the locks that are or were held lately."""
+    """List the locks that are held, or were held recently."""
     with session.admin() as admin:
         show_rows(map(fields, admin.locks()), session.output, _COLUMNS)
 
@@ -53,7 +53,7 @@ def list_locks(session: Session) -> None:
 @click.argument("name")
 @with_session
 def show(session: Session, name: str) -> None:
-    """Show who holds lock NAME, under which fencing token, and how many wait."""
+    """Show the owner, the fencing token and the number of waiters of lock NAME."""
     with session.admin() as admin:
         show_one(fields(admin.lock(name)), session.output)
 
@@ -68,14 +68,14 @@ def _lock(session: Session, name: str, ttl: float, owner: str | None) -> Lock:
 
 @lock_commands.command()
 @click.argument("name")
-@click.option("--owner", required=True, help="Who takes it: release needs the same.")
+@click.option("--owner", required=True, help="The owner; release needs the same one.")
 @_ttl_option
 @_wait_option
 @with_session
 def acquire(session: Session, name: str, owner: str, ttl: float, wait: float | None) -> None:
-    """Take lock NAME for --ttl, and print its fencing token. Nothing renews it: `lock run` does.
+    """Acquire lock NAME for --ttl, and print its fencing token. Nothing renews it: `lock run` does.
 
-    The same owner gets the same token again, and its ttl begins anew.
+    The same owner gets the same token again, and its ttl starts over.
     """
     lock = _lock(session, name, ttl, owner)
     try:
@@ -91,7 +91,7 @@ def acquire(session: Session, name: str, owner: str, ttl: float, wait: float | N
 @click.option("--token", "fencing_token", required=True, type=click.IntRange(0), help="The fencing token.")
 @with_session
 def release(session: Session, name: str, owner: str, fencing_token: int) -> None:
-    """Give lock NAME back."""
+    """Release lock NAME."""
     with session.admin() as admin:
         admin.release_lock(name, owner, fencing_token)
     click.echo(f"lock {name} is free", err=True)
@@ -100,18 +100,18 @@ def release(session: Session, name: str, owner: str, fencing_token: int) -> None
 @lock_commands.command()
 @click.argument("name")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-@click.option("--owner", help="Who holds it, for others to see [host, process, and a random part].")
+@click.option("--owner", help="The owner, for others to see [host, process, and a random part].")
 @_ttl_option
 @_wait_option
 @with_session
 def run(
     session: Session, name: str, command: tuple[str, ...], owner: str | None, ttl: float, wait: float | None
 ) -> None:
-    """Run COMMAND, which stands behind --, under lock NAME, renewed as long as it runs.
+    """Run COMMAND, which follows --, under lock NAME, renewed as long as it runs.
 
-    The command finds the token in PORTALMQ_FENCING_TOKEN. Its exit code is ours; when the lock is lost it is stopped
-    (SIGTERM, after 5 s SIGKILL), and the exit code is 75. It is 75 as well when the lock was not to be had within
-    --wait, and the command did not run.
+    The command finds the token in PORTALMQ_FENCING_TOKEN. Its exit code is this command's; if the lock is lost it is
+    stopped (SIGTERM, after 5 s SIGKILL), and the exit code is 75. It is also 75 if the lock was not free within --wait,
+    and the command did not run.
 
     Example: portalmq lock run nightly --wait 0s -- ./report.sh
     """
@@ -150,7 +150,8 @@ def _run_under(lock: Lock, command: tuple[str, ...], environment: dict[str, str]
 
 
 def _wait_and_release(lock: Lock, child: subprocess.Popen[bytes], name: str) -> bool:
-    """Waits for the command's end and gives the lock back. Whether the lock was lost: the command is stopped then."""
+    """Wait for the command's end and release the lock. Stop the command if the lock is lost. Return True if it was
+    lost."""
     is_lost = False
     while child.poll() is None:
         try:
@@ -168,13 +169,13 @@ def _wait_and_release(lock: Lock, child: subprocess.Popen[bytes], name: str) -> 
     except Fenced:
         is_lost = True
     except PortalMQError as error:
-        click.echo(f"portalmq: lock {lock.name} could not be given back, and comes free by itself: {error}", err=True)
+        click.echo(f"portalmq: lock {lock.name} could not be released, and expires by itself: {error}", err=True)
     return is_lost
 
 
 class _SignalForwarder:
-    """Whoever signals us means the command. What comes before it has begun is passed on once it has: nobody ends us in
-    that moment, or it would go on under a lock that nobody renews."""
+    """Forwards signals to the command. Those that arrive before it starts are forwarded once it runs: ending this
+    process at that moment would leave a command under a lock without renewals."""
 
     def __init__(self) -> None:
         self._child: subprocess.Popen[bytes] | None = None
@@ -205,7 +206,7 @@ class _SignalForwarder:
 
 
 def _is_in_foreground() -> bool:
-    """Whether a terminal tells us and the command, side by side, of a Ctrl-C: passed on, it would be heard twice."""
+    """Return whether a terminal sends Ctrl-C to this process and the command: forwarded, it would arrive twice."""
     try:
         with open("/dev/tty", "rb", buffering=0) as terminal:
             return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()

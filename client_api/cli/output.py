@@ -1,4 +1,4 @@
-"""Data on stdout in one of three forms: an aligned table, one JSON document, or one JSON object a line."""
+"""Data on stdout in one of three forms: an aligned table, one JSON document, or one JSON object on each line."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from portalmq.message import Message
 
 Form = Literal["table", "json", "ndjson"]
 
-# A long listing is aligned by its first rows and streams from there on.
+# A long table is aligned by its first rows and streamed from there on.
 ALIGNED_BY_ROWS = 100
 CELL_WIDTH_MAX = 60
 LAST_COLUMN_WIDTH_MIN = 10
 _GAP = "  "
-# What is looked for on a screen, and stands in a cell by itself.
+# Cells with a colour of their own.
 _COLOURS = {
     "healthy": "green",
     "needs attention": "red",
@@ -34,7 +34,7 @@ _COLOURS = {
 
 
 def show_rows(rows: Iterable[Mapping[str, Any]], form: Form, columns: list[str]) -> None:
-    """Rows as they come. A table shows `columns`, JSON shows all there is."""
+    """Print rows as they arrive. A table shows `columns`, JSON shows all fields."""
     if form == "table":
         _show_table(rows, columns)
     elif form == "json":
@@ -45,7 +45,7 @@ def show_rows(rows: Iterable[Mapping[str, Any]], form: Form, columns: list[str])
 
 
 def show_one(fields: Mapping[str, Any], form: Form) -> None:
-    """One object: as `name  value` lines, or as JSON."""
+    """Print one object: as `name  value` lines, or as JSON."""
     if form != "table":
         _write(_json(fields) + "\n")
         return
@@ -57,7 +57,7 @@ def show_one(fields: Mapping[str, Any], form: Form) -> None:
 
 
 def message_row(message: Message) -> dict[str, Any]:
-    """A message as the HTTP API shows it in JSON."""
+    """Return a message as the HTTP API shows it in JSON."""
     row: dict[str, Any] = {
         "id": message.id,
         "topic": message.topic,
@@ -81,7 +81,7 @@ def message_row(message: Message) -> dict[str, Any]:
 
 
 def show_value(message: Message) -> None:
-    """The payload as it was sent, and a line feed. On a terminal control characters are shown and not obeyed."""
+    """Print the payload as it was sent, and a line feed. A terminal gets control characters in escaped form."""
     out = sys.stdout.buffer
     value = message.value
     if _on_terminal():
@@ -109,7 +109,7 @@ def _text_or_base64(name: str, content: bytes) -> dict[str, Any]:
 
 
 def _show_table(rows: Iterable[Mapping[str, Any]], columns: list[str]) -> None:
-    """On a terminal the last column takes what the others leave of its width, so that no row is broken."""
+    """Print a table. On a terminal the last column takes the rest of its width, so that no row wraps."""
     cells = ([_cell(_of(row, column)) for column in columns] for row in rows)
     first = list(islice(cells, ALIGNED_BY_ROWS))
     widths = [max([len(column), *(len(row[at]) for row in first)]) for at, column in enumerate(columns)]
@@ -123,7 +123,7 @@ def _show_table(rows: Iterable[Mapping[str, Any]], columns: list[str]) -> None:
 
 
 def _of(row: Mapping[str, Any], column: str) -> Any:
-    """What stands in a column; of a key or value that is no text, its bytes."""
+    """Return a column's value; the bytes of a key or value that is not text."""
     value = row.get(column)
     return row.get(f"{column}_base64") if value is None else value
 
@@ -159,7 +159,7 @@ def _cell(value: Any) -> str:
 
 
 def _harmless(text: str) -> str:
-    """A message may hold escape sequences; a terminal must not obey them."""
+    """Escape control characters: a terminal must not obey escape sequences in a message."""
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 

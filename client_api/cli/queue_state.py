@@ -1,4 +1,4 @@
-"""`portalmq queue`: what is in a queue at this moment, and what is becoming of each message."""
+"""`portalmq queue`: the messages that a queue group has not finished, and their states."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _COLUMNS = ["id", "state", "deliveries", "sent", "available", "key", "value"]
 
 @click.command()
 @click.option("--topic", default="default", show_default=True, help="The queue.")
-@click.option("--group", default="default", show_default=True, help="Whose messages: the group that consumes them.")
+@click.option("--group", default="default", show_default=True, help="The group that consumes it.")
 @click.option(
     "-n", "--count", type=click.IntRange(0), default=100, show_default=True, help="How many messages at most."
 )
 @with_session
 def queue(session: Session, topic: str, group: str, count: int) -> None:
-    """Show a queue's state: how many messages wait, are out, are given up, and each that is not done.
+    """Show a queue's state: its messages by state, and each one that is not finished.
 
-    Messages stand in the order of the log, partition by partition. Looking consumes nothing and changes nothing; a
-    group that nobody has used yet has everything before it.
+    Messages are in log order, partition by partition. This consumes and changes nothing; a group that was never used
+    has every message before it.
 
     Example: portalmq queue --topic orders --group billing -n 20
     """

@@ -1,6 +1,6 @@
-"""The options that every command shares: where the broker is, the token, the form of the output.
+"""The options of every command: broker, token, form of the output.
 
-They may stand before the command or behind it; behind wins.
+They may precede or follow the command; the latter take precedence.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from portalmq.admin import Admin
 from portalmq.cli.output import Form
 from portalmq.errors import Unavailable
 
-# A command is somebody waiting: a broker that is not there is said so soon.
+# Someone waits for a command, so an unreachable broker is reported soon.
 COMMAND_TIMEOUT_S = 30.0
 REACH_TIMEOUT_S = 2.0
 
@@ -26,7 +26,7 @@ _SETTINGS = ("server", "token_file", "output")
 
 
 class Session:
-    """Where and how a command works."""
+    """The connection and output options of a command."""
 
     def __init__(self, server: str | None, token_file: Path | None, output: Form) -> None:
         self.server = server
@@ -34,7 +34,7 @@ class Session:
         self.token = None if token_file is None else _read_token(token_file)
 
     def admin(self) -> Admin:
-        """An Admin whose broker is there. Raises Unavailable within seconds when none is."""
+        """Return an Admin whose broker answers. Raises Unavailable within seconds if none does."""
         try:
             with Admin(self.server, token=self.token, timeout_s=REACH_TIMEOUT_S) as probe:
                 _reach(probe)
@@ -44,9 +44,9 @@ class Session:
 
 
 def _reach(probe: Admin) -> None:
-    """Raises Unavailable when no broker answers; one that is there and cannot serve says so itself.
+    """Raise Unavailable if no broker answers; one that answers and cannot serve raises its own error.
 
-    One that is silent, as it is paused or just starting, uses up the time of a call: the others get theirs.
+    A silent broker (paused or just starting) uses up the time of one call: each other one gets a call too.
     """
     for others in reversed(range(len(probe.urls))):
         try:
@@ -72,7 +72,7 @@ def _read_token(file: Path) -> str:
 
 
 def _remember_file(ctx: click.Context, parameter: click.Parameter, file: Path | None) -> None:
-    """All that this process opens takes it from there."""
+    """Set the environment variable, from which every connection of this process takes the file."""
     if file is not None:
         os.environ[f"PORTALMQ_{parameter.name}".upper()] = str(file)
 
@@ -85,7 +85,7 @@ def _tls_option(name: str, meaning: str) -> Callable[[Callable[..., Any]], Calla
 
 
 def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds --server, --token-file and -o; stores what is given for the commands below."""
+    """Add --server, --token-file, -o and the TLS options; store their values for subcommands."""
 
     @functools.wraps(command)
     def remember(*arguments: Any, **options: Any) -> Any:
@@ -117,7 +117,7 @@ def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_session(command: Callable[..., Any]) -> Callable[..., Any]:
-    """As connection_options, and hands the command a Session as its first argument."""
+    """Add connection_options, and pass a Session as the first argument."""
 
     @connection_options
     @functools.wraps(command)
@@ -130,5 +130,5 @@ def with_session(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def fields(struct: msgspec.Struct) -> dict[str, Any]:
-    """The struct as a dict, for the output."""
+    """Return the struct as a dict, for the output."""
     return cast(dict[str, Any], msgspec.to_builtins(struct))

@@ -1,7 +1,7 @@
-"""`portalmq status`: who is there, who elects the leaders, and which partitions need attention.
+"""`portalmq status`: brokers, controller, and partitions that need attention.
 
-A partition needs attention when it has no leader (nothing can be sent to it or received from it), or when a replica is
-not in sync (it stands one failure less than it is meant to).
+A partition needs attention if it has no leader (it can be neither sent to nor received from), or a replica is not in
+sync (it survives one failure less than intended).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Row = dict[str, Any]
 
 
 def needing_attention(topic: wire.TopicDescription, brokers: int) -> Iterable[Row]:
-    """The topic's partitions that do, each with what is wrong; `missing` are the replicas that are not in sync.
+    """Yield the topic's partitions that need attention, each with its problem; `missing` are the replicas not in sync.
 
-    `brokers` is how many the cluster has: more replicas than that cannot be had, and do not count as missing.
+    `brokers` is the cluster's number of brokers: more replicas than that are impossible, and do not count as missing.
     """
     for partition in topic.partitions:
         missing = sorted(set(partition.replicas) - set(partition.isr))
@@ -52,13 +52,13 @@ def needing_attention(topic: wire.TopicDescription, brokers: int) -> Iterable[Ro
 
 
 class _Running(msgspec.Struct):
-    """Of what `portalmq up` writes down, what is wanted here."""
+    """The used part of the file that `portalmq up` writes."""
 
     urls: list[str]
 
 
 def _running_here(data_dir: Path) -> str | None:
-    """The brokers that `portalmq up` started from this directory, if it did."""
+    """Return the brokers that `portalmq up` started from this directory, if any."""
     try:
         return ",".join(msgspec.json.decode((data_dir / "cluster.json").read_bytes(), type=_Running).urls) or None
     except (OSError, msgspec.DecodeError):
@@ -68,7 +68,7 @@ def _running_here(data_dir: Path) -> str | None:
 @click.command()
 @click.option(
     "--data-dir", default=DATA_DIR, show_default=True, type=click.Path(path_type=Path, file_okay=False),
-    help="Where `portalmq up` runs: its brokers are asked when none is named.",
+    help="Data directory of `portalmq up`, whose brokers are asked if none is named.",
 )  # fmt: skip
 @with_session
 def status(session: Session, data_dir: Path) -> None:
@@ -118,6 +118,6 @@ def _show(session: Session, admin: Admin) -> None:
     if attention:
         click.echo()
         show_rows(attention, "table", ["topic", "partition", "problem", "leader", "replicas", "isr"])
-    # One broker of several: what it says of itself, ZooKeeper included, is not said of the cluster.
+    # This is the state of one broker, not of the cluster.
     click.echo("\nThe broker that answered:")
     show_one({name: value for name, value in admin.health().items() if name not in summary}, "table")

@@ -22,13 +22,13 @@ def topic_commands() -> None:
 @topic_commands.command()
 @click.argument("name")
 @click.option("-p", "--partitions", type=click.IntRange(1), help="How many partitions [1].")
-@click.option("-r", "--replication-factor", type=click.IntRange(1), help="On how many brokers each partition stands.")
+@click.option("-r", "--replication-factor", type=click.IntRange(1), help="How many brokers store each partition.")
 @config_option("retention_ms=3600000")
 @with_session
 def create(
     session: Session, name: str, partitions: int | None, replication_factor: int | None, config: dict[str, Any]
 ) -> None:
-    """Make topic NAME. It may exist already, if it is alike in what is given here."""
+    """Create topic NAME. Succeeds if it exists with the given partitions, replicas and settings."""
     with session.admin() as admin:
         admin.create_topic(name, partitions=partitions, replication_factor=replication_factor, config=config or None)
     click.echo(f"topic {name} is there", err=True)
@@ -62,10 +62,10 @@ def show(session: Session, name: str) -> None:
 @click.argument("name")
 @click.option("-p", "--partitions", type=click.IntRange(1), help="The new number of partitions; it only grows.")
 @config_option("retention_ms=3600000")
-@click.option("--force", is_flag=True, help="Add partitions though a group reads the topic in the order of keys.")
+@click.option("--force", is_flag=True, help="Add partitions though a group reads the topic in key order.")
 @with_session
 def alter(session: Session, name: str, partitions: int | None, config: dict[str, Any], force: bool) -> None:
-    """Change settings of topic NAME (NAME=null sets the default), or add partitions."""
+    """Change settings of topic NAME (NAME=null restores the default), or add partitions."""
     if partitions is None and not config:
         raise click.UsageError("nothing to change: give --partitions or --config")
     with session.admin() as admin:
@@ -93,7 +93,7 @@ def delete(session: Session, name: str, yes: bool) -> None:
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @with_session
 def purge(session: Session, name: str, partition: int | None, before_offset: int | None, yes: bool) -> None:
-    """Delete the messages of topic NAME, not the topic."""
+    """Delete the messages of topic NAME, but not the topic."""
     if not yes:
         click.confirm(f"Delete the messages of topic {name}?", abort=True, err=True)
     with session.admin() as admin:

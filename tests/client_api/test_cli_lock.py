@@ -96,7 +96,7 @@ def test_a_lock_that_cannot_be_given_back_does_not_hide_what_the_command_said(br
     child = process(broker, "l", "--", sys.executable, "-c", "raise SystemExit(7)")
     told = child.communicate(timeout=WITHIN_S)[1]
     assert child.returncode == 7
-    assert "lock l could not be given back, and comes free by itself: scripted forbidden" in told
+    assert "lock l could not be released, and expires by itself: scripted forbidden" in told
 
 
 def test_a_command_that_is_not_there_gives_the_lock_back(broker: LockBroker) -> None:

@@ -309,7 +309,7 @@ def test_options_that_do_not_work_are_refused_with_a_sentence(options: dict[str,
         Consumer("t", **options)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="topic"):
         Consumer()
-    with pytest.raises(TypeError, match="a topic is named by text"):
+    with pytest.raises(TypeError, match="the name of a topic is text"):
         Consumer(["t"])  # type: ignore[arg-type]
 
 
