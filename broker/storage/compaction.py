@@ -3,26 +3,26 @@
     Compact(upto, tombstones_before_ms), a record in the log at the time `at_ms`. Of the messages below `upto`
 
     stays    one without a key
-             one that was not due at `at_ms` (it speaks for no key yet, and supersedes nothing)
-             one with a message id, unless it is older than `tombstones_before_ms`: its id tells a repeat from a new one
-             the last one of its key; a message that was taken back before it was due is not the last of anything
+             one that was not due at `at_ms` (it is no value of its key yet, and supersedes nothing)
+             one with a message id, unless it is older than `tombstones_before_ms`: its id identifies repeats
+             the last one of its key; a cancelled scheduled message is not the last of anything
     goes     any other
              a tombstone (a key and an empty value) that is older than `tombstones_before_ms`, even the last one
-             the content of control records of groups (they become BLANK), when a STATE record behind `upto` has it all
+             the content of control records of groups (they become BLANK), if a STATE record after `upto` has it all
 
-That is a function of the log and the record alone, so all replicas arrive at the same, whatever their files are. What
-an earlier record removed, a later one would remove too: only the newest counts, also for a replica that begins late.
-(Each one reaches further than the one before, and `tombstones_before_ms` never falls.)
+That is a function of the log and the record alone, so all replicas get the same result, whatever their files are. A
+later record removes everything that an earlier one would, so only the newest counts, also for a replica that begins
+late. (Each one reaches further than the one before, and `tombstones_before_ms` never falls.)
 
     keys.compacting           key -> its last offset, over what was not judged yet: SQLite spills it to disk when large
-    <segment>.compacting      the file that is to take a sealed segment's place, complete and on disk before it does
+    <segment>.compacting      the replacement of a sealed segment, complete and on disk before it is renamed
 
-Segments are replaced oldest first: a tombstone is gone only after all that it stood for. A kill leaves some replaced
-and others not; the manifest knows how far each one is compacted, and the next run does the rest. Readers go on in the
-files that they have.
+Segments are replaced oldest first, so a tombstone goes only after all the values that it deletes. A kill leaves some
+replaced and others not; the manifest records how far each one is compacted, and the next run does the rest. Readers
+continue in the files that they have open.
 
-The work is cut into steps of a few milliseconds. Between two of them nothing is locked, and the caller may wait as long
-as it likes: how much of the machine compaction takes is up to him.
+The work is cut into steps of a few milliseconds. Nothing is locked between two of them, and the caller may wait as long
+as it likes: it decides how much of the machine compaction takes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from portalmq.system import sync
 
 STEP_BYTES = 512 * 1024
 STEP_OFFSETS_MIN, STEP_OFFSETS_MAX = 16, 5_000
-# A large fsync at the end would hold up those of the appends.
+# One large fsync at the end would delay those of the appends.
 STEPS_A_SYNC = 16
 KEYS_CACHE_KIB = 16 * 1024
 
@@ -80,15 +80,15 @@ _JUDGE = (
 )
 
 
-# Epochs stay, since they are compared one by one, and so do the orders of compactions, for the age of tombstones.
+# Epochs stay, since they are compared one by one, and so do Compact records, for the age of tombstones.
 _SUPERFLUOUS = (
     f"(kind IN ({BatchKind.STATE:d}, {BatchKind.PURGE:d}, {BatchKind.CANCEL:d}) OR kind >= {BatchKind.GROUP_START:d})"
 )
 
 
 class CompactionOrder(msgspec.Struct, frozen=True):
-    """A Compact record as it is carried out: with its own time, and the messages that had been taken back. `blanks`
-    says that between `upto` and the record there stands a STATE."""
+    """A Compact record to carry out, with its own time and the cancelled messages. `blanks` says that a STATE record is
+    between `upto` and the record."""
 
     upto: int
     tombstones_before_ms: int
@@ -98,8 +98,11 @@ class CompactionOrder(msgspec.Struct, frozen=True):
 
 
 class Compaction:
-    """One order carried out on one log, whose segments below `order.upto` are sealed. `step` until it says False, then
-    `close`; on any threads, one at a time. `removed` counts messages, `freed_bytes` what the files are smaller by."""
+    """One compaction of one log whose segments below `order.upto` are sealed.
+
+    Call `step` until it returns False, then `close`; on any threads, one at a time. `removed` counts messages,
+    `freed_bytes` the bytes saved.
+    """
 
     def __init__(self, log: Log, order: CompactionOrder) -> None:
         self.removed = 0
@@ -112,9 +115,10 @@ class Compaction:
         self._work = self._run()
 
     def step(self) -> bool:
-        """Do a little more; whether there is more to do. Raises CorruptBatch, StorageFault, DiskFull, LogClosed.
+        """Do one step; return whether there is more to do. Raise CorruptBatch, StorageFault, DiskFull or LogClosed.
 
-        Without an error it may leave something undone, when segments go meanwhile: ask `Log.is_compacted`."""
+        Without an error some work may be left if segments were dropped: ask `Log.is_compacted`.
+        """
         with self._turn:
             try:
                 with faults_of(self._log.directory):
@@ -122,14 +126,14 @@ class Compaction:
             except (StorageFault, CorruptBatch):
                 if all(self._log.has_sealed(entry) for entry in self._entries):
                     raise
-                return False  # a file was dropped or cut under this: whoever wants it all asks again
+                return False  # a file was dropped or truncated during the step: the caller asks again
 
     def close(self) -> None:
-        """Give up what is not done, and remove what it has left."""
+        """Abandon the rest, and remove temporary files."""
         with self._turn, contextlib.suppress(apsw.Error, OSError):
             self._work.close()
 
-    # --- the whole ---------------------------------------------------------------------------------------------------
+    # --- all steps ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> Generator[bool]:
         order, log = self._order, self._log
@@ -159,7 +163,7 @@ class Compaction:
             self._keys.unlink(missing_ok=True)
 
     def _verify(self, entry: SealedSegment) -> None:
-        """New checksums are about to be made of what the file holds: it has to be what was written."""
+        """Verify a segment's checksum before new checksums are computed from its content."""
         path = self._log.directory / entry.file
         found = sha256_of(path)
         if found != entry.sha256:
@@ -174,13 +178,13 @@ class Compaction:
             connection.executemany("INSERT INTO keys.cancelled VALUES (?, ?)", self._order.cancelled)
 
     def _connect(self, main: str, source: SealedSegment | None = None) -> apsw.Connection:
-        """A connection to `main`, with the keys and a segment's file attached."""
+        """Open a connection to `main`, with the keys and a segment's file attached."""
         flags = apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE | apsw.SQLITE_OPEN_URI
         connection = apsw.Connection(main, flags=flags)
         try:
             connection.execute("PRAGMA trusted_schema = OFF")
             connection.execute("ATTACH ? AS keys", (f"file:{quote(str(self._keys))}?mode=rwc",))
-            for schema in ("main", "keys"):  # what a kill leaves of them is deleted
+            for schema in ("main", "keys"):  # a kill leaves leftovers, which are deleted
                 connection.execute(f"PRAGMA {schema}.journal_mode = OFF")
                 connection.execute(f"PRAGMA {schema}.synchronous = OFF")
             connection.execute(f"PRAGMA keys.cache_size = -{KEYS_CACHE_KIB}")
@@ -193,12 +197,12 @@ class Compaction:
         return connection
 
     def _learn(self, entry: SealedSegment, judged: int) -> Iterator[bool]:
-        """The last offset of each key in what was not judged yet."""
+        """Collect the last offset of each key in the part that was not judged yet."""
         with contextlib.closing(self._connect(":memory:", entry)) as connection:
             yield from self._in_steps(connection, _LEARN, entry, max(judged, entry.base_offset))
 
     def _judge(self, entry: SealedSegment) -> Iterator[bool]:
-        """The offsets in the segment that go."""
+        """Collect the offsets of the segment that are removed."""
         with contextlib.closing(self._connect(":memory:", entry)) as connection:
             connection.execute("DELETE FROM keys.removed")
             yield from self._in_steps(connection, _JUDGE, entry, entry.base_offset)
@@ -226,10 +230,10 @@ class Compaction:
     def _blank_below(self) -> int:
         return self._order.upto if self._order.blanks else 0
 
-    # --- a segment without them --------------------------------------------------------------------------------------
+    # --- rewriting a segment -----------------------------------------------------------------------------------------
 
     def _rewrite(self, entry: SealedSegment) -> Iterator[bool]:
-        """A new file in the place of the segment's."""
+        """Replace the segment's file by one without the removed messages."""
         draft = self._log.draft_path(entry)
         draft.unlink(missing_ok=True)
         try:
@@ -250,7 +254,7 @@ class Compaction:
                 connection.execute(sql)
                 if table not in ("messages", "batches", "records", "holes"):
                     connection.execute(f'INSERT INTO main."{table}" SELECT * FROM source."{table}"')
-            connection.execute(HOLES_DDL)  # an earlier release wrote files without
+            connection.execute(HOLES_DDL)  # files of an earlier release lack it
             descriptor = os.open(draft, os.O_RDONLY)
             try:
                 for number, _ in enumerate(self._copy(connection, entry), 1):
@@ -267,7 +271,7 @@ class Compaction:
                 os.close(descriptor)
 
     def _copy(self, connection: apsw.Connection, entry: SealedSegment) -> Iterator[None]:
-        """Batches as they are, messages that stay; then new checksums for the batches that have lost some."""
+        """Copy batches and the messages that stay, then compute new checksums for the batches that lost some."""
         names = dict(connection.execute("SELECT id, name FROM main.content_types"))
         removed, step, start = 0, _step_of(entry), entry.base_offset
         while start < entry.end_offset:
@@ -323,15 +327,15 @@ class Compaction:
 
 
 def _judged_upto(entry: SealedSegment) -> int:
-    """What stands below was judged, and has judged, in earlier compactions of the segment. One that held messages which
-    were not due then begins anew."""
+    """Return the offset below which earlier compactions have judged the segment's keys. A segment that held messages
+    not due then starts again."""
     if entry.newest_ms > entry.compacted_at_ms:
         return entry.base_offset
     return max(entry.base_offset, entry.compacted_upto)
 
 
 def _step_of(entry: SealedSegment) -> int:
-    """How many offsets of the segment are a step's work."""
+    """Return how many offsets of the segment make one step."""
     offsets = entry.end_offset - entry.base_offset
     return max(STEP_OFFSETS_MIN, min(STEP_OFFSETS_MAX, STEP_BYTES * offsets // max(1, entry.bytes)))
 
@@ -346,7 +350,7 @@ def _schema_of(connection: apsw.Connection, kind: str) -> list[tuple[str, str]]:
 
 
 def _blanked(connection: apsw.Connection, start: int, end: int) -> list[tuple[int, int, int]]:
-    """(kind, checksum, offset) of the control records in [start, end) of the draft that have lost their content."""
+    """Return (kind, checksum, offset) of the control records in [start, end) of the draft that lost their content."""
     rows: Any = connection.execute(
         f"SELECT {BATCH_COLUMNS} FROM main.batches AS b"
         f" WHERE b.base_offset >= ? AND b.base_offset < ? AND {_SUPERFLUOUS}",
@@ -359,7 +363,7 @@ def _blanked(connection: apsw.Connection, start: int, end: int) -> list[tuple[in
 
 
 def _holed(connection: apsw.Connection, names: dict[int, str], start: int, end: int) -> list[Batch]:
-    """The batches in [start, end) of the draft that miss messages, with their checksums as they are now."""
+    """Return the batches in [start, end) of the draft that miss messages, with their new checksums."""
     inside = "offset >= b.base_offset AND offset < b.base_offset + b.count"
     rows: list[Any] = connection.execute(
         f"SELECT {BATCH_COLUMNS}, crc, (SELECT count(*) FROM main.messages WHERE {inside}),"

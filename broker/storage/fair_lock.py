@@ -1,11 +1,11 @@
-"""One thread at a time, for threads that gevent knows nothing of.
+"""A native lock, invisible to gevent.
 
-Under gevent's monkey patching a `threading.Lock` switches greenlets when it waits, and so would let other code run in
-the middle of a read on the event loop. A Turn blocks the whole thread instead, for the few milliseconds that it takes.
-It is made of queues with one token: their C implementation is the one primitive that gevent leaves alone.
+Under gevent's monkey patching a waiting `threading.Lock` switches greenlets, and would let other code run in the middle
+of a read on the event loop. This lock blocks the whole thread instead, for the few milliseconds that it takes. It is
+made of queues with one token: their C implementation is the one primitive that gevent does not patch.
 
-Who waits for the turn stands in the door, so that a thread that gives the turn up and wants it back at once cannot
-pass by: with one token alone, an event loop busy with reads kept a writer waiting for minutes.
+A waiting thread holds the entry, so a thread that releases the lock and wants it back at once cannot overtake it. With
+one token alone, an event loop busy with reads kept a writer waiting for minutes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from _queue import Empty, SimpleQueue
 
 
 class FairLock:
-    """A native, non-reentrant, fair lock: `with turn: ...`."""
+    """A native, non-reentrant, fair lock: `with lock: ...`."""
 
     __slots__ = ("_entry", "_token")
 
@@ -32,7 +32,7 @@ class FairLock:
             self._entry.put(None)
 
     def try_acquire(self) -> bool:
-        """Take the turn if nobody has it, or waits for it. Who was answered True calls `__exit__`."""
+        """Acquire the lock if it is free and no thread waits for it. After True, call `__exit__`."""
         try:
             self._entry.get_nowait()
         except Empty:

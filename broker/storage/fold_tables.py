@@ -1,7 +1,7 @@
-"""The tables of `state.sqlite`: a partition's fold laid out for people, and read back as it was.
+"""The tables of `state.sqlite`: a partition's fold laid out for people, and read back unchanged.
 
-`position` columns keep the order of the fold's lists. Saves are incremental: what a list of the fold has in common with
-what was saved of it stays, so a commit a second does not write fifty thousand of them anew.
+`position` columns keep the order of the fold's lists. Saves are incremental: the common part of a list and its saved
+rows stays, so one commit a second does not rewrite fifty thousand.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 from portalmq.broker.core.fold import DeadFold, GroupFold, PartitionFold, ProducerFold, SpanFold, StreamFold
 
 _NOW_MS = "CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)"
-# core.delivery.HELD_MS: not a time, but the mark of messages that wait for an earlier one of their key.
+# core.queue.delivery.HELD_MS: not a time, but the mark of messages that wait for an earlier one of their key.
 _HELD_MS = 1 << 62
 
 STATE_DDL = f"""
@@ -193,7 +193,7 @@ JOIN meta AS h ON h.key = 'high_watermark'
 JOIN meta AS m ON m.key = 'high_watermark_messages_before';
 """
 
-# Tables of rows (owner, position, ...), where the owner is a group's name, or "" for the partition: their columns.
+# Columns of the tables with rows (owner, position, ...). The owner is a group's name, or "" for the partition.
 _LISTS = {
     "cursors": "lane, due_ms, offset",
     "ahead": "lane, due_ms, offset",
@@ -211,14 +211,14 @@ CountBelow = Callable[[int], int]
 
 
 class FoldTables:
-    """Writes folds into the tables of one file, and remembers what the file holds by now."""
+    """A writer of folds into one file's tables, which remembers the content of the file."""
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Nothing is known of what the file holds: the next save replaces all of it."""
-        # What the file holds of each group, stream and producer, as hashes of their encoding.
+        """Forget the content of the file: the next save replaces all of it."""
+        # Hashes of the encoded groups, streams and producers in the file.
         self._groups: dict[str, bytes] = {}
         self._streams: dict[str, bytes] = {}
         self._producers: dict[int, bytes] = {}
@@ -227,7 +227,7 @@ class FoldTables:
         self._is_known = False
 
     def save(self, connection: apsw.Connection, fold: PartitionFold, messages_before: CountBelow | None) -> None:
-        """Replace what the tables hold by `fold`, within the running transaction. Call `forget` if that fails."""
+        """Replace the content of the tables by `fold`, within the running transaction. Call `forget` if that fails."""
         if not self._is_known:
             for table in (*_TABLES_OF_A_GROUP, "producers", "producer_batches", "stream_offsets", *_LISTS):
                 connection.execute(f"DELETE FROM {table}")
@@ -303,7 +303,8 @@ class FoldTables:
         self._streams = present
 
     def _save_list(self, connection: apsw.Connection, table: str, owner: str, rows: Sequence[Any]) -> None:
-        """Lists lose rows in front and gain some behind: what lies between them stays as it is in the file."""
+        """Update a list's rows. Lists lose rows in front and gain some at the end; the rows between stay in the
+        file."""
         first, saved = self._lists.get((table, owner), (0, ()))
         if not rows and not saved:
             return
@@ -380,11 +381,11 @@ def _insert_group(
     )
 
 
-# --- back again -------------------------------------------------------------------------------------------------------
+# --- reading ---------------------------------------------------------------------------------------------------------
 
 
 def read_fold(connection: apsw.Connection, meta: dict[str, Any]) -> PartitionFold:
-    """The fold that the tables hold. KeyError, TypeError or ValueError where they do not add up."""
+    """Return the fold in the tables. Raise KeyError, TypeError or ValueError if they do not fit together."""
     return PartitionFold(
         applied=meta["applied"],
         log_start_offset=meta["log_start_offset"],
@@ -404,7 +405,7 @@ def read_fold(connection: apsw.Connection, meta: dict[str, Any]) -> PartitionFol
 
 
 def _rows(connection: apsw.Connection, table: str) -> Iterable[tuple[Any, ...]]:
-    """(owner, columns ...) of one of the list tables, in order."""
+    """Return the rows (owner, columns ...) of one of the list tables, in order."""
     owner = _OWNER[table]
     return connection.execute(f"SELECT {owner}, {_LISTS[table]} FROM {table} ORDER BY {owner}, position")
 

@@ -1,8 +1,7 @@
-"""The table `holes` of a segment: in which batches compaction has removed messages, and how many.
+"""The table `holes` of a segment: the batches that lost messages to compaction, and how many.
 
-It lets a reader know how many rows a batch has before it reads them, and lag be counted in messages that are there,
-without a walk over the messages. A file that no compaction has touched has an empty table, or, from an earlier version,
-none.
+It gives a reader the number of a batch's rows before it reads them, and the number of existing messages for lag without
+reading the messages. A file that compaction has not touched has an empty table or, from an earlier version, none.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ CREATE TABLE IF NOT EXISTS holes (
 
 
 def removed_in(connection: apsw.Connection) -> int:
-    """How many messages are missing from the file."""
+    """Return how many messages are missing from the file."""
     if connection.execute("SELECT count(*) FROM sqlite_schema WHERE name = 'holes'").get == 0:
         return 0
     found: Any = connection.execute("SELECT removed + removed_before FROM holes ORDER BY base_offset DESC LIMIT 1").get
@@ -32,8 +31,8 @@ def removed_in(connection: apsw.Connection) -> int:
 
 
 def insert_holes(connection: apsw.Connection, batches: Iterable[Batch], removed_before: int) -> int:
-    """Note the holes of `batches`, which stand behind all that are noted, within the running transaction; how many
-    messages are missing from the file then."""
+    """Insert the holes of `batches`, which follow all those in the table, within the running transaction. Return how
+    many messages are missing from the file then."""
     rows: list[tuple[int, int, int]] = []
     for batch in batches:
         if batch.holes:
@@ -46,7 +45,7 @@ def insert_holes(connection: apsw.Connection, batches: Iterable[Batch], removed_
 
 
 def removed_below(connection: apsw.Connection, offset: int) -> int:
-    """How many messages below `offset` are missing from the file, which has holes."""
+    """Return how many messages below `offset` are missing from the file, which has holes."""
     row: Any = connection.execute(
         "SELECT h.base_offset, b.count, h.removed, h.removed_before FROM holes AS h"
         " JOIN batches AS b ON b.base_offset = h.base_offset"

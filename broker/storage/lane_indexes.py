@@ -1,6 +1,6 @@
-"""The indexes of a segment that hold its lanes, and the bits of the lanes that occur in it.
+"""The indexes of a segment's lanes, and the lanes that occur in it, as bits.
 
-A lane is a bit of a whole number: bit 0 is for messages that expire, as lane 0 needs none.
+Each lane is a bit of an integer. Bit 0 says that messages expire, as lane 0 needs none.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ CREATE INDEX IF NOT EXISTS messages_by_priority ON messages (priority, offset) W
 CREATE INDEX IF NOT EXISTS messages_by_time ON messages (priority, deliver_at_ms, offset) WHERE {DELAYED_MESSAGES};
 CREATE INDEX IF NOT EXISTS messages_by_expiry ON messages (expires_at_ms) WHERE expires_at_ms IS NOT NULL;
 """
-# Lane 0 needs no bit; its bit says that messages expire.
 EXPIRING = 1
 
 
 def lanes_of(batches: Sequence[Batch]) -> int:
-    """The bits of the lanes that occur in these batches."""
+    """Return the bits of the lanes that occur in these batches."""
     bits = 0
     for batch in batches:
         for record in batch.records:
@@ -41,9 +40,9 @@ def lanes_of(batches: Sequence[Batch]) -> int:
 
 
 def lanes_in(connection: apsw.Connection) -> int:
-    """The bits of the lanes that occur in a file: a step of an index for each priority."""
+    """Return the bits of the lanes that occur in a file: one index step for each priority."""
     if not _has_indexes(connection):
-        return 0  # by a release that took no such messages
+        return 0  # by a release without such messages
     expires = connection.execute(
         "SELECT 1 FROM messages INDEXED BY messages_by_expiry WHERE expires_at_ms IS NOT NULL LIMIT 1"
     ).get

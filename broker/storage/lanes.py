@@ -1,15 +1,14 @@
-"""The lanes of a log (core/queue/lanes.py) in its files: messages with a priority, and such as are to be delivered
-later.
+"""The lanes of a log (core/queue/lanes.py) in its files: messages with a priority, and delayed ones.
 
-Partial indexes of each segment hold them, and nothing else: a partition of plain messages pays nothing for them, and
-of a million that wait for their time none is in memory.
+Partial indexes of each segment hold them and nothing else. So a partition of plain messages pays nothing for them, and
+none of a million delayed messages is in memory.
 
-    messages_by_priority   (priority, offset)                  of messages with a priority that were not delayed
-    messages_by_time       (priority, deliver_at_ms, offset)   of delayed ones
-    messages_by_expiry     (expires_at_ms)                     of such as expire
+    messages_by_priority   (priority, offset)                  messages with a priority that were not delayed
+    messages_by_time       (priority, deliver_at_ms, offset)   delayed ones
+    messages_by_expiry     (expires_at_ms)                     those that expire
 
-A segment knows which lanes occur in it, by a bit each; a settled one learns it from its indexes when it is asked first.
-A lane is read over all segments that have it: by offset one after the other, by time merged.
+A segment holds the lanes that occur in it as bits; a settled one reads them from its indexes at the first query. A lane
+is read over all segments that have it: one after the other by offset, merged by time.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from portalmq.broker.storage.segment import Segment
 if TYPE_CHECKING:
     from portalmq.broker.storage.batch import Record
 
-# Rows that are read at a time: what a receive of the usual size takes.
+# Rows read at a time: a receive of the usual size.
 PAGE_ROWS = 256
 
 # (due_ms, offset, expires_at_ms, key)
@@ -40,7 +39,7 @@ _ROW = "offset, expires_at_ms, CAST(key AS BLOB)"
 
 
 class _Segments(Protocol):
-    """What the lanes need of a log."""
+    """The part of a log that lanes use."""
 
     _segments: tuple[Segment, ...]
 
@@ -49,7 +48,7 @@ class _Segments(Protocol):
 
 
 class Lanes:
-    """The lanes of one log. All places are (due_ms, offset); only what stands below `end` is answered."""
+    """The lanes of one log. Positions are (due_ms, offset); only messages below `end` are returned."""
 
     def __init__(self, log: _Segments) -> None:
         self._log = log
@@ -61,7 +60,7 @@ class Lanes:
 
     @property
     def has_expiring(self) -> bool:
-        """Whether messages in the log expire, or have."""
+        """True if messages in the log expire, or have expired."""
         return bool(self._all_bits() & EXPIRING)
 
     def _all_bits(self) -> int:
@@ -71,7 +70,7 @@ class Lanes:
         return bits
 
     def after(self, lane: int, due_ms: int, offset: int, end: int) -> Iterator[Row]:
-        """The messages of a lane from that place on, in the order of the lane. Nothing is held open in between."""
+        """Yield the messages of a lane from that position on, in lane order. Nothing is held open in between."""
         segments = self._having(lane)
         if lane < DELAYED:
             for segment in segments:
@@ -96,8 +95,8 @@ class Lanes:
     def count(
         self, lane: int, due_ms: int, offset: int, end: int, *, start: int = 0, until_ms: int | None = None
     ) -> int:
-        """How many messages of a lane stand from that place on, (of a delayed lane) due by `until_ms`, at `start` or
-        above."""
+        """Return how many messages of a lane are at that position or after, at offset `start` or above, and (in a
+        delayed lane) due by `until_ms`."""
         total = 0
         for segment in self._having(lane):
             if segment.base_offset < end and segment.end_offset > start:
@@ -108,7 +107,7 @@ class Lanes:
         return total
 
     def count_others(self, start: int, end: int) -> int:
-        """How many messages in [start, end) are not of lane 0, by a walk over them."""
+        """Return how many messages in [start, end) are not of lane 0. Reads all of them."""
         total = 0
         for segment in self._log._segments:
             if segment.base_offset < end and segment.end_offset > start:
@@ -127,7 +126,7 @@ class Lanes:
         return total
 
     def lane_positions(self, offsets: Iterable[int]) -> list[tuple[int, int, int]]:
-        """The places, (lane, due_ms, offset), of those of the messages that are there."""
+        """Return the positions, (lane, due_ms, offset), of those messages that exist."""
         wanted = sorted(offsets)
         found: list[tuple[int, int, int]] = []
         for segment in self._log._segments:
@@ -145,7 +144,8 @@ class Lanes:
         return found
 
     def message(self, offset: int) -> tuple[int, int, Record] | None:
-        """(base offset of its batch, append time, record) of one message, which is not checked; None without one."""
+        """Return (base offset of its batch, append time, record) of one message, not verified; None if there is
+        none."""
         for segment in self._log._segments:
             if segment.base_offset <= offset < segment.end_offset:
                 with self._log._read():
@@ -153,7 +153,8 @@ class Lanes:
         return None
 
     def first_segment_after(self, lane: int, due_ms: int, offset: int, end: int, *, start: int = 0) -> int | None:
-        """The base offset of the oldest segment with a message of the lane from that place on, at `start` or above."""
+        """Return the base offset of the oldest segment with a message of the lane from that position on, at offset
+        `start` or above."""
         for segment in self._having(lane):
             if segment.end_offset <= start or segment.base_offset >= end:
                 continue
@@ -170,7 +171,8 @@ class Lanes:
         return None
 
     def next_plain(self, offset: int, end: int, rows_max: int, *, any_priority: bool = False) -> int:
-        """Where lane 0 goes on from `offset`: its next message, or where none was found among `rows_max` offsets."""
+        """Return the offset of the next message of lane 0 from `offset` on, or the end of `rows_max` offsets without
+        one."""
         plain = "" if any_priority else " AND priority = 0"
         end = min(end, offset + rows_max)
         for segment in self._log._segments:

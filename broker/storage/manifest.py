@@ -1,8 +1,8 @@
-"""The list of the sealed segments with their SHA-256: `manifest.json`, replaced atomically.
+"""`manifest.json`, the list of the sealed segments with their SHA-256, replaced atomically.
 
-What stands in it is final: those files may be copied, queried and read with immutable=1. A file that is missing from
-it is not sealed, whatever its mode; so the entry is written last when a segment is sealed and removed first when it is
-opened again.
+Its files are final: they may be copied, queried and read with immutable=1. A file that is missing from it is not
+sealed, whatever its mode. So an entry is written last when a segment is sealed, and removed first when it is opened
+again.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ MANIFEST_NAME = "manifest.json"
 
 
 class SealedSegment(msgspec.Struct, frozen=True):
-    """One sealed file. Offsets [base_offset, end_offset); `newest_ms` is the latest append or delivery time in it.
+    """One sealed file with offsets [base_offset, end_offset). `newest_ms` is the latest append or delivery time in it.
 
-    `removed` of its messages are gone by compaction. The last one was ordered at `compacted_at_ms`, reached up to
+    Compaction has removed `removed` of its messages. The last compaction was ordered at `compacted_at_ms`, reached
     `compacted_upto`, and removed tombstones older than `tombstones_before_ms`.
     """
 
@@ -55,14 +55,14 @@ class _Manifest(msgspec.Struct, frozen=True):
 
 
 def read_manifest(directory: Path, identity: LogIdentity) -> dict[int, SealedSegment]:
-    """The sealed segments by base offset; none without a manifest. Raises WrongLog, StorageFault."""
+    """Return the sealed segments by base offset; none without a manifest. Raise WrongLog or StorageFault."""
     path = directory / MANIFEST_NAME
     try:
         manifest = msgspec.json.decode(path.read_bytes(), type=_Manifest)
     except FileNotFoundError:
         return {}
     except msgspec.DecodeError as error:
-        raise CorruptFile(f"{path} is damaged: {error}; delete it and the segments will be sealed anew") from error
+        raise CorruptFile(f"{path} is damaged: {error}; delete it and the segments will be sealed again") from error
     found = LogIdentity(manifest.cluster_id, manifest.topic, manifest.topic_id, manifest.partition)
     if found != identity:
         raise WrongLog(f"{path} belongs to {found}, expected {identity}")
@@ -81,7 +81,7 @@ def write_manifest(directory: Path, identity: LogIdentity, segments: Iterable[Se
 
 
 def entry_of(segment: Segment) -> SealedSegment:
-    """The entry of a settled segment; reads the whole file."""
+    """Return the entry of a settled segment. Reads the whole file."""
     return SealedSegment(
         file=segment.path.name,
         base_offset=segment.base_offset,

@@ -1,7 +1,7 @@
-"""How many files the logs and state files of a broker may hold open together.
+"""A budget for the files that the logs and state files of a broker hold open.
 
 A partition at work holds 5 to 9 descriptors for its log and 3 for its state. Beyond the budget the least recently used
-close theirs before another opens its own; they open them again when they are used. Connections and the rest of the
+ones close theirs before another opens its own; they reopen them when they are used. Connections and the rest of the
 process have what the budget leaves.
 """
 
@@ -11,11 +11,11 @@ import resource
 from itertools import count
 from typing import Protocol
 
-# Of the descriptors that a process may have, this part is for logs and state files.
+# One of SHARE parts of the process's descriptors is for logs and state files.
 SHARE = 3
 ENDLESS = 1_000_000
 
-# The order of all uses, for `last_used`.
+# Numbers all uses in order, for `last_used`.
 use_counter = count(1)
 
 
@@ -26,11 +26,12 @@ class Holder(Protocol):
 
     @property
     def descriptors(self) -> int:
-        """How many it holds, about, while it is open."""
+        """The approximate number of descriptors it holds while it is open."""
         ...
 
     def try_park(self) -> bool:
-        """Close the files until the next use, unless they are in use now; whether they are closed. Never waits."""
+        """Close the files until the next use, unless they are in use now; return whether they are closed. Never
+        waits."""
         ...
 
 
@@ -41,16 +42,19 @@ def descriptor_limit() -> int:
 
 
 class OpenFiles:
-    """Those of one broker. Any thread may call it, also one that has its turn in the holder that it opens: nothing here
-    waits for another holder's turn."""
+    """The open files of one broker.
+
+    Any thread may call it, also while it holds the lock of the holder that it opens: nothing here waits for another
+    holder's lock.
+    """
 
     def __init__(self, budget: int | None = None) -> None:
         self.budget = descriptor_limit() // SHARE if budget is None else budget
         self._open: set[Holder] = set()
 
     def opening(self, holder: Holder) -> None:
-        """`holder` opens its files, or just did: others make way for it. If all are in use there are too many for a
-        while."""
+        """Take that `holder` opens its files, or did: others close theirs for it. If all are in use there are too many
+        for a while."""
         self._open.add(holder)
         others = [other for other in tuple(self._open) if other is not holder]
         excess = holder.descriptors + sum([other.descriptors for other in others]) - self.budget

@@ -1,6 +1,6 @@
 """The reading half of a log: queries over its segments, in offset order.
 
-Readers hold no snapshot across calls: what is below the end is final, until a truncation, which waits for its turn.
+Readers hold no snapshot across calls: what is below the end is final until a truncation, which waits for the read lock.
 Of the sealed segments only the few that were read last are kept open.
 """
 
@@ -23,7 +23,7 @@ SCAN_BATCHES = 512
 
 
 class _Tail(NamedTuple):
-    """Where the log ends, replaced as a whole so that no reader sees half of an append."""
+    """The end of the log, replaced as a whole so that no reader sees half of an append."""
 
     end_offset: int
     messages: int
@@ -31,7 +31,7 @@ class _Tail(NamedTuple):
 
 
 class ReplicaStart(NamedTuple):
-    """Where a replica that begins anew begins: at the border of a batch, with what the batches below added up to."""
+    """The start of a replica that begins from nothing: the border of a batch, with the totals of the batches below."""
 
     offset: int
     messages_before: int
@@ -39,7 +39,7 @@ class ReplicaStart(NamedTuple):
 
 
 class ReadableLog(ABC):
-    """What can be asked of a log. Times are Unix ms."""
+    """The queries on a log. Times are Unix ms."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self._begin_with(segments)
@@ -53,13 +53,13 @@ class ReadableLog(ABC):
 
     @abstractmethod
     def _read(self) -> AbstractContextManager[None]:
-        """The turn to read, with the files open."""
+        """Hold the read lock, with the files open."""
 
-    # --- what is known without reading --------------------------------------------------------------------------
+    # --- known without reading -----------------------------------------------------------------------------------
 
     @property
     def log_start_offset(self) -> int:
-        """Messages below are gone, although their file may still stand."""
+        """Messages below are deleted, although their file may still exist."""
         return self._log_start_offset
 
     @property
@@ -69,12 +69,12 @@ class ReadableLog(ABC):
 
     @property
     def message_count_total(self) -> int:
-        """All messages that were ever appended to this partition: removed and purged ones count too."""
+        """The number of messages ever appended to this partition, including removed and purged ones."""
         return self._tail.messages
 
     @property
     def last_timestamp_ms(self) -> int:
-        """When the last batch was appended. The next one may not be earlier. 0 in a new log."""
+        """The time of the last batch, 0 in a new log. The next one may not be earlier."""
         return self._tail.last_timestamp_ms
 
     @property
@@ -83,7 +83,7 @@ class ReadableLog(ABC):
         return sum(segment.bytes for segment in self._segments)
 
     def bytes_from(self, offset: int) -> int:
-        """About how much of the size stands at `offset` and above."""
+        """Return the approximate size of what is at `offset` and above."""
         size = 0
         for segment in self._segments:
             if segment.end_offset > max(offset, segment.base_offset):
@@ -93,12 +93,12 @@ class ReadableLog(ABC):
 
     @property
     def base_offset(self) -> int:
-        """Where the oldest file begins: at or below the log start."""
+        """The start of the oldest file: at or below the log start."""
         return self._segments[0].base_offset
 
     @property
     def active_base_offset(self) -> int:
-        """Where the file begins that is appended to."""
+        """The start of the active file."""
         return self._active.base_offset
 
     @property
@@ -112,11 +112,11 @@ class ReadableLog(ABC):
     # --- reading ------------------------------------------------------------------------------------------------
 
     def _position(self, offset: int) -> int:
-        """Which segment holds `offset`, or would: the last one whose base is not above it."""
+        """Return the index of the segment that holds `offset`, or would: the last one whose base is not above it."""
         return max(0, bisect_right(self._segments, offset, key=lambda segment: segment.base_offset) - 1)
 
     def _used(self, segment: Segment) -> Segment:
-        """`segment`, after closing the sealed one that was not read for longest when too many are open."""
+        """Return `segment`, and close the least recently read sealed one if too many are open."""
         if segment.settled:
             self._open_sealed[segment.base_offset] = segment
             self._open_sealed.move_to_end(segment.base_offset)
@@ -132,15 +132,15 @@ class ReadableLog(ABC):
     def read(
         self, offset: int, *, max_messages: int | None = None, max_bytes: int | None = None, below: int | None = None
     ) -> list[Batch]:
-        """Whole batches, checked, from the one that contains `offset` on, control records included.
+        """Return whole, verified batches from the one that contains `offset` on, control records included.
 
-        Stops after the batch with which a limit is reached (bytes of keys, values and bodies), so there is at least one
-        if there is any; and before the first batch that starts at or above `below`. Raises OffsetPurged, CorruptBatch.
+        Stops after the batch that reaches a limit (bytes of keys, values and bodies), so at least one is returned if
+        there is any; and before the first batch that starts at or above `below`. Raise OffsetPurged or CorruptBatch.
         """
         return self._read_batches(offset, max_messages, max_bytes, below, whole_file=False)
 
     def read_to_copy(self, offset: int, *, max_bytes: int, below: int) -> list[Batch]:
-        """As `read`, for a replica: from `replica_start` on, which may lie below the log start."""
+        """Do the same as `read` for a replica: from `replica_start` on, which may be below the log start."""
         return self._read_batches(offset, None, max_bytes, below, whole_file=True)
 
     def _read_batches(
@@ -161,7 +161,7 @@ class ReadableLog(ABC):
                 with closing(self._used(segment).batches(offset, below)) as batches:
                     for batch in batches:
                         found.append(batch)
-                        # One that compaction has left empty costs something too.
+                        # A batch without messages left has a cost too.
                         messages += max(batch.message_count - batch.holes, batch.holes > 0)
                         size += _payload_bytes(batch)
                         if max_messages is not None and messages >= max_messages:
@@ -171,7 +171,7 @@ class ReadableLog(ABC):
         return found
 
     def message_runs(self, start: int, end: int, limit: int) -> list[tuple[int, int]]:
-        """The ranges [a, b) of message offsets within [start, end), merged, at most `limit` messages in all."""
+        """Return the ranges of message offsets within [start, end), merged, with at most `limit` messages in all."""
         runs: list[tuple[int, int]] = []
         with self._read():
             start = max(start, self._log_start_offset)
@@ -192,25 +192,25 @@ class ReadableLog(ABC):
         return runs
 
     def replica_start(self) -> ReplicaStart:
-        """The base offset of the batch that holds the log start: a batch is copied as a whole or not at all."""
+        """Return the start of the batch that holds the log start: a batch is copied as a whole."""
         with self._read():
             offset = self._log_start_offset
             segment = self._segments[self._position(offset)]
             return ReplicaStart(*self._used(segment).batch_start(offset))
 
     def batch_boundary_at(self, offset: int) -> int:
-        """The base offset of the batch that holds `offset`; `offset` itself where none does."""
+        """Return the base offset of the batch that holds `offset`; `offset` itself if none does."""
         with self._read():
             return self._used(self._segments[self._position(offset)]).batch_start(offset)[0]
 
     def time_before(self, offset: int) -> int:
-        """When the last batch below the one at `offset` was appended."""
+        """Return the time of the last batch before the one at `offset`."""
         with self._read():
             return self._used(self._segments[self._position(offset)]).batch_start(offset)[2]
 
     def messages_before(self, offset: int) -> int:
-        """How many messages this partition holds, or held, below `offset` (any offset), without those that compaction
-        has removed: the difference between two offsets is exact, for lag."""
+        """Return how many messages this partition holds, or held, below `offset` (any offset), without those that
+        compaction removed. The difference between two offsets is exact, for lag."""
         end_offset, messages, _ = self._tail
         if offset >= end_offset:
             return messages - sum([segment.removed for segment in self._segments])
@@ -221,7 +221,8 @@ class ReadableLog(ABC):
             return segment.messages_below(offset) - removed
 
     def find_message_id(self, message_id: bytes, since_ms: int) -> tuple[int, bytes | None, int] | None:
-        """(offset, body hash, append time) of the newest message with this id appended at or after `since_ms`."""
+        """Return (offset, body hash, append time) of the newest message with this id appended at or after
+        `since_ms`."""
         with self._read():
             for segment in reversed(self._segments):
                 if segment.last_timestamp_ms < since_ms:
@@ -234,9 +235,11 @@ class ReadableLog(ABC):
     def find_message_ids(
         self, message_ids: Sequence[bytes], since_ms: int, below: int | None = None
     ) -> tuple[dict[bytes, tuple[int, bytes | None, int]], int | None]:
-        """As find_message_id, for many, in the newest segment that begins below `below`: what it has of them, and below
-        what to go on, None when no older one can have any. A segment at a time, as others wait for their turn to
-        read."""
+        """Do the same as find_message_id for many ids, in the newest segment that begins below `below`.
+
+        Return its messages, and the next `below`; None if no older segment can have any. One segment at a time, as
+        other reads wait.
+        """
         with self._read():
             for segment in reversed(self._segments):
                 if below is not None and segment.base_offset >= below:
@@ -247,7 +250,7 @@ class ReadableLog(ABC):
         return {}, None
 
     def offset_for_time(self, timestamp_ms: int) -> int:
-        """The first offset of the first batch appended at or after `timestamp_ms`; the end when there is none."""
+        """Return the first offset of the first batch appended at or after `timestamp_ms`; the end if there is none."""
         with self._read():
             for segment in self._segments:
                 if segment.end_offset > segment.base_offset and segment.last_timestamp_ms >= timestamp_ms:
@@ -255,11 +258,13 @@ class ReadableLog(ABC):
         return self.end_offset
 
     def control_records(self, from_offset: int = 0) -> Iterator[Batch]:
-        """The control records from `from_offset` on, checked; below the log start too, while their file stands."""
+        """Yield the verified control records from `from_offset` on; below the log start too, while their file
+        exists."""
         return self._scan(from_offset, lambda segment, offset: segment.control_batches(offset, SCAN_BATCHES))
 
     def producer_batches(self, from_offset: int = 0) -> Iterator[Batch]:
-        """The headers of idempotent producers' batches from `from_offset` on, without records and so unchecked."""
+        """Yield the headers of idempotent producers' batches from `from_offset` on, without records, so not
+        verified."""
         return self._scan(from_offset, lambda segment, offset: segment.producer_headers(offset, SCAN_BATCHES))
 
     def _scan(self, offset: int, fetch: Callable[[Segment, int], list[Batch]]) -> Iterator[Batch]:
@@ -274,11 +279,11 @@ class ReadableLog(ABC):
             offset = batches[-1].end_offset if len(batches) == SCAN_BATCHES else max(end_of_segment, offset + 1)
 
     def newest_state(self, below: int | None = None) -> Batch | None:
-        """The newest STATE record (below `below`), checked."""
+        """Return the newest STATE record (below `below`), verified."""
         return self.newest_control(BatchKind.STATE, below)
 
     def newest_control(self, kind: BatchKind, below: int | None = None) -> Batch | None:
-        """The newest control record of that kind (below `below`), checked."""
+        """Return the newest control record of that kind (below `below`), verified."""
         below = self.end_offset if below is None else below
         with self._read():
             for segment in reversed(self._segments):

@@ -1,8 +1,8 @@
-"""What `Log.open` does before anything is claimed: tidy up, open every segment, see that they join without a hole.
+"""Recovery, the first part of `Log.open`: remove leftovers, open every segment, check that they join without a hole.
 
-A kill can come between any two steps of creating, sealing, truncating or dropping. What each leaves behind is listed
-where the step is taken (log.py); here it is finished or undone. What no interrupted step can explain is a fault, not
-something to repair by guessing: a segment that is missing holds acknowledged messages.
+A kill can come between any two steps of creating, sealing, truncating or dropping. Each step (log.py) states what it
+leaves behind; here it is finished or undone. Anything that no interrupted step explains is a fault, not to be repaired
+by guessing: a missing segment holds acknowledged messages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from portalmq.broker.storage.segment import COMPACTING, CREATING, KEYS_NAME, SEG
 
 
 def remove_leftovers(directory: Path) -> None:
-    """What an interrupted creation, removal or manifest left behind."""
+    """Remove what an interrupted creation, removal or manifest left behind."""
     names = {entry.name for entry in os.scandir(directory)}
     for name in names:
         main, _, suffix = name.partition(".sqlite")
@@ -30,18 +30,19 @@ def remove_leftovers(directory: Path) -> None:
 
 
 def open_log_files(directory: Path, identity: LogIdentity) -> tuple[list[Segment], dict[int, SealedSegment]]:
-    """The segments of the log in `directory`, oldest first, and the manifest; made when there is none."""
+    """Return the segments of the log in `directory`, oldest first, and the manifest. Create the log if there is
+    none."""
     remove_leftovers(directory)
     sealed = read_manifest(directory, identity)
     return open_segments(directory, identity, sealed), sealed
 
 
 def open_segments(directory: Path, identity: LogIdentity, sealed: dict[int, SealedSegment]) -> list[Segment]:
-    """All segments of the log, oldest first. Entries of `sealed` that have no file any more are removed from it."""
+    """Return all segments of the log, oldest first. Entries of `sealed` without a file are removed from it."""
     names = sorted(entry.name for entry in os.scandir(directory) if SEGMENT_NAME.match(entry.name))
     if not names:
         if sealed:
-            raise CorruptFile(f"{directory} has a manifest and no segment: its files were taken away; put them back")
+            raise CorruptFile(f"{directory} has a manifest and no segment: its files were removed; put them back")
         return [
             Segment.create(
                 directory, identity, base_offset=0, messages_before=0, timestamp_before_ms=0, log_start_offset=0
@@ -50,7 +51,7 @@ def open_segments(directory: Path, identity: LogIdentity, sealed: dict[int, Seal
     last_base_offset = int(names[-1][:20])
     if sealed and max(sealed) >= last_base_offset:  # the active segment is never sealed
         raise CorruptFile(
-            f"{directory} has no segment after {names[-1]}, but the manifest knows of more: put the files back"
+            f"{directory} has no segment after {names[-1]}, but the manifest lists more: put the files back"
         )
     segments: list[Segment] = []
     try:
@@ -91,9 +92,9 @@ def _open_segment(
 
 
 def _is_stray(segments: list[Segment]) -> bool:
-    """Return whether the last segment is empty and the one before goes on beyond its beginning: what a roll left behind
-    that an earlier release could not finish. No missing file looks like this, and a reset leaves a segment that begins
-    at its own log start."""
+    """Return whether the last segment is empty and the one before reaches beyond its start: a roll that an earlier
+    release could not finish. No missing file looks like this, and a reset leaves a segment that begins at its own log
+    start."""
     if len(segments) < 2:
         return False
     before, last = segments[-2:]
@@ -101,7 +102,8 @@ def _is_stray(segments: list[Segment]) -> bool:
 
 
 def _contiguous_end(directory: Path, segments: list[Segment]) -> list[Segment]:
-    """The segments that join without a hole up to the last. Before a hole there stands only what was being dropped."""
+    """Return the segments that join without a hole up to the last. Only segments that were being dropped may be before
+    a hole."""
     for position in range(len(segments) - 1, 0, -1):
         before, after = segments[position - 1], segments[position]
         if before.end_offset == after.base_offset and before.messages_end == after.messages_before:

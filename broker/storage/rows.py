@@ -1,10 +1,9 @@
-"""Records into rows and back, as fast as SQLite takes them.
+"""Conversion of records into rows and back, as fast as SQLite takes them.
 
-The cost of an insert from Python is not SQLite's but the way to it: every step of a statement gives the interpreter
-lock away and waits to get it back. So many rows go into one step. A batch of plain messages (a value, and perhaps an
-identity) is one `INSERT ... SELECT ... FROM carray`, which runs without Python; any other batch goes by VALUES lists
-of 100 rows. Both leave out the columns that no message of the batch uses. Checks and conversions are done on whole
-columns.
+The cost of an insert from Python is not SQLite's but the way to it: every step of a statement releases the interpreter
+lock and waits to get it back. So many rows go into one step. A batch of plain messages (a value, and perhaps an
+identity) is one `INSERT ... SELECT ... FROM carray`, which runs without Python; any other batch uses VALUES lists of
+100 rows. Both omit the columns that no message of the batch uses. Checks and conversions work on whole columns.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ _decode_headers = msgspec.json.Decoder(dict[str, str]).decode
 
 
 def is_text(content_type: str) -> bool:
-    """Whether a value of this content type is stored as TEXT when its bytes allow it."""
+    """Return whether a value of this content type is stored as TEXT if its bytes allow it."""
     essence = content_type.partition(";")[0].strip().lower()
     return essence.startswith("text/") or essence == "application/json" or essence.endswith("+json")
 
 
 def text_or_blob(value: bytes) -> str | bytes:
-    """The form in which `value` reads best and comes back byte for byte."""
-    if b"\0" in value:  # SQLite's shell and its text functions would stop there
+    """Return `value` in the form that reads best and comes back byte for byte."""
+    if b"\0" in value:  # SQLite's shell and text functions stop at NUL
         return value
     try:
         return value.decode()
@@ -57,7 +56,7 @@ def text_or_blob(value: bytes) -> str | bytes:
 
 
 def _all_text(values: Iterable[bytes]) -> bool:
-    # Between ASCII separators the whole is valid UTF-8 exactly when every part is.
+    # Joined by ASCII separators, the whole is valid UTF-8 exactly if every part is.
     joined = b"\n".join(values)
     if b"\0" in joined:
         return False
@@ -82,7 +81,8 @@ class ContentTypes:
         return len(self._known)
 
     def number(self, connection: apsw.Connection, name: str) -> tuple[int, bool]:
-        """The id of `name`, added to the file within the running transaction when it is new."""
+        """Return the id of `name` and whether it is text; add it to the file in the running transaction if it is
+        new."""
         known = self._known.get(name)
         if known is None:
             known = (len(self._known), is_text(name))
@@ -104,7 +104,7 @@ class _Column(NamedTuple):
 def insert_messages(
     connection: apsw.Connection, content_types: ContentTypes, offset: int, timestamp_ms: int, records: Sequence[Record]
 ) -> None:
-    """Inserts `records` at consecutive offsets from `offset` on, within the running transaction."""
+    """Insert `records` at consecutive offsets from `offset` on, within the running transaction."""
     names = [record.content_type for record in records]
     values: Sequence[Any] = [record.value for record in records]
     optional = _optional_columns(records)
@@ -143,8 +143,8 @@ def insert_messages(
 
 
 def _joined_identities(optional: Sequence[_Column]) -> tuple[bytes, ...] | None:
-    """All ids as one piece, and all body hashes, which a statement cuts up itself; empty without any. None when there
-    is another column, or one of another length."""
+    """Return all ids and all body hashes joined, to be cut up by the statement; empty without any. None if there is
+    another column, or an id or hash of another length."""
     if not optional:
         return ()
     if [column.name for column in optional] != ["message_id", "body_hash"]:
@@ -163,7 +163,7 @@ def _text_column(name: str, values: Sequence[bytes | None]) -> _Column:
 
 
 def _optional_columns(records: Sequence[Record]) -> list[_Column]:
-    """The columns, besides value and content type, that at least one of the records uses."""
+    """Return the columns, besides value and content type, that at least one record uses."""
     count = len(records)
     columns = []
     keys = [record.key for record in records]
@@ -209,7 +209,7 @@ def _execute_in_chunks(
     columns: Sequence[Sequence[Any]],
     constants: Callable[[int], tuple[Any, ...]],
 ) -> None:
-    """Runs `statement(rows)` over all rows in few steps; `constants(done)` are bound before a chunk's values."""
+    """Run `statement(rows)` over all rows in few steps; `constants(done)` are bound before a chunk's values."""
     width, rows = len(columns), len(columns[0])
     flat = list(chain.from_iterable(zip(*columns, strict=True)))
     done = 0
@@ -221,7 +221,7 @@ def _execute_in_chunks(
 
 
 def insert_batches(connection: apsw.Connection, batches: Sequence[Batch]) -> None:
-    """Inserts the headers of `batches`, and the bodies of the control records among them."""
+    """Insert the headers of `batches`, and the bodies of the control records among them."""
     rows = [_batch_row(batch) for batch in batches]
     _execute_in_chunks(
         connection,
@@ -278,7 +278,7 @@ def batch_of(
     body: bytes = b"",
     holes: int = 0,
 ) -> Batch:
-    """The batch whose BATCH_COLUMNS are `row`."""
+    """Return the batch whose BATCH_COLUMNS are `row`."""
     base_offset, count, messages_before, kind, leader_epoch, appended_at_ms, producer_id, producer_epoch, sequence = row
     return Batch(
         base_offset,
@@ -298,7 +298,7 @@ def batch_of(
     )
 
 
-# The offset stands last, for the check that no row is missing.
+# The offset is last, for the check that no row is missing.
 MESSAGE_COLUMNS = (
     "CAST(value AS BLOB), content_type, CAST(key AS BLOB), headers, deliver_at_ms, expires_at_ms, priority, message_id,"
     " body_hash, offset"
@@ -306,7 +306,7 @@ MESSAGE_COLUMNS = (
 
 
 def record_of(row: Sequence[Any], content_types: dict[int, str]) -> Record:
-    """The record whose MESSAGE_COLUMNS are `row`. Raises KeyError or ValueError for what was never written."""
+    """Return the record whose MESSAGE_COLUMNS are `row`. Raise KeyError or ValueError for invalid rows."""
     value, content_type, key, headers, deliver_at_ms, expires_at_ms, priority, message_id, body_hash, _ = row
     return Record(
         value,

@@ -1,33 +1,16 @@
-"""The fold of a partition's log, at rest and in plain tables: `state.sqlite` beside the segments.
+"""The saved fold of a partition's log in plain tables: `state.sqlite` beside the segments. SCHEMA.md describes them.
 
-It is a cache with one exception: lost or damaged, it is rebuilt from the newest STATE record and the log behind it, and
-so an ordinary save does not wait for the disk. The exception is the highest leader epoch that this replica has seen,
-which must never be forgotten: it is fsynced, and a damaged file is replaced by one that has it still. (And the save
-before a reset of the log is: until the first STATE record behind it is replicated, it alone knows the leader epochs
-that were begun below.)
+It is a cache with one exception. If it is lost or damaged, it is rebuilt from the newest STATE record and the log after
+it, so an ordinary save does not wait for the disk. The exception is the highest leader epoch that this replica has
+seen, which must never be lost: it is fsynced, and a damaged file is replaced by one that still has it. The save before
+a reset of the log is fsynced too: until the first STATE record after it is replicated, it alone has the leader epochs
+below.
 
-    meta                        identity, schema_version, applied, log_start_offset, compacted, high_watermark,
-                                high_watermark_messages_before, highest_leader_epoch, digest
-    epochs                      leader_epoch, start_offset
-    producers                   producer_id, epoch
-    producer_batches            the last batches of each: sequence, count, base_offset, appended_at_ms
-    groups                      start_offset, next_offset, next_messages_before, last_active_ms
-    cursors                     where a group is in the lanes other than lane 0
-    spans                       [start_offset, end_offset) handed out and not done
-    ahead                       messages that are done before their lane's cursor has come
-    dead_ranges                 messages that were given up
-    attempts, attempt_ranges    receives that may be repeated, with what they were given
-    commits, stream_commits     the last commit calls, by what was shown
-    stream_offsets              where stream groups go on, and who may say so
-    outbox                      records whose output is still to be appended elsewhere
-    cancelled                   scheduled messages that were taken back
-    ready, in_flight, scheduled, dead, lag, streams     views for people
+What the segments hold is not repeated here: scheduled messages that were never delivered are in their `messages`
+tables, and the view `scheduled` shows those that were returned and wait.
 
-What lies in the segments is not repeated here: messages that wait for their time and were never handed out stand in
-the tables `messages` there, and the view `scheduled` has those that came back and wait.
-
-`digest` is a hash of the whole fold: a file that was half written, or meddled with, does not match it and counts as
-damaged. A file of an older version is emptied, but for the highest epoch.
+`digest` is a hash of the whole fold: a file that was half written or edited does not match it and counts as damaged. A
+file of an older version is emptied, except for the highest epoch.
 """
 
 from __future__ import annotations
@@ -51,7 +34,7 @@ from portalmq.broker.storage.wal import BUSY_TIMEOUT_MS, make_durable, set_full_
 
 STATE_NAME = "state.sqlite"
 STATE_SCHEMA_VERSION = 5
-# What SQLite may have put beside the file.
+# Files that SQLite may have put beside it.
 BESIDE = ("-wal", "-shm", "-journal")
 
 
@@ -60,7 +43,7 @@ class _Damaged(Exception):
 
 
 class StateFile:
-    """Saves and loads the fold of one partition. Callers on several threads wait for each other."""
+    """The saved fold of one partition. Callers on several threads wait for each other."""
 
     # While it is open: the file, its write-ahead log, their shared memory.
     descriptors = 3
@@ -74,11 +57,11 @@ class StateFile:
         self._turn = FairLock()
         self._closed = False
         self._tables = FoldTables()
-        # What this process has read of the epoch, or saved, whatever becomes of the file.
+        # The highest epoch that this process has read or saved, even if the file is lost.
         self._highest_epoch = -1
         self._is_durable = False
 
-    # --- the two uses -------------------------------------------------------------------------------------------
+    # --- saving and loading -------------------------------------------------------------------------------------
 
     def save(
         self,
@@ -88,9 +71,9 @@ class StateFile:
         *,
         durable: bool = False,
     ) -> None:
-        """Replaces what is saved. `messages_before` (Log.messages_before) makes the lag exact in the view `lag`.
+        """Replace what is saved. `messages_before` (Log.messages_before) makes the lag in the view `lag` exact.
 
-        Atomic; fsynced only when `durable`: else an older save may be found after a power cut.
+        Atomic; fsynced only if `durable`: otherwise an older save may be found after a power cut.
         """
 
         def write(connection: apsw.Connection) -> None:
@@ -106,12 +89,14 @@ class StateFile:
             )
 
         with self._turn:
-            if not self._closed:  # the topic was deleted, or the broker ends, while this waited for a thread
+            if not self._closed:  # the topic was deleted, or the broker ends
                 self._transaction(write, durable=durable)
 
     def save_high_watermark(self, high_watermark: int, messages_before: Callable[[int], int]) -> None:
-        """Raise the high watermark of the fold that was saved last; nothing happens where there is none, or a higher
-        one. That fold stays as it is: it goes up to an offset below in any case."""
+        """Raise the high watermark of the saved fold. Do nothing if there is none, or its high watermark is higher.
+
+        The fold itself stays: it reaches an offset below in any case.
+        """
 
         def write(connection: apsw.Connection) -> None:
             known = dict(connection.execute("SELECT key, value FROM meta WHERE key = 'high_watermark'"))
@@ -124,9 +109,10 @@ class StateFile:
                 self._transaction(write)
 
     def load(self) -> tuple[PartitionFold, int] | None:
-        """The fold and the high watermark as last saved. None when there is none, or it is damaged or another log's.
+        """Return the fold and the high watermark as last saved. None if there is none, or it is damaged or another
+        log's.
 
-        Check `applied` against the log's end: a log that was truncated, or replaced, makes an older fold of it wrong.
+        Compare `applied` with the log's end: after a truncation or replacement of the log an older fold is wrong.
         """
         with self._turn, faults_of(self.path):
             if not self.path.exists():
@@ -146,7 +132,7 @@ class StateFile:
         return fold, meta["high_watermark"]
 
     def forget(self) -> None:
-        """Drops the fold and the high watermark, durably: the log is about to be cut below them. The highest epoch
+        """Delete the fold and the high watermark, durably, before the log is truncated below them. The highest epoch
         stays."""
 
         def write(connection: apsw.Connection) -> None:
@@ -156,7 +142,7 @@ class StateFile:
             self._transaction(write, durable=True)
 
     def save_highest_epoch(self, leader_epoch: int) -> None:
-        """Remembers that `leader_epoch` was seen; durable on return. It never falls."""
+        """Save that `leader_epoch` was seen; durable on return. It never falls."""
 
         def write(connection: apsw.Connection) -> None:
             highest = max(leader_epoch, _highest_epoch(connection), self._highest_epoch)
@@ -167,7 +153,7 @@ class StateFile:
             self._highest_epoch = max(leader_epoch, self._highest_epoch)
 
     def highest_epoch(self) -> int:
-        """The highest leader epoch that was saved, -1 when there is none."""
+        """Return the highest leader epoch that was saved, -1 if there is none."""
         with self._turn, faults_of(self.path):
             if self.path.exists():
                 try:
@@ -177,12 +163,12 @@ class StateFile:
             return self._highest_epoch
 
     def park(self) -> None:
-        """Closes the file until it is used again."""
+        """Close the file until it is used again."""
         with self._turn:
             self._close()
 
     def try_park(self) -> bool:
-        """As `park`, unless somebody uses the file now; whether it rests."""
+        """Park unless the file is in use; return whether it is parked."""
         if not self._turn.try_acquire():
             return False
         try:
@@ -192,7 +178,7 @@ class StateFile:
         return True
 
     def close(self) -> None:
-        """Closes the file for good: a save that comes later does nothing."""
+        """Close the file for good: a later save does nothing."""
         with self._turn:
             self._closed = True
             self._close()
@@ -227,7 +213,7 @@ class StateFile:
             raise
 
     def _open(self) -> apsw.Connection:
-        """The connection to a file of this log; raises _Damaged for any other."""
+        """Return the connection to a file of this log. Raise _Damaged for any other."""
         self.last_used = next(use_counter)
         if self._connection is not None:
             return self._connection
@@ -247,7 +233,7 @@ class StateFile:
             expected = self.identity.as_meta()
             if {key: meta.get(key) for key in expected} != expected or not isinstance(version, int):
                 raise _Damaged
-            if not self._is_durable:  # an epoch that is acted on may not be lost
+            if not self._is_durable:  # an epoch that was acted on must not be lost
                 connection.execute("PRAGMA synchronous = FULL")
                 make_durable(connection)
                 self._is_durable = True
@@ -261,7 +247,7 @@ class StateFile:
         return connection
 
     def _create_tables(self, connection: apsw.Connection) -> None:
-        """In a file that is new, or was emptied behind our back."""
+        """Create the tables in a file that is new, or was emptied from outside."""
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("BEGIN IMMEDIATE")
         connection.execute(STATE_DDL)
@@ -273,7 +259,7 @@ class StateFile:
         return {**meta, "highest_leader_epoch": highest_epoch} if highest_epoch >= 0 else meta
 
     def _renew_tables(self, connection: apsw.Connection) -> None:
-        """The file is of another version: the fold is found again in the log, the highest epoch nowhere else."""
+        """Renew the tables of a file of another version. The log has the fold; only the file has the highest epoch."""
         highest = _highest_epoch(connection)
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("BEGIN IMMEDIATE")
@@ -285,7 +271,7 @@ class StateFile:
         connection.execute("COMMIT")
 
     def _start_over(self) -> None:
-        """Replace the file by one that holds the highest epoch alone, durably."""
+        """Replace the file by one that holds only the highest epoch, durably."""
         self._highest_epoch = max(self._highest_epoch, self._readable_epoch())
         self._close()
         fresh = f"{self.path}.new"
@@ -293,7 +279,7 @@ class StateFile:
         if self._highest_epoch >= 0:
             with contextlib.closing(apsw.Connection(fresh)) as connection:
                 self._create_tables(connection)
-        _unlink(*(f"{self.path}{suffix}" for suffix in BESIDE))  # a log must not meet another file
+        _unlink(*(f"{self.path}{suffix}" for suffix in BESIDE))  # a write-ahead log must not meet another file
         if self._highest_epoch >= 0:
             os.replace(fresh, self.path)
         else:
@@ -301,7 +287,7 @@ class StateFile:
         sync_directory(self.path.parent)
 
     def _readable_epoch(self) -> int:
-        """The highest epoch in a file that is damaged elsewhere; -1 when it cannot be read, or is another log's."""
+        """Return the highest epoch in a file that is damaged elsewhere; -1 if it is unreadable, or another log's."""
         try:
             with contextlib.closing(apsw.Connection(str(self.path), flags=apsw.SQLITE_OPEN_READWRITE)) as connection:
                 meta = dict(connection.execute("SELECT key, value FROM meta"))

@@ -1,24 +1,24 @@
-"""The write-ahead log of a file that was found: what SQLite recovers from it is readable, but perhaps not on disk."""
+"""The write-ahead log of an existing file: what SQLite recovers from it is readable, but perhaps not on disk."""
 
 from __future__ import annotations
 
 import apsw
 
-# Another process that reads can hold up a write for a moment; inside the process nothing does.
+# A reader in another process can delay a write for a moment; inside the process nothing does.
 BUSY_TIMEOUT_MS = 5_000
 FOREIGN_READER_WAIT_MS = 200
 
 
 def set_full_sync(connection: apsw.Connection) -> None:
-    """Let SQLite sync past the cache of the drive, where that takes another call than fsync (macOS)."""
+    """Make SQLite sync past the drive's cache, where that takes another call than fsync (macOS)."""
     connection.execute("PRAGMA fullfsync = ON")
 
 
 def make_durable(connection: apsw.Connection) -> None:
-    """Put everything on disk that can be read by `connection`, which has synchronous=FULL.
+    """Make everything durable that `connection` can read. It has synchronous=FULL.
 
-    A kill may have come between the write of a commit and its fsync. The checkpoint syncs both files; with a foreign
-    reader in its way, a commit syncs the log.
+    A kill may have come between the write of a commit and its fsync. The checkpoint syncs both files; if a foreign
+    reader blocks it, a commit syncs the log.
     """
     try:
         connection.set_busy_timeout(FOREIGN_READER_WAIT_MS)
@@ -30,6 +30,6 @@ def make_durable(connection: apsw.Connection) -> None:
 
 
 def sync_wal(connection: apsw.Connection) -> None:
-    """Put what was committed on disk, by a `connection` that has synchronous=FULL."""
-    # Any commit will do, as long as it changes a byte: SQLite does not write a page that stays the same.
+    """Make everything committed durable, by a `connection` with synchronous=FULL."""
+    # Any commit does, if it changes a byte: SQLite does not write an unchanged page.
     connection.execute(f"PRAGMA user_version = {connection.execute('PRAGMA user_version').get + 1}")

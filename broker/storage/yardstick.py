@@ -1,4 +1,4 @@
-"""What SQLite alone does with our schema: the yardstick that the benchmark holds the whole broker against.
+"""The insert rate of SQLite alone with our schema, against which the benchmark compares the broker.
 
 One connection, one thread, no HTTP, no checks: `executemany` of ready tuples, with a transaction and an fsync for each
 batch.
@@ -17,7 +17,7 @@ _COLUMNS = 11
 
 
 def executemany_rate(directory: Path, *, batches: int, batch_messages: int, value: bytes) -> float:
-    """Rows a second that go durably into the `messages` table of a fresh file in `directory`."""
+    """Return the rows a second that go durably into the `messages` table of a new file in `directory`."""
     connection = apsw.Connection(str(directory / "bare.sqlite"))
     try:
         for pragma in ("journal_mode=WAL", "synchronous=FULL", "wal_autocheckpoint=0"):
@@ -36,5 +36,5 @@ def executemany_rate(directory: Path, *, batches: int, batch_messages: int, valu
 
 
 def _rows(first: int, count: int, value: bytes) -> list[tuple[object, ...]]:
-    """Rows of the table's columns, in their order, for messages with nothing but a value."""
+    """Return rows of all columns, in order, for messages with only a value."""
     return [(first + n, None, value, 0, None, 1_700_000_000_000, None, None, 0, None, None) for n in range(count)]

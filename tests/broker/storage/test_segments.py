@@ -140,7 +140,7 @@ def test_a_truncated_log_is_the_log_as_it_was_then(tmp_path, to_offset, sealed):
 def test_a_batch_is_never_cut(tmp_path):
     log, sent = three_segments(tmp_path)
     for offset in (1, 35, 89):
-        with pytest.raises(ValueError, match="within a batch"):
+        with pytest.raises(ValueError, match="inside a batch"):
             log.truncate(offset)
     assert everything(log) == sent
     Writer(log).put(b"it goes on")
