@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from portalmq.spark import errors, output
+from portalmq.spark import errors
 from portalmq.spark.errors import SourceError
-from portalmq.spark.report import model
+from portalmq.spark.report import model, output
 
 
 def analyse(
@@ -29,11 +29,11 @@ def analyse(
     with output.place(out) as making:
         with session(master, name="portalmq report") as spark, Progress(spark), _told_plainly():
             import portalmq.spark
-            from portalmq.spark import figures
+            from portalmq.spark.figures import report_figures
 
             def make() -> model.Report:
                 portalmq.spark.register(spark)
-                return figures.report(
+                return report_figures.compute(
                     spark, paths, topics, making / output.PARQUET, made_at_ms=time.time_ns() // 1_000_000
                 )
 
@@ -48,7 +48,7 @@ def analyse(
 
 def _check(paths: Sequence[Path], topics: Sequence[str] | None) -> None:
     """Report faults of the directories before Spark starts."""
-    from portalmq.spark.directories import Directories
+    from portalmq.spark.files.directories import Directories
 
     Directories([str(path) for path in paths], topics).logs()
 

@@ -44,8 +44,8 @@ def report(data_dirs: tuple[Path, ...], out: Path, topics: tuple[str, ...], mast
     try:
         from portalmq.spark.analysis import analyse
         from portalmq.spark.errors import BadOption, NothingThere, SourceError
-        from portalmq.spark.output import PAGE, OutputTaken
         from portalmq.spark.report import model
+        from portalmq.spark.report.output import PAGE, OutputTaken
         from portalmq.spark.session import SparkMissing
     except ImportError as missing:
         _end(f"{missing.name} is not installed: `pip install 'portalmq[spark]'`", 2)

@@ -38,8 +38,8 @@ class PortalMQ(DataSource):
         return schema_of(reading.columns or tuple(COLUMNS))
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        from portalmq.spark.batch import FilteringReader, MessagesReader
         from portalmq.spark.columns import columns_of
+        from portalmq.spark.reading.batch import FilteringReader, MessagesReader
 
         reading = options.batch_reading(self.options)
         if reading.table != "messages":
@@ -49,17 +49,17 @@ class PortalMQ(DataSource):
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         from portalmq.spark.columns import columns_of
-        from portalmq.spark.stream import MessagesStream
+        from portalmq.spark.reading.stream import MessagesStream
 
         return MessagesStream(options.stream_reading(self.options), columns_of(schema))
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
-        from portalmq.spark.sink import BatchWriter
+        from portalmq.spark.writing.sink import BatchWriter
 
         return BatchWriter(options.writing(self.options), schema, overwrite)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:
-        from portalmq.spark.sink import StreamWriter
+        from portalmq.spark.writing.sink import StreamWriter
 
         return StreamWriter(options.writing(self.options), schema, overwrite)
 
@@ -72,4 +72,4 @@ def _table(reading: ReadOptions) -> Any:
     """
     import importlib
 
-    return importlib.import_module(f"portalmq.spark.{reading.table}")
+    return importlib.import_module(f"portalmq.spark.tables.{reading.table}")

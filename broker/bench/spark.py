@@ -113,9 +113,9 @@ def sixtieth(spark: SparkSession, directory: Path, topic: str) -> Selected:
     from pyspark.sql import functions
     from pyspark.sql.datasource import GreaterThanOrEqual, LessThan
 
-    from portalmq.spark.batch import FilteringReader
     from portalmq.spark.options import batch_reading
     from portalmq.spark.origin import spans_of
+    from portalmq.spark.reading.batch import FilteringReader
 
     frame = spark.read.format("portalmq").options(path=str(directory), topic=topic, columns="timestamp").load()
     first, last = frame.agg(functions.min("timestamp"), functions.max("timestamp")).collect()[0]

@@ -34,10 +34,10 @@ import numpy as np
 from portalmq import Admin, Producer, system
 from portalmq.broker.bench.harness import broker
 from portalmq.broker.bench.spark_harness import BATCH_MESSAGES, MESSAGE_BYTES, PARTITIONS, fill
-from portalmq.spark.brokers import Brokers
 from portalmq.spark.columns import COLUMNS
-from portalmq.spark.directories import Directories
 from portalmq.spark.errors import DataLoss, NothingThere, Unreachable
+from portalmq.spark.files.directories import Directories
+from portalmq.spark.http_api.brokers import Brokers
 from portalmq.spark.origin import Origin
 
 TOPIC = "live"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from portalmq import Admin
 from portalmq.broker.bench.harness import broker
 from portalmq.broker.bench.spark_harness import MESSAGE_BYTES, PARTITIONS, fill, session
-from portalmq.spark.brokers import Brokers
+from portalmq.spark.http_api.brokers import Brokers
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -1,6 +1,6 @@
 """The report as one HTML file that opens from disk, needs no network, and prints.
 
-appended.py and handed_out.py have the sections, view.py their common parts. The page's Content-Security-Policy allows
+appended.py and delivered.py have the sections, view.py their common parts. The page's Content-Security-Policy allows
 one script, by its hash, and nothing from elsewhere: even a name that evaded the escaping in markup.py could not run.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 
-from portalmq.spark.report import appended, handed_out, words
+from portalmq.spark.report import appended, delivered, words
 from portalmq.spark.report.markup import Markup, element, join
 from portalmq.spark.report.model import Report
 from portalmq.spark.report.view import ReportView
@@ -23,10 +23,10 @@ _SECTIONS: tuple[tuple[str, str, Callable[[ReportView], Markup]], ...] = (
     ("partitions", "Partitions", appended.partitions),
     ("sizes", "Sizes", appended.sizes),
     ("producers", "Producers", appended.producers),
-    ("latency", "Latency", handed_out.latency),
-    ("redeliveries", "Redeliveries", handed_out.redeliveries),
-    ("lag", "Lag", handed_out.lag),
-    ("leaders", "Fail-overs", handed_out.leaders),
+    ("latency", "Latency", delivered.latency),
+    ("redeliveries", "Redeliveries", delivered.redeliveries),
+    ("lag", "Lag", delivered.lag),
+    ("leaders", "Fail-overs", delivered.leaders),
 )
 _ICON = (
     "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E%3Cpath fill='%235b3fd6' "
@@ -137,7 +137,7 @@ def _tile(name: str, figure: str, more: str) -> Markup:
 def _latency_tile(view: ReportView) -> Markup:
     if not any(bucket.messages for bucket in view.report.latencies):
         return _tile("Half delivered within", words.NONE, "no group has read yet")
-    group, half, most = handed_out.usual(view.report)
+    group, half, most = delivered.usual(view.report)
     whose = f", {group}" if view.report.totals.groups > 1 else ""
     return _tile("Half delivered within", words.duration(half), f"99 % within {words.duration(most)}{whose}")
 

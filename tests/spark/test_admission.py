@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from portalmq.spark.admission import shares
+from portalmq.spark.reading.admission import shares
 
 
 def test_rows_are_shared_in_proportion_to_what_waits():

@@ -22,11 +22,11 @@ from pyspark.sql.datasource import (
 from support.data_directory import START_MS, numbered, written
 
 from portalmq.broker.storage.batch import Record
-from portalmq.spark import segment
-from portalmq.spark.batch import FilteringReader, MessagesReader
 from portalmq.spark.columns import COLUMNS
 from portalmq.spark.errors import BadOption, DataLoss, NothingThere
+from portalmq.spark.files import segment
 from portalmq.spark.options import batch_reading
+from portalmq.spark.reading.batch import FilteringReader, MessagesReader
 
 OFFSET, TIME = ("offset",), ("timestamp",)
 

@@ -22,11 +22,11 @@ from support.cluster import Cluster, wait_until
 from portalmq import Admin, Producer, errors, wire
 from portalmq import stream_wire as contract
 from portalmq.network.http_answer import HttpAnswer
-from portalmq.spark import brokers as brokers_module
-from portalmq.spark.brokers import BrokerAccess, Brokers, BrokerSpan
 from portalmq.spark.columns import COLUMNS
-from portalmq.spark.directories import Directories
 from portalmq.spark.errors import BadOption, DataLoss, NoTopic, SourceError, Unreachable
+from portalmq.spark.files.directories import Directories
+from portalmq.spark.http_api import brokers as brokers_module
+from portalmq.spark.http_api.brokers import BrokerAccess, Brokers, BrokerSpan
 from portalmq.spark.origin import Origin, PartitionLog, Span, rows_of
 from portalmq.transport.transport import DeadlinePassed
 

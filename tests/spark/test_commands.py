@@ -18,10 +18,10 @@ import pytest
 from click.testing import CliRunner, Result
 from support.data_directory import numbered, written
 
-from portalmq.spark import analysis, commands, output, session
+from portalmq.spark import analysis, commands, session
 from portalmq.spark.errors import DamagedFile, SourceError
 from portalmq.spark.progress import Progress
-from portalmq.spark.report import model
+from portalmq.spark.report import model, output
 from portalmq.spark.report.view import ReportView
 
 if TYPE_CHECKING:

@@ -22,9 +22,11 @@ from portalmq import stream_wire, wire
 from portalmq.broker.core.queue import records as written_bodies
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.storage.batch import BatchKind, Record
-from portalmq.spark import batches, bodies, deliveries, groups, options, segment
+from portalmq.spark import options
 from portalmq.spark.errors import BadOption, DamagedFile, NothingThere, SourceError
-from portalmq.spark.moments import Moments
+from portalmq.spark.files import segment
+from portalmq.spark.tables import batches, bodies, deliveries, groups
+from portalmq.spark.tables.availability import Moments
 
 TABLES = {"batches": batches, "deliveries": deliveries, "groups": groups}
 

@@ -22,9 +22,9 @@ from portalmq.broker.partition.compaction import Compacting
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.storage.log import Log as StoredLog
 from portalmq.broker.storage.schema import LogIdentity
-from portalmq.spark import replica, segment
-from portalmq.spark.directories import Directories
 from portalmq.spark.errors import DamagedFile, DataLoss, NothingThere, NoTopic, SourceError
+from portalmq.spark.files import replica, segment
+from portalmq.spark.files.directories import Directories
 from portalmq.spark.origin import rows_of
 
 COLUMNS = ("topic", "partition", "offset", "value")
@@ -467,7 +467,7 @@ def test_a_file_that_is_opened_meanwhile_is_asked_again(data, monkeypatch):
 
 READER = """
 import os, sys
-from portalmq.spark import directories
+from portalmq.spark.files import directories
 from adbc_driver_sqlite import dbapi
 with dbapi.connect(":memory:") as connection, connection.cursor() as cursor:
     cursor.execute("SELECT 1")  # what is loaded late is loaded now: nobody may not look everywhere

@@ -22,7 +22,7 @@ from support.cluster import wait_until
 from portalmq import Admin, Producer
 from portalmq.demo_iot.readings import Reading, replay, year
 from portalmq.spark import options
-from portalmq.spark.opening import origin_of
+from portalmq.spark.reading.origins import origin_of
 
 pytestmark = [pytest.mark.spark, pytest.mark.cluster, pytest.mark.timeout(300)]
 

@@ -16,9 +16,9 @@ from support.story import busy
 
 from portalmq import wire
 from portalmq.broker.core.queue.records import Ack
-from portalmq.spark import lists
 from portalmq.spark.errors import BadOption
-from portalmq.spark.figures import bucket_width_ms
+from portalmq.spark.figures import lists
+from portalmq.spark.figures.report_figures import bucket_width_ms
 from portalmq.spark.report import model
 
 if TYPE_CHECKING:
@@ -28,9 +28,9 @@ pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
 
 
 def report(spark: SparkSession, out: Path, *paths: Path, topics: list[str] | None = None) -> model.Report:
-    from portalmq.spark import figures
+    from portalmq.spark.figures import report_figures
 
-    return figures.report(spark, list(paths), topics, out, made_at_ms=1)
+    return report_figures.compute(spark, list(paths), topics, out, made_at_ms=1)
 
 
 @pytest.fixture(scope="module")

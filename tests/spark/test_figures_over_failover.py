@@ -56,9 +56,9 @@ def test_a_report_over_three_brokers_and_a_dead_leader(spark: SparkSession, tmp_
         directories = [broker.data_dir for broker in cluster.brokers.values()]
         for broker in cluster.brokers.values():
             broker.stop()
-    from portalmq.spark import figures
+    from portalmq.spark.figures import report_figures
 
-    made = figures.report(spark, directories, ["t"], tmp_path / "parquet", made_at_ms=1)
+    made = report_figures.compute(spark, directories, ["t"], tmp_path / "parquet", made_at_ms=1)
     agrees(made, [log for log in logs_in(*directories) if log.topic == "t"])
     assert made.totals.messages == 2 * MESSAGES + 30
     gaps = {each.partition for each in made.fail_overs if each.gap_ms is not None}

@@ -24,8 +24,8 @@ from pyspark.sql.datasource import (
     StringStartsWith,
 )
 
-from portalmq.spark.filters import ALL, NONE, RANGES_MAX, Bounds, both, bounds_of, union, without
 from portalmq.spark.origin import PartitionLog
+from portalmq.spark.reading.filters import ALL, NONE, RANGES_MAX, Bounds, both, bounds_of, union, without
 
 OFFSET, TIME, TOPIC, PARTITION = ("offset",), ("timestamp",), ("topic",), ("partition",)
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)

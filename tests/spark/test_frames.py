@@ -15,10 +15,10 @@ from portalmq import wire
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.partition import compaction
 from portalmq.broker.storage.batch import Record
-from portalmq.spark import frames as frames_module
 from portalmq.spark.columns import COLUMNS, arrow_schema
-from portalmq.spark.directories import Directories
-from portalmq.spark.frames import batches_of
+from portalmq.spark.files.directories import Directories
+from portalmq.spark.http_api import frames as frames_module
+from portalmq.spark.http_api.frames import batches_of
 from portalmq.spark.origin import PartitionLog
 
 LOG = PartitionLog("t", "id", 3, 0, 1_000_000)

@@ -19,7 +19,7 @@ from support.broker_process import BrokerProcess
 from support.cluster import wait_until
 
 from portalmq import Admin, Producer
-from portalmq.spark.directories import Directories
+from portalmq.spark.files.directories import Directories
 
 pytestmark = pytest.mark.cluster
 

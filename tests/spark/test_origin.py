@@ -9,11 +9,11 @@ import pytest
 from pyspark.sql.datasource import InputPartition
 from support.data_directory import numbered, written
 
-from portalmq.spark.batch import MessagesReader
 from portalmq.spark.columns import COLUMNS
 from portalmq.spark.options import batch_reading, stream_reading
 from portalmq.spark.origin import PACKED_OFFSETS, TASKS_FEW, Packed, PartitionLog, Span, packed, spans_of
-from portalmq.spark.stream import MessagesStream
+from portalmq.spark.reading.batch import MessagesReader
+from portalmq.spark.reading.stream import MessagesStream
 
 SEGMENTS = TASKS_FEW + 22
 

@@ -12,7 +12,7 @@ from threading import Barrier
 
 import pytest
 
-from portalmq.spark import output
+from portalmq.spark.report import output
 
 ROUNDS = 40
 
@@ -62,7 +62,7 @@ def test_of_many_that_end_in_the_same_moment_one_is_there_whole(tmp_path: Path) 
 def test_what_a_killed_one_was_making_is_swept_away(tmp_path: Path) -> None:
     out = tmp_path / "out"
     program = (
-        "import os, sys\nfrom pathlib import Path\nfrom portalmq.spark import output\n"
+        "import os, sys\nfrom pathlib import Path\nfrom portalmq.spark.report import output\n"
         "with output.place(Path(sys.argv[1])) as making:\n"
         "    (making / 'report.json').write_text('half')\n    os.kill(os.getpid(), 9)\n"
     )

@@ -12,7 +12,7 @@ from portalmq.broker.bench.spark import Contestant, contest, report
 from portalmq.broker.bench.spark import Selected as SelectedFiles
 from portalmq.broker.bench.spark_rivals import ALL, TWO, Tuples, pieces, plain_rows
 from portalmq.broker.storage.batch import Record
-from portalmq.spark.directories import Directories
+from portalmq.spark.files.directories import Directories
 
 
 @pytest.fixture

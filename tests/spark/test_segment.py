@@ -20,11 +20,11 @@ from support.log_files import IDENTITY, Writer, everything, numbered, open_log
 from portalmq.broker.storage.batch import HOLE, BatchKind, Record
 from portalmq.broker.storage.compaction import Compaction, CompactionOrder
 from portalmq.broker.storage.log import Log as BrokerLog
-from portalmq.spark import segment
 from portalmq.spark.columns import COLUMNS, arrow_schema
 from portalmq.spark.errors import DamagedFile, SourceError
+from portalmq.spark.files import segment
+from portalmq.spark.files.segment import SegmentRows
 from portalmq.spark.origin import PartitionLog
-from portalmq.spark.segment import SegmentRows
 
 NOTHING = st.none()
 MOMENTS = st.integers(0, 2**53 - 1)

@@ -23,12 +23,13 @@ from support.cluster import wait_until
 
 from portalmq import Admin, wire
 from portalmq.errors import IdempotencyKeyReused, MessageTooLarge, Unavailable
-from portalmq.spark import sending, sink
 from portalmq.spark.errors import BadOption, BadRow, NotWritten, SourceError, Unreachable
-from portalmq.spark.identity import Counts, Identities
 from portalmq.spark.options import Writing
-from portalmq.spark.rows import check_columns, placed_rows
-from portalmq.spark.sending import Sender
+from portalmq.spark.writing import sender as sender_module
+from portalmq.spark.writing import sink
+from portalmq.spark.writing.identity import Counts, Identities
+from portalmq.spark.writing.rows import check_columns, placed_rows
+from portalmq.spark.writing.sender import Sender
 
 
 def keys(contents: list[bytes], query="q", batch="1", partition=0) -> list[str]:
@@ -317,7 +318,7 @@ def put(sender, *values, **columns):
 
 
 def test_rows_of_a_partition_go_out_in_their_order(brokers, sender, monkeypatch):
-    monkeypatch.setattr(sending, "REQUEST_ROWS_MAX", 7)
+    monkeypatch.setattr(sender_module, "REQUEST_ROWS_MAX", 7)
     values = [b"%03d" % number for number in range(500)]
     put(sender, *values)
     sender.flush()
@@ -330,7 +331,7 @@ def test_rows_of_a_partition_go_out_in_their_order(brokers, sender, monkeypatch)
 def test_the_first_rows_leave_at_once_and_larger_requests_are_gathered_while_they_are_on_their_way(
     brokers, sender, monkeypatch
 ):
-    monkeypatch.setattr(sending, "REQUEST_ROWS_MIN", 10)
+    monkeypatch.setattr(sender_module, "REQUEST_ROWS_MIN", 10)
     answered, call = Event(), brokers.call
 
     def waiting(request):
@@ -369,7 +370,7 @@ def test_a_partition_that_there_is_not_is_told(brokers, sender):
 
 
 def test_what_waits_is_bounded_whatever_the_rows_are_spread_over(brokers, sender, monkeypatch):
-    monkeypatch.setattr(sending, "BYTES_WAITING_MAX", 10_000)
+    monkeypatch.setattr(sender_module, "BYTES_WAITING_MAX", 10_000)
     brokers.partitions = 500
     for number in range(500):
         put(sender, b"x" * 500, partition=number)
@@ -472,7 +473,7 @@ def test_a_task_that_runs_again_in_another_order_writes_nothing_twice(broker):
 @pytest.mark.cluster
 def test_two_attempts_of_a_task_side_by_side_write_each_row_once(broker, monkeypatch):
     """As speculation has them. Requests are small here, so that the two meet often."""
-    monkeypatch.setattr(sending, "REQUEST_ROWS_MAX", 50)
+    monkeypatch.setattr(sender_module, "REQUEST_ROWS_MAX", 50)
     Admin(url(broker)).create_topic("speculation", partitions=2)
     writing = Writing((url(broker),), None, "speculation", None)
     values = [str(number % 900) for number in range(2_000)]

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 
-from portalmq.spark import options, stream
+from portalmq.spark import options
 from portalmq.spark.errors import BadOption, DataLoss, NothingThere, NoTopic, SourceError
 from portalmq.spark.origin import PartitionLog, Span
-from portalmq.spark.stream import MessagesStream
+from portalmq.spark.reading import stream
+from portalmq.spark.reading.stream import MessagesStream
 
 ALL = ReadAllAvailable()
 

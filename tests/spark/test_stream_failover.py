@@ -12,7 +12,7 @@ from support.cluster import Cluster
 from support.load import loads
 
 from portalmq.spark import options
-from portalmq.spark.stream import MessagesStream
+from portalmq.spark.reading.stream import MessagesStream
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 

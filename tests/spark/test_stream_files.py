@@ -13,10 +13,11 @@ import pytest
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 from support.data_directory import START_MS, numbered, written
 
-from portalmq.spark import lookout, options
+from portalmq.spark import options
 from portalmq.spark.errors import DataLoss
-from portalmq.spark.positions import as_sorted
-from portalmq.spark.stream import MessagesStream
+from portalmq.spark.reading import log_poller
+from portalmq.spark.reading.positions import as_sorted
+from portalmq.spark.reading.stream import MessagesStream
 
 ALL = ReadAllAvailable()
 
@@ -156,4 +157,4 @@ def test_names_are_sorted_as_text():
 
 def test_the_patience_is_what_the_documents_say():
     text = (Path(__file__).resolve().parents[2] / "docs" / "SPARK.md").read_text()
-    assert f"{lookout.PATIENCE_S:g} s" in text
+    assert f"{log_poller.PATIENCE_S:g} s" in text

@@ -21,7 +21,7 @@ from support.stream_job import StreamJob, started
 
 from portalmq import Admin
 from portalmq.spark import options
-from portalmq.spark.opening import origin_of
+from portalmq.spark.reading.origins import origin_of
 
 pytestmark = [pytest.mark.spark, pytest.mark.cluster, pytest.mark.timeout(600)]
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from portalmq.spark.sending import REQUEST_BYTES_MAX
+from portalmq.spark.writing.sender import REQUEST_BYTES_MAX
 
 # As a script its folder is on the path, and tests/ is not.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

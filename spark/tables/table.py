@@ -16,12 +16,12 @@ import pyarrow as pa
 from pyspark.sql.datasource import InputPartition
 from pyspark.sql.types import DataType, StructField, StructType
 
-from portalmq.spark.directories import Directories, FileSpan, not_there
 from portalmq.spark.errors import BadOption, DamagedFile
+from portalmq.spark.files.directories import Directories, FileSpan, not_there
+from portalmq.spark.files.replica import DirectoryReplica
+from portalmq.spark.files.segment import is_at_rest
 from portalmq.spark.options import EARLIEST, LATEST, Bound, ReadOptions
 from portalmq.spark.origin import PartitionLog
-from portalmq.spark.replica import DirectoryReplica
-from portalmq.spark.segment import is_at_rest
 
 CHUNK_OFFSETS = 65_536
 PIECES_IN_A_TASK = 64

@@ -25,14 +25,14 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.types import IntegerType, LongType, StringType, StructType, TimestampType
 
-from portalmq.spark.directories import not_there
 from portalmq.spark.errors import DamagedFile, NothingThere
-from portalmq.spark.moments import DELAYED, Moments
+from portalmq.spark.files.directories import not_there
+from portalmq.spark.files.replica import STATE_NAME
+from portalmq.spark.files.segment import opened
 from portalmq.spark.options import ReadOptions
 from portalmq.spark.origin import PartitionLog
-from portalmq.spark.replica import STATE_NAME
-from portalmq.spark.segment import opened
-from portalmq.spark.table import Piece, Table, directories_of, pieces_of
+from portalmq.spark.tables.availability import DELAYED, Moments
+from portalmq.spark.tables.table import Piece, Table, directories_of, pieces_of
 
 TABLE = Table(
     "groups",

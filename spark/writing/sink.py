@@ -20,10 +20,10 @@ from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowW
 from pyspark.sql.types import StructType
 
 from portalmq.spark.errors import BadOption, SourceError
-from portalmq.spark.identity import Identities
 from portalmq.spark.options import Writing
-from portalmq.spark.rows import check_columns, placed_rows
-from portalmq.spark.sending import Sender, partitions_of, transport_of
+from portalmq.spark.writing.identity import Identities
+from portalmq.spark.writing.rows import check_columns, placed_rows
+from portalmq.spark.writing.sender import Sender, partitions_of, transport_of
 
 if TYPE_CHECKING:
     import pyarrow as pa

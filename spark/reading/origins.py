@@ -9,9 +9,9 @@ from portalmq.spark.origin import Origin
 def origin_of(reading: ReadOptions) -> Origin:
     """Return the origin that the options name. Raises SourceError."""
     if reading.paths:
-        from portalmq.spark.directories import Directories
+        from portalmq.spark.files.directories import Directories
 
         return Directories(reading.paths, reading.topics, reading.span_offsets)
-    from portalmq.spark.brokers import Brokers
+    from portalmq.spark.http_api.brokers import Brokers
 
     return Brokers(reading.bootstrap, reading.topics, reading.span_offsets, token=reading.token, tls=reading.tls)

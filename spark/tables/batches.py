@@ -28,9 +28,9 @@ from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.types import IntegerType, LongType, MapType, StringType, StructType, TimestampType
 
 from portalmq.spark.errors import DamagedFile
+from portalmq.spark.files.segment import arrow_cursor, is_at_rest, told_of
 from portalmq.spark.options import ReadOptions
-from portalmq.spark.segment import arrow_cursor, is_at_rest, told_of
-from portalmq.spark.table import CHUNK_OFFSETS, Piece, Table, Task, directories_of, packed, pieces_of
+from portalmq.spark.tables.table import CHUNK_OFFSETS, Piece, Table, Task, directories_of, packed, pieces_of
 
 MESSAGES, EPOCH_START = 0, 1
 _SIZE_BITS = 40  # a value has fewer than 2**40 bytes

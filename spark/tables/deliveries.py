@@ -35,7 +35,12 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.types import IntegerType, LongType, StringType, StructType, TimestampType
 
-from portalmq.spark.bodies import (
+from portalmq.spark.errors import DamagedFile
+from portalmq.spark.files.segment import opened
+from portalmq.spark.options import ReadOptions
+from portalmq.spark.origin import PartitionLog
+from portalmq.spark.tables.availability import Moments
+from portalmq.spark.tables.bodies import (
     STREAM_KINDS,
     AckBody,
     Body,
@@ -54,12 +59,7 @@ from portalmq.spark.bodies import (
     SeekBody,
     decoded,
 )
-from portalmq.spark.errors import DamagedFile
-from portalmq.spark.moments import Moments
-from portalmq.spark.options import ReadOptions
-from portalmq.spark.origin import PartitionLog
-from portalmq.spark.segment import opened
-from portalmq.spark.table import Piece, Table, Task, directories_of, packed, pieces_of
+from portalmq.spark.tables.table import Piece, Table, Task, directories_of, packed, pieces_of
 
 TABLE = Table(
     "deliveries",

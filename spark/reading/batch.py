@@ -15,10 +15,10 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, Filter, InputPartition
 
 from portalmq.spark.errors import BadOption, DataLoss, NothingThere
-from portalmq.spark.filters import Bounds, bounds_of
-from portalmq.spark.opening import origin_of
 from portalmq.spark.options import EARLIEST, LATEST, Bound, ReadOptions
 from portalmq.spark.origin import Origin, PartitionLog, packed, rows_of, spans_of
+from portalmq.spark.reading.filters import Bounds, bounds_of
+from portalmq.spark.reading.origins import origin_of
 
 
 class MessagesReader(DataSourceReader):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as f
 
-from portalmq.spark.distribution import coarse, power_from, power_to, quantiles
+from portalmq.spark.figures.distribution import coarse, power_from, power_to, quantiles
 
 
 @dataclass(frozen=True)

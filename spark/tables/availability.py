@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from portalmq.spark.errors import DamagedFile
-from portalmq.spark.segment import opened
+from portalmq.spark.files.segment import opened
 
 BLOCK_OFFSETS = 65_536
 BLOCKS_KEPT = 16

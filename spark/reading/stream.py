@@ -26,13 +26,13 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
-from portalmq.spark.admission import shares
 from portalmq.spark.errors import BadOption, DataLoss, NoTopic
-from portalmq.spark.lookout import LASTING, PASSING, PATIENCE_S, FaultDuration, Lookout
-from portalmq.spark.opening import origin_of
 from portalmq.spark.options import EARLIEST, LATEST, ReadOptions
 from portalmq.spark.origin import Origin, PartitionLog, packed, rows_of, spans_of
-from portalmq.spark.positions import LogPositions, Positions, accepted, as_sorted, standing
+from portalmq.spark.reading.admission import shares
+from portalmq.spark.reading.log_poller import LASTING, PASSING, PATIENCE_S, FaultDuration, Lookout
+from portalmq.spark.reading.origins import origin_of
+from portalmq.spark.reading.positions import LogPositions, Positions, accepted, as_sorted, standing
 from portalmq.spark.topics import is_pattern
 
 POLL_S = 0.25

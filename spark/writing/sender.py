@@ -26,7 +26,7 @@ from portalmq import wire
 from portalmq.errors import MessageTooLarge, PortalMQError, TopicExists
 from portalmq.network.tls import NO_FILES, TlsFiles
 from portalmq.spark.errors import BadOption, BadRow, NotWritten, Unreachable
-from portalmq.spark.rows import Placed, Row
+from portalmq.spark.writing.rows import Placed, Row
 from portalmq.transport.transport import Request, Transport, decode_answer
 
 REQUEST_ROWS_MIN: Final = 1_000

@@ -20,9 +20,9 @@ import msgspec
 import pyarrow as pa
 
 from portalmq.spark.errors import DamagedFile, DataLoss, NothingThere, NoTopic, NotReadable, SourceError
+from portalmq.spark.files.replica import DirectoryReplica, SegmentFile, first_at
+from portalmq.spark.files.segment import SegmentRows
 from portalmq.spark.origin import SPAN_OFFSETS, PartitionLog, Span
-from portalmq.spark.replica import DirectoryReplica, SegmentFile, first_at
-from portalmq.spark.segment import SegmentRows
 from portalmq.spark.topics import is_wanted, not_found
 
 _TOPIC = re.compile(r"(?P<topic>[A-Za-z0-9._-]{1,190})@(?P<topic_id>[0-9a-f]+)\Z")

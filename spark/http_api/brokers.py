@@ -36,7 +36,7 @@ from portalmq.errors import Forbidden, NotFound, OffsetOutOfRange, PortalMQError
 from portalmq.network.connection import Address
 from portalmq.network.tls import NO_FILES, TlsFiles
 from portalmq.spark.errors import BadOption, DataLoss, NoTopic, SourceError, Unreachable
-from portalmq.spark.frames import batches_of
+from portalmq.spark.http_api.frames import batches_of
 from portalmq.spark.origin import SPAN_OFFSETS, PartitionLog, Span
 from portalmq.spark.topics import is_pattern, is_wanted, not_found
 from portalmq.transport.transport import (

@@ -20,11 +20,11 @@ import pyarrow as pa
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as f
 
-from portalmq.spark import appended, delivered, lists
-from portalmq.spark.appended import AppendedFigures
-from portalmq.spark.delivered import Delivered
-from portalmq.spark.directories import Directories
-from portalmq.spark.lists import Series, Top
+from portalmq.spark.figures import appended, delivered, lists
+from portalmq.spark.figures.appended import AppendedFigures
+from portalmq.spark.figures.delivered import Delivered
+from portalmq.spark.figures.lists import Series, Top
+from portalmq.spark.files.directories import Directories
 from portalmq.spark.report import model
 from portalmq.spark.report.model import Report
 
@@ -69,7 +69,7 @@ def bucket_width_ms(first_ms: int, last_ms: int, points_max: int = model.SERIES_
             return width
 
 
-def report(
+def compute(
     spark: SparkSession, paths: Sequence[Path], topics: Sequence[str] | None, parquet: Path, *, made_at_ms: int
 ) -> Report:
     """Compute all figures, write them below `parquet`, and return them cut to their limits for display.

@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from portalmq.spark.errors import DamagedFile, SourceError
-from portalmq.spark.segment import ATTEMPTS, is_at_rest, opened
+from portalmq.spark.files.segment import ATTEMPTS, is_at_rest, opened
 
 T = TypeVar("T")
 

@@ -1,0 +1,1 @@
+"""The brokers' data directories as an origin."""

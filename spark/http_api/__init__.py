@@ -1,0 +1,1 @@
+"""The brokers' HTTP interface as an origin."""

@@ -1,0 +1,1 @@
+"""The tables beside `messages`: batches, deliveries and groups."""
