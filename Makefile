@@ -18,15 +18,19 @@ define LINKED
 mkdir -p $(VENV)/links && ln -sfn $(CURDIR)/client_api $(VENV)/links/portalmq && echo $(CURDIR)/$(VENV)/links \
 	> "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/portalmq-links.pth"
 endef
-# Two at a time: tests that start brokers are bound by the processors, not by waiting.
-TEST_PROCESSES ?= 2
+# More than two processors: tests that start brokers wait for most of their time.
+TEST_PROCESSES ?= 4
+# Tests of one file stay together where they can, so that what they share is started once.
+PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal
 
-.PHONY: help demo test standstill simulate mutants up bench bench-spark report lint types format clean
+.PHONY: help demo test unit prove standstill simulate mutants up bench bench-spark report lint types format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo      sensors, controllers and a leader that is killed half way, and Spark's report over it: a minute"
 	@echo "make test      the test suite"
+	@echo "make unit      its tests that start no broker, ZooKeeper or Spark: two minutes"
+	@echo "make prove     long runs: SEEDS=2000 of the simulator, mutants, Spark jobs and brokers killed under load"
 	@echo "make simulate  replication under every fault, over SEEDS=500 seeds; SEED=7 tells that run event by event"
 	@echo "make mutants   planted protocol bugs, each of which the simulator has to find"
 	@echo "make standstill  the test suite while its processes are stopped at random: TESTS=tests/cluster/test_locks.py"
@@ -39,11 +43,20 @@ demo: $(READY)
 	@exec $(BIN)/python -m portalmq.demo_iot.demo $(if $(REPORT),--report $(REPORT))
 
 test: $(READY)
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) $(TESTS)
+	$(PYTEST) $(TESTS)
+
+unit: $(READY)
+	$(PYTEST) -m unit $(TESTS)
+
+# One test at a time: each kills processes under load. build/prove.xml keeps the figures.
+prove: $(READY)
+	@$(MAKE) --no-print-directory simulate SEEDS=$(or $(SEEDS),2000)
+	@$(MAKE) --no-print-directory mutants
+	$(BIN)/python -m pytest -m prove --durations 0 --junit-xml build/prove.xml
 
 # Nobody's turn is sure, as on a crowded machine. PAUSES="--longest 2" lets them stand still for longer.
 standstill: $(READY)
-	PYTHONPATH=tests $(BIN)/python -m support.standstill $(PAUSES) -- $(BIN)/python -m pytest -n $(TEST_PROCESSES) $(TESTS)
+	PYTHONPATH=tests $(BIN)/python -m support.standstill $(PAUSES) -- $(PYTEST) $(TESTS)
 
 # SEED=n one run with its trace; SEEDS=n so many, from FIRST on; EVENTS=n of each run before its faults end.
 simulate: $(READY)

@@ -18,6 +18,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 STRETCHES_SHOWN = 5
+NOT_UNIT = ("cluster", "spark", "checkout", "prove")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark each test that needs nothing but the package and its libraries as `unit`."""
+    if not any(item.get_closest_marker(name) for name in NOT_UNIT):
+        item.add_marker(pytest.mark.unit)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -12,6 +12,8 @@ from support.compose import DATA_DIR, MINIQ, ROOT, MissingVariable, compose, ima
 from portalmq.broker.server.config import load_config
 from portalmq.transport.transport import bootstrap_addresses
 
+pytestmark = pytest.mark.checkout
+
 SERVICES = compose()["services"]
 BROKERS = {name: service for name, service in SERVICES.items() if name.startswith("broker")}
 ZOOKEEPERS = {name: service for name, service in SERVICES.items() if name.startswith("zk")}

@@ -22,6 +22,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.checkout
+
 ROOT = Path(__file__).parents[1]
 # About 500 is the aim; a file that passes it may finish its sentence.
 LINES_MAX = 700

@@ -1,4 +1,4 @@
-"""One cluster for the tests of a module, whole again before each of them; a topic of its own for each."""
+"""One cluster for each test process, healed before each test; a topic of its own for each test."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.cluster import Cluster
 _numbers = itertools.count(1)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with Cluster(tmp_path_factory.mktemp("cluster")) as cluster:
         yield cluster

@@ -23,6 +23,7 @@ ACKED_BETWEEN_KILLS = 1_500
 pytestmark = pytest.mark.cluster
 
 
+@pytest.mark.prove
 @pytest.mark.timeout(300)
 def test_nothing_acked_is_lost_when_the_broker_is_killed_under_load(tmp_path: Path):
     with BrokerProcess(tmp_path / "data") as broker:

@@ -130,6 +130,7 @@ def send_ordinary(cluster: Cluster, topic: str, begin_ms: float, ended: threadin
             producer.send(topic, {"sent_ms": sent_ms}, partition=number % 3)
 
 
+@pytest.mark.prove
 def test_delayed_messages_each_come_none_early_and_in_time_while_leaders_die(cluster: Cluster, topic: str):
     cluster.admin().create_topic(topic, partitions=3)
     cluster.wait_in_sync(topic)

@@ -27,7 +27,7 @@ from support.spark_cluster import SparkCluster
 from portalmq import Admin, Producer
 from portalmq.spark.report import model
 
-pytestmark = [pytest.mark.cluster, pytest.mark.spark, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.prove, pytest.mark.cluster, pytest.mark.spark, pytest.mark.timeout(900)]
 
 TOKEN = "7oWmFhQ2xVbNcRt9"
 CHROOT = "/mq"

@@ -171,6 +171,7 @@ def coordinator_other_than(cluster: Cluster, topic: str, before: int) -> int:
     return wait_until(found, "another broker coordinates")
 
 
+@pytest.mark.prove
 def test_members_and_coordinators_come_and_go(cluster: Cluster, topic: str) -> None:
     cluster.admin().create_topic(topic, partitions=PARTITIONS)
     cluster.wait_in_sync(topic)

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 STARTED_WITHIN_S = 300.0
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.add_marker(pytest.mark.checkout)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Which test starts Spark is chance: each that asks for it has the time for that, unless it takes still more."""
     for item in items:

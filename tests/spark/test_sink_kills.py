@@ -16,7 +16,7 @@ from support.sink_job import SinkJob
 
 KILLS = int(os.environ.get("PORTALMQ_SPARK_KILLS", "2"))
 
-pytestmark = [pytest.mark.spark, pytest.mark.cluster, pytest.mark.timeout(600 + 150 * KILLS)]
+pytestmark = [pytest.mark.prove, pytest.mark.spark, pytest.mark.cluster, pytest.mark.timeout(600 + 150 * KILLS)]
 
 ROWS_A_BATCH = 400
 BATCHES_A_KILL = 2

@@ -23,7 +23,7 @@ from portalmq import Admin
 from portalmq.spark import options
 from portalmq.spark.reading.origins import origin_of
 
-pytestmark = [pytest.mark.spark, pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.prove, pytest.mark.spark, pytest.mark.cluster, pytest.mark.timeout(600)]
 
 KILLS = int(os.environ.get("PORTALMQ_SPARK_KILLS", "2"))
 SEED = int(os.environ.get("PORTALMQ_SPARK_SEED", "0")) or random.randrange(1, 10**6)
