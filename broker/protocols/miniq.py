@@ -1,14 +1,14 @@
-"""MiniQ over HTTP: a queue, and a message stays in it until it is confirmed.
+"""MiniQ over HTTP: a message stays in its queue until it is confirmed.
 
-    POST /message  {"Message": ...}   200 {key, timestamp}; a body that is no such object is the message itself
-    GET  /message                     200 {message, timestamp, key}, 404 when there is none to be had
-    POST /confirm  {"Key": key}       200; 404 for a key of no message
-    GET  /messages                    the whole queue, nothing taken: {messages: [{message, timestamp, key, state}]}
+    POST /message  {"Message": ...}   200 {key, timestamp}; any other body is the message itself
+    GET  /message                     200 {message, timestamp, key}, 404 when none is available
+    POST /confirm  {"Key": key}       200; 404 for an unknown key
+    GET  /messages                    the whole queue, consuming nothing: {messages: [{message, timestamp, key, state}]}
 
-Who was given a message has it until the lease ends; then it is offered again. A broker that was started with
---no-confirm (MiniQ's -c) takes a message out when it hands it out. ?queue=name is a queue of its own, that is, a topic.
-A key tells of which queue it is: one that outlived its queue confirms nothing of the next one of the name. Timestamps
-are Unix milliseconds.
+A delivered message is leased. When the lease ends unconfirmed, it is delivered again. A broker started with
+--no-confirm (MiniQ's -c) acks a message when it delivers it. ?queue=name selects another queue, that is, a topic. A key
+carries a mark of its queue: a key of a deleted queue confirms nothing in a new one of the same name. Timestamps are
+Unix milliseconds.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Confirmation(msgspec.Struct):
 
 def post(context: RequestContext) -> Response:
     queue = _queue()
-    # Asked before: should the queue be deleted and made again on the way, the key is of the one that is gone.
+    # Read first: if the queue is deleted and created again during this call, the key is of the deleted one.
     mark = _mark(context, queue)
     (produced,) = context.broker.produce(queue, ProduceRequest([_posted(context.body())]))
     if isinstance(produced, PortalMQError):
@@ -59,7 +59,7 @@ def post(context: RequestContext) -> Response:
 
 
 def _mark(context: RequestContext, queue: str) -> str:
-    """ "" for a queue that is not there."""
+    """Return the queue's mark; "" when it does not exist."""
     try:
         return context.broker.offset_acks.mark(queue)
     except TopicNotFound:
@@ -86,7 +86,7 @@ def get(context: RequestContext) -> Response:
     with context.parked(wait_ms):
         messages = context.broker.receive(DEFAULT, wanted, peer_of(request.environ), is_first=True)
     if not messages:
-        raise MessageNotFound(f"queue {queue!r} has no message to be had now")
+        raise MessageNotFound(f"queue {queue!r} has no message available now")
     (message,) = messages
     if context.config.no_confirm:
         (verdict,) = context.broker.ack(DEFAULT, [message.receipt])
@@ -111,7 +111,7 @@ def confirm(context: RequestContext) -> Response:
 
 
 def read_all(context: RequestContext) -> Response:
-    """All that is not confirmed yet, at most LIST_MAX, and 16 MiB; `more` says whether that is not all."""
+    """Return the messages that are not confirmed, at most LIST_MAX and 16 MiB; `more` is true when there are more."""
     queue = _queue()
     mark = context.broker.offset_acks.mark(queue)
     found, more = first_of(context.broker.unfinished.messages(DEFAULT, queue), record_of_pending, LIST_MAX)

@@ -3,11 +3,10 @@
     CREATE_QUEUE                  {queue, created}
     QUEUE_SIZE                    {queue, size, ready, in_flight, scheduled}: size is all that is not deleted
     DELETE_MSG   id, or ids       {queue, id}, or {queue, ids, deleted: [true, ...]}
-    PRODUCE_MSG, CONSUME          {queue}: its door is open, that is, the queue is there: made, unless the cluster makes
-                                  none at its first use
+    PRODUCE_MSG, CONSUME          {queue}: the queue exists; it is created if the cluster creates topics on first use
 
-This is the one place where commands are carried out: `POST /miniq/command` of any broker, and behind it port 5557 of
-`portalmq zeromq`, which passes on what it is told. Each command may be repeated: it says what is to be so.
+All commands are executed here: `POST /miniq/command` of any broker. Port 5557 of `portalmq zeromq` forwards to it.
+Every command is idempotent.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ def command(context: RequestContext) -> Response:
     try:
         done = carry_out(context, queue, given.payload)
     except TopicNotFound as error:
-        # In the words of who sends commands: he may have no other way in.
-        told = f"there is no queue {queue!r}: make it with CREATE_QUEUE"
-        raise TopicNotFound(told, retryable=error.retryable, outcome=error.outcome) from None
+        # Name the command: the client may know no other protocol.
+        detail = f"there is no queue {queue!r}: make it with CREATE_QUEUE"
+        raise TopicNotFound(detail, retryable=error.retryable, outcome=error.outcome) from None
     return answer({"status": "ok", "queue": queue, **done})
 
 
@@ -78,7 +77,7 @@ def _delete(context: RequestContext, queue: str, payload: Payload) -> dict[str, 
 
 
 def _finished(context: RequestContext, queue: str, keys: list[MessageKey]) -> list[bool]:
-    """Which of them are done now. Raises what is not known of one: a repeat does no harm to the others."""
+    """Ack messages; True for each that existed. Raises when the outcome of one is unknown: repeating is safe."""
     if not keys:
         return []
     try:
@@ -97,8 +96,8 @@ def _finished(context: RequestContext, queue: str, keys: list[MessageKey]) -> li
 
 def _open(context: RequestContext, queue: str, payload: Payload) -> dict[str, Any]:
     if payload.message is not msgspec.UNSET:
-        # To drop it in silence would be to lose it.
-        raise InvalidRequest("this command opens the queue's door; the message itself goes to the producers' port")
+        # Dropping it silently would lose it.
+        raise InvalidRequest("this command carries no message: send the message to the producers' port")
     context.broker.use_topic(queue)
     return {}
 

@@ -1,5 +1,5 @@
-"""A message as the old protocols carry it: one JSON value. Text is stored as text, and anything else as JSON, as it was
-written: a number keeps its digits. Bytes that are neither go in and come out as base64, under another name."""
+"""A message in the old protocols: one JSON value. Text is stored as text, anything else as the JSON that the client
+wrote, so a number keeps its digits. Other bytes are base64, in a member of another name."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from portalmq.errors import InvalidRequest
 
 NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
-# Of a message that is not finished.
+# The record of a PendingMessage.
 record_of_pending = attrgetter("stored.record")
 
 _decode_any = msgspec.json.Decoder().decode
 
 
 class MessageBody(msgspec.Struct, kw_only=True):
-    """Of a body that brings a message, the message: `message`, or `message_base64`."""
+    """The members of a request body that carry a message: `message`, or `message_base64`."""
 
     message: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     message_base64: str | msgspec.UnsetType = msgspec.UNSET
 
     def record(self) -> Record:
-        """Raises InvalidRequest."""
+        """Return the record to store. Raises InvalidRequest."""
         if isinstance(self.message, msgspec.Raw) and self.message_base64 is msgspec.UNSET:
             return record_of(self.message)
         if isinstance(self.message_base64, str) and self.message is msgspec.UNSET:
@@ -42,7 +42,7 @@ class MessageBody(msgspec.Struct, kw_only=True):
 
 
 def record_of(raw: msgspec.Raw) -> Record:
-    """Raises InvalidRequest for what only looks like JSON."""
+    """Return the record of a JSON value. Raises InvalidRequest when it is not valid."""
     written = bytes(raw)
     try:
         message = _decode_any(written)
@@ -52,7 +52,7 @@ def record_of(raw: msgspec.Raw) -> Record:
 
 
 def message_member(record: Record, name: str = "message") -> dict[str, Any]:
-    """The message as a member of an answer: under `name`, or under `<name>_base64`."""
+    """Return the message as a member of an answer: `name`, or `<name>_base64`."""
     try:
         text = record.value.decode("utf-8")
     except UnicodeDecodeError:
@@ -62,18 +62,18 @@ def message_member(record: Record, name: str = "message") -> dict[str, Any]:
             _decode_any(record.value)
             return {name: msgspec.Raw(record.value)}
         except NOT_JSON:
-            pass  # it says that it is JSON, and is not: as text it is what was sent
+            pass  # not JSON, whatever its content type says: shown as text, it is what was sent
     return {name: text}
 
 
-# What a key says of its queue is as long as a topic's mark.
+# The optional first part is a topic's mark.
 _KEY = re.compile(r"(?:([0-9a-f]{8})-)?([0-9]{1,19})-([0-9]{1,19})", re.ASCII)
 
 
 class MessageKey(NamedTuple):
-    """`<mark>-<partition>-<offset>`: a message's place, and the mark of its topic, so that a key which outlives its
-    queue names no message of the next one of that name. `mark` is "" where a key leaves it out, as ids of other doors
-    do."""
+    """`<mark>-<partition>-<offset>`: the position of a message, and the mark of its topic. A key of a deleted queue
+    therefore names no message of a new queue with the same name. `mark` is "" in keys without one, such as the ids of
+    other protocols."""
 
     mark: str
     partition: int
@@ -85,28 +85,29 @@ class MessageKey(NamedTuple):
 
 
 def parse_key(text: str) -> MessageKey:
-    """Raises InvalidRequest."""
+    """Parse a key. Raises InvalidRequest."""
     found = _KEY.fullmatch(text)
     if found is not None:
         mark, partition, offset = found.groups()
         key = MessageKey(mark or "", int(partition), int(offset))
         if max(key.partition, key.offset) <= wire.INTEGER_MAX:
             return key
-    raise InvalidRequest(f"{text[:100]!r} is no key of a message: show the one that came with it")
+    raise InvalidRequest(f"{text[:100]!r} is not a message's key: use the key that came with the message")
 
 
 def finish(context: RequestContext, queue: str, keys: Sequence[MessageKey]) -> list[Verdict]:
-    """Which messages are done for the group of the older queues. Raises TopicNotFound, PartitionNotFound."""
+    """Ack messages by key for the group of the older queues; one verdict each. Raises TopicNotFound,
+    PartitionNotFound."""
     places = [(key.partition, key.offset) for key in keys]
     return context.broker.offset_acks.finish(DEFAULT, queue, places, marks=[key.mark for key in keys])
 
 
-# A message as one integer: the offset itself in partition 0, where all messages of a queue with one partition are.
+# An id is one integer: the offset itself in partition 0, so ids of a queue with one partition are its offsets.
 _OFFSET_BITS = 40
 
 
 def id_of(partition: int, offset: int) -> int:
-    """Exact in every JSON reader: 10 bits of partition over 40 of offset are below 2^53."""
+    """Return a message's id. 10 bits of partition and 40 of offset stay below 2^53, exact in every JSON reader."""
     return (partition << _OFFSET_BITS) | offset
 
 

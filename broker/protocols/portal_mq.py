@@ -1,16 +1,16 @@
-"""Portal MQ: a producer publishes until it is told that the message is in; a consumer is shown the message whose turn
-it is with its sequence number, and only when it has it tells the broker to go on, which only one of them can.
+"""Portal MQ: a producer repeats a publish until it is acknowledged. Consumers read the current message with its
+sequence number, then consume it, which advances the shared offset; one of several consumers succeeds.
 
     POST /publish {name, message, id}      200 {partition, offset}. With "sequence" a repeat is recognised;
-                                           "message_base64" instead brings bytes
+                                           "message_base64" for bytes
     POST /read    {name, id}               200 {message, offset}, 204 when there is none; "wait_ms" waits for one; with
-                                           "first_use" a missing topic is made, where /publish would make it
-    POST /consume {name, offset}           200 when it was that message's turn, 204 when it was not
+                                           "first_use" a missing topic is created, if /publish would create it
+    POST /consume {name, offset}           200 when that message was the current one, otherwise 204
     POST /topic/create, delete {name}      200; /topic/exists 200 or 404
-    POST /producer, /consumer ...  {id}    the same: the names that programs go by
+    POST /producer, /consumer ...  {id}    the same, for names of programs
 
-The sequence number is the message's offset (in a topic of several partitions with the partition in it). Bodies may be
-JSON; members that are not known are ignored, as ever.
+The sequence number is the message's offset, combined with the partition in a topic of several partitions. Unknown
+members of a JSON body are ignored.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from portalmq.broker.protocols import PORTAL_GROUP
 from portalmq.broker.protocols.payload import MessageBody, id_of, message_member, place_of_id
 from portalmq.errors import InvalidRequest, NotFound, PartitionNotFound, PortalMQError, TopicNotFound
 
-# A reader that sleeps on a topic of several partitions looks at each of them in turn for so long.
+# A waiting read of a topic with several partitions waits this long at each of them in turn.
 LOOK_MS = 500
 KEY_LENGTH_MAX = 255
 
@@ -70,7 +70,7 @@ def publish(context: RequestContext) -> Response:
     if wanted.sequence is not None:
         if wanted.id is None:
             raise InvalidRequest("a sequence counts the messages of a producer: name it in `id`")
-        # With its length, as there may be a colon in either.
+        # With the length of the id: either part may contain a colon.
         key = f"{PORTAL_GROUP}:{len(str(wanted.id))}:{wanted.id}:{wanted.sequence}"
         if len(key) > KEY_LENGTH_MAX:
             raise InvalidRequest(f"`id` and `sequence` have {len(key)} characters together, {KEY_LENGTH_MAX} at most")
@@ -96,7 +96,7 @@ def read(context: RequestContext) -> Response:
 
 
 def _first_message(context: RequestContext, topic: str, size: int, wait_ms: int) -> StoredMessage | None:
-    """The first message of any of `size` partitions; another is asked first each time."""
+    """Return the current message of any of `size` partitions, or None; each call begins with another partition."""
     turn = next(_turns)
     while True:
         numbers = [(turn + step) % size for step in range(size)]

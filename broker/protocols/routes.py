@@ -1,4 +1,4 @@
-"""The doors of the older queues, on one screen."""
+"""The routes of the older queues' protocols."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from portalmq.broker.protocols import portal_mq as portal
 
 
 def _taking(view: Callable[[RequestContext], Response], other: str) -> Callable[[RequestContext], Response]:
-    """A view that takes by GET, as the old protocols do. Flask lets HEAD in as well, whose answer could not bring what
-    was taken. `other` is the path's other method."""
+    """Refuse HEAD for a view that consumes by GET: Flask routes HEAD to it too, whose answer cannot carry the message.
+    `other` is the other method of the path."""
 
     def taken(context: RequestContext) -> Response:
         if request.method != "GET":

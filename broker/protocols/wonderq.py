@@ -1,14 +1,15 @@
-"""WonderQ: a consumer takes messages under its id, and they are locked for it until it deletes them, or for a time.
+"""WonderQ: a consumer receives messages under its id. The messages are locked for it until it deletes
+them, or the lock expires.
 
-    POST   /v1/publish {"message": ...}        200 {"id"}; "message_base64" brings bytes
+    POST   /v1/publish {"message": ...}        200 {"id"}; "message_base64" for bytes
     GET    /v1/consumer?cid=7&limit=10         200 {"messages": [{id, message}]}
-    DELETE /v1/consumer?cid=7&id=12            200 true, or false when it is not locked for that consumer (any more)
+    DELETE /v1/consumer?cid=7&id=12            200 true, or false when that consumer does not hold the lock
     GET    /v1/queue                           200 {counts, messages: [{id, message, state, deliveries, ...}]}
 
-Ids are integers, and while the queue stands no message's id is ever another's. The lock is the group's visibility
-timeout (30 s by default: `PUT /v1/groups/default {"visibility_timeout_ms": 5000}` changes it). Nobody waits for a lock
-to be replicated: one that was given in the last moment before a leader dies may go with it, and its message is offered
-again. What was deleted stays deleted.
+Ids are integers, unique within the lifetime of the queue. The lock lasts for the group's visibility timeout (30 s by
+default: `PUT /v1/groups/default {"visibility_timeout_ms": 5000}` changes it). A receive does not wait until the lock is
+replicated: a lock granted just before its leader dies may be lost, and the message is delivered again. A deleted
+message stays deleted.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def delete(context: RequestContext) -> Response:
     parameters = query("cid", "id")
     holder, number = _holder(parameters.number("cid")), parameters.number("id")
     if number is None:
-        raise InvalidRequest("name the message that was processed: ?cid=7&id=12")
+        raise InvalidRequest("name the processed message: ?cid=7&id=12")
     try:
         (verdict,) = context.broker.offset_acks.finish(DEFAULT, DEFAULT, [place_of_id(number)], holder=holder)
     except (PartitionNotFound, TopicNotFound):
@@ -75,18 +76,18 @@ def delete(context: RequestContext) -> Response:
 
 def _holder(cid: int | None) -> str:
     if cid is None:
-        raise InvalidRequest("name the consumer, an integer of its own: ?cid=7")
+        raise InvalidRequest("name the consumer by an integer: ?cid=7")
     return f"wonderq-{cid}"
 
 
 def state(context: RequestContext) -> Response:
-    """What is in the queue at this moment: the counts, and its first messages."""
+    """Return the counts of the queue, and its first messages."""
     limit = min(query("limit").number("limit", least=1) or 100, SHOWN_MAX)
     size = QueueSize(0, 0, 0)
     found: list[PendingMessage] = []
     more = False
     with suppress(TopicNotFound):
-        # The size first: with it the group begins, and what nobody has asked for yet is counted as well.
+        # The size first: reading it starts the group, so messages that nobody has received yet are counted.
         size = context.broker.queue_sizes.size(DEFAULT, DEFAULT)
         found, more = first_of(context.broker.unfinished.messages(DEFAULT, DEFAULT), record_of_pending, limit)
     context.make_room(map(record_of_pending, found))

@@ -251,7 +251,7 @@ def run(*command: str) -> str:
 
 def test_the_command_refuses_to_start_where_it_makes_no_sense(tmp_path: Path):
     with ZeroMQProcess(tmp_path, ["http://127.0.0.1:1"], "--timeout", "0.5") as miniq:
-        assert "Until that is mended" in miniq.stderr(), "a cluster that is not there yet may come"
+        assert "Until then" in miniq.stderr(), "a cluster that is not there yet may come"
         taken = start("--command-port", str(miniq.ports["commands"]), "--producer-port", "0", "--consumer-port", "0")
         assert (taken.returncode, "commands" in taken.stderr) == (73, True)
         assert miniq.stop() == 0

@@ -1,16 +1,16 @@
-"""MiniQ over ZeroMQ: three ports that speak REQ/REP in JSON, in front of a cluster.
+"""MiniQ over ZeroMQ: three ports with REQ/REP in JSON, in front of a cluster.
 
     5557 commands    {"type", "payload": {"queue", ...}}    CREATE_QUEUE, QUEUE_SIZE, DELETE_MSG, PRODUCE_MSG, CONSUME
     5555 producers   {"queue", "message"}                   {"status": "ok", "id", ...} once it is stored
     5556 consumers   {"queue"}                              {"status": "ok", "id", "message", ...}, null when empty
 
-    protocol   frames in, frames out: pure             desk     who asks what of which queue, and its workers
-    access     who may ask                             cluster  the brokers, as this server uses them
-    server     the sockets                             service  MiniQService, for programs that call
-    command    `portalmq zeromq`
+    protocol   decodes and encodes frames; pure        dispatcher  requests by queue, and the worker threads
+    access     token check                             cluster     the brokers' HTTP API, as this server uses it
+    server     the sockets                             service     MiniQService, the client for programs
+    command    `portalmq zeromq`                       curve, flood   encryption; protection against endless messages
 
-The server keeps nothing that matters: queues, messages and leases are the brokers'. It may be killed, started again, or
-run several times over one cluster.
+The server keeps no state: queues, messages and leases are the brokers'. It may be killed, restarted, or run several
+times in front of one cluster.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["MiniQMessage", "MiniQService"]
 
 
 def __getattr__(name: str) -> Any:
-    """pyzmq is loaded when it is needed: the command line shows its help without."""
+    """Load pyzmq on first use: the help of the command line works without it."""
     if name not in __all__:
         raise AttributeError(f"module 'portalmq.zeromq' has no attribute {name!r}")
     from portalmq.broker.protocols.zeromq import service

@@ -1,4 +1,4 @@
-"""Who may ask: whoever is on this machine, or whoever shows a token. Only digests of the tokens are kept."""
+"""Access control: clients on this machine, or clients with a token. Only digests of the tokens are kept."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from portalmq.errors import Unauthorized
 
 
 class TokenAccess:
-    """Without any token everyone is let in."""
+    """Checks the token of a request. Without configured tokens every request is allowed."""
 
     def __init__(self, tokens: Iterable[str] = ()) -> None:
         self._digests = tuple(_digest(token) for token in tokens)
@@ -22,7 +22,7 @@ class TokenAccess:
         return bool(self._digests)
 
     def check(self, token: str | None) -> None:
-        """Raises Unauthorized. Every token is compared, in constant time."""
+        """Raise Unauthorized for a wrong token. Compares with every known token, in constant time."""
         if not self._digests:
             return
         if token is None:
@@ -31,7 +31,7 @@ class TokenAccess:
         for known in self._digests:
             allowed |= hmac.compare_digest(digest, known)
         if not allowed:
-            raise Unauthorized("the token is not known here")
+            raise Unauthorized("the token is unknown")
 
 
 def _digest(token: str) -> bytes:
@@ -39,8 +39,8 @@ def _digest(token: str) -> bytes:
 
 
 def access_from(file: Path | None, host: str, *, insecure: bool) -> TokenAccess:
-    """The check that the options ask for. Raises ValueError when the file cannot be read or holds no token, and when
-    ports that the network can reach would be open to everyone."""
+    """Return the access check for the options. Raises ValueError when the file cannot be read or holds no token, and
+    when ports reachable from the network would be open to everyone."""
     tokens: list[str] = []
     if file is not None:
         try:

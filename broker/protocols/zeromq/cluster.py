@@ -1,7 +1,7 @@
-"""The brokers, as MiniQ's server uses them: the public HTTP API through the client's own producer and transport.
+"""MiniQ's access to the brokers: the public HTTP API, through the client's producer and transport.
 
-A message goes out by the shared Producer: what comes in from many clients meanwhile is one request. All else is a call
-that any broker answers, and that survives a leader's death within its time.
+Messages go through one shared Producer, which batches those of many clients. All other requests are calls that any
+broker answers, and that survive the death of a leader within their timeout.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from portalmq.transport.transport import Bootstrap, Request, Transport, decode_a
 
 LOOK_UP_WITHIN_S = 2.0
 GIVE_BACK_WITHIN_S = 5.0
-# Of so many queues it is known where to ask first.
+# For so many queues the broker to ask first is remembered.
 NEAR_MAX = 10_000
 
 _JSON = (("Content-Type", wire.JSON),)
@@ -41,7 +41,7 @@ wire.prepare(_Received, _Deleted)
 
 
 class ClusterClient:
-    """Thread-safe. Every call but `send` may take up to its `timeout_s`, and raises a PortalMQError."""
+    """Thread-safe. Every call but `send` takes at most its `timeout_s`, and raises PortalMQError."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class ClusterClient:
         self._producer = Producer(
             bootstrap,
             token=token,
-            # Nobody waits for others to come: what comes while a request is on its way goes with the next one.
+            # No lingering: messages that arrive during a request go with the next one.
             linger_ms=0,
             delivery_timeout_s=timeout_s,
             max_block_s=timeout_s,
@@ -68,25 +68,27 @@ class ClusterClient:
         self._near: dict[str, tuple[str, int] | None] = {}
 
     def check(self, timeout_s: float) -> None:
-        """Raises Unavailable when no broker is there."""
+        """Raise Unavailable when no broker answers."""
         self._transport.metadata([], deadline=time.monotonic() + timeout_s)
 
     # --- messages in -------------------------------------------------------------------------------------------------
 
     def has_room_for(self, queue: str) -> bool:
-        """Whether send() returns at once."""
+        """Return whether send() returns at once."""
         return self._producer.has_room_for(queue)
 
     def send(self, queue: str, value: str | bytes, content_type: str | None) -> Future[RecordMetadata]:
         try:
             return self._producer.send(queue, value, content_type=content_type)
         except RuntimeError as fault:
-            raise Unavailable(f"MiniQ's server ends: {fault}", retryable=True, outcome="not_applied") from None
+            raise Unavailable(
+                f"MiniQ's server is shutting down: {fault}", retryable=True, outcome="not_applied"
+            ) from None
 
     # --- messages out ------------------------------------------------------------------------------------------------
 
     def receive(self, queue: str, at_most: int, timeout_s: float) -> list[ReceivedMessage]:
-        """Lease up to so many messages, without waiting for any."""
+        """Lease at most `at_most` messages, without waiting for any."""
         wanted = wire.ReceiveRequest(
             [queue],
             max_messages=at_most,
@@ -110,7 +112,7 @@ class ClusterClient:
         return messages
 
     def give_back(self, receipts: list[str]) -> None:
-        """Nobody has seen these messages: they may go to the next one at once. If that fails, their leases end."""
+        """Release messages that no client has seen, for delivery at once. If that fails, their leases expire."""
         body = msgspec.json.encode(wire.NackRequest(receipts, unseen=True))
         request = Request("POST", wire.group_path(DEFAULT, "nack"), body, _JSON, repeatable=True)
         self._transport.call(request, timeout_s=GIVE_BACK_WITHIN_S)
@@ -118,18 +120,18 @@ class ClusterClient:
     # --- commands ----------------------------------------------------------------------------------------------------
 
     def delete(self, queue: str, partition: int, ids: list[str], timeout_s: float) -> list[bool]:
-        """Which of these messages, all of one partition, were there and are done now."""
-        told = {"type": "DELETE_MSG", "payload": {"queue": queue, "ids": ids}}
-        answer = self._command(msgspec.json.encode(told), timeout_s, near=(queue, partition))
+        """Delete messages of one partition; True for each that existed."""
+        command = {"type": "DELETE_MSG", "payload": {"queue": queue, "ids": ids}}
+        answer = self._command(msgspec.json.encode(command), timeout_s, near=(queue, partition))
         deleted: list[bool] = msgspec.json.decode(answer, type=_Deleted).deleted
         return deleted
 
     def command(self, body: bytes, timeout_s: float) -> bytes:
-        """Any command, as the brokers answer it."""
+        """Execute a command, and return a broker's answer unchanged."""
         return self._command(body, timeout_s)
 
     def _command(self, body: bytes, timeout_s: float, near: tuple[str, int] | None = None) -> bytes:
-        # Every command says what is to be so: twice is once.
+        # Every command is idempotent.
         request = Request("POST", "/miniq/command", body, _JSON, repeatable=True, near=near)
         answer = self._transport.call(request, timeout_s=timeout_s)
         decode_answer(answer, dict[str, Any])
@@ -138,7 +140,7 @@ class ClusterClient:
     # --- where -------------------------------------------------------------------------------------------------------
 
     def _leader_near(self, queue: str) -> tuple[str, int] | None:
-        """A partition of the queue whose leader to ask: any broker would do, and that one has the shortest way."""
+        """Return a partition whose leader to ask. Any broker would do; that one need not forward the request."""
         if queue in self._near:
             return self._near[queue]
         try:
@@ -146,7 +148,7 @@ class ClusterClient:
         except PortalMQError:
             return None
         places = [(topic.name, each.partition) for topic in metadata.topics for each in topic.partitions]
-        if not places:  # it is made by the first receive
+        if not places:  # the first receive creates the topic
             return None
         if len(self._near) >= NEAR_MAX:
             self._near.clear()

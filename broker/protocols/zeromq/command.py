@@ -1,4 +1,4 @@
-"""`portalmq zeromq`: MiniQ's three ports in front of a cluster. pyzmq is loaded only when it is to run."""
+"""`portalmq zeromq`: MiniQ's three ports in front of a cluster. pyzmq is loaded only when the server runs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _PORT = click.IntRange(0, 65_535)
 @click.option("--token", metavar="SECRET", help="The token to show to the brokers (better: --token-file).")
 @click.option(
     "--require-token", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
-    help='Let in whoever sends a token of this file, one a line, as the member "token".',
+    help='Let in clients that send a token of this file (one a line) as the member "token".',
 )  # fmt: skip
 @click.option(
     "--curve-key-file", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
@@ -48,18 +48,18 @@ _PORT = click.IntRange(0, 65_535)
     "--curve-clients", type=click.Path(path_type=Path, file_okay=False), metavar="DIRECTORY",
     help="The public keys (.key) of the clients that are let in; goes with --curve-key-file.",
 )  # fmt: skip
-@click.option("--insecure", is_flag=True, help="Let everybody in who reaches the host.")
+@click.option("--insecure", is_flag=True, help="Let in every client that reaches the host.")
 @click.option(
     "--timeout", "timeout_s", type=click.FloatRange(0.1, 600), default=15.0, show_default=True, metavar="SECONDS",
-    help="By when a request is answered, if only with an error.",
+    help="Longest time until a request is answered, possibly with an error.",
 )  # fmt: skip
 @click.option(
     "--lease", "lease_s", type=click.FloatRange(0.001, wire.VISIBILITY_TIMEOUT_MS_MAX / 1000), metavar="SECONDS",
-    help="When a message that is not deleted comes again [the group's visibility timeout, 30].",
+    help="Time after which a message that is not deleted is delivered again [the group's visibility timeout, 30].",
 )  # fmt: skip
 @click.option(
     "--max-message-bytes", type=click.IntRange(1, wire.BODY_BYTES_MAX // 2), default=wire.MESSAGE_BYTES_MAX,
-    show_default=True, help="The largest message that is taken.",
+    show_default=True, help="The largest message that is accepted.",
 )  # fmt: skip
 @with_session
 def zeromq(
@@ -138,17 +138,17 @@ def _server(
     server = Server(cluster, access, host=host, ports=numbers, limits=limits, curve=curve)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
-    # A signal may come to any thread, and wakes no other by itself.
+    # A signal may arrive at any thread, and does not wake the others.
     signal.set_wakeup_fd(server.wakeup, warn_on_full_buffer=False)
     return server
 
 
 def _warn_if_unreachable(cluster: ClusterClient) -> None:
-    """A cluster that is not there yet may come: requests are refused until it does."""
+    """Warn when no broker answers. The server starts anyway, and refuses requests until one does."""
     try:
         cluster.check(CHECK_WITHIN_S)
     except PortalMQError as error:
-        click.echo(f"portalmq: {error}. Until that is mended requests are answered with an error.", err=True)
+        click.echo(f"portalmq: {error}. Until then requests are answered with an error.", err=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""CURVE, on request: encrypted sockets, and nobody in but the clients whose keys are listed.
+"""Optional CURVE encryption, which admits only clients whose public keys are listed.
 
-Who has no key of the list ends in the handshake, before a single frame is read. A key file is a certificate as
-`zmq.auth.create_certificates` writes it (ZeroMQ's ZPL); so is each client's, and the list is a directory of their
-public halves. The list is read at the start.
+A client without a listed key fails in the handshake, before any frame is read. A key file is a certificate as
+`zmq.auth.create_certificates` writes it (ZeroMQ's ZPL). The list is a directory of the clients' public keys, read at
+start.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import zmq
 import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
-# Under which libzmq asks about keys.
+# The ZAP domain of requests for authentication.
 DOMAIN = "portalmq"
 
 
@@ -22,26 +22,26 @@ class Curve:
     """The server's key and the clients' public keys."""
 
     def __init__(self, key_file: Path, clients: Path) -> None:
-        """Raises ValueError for files that hold no keys."""
+        """Raise ValueError for files without keys."""
         self._own = _own_keys(key_file)
         try:
             self.clients = len(zmq.auth.load_certificates(clients))
         except (OSError, ValueError) as fault:
             raise ValueError(f"the keys of clients in {clients} cannot be read: {fault}") from None
         if not self.clients:
-            raise ValueError(f"{clients} holds no client's key: put the .key files of those who may come in there")
+            raise ValueError(f"{clients} holds no client's key: put the .key files of the allowed clients there")
         self._directory = clients
         self._authenticator: ThreadAuthenticator | None = None
 
     def start(self, context: zmq.Context[Any]) -> None:
-        """Answer libzmq's questions about keys (ZAP) within this context."""
+        """Start to authenticate connections (ZAP) of this context."""
         authenticator = ThreadAuthenticator(context)
         authenticator.start()
         authenticator.configure_curve(domain=DOMAIN, location=str(self._directory))
         self._authenticator = authenticator
 
     def secure(self, socket: zmq.Socket[bytes]) -> None:
-        """Before it is bound."""
+        """Enable CURVE on a socket; call it before the socket is bound."""
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = self._own
         socket.zap_domain = DOMAIN.encode()
@@ -53,15 +53,15 @@ class Curve:
 
 
 class CurveClient:
-    """A client's key, and the server's public one: no other server is spoken to."""
+    """A client's key, and the public key of the only server that it accepts."""
 
     def __init__(self, key_file: Path, server_key: Path) -> None:
-        """Raises ValueError for files that hold no keys."""
+        """Raise ValueError for files without keys."""
         self._own = _own_keys(key_file)
         self._server, _ = _keys_in(server_key)
 
     def secure(self, socket: zmq.Socket[bytes]) -> None:
-        """Before it is connected."""
+        """Enable CURVE on a socket; call it before the socket is connected."""
         socket.curve_publickey, socket.curve_secretkey = self._own
         socket.curve_serverkey = self._server
 
@@ -69,7 +69,7 @@ class CurveClient:
 def _own_keys(file: Path) -> tuple[bytes, bytes]:
     public, secret = _keys_in(file)
     if secret is None:
-        raise ValueError(f"{file} holds a public key alone: name the file that ends in .key_secret")
+        raise ValueError(f"{file} holds only a public key: name the file that ends in .key_secret")
     return public, secret
 
 

@@ -1,13 +1,12 @@
-"""What is asked, by queue, and the workers that ask the brokers for it.
+"""Requests grouped by queue, and the worker threads that send them to the brokers.
 
-    take --> a lane for each (kind, queue) --> a worker carries out all that waits in it as one call --> answers
+    submit --> a lane for each (kind, queue) --> a worker sends all waiting requests of a lane as one call --> replies
 
-A lane is with one worker at a time. So what comes in while a call is on its way goes with the next one, a queue without
-a leader keeps one worker and not all of them, and nobody is asked for more messages than there are consumers waiting.
-A message for a queue that is known takes no lane: the producer has batches of its own.
+One worker at a time serves a lane. Requests that arrive during a call therefore go with the next one, a queue without a
+leader occupies one worker and not all, and a receive asks for no more messages than there are waiting consumers. A
+message for a known queue needs no lane: the producer has its own batches.
 
-Every request has a deadline. What a call could not do in time is refused; those in the same call with time left are
-tried again.
+Every request has a deadline. When a call fails, requests past their deadline are refused, and the others are retried.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ _log = logging.getLogger("portalmq.zeromq")
 WORKERS_MAX = 32
 RECEIVE_MAX = 32
 DELETE_MAX = 500
-# With less time left than this no call is begun.
+# No call begins with less time left than this.
 CALL_S_MIN = 0.05
 
 
 class ClusterClient(Protocol):
-    """What the desk needs of the brokers."""
+    """The calls to the brokers that the dispatcher needs."""
 
     def has_room_for(self, queue: str) -> bool: ...
     def send(self, queue: str, value: str | bytes, content_type: str | None) -> Future[RecordMetadata]: ...
@@ -56,7 +55,7 @@ class ClusterClient(Protocol):
 
 @dataclass(slots=True)
 class Job:
-    """One request: where it came in, the way back, until when (monotonic), and how many bytes it holds."""
+    """One request: the port it came in by, the envelope of its reply, its deadline (monotonic) and size in bytes."""
 
     role: PortRole
     envelope: Envelope
@@ -66,7 +65,7 @@ class Job:
 
 
 class Reply(NamedTuple):
-    """`lease` is (queue, receipt) where a message is handed out: if it reaches nobody, it is given back."""
+    """`lease` is (queue, receipt) of a delivered message: if the reply cannot be sent, the message is released."""
 
     job: Job
     body: bytes
@@ -74,7 +73,7 @@ class Reply(NamedTuple):
 
 
 class ReturnedMessage(NamedTuple):
-    """A message that reached nobody."""
+    """A message whose reply could not be sent."""
 
     receipt: str
 
@@ -84,10 +83,10 @@ _Item = Job | ReturnedMessage
 
 
 class RequestDispatcher:
-    """`answer` is called once for each job, by any thread. `ports` are told to those who open a door.
+    """`answer` is called once for each job, by any thread. `ports` go into the replies to PRODUCE_MSG and CONSUME.
 
-    Invariant, under the lock: a lane is in `_lanes` while it has items or is with a worker; it is in `_ready` while it
-    has items and is with none.
+    Invariant, under the lock: a lane is in `_lanes` while it has items or a worker; it is in `_ready` while it has
+    items and no worker.
     """
 
     def __init__(
@@ -115,7 +114,7 @@ class RequestDispatcher:
     # --- in ----------------------------------------------------------------------------------------------------------
 
     def submit(self, job: Job) -> None:
-        """Never waits."""
+        """Accept a job without waiting."""
         request = job.request
         if isinstance(request, SendRequest):
             if self._cluster.has_room_for(request.queue):
@@ -130,7 +129,7 @@ class RequestDispatcher:
             self._enqueue(("tell", request.queue, 0), job)
 
     def give_back(self, queue: str, receipt: str) -> None:
-        """Its answer reached nobody."""
+        """Release a message whose reply could not be sent."""
         self._enqueue(("give back", queue, 0), ReturnedMessage(receipt))
 
     def _enqueue(self, lane: _Lane, item: _Item) -> None:
@@ -145,7 +144,7 @@ class RequestDispatcher:
 
     def _wake(self) -> None:
         if self._idle:
-            # Counted here: one that is woken and has not run yet must not be taken for one that rests.
+            # Counted here: a worker that is notified but has not run yet is no longer idle.
             self._idle -= 1
             self._work.notify()
         elif len(self._workers) < self._workers_max:
@@ -177,7 +176,7 @@ class RequestDispatcher:
                     del self._lanes[lane]
 
     def _serve(self, lane: _Lane, batch: Sequence[_Item]) -> list[Job]:
-        """Those that are to be tried again."""
+        """Serve items of one lane; return the jobs to retry."""
         kind, queue, partition = lane
         receipts = [item.receipt for item in batch if isinstance(item, ReturnedMessage)]
         jobs = [item for item in batch if isinstance(item, Job)]
@@ -203,9 +202,9 @@ class RequestDispatcher:
                 self._command(jobs, timeout_s)
         except PortalMQError as error:
             if receipts:
-                _log.info("messages that reached nobody come again when their leases end: %s", error)
+                _log.info("undelivered messages could not be released, their leases will expire: %s", error)
             return self._still_in_time(error, jobs)
-        except Exception as fault:  # noqa: BLE001 - a worker outlives whatever comes up
+        except Exception as fault:  # noqa: BLE001 - no error ends a worker
             _log.exception("a call for MiniQ failed")
             return self._still_in_time(
                 Unavailable(f"the call failed: {fault!r}", retryable=False, outcome="unknown"), jobs
@@ -213,7 +212,8 @@ class RequestDispatcher:
         return []
 
     def _still_in_time(self, error: PortalMQError, jobs: list[Job]) -> list[Job]:
-        """A call failed whose time was that of its oldest job. The others have time left, where it may help."""
+        """Return the jobs of a failed call that may be retried, and refuse the rest. The call's timeout was that of its
+        oldest job, so others may have time left."""
         now, again = self._clock(), []
         for job in jobs:
             if error.retryable and job.deadline - now >= CALL_S_MIN and not self._closed:
@@ -225,7 +225,7 @@ class RequestDispatcher:
     def _refuse(self, job: Job, error: PortalMQError) -> None:
         self._answer(Reply(job, protocol.refusal(error)))
 
-    # --- what is asked -----------------------------------------------------------------------------------------------
+    # --- calls to the brokers ----------------------------------------------------------------------------------------
 
     def _send(self, job: Job) -> None:
         assert isinstance(job.request, SendRequest)
@@ -240,8 +240,8 @@ class RequestDispatcher:
         fault = future.exception()
         if fault is None:
             where = future.result()
-            told = protocol.stored(where.partition, where.offset, queue, where.timestamp_ms, where.topic_id)
-            self._answer(Reply(job, told))
+            body = protocol.stored(where.partition, where.offset, queue, where.timestamp_ms, where.topic_id)
+            self._answer(Reply(job, body))
             return
         if not isinstance(fault, PortalMQError):
             fault = Unavailable(f"sending failed: {fault!r}", outcome="unknown")
@@ -278,10 +278,10 @@ class RequestDispatcher:
             answer = protocol.with_member(answer, "port", self._ports()[opens])
         self._answer(Reply(job, answer))
 
-    # --- the end -----------------------------------------------------------------------------------------------------
+    # --- close -------------------------------------------------------------------------------------------------------
 
     def close(self, timeout_s: float) -> None:
-        """What is carried out is carried out; the workers end when nothing waits."""
+        """End the workers when no request waits. Running calls complete."""
         with self._lock:
             self._closed = True
             self._work.notify_all()

@@ -1,14 +1,14 @@
-"""Messages that never end, found and cut off.
+"""Protection against multipart messages that never end.
 
-libzmq gathers the frames of a multipart message before it shows the first one, and bounds a frame (ZMQ_MAXMSGSIZE) but
-not their sum: a connection that always says MORE fills the memory, by a third of a gigabyte a second. No option of
-libzmq ends that, and nothing it tells does before the message is complete. The kernel, though, counts what came over
-each connection (TCP_INFO). While no message of a connection is complete, all that came is still held.
+libzmq collects all frames of a multipart message before it delivers the first one. It bounds a frame (ZMQ_MAXMSGSIZE)
+but not their sum: a connection that always sends MORE fills the memory at a third of a gigabyte a second. libzmq has no
+option against that, and reports nothing before the message is complete. The kernel counts the bytes received on each
+connection (TCP_INFO). While no message of a connection is complete, libzmq holds all of them.
 
-So this thread looks at the memory of the process every few milliseconds, and when that has grown, at the connections:
-one that brought more than any request is long, with no request of it seen meanwhile, is shut down, and libzmq lets go
-of what it held. Tiny frames take thirty times their length in memory: so when the memory is above its bound all the
-same, the connection that holds most goes, whatever that is.
+A thread checks the memory of the process every few milliseconds, and the connections when memory has grown. It shuts
+down a connection that has sent more bytes than any request may have without completing one; libzmq then frees the
+bytes. Tiny frames take thirty times their length in memory, so when memory still exceeds its limit, the connection that
+holds most is shut down, whatever its size.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _log = logging.getLogger("portalmq.zeromq")
 
 CHECK_EVERY_S = 0.05
 GROWTH_BYTES = 16 * 1024 * 1024
-# What may lie in the kernel's buffers and is counted there.
+# Bytes in the kernel's buffers, which its count includes.
 KERNEL_BYTES = 8 * 1024 * 1024
-# Below this a connection holds nothing worth cutting it off.
+# A connection that holds less is never shut down.
 HELD_BYTES_LEAST = 256 * 1024
 TCP_INFO_BYTES = 256
 TCP_INFO_RECEIVED_AT = 128  # tcpi_bytes_received, Linux 4.1
@@ -39,7 +39,7 @@ TCP_INFO_RECEIVED_AT = 128  # tcpi_bytes_received, Linux 4.1
 
 @dataclass(slots=True)
 class _ConnectionSample:
-    """A connection at the last look: who, how many requests of it had come, and how many bytes by then."""
+    """A connection at the last check: its peer, completed requests, and the bytes received by then."""
 
     peer: object
     requests: int
@@ -47,10 +47,10 @@ class _ConnectionSample:
 
 
 class FloodGuard:
-    """`request_bytes_max` is what one connection may bring without a request of it being complete, `growth_bytes_max`
-    how much more than now the process may take.
+    """`request_bytes_max`: the bytes that one connection may send without completing a request. `growth_bytes_max`: how
+    far the memory of the process may grow.
 
-    `came` is called by the thread that reads, for each request; all else is this guard's own thread.
+    `request_completed` is called by the reading thread, for each request; all else runs in the guard's own thread.
     """
 
     def __init__(self, ports: Callable[[], set[int]], request_bytes_max: int, growth_bytes_max: int) -> None:
@@ -75,8 +75,8 @@ class FloodGuard:
             self._thread.join()
 
     def request_completed(self, descriptor: int | None) -> None:
-        """A request of the connection with this file descriptor is complete. Of clients older than libzmq 4 libzmq does
-        not tell it: any of the connections that no request is known of may have sent that."""
+        """Count a complete request of the connection with this file descriptor. None for clients older than libzmq 4:
+        any connection without a known request may have sent it."""
         if descriptor is None:
             self._anonymous += 1
             return
@@ -86,11 +86,11 @@ class FloodGuard:
         while not self._ended.wait(CHECK_EVERY_S):
             try:
                 self.check()
-            except Exception:  # noqa: BLE001 - the next look may do better
-                _log.exception("the look at the connections failed")
+            except Exception:  # noqa: BLE001 - the next check may succeed
+                _log.exception("the check of the connections failed")
 
     def check(self) -> None:
-        """One look: dear only when the memory has grown."""
+        """Check once; expensive only when memory has grown."""
         memory = memory_bytes()
         is_over = memory > self._memory_max
         if is_over or memory > self._memory_then + GROWTH_BYTES:
@@ -101,7 +101,7 @@ class FloodGuard:
     def _check_connections(self, *, is_over: bool) -> None:
         seen: dict[int, _ConnectionSample] = {}
         held: dict[int, int] = {}
-        # Above the bound nobody is spared for what may have been another's request.
+        # Above the limit a request without a descriptor excuses no connection.
         anonymous_completed = self._anonymous != self._anonymous_then and not is_over
         self._anonymous_then = self._anonymous
         for descriptor, connection in self._connections():
@@ -109,11 +109,11 @@ class FloodGuard:
                 try:
                     peer = connection.getpeername()
                     received = _received_bytes(connection)
-                except OSError:  # it has ended
+                except OSError:  # the connection has ended
                     continue
                 requests, before = self._requests.get(descriptor, 0), self._samples.get(descriptor)
                 if before is None or before.peer != peer or before.bytes_then > received:
-                    # Of one that is new here: all it ever brought, unless some of that was complete.
+                    # A new connection: count all bytes that it ever sent, unless it completed a request.
                     before = _ConnectionSample(peer, requests, received if requests or anonymous_completed else 0)
                 elif before.requests != requests or (anonymous_completed and not requests):
                     before = _ConnectionSample(peer, requests, received)
@@ -135,19 +135,22 @@ class FloodGuard:
 
     def _cut(self, connection: socket.socket, held: int) -> None:
         self.cut += 1
-        _log.warning("a connection of %s is cut off: %d bytes, and no end of a message", connection.getpeername(), held)
+        _log.warning(
+            "shut down a connection of %s: %d bytes without a complete message", connection.getpeername(), held
+        )
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
 
     def _connections(self) -> Iterator[tuple[int, socket.socket]]:
-        """Duplicates of libzmq's sockets, with its own numbers: none can be another one by the time it is cut."""
+        """Yield duplicates of libzmq's sockets, with libzmq's descriptors. A duplicate cannot be reused by another
+        connection before it is shut down."""
         ports = self._ports()
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
                 duplicate = os.dup(int(name))
                 try:
                     connection = socket.socket(fileno=duplicate)
-                except OSError:  # no socket
+                except OSError:  # not a socket
                     os.close(duplicate)
                     continue
                 if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getsockname()[1] in ports:
@@ -157,11 +160,11 @@ class FloodGuard:
 
 
 def memory_bytes() -> int:
-    """What this process holds in memory; 0 where the system does not tell."""
+    """Return the memory of this process; 0 where the system does not report it."""
     return resident_bytes() or 0
 
 
 def _received_bytes(connection: socket.socket) -> int:
-    told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
-    (received,) = struct.unpack_from("=Q", told, TCP_INFO_RECEIVED_AT)
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
+    (received,) = struct.unpack_from("=Q", info, TCP_INFO_RECEIVED_AT)
     return int(received)

@@ -1,12 +1,12 @@
-"""What travels over MiniQ's sockets, decoded and encoded. No socket is touched here.
+"""Decoding and encoding of MiniQ's requests and replies; no sockets.
 
-A ROUTER socket gives a request as frames:
+A ROUTER socket delivers a request as frames:
 
-    | who | (more who, request ids) | empty | body |      REQ, and REQ through proxies
-    | who | body |                                         DEALER without the empty frame
+    | client | (more hops, request ids) | empty | body |   REQ, and REQ through proxies
+    | client | body |                                      DEALER without the empty frame
 
-All before the body is the way back, and is sent back as it came. A body that is no JSON object is, at the ports of
-producers and consumers, a message for, or a request of, the queue DEFAULT.
+All frames before the body are the envelope, which the reply repeats. At the ports of producers and consumers, a body
+that is not a JSON object is a message for, or a request to, the queue DEFAULT.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ Envelope = tuple[bytes, ...]
 _encode = msgspec.json.Encoder().encode
 _decode_any = msgspec.json.Decoder().decode
 _ID = re.compile(r"(?:[0-9a-f]{8}-)?[0-9]+-[0-9]+", re.ASCII)
-# A number is not made one: Python refuses those of thousands of digits.
+# Integers stay text: Python refuses to convert thousands of digits.
 _lenient = json.JSONDecoder(strict=False, parse_int=str)
 
 
 class Malformed(InvalidRequest):
-    """`envelope` is where to say so."""
+    """A request with the wrong frames; `envelope` is that of the reply."""
 
     def __init__(self, detail: str, envelope: Envelope) -> None:
         super().__init__(detail)
@@ -47,7 +47,7 @@ class Malformed(InvalidRequest):
 
 
 def split_frames(frames: Sequence[bytes]) -> tuple[Envelope, bytes]:
-    """The way back, and the body. Raises Malformed."""
+    """Return the envelope and the body. Raises Malformed."""
     head = frames[1 : HOPS_MAX + 1]
     delimiter = next((index for index, frame in enumerate(head, 1) if not frame), 0)
     envelope, bodies = tuple(frames[: delimiter + 1]), frames[delimiter + 1 :]
@@ -60,7 +60,7 @@ def split_frames(frames: Sequence[bytes]) -> tuple[Envelope, bytes]:
 
 
 class SendRequest(NamedTuple):
-    """A message for a queue. Text travels as text, bytes are JSON when `content_type` says so."""
+    """A message for a queue: text, or bytes, which are JSON when `content_type` says so."""
 
     queue: str
     value: str | bytes
@@ -69,15 +69,15 @@ class SendRequest(NamedTuple):
 
 
 class NextRequest(NamedTuple):
-    """Somebody asks for a message of a queue."""
+    """A request for the next message of a queue."""
 
     queue: str
     token: str | None
 
 
 class CommandRequest(NamedTuple):
-    """A command. `message_id` is that of a DELETE_MSG of one message, which may be carried out together with others;
-    `body` is what a broker is told, without the token."""
+    """A command. `message_id` is set for a DELETE_MSG of one message, which may be batched with others; `body` is the
+    command for the broker, without the token."""
 
     kind: str
     queue: str
@@ -122,7 +122,7 @@ _decode_payload = msgspec.json.Decoder(_Payload).decode
 
 
 def parse_send(body: bytes, message_bytes_max: int) -> SendRequest:
-    """Raises InvalidRequest, MessageTooLarge."""
+    """Parse a request at the producers' port. Raises InvalidRequest, MessageTooLarge."""
     posted = _decode_object(_decode_send, body)
     if posted is not None:
         if posted.message is msgspec.UNSET:
@@ -139,11 +139,11 @@ def parse_send(body: bytes, message_bytes_max: int) -> SendRequest:
 
 
 def _value_of(raw: bytes) -> tuple[str | bytes, str | None]:
-    """A message as it was written: text is stored as text, anything else as its JSON, with every digit."""
+    """Return the value to store and its content type: text as text, anything else as the JSON that the client wrote."""
     try:
         value = _decode_any(raw)
         if isinstance(value, str):
-            value.encode()  # half of a surrogate pair is no text
+            value.encode()  # fails for half of a surrogate pair
     except (msgspec.DecodeError, UnicodeError, RecursionError) as fault:
         raise InvalidRequest(f"the message is not valid JSON: {fault}") from None
     return (value, None) if isinstance(value, str) else (raw, wire.JSON)
@@ -157,7 +157,7 @@ def _text_or_bytes(body: bytes) -> str | bytes:
 
 
 def parse_receive(body: bytes) -> NextRequest:
-    """Raises InvalidRequest."""
+    """Parse a request at the consumers' port. Raises InvalidRequest."""
     asked = _decode_object(_decode_receive, body)
     if asked is None:
         return NextRequest(DEFAULT, None)
@@ -165,7 +165,7 @@ def parse_receive(body: bytes) -> NextRequest:
 
 
 def parse_command(body: bytes) -> CommandRequest:
-    """Raises InvalidRequest. What a command means is the brokers' to judge."""
+    """Parse a request at the command port. Raises InvalidRequest. The brokers check the command itself."""
     told = _decode_object(_decode_command, body)
     if told is None:
         raise InvalidRequest('a command is a JSON object: {"type": "QUEUE_SIZE", "payload": {"queue": "q"}}')
@@ -185,25 +185,25 @@ def partition_of(message_id: str) -> int:
 
 
 def message_id_of(mark: str, partition: int, offset: int) -> str:
-    """A message's id: its place, and before that the mark of its topic, so that an id which outlives its queue names
-    no message of the next one of that name."""
+    """Return a message's id: the mark of its topic, if known, and its position. With the mark, an id of a deleted queue
+    names no message of a new queue with the same name."""
     return f"{mark}-{partition}-{offset}" if mark else f"{partition}-{offset}"
 
 
 def topic_mark(topic_id: str) -> str:
-    """As the brokers make it (core/queue/receipts.py): the first four bytes of the topic's tag. "" where it is not
-    known."""
+    """Return the topic's mark, as core/queue/receipts.py computes it: the first four bytes of the topic's tag. "" for
+    an unknown topic."""
     return blake2b(topic_id.encode(), digest_size=8).digest()[:4].hex() if topic_id else ""
 
 
 def mark_of_receipt(receipt: str) -> str:
-    """The mark of the topic that a receipt is of: it begins with the tag."""
+    """Return the mark of a receipt's topic: a receipt begins with the tag."""
     return base64.urlsafe_b64decode(receipt[:8])[:4].hex()
 
 
 def _decode_object(decode: Any, body: bytes) -> Any:
-    """What a body says that is a JSON object, None for one that is none. Raises InvalidRequest. A plain one is read
-    once: what has bytes beyond ASCII may have some that are no text, where a decoder does not look."""
+    """Decode a body that is a JSON object; None for any other body. Raises InvalidRequest for a broken object. An ASCII
+    body is decoded once. Other bodies are checked first: the decoder skips members that may hold invalid UTF-8."""
     if body.isascii():
         try:
             return decode(body)
@@ -213,9 +213,9 @@ def _decode_object(decode: Any, body: bytes) -> Any:
 
 
 def _is_object(body: bytes) -> bool:
-    """Whether it is meant as a JSON object. Nested deeper than can be read it is taken for one, and so is what programs
-    write and no standard knows: Python's NaN and half of a surrogate pair, a control character in a string, a number of
-    any length, C's NUL behind the object, a byte order mark before it. Stored as it came, in the default queue, it
+    """Return whether a body is meant as a JSON object. True also for objects nested too deep to decode, and for common
+    deviations from the standard: Python's NaN, half of a surrogate pair, control characters in strings, numbers of any
+    length, a NUL behind the object, a byte order mark before it. Stored unchanged in the default queue, such a message
     would be lost to the queue that it names."""
     if body.removeprefix(codecs.BOM_UTF8).lstrip(b" \t\r\n")[:1] != b"{":
         return False
@@ -246,7 +246,7 @@ def _read(decode: Any, body: bytes) -> Any:
 
 
 class StoredAnswer(msgspec.Struct):
-    """The answer to a message that is stored."""
+    """The reply to a stored message."""
 
     id: str
     queue: str
@@ -255,7 +255,7 @@ class StoredAnswer(msgspec.Struct):
 
 
 class ReceivedMessage(msgspec.Struct, omit_defaults=True):
-    """A message as a broker hands it out. `value` is its JSON text."""
+    """A message in a broker's answer. `value` is its JSON text."""
 
     id: str
     receipt: str
@@ -266,7 +266,7 @@ class ReceivedMessage(msgspec.Struct, omit_defaults=True):
 
 
 class MessageAnswer(msgspec.Struct):
-    """The answer with a message; bytes that are no text stand in `message_base64`."""
+    """The reply with a message; bytes that are not text are in `message_base64`."""
 
     id: str
     queue: str
@@ -301,7 +301,7 @@ def done(**members: Any) -> bytes:
 
 
 def with_member(answer: bytes, name: str, value: Any) -> bytes:
-    """A broker's answer, and what only this server knows."""
+    """Return a broker's answer with one more member."""
     return _encode({**msgspec.json.decode(answer, type=dict[str, msgspec.Raw]), name: value})
 
 
@@ -318,7 +318,7 @@ def refusal(error: PortalMQError) -> bytes:
 
 
 def message_of(answer: dict[str, Any]) -> Any:
-    """The message in an answer, as whoever asked gets it."""
+    """Return the message of a reply: text, a JSON value or bytes."""
     if "message_base64" in answer:
         return base64.b64decode(answer["message_base64"])
     return answer["message"]

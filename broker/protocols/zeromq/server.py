@@ -1,9 +1,9 @@
 """MiniQ's three sockets. One thread reads and writes them all, and waits for nothing else.
 
-ROUTER sockets serve any number of REQ clients at a time: each request goes to the desk, and its answer finds the way
-back when it is there. What is in hand is bounded in number and bytes, and for each client; beyond that a request is
-refused, and may come again. A client that is gone, or does not read, loses its answer and holds up nobody; a message
-that was in it is given back.
+ROUTER sockets serve any number of REQ clients: each request goes to the dispatcher, and its reply is sent when it is
+ready. Pending requests are bounded in number, in bytes, and per client; beyond that a request is refused and may be
+repeated. A client that is gone, or does not read, loses its reply and delays no other client; a message in that reply
+is released.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from portalmq.errors import Backpressure, PortalMQError, Unavailable
 
 _log = logging.getLogger("portalmq.zeromq")
 
-# So many requests of one client at a time: REQ has one, a DEALER may have more.
+# The most pending requests of one client: REQ has one, a DEALER may have more.
 PIPELINE_MAX = 100
-# In libzmq, for each connection: requests that are read ahead, answers that are not taken yet. libzmq hears only after
-# half of the latter that they were taken, so that a client with all its requests answered at once needs the double.
+# libzmq's queues for each connection: requests read ahead, and replies not yet read. libzmq learns of read replies only
+# after half of the limit, so a client with all its requests answered at once needs twice the space.
 READ_AHEAD = 4
 UNREAD_MAX = 4 * PIPELINE_MAX
 BURST = 100
 BACKLOG = 1_024
-# A client whose machine is gone is noticed within a minute, and one that does not speak ZeroMQ is put out sooner.
+# A client whose machine is gone is detected within a minute; one that does not speak ZeroMQ is disconnected sooner.
 KEEPALIVE_IDLE_S = 30
 KEEPALIVE_INTERVAL_S = 10
 KEEPALIVE_PROBES = 3
@@ -60,7 +60,7 @@ PORT_ROLES: tuple[PortRole, ...] = ("commands", "producers", "consumers")
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """`timeout_s`: by when a request is answered, if only with an error."""
+    """`timeout_s`: the longest time until a request is answered, possibly with an error."""
 
     timeout_s: float = 15.0
     message_bytes_max: int = wire.MESSAGE_BYTES_MAX
@@ -69,17 +69,17 @@ class ServerLimits:
 
     @property
     def frame_bytes_max(self) -> int:
-        """libzmq closes the connection that sends more."""
+        """The largest frame; libzmq closes a connection that sends more."""
         return 2 * self.message_bytes_max + ENVELOPE_BYTES
 
     @property
     def unread_bytes_max(self) -> int:
-        """What a connection may bring before one of its requests is seen here."""
+        """The bytes that a connection may send before libzmq delivers one of its requests."""
         return (READ_AHEAD + 2) * self.frame_bytes_max
 
     @property
     def growth_bytes_max(self) -> int:
-        """For what is in hand, in answers and on its way to the brokers, and as much for what is half received."""
+        """Memory for pending requests, replies and calls to the brokers, and as much again for incomplete requests."""
         return 4 * self.request_bytes_max + 64 * 1024 * 1024
 
 
@@ -88,7 +88,7 @@ class PortTaken(Exception):
 
 
 class Server:
-    """Made in one thread, run in the same. Only `stop` may be called from others, or from a signal's handler."""
+    """Create and run it in one thread. Only `stop` may be called from other threads, or from a signal handler."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Server:
         clock: Callable[[], float] = time.monotonic,
         curve: Curve | None = None,
     ) -> None:
-        """Binds the ports; 0 takes a free one. With `curve` only its clients get in. Raises PortTaken."""
+        """Bind the ports; 0 takes a free one. With `curve` only its clients may connect. Raises PortTaken."""
         self.limits = limits or ServerLimits()
         self._access = access
         self._clock = clock
@@ -113,7 +113,7 @@ class Server:
         self._sockets: dict[PortRole, zmq.Socket[bytes]] = {}
         self.endpoints: dict[PortRole, str] = {}
         self._dispatcher = RequestDispatcher(cluster, self._on_reply, ports=lambda: self.ports, clock=clock)
-        # Invariant: `_in_hand` counts the jobs at the desk by (door, client), `_bytes` is the sum of their sizes.
+        # Invariant: `_pending` counts the dispatched jobs by (port, client), `_bytes` is the sum of their sizes.
         self._pending: dict[tuple[PortRole, bytes], int] = {}
         self._requests = 0
         self._bytes = 0
@@ -167,7 +167,7 @@ class Server:
     # --- the loop ----------------------------------------------------------------------------------------------------
 
     def run(self, *, drain_s: float = 5.0) -> None:
-        """Serve until stop(); then answer what is in hand, for so long at most, and close."""
+        """Serve until stop(); then answer pending requests for at most `drain_s`, and close."""
         self._guard.start()
         try:
             while not self._stopping:
@@ -188,7 +188,7 @@ class Server:
 
     @property
     def wakeup(self) -> int:
-        """A byte that is written to this file descriptor wakes the loop: for signal.set_wakeup_fd."""
+        """The file descriptor that wakes the loop when a byte is written to it: for signal.set_wakeup_fd."""
         return self._wakeup_writer
 
     def _poll_once(self, timeout_s: float | None) -> None:
@@ -244,17 +244,17 @@ class Server:
         if self._pending.get((role, client), 0) >= PIPELINE_MAX:
             raise Backpressure(f"{PIPELINE_MAX} requests of this client are not answered yet: wait for an answer")
         if self._requests >= self.limits.requests_max or self._bytes + size > self.limits.request_bytes_max:
-            raise Backpressure(f"{self._requests} requests are in hand: ask again in a moment")
+            raise Backpressure(f"{self._requests} requests are pending: ask again in a moment")
 
     # --- answers -----------------------------------------------------------------------------------------------------
 
     def _on_reply(self, reply: Reply) -> None:
-        """From any thread."""
+        """Queue a reply. Called by any thread."""
         self._outbox.append(reply)
         self._wake()
 
     def _wake(self) -> None:
-        # A full pipe has rung enough; one that is closed has nobody to hear.
+        # A full pipe wakes the loop anyway; after close there is no loop to wake.
         with contextlib.suppress(BlockingIOError, OSError):
             os.write(self._wakeup_writer, b"!")
 
@@ -272,7 +272,7 @@ class Server:
             self._dispatcher.give_back(*reply.lease)
 
     def _send(self, role: PortRole, envelope: Envelope, body: bytes) -> bool:
-        """False when the client is gone, or takes no answers."""
+        """Send a reply; return False when the client is gone, or does not read."""
         try:
             self._sockets[role].send_multipart([*envelope, body], zmq.NOBLOCK)
         except zmq.ZMQError as fault:
@@ -293,7 +293,7 @@ class Server:
 
 
 def _file_descriptor(frame: zmq.Frame) -> int | None:
-    """The file descriptor of the connection that a frame came by; None for clients older than libzmq 4."""
+    """Return the file descriptor of the connection of a frame; None for clients older than libzmq 4."""
     try:
         return int(frame.get(zmq.SRCFD))
     except zmq.ZMQError:

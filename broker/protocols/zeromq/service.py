@@ -1,8 +1,8 @@
-"""The layer between programs and MiniQ's server: producers and consumers talk to this, and never to a socket.
+"""The client of MiniQ's ZeroMQ server for programs.
 
-A REQ socket that lost its answer is stuck for good. So when none comes in time the socket is thrown away, and the
-request goes out again by a new one (the "lazy pirate" of the ZeroMQ guide, chapter 4). A message whose answer was lost
-may therefore be stored twice: at least once, never not at all.
+A REQ socket whose reply is lost cannot be used again. Without a reply in time the socket is closed, and the request is
+repeated on a new one (the "lazy pirate" of the ZeroMQ guide, chapter 4). A message whose reply was lost may therefore
+be stored twice: delivery is at least once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from portalmq.broker.protocols.zeromq.protocol import DEFAULT, PortRole
 from portalmq.closeable import Closeable
 from portalmq.errors import PortalMQError, Unavailable, error_from_problem
 
-# Longer than the server takes to answer, if only with an error.
+# Longer than the server's own timeout.
 TIMEOUT_S = 20.0
 TRIES = 3
 PAUSE_FIRST_S = 0.05
@@ -44,8 +44,8 @@ wire.prepare(_Answer)
 
 @dataclass(frozen=True, slots=True)
 class MiniQMessage:
-    """A message that a consumer was given. It comes again unless it is deleted before its lease ends. `message` is text
-    or what JSON can say; bytes that are neither are bytes."""
+    """A received message. It is delivered again unless it is deleted before its lease ends. `message` is text, a JSON
+    value, or bytes when it is neither."""
 
     id: str
     message: Any
@@ -72,7 +72,7 @@ class _Connection:
         return self._curve is not None
 
     def ask(self, request: bytes) -> bytes | None:
-        """The answer, or None when none came in time: then the socket is a new one the next time."""
+        """Send a request and return the reply. None when no reply came in time; the next call uses a new socket."""
         socket = self._socket
         if socket is None:
             socket = self._socket = self._context.socket(zmq.REQ)
@@ -89,7 +89,7 @@ class _Connection:
             self.drop()
             return None
         except BaseException:
-            self.drop()  # an interrupted wait leaves it stuck too
+            self.drop()  # after an interrupted wait it cannot be used either
             raise
 
     def drop(self) -> None:
@@ -99,8 +99,8 @@ class _Connection:
 
 
 class MiniQService(Closeable):
-    """Commands, messages in, messages out. Thread-safe: threads that use one door take turns, so give each busy thread
-    a service of its own. Close it, or use `with`.
+    """Sends commands, produces and consumes. Thread-safe: threads that use the same port take turns, so give each busy
+    thread its own service. Close it, or use `with`.
 
         with MiniQService() as miniq:
             miniq.create_queue("jobs")
@@ -109,9 +109,9 @@ class MiniQService(Closeable):
             if job is not None:
                 miniq.delete(job)
 
-    Every call raises the PortalMQError that the server answered, and Unavailable when no answer came in `tries` times
-    `timeout_s`. An error that may be repeated is repeated within the first `timeout_s`. With CURVE, `curve_key_file` is
-    this program's secret key and `curve_server_key` the server's public one, in files of `zmq.auth`.
+    Every call raises the PortalMQError of the server's answer, and Unavailable after `tries` times `timeout_s` without
+    an answer. After a retryable error the call is repeated within the first `timeout_s`. With CURVE, `curve_key_file`
+    is this program's secret key and `curve_server_key` the server's public key, in files of `zmq.auth`.
     """
 
     def __init__(
@@ -154,20 +154,20 @@ class MiniQService(Closeable):
     # --- commands ----------------------------------------------------------------------------------------------------
 
     def command(self, kind: str, payload: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Any command, as the command server takes it; its answer as it comes."""
+        """Send any command, and return the server's answer."""
         return self._ask("commands", {"type": kind, "payload": dict(payload or {})})
 
     def create_queue(self, queue: str = DEFAULT) -> None:
-        """One that is there is fine."""
+        """Create a queue, unless it exists."""
         self.command("CREATE_QUEUE", {"queue": queue})
 
     def queue_size(self, queue: str = DEFAULT) -> int:
-        """How many messages are not deleted yet."""
+        """Return the number of messages that are not deleted."""
         size: int = self.command("QUEUE_SIZE", {"queue": queue})["size"]
         return size
 
     def delete(self, message: MiniQMessage | str, queue: str | None = None) -> None:
-        """The message, or the one with this id, is processed. Raises MessageNotFound when there was none."""
+        """Delete a processed message, given itself or its id. Raises MessageNotFound when it does not exist."""
         if isinstance(message, MiniQMessage):
             payload = {"queue": message.queue, "id": message.id}
         else:
@@ -175,25 +175,26 @@ class MiniQService(Closeable):
         self.command("DELETE_MSG", payload)
 
     def open_producers(self, queue: str = DEFAULT) -> int:
-        """Tell the server that messages for the queue will come. The port they go to."""
+        """Announce that this program will produce to the queue; return the port for messages."""
         port: int = self.command("PRODUCE_MSG", {"queue": queue})["port"]
         return port
 
     def open_consumers(self, queue: str = DEFAULT) -> int:
+        """Announce that this program will consume from the queue; return the port for consumers."""
         port: int = self.command("CONSUME", {"queue": queue})["port"]
         return port
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
     def produce(self, queue: str, message: Any) -> str:
-        """Have a message (text, or what JSON can say) stored; its id. On return it is on the disks."""
+        """Store a message (text, or a JSON value) and return its id. On return it is durable and replicated."""
         if isinstance(message, bytes | bytearray | memoryview):
             raise TypeError("JSON carries no bytes: send text, or encode them as base64")
         message_id: str = self._ask("producers", {"queue": queue, "message": message})["id"]
         return message_id
 
     def consume(self, queue: str = DEFAULT) -> MiniQMessage | None:
-        """The next message, or None when there is none now."""
+        """Return the next message, or None when there is none now."""
         answer = self._ask("consumers", {"queue": queue})
         if answer["id"] is None:
             return None
@@ -217,7 +218,7 @@ class MiniQService(Closeable):
                         raise Unavailable(
                             f"MiniQ's server at {connection.endpoint} gave no answer, {silent} times within "
                             f"{self._timeout_s:g} s: start it with `portalmq zeromq`, or name its host and ports"
-                            f"{' (it may also be that it does not know the key)' if connection.is_secured else ''}",
+                            f"{' (the server may also not know the key)' if connection.is_secured else ''}",
                             outcome="unknown",
                         )
                     continue
@@ -226,14 +227,14 @@ class MiniQService(Closeable):
                     return answer
                 error = _error_of(answer)
                 if silent:
-                    error.outcome = "unknown"  # that is so of the last try; what became of a silent one nobody knows
+                    error.outcome = "unknown"  # the error is of the last try; earlier ones without a reply are unknown
                 if not error.retryable or self._clock() + pause_s >= deadline:
                     raise error
                 self._pause(pause_s)
                 pause_s = min(2 * pause_s, PAUSE_MAX_S)
 
     def close(self) -> None:
-        """Calls that other threads are in are waited for."""
+        """Close the sockets; waits for running calls of other threads."""
         self._closed = True
         for connection in self._connections.values():
             with connection.lock:
@@ -245,7 +246,7 @@ def _read(raw: bytes) -> dict[str, Any]:
     try:
         answer: dict[str, Any] = msgspec.json.decode(raw, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError) as fault:
-        raise Unavailable(f"the answer is none of MiniQ's: {fault}", retryable=False, outcome="unknown") from fault
+        raise Unavailable(f"the answer is not MiniQ's: {fault}", retryable=False, outcome="unknown") from fault
     return answer
 
 
