@@ -1,16 +1,15 @@
-"""The outbox: messages that a record of one partition has ordered to be appended to others.
+"""The outbox: messages that a record in one partition orders to be appended to others.
 
     partition p of topic t     ... [Commit: acks, outputs] ....................... [Done]
     topics of the outputs           `--- committed ---> [outputs, with ids] --->---'
 
-A Commit carries its outputs, a Dead the offsets of what is given up: one record, so acks and outputs stand or fall
-together. When it is committed, the partition's leader appends what it orders, in the order of the log, and writes Done.
-If it dies half way, the next leader finds the order open in its fold and begins again. What was appended already is
-found by its message id, which is a hash of where the order stands: so each is there once, within the dedup window of
-the topic it went to.
+A COMMIT record holds its outputs, a DEAD record the offsets of dead messages. It is one record, so acks and outputs are
+atomic. After its commit, the partition's leader appends what it orders, in the order of the log, and writes DONE. If it
+dies before that, the next leader finds the open order in its fold and repeats it. The message ids are hashes of
+the order's position in the log, so a repeat appends each message once, within the dedup window of its topic.
 
-What cannot be appended now (no leader, too few in sync, no room) is tried again for as long as it takes, and holds up
-what the same partition ordered after it. Only a topic that was deleted ends an order: there is nowhere to put it.
+Messages that cannot be appended now (no leader, too few in sync, no room) are tried again without a limit, and later
+orders of the same partition wait for them. Only the deletion of the target topic ends an order.
 """
 
 from __future__ import annotations
@@ -42,16 +41,16 @@ from portalmq.wire import CreateTopic
 
 log = logging.getLogger(__name__)
 
-# Orders that are taken up together, and what is appended in one call.
+# Orders that are processed together, and the bounds of one append call.
 ORDERS_AT_ONCE = 200
 SHIPMENT_MESSAGES_MAX = 1_000
 SHIPMENT_BYTES_MAX = 1024 * 1024
-# Partitions whose orders are carried out at the same moment.
+# Partitions whose orders are processed concurrently.
 PARTITIONS_AT_ONCE = 16
 PAUSE_FIRST_S = 0.05
 PAUSE_MAX_S = 5.0
 LOGGED_EVERY_S = 60.0
-# Commits of a partition that may be open at a time, and the bytes of their outputs; above it new ones are refused.
+# The most open commits of a partition, and the bytes of their outputs; above this new ones are refused.
 OPEN_COMMITS_MAX = 1_000
 OPEN_BYTES_MAX = 64 * 1024 * 1024
 
@@ -68,19 +67,19 @@ _decode_dead = msgspec.msgpack.Decoder(Dead).decode
 
 
 class Destinations(Protocol):
-    """The topics that outputs go to."""
+    """Finds and creates the target topics, and appends to them."""
 
     def find(self, name: str) -> Topic | None:
-        """The topic; None when it is certain that there is none. Raises Unavailable while that is not known."""
+        """Return the topic; None when it certainly does not exist. Raises Unavailable while that is not known."""
         ...
 
     def make(self, name: str, like: Topic) -> Topic:
-        """The dead-letter topic of this name; made with one partition when it is missing, to take what `like` takes.
-        Raises InvalidRequest for what cannot be a name."""
+        """Return the dead-letter topic of this name; create a missing one with one partition and the message size limit
+        of `like`. Raises InvalidRequest for an invalid name."""
         ...
 
     def copies(self, topic: Topic, shares: dict[int, list[Record]]) -> dict[int, PortalMQError]:
-        """Append records that carry message ids, by partition; the errors of those that did not take theirs."""
+        """Append records with message ids, by partition; return the errors of the partitions that failed."""
         ...
 
 
@@ -88,8 +87,8 @@ _control_characters = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]+")
 
 
 def output_id(topic_id: str, number: int, order: Batch, index: int) -> bytes:
-    """The identity of the `index`-th message that a record orders. The leader epoch is part of it: after an unclean
-    election another record may stand at the same offset."""
+    """Return the message id of the `index`-th message that a record orders. It contains the leader epoch: after an
+    unclean election the same offset may hold another record."""
     text = f"{topic_id}\n{number}\n{order.leader_epoch}\n{order.base_offset}\n{index}"
     return blake2b(text.encode(), digest_size=16).digest()
 
@@ -97,8 +96,8 @@ def output_id(topic_id: str, number: int, order: Batch, index: int) -> bytes:
 def provenance(
     topic: str, number: int, offset: int, group: str, deliveries: int, reason: str, at_ms: int
 ) -> dict[str, str]:
-    """The headers that tell where a dead letter comes from. A reason of several lines, as a stack trace has, becomes
-    one: a letter that is sent again as it stands must be taken."""
+    """Return the headers that describe the origin of a dead letter. A reason of several lines, such as a stack trace,
+    becomes one line: the letter must be valid when a client produces it again unchanged."""
     return {
         HEADER_SOURCE_TOPIC: topic,
         HEADER_SOURCE_PARTITION: str(number),
@@ -111,8 +110,8 @@ def provenance(
 
 
 def stable_partition(topic: Topic, record: Record, wanted: int | None) -> int:
-    """Where a message goes that names no partition, or one that the topic has no more. It depends on the number of
-    partitions that the topic was made with: so a repeat goes there too, whatever was added in between."""
+    """Return the partition of a message that names none, or one that does not exist. It depends on the topic's first
+    number of partitions, so a repeat after growth goes to the same one."""
     if wanted is not None and wanted < topic.state.partitions:
         return wanted
     return zlib.crc32(record.key or record.message_id or b"") % topic.state.first_partitions
@@ -120,7 +119,7 @@ def stable_partition(topic: Topic, record: Record, wanted: int | None) -> int:
 
 @dataclass(slots=True)
 class _Shipment:
-    """Messages that are appended in one call for each topic: (wanted partition, record, offset of the order)."""
+    """Messages for one append call to each topic: (wanted partition, record, offset of the order)."""
 
     by_topic: dict[str, list[tuple[int | None, Record, int]]] = field(default_factory=dict)
     made: dict[str, Topic] = field(default_factory=dict)
@@ -138,11 +137,11 @@ class _Shipment:
 
 
 class Outbox:
-    """The orders of one partition, as long as it is led here.
+    """The orders of one partition, while it is led here.
 
-    Invariant: at most one greenlet carries them out; `_sizes` are the bytes of open commits, by their offset, and
-    `_appended` the ids of what was appended of the orders that are under way: one that waits for a partition longer
-    than the dedup window of another adds nothing there again.
+    Invariant: at most one greenlet processes them. `_sizes` are the bytes of open commits by offset. `_appended` are
+    the ids of messages already appended for unfinished orders: an order that waits for one partition longer than the
+    dedup window of another appends nothing twice.
     """
 
     def __init__(self, topic: Topic, partition: Partition, destinations: Destinations, slots: BoundedSemaphore) -> None:
@@ -159,26 +158,26 @@ class Outbox:
         self.wake()
 
     def end(self) -> None:
-        """The partition is led elsewhere, or gone: whoever leads it goes on from its fold."""
+        """Stop: the partition is led elsewhere, or deleted. The next leader continues from its fold."""
         self._ended = True
         self._partition.on_ordered = lambda: None
         if self._worker is not None:
             self._worker.kill(block=False)
 
     def wake(self) -> None:
-        """An order may be committed."""
+        """Start the worker if an order is committed."""
         if self._worker is None and not self._ended and self._orders(1):
             self._worker = gevent.spawn(self._work)
 
     @property
     def open(self) -> int:
-        """Orders that are not carried out yet, those that are not committed included."""
+        """Return the number of unfinished orders, including uncommitted ones."""
         return len(self._partition.groups.outbox)
 
     # --- taking orders -----------------------------------------------------------------------------------------------
 
     def check_room(self, size_bytes: int) -> None:
-        """Raises Backpressure when too much is open to order more."""
+        """Raise Backpressure when too many orders are open."""
         if len(self._sizes) < OPEN_COMMITS_MAX and sum(self._sizes.values()) + size_bytes <= OPEN_BYTES_MAX:
             return
         ordered = self._partition.groups.outbox
@@ -186,18 +185,18 @@ class Outbox:
         waiting = sum(self._sizes.values())
         if len(self._sizes) >= OPEN_COMMITS_MAX or (self._sizes and waiting + size_bytes > OPEN_BYTES_MAX):
             raise Backpressure(
-                f"the outputs of {len(self._sizes)} commits ({waiting} bytes) are still to be appended: repeat later",
+                f"the outputs of {len(self._sizes)} commits ({waiting} bytes) are not appended yet: repeat later",
                 retry_after_s=0.5,
             )
 
     def ordered(self, offset: int, size_bytes: int) -> None:
-        """A commit stands at `offset`."""
+        """Count the outputs of the commit at `offset`."""
         self._sizes[offset] = size_bytes
 
-    # --- carrying them out -------------------------------------------------------------------------------------------
+    # --- processing orders -------------------------------------------------------------------------------------------
 
     def _orders(self, at_most: int) -> list[tuple[int, str]]:
-        """The first orders that are committed, (offset, group)."""
+        """Return the first committed orders, (offset, group)."""
         partition = self._partition
         if not partition.serves:
             return []
@@ -209,39 +208,39 @@ class Outbox:
         pause_s = PAUSE_FIRST_S
         try:
             while orders := self._orders(ORDERS_AT_ONCE):
-                failed = self._tried(orders)
+                failed = self._try(orders)
                 if failed is None:
                     pause_s = PAUSE_FIRST_S
                     continue
                 if isinstance(failed, StorageFault):
                     self._partition.host.storage_failed(failed)
                     return
-                self._note(failed)
+                self._log_failure(failed)
                 asked_s = failed.retry_after_s if isinstance(failed, PortalMQError) else None
                 gevent.sleep(max(pause_s * random.uniform(0.5, 1.0), min(asked_s or 0.0, PAUSE_MAX_S)))
                 pause_s = min(2 * pause_s, PAUSE_MAX_S)
         finally:
             self._worker = None
 
-    def _tried(self, orders: list[tuple[int, str]]) -> PortalMQError | StorageError | None:
+    def _try(self, orders: list[tuple[int, str]]) -> PortalMQError | StorageError | None:
         try:
             with self._slots:
-                self._carry_out(orders)
+                self._process(orders)
         except (PortalMQError, StorageError) as error:
             return error
         return None
 
-    def _note(self, failed: Exception) -> None:
-        """Say that it goes on, and not each time."""
+    def _log_failure(self, failed: Exception) -> None:
+        """Log a failure, at most once per LOGGED_EVERY_S."""
         if time.monotonic() - self._logged_at >= LOGGED_EVERY_S:
             self._logged_at = time.monotonic()
-            log.warning("%s: %d orders of its outbox wait: %s", self._partition, self.open, failed)
+            log.warning("%s: %d outbox orders wait: %s", self._partition, self.open, failed)
 
-    def _carry_out(self, orders: list[tuple[int, str]]) -> None:
+    def _process(self, orders: list[tuple[int, str]]) -> None:
         shipment = _Shipment()
         finished: list[tuple[int, str]] = []
         for offset, group in orders:
-            for topic, wanted, record in self._ordered_by(offset, group, shipment):
+            for topic, wanted, record in self._messages_of(offset, group, shipment):
                 shipment.add(topic, wanted, record, offset)
                 if shipment.is_full:
                     self._ship(shipment)
@@ -252,7 +251,7 @@ class Outbox:
         self._done(finished)
 
     def _done(self, finished: list[tuple[int, str]]) -> None:
-        """What these orders named has been appended."""
+        """Write DONE for orders whose messages are all appended."""
         for offset, group in finished:
             if offset in self._partition.groups.outbox:
                 self._partition.append_group_record(group, Done(offset), is_soft=True)
@@ -260,15 +259,15 @@ class Outbox:
             self._appended.pop(offset, None)
         finished.clear()
 
-    def _ordered_by(self, offset: int, group: str, shipment: _Shipment) -> Iterator[tuple[str, int | None, Record]]:
-        """What the record at `offset` orders: topic, wanted partition, record with its id."""
+    def _messages_of(self, offset: int, group: str, shipment: _Shipment) -> Iterator[tuple[str, int | None, Record]]:
+        """Yield what the record at `offset` orders: topic, wanted partition, record with its id."""
         order = self._partition.control_at(offset)
         if order is not None and order.kind == BatchKind.COMMIT:
             yield from self._outputs(order)
         elif order is not None and order.kind == BatchKind.DEAD:
             yield from self._copies(order, group, shipment)
         else:
-            log.error("%s: the order at offset %d is gone, and cannot be carried out", self._partition, offset)
+            log.error("%s: the order at offset %d is gone and cannot be processed", self._partition, offset)
 
     def _outputs(self, order: Batch) -> Iterator[tuple[str, int | None, Record]]:
         commit = _decode_commit(order.body)
@@ -283,7 +282,7 @@ class Outbox:
             try:
                 shipment.made[dead.topic] = self._destinations.make(dead.topic, topic)
             except InvalidRequest as error:
-                log.error("%s: group %r has no dead letters copied: %s", self._partition, group, error)
+                log.error("%s: dead letters of group %r cannot be copied: %s", self._partition, group, error)
                 return
         for start, end, deliveries in dead.ranges:
             for piece in self._partition.pieces(start, end, end - start):
@@ -292,7 +291,7 @@ class Outbox:
                         topic.name, self._partition.number, offset, group, deliveries, dead.reason, dead.at_ms
                     )
                     copy = Record(record.value, record.content_type, record.key, {**(record.headers or {}), **headers})
-                    # By its own offset, and not by its place among the others: some may be compacted away meanwhile.
+                    # The id uses the message's offset, not its index: compaction may remove others in between.
                     yield dead.topic, None, self._identified(copy, order, offset)
 
     def _identified(self, record: Record, order: Batch, index: int) -> Record:
@@ -341,12 +340,12 @@ class Outboxes:
             outbox.end()
 
     def on_removed(self, topic: Topic) -> None:
-        """The topic was deleted, and what it had ordered with it."""
+        """End the outboxes of a deleted topic."""
         for partition in [each for each in self._by_partition if each.topic_id == topic.state.topic_id]:
             self.on_stepped_down(partition)
 
     def of(self, partition: Partition) -> Outbox | None:
-        """The outbox of a partition that is led here; None while it is just beginning to be."""
+        """Return the outbox of a partition that is led here; None before on_leading."""
         return self._by_partition.get(partition)
 
     @property
@@ -364,14 +363,14 @@ class OutputTopics:
         find: Callable[[str], Topic],
         append: Callable[[Topic, dict[int, list[Record]]], dict[int, PortalMQError]],
     ) -> None:
-        """`find` waits for one that another broker made just now; it raises TopicNotFound, Unavailable."""
+        """`find` waits for a topic that another broker has just created; it raises TopicNotFound, Unavailable."""
         self.known = find
         self.copies = append
         self._topics = topics
         self._catalog = catalog
 
     def get_or_create(self, name: str) -> Topic:
-        """The topic; made if it is missing and topics are made by use. Raises TopicNotFound."""
+        """Return the topic; create a missing one if topics are created by use. Raises TopicNotFound."""
         try:
             return self.known(name)
         except TopicNotFound:
@@ -384,8 +383,8 @@ class OutputTopics:
             return None if self._is_gone(name) else self.known(name)
 
     def _is_gone(self, name: str) -> bool:
-        """Whether there is no topic of this name. An older state would not do: who ordered something for it may have
-        made it just now, through another server of the control plane."""
+        """Return True when the topic does not exist. Syncs first: the topic may have been created just now, through
+        another server of the control plane."""
         try:
             self._catalog.plane.sync()
             return self._catalog.find_topic(name) is None

@@ -1,7 +1,7 @@
-"""What a group has on a partition, in numbers: exact over all lanes, and a look at the indexes of the files each time.
+"""The counts of a group on a partition: exact over all lanes, from the indexes of the files.
 
-lag = ready + in_flight + scheduled      what is not done
-      ready       may be handed out, or waits for an earlier message of its key
+lag = ready + in_flight + scheduled      not done
+      ready       available, or waiting for an earlier message of its key
       in_flight   leased
       scheduled   not due yet, or in a back-off
 dead              given up, and kept for a redrive
@@ -25,24 +25,24 @@ from portalmq.broker.partition.yielding import in_turns
 from portalmq.broker.storage.lanes import Row
 
 NOTHING = {"ready": 0, "in_flight": 0, "scheduled": 0, "dead": 0, "lag": 0, "oldest_unacked_ms": 0}
-# Of a lane's head so many messages are looked at for the oldest one that is not done.
+# Messages at the head of a lane that are searched for the oldest unfinished one.
 HEAD_MAX = 1_000
 SKIP_MAX = 100_000
 DELAYED_SPANS_MAX = 100
-# A group that has so little before it is counted by its messages, and not by all that ever waited in the lanes.
+# A group this near to the end is counted by its own messages, not by all messages of the lanes.
 NEAR = 20_000
-# So many spans are added up before others have their turn.
+# Spans that are added up before other greenlets run.
 SPANS_A_TURN = 10_000
 
 
 def counted(partition: Partition, group: str, clock: Clock) -> dict[str, int]:
-    """The counts of one group on one partition; of one that has not begun there, nothing."""
+    """Return the counts of a group on a partition; zeros for one that has not begun there."""
     delivery = partition.delivery.get(group)
     return dict(NOTHING) if delivery is None else tallied(partition, delivery, clock)
 
 
 def kept_for(partition: Partition, group: str, clock: Clock) -> int:
-    """How many messages the group has not done, and dead ones, in one stretch: for who goes on at the same moment."""
+    """Return the number of the group's unfinished and dead messages, without a switch of greenlets."""
     delivery = partition.delivery.get(group)
     if delivery is None:
         return 0
@@ -51,13 +51,13 @@ def kept_for(partition: Partition, group: str, clock: Clock) -> int:
 
 
 def untouched(partition: Partition, group: str) -> GroupDelivery:
-    """The state of a group that has done nothing yet of all that is there."""
+    """Return the state of a group that begins at the start of the log."""
     start = partition.log.log_start_offset
     return GroupDelivery(GroupFold(group, start, start, []))
 
 
 def tallied(partition: Partition, delivery: GroupDelivery, clock: Clock) -> dict[str, int]:
-    """The counts at one moment. Adding them up takes its pauses: what changes meanwhile is not in them."""
+    """Return the counts at one moment. The summation pauses for other greenlets; later changes are not included."""
     now_ms, wall_ms = clock.now_ms(), clock.wall_ms()
     ready, scheduled = _fresh(partition, delivery, wall_ms)
     is_fresh = ready + scheduled > 0
@@ -84,11 +84,11 @@ def tallied(partition: Partition, delivery: GroupDelivery, clock: Clock) -> dict
 
 
 def _fresh(partition: Partition, delivery: GroupDelivery, wall_ms: int) -> tuple[int, int]:
-    """How many messages were never handed out: those that may be now, and those that are not due yet."""
+    """Return the number of messages never delivered: (available, not due yet)."""
     log, lanes = partition.log, partition.log.lanes
     end = partition.high_watermark
     first = min(delivery.next, end)
-    # Between lane 0's cursor and the end are messages of the other lanes too, which are counted with their own.
+    # The range from lane 0's cursor to the end includes messages of other lanes, which are counted there.
     ready = log.messages_before(end) - log.messages_before(first)
     is_near = end - first <= NEAR
     if is_near and lanes.present:
@@ -116,7 +116,7 @@ def _place(delivery: GroupDelivery, lane: int) -> tuple[int, int]:
 
 
 def _cancelled_before(partition: Partition, delivery: GroupDelivery, wall_ms: int) -> tuple[int, int]:
-    """Of what was taken back and the cursors have not passed: how many are due, and how many are not."""
+    """Return the number of cancelled messages that the cursors have not passed: (due, not due)."""
     due = waiting = 0
     for lane, places in _taken_back(partition).items():
         places = places[bisect_left(places, delivery.cursors.get(lane, (0, 0))) :]
@@ -129,7 +129,7 @@ def _cancelled_before(partition: Partition, delivery: GroupDelivery, wall_ms: in
 
 
 class _TakenBack(NamedTuple):
-    """The places of the offsets in `known`, sorted, by lane. `cancelled` is the set that they come from."""
+    """The sorted (due_ms, offset) of the offsets in `known`, by lane. `cancelled` is the set that they come from."""
 
     cancelled: set[int]
     known: set[int]
@@ -140,7 +140,7 @@ _taken_back_of: WeakKeyDictionary[GroupsFold, _TakenBack] = WeakKeyDictionary()
 
 
 def _taken_back(partition: Partition) -> dict[int, list[tuple[int, int]]]:
-    """Where the messages stand that were taken back. Each is looked up once: there may be very many."""
+    """Return (due_ms, offset) of the cancelled messages, by lane. Each is looked up once, as there may be many."""
     groups = partition.groups
     found = _taken_back_of.get(groups)
     if found is None or found.cancelled is not groups.cancelled:
@@ -161,8 +161,8 @@ def _due_ms(place: tuple[int, int]) -> int:
 def _oldest_age_ms(
     partition: Partition, delivery: GroupDelivery, spans: list[SpanFold], wall_ms: int, *, is_fresh: bool
 ) -> int:
-    """The age of the oldest message that is not done, since it could be delivered first. Without `is_fresh` the group
-    has been given every message there is: behind its cursor there are records of other groups alone."""
+    """Return the age of the oldest unfinished message, from when it was first available. Without `is_fresh` the group
+    has received every message: after its cursor there are only records of other groups."""
     ages = [0]
     end = partition.high_watermark
     for span in _oldest_spans(delivery, spans):
@@ -193,7 +193,7 @@ def _oldest_age_ms(
 
 
 def _oldest_spans(delivery: GroupDelivery, spans: list[SpanFold]) -> list[SpanFold]:
-    """The first span that was not delayed, and some of those that were: their age does not go by their offset."""
+    """Return the first span without a delay, and some with one, whose age does not follow from their offset."""
     plain = next((span for span in spans if span.lane < DELAYED), None)
     has_delayed = any(lane >= DELAYED for lane in delivery.cursors)  # else there is nothing to look for
     delayed = islice((span for span in spans if span.lane >= DELAYED), DELAYED_SPANS_MAX) if has_delayed else ()

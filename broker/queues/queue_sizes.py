@@ -1,8 +1,7 @@
-"""How many messages of a topic a queue group has not finished, counted by the leaders.
+"""The number of unfinished messages of a queue group in a topic, counted by the leaders.
 
-A group that has not begun on a partition would count nothing there, although all of it waits. So it begins with the
-look: whoever asks how long a queue is has a queue in mind, and not a consumer. (`look` is for those who mean the group,
-and change nothing: what has not begun has everything before it.)
+A group that has not begun on a partition would count nothing there, although all messages wait for it. So `size` lets
+the group begin. `look` changes nothing: a group that has not begun counts all messages.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from portalmq.errors import GroupModeMismatch, InvalidRequest, PortalMQError
 
 
 class QueueSizes:
-    """`known` finds a topic by its name, and waits for one that was made a moment ago."""
+    """Counts queues. `known` finds a topic by name, and waits for one that was just created."""
 
     def __init__(self, groups: Groups, known: Callable[[str], Topic], leaders: LeaderRouter, clock: Clock) -> None:
         self._groups = groups
@@ -30,8 +29,8 @@ class QueueSizes:
         self._clock = clock
 
     def size(self, name: str, topic_name: str) -> QueueSize:
-        """Over all partitions. Raises TopicNotFound, GroupModeMismatch; Unavailable when a leader cannot be asked: a
-        part would be taken for the whole."""
+        """Return the counts over all partitions. Raises TopicNotFound, GroupModeMismatch; Unavailable when a leader
+        cannot be asked, since its part would be missing."""
         topic = self._topic(topic_name)
         group = self._groups.ensure(name)
         self._groups.begin(group, topic)
@@ -40,11 +39,11 @@ class QueueSizes:
         return _sum(self._leaders.call(SIZES, request, self._local_sizes(group), repeatable=True))
 
     def look(self, name: str, topic_name: str, *, forward: bool = True) -> QueueSize:
-        """The same, and neither the group nor its place on a partition is made by it."""
+        """Return the same counts without creating the group or letting it begin."""
         topic = self._topic(topic_name)
         group = self._groups.find_of(name, "queue")
         if group is not None and group.config.mode != "queue":
-            raise GroupModeMismatch(f"group {name!r} works in stream mode: its lag is all from its offset on")
+            raise GroupModeMismatch(f"group {name!r} is a stream group: all messages from its offset on are unfinished")
         request = LookAt(name, topic.state.name, topic.state.topic_id, list(range(topic.state.partitions)))
         local = self.local_look(request)
         return _sum(self._leaders.call(LOOK, request, local, forward=forward, repeatable=True))

@@ -1,8 +1,8 @@
-"""Where a group's choice finds its messages: those of one partition that are readable, lane by lane.
+"""The readable messages of a partition, lane by lane, from which a group selects.
 
-Lane 0 is read in whole pieces of batches, from the cache where consumers keep up. The other lanes are found through the
-indexes of the segment files, as numbers; payloads are read when a message was chosen. Where a partition holds plain
-messages only, none of that is asked for.
+Lane 0 is read in whole pieces of batches, from the cache when consumers keep up. The other lanes are read as offsets
+from the indexes of the segment files; payloads are read after the selection. A partition with plain messages only has
+no other lanes.
 """
 
 from __future__ import annotations
@@ -18,43 +18,44 @@ from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.reader import BatchSlice
 from portalmq.broker.storage.batch import Batch, Record
 
-# How many messages of lane 0 a turn looks at, to find some that it may hand out.
+# The most messages of lane 0 that one selection examines.
 LOOK_MAX = 20_000
-# One that is looked at for its key costs as much as so many others.
+# The cost of a message that is examined for its key, as a multiple of another one's.
 BY_KEY = 20
-# How many of other lanes are skipped at a time, within the file.
+# The most messages of other lanes that are skipped at a time, within a file.
 SKIP_MAX = 100_000
 SKIP_COST = 5_000
 KNOWN_MAX = 10_000
 
 
 class BatchSummary(NamedTuple):
-    """What a look at all messages of a batch tells: whether nothing tells them apart, and their bytes."""
+    """A summary of a batch: True for `is_plain` when its messages have no priority, delay or expiry (nor key, for order
+    by key); and its bytes."""
 
     is_plain: bool
     size: int
 
 
 class ReadyMessages:
-    """Invariant: from `_looked_from` to `_looked` lane 0 holds nothing that could be handed out.
+    """Iterates over readable messages.
 
-    That is known here alone, and costs a new leader no more than looking again. It says nothing of what stands before:
-    a cursor may go back there, when the disk refuses the record that moved it.
+    Invariant: from `_looked_from` to `_looked` lane 0 holds nothing to deliver. A new leader examines it again.
+    Earlier offsets are not covered: a cursor goes back there when the disk refuses its record.
     """
 
     def __init__(self, partition: Partition) -> None:
         self._partition = partition
         self.by_key = False
         self._looked_from = self._looked = 0
-        # What is known of a batch, by its base offset and epoch.
+        # Summaries of batches by base offset and epoch.
         self._known: dict[tuple[int, int], BatchSummary] = {}
 
     def place(self, offset: int) -> int:
-        """Where lane 0 goes on from `offset`, as far as that is known."""
+        """Return the offset from which lane 0 is examined, for a cursor at `offset`."""
         return self._looked if self._looked_from <= offset < self._looked else offset
 
     def note_looked(self, start: int, end: int) -> None:
-        """From `start` to `end` lane 0 holds nothing to hand out."""
+        """Remember that lane 0 holds nothing to deliver from `start` to `end`."""
         if not self._looked_from <= start <= self._looked:
             self._looked_from = start
             self._looked = end
@@ -90,13 +91,13 @@ class ReadyMessages:
                     break
             if not is_other:
                 return
-            # A batch of other lanes is mostly followed by more of them, which the file skips faster.
+            # After a batch of other lanes there are usually more of them, which the index skips faster.
             offset = lanes.next_plain(offset, end, SKIP_MAX, any_priority=self.by_key)
             left -= SKIP_COST
             yield Run(offset, offset)
 
     def _within(self, piece: BatchSlice, left: int) -> tuple[BatchSlice, int]:
-        """What may be looked at of a piece for its keys, and what that costs."""
+        """Return the part of a piece whose keys may be examined within the budget `left`, and its cost."""
         size = piece.end - piece.start
         if self._known_of(piece.batch).is_plain:
             return piece, size
@@ -109,10 +110,10 @@ class ReadyMessages:
             yield from self._runs(piece, None)
 
     def _runs(self, piece: BatchSlice, lane: int | None) -> Iterator[Run]:
-        """The messages of a piece, of lane 0 alone where that is asked for; neighbours that are alike together."""
+        """Yield runs of similar messages of a piece; with a `lane`, only those of lane 0."""
         known = self._known_of(piece.batch)
         if known.is_plain:
-            # With its share of the batch's bytes: each receive would walk the rest of a batch for the exact number.
+            # The size is a share of the batch's bytes: the exact one would cost each receive a walk over the batch.
             size = known.size * (piece.end - piece.start) // max(1, len(piece.batch.records))
             yield Run(piece.start, piece.end, piece, size=size)
             return
@@ -144,7 +145,7 @@ class ReadyMessages:
         return key_hash(key) if self.by_key else 0
 
     def size_of(self, batch: Batch) -> int:
-        """The bytes of all its messages."""
+        """Return the bytes of all messages of a batch."""
         return self._known_of(batch).size
 
     def _known_of(self, batch: Batch) -> BatchSummary:
@@ -164,7 +165,7 @@ class ReadyMessages:
 
 
 def key_hash(key: bytes | None) -> int:
-    """64 bits of a key, never 0; 0 for no key."""
+    """Return a 64-bit hash of a key, never 0; 0 for no key."""
     if key is None:
         return 0
     return int.from_bytes(blake2b(key, digest_size=8).digest(), "big") or 1

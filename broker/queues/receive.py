@@ -1,7 +1,7 @@
-"""Receiving for a group: from the partitions led here, and from the brokers that lead the others.
+"""Receive for a group: from the partitions led here, and from the brokers that lead the others.
 
-The broker that is asked begins with another leader each time, itself among them, so that no partition is always last.
-What other brokers ask for is taken from what is led here, without waiting; their interest waits here like a consumer.
+Each call begins with another leader, this broker among them, so that no partition is always last. Receives of other
+brokers take from the partitions led here, without waiting; their interests wait here like consumers.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from portalmq.broker.queues.settle import Settlement, Verdict
 from portalmq.control_plane.state import GroupState
 from portalmq.errors import Backpressure, NotLeader, PortalMQError, Unavailable
 
-# How long whoever was told that something is there has to come for it, before the next one is told.
+# The time that a broker with an answered interest has to receive, before the next waiter is woken.
 COMING_S = 0.05
-# Of so many groups it is known who was asked first the last time.
+# The most groups whose last first leader is remembered.
 TURNS_MAX = 10_000
 
 _decode_receive = msgspec.msgpack.Decoder(Receive).decode
@@ -46,7 +46,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class ReceiveHandler:
-    """Receives of clients, and those that other brokers ask for."""
+    """Receives of clients, and those that other brokers forward."""
 
     def __init__(self, groups: Groups, settlement: Settlement, peers: Peers, *, patience_s: float = PATIENCE_S) -> None:
         self._groups = groups
@@ -54,7 +54,7 @@ class ReceiveHandler:
         self._peers = peers
         self._patience_s = patience_s
         self._turn: dict[str, int] = {}
-        # Of the interests that are, or were lately, left at other brokers.
+        # The sources at other brokers that have, or recently had, an interest there.
         self._remote: dict[tuple[int, str, tuple[str, ...]], RemoteGroup] = {}
 
     # --- for clients -------------------------------------------------------------------------------------------------
@@ -69,11 +69,11 @@ class ReceiveHandler:
         is_first: bool = False,
         portion: Portion | None = None,
     ) -> list[LeasedMessage]:
-        """Lease messages, waiting for the first one up to the request's `wait_ms`.
+        """Lease messages; wait for the first one up to the request's `wait_ms`.
 
-        An empty answer to a request that does not wait is one that every partition's leader gave; so is one at the end
-        of a wait, but for partitions without a leader. Raises Unavailable else, NotLeader when it is not to be
-        forwarded and nothing is led here.
+        An empty answer without a wait means that every partition's leader has nothing; after a wait, that every
+        partition with a leader has nothing. Else raises Unavailable. Without `forward`, raises NotLeader when nothing
+        is led here.
         """
         group, topics, options = self._prepared(name, request, is_first, portion)
         if not forward:
@@ -83,13 +83,13 @@ class ReceiveHandler:
         deadline = time.monotonic() + (wait_s or self._patience_s)
         pause_s = PAUSE_FIRST_S
         while True:
-            topics = self._as_they_are(topics)
+            topics = self._refreshed(topics)
             try:
                 self._begin(group, topics, forward)
                 messages = receive(plan, request.topics, options, wait_s, peer, self._groups.long_polls)
-                if messages or self._answered(self._as_they_are(topics), forward, waited=wait_s > 0):
+                if messages or self._answered(self._refreshed(topics), forward, waited=wait_s > 0):
                     return messages
-                raise Unavailable("a partition has no leader just now, and the others are empty", retry_after_s=0.1)
+                raise Unavailable("a partition has no leader now, and the others are empty", retry_after_s=0.1)
             except (NotLeader, Unavailable) as error:
                 left_s = deadline - time.monotonic()
                 if (
@@ -113,10 +113,9 @@ class ReceiveHandler:
         is_first: bool = False,
         portion: Portion | None = None,
     ) -> tuple[list[LeasedMessage], list[Verdict]]:
-        """Ack `request.ack`, then receive: both records go to the disk together. Returns the receipts' verdicts too.
+        """Ack `request.ack`, then receive: both records go to the disk together. Also returns the receipts' verdicts.
 
-        Once the acks are on their way nothing raises that would call them not applied: with nothing to be had, or no
-        room to wait in, the receive is simply empty.
+        After the acks are appended, no error is raised that would call them not applied: the receive is empty instead.
         """
         group, topics, options = self._prepared(name, request, is_first, portion)
         if not forward:
@@ -159,7 +158,7 @@ class ReceiveHandler:
             self._groups.begin(group, topic, forward=forward)
 
     def _check_leads_some(self, topics: Sequence[Topic]) -> None:
-        """Raises NotLeader, with the leader of the first partition that has one, when none is led here."""
+        """Raise NotLeader, with the leader of the first partition that has one, when none is led here."""
         places = [place_of(topic.state, number) for topic in topics for number in range(topic.state.partitions)]
         leaders = {place: self._groups.leaders.leader_of(place) for place in places}
         if self._groups.leaders.broker_id in leaders.values():
@@ -169,7 +168,7 @@ class ReceiveHandler:
                 raise self._groups.leaders.not_leader(place, leader)
 
     def _answered(self, topics: Sequence[Topic], forward: bool, *, waited: bool) -> bool:
-        """Whether an empty answer says something: all leaders were there to be asked, or after a wait, one was."""
+        """Return True when an empty answer is complete: all partitions have a leader; after a wait, one of them."""
         leaders = [topic.leader_of(number) for topic in topics for number in range(topic.state.partitions)]
         if waited or not forward:
             return any(leader is not None for leader in leaders)
@@ -186,7 +185,7 @@ class ReceiveHandler:
     # --- sources -----------------------------------------------------------------------------------------------------
 
     def _plan(self, group: GroupState, names: Sequence[str], forward: bool) -> list[Source]:
-        """Whom to ask, as things stand now, beginning with another leader each time."""
+        """Return the sources to ask now, beginning with another leader each time."""
         self._groups.check_same(group)
         topics = [topic for name in names if (topic := self._find(name)) is not None]
         if not topics:
@@ -213,16 +212,16 @@ class ReceiveHandler:
             parts = parts[first:] + parts[:first]
         return [source for part in parts for source in part]
 
-    def _as_they_are(self, topics: Sequence[Topic]) -> list[Topic]:
-        """The topics of these names: one may have been deleted and made anew during a wait."""
+    def _refreshed(self, topics: Sequence[Topic]) -> list[Topic]:
+        """Return the current topics of these names: one may have been deleted and created again during a wait."""
         return [self._find(topic.name) or topic for topic in topics]
 
     def _find(self, name: str) -> Topic | None:
         return self._groups.topics.get(name)
 
     def _here(self, group: GroupState, topics: Sequence[Topic]) -> tuple[list[GroupPartition], bool]:
-        """The group on what is led here, and whether it has begun on all of that. A partition that refuses to let it
-        begin is left out: its leadership is moving."""
+        """Return the group on the partitions led here, and True if it has begun on all of them. A partition that
+        refuses its begin is left out: its leadership is moving."""
         found: list[GroupPartition] = []
         has_begun = True
         for topic in topics:
@@ -285,7 +284,7 @@ class ReceiveHandler:
         return _encode(ReceiveResult([message for messages in known for message in messages], known=bool(known)))
 
     def serve_interest(self, body: bytes, peer: Peer | None) -> bytes:
-        """Wait until something is there. It is not leased: whoever asked comes for it, or does not."""
+        """Wait until messages are available. Nothing is leased: the other broker may receive them then."""
         call = _decode_interest(body)
         sources, has_begun = self._asked(call)
         if not has_begun or any(source.has_messages() for source in sources):
@@ -311,12 +310,10 @@ class ReceiveHandler:
         return _encode(Interested(is_ready))
 
     def _asked(self, call: Receive | Interest) -> tuple[list[GroupPartition], bool]:
-        """The group on what is led here of the topics. Raises NotLeader when that is nothing."""
+        """Return the group on the topics' partitions led here. Raises NotLeader when there are none."""
         group = self._groups.find(call.group)
         if group is None or group.group_id != call.group_id or self._groups.is_ending(group):
-            raise Unavailable(
-                f"this broker does not know this group {call.group!r} yet, or any more", retry_after_s=0.1
-            )
+            raise Unavailable(f"this broker does not know group {call.group!r} of this id (yet)", retry_after_s=0.1)
         topics = [topic for name in call.topics if (topic := self._find(name)) is not None]
         sources, has_begun = self._here(group, topics)
         if not sources and has_begun:

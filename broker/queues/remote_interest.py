@@ -1,11 +1,11 @@
-"""A group's messages at another broker: leased there on request, and an interest left there while consumers sleep here.
+"""A group's messages at another broker: receives there, and an interest there while consumers wait here.
 
-    sleepers here --park--> RemoteGroup ==interest, a long poll==> a sleeper at the leader
-    one is woken  <-------- RemoteGroup <========= ready =========
+    waiters here --park--> RemoteGroup ==interest, a long poll==> a waiter at the leader
+    one is woken <-------- RemoteGroup <========= ready =========
         `--take: receive there, without waiting
 
-One interest stands for all sleepers of a group, and leases nothing: whoever is woken asks for messages then, and only
-if its client is still there. So a consumer that has gone away is handed nothing, and each message wakes one consumer.
+One interest serves all waiters of a group, and leases nothing: the woken waiter receives then, and only if its client
+is still connected. So a client that has disconnected gets no lease, and each message wakes one consumer.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from portalmq.control_plane.state import GroupState
 from portalmq.errors import PortalMQError
 
 INTEREST_WAIT_MS = 20_000
-# Beyond the wait itself, for the way there and back.
+# The time for the call itself, beyond its wait.
 ANSWER_S = 5.0
-# An interest outlives its last sleeper by this much: a consumer whose wait has ended asks again at once.
+# An interest outlives its last waiter by this much: a consumer whose wait has ended usually asks again at once.
 LINGER_S = 0.2
 PAUSE_FIRST_S = 0.05
 PAUSE_MAX_S = 1.0
-# After an empty receive: somebody else was faster, or what is there is not to be had.
+# The pause after an empty receive: another consumer was faster, or the messages are not available.
 EMPTY_PAUSE_S = 0.02
 
-# Makes a call that is given up when its broker is silent and leads no longer.
+# Makes a call that is abandoned when its broker does not answer and leads no longer.
 Ask = Callable[[Callable[[], ReceiveResult]], ReceiveResult]
 
 
 class RemoteGroup:
-    """A `waiting.Source`: what one broker leads of some topics, for one group.
+    """A `long_poll.Source`: the partitions of some topics that one other broker leads, for one group.
 
-    Invariant: a greenlet runs while someone is parked here, and LINGER_S longer.
+    Invariant: a greenlet runs while a waiter is parked here, and LINGER_S longer.
     """
 
     is_remote = True
@@ -103,7 +103,7 @@ class RemoteGroup:
         )
         return self._ask(lambda: self._peers.call(self.broker_id, name, call, ReceiveResult, timeout_s=ANSWER_S))
 
-    # --- sleeping and waking -----------------------------------------------------------------------------------------
+    # --- waiters -----------------------------------------------------------------------------------------------------
 
     def park(self, waiter: Waiter) -> None:
         self._waiters[waiter] = None
@@ -135,7 +135,7 @@ class RemoteGroup:
             try:
                 timeout_s = INTEREST_WAIT_MS / 1000 + ANSWER_S
                 answer = self._peers.call(self.broker_id, "interest", call, Interested, timeout_s=timeout_s)
-            except PortalMQError:  # the mirror will tell who leads instead, or it is back in a moment
+            except PortalMQError:  # the mirror will show another leader, or this one returns
                 gevent.sleep(pause_s * (0.5 + 0.5 * random.random()))
                 pause_s = min(2 * pause_s, PAUSE_MAX_S)
                 continue
@@ -144,7 +144,7 @@ class RemoteGroup:
                 self._taken.clear()
                 self._ready = True
                 self.notify()
-                while self._ready:  # until somebody has asked for it, or nobody is left to ask
+                while self._ready:  # until a waiter has received, or none is left
                     self._taken.wait()
                     self._taken.clear()
                 if self._was_empty:

@@ -1,8 +1,8 @@
-"""Settling what was received: receipts are checked here, brought to the leaders of their partitions, and used there.
+"""Ack, nack, release and extend: check receipts, and bring them to the leaders of their partitions.
 
-A receipt's head says its topic and partition, and its signature is the cluster's; so any broker checks all receipts of
-a call before any of them is used. Acking and extending twice is as good as once, so both are repeated when an outcome
-is unknown; giving back twice is not, as the message may be somebody else's by then.
+The head of a receipt contains its topic and partition, signed with a key of the cluster. So any broker can check all
+receipts of a call before it uses the first one. Ack and extend are idempotent, so both are repeated after an unknown
+outcome. Nack and release are not: another consumer may have the message by then.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from portalmq.broker.queues.group_delivery import GroupPartition, ReceiptSpan, V
 from portalmq.control_plane.state import GroupState
 from portalmq.errors import GroupModeMismatch, InvalidRequest, PortalMQError, Unavailable
 
-# So many receipts are checked, or used by one record, before others have their turn.
+# Receipts that are checked, or used by one record, before other greenlets run.
 RECEIPTS_A_TURN = 500
 
-# Whether a receipt counted, or why that is not known.
+# True for a receipt that was valid; an error when that is not known.
 Verdict = bool | PortalMQError
 
 
 class SettleGroupLookup(Protocol):
-    """What settling needs of the groups."""
+    """The part of `Groups` that settlement needs."""
 
     def get(self, name: str, *, mode: str = "", group_id: str = "") -> GroupState:
         """Raises GroupNotFound."""
         ...
 
     def check_same(self, group: GroupState) -> None:
-        """Raises Unavailable when the group was deleted since `group` was read."""
+        """Raise Unavailable when the group was deleted since `group` was read."""
         ...
 
     def by_tag(self, tag: bytes) -> Topic | None: ...
     def book(self, group: GroupState, topic_id: str) -> ReceiptSigner: ...
 
     def at(self, group: GroupState, place: TopicPartition) -> GroupPartition:
-        """The group on a partition that is led here. Raises NotLeader, Unavailable, and InvalidRequest when the group
-        has not begun there."""
+        """Return the group on a partition that is led here. Raises NotLeader, Unavailable, and InvalidRequest when the
+        group has not begun there."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SettleRequest:
-    """What to do with the receipts. `time_ms` is the delay of a nack, or how long an extended lease is to last. A
-    release is a nack of messages that nobody has looked at."""
+    """What to do with the receipts. `time_ms` is the delay of a nack, or the new duration of an extended lease. A
+    release is a nack of messages that no consumer has seen."""
 
     verb: Verb
     time_ms: int | None = None
@@ -115,7 +115,7 @@ class _SettleWork:
             try:
                 at = self.groups.at(self.group, place)
                 if waits and at.delivery is not delivery:  # as above
-                    raise Unavailable("the group has changed meanwhile: repeat", retry_after_s=0.1)
+                    raise Unavailable("the group has changed: repeat", retry_after_s=0.1)
                 delivery = at.delivery
                 found, wait = self._settle(at, part)
             except PortalMQError as error:
@@ -142,8 +142,8 @@ class _SettleWork:
 
 
 def _parts(shown: list[ReceiptSpan]) -> Iterator[list[ReceiptSpan]]:
-    """The share of a partition in parts. Its receipts are numbered by their place in it: those in the request give way
-    to them, as other brokers know no others."""
+    """Split the share of a partition into parts. Receipts are numbered by their index in the share, not in the request,
+    as other brokers know only the share."""
     part: list[ReceiptSpan] = []
     size = first = 0
     for each in shown:
@@ -158,7 +158,7 @@ def _parts(shown: list[ReceiptSpan]) -> Iterator[list[ReceiptSpan]]:
         while numbered:
             end = min(len(numbered), RECEIPTS_A_TURN - size)
             while end < len(numbered) and numbered[end][0] == numbered[end - 1][0]:
-                end += 1  # a receipt that is shown twice counts twice, or not at all
+                end += 1  # both copies of a repeated receipt get the same verdict
             offsets, indexes = zip(*numbered[:end], strict=True)
             part.append(each._replace(indexes=list(indexes), offsets=list(offsets)))
             del numbered[:end]
@@ -171,7 +171,7 @@ def _parts(shown: list[ReceiptSpan]) -> Iterator[list[ReceiptSpan]]:
 
 
 class Settlement:
-    """Acks, nacks and extensions of clients, and those that other brokers bring."""
+    """Acks, nacks, releases and extensions of clients, and those that other brokers forward."""
 
     def __init__(self, groups: SettleGroupLookup, leaders: LeaderRouter) -> None:
         self._groups = groups
@@ -180,8 +180,8 @@ class Settlement:
     def settle(
         self, name: str, receipts: list[str], settle_request: SettleRequest, *, forward: bool = True
     ) -> list[Verdict]:
-        """One verdict a receipt, in order. Raises when nothing was done: InvalidRequest for a receipt that is not the
-        group's, NotLeader when it is not to be forwarded, and what every partition refused with."""
+        """Return one verdict for each receipt, in order. Raises when nothing was done: InvalidRequest for a receipt that
+        is not the group's, NotLeader without `forward`, and the error of the partitions when all refuse."""
         group = self._queue_group(name)
         work = _SettleWork(group, settle_request, self.checked(group, receipts), self._groups)
         if not forward:
@@ -191,8 +191,9 @@ class Settlement:
         return _verdicts(work, outcomes, len(receipts))
 
     def begin_acks(self, name: str, receipts: list[str], *, forward: bool) -> Callable[[], list[Verdict]]:
-        """Ack on the way to a receive: what is led here is appended on return and waits for the disk together with what
-        the receive appends; what is led elsewhere is settled on return. Call the result for the verdicts."""
+        """Begin the acks of an ack-and-receive. On return, those for partitions led here are appended, and go to the
+        disk together with the receive's records; the others are settled. The returned function waits for the
+        verdicts."""
         group = self._queue_group(name)
         work = _SettleWork(group, SettleRequest("ack"), self.checked(group, receipts), self._groups)
         if not forward:
@@ -201,14 +202,14 @@ class Settlement:
         elsewhere = [place for place in work.shares if place not in here]
         outcomes = self._run(work, elsewhere, forward=forward, repeatable=True) if elsewhere else {}
         for outcome in outcomes.values():
-            if isinstance(outcome, PortalMQError):  # told before anything is received, which a repeat would not get
+            if isinstance(outcome, PortalMQError):  # raised before the receive, whose messages a repeat would not get
                 raise _doubtful(outcome)
         refused = work.begin(here)
 
         def finish() -> list[Verdict]:
             done = outcomes | refused | work.finish()
             again = [place for place in here if isinstance(done[place], PortalMQError)]
-            if again:  # led here no more
+            if again:  # no longer led here
                 done |= self._run(work, again, forward=forward, repeatable=True)
             return _verdicts(work, done, len(receipts))
 
@@ -234,16 +235,16 @@ class Settlement:
     def _queue_group(self, name: str) -> GroupState:
         group = self._groups.get(name, mode="queue")
         if group.config.mode != "queue":
-            raise GroupModeMismatch(f"group {name!r} works in stream mode: it commits offsets and has no receipts")
+            raise GroupModeMismatch(f"group {name!r} is a stream group: it commits offsets and has no receipts")
         return group
 
     # --- receipts ----------------------------------------------------------------------------------------------------
 
     def checked(self, group: GroupState, texts: list[str]) -> dict[TopicPartition, list[ReceiptSpan]]:
-        """The receipts by partition, and there by lease. Raises InvalidRequest when one of them is not the group's."""
+        """Return the receipts by partition and lease. Raises InvalidRequest when one of them is not the group's."""
         by_head: dict[str, tuple[Lease, ReceiptSpan]] = {}
         by_place: dict[TopicPartition, list[ReceiptSpan]] = {}
-        last_head = ""  # mostly those of a lease stand together
+        last_head = ""  # receipts of one lease are usually adjacent
         for index, text in enumerate(in_turns(texts, RECEIPTS_A_TURN)):
             head = text[:HEAD_LENGTH]
             if head != last_head or not index:
@@ -262,7 +263,7 @@ class Settlement:
         by_head: dict[str, tuple[Lease, ReceiptSpan]],
         by_place: dict[TopicPartition, list[ReceiptSpan]],
     ) -> tuple[Lease, ReceiptSpan]:
-        """The lease of a head that was not met before, checked, and where its receipts are gathered."""
+        """Check a new head; return its lease, and the span that collects its receipts."""
         topic = self._groups.by_tag(tag_of(head))
         if topic is None:
             raise InvalidRequest(f"receipt {index} belongs to no topic that group {group.name!r} received from")
@@ -288,10 +289,10 @@ def _verdicts(work: _SettleWork, outcomes: Outcomes[list[bool]], size: int) -> l
 
 
 def _doubtful(error: PortalMQError) -> PortalMQError:
-    """Some receipts of the call may have been used, even if those with this error were not."""
+    """Return the error with an unknown outcome: other receipts of the call may have been used."""
     error.outcome = "unknown"
     return error
 
 
 def _no_wait() -> None:
-    """An extension is logged, and not waited for."""
+    """Return at once: an extension is logged without a wait."""

@@ -1,11 +1,11 @@
-"""The messages that a queue group has not finished, one by one, each with what is becoming of it.
+"""The unfinished messages of a queue group, each with its state.
 
-    ready       may be handed out now, or waits for an earlier message of its key
-    in_flight   leased: a consumer has it
-    scheduled   its time has not come, or it is held back after a nack
+    ready       available now, or waiting for an earlier message of its key
+    in_flight   leased by a consumer
+    scheduled   not due yet, or in a back-off after a nack
 
-Nothing is consumed by looking. A page is a leader's: where messages wait in lanes of their own (priorities, delays) all
-of the log may have to be looked through, in turns that let the broker's other work pass.
+Listing consumes nothing. Each page comes from one leader. With priorities or delays the leader may have to scan the
+whole log, with pauses for other greenlets.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from portalmq.broker.storage.batch import Record
 from portalmq.errors import GroupModeMismatch
 
 PAGE_BYTES = 4 * 1024 * 1024
-# An answer comes after so many messages that were looked at, found or not.
+# A page ends after this many examined messages.
 LOOK_MAX = 100_000
 
 
 class PendingMessage(NamedTuple):
-    """A message that is not done. `available_at_ms` is when it may be handed out (again); None where that is now, and
-    where it waits for an earlier message of its key."""
+    """A message that is not done. `available_at_ms` is the time of its next possible delivery; None for now, and for a
+    message that waits for an earlier one of its key."""
 
     stored: StoredMessage
     state: MessageState
@@ -44,7 +44,7 @@ class PendingMessage(NamedTuple):
 
 
 class UnfinishedMessages:
-    """`known` finds a topic by its name, and waits for one that was made a moment ago."""
+    """Lists unfinished messages. `known` finds a topic by name, and waits for one that was just created."""
 
     def __init__(
         self,
@@ -63,13 +63,13 @@ class UnfinishedMessages:
     def messages(
         self, name: str, topic_name: str, *, after: tuple[int, int] | None = None, forward: bool = True
     ) -> Iterator[PendingMessage]:
-        """All that the group has not finished in the topic, partition by partition, as it is when it is looked at; read
-        as it is taken, and only behind `after` (partition, offset). A group that nobody has used yet has finished
-        nothing. Raises TopicNotFound, GroupModeMismatch, and what a leader answers."""
+        """Yield the group's unfinished messages in the topic after `after` (partition, offset), partition by partition,
+        each page read when it is needed. A group that was never used has finished nothing. Raises TopicNotFound,
+        GroupModeMismatch, and the error of a leader."""
         topic = self._topic(topic_name)
         group = self._groups.find_of(name, "queue")
         if group is not None and group.config.mode != "queue":
-            raise GroupModeMismatch(f"group {name!r} works in stream mode: its lag is all from its offset on")
+            raise GroupModeMismatch(f"group {name!r} is a stream group: all messages from its offset on are unfinished")
         first, behind = after or (0, -1)
         topic.place(first)
         for number in in_short_turns(range(first, topic.state.partitions)):
@@ -119,7 +119,7 @@ class UnfinishedMessages:
     def _row(
         self, partition: Partition, delivery: GroupDelivery | None, offset: int, timestamp_ms: int, record: Record
     ) -> UnfinishedRow | None:
-        """What is becoming of the message; None when it is done."""
+        """Return the message with its state; None when it is done."""
         if offset in partition.groups.cancelled:
             return None
         due_ms = record.deliver_at_ms or 0

@@ -11,7 +11,7 @@ from support.domain import HandClock, records, running
 from portalmq import wire
 from portalmq.broker.core.queue.delivery import GroupDelivery
 from portalmq.broker.core.queue.lanes import DELAYED
-from portalmq.broker.core.queue.selection import KEYS_A_STEP
+from portalmq.broker.core.queue.selection import KEYS_PER_STEP
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.queues.group_delivery import FOUND_MAX
 from portalmq.errors import GroupModeMismatch, InvalidRequest
@@ -493,7 +493,7 @@ def test_a_message_comes_again_whose_ack_ahead_the_disk_refused(fixture):
 @pytest.mark.parametrize(
     ("patch", "says"),
     [
-        ({"mode": "stream", "ordering": "key"}, "stream group reads a partition in order"),
+        ({"mode": "stream", "ordering": "key"}, "stream group always reads a partition in order"),
         ({"dead_letter_topic": "{topic}"}, "the topic itself"),
         ({"dead_letter_topic": "a/b"}, "dead_letter_topic"),
         ({"dead_letter_topic": "__x"}, "internal"),
@@ -616,7 +616,7 @@ def test_after_a_restart_the_keys_of_a_backlog_are_read_in_steps_and_acks_betwee
     clock = HandClock()
     with running(tmp_path, clock) as before:
         before.broker.put_group("g", {"ordering": "key"})
-        values = [f"{number}" for number in range(3 * KEYS_A_STEP)]
+        values = [f"{number}" for number in range(3 * KEYS_PER_STEP)]
         before.broker.produce("t", ProduceRequest(records(*values, key=b"k")))
         (first,) = receive(before)
     with running(tmp_path, clock) as after:
