@@ -51,7 +51,7 @@ class QueueSizes:
     def local_sizes(self, request: SizeOf) -> LocalWork[QueueSize]:
         group = self._groups.get(request.group, group_id=request.group_id)
         if group.group_id != request.group_id:
-            raise InvalidRequest(f"this was asked of an earlier group {request.group!r}")
+            raise InvalidRequest(f"the call is for an earlier group {request.group!r}")
         return self._local_sizes(group)
 
     def _local_sizes(self, group: GroupState) -> LocalWork[QueueSize]:

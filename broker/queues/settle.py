@@ -180,8 +180,8 @@ class Settlement:
     def settle(
         self, name: str, receipts: list[str], settle_request: SettleRequest, *, forward: bool = True
     ) -> list[Verdict]:
-        """Return one verdict for each receipt, in order. Raises when nothing was done: InvalidRequest for a receipt that
-        is not the group's, NotLeader without `forward`, and the error of the partitions when all refuse."""
+        """Return one verdict for each receipt, in order. Raises when nothing was done: InvalidRequest for a receipt of
+        another group, NotLeader without `forward`, and the error of the partitions when all refuse."""
         group = self._queue_group(name)
         work = _SettleWork(group, settle_request, self.checked(group, receipts), self._groups)
         if not forward:
