@@ -135,9 +135,7 @@ class FloodGuard:
 
     def _cut(self, connection: socket.socket, held: int) -> None:
         self.cut += 1
-        _log.warning(
-            "cut off a connection of %s: %d bytes without a complete message", connection.getpeername(), held
-        )
+        _log.warning("cut off a connection of %s: %d bytes without a complete message", connection.getpeername(), held)
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
 

@@ -218,7 +218,7 @@ class MiniQService(Closeable):
                         raise Unavailable(
                             f"MiniQ's server at {connection.endpoint} gave no answer, {silent} times within "
                             f"{self._timeout_s:g} s: start it with `portalmq zeromq`, or name its host and ports"
-                            f"{' (the server may also not know the key)' if connection.is_secured else ''}",
+                            f"{' (or it does not know the key)' if connection.is_secured else ''}",
                             outcome="unknown",
                         )
                     continue
