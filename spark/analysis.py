@@ -20,14 +20,14 @@ def analyse(
 
     A complete report replaces the one in `out`; of several concurrent ones the last remains.
 
-    Raises OutputTaken, SparkMissing, SourceError.
+    Raises OutputUnusable, SparkMissing, SourceError.
     """
     from portalmq.spark.progress import Progress
-    from portalmq.spark.session import beside, session
+    from portalmq.spark.session import in_thread, session
 
     _check(paths, topics)
-    with output.place(out) as making:
-        with session(master, name="portalmq report") as spark, Progress(spark), _told_plainly():
+    with output.workspace(out) as making:
+        with session(master, name="portalmq report") as spark, Progress(spark), _plain_faults():
             import portalmq.spark
             from portalmq.spark.figures import report_figures
 
@@ -37,12 +37,12 @@ def analyse(
                     spark, paths, topics, making / output.PARQUET, made_at_ms=time.time_ns() // 1_000_000
                 )
 
-            report = beside(make)
+            report = in_thread(make)
         from portalmq.spark.report import page
 
         (making / output.JSON).write_bytes(model.to_json(report))
         page.write(report, making / output.PAGE)
-        output.put(making, out)
+        output.publish(making, out)
     return report
 
 
@@ -65,7 +65,7 @@ _FOREIGN_PYTHON = re.compile(
 
 
 @contextmanager
-def _told_plainly() -> Iterator[None]:
+def _plain_faults() -> Iterator[None]:
     """Raise our own error instead of Spark's, which wraps it in pages of text."""
     from pyspark.errors import PySparkException
 
@@ -76,17 +76,17 @@ def _told_plainly() -> Iterator[None]:
     except Exception as fault:  # an executor's last error may come from Py4J
         if not isinstance(fault, PySparkException) and not type(fault).__module__.startswith("py4j."):
             raise
-        said = _FAULT.search(str(fault))
+        ours = _FAULT.search(str(fault))
         foreign = _FOREIGN_PYTHON.search(str(fault))
-        if said is None and foreign is not None:
+        if ours is None and foreign is not None:
             raise SparkMissing(
                 f"Spark's workers do not run in a Python that has portalmq ({next(filter(None, foreign.groups()))})",
                 "Install portalmq[spark] on each of their machines, for the same version of Python as here, and set"
                 " PYSPARK_PYTHON to that Python's path, which has to be the same on all of them and here",
             ) from fault
-        if said is None:
+        if ours is None:
             raise
-        kind: type[SourceError] = getattr(errors, said[1], SourceError)
-        told = kind.__new__(kind)
-        told.args = (said[2].strip(),)  # the text is complete, so the constructor must not run again
-        raise told from fault
+        kind: type[SourceError] = getattr(errors, ours[1], SourceError)
+        plain = kind.__new__(kind)
+        plain.args = (ours[2].strip(),)  # the text is complete, so the constructor must not run again
+        raise plain from fault

@@ -45,13 +45,13 @@ def report(data_dirs: tuple[Path, ...], out: Path, topics: tuple[str, ...], mast
         from portalmq.spark.analysis import analyse
         from portalmq.spark.errors import BadOption, NothingThere, SourceError
         from portalmq.spark.report import model
-        from portalmq.spark.report.output import PAGE, OutputTaken
+        from portalmq.spark.report.output import PAGE, OutputUnusable
         from portalmq.spark.session import SparkMissing
     except ImportError as missing:
         _end(f"{missing.name} is not installed: `pip install 'portalmq[spark]'`", 2)
     try:
         made = analyse(data_dirs, out, topics=topics or None, master=master)
-    except (SparkMissing, OutputTaken) as fault:
+    except (SparkMissing, OutputUnusable) as fault:
         _end(str(fault), fault.exit_code)
     except (BadOption, NothingThere) as fault:
         _end(str(fault), 2)
@@ -81,16 +81,18 @@ def summary(made: Report) -> list[str]:
     waits = [group.latency_ms for group in made.groups if group.latency_ms is not None]
     changes = changes_of_leaders(made.fail_overs)
     gaps = [each.gap_ms for each in changes if each.gap_ms is not None]
-    places = f"{plural(totals.topics, 'topic')}, {plural(totals.partitions, 'partition')}"
-    put_in = f"{totals.messages:,} ({_bytes(totals.bytes)}) in {places}, by {plural(totals.producers, 'producer')}"
+    partitions = f"{plural(totals.topics, 'topic')}, {plural(totals.partitions, 'partition')}"
+    appended = (
+        f"{totals.messages:,} ({_bytes(totals.bytes)}) in {partitions}, by {plural(totals.producers, 'producer')}"
+    )
     least = "at least " if "groups" in made.left_out else ""
-    taken_out = f"{least}{delivered:,} to {plural(totals.groups, 'group')}, {redelivered:,} of them more than once"
+    deliveries = f"{least}{delivered:,} to {plural(totals.groups, 'group')}, {redelivered:,} of them more than once"
     if waits:
-        taken_out += f"; median {_ms(min(wait.p50 for wait in waits))} to {_ms(max(wait.p50 for wait in waits))}"
+        deliveries += f"; median {_ms(min(wait.p50 for wait in waits))} to {_ms(max(wait.p50 for wait in waits))}"
     return [
-        f"messages    {put_in}{_when(totals.first_ms, totals.last_ms)}",
+        f"messages    {appended}{_when(totals.first_ms, totals.last_ms)}",
         f"throughput  {totals.messages_per_s:,.0f}/s on average, {totals.peak_messages_per_s:,.0f}/s at best",
-        f"delivered   {taken_out}",
+        f"delivered   {deliveries}",
         f"lag         {lag:,}" + ("" if oldest is None else f", the oldest for {_ms(oldest)}"),
         f"fail-overs  {len(changes)}" + (f", at most {_ms(max(gaps))} without an append" if gaps else ""),
     ]

@@ -23,13 +23,13 @@ LATEST: Final = -1
 OFFSET_MAX: Final = (1 << 63) - 1
 TABLES = ("messages", "deliveries", "batches", "groups")
 
-_CALLING = ("bootstrap", "token", *TLS_NAMES)
-_DOORS = ("path", "paths", *_CALLING)
-_READING = (*_DOORS, "topic", "columns", "table", "failOnDataLoss", "maxRowsPerPartition")
+_CONNECTION = ("bootstrap", "token", *TLS_NAMES)
+_ORIGIN = ("path", "paths", *_CONNECTION)
+_READING = (*_ORIGIN, "topic", "columns", "table", "failOnDataLoss", "maxRowsPerPartition")
 _STARTS = ("startingOffsets", "startingTimestamp")
 _BATCH = (*_READING, *_STARTS, "endingOffsets", "endingTimestamp", "pushdown")
 _STREAM = (*_READING, *_STARTS, "maxRowsPerTrigger")
-_WRITING = (*_CALLING, "topic", "query", "checkpointLocation")
+_WRITING = (*_CONNECTION, "topic", "query", "checkpointLocation")
 
 # Options of Spark's Kafka source, and ours.
 _KAFKA = {
@@ -82,7 +82,7 @@ class ReadOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Writing:
+class WriteOptions:
     """Options of a write. `topic` None: a column has it. `query` None: the writer generates a new one."""
 
     bootstrap: tuple[str, ...]
@@ -92,22 +92,22 @@ class Writing:
     tls: TlsFiles = NO_FILES
 
 
-def described(options: Mapping[str, str]) -> ReadOptions:
+def schema_options(options: Mapping[str, str]) -> ReadOptions:
     """Return the options for a schema, before batch or stream is known. Raises BadOption."""
     return _reading(_Options(options, (*_BATCH, "maxRowsPerTrigger"), "reading"), Bound(EARLIEST))
 
 
-def batch_reading(options: Mapping[str, str]) -> ReadOptions:
+def batch_options(options: Mapping[str, str]) -> ReadOptions:
     """Return the options of a batch read. Raises BadOption."""
     return _reading(_Options(options, _BATCH, "a batch read"), Bound(EARLIEST))
 
 
-def stream_reading(options: Mapping[str, str]) -> ReadOptions:
+def stream_options(options: Mapping[str, str]) -> ReadOptions:
     """Return the options of a streaming read. Raises BadOption."""
     return _reading(_Options(options, _STREAM, "a stream that is read"), Bound(LATEST))
 
 
-def writing(options: Mapping[str, str]) -> Writing:
+def write_options(options: Mapping[str, str]) -> WriteOptions:
     """Return the options of a write. Raises BadOption."""
     given = _Options(options, _WRITING, "writing")
     bootstrap = given.names("bootstrap")
@@ -116,7 +116,7 @@ def writing(options: Mapping[str, str]) -> Writing:
     topics = given.names("topic")
     if len(topics) > 1:
         raise BadOption("topic takes one name in writing; rows for several topics say theirs in a column `topic`")
-    return Writing(bootstrap, given.text("token"), topics[0] if topics else None, given.text("query"), given.tls())
+    return WriteOptions(bootstrap, given.text("token"), topics[0] if topics else None, given.text("query"), given.tls())
 
 
 class _Options:

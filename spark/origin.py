@@ -60,7 +60,7 @@ class Span(InputPartition):
         raise NotImplementedError
 
 
-class Packed(InputPartition):
+class SpanGroup(InputPartition):
     """Small spans, of any logs, that one task reads one after another."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
@@ -81,12 +81,12 @@ def packed(spans: Sequence[Span], span_offsets: int = SPAN_OFFSETS) -> list[Inpu
             offsets = 0
         tasks[-1].append(span)
         offsets += size
-    return [task[0] if len(task) == 1 else Packed(task) for task in tasks]
+    return [task[0] if len(task) == 1 else SpanGroup(task) for task in tasks]
 
 
 def spans_of(task: InputPartition) -> tuple[Span, ...]:
     """Return the spans of a task. Spark adds an empty task of its own to an empty plan; it has none."""
-    if isinstance(task, Packed):
+    if isinstance(task, SpanGroup):
         return task.spans
     return (task,) if isinstance(task, Span) else ()
 

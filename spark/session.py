@@ -95,14 +95,14 @@ def session(master: str | None = None, *, name: str = "portalmq") -> Iterator[Sp
     started = None
     try:
         with _environment(_variables(master)), _uninterrupted(), _quiet():
-            started = beside(lambda: _started(master, name))
+            started = in_thread(lambda: _started(master, name))
         yield started
     finally:
         if started is not None:
             started.stop()
 
 
-def beside(work: Callable[[], T]) -> T:
+def in_thread(work: Callable[[], T]) -> T:
     """Run `work` in another thread, so that Ctrl-C reaches a thread that is not in a call to Java, and can end the
     session at once. (A session started there installs no SIGINT handler, which would call Java during other calls.)"""
     pool = ThreadPoolExecutor(1)

@@ -31,7 +31,7 @@ class PortalMQ(DataSource):
     def schema(self) -> StructType:
         from portalmq.spark.columns import COLUMNS, schema_of
 
-        reading = options.described(self.options)
+        reading = options.schema_options(self.options)
         if reading.table != "messages":
             schema: StructType = _table(reading).schema_of(reading.columns)
             return schema
@@ -41,7 +41,7 @@ class PortalMQ(DataSource):
         from portalmq.spark.columns import columns_of
         from portalmq.spark.reading.batch import FilteringReader, MessagesReader
 
-        reading = options.batch_reading(self.options)
+        reading = options.batch_options(self.options)
         if reading.table != "messages":
             reader: DataSourceReader = _table(reading).reader(reading, schema)
             return reader
@@ -51,17 +51,17 @@ class PortalMQ(DataSource):
         from portalmq.spark.columns import columns_of
         from portalmq.spark.reading.stream import MessagesStream
 
-        return MessagesStream(options.stream_reading(self.options), columns_of(schema))
+        return MessagesStream(options.stream_options(self.options), columns_of(schema))
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         from portalmq.spark.writing.sink import BatchWriter
 
-        return BatchWriter(options.writing(self.options), schema, overwrite)
+        return BatchWriter(options.write_options(self.options), schema, overwrite)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:
         from portalmq.spark.writing.sink import StreamWriter
 
-        return StreamWriter(options.writing(self.options), schema, overwrite)
+        return StreamWriter(options.write_options(self.options), schema, overwrite)
 
 
 def _table(reading: ReadOptions) -> Any:

@@ -113,7 +113,7 @@ def sixtieth(spark: SparkSession, directory: Path, topic: str) -> Selected:
     from pyspark.sql import functions
     from pyspark.sql.datasource import GreaterThanOrEqual, LessThan
 
-    from portalmq.spark.options import batch_reading
+    from portalmq.spark.options import batch_options
     from portalmq.spark.origin import spans_of
     from portalmq.spark.reading.batch import FilteringReader
 
@@ -122,7 +122,7 @@ def sixtieth(spark: SparkSession, directory: Path, topic: str) -> Selected:
     first, last = first.astimezone(UTC), last.astimezone(UTC)
     start = first + (last - first) / 2
     end = start + max((last - first) / 60, timedelta(milliseconds=1))
-    reader = FilteringReader(batch_reading({"path": str(directory), "topic": topic}), ALL)
+    reader = FilteringReader(batch_options({"path": str(directory), "topic": topic}), ALL)
     list(reader.pushFilters([GreaterThanOrEqual(("timestamp",), start), LessThan(("timestamp",), end)]))
     read = {str(span.path) for task in reader.partitions() for span in spans_of(task) if hasattr(span, "path")}
     pushed = spark.read.format("portalmq").options(path=str(directory), topic=topic, pushdown="true").load()

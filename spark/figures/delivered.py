@@ -23,7 +23,7 @@ _BLOCK = 1024
 
 
 @dataclass(frozen=True)
-class Delivered:
+class DeliveredFigures:
     """The aggregates. `deliveries` and `groups` have the tables' columns, with times as `at_ms`, `available_ms` and
     `oldest_ms`; `latency` counts first deliveries by group, topic, mode, time bucket and latency, `redelivered` the
     messages that were delivered again. The first three are persisted."""
@@ -37,7 +37,7 @@ class Delivered:
 
 def delivered(
     deliveries: DataFrame, groups: DataFrame, bucket_ms: int, as_of_ms: int, *, has_again: bool, has_ended: bool
-) -> Delivered:
+) -> DeliveredFigures:
     """Aggregate the tables. `has_again`: some rows match AGAIN; `has_ended`: some groups were deleted."""
     again, ends = deliveries.where(AGAIN), deliveries.where("event = 'ended'")
     handed_out = deliveries.where("event IN ('granted', 'committed')")
@@ -65,7 +65,7 @@ def delivered(
         .persist()
     )
     redelivered = twice.groupBy("group", "topic", "mode").agg(f.sum("messages").alias("redelivered")).coalesce(1)
-    return Delivered(deliveries, groups, latency, redelivered, as_of_ms)
+    return DeliveredFigures(deliveries, groups, latency, redelivered, as_of_ms)
 
 
 def _lives(rows: DataFrame, ends: DataFrame, has_ended: bool) -> DataFrame:
@@ -110,7 +110,7 @@ def _block(offset: Column) -> Column:
     return f.floor(offset / _BLOCK).cast("long")
 
 
-def groups(found: Delivered) -> DataFrame:
+def groups(found: DeliveredFigures) -> DataFrame:
     keys = ["group", "topic", "mode"]
     is_again = "event IN ('granted', 'committed') AND delivery > 1"
     is_done = "event = 'acked' OR (event = 'committed' AND delivery = 1)"
@@ -149,7 +149,7 @@ def groups(found: Delivered) -> DataFrame:
     )
 
 
-def number_of_groups(found: Delivered) -> DataFrame:
+def number_of_groups(found: DeliveredFigures) -> DataFrame:
     """Return the number of groups in one row. Groups with one name on several topics count once."""
     names = found.groups.select("group").unionAll(found.deliveries.where("mode IS NOT NULL").select("group"))
     return names.agg(f.count_distinct("group").alias("groups"))
@@ -159,7 +159,7 @@ def _latency(messages: Column) -> Column:
     return quantiles(f.col("latency_ms"), messages, f.col("total_ms"), f.col("longest_ms"))
 
 
-def latencies(found: Delivered) -> DataFrame:
+def latencies(found: DeliveredFigures) -> DataFrame:
     return (
         found.latency.where("latency_ms IS NOT NULL")
         .groupBy("group", "from_ms")
@@ -168,7 +168,7 @@ def latencies(found: Delivered) -> DataFrame:
     )
 
 
-def latency_over_time(found: Delivered) -> DataFrame:
+def latency_over_time(found: DeliveredFigures) -> DataFrame:
     return (
         found.latency.where("latency_ms IS NOT NULL")
         .groupBy("group", f.col("bucket_ms").alias("at_ms"))
@@ -179,7 +179,7 @@ def latency_over_time(found: Delivered) -> DataFrame:
     )
 
 
-def deliveries(found: Delivered) -> DataFrame:
+def deliveries(found: DeliveredFigures) -> DataFrame:
     return (
         found.deliveries.where("event IN ('granted', 'committed')")
         .groupBy("group", "topic", "delivery")
@@ -187,7 +187,7 @@ def deliveries(found: Delivered) -> DataFrame:
     )
 
 
-def lag(found: Delivered) -> DataFrame:
+def lag(found: DeliveredFigures) -> DataFrame:
     age = f.greatest(f.lit(0), f.lit(found.as_of_ms) - f.col("oldest_ms"))
     return found.groups.select(
         "group",

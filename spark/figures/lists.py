@@ -114,14 +114,14 @@ def _written(frame: DataFrame, rows: pa.Table, path: Path) -> DataFrame | pa.Tab
         path.mkdir(parents=True)
         pq.write_table(rows, path / "part-00000.parquet")
         return rows
-    place = f"file://{path}"  # a cluster's Spark may take a bare path for its own file system
-    frame.coalesce(1).write.mode("overwrite").parquet(place)
+    url = f"file://{path}"  # a cluster's Spark may take a bare path for its own file system
+    frame.coalesce(1).write.mode("overwrite").parquet(url)
     if not any(path.glob("part-*")):  # a worker wrote it to its own disk, which Spark counts as success
         raise BadOption(
             f"Spark's workers do not write where this program reads: --out ({path}) has to be a directory that all"
             " machines of the cluster share"
         )
-    return frame.sparkSession.read.schema(frame.schema).parquet(_GLOBBED.sub(r"\\\g<0>", place))
+    return frame.sparkSession.read.schema(frame.schema).parquet(_GLOBBED.sub(r"\\\g<0>", url))
 
 
 def _first(written: DataFrame | pa.Table, top: Top) -> tuple[pa.Table, int]:
@@ -149,8 +149,8 @@ def _is_shown(of: str, shown: Sequence[Any]) -> Column:
         return f.col("topic").isin([each.topic for each in shown])
     if of == "groups":
         return f.col("group").isin(sorted({each.group for each in shown}))
-    places = [f"{each.topic}/{each.partition}" for each in shown]
-    return f.concat_ws("/", "topic", f.col("partition").cast("string")).isin(places)
+    names = [f"{each.topic}/{each.partition}" for each in shown]
+    return f.concat_ws("/", "topic", f.col("partition").cast("string")).isin(names)
 
 
 def _with_others(rows: DataFrame, series: Series, is_shown: Column) -> DataFrame:

@@ -1,8 +1,8 @@
 """Computes the figures of a throughput report in Spark: data directories -> Parquet, and a bounded model.Report.
 
-    table batches     -- one scan of all files --> Appended    volume by partition, producer and time; sizes by topic
-    table deliveries  -- the groups' records ----> Delivered   first deliveries by group, time and latency
-    table groups      -- state.sqlite -----------> Delivered   lag
+    table batches     -- one scan of all files -> AppendedFigures   volume by partition, producer and time; sizes
+    table deliveries  -- the groups' records ---> DeliveredFigures  first deliveries by group, time and latency
+    table groups      -- state.sqlite ----------> DeliveredFigures  lag
 
 It takes two queries: the first reads the tables, persists them, and finds the range of times; the second computes all
 lists from these aggregates. Everything goes to Parquet; the collected lists are cut to the limits of report/model.py.
@@ -22,7 +22,7 @@ from pyspark.sql import functions as f
 
 from portalmq.spark.figures import appended, delivered, lists
 from portalmq.spark.figures.appended import AppendedFigures
-from portalmq.spark.figures.delivered import Delivered
+from portalmq.spark.figures.delivered import DeliveredFigures
 from portalmq.spark.figures.lists import Series, Top
 from portalmq.spark.files.directories import Directories
 from portalmq.spark.report import model
@@ -82,21 +82,24 @@ def compute(
         read = {table: _read(spark, table, sources, topics) for table in _TABLES}
         for frame in read.values():
             kept.callback(frame.unpersist)
-        seen = _seen(read)
-        bucket_ms = bucket_width_ms(seen.first_ms or 0, seen.last_ms or 0)
-        put_in = appended.appended(_logs(spark, logs), read["batches"], bucket_ms)
-        taken_out = delivered.delivered(
+        found_range = _time_range(read)
+        bucket_ms = bucket_width_ms(found_range.first_ms or 0, found_range.last_ms or 0)
+        appended_figures = appended.appended(_logs(spark, logs), read["batches"], bucket_ms)
+        delivered_figures = delivered.delivered(
             read["deliveries"],
             read["groups"],
             bucket_ms,
-            seen.as_of_ms or 0,
-            has_again=bool(seen.has_again),
-            has_ended=bool(seen.has_ended),
+            found_range.as_of_ms or 0,
+            has_again=bool(found_range.has_again),
+            has_ended=bool(found_range.has_ended),
         )
-        for frame in (put_in.volume, put_in.sizes, taken_out.latency):
+        for frame in (appended_figures.volume, appended_figures.sizes, delivered_figures.latency):
             kept.callback(frame.unpersist)
-        tops, series = _tops(put_in, taken_out), _series(put_in, taken_out)
-        totals = {"totals": appended.totals(put_in), "groups_total": delivered.number_of_groups(taken_out)}
+        tops, series = _tops(appended_figures, delivered_figures), _series(appended_figures, delivered_figures)
+        totals = {
+            "totals": appended.totals(appended_figures),
+            "groups_total": delivered.number_of_groups(delivered_figures),
+        }
         found = lists.tables({**totals, **lists.queries([*tops, *series])})
         made = lists.collected(tops, series, found, parquet)
         return Report(
@@ -132,7 +135,7 @@ def _logs(spark: SparkSession, logs: Sequence[PartitionLog]) -> DataFrame:
     return spark.createDataFrame(table).coalesce(1)
 
 
-class _Seen(NamedTuple):
+class _TimeRange(NamedTuple):
     """The times of the first and last row of a series, and of the last record of all; and whether there are repeated
     deliveries, or deleted groups. None without rows."""
 
@@ -143,7 +146,7 @@ class _Seen(NamedTuple):
     has_ended: bool | None
 
 
-def _seen(read: Mapping[str, DataFrame]) -> _Seen:
+def _time_range(read: Mapping[str, DataFrame]) -> _TimeRange:
     nothing = (f.lit(None).cast(kind).alias(name) for name, kind in (("event", "string"), ("delivery", "int")))
     event, delivery = nothing
     rows = (
@@ -155,7 +158,9 @@ def _seen(read: Mapping[str, DataFrame]) -> _Seen:
     )
     at = f.when(f.col("event").isin(*_SHOWN_IN_SERIES), f.col("at_ms"))
     is_again, is_end = f.expr(delivered.AGAIN), f.col("event") == "ended"
-    return _Seen(*rows.agg(f.min(at), f.max(at), f.max("at_ms"), f.bool_or(is_again), f.bool_or(is_end)).collect()[0])
+    return _TimeRange(
+        *rows.agg(f.min(at), f.max(at), f.max("at_ms"), f.bool_or(is_again), f.bool_or(is_end)).collect()[0]
+    )
 
 
 # --- output ----------------------------------------------------------------------------------------------------------
@@ -169,45 +174,49 @@ def _by_time(each: model.FailOver) -> tuple[int, str, int]:
     return each.at_ms, each.topic, each.partition
 
 
-def _tops(put_in: AppendedFigures, taken_out: Delivered) -> list[Top]:
+def _tops(appended_figures: AppendedFigures, delivered_figures: DeliveredFigures) -> list[Top]:
     most = f.desc("messages")
     topic, partition, group = f.asc("topic"), f.asc("partition"), f.asc("group")
     return [
-        Top("topics", appended.topics(put_in), model.TopicFigures, (most, topic), model.TOPICS_SHOWN),
+        Top("topics", appended.topics(appended_figures), model.TopicFigures, (most, topic), model.TOPICS_SHOWN),
         Top(
             "partitions",
-            appended.partitions(put_in),
+            appended.partitions(appended_figures),
             model.PartitionFigures,
             (most, topic, partition),
             model.PARTITIONS_SHOWN,
         ),
         Top(
             "producers",
-            appended.producers(put_in),
+            appended.producers(appended_figures),
             model.ProducerFigures,
             (most, f.asc("producer_id")),
             model.PRODUCERS_SHOWN,
         ),
         Top(
             "groups",
-            delivered.groups(taken_out),
+            delivered.groups(delivered_figures),
             model.GroupFigures,
             (f.desc("delivered"), group, topic),
             model.GROUPS_SHOWN,
         ),
         Top(
             "deliveries",
-            delivered.deliveries(taken_out),
+            delivered.deliveries(delivered_figures),
             model.Deliveries,
             (f.asc("delivery"), most, group, topic),
             model.DELIVERIES_SHOWN,
         ),
         Top(
-            "lag", delivered.lag(taken_out), model.LagFigures, (f.desc("lag"), group, topic, partition), model.LAG_SHOWN
+            "lag",
+            delivered.lag(delivered_figures),
+            model.LagFigures,
+            (f.desc("lag"), group, topic, partition),
+            model.LAG_SHOWN,
         ),
         Top(
             "fail_overs",
-            appended.fail_overs(put_in),
+            appended.fail_overs(appended_figures),
             model.FailOver,
             (f.desc_nulls_last("gap_ms"), f.asc("at_ms"), topic, partition),
             model.FAIL_OVERS_SHOWN,
@@ -215,30 +224,37 @@ def _tops(put_in: AppendedFigures, taken_out: Delivered) -> list[Top]:
     ]
 
 
-def _series(put_in: AppendedFigures, taken_out: Delivered) -> list[Series]:
+def _series(appended_figures: AppendedFigures, delivered_figures: DeliveredFigures) -> list[Series]:
     return [
         Series(
-            "throughput", appended.throughput(put_in), model.Throughput, ("at_ms", "topic"), "topics", has_others=True
+            "throughput",
+            appended.throughput(appended_figures),
+            model.Throughput,
+            ("at_ms", "topic"),
+            "topics",
+            has_others=True,
         ),
         Series(
             "partition_throughput",
-            appended.partition_throughput(put_in),
+            appended.partition_throughput(appended_figures),
             model.PartitionThroughput,
             ("at_ms", "topic", "partition"),
             "partitions",
         ),
         Series(
             "sizes",
-            appended.sizes(put_in),
+            appended.sizes(appended_figures),
             model.SizeBucket,
             ("from_bytes", "to_bytes", "topic"),
             "topics",
             has_others=True,
         ),
-        Series("latencies", delivered.latencies(taken_out), model.LatencyBucket, ("group", "from_ms"), "groups"),
+        Series(
+            "latencies", delivered.latencies(delivered_figures), model.LatencyBucket, ("group", "from_ms"), "groups"
+        ),
         Series(
             "latency_over_time",
-            delivered.latency_over_time(taken_out),
+            delivered.latency_over_time(delivered_figures),
             model.LatencyPoint,
             ("at_ms", "group"),
             "groups",

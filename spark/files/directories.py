@@ -66,11 +66,11 @@ class FileSpan(Span):
             except (FileNotFoundError, DamagedFile):
                 continue
         if isinstance(fault, FileNotFoundError):
-            raise not_there(self.path, self.log, reached, self.end) from fault
+            raise missing_file(self.path, self.log, reached, self.end) from fault
         raise fault
 
 
-def not_there(path: Path, log: PartitionLog, start: int, end: int) -> SourceError:
+def missing_file(path: Path, log: PartitionLog, start: int, end: int) -> SourceError:
     """Return the error for a planned file that is missing at reading time. Its messages were removed; or this machine
     of a Spark cluster does not see the data directory at all, which failOnDataLoss=false must not hide."""
     root = path.parents[3]
@@ -185,7 +185,7 @@ class Directories:
             yield replica, segment, upto
             reached = upto
 
-    def homes(self, log: PartitionLog) -> list[Path]:
+    def directories(self, log: PartitionLog) -> list[Path]:
         """Return the partition's directories, the best copy first."""
         return [replica.directory for replica in self._replicas_of(log)]
 
@@ -202,7 +202,7 @@ class Directories:
         return ", ".join(map(str, self._roots))
 
     def _found(self) -> list[tuple[PartitionLog, list[DirectoryReplica]]]:
-        places: dict[tuple[str, str, int], list[DirectoryReplica]] = {}
+        replicas_by_key: dict[tuple[str, str, int], list[DirectoryReplica]] = {}
         sizes: dict[tuple[str, str], int] = {}
         for root in self._checked_roots():
             for directory in sorted((root / "partitions").iterdir()):
@@ -210,17 +210,17 @@ class Directories:
                 if match is None or not self._wants(match["topic"]):
                     continue
                 try:
-                    found = [place for place in directory.iterdir() if place.name.isdecimal() and place.is_dir()]
+                    found = [path for path in directory.iterdir() if path.name.isdecimal() and path.is_dir()]
                 except (FileNotFoundError, NotADirectoryError):  # just deleted, or not a topic
                     continue
                 name = (match["topic"], match["topic_id"])
                 sizes[name] = max(sizes.get(name, 0), _size_of(directory))
-                for place in found:
-                    places.setdefault((*name, int(place.name)), []).append(DirectoryReplica(place))
+                for path in found:
+                    replicas_by_key.setdefault((*name, int(path.name)), []).append(DirectoryReplica(path))
         self._check_topics(sizes)
-        self._check_complete(sizes, places)
+        self._check_complete(sizes, replicas_by_key)
         logs = []
-        for key, replicas in sorted(places.items()):
+        for key, replicas in sorted(replicas_by_key.items()):
             readable, fault = _readable(replicas)
             if readable:
                 start = _start_of(readable)
@@ -270,10 +270,10 @@ class Directories:
                 )
 
     def _check_complete(
-        self, sizes: dict[tuple[str, str], int], places: dict[tuple[str, str, int], list[DirectoryReplica]]
+        self, sizes: dict[tuple[str, str], int], replicas_by_key: dict[tuple[str, str, int], list[DirectoryReplica]]
     ) -> None:
         for (topic, topic_id), size in sizes.items():
-            missing = [number for number in range(size) if (topic, topic_id, number) not in places]
+            missing = [number for number in range(size) if (topic, topic_id, number) not in replicas_by_key]
             if missing:
                 raise NothingThere(
                     f"partition {', '.join(map(str, missing))} of {topic!r} is in none of {self._where}:"

@@ -102,24 +102,24 @@ def opened(path: Path) -> Iterator[sqlite3.Connection]:
     try:
         connection = sqlite3.connect(uri_of(path, immutable=is_at_rest(path)), uri=True, timeout=BUSY_TIMEOUT_MS / 1000)
     except sqlite3.Error as error:
-        raise told_of(path, error) from error
+        raise sqlite_fault(path, error) from error
     with contextlib.closing(connection):
         try:
             yield connection
         except sqlite3.DatabaseError as error:
-            raise told_of(path, error) from error
+            raise sqlite_fault(path, error) from error
 
 
 @contextlib.contextmanager
 def arrow_cursor(path: Path, *, immutable: bool) -> Iterator[Any]:
-    """Yield a cursor for large queries with Arrow results. Raises adbc.Error; `told_of` translates it."""
+    """Yield a cursor for large queries with Arrow results. Raises adbc.Error; `sqlite_fault` translates it."""
     with adbc.connect(uri_of(path, immutable=immutable)) as connection, connection.cursor() as cursor:
         if not immutable:
             cursor.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
         yield cursor
 
 
-def told_of(path: Path, fault: Exception) -> Exception:
+def sqlite_fault(path: Path, fault: Exception) -> Exception:
     """Return the error to raise for a fault of SQLite or of its data. Raises NotReadable."""
     if not path.is_file():
         return FileNotFoundError(path)
@@ -255,7 +255,7 @@ class SegmentRows:
                     continue  # a broker has opened it, or compaction replaced it: discard the result
                 if isinstance(fault, DamagedFile):
                     raise
-                raise told_of(self._path, fault) from fault
+                raise sqlite_fault(self._path, fault) from fault
             if rest is None or _rest(self._path) == rest:
                 return batch
         raise SourceError(f"{self._path} was opened and closed by a broker again and again: read it again later")

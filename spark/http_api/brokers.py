@@ -58,7 +58,7 @@ FETCH_WAIT_MS = 500
 FETCH_TIMEOUT_S = 10.0  # a leader that is silent for so long may be paused, and another one leads by then
 NEVER = wire.INTEGER_MAX  # an offset that no log reaches
 
-Place = tuple[str, int]
+TopicPartition = tuple[str, int]
 
 _decode_answer = msgspec.msgpack.Decoder(contract.FetchAnswer).decode
 
@@ -79,7 +79,7 @@ class ClusterApi:
     def __init__(self, access: BrokerAccess) -> None:
         """Raise BadOption for a malformed address or token, and for TLS files that cannot be used."""
         self.access = access
-        self._met = False
+        self._has_answered = False
         try:
             self.transport = Transport(
                 access.bootstrap, token=access.token, timeout_s=access.patience_s, tls=access.tls
@@ -90,33 +90,33 @@ class ClusterApi:
     def close(self) -> None:
         self.transport.close()
 
-    def patiently(self, ask: Callable[[float], Any]) -> Any:
+    def retry(self, ask: Callable[[float], Any]) -> Any:
         """Call `ask` with a deadline, and retry while that may help. Raises SourceError."""
-        patience_s = self.access.patience_s if self._met else min(self.access.patience_s, FIRST_CONTACT_S)
+        patience_s = self.access.patience_s if self._has_answered else min(self.access.patience_s, FIRST_CONTACT_S)
         deadline = time.monotonic() + patience_s
         backoff = Backoff()
-        met: PortalMQError | None = None
+        last_error: PortalMQError | None = None
         while True:
             try:
                 answer = ask(deadline)
             except PortalMQError as error:
-                if met is None or not isinstance(error, DeadlinePassed):
-                    met = error
+                if last_error is None or not isinstance(error, DeadlinePassed):
+                    last_error = error
                 pause_s = backoff.next_s(error.retry_after_s)
                 if not error.retryable or time.monotonic() + pause_s >= deadline:
-                    raise self.in_words(met, patience_s) from error
+                    raise self.as_source_error(last_error, patience_s) from error
                 self.transport.pause(pause_s)
             else:
-                self._met = True
+                self._has_answered = True
                 return answer
 
     def metadata(self, topics: Collection[str] | None) -> wire.Metadata:
         """Return the metadata of these topics, or of all when their names would make the URL too long."""
         names = topics if topics is not None and len(topics) <= NAMES_MAX else None
-        metadata: wire.Metadata = self.patiently(lambda deadline: self.transport.metadata(names, deadline=deadline))
+        metadata: wire.Metadata = self.retry(lambda deadline: self.transport.metadata(names, deadline=deadline))
         return metadata
 
-    def get(self, path: str, kind: type[Any], leader_of: Place | None = None, **query: object) -> Any:
+    def get(self, path: str, kind: type[Any], leader_of: TopicPartition | None = None, **query: object) -> Any:
         """Return the decoded answer. NotFound and OffsetOutOfRange pass through."""
         request = Request("GET", with_query(path, query), repeatable=True, leader_of=leader_of)
 
@@ -126,7 +126,7 @@ class ClusterApi:
             except (NotFound, OffsetOutOfRange) as refused:
                 return refused
 
-        answer = self.patiently(ask)
+        answer = self.retry(ask)
         if isinstance(answer, PortalMQError):
             raise answer
         return answer
@@ -149,14 +149,14 @@ class ClusterApi:
             partitions = _decode_answer(answer.body).partitions
         except msgspec.DecodeError as error:
             raise Unreachable(f"what answers at {self.where} is no PortalMQ broker ({error})") from error
-        self._met = True
+        self._has_answered = True
         return partitions
 
     @property
     def where(self) -> str:
         return ", ".join(self.transport.urls)
 
-    def in_words(self, error: PortalMQError, patience_s: float) -> SourceError:
+    def as_source_error(self, error: PortalMQError, patience_s: float) -> SourceError:
         if isinstance(error, Unauthorized | Forbidden):
             return SourceError(f"the broker at {self.where} refuses to be read ({error}): give the option token")
         if isinstance(error, NotFound):
@@ -198,8 +198,8 @@ class Brokers:
         return self._open
 
     def logs(self) -> list[PartitionLog]:
-        ends = _Ends(self._cluster, self._access.patience_s)
-        logs = ends.of(self._places())
+        ends = _LogEnds(self._cluster, self._access.patience_s)
+        logs = ends.of(self._topic_partitions())
         self._check_found({log.topic for log in logs})
         return sorted(logs, key=lambda log: (log.topic, log.topic_id, log.partition))
 
@@ -225,7 +225,7 @@ class Brokers:
             for low in range(start, end, self._span_offsets)
         ]
 
-    def _places(self) -> list[Place]:
+    def _topic_partitions(self) -> list[TopicPartition]:
         names = None if self._topics is None or any(map(is_pattern, self._topics)) else self._topics
         metadata = self._cluster.metadata(names)
         found = {topic.name: len(topic.partitions) for topic in metadata.topics if is_wanted(topic.name, self._topics)}
@@ -236,7 +236,7 @@ class Brokers:
                 except NotFound:
                     continue
                 except PortalMQError as error:
-                    raise self._cluster.in_words(error, self._access.patience_s) from error
+                    raise self._cluster.as_source_error(error, self._access.patience_s) from error
         self._check_found(found)
         return [(name, number) for name, partitions in found.items() for number in range(partitions)]
 
@@ -247,80 +247,81 @@ class Brokers:
             raise NoTopic(f"there are no topics at {self._cluster.where} yet")
 
 
-class _Ends:
+class _LogEnds:
     """The start and end of logs. It asks all leaders until each has answered."""
 
     def __init__(self, cluster: ClusterApi, patience_s: float) -> None:
         self._cluster = cluster
         self._patience_s = patience_s
-        self._found: dict[Place, PartitionLog] = {}
+        self._found: dict[TopicPartition, PartitionLog] = {}
         self._deleted: set[str] = set()
-        self._said = ""
+        self._last_error = ""
 
-    def of(self, places: Sequence[Place]) -> list[PartitionLog]:
+    def of(self, wanted: Sequence[TopicPartition]) -> list[PartitionLog]:
         """Return the logs, without those of topics deleted during the call. Raises SourceError."""
         deadline = time.monotonic() + self._patience_s
         backoff = Backoff()
-        while waiting := self._waiting(places):
+        while waiting := self._waiting(wanted):
             for asked in self._by_leader(waiting):
                 self._ask(asked, deadline)
             self._drop_mixed()
-            missing = self._waiting(places)
+            missing = self._waiting(wanted)
             if len(missing) < len(waiting):
                 deadline = time.monotonic() + self._patience_s
             if missing:
                 self._pause(backoff.next_s(), deadline, missing)
         return [log for log in self._found.values() if log.topic not in self._deleted]
 
-    def _waiting(self, places: Sequence[Place]) -> list[Place]:
-        return [place for place in places if place not in self._found and place[0] not in self._deleted]
+    def _waiting(self, wanted: Sequence[TopicPartition]) -> list[TopicPartition]:
+        return [key for key in wanted if key not in self._found and key[0] not in self._deleted]
 
-    def _by_leader(self, places: Sequence[Place]) -> Iterator[list[Place]]:
-        by_leader: dict[Address | None, list[Place]] = defaultdict(list)
-        for place in places:
-            by_leader[self._cluster.transport.leader_of(place)].append(place)
+    def _by_leader(self, wanted: Sequence[TopicPartition]) -> Iterator[list[TopicPartition]]:
+        by_leader: dict[Address | None, list[TopicPartition]] = defaultdict(list)
+        for key in wanted:
+            by_leader[self._cluster.transport.leader_of(key)].append(key)
         for group in by_leader.values():
             for first in range(0, len(group), contract.FETCH_PARTITIONS_MAX):
                 yield group[first : first + contract.FETCH_PARTITIONS_MAX]
 
-    def _ask(self, places: Sequence[Place], deadline: float) -> None:
-        asked = [contract.PartitionOffset(*place, NEVER) for place in places]
+    def _ask(self, wanted: Sequence[TopicPartition], deadline: float) -> None:
+        asked = [contract.PartitionOffset(*key, NEVER) for key in wanted]
         try:
             answers = self._cluster.fetch(asked, max_bytes=1, wait_ms=0, deadline=deadline)
         except PortalMQError as error:
             if not error.retryable:
-                raise self._cluster.in_words(error, self._patience_s) from error
-            if not (self._said and isinstance(error, DeadlinePassed)):
-                self._said = str(error)
+                raise self._cluster.as_source_error(error, self._patience_s) from error
+            if not (self._last_error and isinstance(error, DeadlinePassed)):
+                self._last_error = str(error)
             return
         for answer in answers:
-            self._heard(answer, answer.error or {})
+            self._take_answer(answer, answer.error or {})
 
-    def _heard(self, answer: contract.FetchedPartition, problem: dict[str, Any]) -> None:
-        place = (answer.topic, answer.partition)
+    def _take_answer(self, answer: contract.FetchedPartition, problem: dict[str, Any]) -> None:
+        key = (answer.topic, answer.partition)
         code = problem.get("code")
         if code == OffsetOutOfRange.code:
             start, end = problem["log_start_offset"], problem["high_watermark"]
-            self._found[place] = PartitionLog(answer.topic, answer.topic_id, answer.partition, min(start, end), end)
+            self._found[key] = PartitionLog(answer.topic, answer.topic_id, answer.partition, min(start, end), end)
         elif code == "not_leader":
-            self._cluster.transport.leader_reported(place, problem.get("leader_url"))
+            self._cluster.transport.leader_reported(key, problem.get("leader_url"))
         elif code == TopicNotFound.code:
             self._deleted.add(answer.topic)
         else:
-            self._said = str(problem.get("detail"))
+            self._last_error = str(problem.get("detail"))
 
     def _drop_mixed(self) -> None:
         """Drop partitions of a topic's earlier life, when it was created again during the call, and ask again."""
         ids = {log.topic: log.topic_id for log in self._found.values()}
-        self._found = {place: log for place, log in self._found.items() if log.topic_id == ids[log.topic]}
+        self._found = {key: log for key, log in self._found.items() if log.topic_id == ids[log.topic]}
 
-    def _pause(self, seconds: float, deadline: float, missing: Sequence[Place]) -> None:
+    def _pause(self, seconds: float, deadline: float, missing: Sequence[TopicPartition]) -> None:
         if time.monotonic() + seconds >= deadline:
             topic, number = missing[0]
             more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
             raise Unreachable(
                 f"partition {number} of {topic!r}{more} has no leader that answers, for {self._patience_s:g} s:"
-                f" {self._said or 'nobody leads it'}. Looked at {self._cluster.where}: start the brokers that hold it"
+                f" {self._last_error or 'nobody leads it'}. Looked at {self._cluster.where}:"
+                " start the brokers that hold it"
             )
         self._cluster.transport.pause(seconds)
         self._cluster.metadata(sorted({topic for topic, _ in missing}))
@@ -335,28 +336,28 @@ class BrokerSpan(Span):
 
     def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         with closing(ClusterApi(self.access)) as cluster, ThreadPoolExecutor(1) as ahead:
-            fetching = _Fetching(cluster, self.log, self.end)
+            fetcher = _Fetcher(cluster, self.log, self.end)
             try:
                 position = self.start
-                pending = ahead.submit(fetching.read, position) if position < self.end else None
+                pending = ahead.submit(fetcher.read, position) if position < self.end else None
                 while pending is not None:
                     fetched = pending.result()
                     following = fetched.next_offset
-                    pending = ahead.submit(fetching.read, following) if following < self.end else None
+                    pending = ahead.submit(fetcher.read, following) if following < self.end else None
                     yield from batches_of(fetched.frames, self.log, position, self.end, columns)
                     position = following
             finally:
-                fetching.end()
+                fetcher.end()
 
 
-class _Fetching:
+class _Fetcher:
     """Fetches of one partition. Each makes progress or fails."""
 
     def __init__(self, cluster: ClusterApi, log: PartitionLog, end: int) -> None:
         self._cluster = cluster
         self._log = log
         self._end = end
-        self._place: Place = (log.topic, log.partition)
+        self._key: TopicPartition = (log.topic, log.partition)
         self._ended = threading.Event()
 
     def end(self) -> None:
@@ -372,7 +373,7 @@ class _Fetching:
         patience_s = self._cluster.access.patience_s
         deadline = time.monotonic() + patience_s
         backoff = Backoff()
-        said = ""
+        last_error = ""
         while True:
             pause_s = 0.0
             try:
@@ -380,24 +381,24 @@ class _Fetching:
                 fault = self._fault(fetched, position)
                 if fault is None:
                     return fetched
-                said = fault
+                last_error = fault
             except PortalMQError as error:
                 if not error.retryable:
-                    raise self._cluster.in_words(error, patience_s) from error
-                if not (said and isinstance(error, DeadlinePassed)):
-                    said = str(error)
+                    raise self._cluster.as_source_error(error, patience_s) from error
+                if not (last_error and isinstance(error, DeadlinePassed)):
+                    last_error = str(error)
                 pause_s = error.retry_after_s or 0.0
             pause_s = backoff.next_s(pause_s)
             if self._ended.is_set() or time.monotonic() + pause_s >= deadline:
                 raise Unreachable(
                     f"offset {position} of {self._log.topic!r}, partition {self._log.partition}, could not be read for"
-                    f" {patience_s:g} s: {said}. Looked at {self._cluster.where}; start the query again once the"
+                    f" {patience_s:g} s: {last_error}. Looked at {self._cluster.where}; start the query again once the"
                     " brokers that hold it run"
                 )
             self._cluster.transport.pause(pause_s)
 
     def _fetch(self, position: int, deadline: float) -> contract.FetchedPartition:
-        asked = contract.PartitionOffset(*self._place, position)
+        asked = contract.PartitionOffset(*self._key, position)
         (fetched,) = self._cluster.fetch([asked], max_bytes=FETCH_BYTES, wait_ms=FETCH_WAIT_MS, deadline=deadline)
         return fetched
 
@@ -432,7 +433,7 @@ class _Fetching:
         if problem.get("status") == 404:
             raise DataLoss(f"{missing} are gone: {detail}")
         if code == "not_leader":
-            self._cluster.transport.leader_reported(self._place, problem.get("leader_url"))
+            self._cluster.transport.leader_reported(self._key, problem.get("leader_url"))
         elif not problem.get("retryable"):
             raise SourceError(f"{missing} cannot be read: {detail}")
         return detail

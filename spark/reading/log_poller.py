@@ -43,7 +43,7 @@ class FaultDuration:
         self._since = None
 
 
-class Lookout:
+class LogPoller:
     def __init__(self, look: Callable[[], list[PartitionLog]], clock: Callable[[], float] = time.monotonic) -> None:
         self._look = look
         self._clock = clock

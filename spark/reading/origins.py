@@ -6,7 +6,7 @@ from portalmq.spark.options import ReadOptions
 from portalmq.spark.origin import Origin
 
 
-def origin_of(reading: ReadOptions) -> Origin:
+def open_origin(reading: ReadOptions) -> Origin:
     """Return the origin that the options name. Raises SourceError."""
     if reading.paths:
         from portalmq.spark.files.directories import Directories

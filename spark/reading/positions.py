@@ -39,7 +39,7 @@ class LogPositions:
         return {name: end - self.floors[name] for name, end in self.ends.items()}
 
 
-def standing(positions: Mapping[str, int], logs: Iterable[PartitionLog]) -> LogPositions:
+def compare_positions(positions: Mapping[str, int], logs: Iterable[PartitionLog]) -> LogPositions:
     found = {log.name: log for log in logs}
     ids = {log.topic: log.topic_id for log in found.values()}
     now = LogPositions()
@@ -81,7 +81,7 @@ def _judge(now: LogPositions, log: PartitionLog, position: int) -> None:
     now.ends[log.name] = max(now.floors[log.name], log.end_offset)
 
 
-def accepted(now: LogPositions, gone: Iterable[str], logs: Iterable[PartitionLog]) -> None:
+def accept_losses(now: LogPositions, gone: Iterable[str], logs: Iterable[PartitionLog]) -> None:
     """Accept doubts that persist: drop missing logs, and continue at the end of those that end below their position.
     Never continue below that end, so that nothing is read twice."""
     found = {log.name: log for log in logs}
@@ -97,6 +97,6 @@ def topic_of(name: str) -> str:
     return name.rsplit("@", 1)[0]
 
 
-def as_sorted(positions: Mapping[str, int]) -> Positions:
+def sorted_positions(positions: Mapping[str, int]) -> Positions:
     """Return the positions sorted by name: Spark compares offsets as text."""
     return dict(sorted(positions.items()))

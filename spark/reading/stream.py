@@ -30,13 +30,13 @@ from portalmq.spark.errors import BadOption, DataLoss, NoTopic
 from portalmq.spark.options import EARLIEST, LATEST, ReadOptions
 from portalmq.spark.origin import Origin, PartitionLog, packed, rows_of, spans_of
 from portalmq.spark.reading.admission import shares
-from portalmq.spark.reading.log_poller import LASTING, PASSING, PATIENCE_S, FaultDuration, Lookout
-from portalmq.spark.reading.origins import origin_of
-from portalmq.spark.reading.positions import LogPositions, Positions, accepted, as_sorted, standing
+from portalmq.spark.reading.log_poller import LASTING, PASSING, PATIENCE_S, FaultDuration, LogPoller
+from portalmq.spark.reading.origins import open_origin
+from portalmq.spark.reading.positions import LogPositions, Positions, accept_losses, compare_positions, sorted_positions
 from portalmq.spark.topics import is_pattern
 
 POLL_S = 0.25
-_LOSSES_TOLD = 3
+_LOSSES_LISTED = 3
 _log = logging.getLogger("portalmq.spark")
 
 Found = TypeVar("Found")
@@ -58,24 +58,24 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._clock = clock
         self._sleep = sleep
         self._origins: dict[tuple[str, ...] | None, Origin] = {}
-        self._seen_by: dict[str, Origin] = {}  # topic -> the origin that saw its logs last
-        self._lookout = Lookout(self._look, clock)
+        self._origin_of: dict[str, Origin] = {}  # topic -> the origin that saw its logs last
+        self._poller = LogPoller(self._read_logs, clock)
         self._doubted: dict[str, float] = {}  # log -> since when
         self._initial: Positions | None = None
-        self._to_be_written: Positions | None = None
+        self._unrecorded: Positions | None = None
         self._target: Positions | None = None
         self._last_served = ""
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     # --- where it begins ---------------------------------------------------------------------------------------------
 
     def initialOffset(self) -> Positions:
         """Return the starting positions. Spark asks twice before the first batch and expects the same answer."""
         if self._initial is None:
-            beginnings = [(log.name, *self._beginning(log)) for log in self._first_logs()]
-            self._initial = as_sorted({name: offset for name, offset, _ in beginnings})
-            if not all(is_found_again for _, _, is_found_again in beginnings):
-                self._to_be_written = self._initial
+            starts = [(log.name, *self._start_of(log)) for log in self._first_logs()]
+            self._initial = sorted_positions({name: offset for name, offset, _ in starts})
+            if not all(is_found_again for _, _, is_found_again in starts):
+                self._unrecorded = self._initial
         return self._initial
 
     def _first_logs(self) -> list[PartitionLog]:
@@ -84,7 +84,7 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         except NoTopic:
             if not all(map(is_pattern, self.reading.topics or ())):
                 raise
-            logs = self._look()  # finds topics that are created later
+            logs = self._read_logs()  # finds topics that are created later
         named = {(topic, number) for topic, each in self.reading.starting.offsets.items() for number in each}
         unknown = named - {(log.topic, log.partition) for log in logs}
         if unknown:
@@ -92,11 +92,11 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
             raise BadOption(f"startingOffsets names partition {number} of {topic!r}, which is not read here")
         return logs
 
-    def _beginning(self, log: PartitionLog) -> tuple[int, bool]:
+    def _start_of(self, log: PartitionLog) -> tuple[int, bool]:
         """Return the offset, and True if the same options will yield it again after the log has grown."""
         bound = self.reading.starting
         if bound.timestamp_ms is not None:
-            offset = self._seen_by[log.topic].offset_at(log, bound.timestamp_ms)
+            offset = self._origin_of[log.topic].offset_at(log, bound.timestamp_ms)
             return offset, offset < log.end_offset
         asked = bound.of(log)
         if asked == EARLIEST:
@@ -119,22 +119,22 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return ReadAllAvailable() if rows_max is None else ReadMaxRows(rows_max)
 
     def prepareForTriggerAvailableNow(self) -> None:
-        logs = self._patiently(lambda: self._lookout.logs(fresh=True))
+        logs = self._wait_for(lambda: self._poller.logs(fresh=True))
         self._target = {log.name: log.end_offset for log in logs}
 
     def latestOffset(self, start: Positions, limit: ReadLimit) -> Positions:
         """Return the end of the next batch. Never below `start`, but for a shortened log and failOnDataLoss=false."""
-        to_be_written, self._to_be_written = self._to_be_written, None
-        if to_be_written is not None and start == to_be_written:
+        unrecorded, self._unrecorded = self._unrecorded, None
+        if unrecorded is not None and start == unrecorded:
             return start
         if self._target is None:
             now = self._position(start, fresh=False)
         else:  # "nothing new" would end the query: wait until doubts are resolved
-            now = self._patiently(lambda: self._without_doubts(start))
+            now = self._wait_for(lambda: self._without_doubts(start))
             _cut(now, start, self._target)
         if now is None:
             return start
-        end = as_sorted(self._admitted(now, limit))
+        end = sorted_positions(self._admitted(now, limit))
         return start if end == start else end
 
     def _without_doubts(self, start: Positions) -> LogPositions | None:
@@ -143,14 +143,14 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def _position(self, start: Positions, *, fresh: bool) -> LogPositions | None:
         """Return the positions; None while the logs cannot be read. Raises DataLoss."""
-        logs = self._lookout.logs(fresh=fresh)
+        logs = self._poller.logs(fresh=fresh)
         if logs is None:
             return None
-        now, at = standing(start, logs), self._clock()
+        now, at = compare_positions(start, logs), self._clock()
         self._doubted = {name: self._doubted.get(name, at) for name in now.doubts}
         lasting = [name for name, since in self._doubted.items() if at - since >= PATIENCE_S]
         self._report(now.losses + [now.doubts[name] for name in lasting])
-        accepted(now, lasting, logs)
+        accept_losses(now, lasting, logs)
         return now
 
     def _admitted(self, now: LogPositions, limit: ReadLimit) -> Positions:
@@ -163,14 +163,14 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return {name: floor + given.get(name, 0) for name, floor in now.floors.items()}
 
     def reportLatestOffset(self) -> Positions | None:
-        logs = self._lookout.last_seen
-        return as_sorted({log.name: log.end_offset for log in logs}) if logs else None
+        logs = self._poller.last_seen
+        return sorted_positions({log.name: log.end_offset for log in logs}) if logs else None
 
     # --- the pieces of a batch ---------------------------------------------------------------------------------------
 
     def partitions(self, start: Positions, end: Positions) -> list[InputPartition]:
         """Plan the tasks. A log missing in `start` is new: `end` has its first offset, and this batch skips it."""
-        self._to_be_written = None  # a checkpointed batch is read again
+        self._unrecorded = None  # a checkpointed batch is read again
         wanted = {name: (start.get(name, high), high) for name, high in end.items() if start.get(name, high) < high}
         if not wanted:
             return []
@@ -178,7 +178,7 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         while True:
             ranges, began = self._ranges(wanted), self._clock()
             try:
-                spans = [span for log, low, high in ranges for span in self._seen_by[log.topic].spans(log, low, high)]
+                spans = [span for log, low, high in ranges for span in self._origin_of[log.topic].spans(log, low, high)]
                 return packed(spans, self.reading.span_offsets)
             except LASTING:
                 raise
@@ -190,7 +190,7 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def _ranges(self, wanted: Mapping[str, tuple[int, int]]) -> list[tuple[PartitionLog, int, int]]:
         """Return the part of the wanted ranges that exists. Raises DataLoss, SourceError."""
-        logs = self._patiently(lambda: self._reaching(wanted))
+        logs = self._wait_for(lambda: self._reaching(wanted))
         losses: list[str] = []
         ranges: list[tuple[PartitionLog, int, int]] = []
         for name, (low, high) in wanted.items():
@@ -212,7 +212,7 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def _reaching(self, wanted: Mapping[str, tuple[int, int]]) -> dict[str, PartitionLog] | None:
         """Return the logs once each wanted log exists and is committed as far as when the batch was created; None
         before that. After the patience is over it returns them as they are."""
-        seen = self._lookout.logs(fresh=True)
+        seen = self._poller.logs(fresh=True)
         if seen is None:
             return None
         logs, at = {log.name: log for log in seen}, self._clock()
@@ -231,12 +231,12 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def stop(self) -> None:
         self._origins.clear()
-        self._seen_by.clear()
+        self._origin_of.clear()
 
     # --- polling -----------------------------------------------------------------------------------------------------
 
-    def _look(self) -> list[PartitionLog]:
-        """Return the logs of the topics that exist: `standing` reports the missing ones."""
+    def _read_logs(self) -> list[PartitionLog]:
+        """Return the logs of the topics that exist: `compare_positions` reports the missing ones."""
         topics = self.reading.topics
         try:
             return self._logs_of(topics)
@@ -249,13 +249,13 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def _logs_of(self, topics: tuple[str, ...] | None) -> list[PartitionLog]:
         if topics not in self._origins:
-            self._origins[topics] = origin_of(replace(self.reading, topics=topics))
+            self._origins[topics] = open_origin(replace(self.reading, topics=topics))
         origin = self._origins[topics]
         logs = origin.logs()
-        self._seen_by |= {log.topic: origin for log in logs}
+        self._origin_of |= {log.topic: origin for log in logs}
         return logs
 
-    def _patiently(self, look: Callable[[], Found | None]) -> Found:
+    def _wait_for(self, look: Callable[[], Found | None]) -> Found:
         """Return the first result of `look`, which ends the wait itself by a result or an error."""
         while (found := look()) is None:
             self._sleep(POLL_S)
@@ -264,14 +264,14 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def _report(self, losses: Sequence[str]) -> None:
         if not losses:
             return
-        told = ". ".join(losses[:_LOSSES_TOLD])
-        if len(losses) > _LOSSES_TOLD:
-            told += f". And {len(losses) - _LOSSES_TOLD} more like these"
+        text = ". ".join(losses[:_LOSSES_LISTED])
+        if len(losses) > _LOSSES_LISTED:
+            text += f". And {len(losses) - _LOSSES_LISTED} more like these"
         if self.reading.fails_on_data_loss:
-            raise DataLoss(told)
-        if not self._told.issuperset(losses):  # the plan of a batch finds the same losses again
-            _log.warning("%s. The query goes on with what is there (failOnDataLoss=false)", told)
-        self._told = set(losses)
+            raise DataLoss(text)
+        if not self._reported.issuperset(losses):  # the plan of a batch finds the same losses again
+            _log.warning("%s. The query goes on with what is there (failOnDataLoss=false)", text)
+        self._reported = set(losses)
 
 
 def _cut(now: LogPositions, start: Positions, target: Positions) -> None:

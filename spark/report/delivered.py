@@ -33,12 +33,12 @@ def latency(view: ReportView) -> Markup:
     for bucket in view.report.latencies:
         by_group[bucket.group].append(bucket)
     if not any(bucket.messages for bucket in view.report.latencies):
-        told = (
+        text = (
             "No group has read yet, so there is no latency to show."
             if not view.report.groups
             else ("The groups that there are have been given no message yet, so there is no latency to show.")
         )
-        return section("latency", "Delivery latency", nothing(told))
+        return section("latency", "Delivery latency", nothing(text))
     shown = [group for group in view.groups if by_group.get(group)]
     low = min(bucket.from_ms for bucket in view.report.latencies if bucket.messages)
     high = max(bucket.to_ms for bucket in view.report.latencies if bucket.messages)
@@ -80,12 +80,12 @@ def usual(report: Report) -> tuple[str, float, float]:
 
 def _sentence(report: Report) -> str:
     group, half, most = usual(report)
-    told = (
+    text = (
         f"99 % within {words.duration(most)}"
         if half == most
         else f"half within {words.duration(half)}, 99 % within {words.duration(most)}"
     )
-    return f"{group} got {told}"
+    return f"{group} got {text}"
 
 
 def _within(buckets: Sequence[LatencyBucket], part: float) -> int:
@@ -119,8 +119,8 @@ def _distribution(view: ReportView, group: str, buckets: list[LatencyBucket], lo
         describe=f"Columns: messages of {group} by delivery latency",
         short=len(view.groups) > 1,
     )
-    told = f"{words.count(sum(counts.values()))} messages"
-    return element("div", element("h4", named(colour, group), element("small", told)), made, class_="multiple")
+    text = f"{words.count(sum(counts.values()))} messages"
+    return element("div", element("h4", named(colour, group), element("small", text)), made, class_="multiple")
 
 
 def _distribution_table(by_group: dict[str, list[LatencyBucket]]) -> Markup:
@@ -230,10 +230,10 @@ def redeliveries(view: ReportView) -> Markup:
     """Return the section. Only queue groups redeliver: a stream is read from its offset."""
     groups = [group for group in view.report.groups if group.mode == "queue"]
     if not groups:
-        told = (
+        text = (
             "No group has read yet." if not view.report.groups else "Only stream groups have read: they lease nothing."
         )
-        return section("redeliveries", "Redeliveries", nothing(told))
+        return section("redeliveries", "Redeliveries", nothing(text))
     delivered = sum(group.delivered for group in groups)
     again = sum(group.redelivered for group in groups)
     dead = sum(group.dead for group in groups)
@@ -280,13 +280,13 @@ def _attempts(view: ReportView) -> Markup | None:
     """Return how many messages were delivered a second, third, n-th time."""
     attempts: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     queues = {(group.group, group.topic) for group in view.report.groups if group.mode == "queue"}
-    told_of = [one for one in view.report.deliveries if (one.group, one.topic) in queues]
-    for one in told_of:
+    deliveries = [one for one in view.report.deliveries if (one.group, one.topic) in queues]
+    for one in deliveries:
         attempts[one.delivery][one.group] += one.messages
     again = {number: sum(groups.values()) for number, groups in attempts.items() if number > 1}
     if not any(again.values()):
         return None
-    groups = sorted({one.group for one in told_of})
+    groups = sorted({one.group for one in deliveries})
     numbers = range(2, min(max(again), ATTEMPTS_SHOWN) + 1)
     columns = [again.get(number, 0) for number in numbers]
     columns[-1] = sum(count for number, count in again.items() if number >= numbers[-1])
@@ -375,8 +375,8 @@ def _lag_table(view: ReportView) -> Markup:
 
 def leaders(view: ReportView) -> Markup:
     if not view.changes:
-        told = "No partition changed its leader in what is stored here."
-        return section("leaders", "Fail-overs", nothing(told))
+        text = "No partition changed its leader in what is stored here."
+        return section("leaders", "Fail-overs", nothing(text))
     pauses = [change for change in view.changes if change.gap_ms is not None]
     longest = max((change.gap_ms or 0 for change in pauses), default=0)
     columns = [Column("Partition", is_text=True), Column("New leader's epoch"), Column("Began", is_text=True)]
@@ -405,5 +405,5 @@ def leaders(view: ReportView) -> Markup:
 
 
 def _changes(changes: list[FailOver], pauses: list[FailOver], longest: int) -> str:
-    told = f"{words.plural(len(changes), 'change')} of leaders"
-    return f"{told}; the longest pause took {words.duration(longest)}" if pauses else told
+    text = f"{words.plural(len(changes), 'change')} of leaders"
+    return f"{text}; the longest pause took {words.duration(longest)}" if pauses else text

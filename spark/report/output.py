@@ -29,7 +29,7 @@ TURN_WITHIN_S = 60.0
 _POLL_S = 0.02
 
 
-class OutputTaken(Exception):
+class OutputUnusable(Exception):
     """The report cannot be written there. The text says why; usage (2) or the file system (73) is at fault."""
 
     def __init__(self, what: str, exit_code: int) -> None:
@@ -38,14 +38,14 @@ class OutputTaken(Exception):
 
 
 @contextmanager
-def place(out: Path) -> Iterator[Path]:
-    """Yield a directory to make the report in, which is removed at the end. Raises OutputTaken."""
+def workspace(out: Path) -> Iterator[Path]:
+    """Yield a directory to make the report in, which is removed at the end. Raises OutputUnusable."""
     if out.exists() and not out.is_dir():
-        raise OutputTaken(f"{out} is a file: name a directory with --out", 2)
+        raise OutputUnusable(f"{out} is a file: name a directory with --out", 2)
     names = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
     foreign = [name for name in names if name not in _OURS and not name.startswith(_MAKING)]
     if foreign:
-        raise OutputTaken(
+        raise OutputUnusable(
             f"{out} holds {', '.join(foreign[:3])}{' and more' if len(foreign) > 3 else ''}, which is no report's: name"
             " another directory with --out, or a new one in it",
             2,
@@ -53,13 +53,13 @@ def place(out: Path) -> Iterator[Path]:
     making = out / f"{_MAKING}-{uuid.uuid4().hex}"
     try:
         out.mkdir(parents=True, exist_ok=True)
-        with _turn(out) as has_locks:
+        with _exclusive(out) as has_locks:
             if has_locks:
                 _sweep(out)
             making.mkdir()
             held = _locked(making)
     except OSError as fault:
-        raise OutputTaken(
+        raise OutputUnusable(
             f"{out} cannot be written to ({fault.strerror}): name another directory with --out", 73
         ) from (fault)
     try:
@@ -67,7 +67,7 @@ def place(out: Path) -> Iterator[Path]:
     except OSError as fault:
         is_ours = str(fault.filename).startswith(str(out.absolute()))
         if is_ours or (fault.filename is None and fault.errno in _DISK_FAULTS):  # Arrow does not name the file
-            raise OutputTaken(f"{out} cannot be written to ({fault.strerror})", 73) from fault
+            raise OutputUnusable(f"{out} cannot be written to ({fault.strerror})", 73) from fault
         raise
     finally:
         shutil.rmtree(making, ignore_errors=True)
@@ -75,11 +75,11 @@ def place(out: Path) -> Iterator[Path]:
             os.close(held)
 
 
-def put(making: Path, out: Path) -> None:
-    """Replace the existing report by the new one, at once for all that take the lock. Raises OutputTaken."""
+def publish(making: Path, out: Path) -> None:
+    """Replace the existing report by the new one, at once for all that take the lock. Raises OutputUnusable."""
     before = making / "before"
     before.mkdir()
-    with _turn(out):
+    with _exclusive(out):
         for name in (PARQUET, PAGE, JSON):
             if (out / name).exists():
                 os.replace(out / name, before / name)
@@ -99,7 +99,7 @@ def _sweep(out: Path) -> None:
 
 
 @contextmanager
-def _turn(out: Path) -> Iterator[bool]:
+def _exclusive(out: Path) -> Iterator[bool]:
     """Hold the lock on the output directory. Yields False where the file system has no locks."""
     deadline = time.monotonic() + TURN_WITHIN_S
     while True:
@@ -108,7 +108,7 @@ def _turn(out: Path) -> Iterator[bool]:
             break
         except BlockingIOError:
             if time.monotonic() > deadline:
-                raise OutputTaken(
+                raise OutputUnusable(
                     f"another report is being put into {out}: try again, or name another directory with --out", 73
                 ) from None
             time.sleep(_POLL_S)

@@ -303,7 +303,7 @@ def chart(
     beside = [element("span", element("bdi", tick.label), style=f"bottom:{_n(tick.percent)}%") for tick in ordinate]
     rules = [element("i", style=f"bottom:{_n(tick.percent)}%") for tick in ordinate] if size != "heat" else []
     below = [
-        element("span", tick.label, class_=_place(tick.percent, number), style=f"left:{_n(tick.percent)}%")
+        element("span", tick.label, class_=_label_class(tick.percent, number), style=f"left:{_n(tick.percent)}%")
         for number, tick in enumerate(abscissa)
     ]
     flags = [
@@ -359,7 +359,7 @@ def _svg(view_box: str, *shapes: Markup, class_: str | None = None) -> Markup:
     return element("svg", *shapes, viewBox=view_box, preserveAspectRatio="none", aria_hidden="true", class_=class_)
 
 
-def _place(percent: float, number: int) -> str | None:
+def _label_class(percent: float, number: int) -> str | None:
     """Return the label's class: at the right end it is placed inside; on a phone every second label is hidden."""
     return " ".join(filter(None, ["end" if percent > 97 else "", "odd" if number % 2 else ""])) or None
 

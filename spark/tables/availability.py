@@ -37,7 +37,7 @@ class _Block(NamedTuple):
     holes: frozenset[int]
 
 
-class Moments:
+class Availability:
     """Times of one partition, from the first of its replicas' `directories` that can be read."""
 
     def __init__(self, directories: Sequence[Path]) -> None:

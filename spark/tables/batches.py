@@ -28,7 +28,7 @@ from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.types import IntegerType, LongType, MapType, StringType, StructType, TimestampType
 
 from portalmq.spark.errors import DamagedFile
-from portalmq.spark.files.segment import arrow_cursor, is_at_rest, told_of
+from portalmq.spark.files.segment import arrow_cursor, is_at_rest, sqlite_fault
 from portalmq.spark.options import ReadOptions
 from portalmq.spark.tables.table import CHUNK_OFFSETS, Piece, Table, Task, directories_of, packed, pieces_of
 
@@ -99,7 +99,7 @@ class _Chunk:
             with arrow_cursor(self._path, immutable=is_at_rest(self._path)) as cursor:
                 return self._rows(cursor, low, high)
         except adbc.Error as error:
-            raise told_of(self._path, error) from error
+            raise sqlite_fault(self._path, error) from error
 
     def _rows(self, cursor: Any, low: int, high: int) -> list[pa.RecordBatch]:
         heads = _numbers(cursor, _HEADERS_SQL.format(low=low, high=high))

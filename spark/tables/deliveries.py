@@ -39,7 +39,7 @@ from portalmq.spark.errors import DamagedFile
 from portalmq.spark.files.segment import opened
 from portalmq.spark.options import ReadOptions
 from portalmq.spark.origin import PartitionLog
-from portalmq.spark.tables.availability import Moments
+from portalmq.spark.tables.availability import Availability
 from portalmq.spark.tables.bodies import (
     STREAM_KINDS,
     AckBody,
@@ -93,7 +93,7 @@ def reader(reading: ReadOptions, schema: StructType) -> DataSourceReader:
     return DeliveriesReader(reading, schema)
 
 
-class Walk(Task):
+class DeliveriesTask(Task):
     """One task: the queue groups' records in `pieces`, and the stream groups' in each log of `streams`. The rows of a
     stream group's commit depend on those before it, so one task reads a log from its start."""
 
@@ -111,28 +111,30 @@ class DeliveriesReader(DataSourceReader):
         origin = directories_of(self.reading, TABLE.name)
         of_logs = [pieces_of(origin, log) for log in origin.logs()]
         alone = {pieces[0] for pieces in of_logs if len(pieces) == 1}
-        walks = [
-            Walk(group, tuple((piece,) for piece in group if piece in alone))
+        tasks = [
+            DeliveriesTask(group, tuple((piece,) for piece in group if piece in alone))
             for group in packed([piece for pieces in of_logs for piece in pieces], self.reading.span_offsets)
         ]
-        return [*walks, *(Walk((), (tuple(pieces),)) for pieces in of_logs if len(pieces) > 1)] or [Walk((), ())]
+        return [*tasks, *(DeliveriesTask((), (tuple(pieces),)) for pieces in of_logs if len(pieces) > 1)] or [
+            DeliveriesTask((), ())
+        ]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        assert isinstance(partition, Walk)
+        assert isinstance(partition, DeliveriesTask)
         yield from self._batched(self._rows(partition))
 
-    def _rows(self, walk: Walk) -> Iterator[_Row]:
-        moments: Moments | None = None
+    def _rows(self, task: DeliveriesTask) -> Iterator[_Row]:
+        availability: Availability | None = None
         log: PartitionLog | None = None
-        for piece in walk.pieces:
-            if moments is None or piece.log != log:
-                moments, log = Moments([piece.path.parent, *piece.elsewhere]), piece.log
+        for piece in task.pieces:
+            if availability is None or piece.log != log:
+                availability, log = Availability([piece.path.parent, *piece.elsewhere]), piece.log
             for chunk in piece.chunks(CHUNK_OFFSETS):
                 for record in _records(chunk, _QUEUE_SQL):
-                    for row in _queue_rows(piece.log, record, moments):
+                    for row in _queue_rows(piece.log, record, availability):
                         if row.messages or isinstance(record.body, GroupStartBody | GroupEndBody):
                             yield row
-        for pieces in walk.streams:
+        for pieces in task.streams:
             yield from _stream_rows(pieces)
 
     def _batched(self, rows: Iterator[_Row]) -> Iterator[pa.RecordBatch]:
@@ -201,7 +203,7 @@ def _records(chunk: Piece, query: str) -> list[_Record]:
 # --- queue groups ----------------------------------------------------------------------------------------------------
 
 
-def _queue_rows(log: PartitionLog, record: _Record, moments: Moments) -> Iterator[_Row]:
+def _queue_rows(log: PartitionLog, record: _Record, availability: Availability) -> Iterator[_Row]:
     body = record.body
 
     def row(event: str, start: int | None, end: int, mode: str | None = "queue", **more: Any) -> _Row:
@@ -218,7 +220,7 @@ def _queue_rows(log: PartitionLog, record: _Record, moments: Moments) -> Iterato
         case GrantBody():
             for index, (start, end, delivery) in enumerate(body.ranges):
                 lane = body.lanes[index] if body.lanes else 0
-                for run in moments.granted(start, end, lane):
+                for run in availability.granted(start, end, lane):
                     yield row(
                         "granted",
                         run.first,
@@ -249,7 +251,7 @@ def _queue_rows(log: PartitionLog, record: _Record, moments: Moments) -> Iterato
 # --- stream groups ---------------------------------------------------------------------------------------------------
 
 
-class _Reader:
+class _StreamProgress:
     """The progress of a stream group: `position` is the next offset to read, None while unknown, and `done` has the
     ranges ever committed, sorted and disjoint. Seeks create several of them: offsets that a seek skips were not read,
     and are new to the group when a later seek goes back."""
@@ -291,14 +293,14 @@ class _Reader:
 
 def _stream_rows(pieces: Sequence[Piece]) -> Iterator[_Row]:
     log = pieces[0].log
-    moments = Moments([pieces[0].path.parent, *pieces[0].elsewhere])
-    readers: dict[str, _Reader] = {}
+    availability = Availability([pieces[0].path.parent, *pieces[0].elsewhere])
+    readers: dict[str, _StreamProgress] = {}
     is_compacted = False
     for piece in pieces:
         for chunk in piece.chunks(CHUNK_OFFSETS):
             is_compacted = is_compacted or bool(chunk.read(_blanks))
             for record in _records(chunk, _STREAM_SQL):
-                yield from _one_stream(log, record, readers, moments, is_compacted)
+                yield from _one_stream(log, record, readers, availability, is_compacted)
 
 
 def _blanks(path: Path, low: int, high: int) -> list[int]:
@@ -308,7 +310,11 @@ def _blanks(path: Path, low: int, high: int) -> list[int]:
 
 
 def _one_stream(
-    log: PartitionLog, record: _Record, readers: dict[str, _Reader], moments: Moments, is_compacted: bool
+    log: PartitionLog,
+    record: _Record,
+    readers: dict[str, _StreamProgress],
+    availability: Availability,
+    is_compacted: bool,
 ) -> Iterator[_Row]:
     where = (log.topic, log.partition, record.group, "stream")
     when = (record.at_ms, record.offset)
@@ -321,7 +327,7 @@ def _one_stream(
         # about earlier messages, which are gone too; those emptied by compaction may have been about any.
         begins = max(log.start_offset, body.start) if isinstance(body, ClaimBody) else log.start_offset
         is_known = isinstance(body, ClaimBody) or not is_compacted
-        readers[record.group] = _Reader(begins if is_known else None)
+        readers[record.group] = _StreamProgress(begins if is_known else None)
     match body:
         case ClaimBody():
             yield _Row(*where, "claimed", *when, body.start, 0, consumer=body.member)
@@ -330,7 +336,7 @@ def _one_stream(
             yield _Row(*where, "sought", *when, body.offset, 0)
         case CommitOffsetBody() | CommitBody() if body.offset >= 0:
             for start, end, delivery in readers[record.group].commit(body.offset):
-                for run in moments.committed(max(start, log.start_offset), end):
+                for run in availability.committed(max(start, log.start_offset), end):
                     yield _Row(
                         *where,
                         "committed",

@@ -26,12 +26,12 @@ from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.types import IntegerType, LongType, StringType, StructType, TimestampType
 
 from portalmq.spark.errors import DamagedFile, NothingThere
-from portalmq.spark.files.directories import not_there
+from portalmq.spark.files.directories import missing_file
 from portalmq.spark.files.replica import STATE_NAME
 from portalmq.spark.files.segment import opened
 from portalmq.spark.options import ReadOptions
 from portalmq.spark.origin import PartitionLog
-from portalmq.spark.tables.availability import DELAYED, Moments
+from portalmq.spark.tables.availability import DELAYED, Availability
 from portalmq.spark.tables.table import Piece, Table, directories_of, pieces_of
 
 TABLE = Table(
@@ -56,7 +56,7 @@ LOOK_MAX = 10_000
 _PRIORITY = "priority > 0 AND (deliver_at_ms IS NULL OR deliver_at_ms <= timestamp_ms)"
 _DELAYED = "deliver_at_ms > timestamp_ms"
 
-Spot = tuple[int, int]
+LanePosition = tuple[int, int]
 
 
 def schema_of(columns: Sequence[str] | None) -> StructType:
@@ -67,7 +67,7 @@ def reader(reading: ReadOptions, schema: StructType) -> DataSourceReader:
     return GroupsReader(reading, schema)
 
 
-class GroupsInputPartition(InputPartition):
+class GroupsTask(InputPartition):
     """Logs whose groups one task reads: the log, its files, and its replicas' directories, the best first."""
 
     def __init__(self, logs: Sequence[tuple[PartitionLog, tuple[Piece, ...], tuple[Path, ...]]]) -> None:
@@ -82,16 +82,16 @@ class GroupsReader(DataSourceReader):
 
     def partitions(self) -> Sequence[InputPartition]:
         origin = directories_of(self.reading, TABLE.name)
-        logs = [(log, tuple(pieces_of(origin, log)), tuple(origin.homes(log))) for log in origin.logs()]
-        return [GroupsInputPartition(logs[at : at + LOGS_IN_A_TASK]) for at in range(0, len(logs), LOGS_IN_A_TASK)] or [
-            GroupsInputPartition(())
+        logs = [(log, tuple(pieces_of(origin, log)), tuple(origin.directories(log))) for log in origin.logs()]
+        return [GroupsTask(logs[at : at + LOGS_IN_A_TASK]) for at in range(0, len(logs), LOGS_IN_A_TASK)] or [
+            GroupsTask(())
         ]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        assert isinstance(partition, GroupsInputPartition)
+        assert isinstance(partition, GroupsTask)
         schema = TABLE.arrow_schema(self.columns)
-        for log, pieces, homes in partition.logs:
-            rows = [position.row() for position in _standings(log, pieces, homes)]
+        for log, pieces, directories in partition.logs:
+            rows = [position.row() for position in _positions(log, pieces, directories)]
             if rows:
                 yield pa.RecordBatch.from_pylist([{name: row[name] for name in self.columns} for row in rows], schema)
 
@@ -111,7 +111,7 @@ class _GroupPosition:
     mode: str
     start: int
     next: int
-    cursors: dict[int, Spot] = field(default_factory=dict)
+    cursors: dict[int, LanePosition] = field(default_factory=dict)
     spans: list[_Span] = field(default_factory=list)
     ahead: set[int] = field(default_factory=set)
     dead: int | None = None
@@ -137,22 +137,22 @@ class _GroupPosition:
             "member": self.member,
         }
 
-    def place(self, lane: int) -> Spot:
+    def cursor(self, lane: int) -> LanePosition:
         """Return the lane's cursor: messages before it are done, or older than the group."""
         due_ms, offset = self.cursors.get(lane, (0, 0))
         return (due_ms, offset) if lane >= DELAYED else (0, max(offset, self.start))
 
     def is_waiting(self, lane: int, due_ms: int, offset: int) -> bool:
-        return offset >= self.start and (due_ms if lane >= DELAYED else 0, offset) >= self.place(lane)
+        return offset >= self.start and (due_ms if lane >= DELAYED else 0, offset) >= self.cursor(lane)
 
     def note(self, since_ms: int | None) -> None:
         if since_ms is not None and (self.oldest_ms is None or since_ms < self.oldest_ms):
             self.oldest_ms = since_ms
 
 
-def _standings(log: PartitionLog, pieces: Sequence[Piece], homes: Sequence[Path]) -> list[_GroupPosition]:
-    standings, cancelled = _saved(log, homes)
-    if not standings:
+def _positions(log: PartitionLog, pieces: Sequence[Piece], directories: Sequence[Path]) -> list[_GroupPosition]:
+    positions, cancelled = _saved(log, directories)
+    if not positions:
         return []
     for path, pieces_of_it in _by_file(pieces).items():
         low, high = pieces_of_it[0].start, pieces_of_it[-1].end
@@ -160,15 +160,15 @@ def _standings(log: PartitionLog, pieces: Sequence[Piece], homes: Sequence[Path]
         def read(path: Path, low: int, high: int) -> list[tuple[int, _PendingMessages]]:
             with opened(path) as connection:
                 file = _File(connection, low, high, cancelled)
-                return [(index, file.waiting(position)) for index, position in enumerate(standings)]
+                return [(index, file.waiting(position)) for index, position in enumerate(positions)]
 
         for index, waiting in Piece(log, low, high, path, pieces_of_it[0].elsewhere).read(read):
-            standings[index].fresh += waiting.messages
-            standings[index].note(waiting.since_ms)
-    moments = Moments(homes)
-    for position in standings:
-        _note_spans(position, moments)
-    return standings
+            positions[index].fresh += waiting.messages
+            positions[index].note(waiting.since_ms)
+    availability = Availability(directories)
+    for position in positions:
+        _note_spans(position, availability)
+    return positions
 
 
 def _by_file(pieces: Sequence[Piece]) -> dict[Path, list[Piece]]:
@@ -178,28 +178,28 @@ def _by_file(pieces: Sequence[Piece]) -> dict[Path, list[Piece]]:
     return files
 
 
-def _note_spans(position: _GroupPosition, moments: Moments) -> None:
+def _note_spans(position: _GroupPosition, availability: Availability) -> None:
     """Record the oldest span. The first plain one is the oldest; delayed ones are not in the order of their times."""
     plain = [span for span in position.spans if span.lane < DELAYED][:1]
     delayed = [span for span in position.spans if span.lane >= DELAYED][:LOOK_MAX]
     for start, end, lane in (*((span.start, span.start + 1, span.lane) for span in plain), *delayed):
-        for run in moments.granted(start, end, lane):
+        for run in availability.granted(start, end, lane):
             position.note(run.available_ms)
 
 
 # --- the content of state.sqlite -------------------------------------------------------------------------------------
 
 
-def _saved(log: PartitionLog, homes: Sequence[Path]) -> tuple[list[_GroupPosition], list[tuple[int, int]]]:
+def _saved(log: PartitionLog, directories: Sequence[Path]) -> tuple[list[_GroupPosition], list[tuple[int, int]]]:
     """Return the groups and the ranges of cancelled messages, from the best replica that has saved them."""
     fault: DamagedFile | None = None
-    for home in homes:
+    for directory in directories:
         try:
-            with opened(home / STATE_NAME) as connection:
+            with opened(directory / STATE_NAME) as connection:
                 cancelled = connection.execute("SELECT start_offset, end_offset FROM cancelled ORDER BY 1").fetchall()
                 return [*_queues(connection, log), *_streams(connection, log)], cancelled
         except FileNotFoundError as error:
-            reason = not_there(home / STATE_NAME, log, log.start_offset, log.end_offset)
+            reason = missing_file(directory / STATE_NAME, log, log.start_offset, log.end_offset)
             if isinstance(reason, NothingThere):  # this machine sees no directory, so it cannot know the groups
                 raise reason from error
         except DamagedFile as error:
@@ -280,7 +280,7 @@ class _File:
                 messages -= sum(self._in_lane(lane, low) for lane in self._lanes)
             moments.append(self._first_plain(position, low))
         if is_queue:
-            messages += sum(self._beyond(position, lane) for lane in self._lanes) - self._taken_back(position)
+            messages += sum(self._beyond(position, lane) for lane in self._lanes) - self._cancelled_messages(position)
             moments += [self._head(position, lane) for lane in self._lanes]
         return _PendingMessages(messages, min((moment for moment in moments if moment is not None), default=None))
 
@@ -310,7 +310,7 @@ class _File:
         )
 
     def _beyond(self, position: _GroupPosition, lane: int) -> int:
-        due_ms, offset = position.place(lane)
+        due_ms, offset = position.cursor(lane)
         query = f"SELECT count(*) FROM messages {_of(lane)} AND priority = ? AND offset >= ? AND offset < ?"
         low = max(self._low, position.start)
         if lane < DELAYED:
@@ -328,7 +328,7 @@ class _File:
         return next((moment for offset, moment in rows if offset not in position.ahead), None)
 
     def _head(self, position: _GroupPosition, lane: int) -> int | None:
-        due_ms, offset = position.place(lane)
+        due_ms, offset = position.cursor(lane)
         low = max(self._low, position.start)
         if lane < DELAYED:
             rows = self._ask(
@@ -351,7 +351,7 @@ class _File:
     def _is_cancelled(self, offset: int) -> bool:
         return any(start <= offset < end for start, end in self._cancelled)
 
-    def _taken_back(self, position: _GroupPosition) -> int:
+    def _cancelled_messages(self, position: _GroupPosition) -> int:
         """Return how many messages counted as pending are cancelled."""
         found = 0
         for start, end in self._cancelled:

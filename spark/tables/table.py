@@ -17,7 +17,7 @@ from pyspark.sql.datasource import InputPartition
 from pyspark.sql.types import DataType, StructField, StructType
 
 from portalmq.spark.errors import BadOption, DamagedFile
-from portalmq.spark.files.directories import Directories, FileSpan, not_there
+from portalmq.spark.files.directories import Directories, FileSpan, missing_file
 from portalmq.spark.files.replica import DirectoryReplica
 from portalmq.spark.files.segment import is_at_rest
 from portalmq.spark.options import EARLIEST, LATEST, Bound, ReadOptions
@@ -96,7 +96,7 @@ class Piece:
                 continue
             return found
         if isinstance(fault, FileNotFoundError):
-            raise not_there(self.path, self.log, self.start, self.end) from fault
+            raise missing_file(self.path, self.log, self.start, self.end) from fault
         raise fault
 
 

@@ -80,7 +80,7 @@ class Row(msgspec.Struct, omit_defaults=True):
     priority: int = 0
 
 
-class Placed(msgspec.Struct):
+class RoutedRow(msgspec.Struct):
     """A row with its destination, as far as the row gives it, and its content, for its identity."""
 
     row: Row
@@ -129,7 +129,7 @@ def checked_topic(name: str, what: str) -> str:
         raise BadOption(f"{what}: {error}") from None
 
 
-def placed_rows(batch: pa.RecordBatch, topic: str | None) -> Iterator[Placed]:
+def routed_rows(batch: pa.RecordBatch, topic: str | None) -> Iterator[RoutedRow]:
     """Yield the rows in order. Raises BadRow."""
     names = batch.schema.names
     given = {name: _values(name, batch.column(index)) for index, name in enumerate(names)}
@@ -166,10 +166,10 @@ def placed_rows(batch: pa.RecordBatch, topic: str | None) -> Iterator[Placed]:
             )
         if number is not None:
             number = _within("partition", number, 0, wire.PARTITIONS_MAX)
-        yield Placed(row, to, number, _encode((row, to, number)))
+        yield RoutedRow(row, to, number, _encode((row, to, number)))
 
 
-# In the order of the loop in placed_rows.
+# In the order of the loop in routed_rows.
 _READ = (
     "topic",
     "partition",

@@ -26,7 +26,7 @@ from portalmq import wire
 from portalmq.errors import MessageTooLarge, PortalMQError, TopicExists
 from portalmq.network.tls import NO_FILES, TlsFiles
 from portalmq.spark.errors import BadOption, BadRow, NotWritten, Unreachable
-from portalmq.spark.writing.rows import Placed, Row
+from portalmq.spark.writing.rows import RoutedRow, Row
 from portalmq.transport.transport import Request, Transport, decode_answer
 
 REQUEST_ROWS_MIN: Final = 1_000
@@ -94,17 +94,17 @@ class Sender:
         self._sent: set[Future[None]] = set()
         self._waiting = 0
 
-    def put_all(self, rows: Sequence[Placed]) -> None:
+    def put_all(self, rows: Sequence[RoutedRow]) -> None:
         """Take rows, which have their keys. Blocks while too much is in flight. Raises NotWritten, BadRow,
         Unreachable."""
-        for placed, message_id in zip(
+        for routed, message_id in zip(
             rows, wire.message_ids_of([each.row.idempotency_key for each in rows]), strict=True
         ):
-            self._put(placed, message_id)
+            self._put(routed, message_id)
 
-    def _put(self, placed: Placed, message_id: bytes) -> None:
-        row = placed.row
-        lane = self._lane(placed, message_id)
+    def _put(self, routed: RoutedRow, message_id: bytes) -> None:
+        row = routed.row
+        lane = self._lane(routed, message_id)
         size = len(row.value) + ROW_BYTES + len(row.key or b"")
         if row.headers:
             size += sum([len(name) + 4 * len(text) + 8 for name, text in row.headers.items()])
@@ -135,9 +135,9 @@ class Sender:
 
     # --- partitions --------------------------------------------------------------------------------------------------
 
-    def _lane(self, placed: Placed, message_id: bytes) -> _Lane:
-        row, number = placed.row, placed.partition
-        topic = self._topics.get(placed.topic) or self._meet(placed.topic)
+    def _lane(self, routed: RoutedRow, message_id: bytes) -> _Lane:
+        row, number = routed.row, routed.partition
+        topic = self._topics.get(routed.topic) or self._load_topic(routed.topic)
         if number is None:
             # A key has one partition for all its messages; else the identity decides, so that a repeat finds it again.
             if row.key is not None:
@@ -145,23 +145,23 @@ class Sender:
             else:
                 number = zlib.crc32(message_id) % topic.first_partitions
         elif number >= topic.partitions:
-            topic = self._meet(placed.topic)  # it may have grown
+            topic = self._load_topic(routed.topic)  # it may have grown
             if number >= topic.partitions:
                 raise BadRow(
-                    f"partition is {number}, and topic {placed.topic} has 0 to {topic.partitions - 1}: name one of"
+                    f"partition is {number}, and topic {routed.topic} has 0 to {topic.partitions - 1}: name one of"
                     " these, or leave it to the key"
                 )
-        lane = self._lanes.get((placed.topic, number))
+        lane = self._lanes.get((routed.topic, number))
         if lane is None:
-            lane = self._lanes[placed.topic, number] = _Lane(placed.topic, number)
+            lane = self._lanes[routed.topic, number] = _Lane(routed.topic, number)
         return lane
 
-    def _meet(self, name: str) -> _Topic:
+    def _load_topic(self, name: str) -> _Topic:
         deadline = time.monotonic() + self._timeout_s
         found = partitions_of(self._transport, name)
         while found is None and time.monotonic() < deadline:
             # Created as the first send of a Producer creates it; shortly after every broker knows it.
-            found = _made(self._transport, name)
+            found = _create_topic(self._transport, name)
         if found is None:
             raise Unreachable(f"topic {name} was created, and no broker knows it after {self._timeout_s:g} s")
         self._topics[name] = found
@@ -175,7 +175,7 @@ class Sender:
         rows, lane.rows = lane.rows, []
         self._waiting -= lane.size
         lane.size = 0
-        lane.sent = self._pool.submit(self._brought, lane, rows)
+        lane.sent = self._pool.submit(self._deliver, lane, rows)
         self._sent.add(lane.sent)
 
     def _wait_for_one(self) -> None:
@@ -183,7 +183,7 @@ class Sender:
         for future in done:
             future.result()
 
-    def _brought(self, lane: _Lane, rows: Sequence[Row]) -> None:
+    def _deliver(self, lane: _Lane, rows: Sequence[Row]) -> None:
         """Send the rows, in a thread of the pool: until the leader has them all, or the time is over."""
         request = Request(
             "POST",
@@ -199,8 +199,8 @@ class Sender:
             if len(rows) == 1:
                 raise NotWritten(str(lane), f"a message of {len(rows[0].value)} bytes: {error}") from error
             middle = len(rows) // 2
-            self._brought(lane, rows[:middle])
-            self._brought(lane, rows[middle:])
+            self._deliver(lane, rows[:middle])
+            self._deliver(lane, rows[middle:])
         except PortalMQError as error:
             raise NotWritten(str(lane), f"{error} ({error.code}, tried for {self._timeout_s:g} s at most)") from error
         else:
@@ -222,14 +222,14 @@ def partitions_of(transport: Transport, name: str) -> _Topic | None:
     try:
         metadata = transport.metadata([name])
     except PortalMQError as error:
-        raise _unmet(transport, name, error) from error
+        raise _topic_fault(transport, name, error) from error
     for topic in metadata.topics:
         if topic.name == name:
             return _Topic(len(topic.partitions), topic.first_partitions or len(topic.partitions))
     return None
 
 
-def _made(transport: Transport, name: str) -> _Topic | None:
+def _create_topic(transport: Transport, name: str) -> _Topic | None:
     path = f"{wire.topic_path(name)}?first_use=true"  # refused by a cluster that does not create topics on first use
     request = Request("PUT", path, b"{}", (("Content-Type", wire.JSON),), repeatable=True)
     try:
@@ -237,14 +237,14 @@ def _made(transport: Transport, name: str) -> _Topic | None:
     except TopicExists:
         pass  # another client was first, with settings of its own
     except PortalMQError as error:
-        raise _unmet(transport, name, error) from error
+        raise _topic_fault(transport, name, error) from error
     found = partitions_of(transport, name)
     if found is None:
         transport.pause(0.1)
     return found
 
 
-def _unmet(transport: Transport, name: str, error: PortalMQError) -> Unreachable | NotWritten:
+def _topic_fault(transport: Transport, name: str, error: PortalMQError) -> Unreachable | NotWritten:
     if error.code == "unavailable":
         return Unreachable(
             f"no broker answers at {', '.join(transport.urls)}: {error}. Is one running there, and reachable from this"

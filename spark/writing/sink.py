@@ -20,9 +20,9 @@ from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowW
 from pyspark.sql.types import StructType
 
 from portalmq.spark.errors import BadOption, SourceError
-from portalmq.spark.options import Writing
+from portalmq.spark.options import WriteOptions
 from portalmq.spark.writing.identity import Identities
-from portalmq.spark.writing.rows import check_columns, placed_rows
+from portalmq.spark.writing.rows import check_columns, routed_rows
 from portalmq.spark.writing.sender import Sender, partitions_of, transport_of
 
 if TYPE_CHECKING:
@@ -45,10 +45,10 @@ class Written(WriterCommitMessage):
         self.rows = rows
 
 
-class _RowWriter:
+class _TaskWriter:
     """The common part of both writers."""
 
-    def __init__(self, writing: Writing, schema: StructType, overwrite: bool) -> None:
+    def __init__(self, writing: WriteOptions, schema: StructType, overwrite: bool) -> None:
         if overwrite:
             raise BadOption(
                 'a topic is only ever appended to: write with .mode("append"), or .outputMode("append") or "update" in'
@@ -64,7 +64,7 @@ class _RowWriter:
         return Written(write_rows(batches, self._writing, Identities(query, batch, number)))
 
 
-def write_rows(batches: Iterator[pa.RecordBatch], writing: Writing, identities: Identities) -> int:
+def write_rows(batches: Iterator[pa.RecordBatch], writing: WriteOptions, identities: Identities) -> int:
     """Write the rows of one task. Return their number. Raises BadRow, NotWritten, Unreachable."""
     count = 0
     sender: Sender | None = None
@@ -74,12 +74,12 @@ def write_rows(batches: Iterator[pa.RecordBatch], writing: Writing, identities: 
                 sender = Sender(writing.bootstrap, writing.token, writing.tls)
             at_once = _rows_at_once(batch)
             for start in range(0, batch.num_rows, at_once):
-                rows = list(placed_rows(batch.slice(start, at_once), writing.topic))
-                nameless = [placed for placed in rows if not placed.row.idempotency_key]
-                for placed, key in zip(
-                    nameless, identities.keys_of([placed.content for placed in nameless]), strict=True
+                rows = list(routed_rows(batch.slice(start, at_once), writing.topic))
+                nameless = [routed for routed in rows if not routed.row.idempotency_key]
+                for routed, key in zip(
+                    nameless, identities.keys_of([routed.content for routed in nameless]), strict=True
                 ):
-                    placed.row.idempotency_key = key
+                    routed.row.idempotency_key = key
                 assert sender is not None
                 sender.put_all(rows)
             count += batch.num_rows
@@ -97,10 +97,10 @@ def _rows_at_once(batch: pa.RecordBatch) -> int:
     return max(1, min(ROWS_AT_ONCE, BYTES_AT_ONCE // row_bytes))
 
 
-class BatchWriter(_RowWriter, DataSourceArrowWriter):
+class BatchWriter(_TaskWriter, DataSourceArrowWriter):
     """`df.write.format("portalmq")`."""
 
-    def __init__(self, writing: Writing, schema: StructType, overwrite: bool) -> None:
+    def __init__(self, writing: WriteOptions, schema: StructType, overwrite: bool) -> None:
         super().__init__(writing, schema, overwrite)
         self._query = f"named {writing.query}" if writing.query else f"once {uuid.uuid4().hex}"
         transport = transport_of(writing.bootstrap, writing.token, writing.tls, PREFLIGHT_TIMEOUT_S)
@@ -113,10 +113,10 @@ class BatchWriter(_RowWriter, DataSourceArrowWriter):
         return self._write(iterator, self._query, "")
 
 
-class StreamWriter(_RowWriter, DataSourceStreamArrowWriter):
+class StreamWriter(_TaskWriter, DataSourceStreamArrowWriter):
     """`df.writeStream.format("portalmq")`."""
 
-    def __init__(self, writing: Writing, schema: StructType, overwrite: bool) -> None:
+    def __init__(self, writing: WriteOptions, schema: StructType, overwrite: bool) -> None:
         super().__init__(writing, schema, overwrite)
         if writing.query is not None:
             raise BadOption(

@@ -25,7 +25,7 @@ from portalmq.broker.storage.batch import Record
 from portalmq.spark.columns import COLUMNS
 from portalmq.spark.errors import BadOption, DataLoss, NothingThere
 from portalmq.spark.files import segment
-from portalmq.spark.options import batch_reading
+from portalmq.spark.options import batch_options
 from portalmq.spark.reading.batch import FilteringReader, MessagesReader
 
 OFFSET, TIME = ("offset",), ("timestamp",)
@@ -36,7 +36,7 @@ def moment(ms: int) -> datetime:
 
 
 def reader_of(path: Path, *filters, columns=("partition", "offset", "value"), **options) -> FilteringReader:
-    reader = FilteringReader(batch_reading({"path": str(path), "topic": "t"} | options), columns)
+    reader = FilteringReader(batch_options({"path": str(path), "topic": "t"} | options), columns)
     assert list(reader.pushFilters(list(filters))) == []
     return reader
 
@@ -248,7 +248,7 @@ def test_a_reader_travels_light(hour):
 
 
 def test_what_cannot_be_pushed_is_handed_back(hour):
-    reader = FilteringReader(batch_reading({"path": str(hour)}), tuple(COLUMNS))
+    reader = FilteringReader(batch_options({"path": str(hour)}), tuple(COLUMNS))
     contains = StringContains(("content_type",), "json")
     assert list(reader.pushFilters([contains, EqualTo(OFFSET, 5)])) == [contains]
 

@@ -89,8 +89,8 @@ class TestRefused:
 
 
 def test_a_disk_that_is_full_is_told_of_out_and_leaves_nothing(tmp_path: Path) -> None:
-    full = pytest.raises(output.OutputTaken, match=r"out cannot be written to \(No space left on device\)")
-    with full as told, output.place(tmp_path / "out"):
+    full = pytest.raises(output.OutputUnusable, match=r"out cannot be written to \(No space left on device\)")
+    with full as told, output.workspace(tmp_path / "out"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert told.value.exit_code == 73
     assert list((tmp_path / "out").iterdir()) == []
@@ -102,10 +102,10 @@ def test_a_fault_in_a_worker_is_told_in_one_sentence() -> None:
     pages = (
         'Job aborted:\n  File "x.py"\nportalmq.spark.errors.DamagedFile: /a.sqlite: is torn. Do this\n\tat org.apache'
     )
-    with pytest.raises(SourceError, match=r"^/a.sqlite: is torn. Do this$") as told, analysis._told_plainly():
+    with pytest.raises(SourceError, match=r"^/a.sqlite: is torn. Do this$") as told, analysis._plain_faults():
         raise PySparkException(pages)
     assert isinstance(told.value, DamagedFile)
-    with pytest.raises(PySparkException, match="out of memory"), analysis._told_plainly():
+    with pytest.raises(PySparkException, match="out of memory"), analysis._plain_faults():
         raise PySparkException("out of memory")
 
 
@@ -121,7 +121,7 @@ def test_a_cluster_without_our_python_is_told_in_one_sentence(said: str) -> None
     from pyspark.errors import PySparkException
 
     refused = pytest.raises(session.SparkMissing, match=r"do not run in .*PYSPARK_PYTHON")
-    with refused as told, analysis._told_plainly():
+    with refused as told, analysis._plain_faults():
         raise PySparkException(said)
     assert "File" not in str(told.value)
     assert told.value.exit_code == 2

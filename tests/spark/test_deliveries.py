@@ -26,7 +26,7 @@ from portalmq.spark import options
 from portalmq.spark.errors import BadOption, DamagedFile, NothingThere, SourceError
 from portalmq.spark.files import segment
 from portalmq.spark.tables import batches, bodies, deliveries, groups
-from portalmq.spark.tables.availability import Moments
+from portalmq.spark.tables.availability import Availability
 
 TABLES = {"batches": batches, "deliveries": deliveries, "groups": groups}
 
@@ -34,7 +34,7 @@ TABLES = {"batches": batches, "deliveries": deliveries, "groups": groups}
 def rows(table: str, *paths: Path, columns: tuple[str, ...] | None = None, **more: str) -> list[dict[str, Any]]:
     """The table's rows, as its reader gives them to Spark."""
     module: Any = TABLES[table]
-    reading = options.batch_reading({"path": ",".join(map(str, paths)), "table": table, **more})
+    reading = options.batch_options({"path": ",".join(map(str, paths)), "table": table, **more})
     reader = module.reader(reading, module.schema_of(columns))
     return [row for task in reader.partitions() for batch in reader.read(task) for row in batch.to_pylist()]
 
@@ -127,7 +127,7 @@ def test_a_locked_file_is_waited_for_and_not_called_damaged(
         ack(data, receive(data))
     (path,) = data.directory("t").glob("[0-9]*.sqlite")
     reader: Any = TABLES[table].reader(
-        options.batch_reading({"path": str(tmp_path / "data"), "table": table}), TABLES[table].schema_of(None)
+        options.batch_options({"path": str(tmp_path / "data"), "table": table}), TABLES[table].schema_of(None)
     )
     tasks = reader.partitions()
     monkeypatch.setattr(segment, "BUSY_TIMEOUT_MS", 300)
@@ -173,9 +173,9 @@ def test_what_became_of_messages_is_told_in_order(tmp_path: Path) -> None:
         give_up(data.fixture, [message for message in second if message.offset == first[1].offset], topic="")
         data.fixture.broker.dead_letters.redrive("g", "t", ids=None, where=None, rate_per_s=None, dry_run=False)
     found = rows("deliveries", tmp_path / "data")
-    told_of = [(row["event"], row["first_offset"], row["messages"], row["delivery"]) for row in found]
+    events = [(row["event"], row["first_offset"], row["messages"], row["delivery"]) for row in found]
     a, b, c = (message.offset for message in first)
-    assert told_of == [
+    assert events == [
         ("started", 0, 0, None),
         ("granted", a, 2, 1),
         ("granted", c, 1, 1),
@@ -204,8 +204,8 @@ def test_messages_that_were_handed_out_without_a_record_are_acked_with_delivery_
         body = kind(ranges=((offsets[0], offsets[0] + 1),), at_ms=START_MS, ahead=((0, 0, offsets[2]),), **first)
         data.partition("t").append_group_record("g", body).wait()
     acked = [row for row in rows("deliveries", tmp_path / "data") if row["event"] == "acked"]
-    told_of = [(row["first_offset"], row["messages"], row["delivery"]) for row in acked]
-    assert told_of == [(offsets[0], 1, None), (offsets[2], 1, 0)]
+    events = [(row["first_offset"], row["messages"], row["delivery"]) for row in acked]
+    assert events == [(offsets[0], 1, None), (offsets[2], 1, 0)]
 
 
 def test_a_delayed_message_could_be_delivered_from_its_time_on(tmp_path: Path) -> None:
@@ -231,11 +231,11 @@ def test_messages_whose_file_is_gone_have_no_moment(tmp_path: Path) -> None:
         data.put("t", b"last")
         data.roll("t")
     first_file, *_ = sorted(data.directory("t").glob("[0-9]*.sqlite"))
-    moments = Moments([data.directory("t")])
+    moments = Availability([data.directory("t")])
     offset = first[0].offset
     assert moments.granted(offset, offset + 5, 0) == [(offset, 5, START_MS)]
     first_file.unlink()
-    assert Moments([data.directory("t")]).granted(offset, offset + 5, 0) == [(offset, 5, None)]
+    assert Availability([data.directory("t")]).granted(offset, offset + 5, 0) == [(offset, 5, None)]
 
 
 def test_a_stream_group_commits_what_lies_between(tmp_path: Path) -> None:
@@ -285,8 +285,8 @@ def test_what_a_seek_passed_over_is_committed_for_the_first_time_later(tmp_path:
             broker.group_coordinators.seek("g", "t", goal, partition=None, dry_run=False)
             commit(upto)
     found = [row for row in rows("deliveries", tmp_path / "data") if row["event"] == "committed"]
-    told_of = [(row["first_offset"] - first, row["messages"], row["delivery"]) for row in found]
-    assert told_of == [(6, 2, 1), (0, 6, 1), (6, 1, 2), (0, 8, 2), (8, 2, 1)]
+    events = [(row["first_offset"] - first, row["messages"], row["delivery"]) for row in found]
+    assert events == [(6, 2, 1), (0, 6, 1), (6, 1, 2), (0, 8, 2), (8, 2, 1)]
 
 
 def test_a_group_that_was_deleted_ended_and_its_name_begins_anew(tmp_path: Path) -> None:
@@ -324,12 +324,12 @@ def test_what_became_of_purged_messages_is_gone_with_them(tmp_path: Path) -> Non
         given = receive(data, 4)
         data.fixture.broker.purge("t", partition=0, before_offset=first + 3)
         ack(data, given)
-    told_of = [
+    events = [
         (row["event"], row["first_offset"] - first, row["messages"])
         for row in rows("deliveries", tmp_path / "data")
         if row["messages"]
     ]
-    assert told_of == [("granted", 3, 1), ("acked", 3, 1)]
+    assert events == [("granted", 3, 1), ("acked", 3, 1)]
 
 
 def test_many_small_tasks_tell_the_same_story(story: Path) -> None:
@@ -394,7 +394,7 @@ def test_a_machine_that_does_not_see_the_directory_has_no_empty_table(tmp_path: 
         data.put("t", b"a", b"b")
         ack(data, receive(data))
     module: Any = TABLES[table]
-    reader = module.reader(options.batch_reading({"path": str(home), "table": table}), module.schema_of(None))
+    reader = module.reader(options.batch_options({"path": str(home), "table": table}), module.schema_of(None))
     tasks = reader.partitions()
     home.rename(tmp_path / "elsewhere")
     with pytest.raises(NothingThere, match=rf"{home} is not there on this machine .*option bootstrap"):
@@ -410,7 +410,7 @@ def test_tables_stand_in_files_and_are_read_whole(story: Path) -> None:
         ({"path": str(story), "startingOffsets": '{"orders": {"0": 3}}'}, "leave the starting and ending options out"),
         ({"path": str(story), "endingTimestamp": "5"}, "leave the starting and ending options out"),
     ):
-        reading = options.batch_reading({"table": "batches", **given})
+        reading = options.batch_options({"table": "batches", **given})
         with pytest.raises(BadOption, match=match):
             batches.reader(reading, batches.schema_of(None)).partitions()
 

@@ -22,7 +22,7 @@ from support.cluster import wait_until
 from portalmq import Admin, Producer
 from portalmq.demo_iot.readings import Reading, replay, year
 from portalmq.spark import options
-from portalmq.spark.reading.origins import origin_of
+from portalmq.spark.reading.origins import open_origin
 
 pytestmark = [pytest.mark.spark, pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -133,7 +133,7 @@ def test_averages_come_once_for_each_window_that_is_over_also_over_several_runs(
 
 def ends(**door: str) -> dict[tuple[str, int], int]:
     """Where the logs end, seen through this door."""
-    logs = origin_of(options.stream_reading({"topic": "temp_*", **door})).logs()
+    logs = open_origin(options.stream_options({"topic": "temp_*", **door})).logs()
     return {(log.topic, log.partition): log.end_offset for log in logs}
 
 

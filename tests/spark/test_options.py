@@ -10,19 +10,19 @@ import pytest
 from portalmq.network.tls import TlsFiles
 from portalmq.spark import options
 from portalmq.spark.errors import BadOption
-from portalmq.spark.options import EARLIEST, LATEST, Bound, batch_reading, described, stream_reading, writing
+from portalmq.spark.options import EARLIEST, LATEST, Bound, batch_options, schema_options, stream_options, write_options
 from portalmq.spark.origin import SPAN_OFFSETS, PartitionLog
 
 PATH = {"path": "/data/1"}
 
 
 def test_names_are_read_in_any_case():
-    reading = batch_reading({"PATH": " /a , /b,/a", "Topic": "x,y", "MAXROWSPERPARTITION": "7"})
+    reading = batch_options({"PATH": " /a , /b,/a", "Topic": "x,y", "MAXROWSPERPARTITION": "7"})
     assert (reading.paths, reading.topics, reading.span_offsets) == (("/a", "/b"), ("x", "y"), 7)
 
 
 def test_what_is_left_out_has_a_sensible_value():
-    reading = batch_reading(PATH)
+    reading = batch_options(PATH)
     assert reading.topics is None
     assert reading.columns is None
     assert reading.token is None
@@ -30,16 +30,16 @@ def test_what_is_left_out_has_a_sensible_value():
     assert reading.fails_on_data_loss
     assert reading.span_offsets == SPAN_OFFSETS
     assert reading.table == "messages"
-    assert stream_reading(PATH).starting == Bound(LATEST)
-    assert stream_reading(PATH).rows_per_trigger_max is None
+    assert stream_options(PATH).starting == Bound(LATEST)
+    assert stream_options(PATH).rows_per_trigger_max is None
 
 
 def test_several_paths_of_one_load_are_taken():
-    assert batch_reading({"paths": '["/a", "/b"]'}).paths == ("/a", "/b")
+    assert batch_options({"paths": '["/a", "/b"]'}).paths == ("/a", "/b")
 
 
 def test_offsets_of_single_partitions_leave_the_others_whole():
-    reading = batch_reading(
+    reading = batch_options(
         PATH | {"startingOffsets": '{"t": {"0": 23, "1": -1}}', "endingOffsets": '{"t": {"0": 40}}'}
     )
 
@@ -61,7 +61,7 @@ def test_offsets_of_single_partitions_leave_the_others_whole():
     ],
 )
 def test_a_time_is_unix_ms_or_rfc_3339(text, ms):
-    reading = batch_reading(PATH | {"startingTimestamp": text, "startingOffsets": "latest"})
+    reading = batch_options(PATH | {"startingTimestamp": text, "startingOffsets": "latest"})
     assert reading.starting.timestamp_ms == ms
 
 
@@ -97,30 +97,30 @@ def test_a_time_is_unix_ms_or_rfc_3339(text, ms):
 )
 def test_bad_options_are_told(given, sentence):
     with pytest.raises(BadOption) as told:
-        batch_reading(given)
+        batch_options(given)
     assert sentence in str(told.value)
 
 
 def test_a_stream_has_no_end():
     with pytest.raises(BadOption, match="'endingOffsets' is not for a stream that is read"):
-        stream_reading(PATH | {"endingOffsets": "latest"})
-    assert stream_reading(PATH | {"maxRowsPerTrigger": "1000"}).rows_per_trigger_max == 1000
+        stream_options(PATH | {"endingOffsets": "latest"})
+    assert stream_options(PATH | {"maxRowsPerTrigger": "1000"}).rows_per_trigger_max == 1000
 
 
 def test_a_schema_is_asked_for_before_it_is_known_who_reads():
-    assert described(PATH | {"maxRowsPerTrigger": "5", "endingOffsets": "latest"}).columns is None
+    assert schema_options(PATH | {"maxRowsPerTrigger": "5", "endingOffsets": "latest"}).columns is None
 
 
 def test_writing_takes_its_own_options():
     given = {"bootstrap": "http://a, http://b", "topic": "t", "query": "q", "checkpointLocation": "/c"}
-    found = writing(given)
+    found = write_options(given)
     assert (found.bootstrap, found.topic, found.query) == (("http://a", "http://b"), "t", "q")
     with pytest.raises(BadOption, match="bootstrap is missing"):
-        writing({"topic": "t"})
+        write_options({"topic": "t"})
     with pytest.raises(BadOption, match="one name in writing"):
-        writing({"bootstrap": "http://a", "topic": "t,u"})
+        write_options({"bootstrap": "http://a", "topic": "t,u"})
     with pytest.raises(BadOption, match="'path' is not for writing"):
-        writing({"path": "/data"})
+        write_options({"path": "/data"})
 
 
 def test_the_document_has_every_option():
@@ -135,13 +135,13 @@ def test_the_document_has_every_option():
 def test_files_for_tls_are_options_of_their_own():
     given = {"bootstrap": "https://h:1", "tls_ca": "/ca.pem", "tls_client_cert": "/c.pem", "tls_client_key": "/c.key"}
     files = TlsFiles("/ca.pem", "/c.pem", "/c.key")
-    assert [read(given).tls for read in (options.batch_reading, options.stream_reading)] == [files, files]
-    assert options.writing(given).tls == files
-    assert options.writing({"bootstrap": "https://h:1"}).tls == TlsFiles()
+    assert [read(given).tls for read in (options.batch_options, options.stream_options)] == [files, files]
+    assert options.write_options(given).tls == files
+    assert options.write_options({"bootstrap": "https://h:1"}).tls == TlsFiles()
 
 
 def test_a_token_is_not_shown_with_the_other_options():
-    reading = options.batch_reading({"bootstrap": "http://h:1", "token": "s3cret"})
-    writing = options.writing({"bootstrap": "http://h:1", "token": "s3cret"})
+    reading = options.batch_options({"bootstrap": "http://h:1", "token": "s3cret"})
+    writing = options.write_options({"bootstrap": "http://h:1", "token": "s3cret"})
     assert (reading.token, writing.token) == ("s3cret", "s3cret")
     assert "s3cret" not in f"{reading} {writing}"

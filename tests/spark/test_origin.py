@@ -10,8 +10,8 @@ from pyspark.sql.datasource import InputPartition
 from support.data_directory import numbered, written
 
 from portalmq.spark.columns import COLUMNS
-from portalmq.spark.options import batch_reading, stream_reading
-from portalmq.spark.origin import PACKED_OFFSETS, TASKS_FEW, Packed, PartitionLog, Span, packed, spans_of
+from portalmq.spark.options import batch_options, stream_options
+from portalmq.spark.origin import PACKED_OFFSETS, TASKS_FEW, PartitionLog, Span, SpanGroup, packed, spans_of
 from portalmq.spark.reading.batch import MessagesReader
 from portalmq.spark.reading.stream import MessagesStream
 
@@ -68,15 +68,15 @@ def small_segments(tmp_path: Path) -> Path:
 
 
 def test_many_small_segments_are_read_once_by_fewer_tasks(small_segments):
-    reader = MessagesReader(batch_reading({"path": str(small_segments)}), tuple(COLUMNS))
+    reader = MessagesReader(batch_options({"path": str(small_segments)}), tuple(COLUMNS))
     tasks = [pickle.loads(pickle.dumps(task)) for task in reader.partitions()]
     assert len(tasks) < SEGMENTS
-    assert any(isinstance(task, Packed) for task in tasks)
+    assert any(isinstance(task, SpanGroup) for task in tasks)
     rows = [row for task in tasks for batch in reader.read(task) for row in batch.to_pylist()]
     assert [row["value"] for row in rows] == numbered(2 * SEGMENTS)
 
     given = {"path": str(small_segments), "startingOffsets": "earliest"}
-    stream = MessagesStream(stream_reading(given), ("value",))
+    stream = MessagesStream(stream_options(given), ("value",))
     begin = stream.initialOffset()
     tasks = stream.partitions(begin, stream.latestOffset(begin, stream.getDefaultReadLimit()))
     assert len(tasks) < SEGMENTS
@@ -86,8 +86,8 @@ def test_many_small_segments_are_read_once_by_fewer_tasks(small_segments):
 
 
 def test_a_segment_that_goes_costs_the_others_of_its_task_nothing(small_segments):
-    reader = MessagesReader(batch_reading({"path": str(small_segments), "failOnDataLoss": "false"}), ("value",))
-    task = next(task for task in reader.partitions() if isinstance(task, Packed))
+    reader = MessagesReader(batch_options({"path": str(small_segments), "failOnDataLoss": "false"}), ("value",))
+    task = next(task for task in reader.partitions() if isinstance(task, SpanGroup))
     there = numbered(2 * len(task.spans))
     Path(task.spans[0].path).unlink()
     assert [row["value"] for batch in reader.read(task) for row in batch.to_pylist()] == there[2:]

@@ -23,7 +23,7 @@ def make(making: Path, what: str) -> None:
         path.write_text(what)
 
 
-def standing(out: Path) -> set[str]:
+def compare_positions(out: Path) -> set[str]:
     """What the parts of the report that stands there say, which is one thing when it is whole."""
     assert {path.name for path in out.iterdir()} == {output.PARQUET, output.PAGE, output.JSON}
     assert [path.name for path in (out / output.PARQUET).iterdir()] == ["part"]
@@ -32,30 +32,30 @@ def standing(out: Path) -> set[str]:
 
 def test_two_that_are_made_at_a_time_do_not_meet_and_the_last_one_stays(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with output.place(out) as first:
+    with output.workspace(out) as first:
         make(first, "first")
-        with output.place(out) as second:
+        with output.workspace(out) as second:
             make(second, "second")
-            output.put(second, out)
+            output.publish(second, out)
         assert (first / output.PAGE).read_text() == "first", "the other one has swept it away"
-        output.put(first, out)
-    assert standing(out) == {"first"}
+        output.publish(first, out)
+    assert compare_positions(out) == {"first"}
 
 
 def test_of_many_that_end_in_the_same_moment_one_is_there_whole(tmp_path: Path) -> None:
     out, together = tmp_path / "out", Barrier(3)
 
     def report(what: str) -> None:
-        with output.place(out) as making:
+        with output.workspace(out) as making:
             make(making, what)
             together.wait(30)
-            output.put(making, out)
+            output.publish(making, out)
 
     with ThreadPoolExecutor(3) as pool:
         for number in range(ROUNDS):
             names = [f"{number}-{which}" for which in "abc"]
             list(pool.map(report, names))
-            (found,) = standing(out)
+            (found,) = compare_positions(out)
             assert found in names
 
 
@@ -63,16 +63,16 @@ def test_what_a_killed_one_was_making_is_swept_away(tmp_path: Path) -> None:
     out = tmp_path / "out"
     program = (
         "import os, sys\nfrom pathlib import Path\nfrom portalmq.spark.report import output\n"
-        "with output.place(Path(sys.argv[1])) as making:\n"
+        "with output.workspace(Path(sys.argv[1])) as making:\n"
         "    (making / 'report.json').write_text('half')\n    os.kill(os.getpid(), 9)\n"
     )
     subprocess.run([sys.executable, "-c", program, str(out)], check=False, timeout=60)
     assert [path.name.startswith(".making-") for path in out.iterdir()] == [True]
-    with output.place(out) as making:
+    with output.workspace(out) as making:
         assert list(out.iterdir()) == [Path(making)]
         make(making, "whole")
-        output.put(making, out)
-    assert standing(out) == {"whole"}
+        output.publish(making, out)
+    assert compare_positions(out) == {"whole"}
 
 
 def test_one_that_ends_while_the_next_begins_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ def test_one_that_ends_while_the_next_begins_is_no_obstacle(tmp_path: Path, monk
 
     (out / ".making-ended").mkdir(parents=True)
     monkeypatch.setattr(output, "_locked", gone_meanwhile)
-    with output.place(out) as making:
+    with output.workspace(out) as making:
         assert list(out.iterdir()) == [making]
 
 
@@ -95,11 +95,14 @@ def test_who_is_not_given_a_turn_is_told(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(output, "TURN_WITHIN_S", 0.05)
     other = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(other, fcntl.LOCK_EX)
-    with pytest.raises(output.OutputTaken, match="another report is being put into") as told, output.place(tmp_path):
+    with (
+        pytest.raises(output.OutputUnusable, match="another report is being put into") as told,
+        output.workspace(tmp_path),
+    ):
         pass
     assert told.value.exit_code == 73
     os.close(other)
-    with output.place(tmp_path):
+    with output.workspace(tmp_path):
         pass
 
 
@@ -111,8 +114,8 @@ def test_without_locks_a_report_is_made_and_nothing_of_others_is_touched(
 
     monkeypatch.setattr(fcntl, "flock", none)
     out = tmp_path / "out"
-    with output.place(out) as first, output.place(out) as second:
+    with output.workspace(out) as first, output.workspace(out) as second:
         assert first.is_dir()
         make(second, "second")
-        output.put(second, out)
-    assert standing(out) == {"second"}
+        output.publish(second, out)
+    assert compare_positions(out) == {"second"}

@@ -24,11 +24,11 @@ from support.cluster import wait_until
 from portalmq import Admin, wire
 from portalmq.errors import IdempotencyKeyReused, MessageTooLarge, Unavailable
 from portalmq.spark.errors import BadOption, BadRow, NotWritten, SourceError, Unreachable
-from portalmq.spark.options import Writing
+from portalmq.spark.options import WriteOptions
 from portalmq.spark.writing import sender as sender_module
 from portalmq.spark.writing import sink
 from portalmq.spark.writing.identity import Counts, Identities
-from portalmq.spark.writing.rows import check_columns, placed_rows
+from portalmq.spark.writing.rows import check_columns, routed_rows
 from portalmq.spark.writing.sender import Sender
 
 
@@ -149,7 +149,7 @@ def test_every_column_becomes_what_it_says():
             "idempotency_key": pa.array(["mine", None]),
         }
     )
-    first, second = placed_rows(batch, None)
+    first, second = routed_rows(batch, None)
     assert (first.topic, first.partition, second.topic, second.partition) == ("one", 3, "two", None)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(first.row), type=wire.PackMessage) == wire.PackMessage(
         value=b"\x00v",
@@ -165,9 +165,9 @@ def test_every_column_becomes_what_it_says():
 
 
 def test_text_is_text_and_bytes_are_bytes():
-    (text,) = placed_rows(pa.record_batch({"value": pa.array(["\u00fc"])}), "t")
-    (large,) = placed_rows(pa.record_batch({"value": pa.array(["\u00fc"], pa.large_string())}), "t")
-    (binary,) = placed_rows(pa.record_batch({"value": pa.array([b"x"])}), "t")
+    (text,) = routed_rows(pa.record_batch({"value": pa.array(["\u00fc"])}), "t")
+    (large,) = routed_rows(pa.record_batch({"value": pa.array(["\u00fc"], pa.large_string())}), "t")
+    (binary,) = routed_rows(pa.record_batch({"value": pa.array([b"x"])}), "t")
     assert text.row == large.row
     assert (text.row.value, text.row.content_type) == ("\u00fc".encode(), wire.TEXT)
     assert binary.row.content_type is None
@@ -175,7 +175,7 @@ def test_text_is_text_and_bytes_are_bytes():
 
 def test_the_option_topic_wins_over_the_column():
     batch = pa.record_batch({"value": pa.array(["a"]), "topic": pa.array(["column"])})
-    assert [placed.topic for placed in placed_rows(batch, "option")] == ["option"]
+    assert [placed.topic for placed in routed_rows(batch, "option")] == ["option"]
 
 
 def test_everything_in_a_row_belongs_to_its_content():
@@ -191,7 +191,7 @@ def test_everything_in_a_row_belongs_to_its_content():
             ("content_type", "y"),
         )
     ]
-    contents = {next(placed_rows(pa.record_batch(each), None)).content for each in others}
+    contents = {next(routed_rows(pa.record_batch(each), None)).content for each in others}
     assert len(contents) == len(others)
 
 
@@ -200,7 +200,7 @@ def test_headers_in_another_order_are_the_same_content():
     batch = pa.record_batch(
         {"value": ["a", "a"], "headers": pa.array([[("a", "1"), ("b", "2")], [("b", "2"), ("a", "1")]], kind)}
     )
-    first, second = placed_rows(batch, "t")
+    first, second = routed_rows(batch, "t")
     assert first.content == second.content
 
 
@@ -224,29 +224,29 @@ def test_a_row_that_can_be_no_message_is_told_so(row, said):
     given = {"value": b"v", "topic": "t", **row}
     batch = pa.record_batch({name: pa.array([value], kinds.get(name)) for name, value in given.items()})
     with pytest.raises(BadRow, match=said):
-        list(placed_rows(batch, None))
+        list(routed_rows(batch, None))
 
 
 @pytest.mark.parametrize("writer", [sink.BatchWriter, sink.StreamWriter])
 def test_a_topic_is_never_overwritten(writer):
     with pytest.raises(BadOption, match="append"):
-        writer(Writing(("http://localhost:1",), None, "t", None), schema("value string"), True)
+        writer(WriteOptions(("http://localhost:1",), None, "t", None), schema("value string"), True)
 
 
 @pytest.mark.parametrize(("bootstrap", "token"), [("ftp://localhost", None), ("http://localhost:1", "a\nb")])
 @pytest.mark.parametrize("writer", [sink.BatchWriter, sink.StreamWriter])
 def test_an_address_or_a_token_that_makes_no_sense_is_told_at_once(writer, bootstrap, token):
     with pytest.raises(BadOption, match="bootstrap, token or tls_"):
-        writer(Writing((bootstrap,), token, "t", None), schema("value string"), False)
+        writer(WriteOptions((bootstrap,), token, "t", None), schema("value string"), False)
 
 
 def test_a_stream_is_named_by_its_checkpoint_alone():
     with pytest.raises(BadOption, match="checkpoint"):
-        sink.StreamWriter(Writing(("http://localhost:1",), None, "t", "mine"), schema("value string"), False)
+        sink.StreamWriter(WriteOptions(("http://localhost:1",), None, "t", "mine"), schema("value string"), False)
 
 
 def test_a_stream_that_does_not_know_its_query_writes_nothing():
-    writer = sink.StreamWriter(Writing(("http://localhost:1",), None, "t", None), schema("value string"), False)
+    writer = sink.StreamWriter(WriteOptions(("http://localhost:1",), None, "t", None), schema("value string"), False)
     with pytest.raises(SourceError, match="foreachBatch"):
         writer.write(iter([]))
 
@@ -256,7 +256,7 @@ def test_a_batch_is_named_by_its_option_or_for_this_once(monkeypatch):
 
     def name_of(query):
         return sink.BatchWriter(
-            Writing(("http://localhost:1",), None, "t", query), schema("value string"), False
+            WriteOptions(("http://localhost:1",), None, "t", query), schema("value string"), False
         )._query
 
     assert name_of("mine") == name_of("mine")
@@ -311,7 +311,7 @@ def put(sender, *values, **columns):
         {"value": pa.array(values, pa.binary()), **{name: [each] * len(values) for name, each in columns.items()}}
     )
     identities = Identities("q", "1", 0)
-    rows = list(placed_rows(batch, "t"))
+    rows = list(routed_rows(batch, "t"))
     for placed, key in zip(rows, identities.keys_of([placed.content for placed in rows]), strict=True):
         placed.row.idempotency_key = key
     sender.put_all(rows)
@@ -354,7 +354,7 @@ def test_rows_go_where_they_say_else_where_their_key_or_identity_points(brokers,
     put(sender, b"neither")
     sender.flush()
     by_value = {part[0]: int(path.rpartition("=")[2]) for path, part in brokers.requests}
-    (key,) = keys([next(placed_rows(pa.record_batch({"value": [b"neither"]}), "t")).content])
+    (key,) = keys([next(routed_rows(pa.record_batch({"value": [b"neither"]}), "t")).content])
     assert by_value == {
         b"named": 4,
         b"keyed": zlib.crc32(b"k") % 5,
@@ -405,10 +405,10 @@ def test_wide_rows_are_made_messages_a_few_at_a_time(monkeypatch):
     """Each is there as an object and encoded, too: a thousand of a megabyte would be gigabytes."""
     made = []
     monkeypatch.setattr(
-        sink, "placed_rows", lambda batch, topic: made.append(batch.num_rows) or placed_rows(batch, topic)
+        sink, "routed_rows", lambda batch, topic: made.append(batch.num_rows) or routed_rows(batch, topic)
     )
     monkeypatch.setattr(sink.Sender, "put_all", lambda sender, rows: None)
-    writing = Writing(("http://127.0.0.1:9",), None, "t", None)
+    writing = WriteOptions(("http://127.0.0.1:9",), None, "t", None)
     for size, rows in ((10, 2_500), (1_000_000, 20)):
         batch = pa.record_batch({"value": pa.array([b"x" * size] * rows)})
         assert sink.write_rows(iter([batch]), writing, Identities("q", "1", 0)) == rows
@@ -418,7 +418,7 @@ def test_wide_rows_are_made_messages_a_few_at_a_time(monkeypatch):
 def test_nobody_there_is_told_before_the_job_starts(monkeypatch):
     monkeypatch.setattr(sink, "PREFLIGHT_TIMEOUT_S", 0.2)
     with pytest.raises(Unreachable, match=r"no broker answers at http://127\.0\.0\.1:9"):
-        sink.BatchWriter(Writing(("http://127.0.0.1:9",), None, "t", None), schema("value string"), False)
+        sink.BatchWriter(WriteOptions(("http://127.0.0.1:9",), None, "t", None), schema("value string"), False)
 
 
 # --- into a broker ---------------------------------------------------------------------------------------------------
@@ -457,7 +457,7 @@ def test_no_topic_is_made_where_the_cluster_makes_none(tmp_path):
 def test_a_task_that_runs_again_in_another_order_writes_nothing_twice(broker):
     topic = "again"
     Admin(url(broker)).create_topic(topic, partitions=3)
-    writing = Writing((url(broker),), None, topic, None)
+    writing = WriteOptions((url(broker),), None, topic, None)
     values = [str(number % 900) for number in range(2_000)]
 
     def run(order):
@@ -475,7 +475,7 @@ def test_two_attempts_of_a_task_side_by_side_write_each_row_once(broker, monkeyp
     """As speculation has them. Requests are small here, so that the two meet often."""
     monkeypatch.setattr(sender_module, "REQUEST_ROWS_MAX", 50)
     Admin(url(broker)).create_topic("speculation", partitions=2)
-    writing = Writing((url(broker),), None, "speculation", None)
+    writing = WriteOptions((url(broker),), None, "speculation", None)
     values = [str(number % 900) for number in range(2_000)]
 
     def attempt(seed: int) -> int:
@@ -571,7 +571,7 @@ def test_a_stream_goes_on_from_its_checkpoint_and_its_last_batch_is_not_doubled(
 @pytest.mark.spark
 def test_the_examples_of_the_document_do_what_it_says(spark, broker, tmp_path: Path):
     text = (REPOSITORY / "docs" / "SPARK.md").read_text(encoding="utf-8")
-    section = re.split(r"^## ", text.partition("\n## Writing\n")[2], flags=re.MULTILINE)[0]
+    section = re.split(r"^## ", text.partition("\n## WriteOptions\n")[2], flags=re.MULTILINE)[0]
     batch, stream, own_keys = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
     readings = spark.readStream.format("rate").option("rowsPerSecond", 50).load()
     names = {

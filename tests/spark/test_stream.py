@@ -71,7 +71,7 @@ def log(name: str, end: int, start: int = 0) -> PartitionLog:
 @pytest.fixture
 def pretended(monkeypatch) -> Pretended:
     origin = Pretended()
-    monkeypatch.setattr(stream, "origin_of", lambda reading: origin)
+    monkeypatch.setattr(stream, "open_origin", lambda reading: origin)
     return origin
 
 
@@ -80,7 +80,7 @@ def reader(clock: Clock | None = None, columns: Sequence[str] = ("offset", "valu
     text = {name: value if isinstance(value, str) else json.dumps(value) for name, value in given.items()}
     if "path" not in text and "bootstrap" not in text:
         text["path"] = "/pretended"
-    return MessagesStream(options.stream_reading(text), columns, clock=clock, sleep=clock.sleep)
+    return MessagesStream(options.stream_options(text), columns, clock=clock, sleep=clock.sleep)
 
 
 def later(clock: Clock) -> None:
@@ -375,7 +375,7 @@ def test_one_of_two_named_topics_is_deleted_and_the_other_is_read_on(monkeypatch
             if "deleted" in topics:
                 self.fault = NoTopic("there is no topic 'deleted'")
 
-    monkeypatch.setattr(stream, "origin_of", lambda reading: Place(reading.topics))
+    monkeypatch.setattr(stream, "open_origin", lambda reading: Place(reading.topics))
     clock = Clock()
     source = reader(clock, topic="kept,deleted", failOnDataLoss="false")
     start = {"deleted@a/0": 7, "kept@a/0": 10}

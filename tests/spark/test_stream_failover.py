@@ -31,7 +31,7 @@ class Query:
 
     def restart(self, **given: str) -> None:
         """With other options, from the checkpoint."""
-        reading = options.stream_reading(given | {"topic": "t", "startingOffsets": "earliest"})
+        reading = options.stream_options(given | {"topic": "t", "startingOffsets": "earliest"})
         self.source = MessagesStream(reading, ("partition", "offset", "value"))
 
     def run_until(self, rows: int) -> None:

@@ -16,7 +16,7 @@ from support.data_directory import START_MS, numbered, written
 from portalmq.spark import options
 from portalmq.spark.errors import DataLoss
 from portalmq.spark.reading import log_poller
-from portalmq.spark.reading.positions import as_sorted
+from portalmq.spark.reading.positions import sorted_positions
 from portalmq.spark.reading.stream import MessagesStream
 
 ALL = ReadAllAvailable()
@@ -24,7 +24,7 @@ ALL = ReadAllAvailable()
 
 def reader(path: Path, **given: Any) -> MessagesStream:
     text = {name: value if isinstance(value, str) else json.dumps(value) for name, value in given.items()}
-    return MessagesStream(options.stream_reading(text | {"path": str(path)}), ("offset", "value"))
+    return MessagesStream(options.stream_options(text | {"path": str(path)}), ("offset", "value"))
 
 
 def values(source: MessagesStream, start: dict[str, int], end: dict[str, int]) -> list[bytes]:
@@ -45,7 +45,7 @@ def test_batch_after_batch_every_message_comes_once(data):
         start = end
     assert found == {b"%d" % number: 2 for number in range(30)}
     assert max(rows) <= 7
-    assert set(start) == {log.name for log in source._look()}
+    assert set(start) == {log.name for log in source._read_logs()}
 
 
 def test_a_stream_begins_at_a_time(data):
@@ -152,7 +152,7 @@ def test_a_checkpoint_goes_on_with_another_broker_of_the_cluster(tmp_path):
 
 
 def test_names_are_sorted_as_text():
-    assert list(as_sorted({"b@1/0": 1, "a@1/9": 2, "a@1/10": 3})) == ["a@1/10", "a@1/9", "b@1/0"]
+    assert list(sorted_positions({"b@1/0": 1, "a@1/9": 2, "a@1/10": 3})) == ["a@1/10", "a@1/9", "b@1/0"]
 
 
 def test_the_patience_is_what_the_documents_say():
