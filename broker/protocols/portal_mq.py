@@ -100,16 +100,16 @@ def _first_message(context: RequestContext, topic: str, size: int, wait_ms: int)
     turn = next(_turns)
     while True:
         numbers = [(turn + step) % size for step in range(size)]
-        front = context.broker.shared_offsets.first_front(PORTAL_GROUP, topic, numbers)
-        if front.message is not None:
-            return front.message
+        head = context.broker.shared_offsets.first_head(PORTAL_GROUP, topic, numbers)
+        if head.message is not None:
+            return head.message
         if wait_ms <= 0:
             return None
         look_ms = wait_ms if size == 1 else min(wait_ms, LOOK_MS)
         context.broker.browse(
             topic,
             numbers[0],
-            offset=front.offset,
+            offset=head.offset,
             position=None,
             at_ms=None,
             limit=1,

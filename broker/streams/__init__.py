@@ -1,1 +1,1 @@
-"""Stream groups over all leaders: coordination, offsets, checkpoints, fetches of readers."""
+"""Stream groups: coordinators, offsets, checkpoints, fetches of readers, shared offsets."""

@@ -1,5 +1,7 @@
-"""Offsets of the stream groups that this broker coordinates, copied into the control plane: for the time when a
-leader is away, and for the topics that nobody reads any more."""
+"""Checkpoints: offsets of the stream groups that this broker coordinates, copied into the control plane.
+
+They answer for partitions without a leader, and keep the topics that no member reads any more.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ log = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """`_saved` is what this broker wrote last: (group id, topic id) -> partition -> offset, high watermark, lag."""
+    """Writes checkpoints. `_saved` holds the last written ones: (group id, topic id) -> partition -> offset, high
+    watermark, lag."""
 
     def __init__(self, store: StreamGroups, partitions: StreamPartitions, mirror: Mirror, clock: Clock) -> None:
         self._store = store
@@ -30,12 +33,12 @@ class Checkpoints:
         try:
             self._copy(coordinator)
         except PortalMQError as error:
-            log.info("the offsets of group %r are saved later: %s", coordinator.group.name, error)
-        except Exception:  # those of the other groups are saved, whatever became of these
+            log.info("the offsets of group %r will be saved later: %s", coordinator.group.name, error)
+        except Exception:  # the other groups still need their checkpoints
             log.exception("the offsets of group %r could not be saved", coordinator.group.name)
 
     def _copy(self, coordinator: Coordinator) -> None:
-        """Copy the group's offsets into the control plane, for those topics where they have changed."""
+        """Copy the group's changed offsets into the control plane, by topic."""
         known = coordinator.membership.known
         if known is None or not coordinator.membership.coordinates:
             return
@@ -56,5 +59,5 @@ class Checkpoints:
                 self._saved[group.group_id, topic.topic_id] = offsets
 
     def forget(self, group_id: str) -> None:
-        """The group is coordinated here no more."""
+        """Forget a group that this broker no longer coordinates."""
         self._saved = {key: saved for key, saved in self._saved.items() if key[0] != group_id}

@@ -1,12 +1,12 @@
-"""The coordinator of a stream group, at work: it does what the group's membership (core/stream/membership.py) asks for.
+"""The coordinator of a stream group: it runs the actions of the group's membership (core/stream/membership.py).
 
     request --> ask --> step --> Propose, Read   the control plane, a greenlet each
                          ^  |--> Claim           the partitions' leaders, one greenlet for all claims of a step
-                         |  `--> Answer, Refuse  whoever asked
-                         `---- what became of it
+                         |  `--> Answer, Refuse  the caller
+                         `---- results, as events
 
-All on the hub's thread: a step never blocks, and what it asks for is done beside it. Others have their turn between
-what becomes of many claims; each is an event by itself, as if it had come later.
+Everything runs on the event loop's thread. A step never blocks; greenlets run its actions. The results of many claims
+are separate events, with pauses for other greenlets in between.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ log = logging.getLogger(__name__)
 # The longest that a join takes: its claims, and a compare-and-set before and after.
 ANSWER_WITHIN_S = 10.0
 READ_AGAIN_S = 0.2
-# The longest that others wait for the fencing of those who are gone.
+# The longest wait for the fencing of members that are gone.
 FENCE_WITHIN_S = 0.5
 
-Asking = Join | Heartbeat | Leave | SeekRequested
+Request = Join | Heartbeat | Leave | SeekRequested
 
 
 class Claims(Protocol):
-    """What brings claims to the leaders: the offset for each partition, or why it is not claimed."""
+    """Brings claims to the leaders; returns the offset of each partition, or the error of its claim."""
 
     def __call__(
         self, group: GroupState, claims: Sequence[ClaimPartition]
@@ -73,7 +73,7 @@ class Claims(Protocol):
 
 
 class Coordinator:
-    """One group that this broker coordinates, or is about to. `on_resigned` hears when it does no more."""
+    """One group that this broker coordinates, or is about to. `on_resigned` is called when it stops."""
 
     def __init__(
         self,
@@ -92,20 +92,20 @@ class Coordinator:
         self._topics = topics
         self._clock = clock
         self._on_resigned = on_resigned
-        # The topics that members read, or are about to: what the membership is told of.
+        # The topics that members read, or are about to; and their last state that the membership received.
         self._wanted: set[str] = set()
-        self._told: Mapping[str, SubscribedTopic] | None = None
+        self._subscribed: Mapping[str, SubscribedTopic] | None = None
         self._closed = False
         self._waiting: set[AsyncResult] = set()
 
     def begin(self, held: Versioned[RosterState] | None) -> None:
-        """Take the group up, from what the control plane holds of it."""
+        """Start with the roster that the control plane holds."""
         membership = membership_of(held.value) if held else None
         self.tell(Loaded(membership, held.version if held else -1))
         self.topics_changed()
 
-    def ask(self, event: Asking, topics: Sequence[str] = ()) -> AnswerMember:
-        """What the membership answers. Raises what it refuses with."""
+    def ask(self, event: Request, topics: Sequence[str] = ()) -> AnswerMember:
+        """Return the membership's answer. Raises its refusal."""
         result = event.token
         assert isinstance(result, AsyncResult)
         if topics and not self._wanted.issuperset(topics):
@@ -121,7 +121,7 @@ class Coordinator:
             self._waiting.discard(result)
         if answer is None:
             raise Unavailable(
-                f"the membership of group {self.group.name!r} could not be settled in time: repeat",
+                f"the membership of group {self.group.name!r} was not decided in time: repeat",
                 outcome="unknown",
                 retry_after_s=0.5,
             )
@@ -131,7 +131,7 @@ class Coordinator:
         return answer
 
     def topics_changed(self) -> None:
-        """Topics were made, deleted, or have grown."""
+        """Pass created, deleted and grown topics to the membership."""
         known = self.membership.known
         if known is not None:
             self._wanted.update(*(member.topics for member in known.members.values()))
@@ -140,8 +140,8 @@ class Coordinator:
             for name in sorted(self._wanted)
             if (topic := self._topics.get(name)) is not None
         }
-        if found != self._told:
-            self._told = found
+        if found != self._subscribed:
+            self._subscribed = found
             self.tell(TopicsChanged(found))
 
     def tell(self, event: Event) -> None:
@@ -149,12 +149,12 @@ class Coordinator:
             self._perform(self.membership.step(event, self._clock.now_ms()))
 
     def close(self) -> None:
-        """Do nothing more: whoever takes over finds all he needs in the control plane."""
+        """Stop, and refuse waiting requests. The next coordinator starts from the control plane."""
         self._closed = True
         for result in tuple(self._waiting):
             result.set(_moved(self.group.name))
 
-    # --- what it asks for --------------------------------------------------------------------------------------------
+    # --- actions of the membership -----------------------------------------------------------------------------------
 
     def _perform(self, actions: Sequence[Action]) -> None:
         claims: list[ClaimPartition] = []
@@ -186,24 +186,24 @@ class Coordinator:
             self._on_resigned(self)
             return
         except Conflict:
-            told = Answered(Outcome.CONFLICT)
+            answered = Answered(Outcome.CONFLICT)
         except OutcomeUnknown:
-            told = Answered(Outcome.UNKNOWN)
+            answered = Answered(Outcome.UNKNOWN)
         except PlaneError as error:
             log.info("group %r: its membership will be written later: %s", self.group.name, error)
             gevent.sleep(READ_AGAIN_S)
-            told = Answered(Outcome.UNKNOWN)
+            answered = Answered(Outcome.UNKNOWN)
         except ValueError as fault:  # too large for a node
-            log.critical("group %r: its membership cannot be kept: %s", self.group.name, fault)
+            log.critical("group %r: its membership cannot be stored: %s", self.group.name, fault)
             self.close()
             self._on_resigned(self)
             return
         else:
-            told = Answered(Outcome.APPLIED, version)
+            answered = Answered(Outcome.APPLIED, version)
             gone = left_behind(known, action.membership) if known else []
             if gone:
                 gevent.spawn(self._fence, gone).join(FENCE_WITHIN_S)
-        self.tell(told)
+        self.tell(answered)
 
     def _read(self) -> None:
         while not self._closed:
@@ -219,8 +219,8 @@ class Coordinator:
     def _fence(self, gone: Sequence[ClaimPartition]) -> None:
         try:
             self._claims(self.group, gone)
-        except PortalMQError as error:  # then the claim of who comes next does it
-            log.info("group %r: members that are gone are fenced later: %s", self.group.name, error)
+        except PortalMQError as error:  # the next owner's claim fences them
+            log.info("group %r: members that are gone will be fenced later: %s", self.group.name, error)
 
     def _claim(self, claims: Sequence[ClaimPartition]) -> None:
         try:
@@ -234,17 +234,17 @@ class Coordinator:
             elif isinstance(outcome, IllegalGeneration) and isinstance(outcome.extra.get("generation"), int):
                 self.tell(ClaimRefused(claim.partition, claim.since, outcome.extra["generation"]))
             else:
-                log.info("group %r: %s is claimed later: %s", self.group.name, claim.partition, outcome)
+                log.info("group %r: %s will be claimed later: %s", self.group.name, claim.partition, outcome)
                 self.tell(ClaimFailed(claim.partition, claim.since))
 
 
 def _moved(group: str) -> Unavailable:
-    return Unavailable(f"the coordinator of group {group!r} is just changing", outcome="unknown", retry_after_s=0.2)
+    return Unavailable(f"the coordinator of group {group!r} is changing", outcome="unknown", retry_after_s=0.2)
 
 
 def left_behind(before: GroupMembers, after: GroupMembers) -> list[ClaimPartition]:
-    """What was held by members that are gone, to be claimed for nobody: so they can commit no more, whether or not
-    somebody comes after them. A claim of `after` is of a later generation, and goes before these in any order."""
+    """Return claims without an owner for the partitions of members that are gone: they fence those members, also when
+    no other member follows. Claims of `after` have a later generation, so they win in any order."""
     claims = []
     for partition, place in before.owners.items():
         holder = place.leaving or place.owner
@@ -255,7 +255,7 @@ def left_behind(before: GroupMembers, after: GroupMembers) -> list[ClaimPartitio
 
 
 def roster_of(membership: GroupMembers) -> RosterState:
-    """The membership as it stands in the control plane."""
+    """Return the membership as the control plane stores it."""
     numbers = {member_id: number for number, member_id in enumerate(membership.members)}
     numbers[""] = -1
     places: dict[str, list[tuple[int, int, int, int]]] = {}
@@ -274,7 +274,7 @@ def roster_of(membership: GroupMembers) -> RosterState:
 
 
 def membership_of(roster: RosterState) -> GroupMembers:
-    """The other way round."""
+    """Return the membership of a stored roster."""
     ids = [member.id for member in roster.members]
     ids.append("")  # -1 is nobody
     return GroupMembers(

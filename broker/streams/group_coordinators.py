@@ -1,15 +1,15 @@
-"""Stream groups as any broker answers for them: it finds the group's coordinator, or becomes it.
+"""Requests to stream groups at any broker: it finds the group's coordinator, or becomes it.
 
     join, heartbeat, leave, seek --> coordinated here?  --yes--> Coordinator.ask
                                           | no
                                           v
-                       who stands in the control plane? --lives--> that broker, one hop
-                                          | nobody, or gone, or draining, or silent
+                     coordinator in the control plane? --alive--> that broker, one hop
+                                          | none, or gone, or draining, or silent
                                           v
-                            take over by compare-and-set (whoever is first coordinates)
+                            take over by compare-and-set (the first broker wins)
 
-Who was found is kept until that broker says that it is not it, or is gone. Offsets are committed without the
-coordinator (offsets.py); it only copies them into the control plane once a second (checkpoints.py).
+The coordinator's broker is cached until it denies to be the coordinator, or is gone. Offsets are committed without the
+coordinator (offsets.py); it copies them into the control plane once a second (checkpoints.py).
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ log = logging.getLogger(__name__)
 PATIENCE_S = 5.0
 PAUSE_S = 0.05
 CALL_TIMEOUT_S = 15.0
-# A coordinator that is silent for longer is paused, or so busy that its members suffer.
+# A coordinator that does not answer for longer is paused or overloaded.
 HEARTBEAT_TIMEOUT_S = 4.0
 CHECKPOINT_EVERY_S = 1.0
-# A group that nobody is in is coordinated by nobody after this time.
+# A group without members has no coordinator after this time.
 IDLE_S = 60.0
 KEPT_MAX = 10_000
 
@@ -68,8 +68,8 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class GroupCoordinators:
-    """`me` is (broker id, incarnation). `known` finds a topic, and waits for one that was made a moment ago; `made`
-    makes it if it is missing."""
+    """Finds, becomes and resigns as the coordinator of groups. `me` is (broker id, incarnation). `known` finds a topic,
+    and waits for one that was just created; `made` creates a missing one."""
 
     def __init__(
         self,
@@ -96,8 +96,8 @@ class GroupCoordinators:
         self._busy_s: dict[str, float] = {}
         self._taking: set[str] = set()
         self._elsewhere: dict[str, tuple[int, int]] = {}
-        self._doubtful: set[str] = set()
-        self._noted: set[str] = set()
+        self._in_doubt: set[str] = set()
+        self._changed_rosters: set[str] = set()
         self._checkpoints = Checkpoints(store, partitions, mirror, clock)
         self._closing = Event()
         self._greenlets: list[gevent.Greenlet] = []
@@ -105,11 +105,11 @@ class GroupCoordinators:
     # --- life --------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        self._store.plane.watch(self._rang)
+        self._store.plane.watch(self._on_plane_event)
         self._greenlets = [gevent.spawn(self._tick), gevent.spawn(self._checkpoint)]
 
     def drain(self) -> None:
-        """Coordinate nothing more: others take over."""
+        """Stop coordinating: other brokers take over."""
         self._closing.set()
         own, self._own = self._own, {}
         for coordinator in own.values():
@@ -120,7 +120,7 @@ class GroupCoordinators:
         gevent.killall(self._greenlets, block=False)
 
     def sync(self, changes: Changes) -> None:
-        """The mirror shows something new."""
+        """React to changes of groups and topics in the mirror."""
         for name in changes.groups:
             group = self._mirror.groups.get(name)
             for group_id, coordinator in tuple(self._own.items()):
@@ -131,27 +131,27 @@ class GroupCoordinators:
                 coordinator.topics_changed()
 
     def session_lost(self) -> None:
-        """Others may have taken over."""
+        """Let all coordinators check the control plane: others may have taken over."""
         for coordinator in tuple(self._own.values()):
             coordinator.tell(core.SessionLost())
 
-    def _rang(self, path: str | None) -> None:
-        """The plane's bell: a roster was written, by us or by who has taken over."""
+    def _on_plane_event(self, path: str | None) -> None:
+        """Note a written roster: this broker wrote it, or another one that has taken over."""
         group_id = group_id_of(path) if path is not None else None
         if group_id in self._own:
-            self._noted.add(group_id)
+            self._changed_rosters.add(group_id)
 
     def _tick(self) -> None:
         while not self._closing.wait(TICK_MS / 1000):
-            noted, self._noted = self._noted, set()
+            changed, self._changed_rosters = self._changed_rosters, set()
             for group_id, coordinator in tuple(self._own.items()):
                 try:
-                    self._beat(group_id, coordinator, is_noted=group_id in noted)
-                except Exception:  # the other groups need their beats, whatever became of this one
-                    log.exception("group %r: its beat failed", coordinator.group.name)
+                    self._tick_one(group_id, coordinator, is_changed=group_id in changed)
+                except Exception:  # the other groups still need their ticks
+                    log.exception("group %r: its tick failed", coordinator.group.name)
 
-    def _beat(self, group_id: str, coordinator: Coordinator, *, is_noted: bool) -> None:
-        if is_noted:
+    def _tick_one(self, group_id: str, coordinator: Coordinator, *, is_changed: bool) -> None:
+        if is_changed:
             coordinator.tell(core.SessionLost())
         coordinator.tell(core.Tick())
         if not coordinator.membership.is_idle:
@@ -168,7 +168,7 @@ class GroupCoordinators:
             self._checkpoints.forget(group_id)
 
     def roster_here(self, group_id: str) -> RosterState | None:
-        """Who is in a group that is coordinated here; None for others, and before that is known."""
+        """Return the roster of a group that this broker coordinates; None for others, and before it is loaded."""
         own = self._own.get(group_id)
         return roster_of(own.membership.known) if own is not None and own.membership.known is not None else None
 
@@ -181,8 +181,8 @@ class GroupCoordinators:
     def join(
         self, name: str, request: contract.JoinRequest, peer: Peer | None = None, *, forward: bool = True
     ) -> contract.MemberAnswer:
-        """Enter the group, which is made if it is missing, and be told what to read. A copy that lay in a broker that
-        stood still would fence the member, who has come in elsewhere: so nobody joins for a client that is gone."""
+        """Join the group, which is created if it is missing; return the assignment. A request of a disconnected client
+        is refused: in a paused broker it may be old, and would fence the member that has joined elsewhere since."""
         for topic in request.topics:
             wire.check_name(topic, "topic")
             self._topic_or_new(topic)
@@ -200,31 +200,31 @@ class GroupCoordinators:
         return self._coordinated(group, call, contract.MemberAnswer, forward, peer)
 
     def heartbeat(self, name: str, member_id: str, generation: int, *, forward: bool = True) -> contract.MemberAnswer:
-        """Stay in the group. Raises IllegalGeneration for who is not in it (any more), Fenced for an older client of
-        the same member id."""
+        """Stay in the group; return the assignment. Raises IllegalGeneration for a client that is no member (any more),
+        Fenced for an older client of the same member id."""
         group = stream_group(self._groups, name)
         call = Coordinate(name, group.group_id, "heartbeat", member_id, generation=generation)
         return self._coordinated(group, call, contract.MemberAnswer, forward)
 
     def leave(self, name: str, member_id: str, *, forward: bool = True) -> None:
-        """Go, at once; who is not there has left already."""
+        """Leave at once. Succeeds for a client that is no member."""
         group = stream_group(self._groups, name)
         self._coordinated(group, Coordinate(name, group.group_id, "leave", member_id), contract.MemberAnswer, forward)
 
-    # --- who coordinates ---------------------------------------------------------------------------------------------
+    # --- finding the coordinator -------------------------------------------------------------------------------------
 
     def _coordinated(
         self, group: GroupState, call: Coordinate, kind: type[T], forward: bool, peer: Peer | None = None
     ) -> T:
-        """What the group's coordinator answers, wherever it is; it is looked for again while it is just changing."""
+        """Return the answer of the group's coordinator; look for it again while it changes."""
         check_mode(group)
         deadline = time.monotonic() + PATIENCE_S
         while True:
-            _check_there(peer)
+            _check_connected(peer)
             try:
-                return self._once(group, call, kind, forward)
+                return self._try(group, call, kind, forward)
             except (NotLeader, Unavailable) as error:
-                self._doubtful.add(group.group_id)
+                self._in_doubt.add(group.group_id)
                 if not forward and isinstance(error, NotLeader):
                     raise
                 if time.monotonic() >= deadline or self._closing.is_set() or not error.retryable:
@@ -234,45 +234,45 @@ class GroupCoordinators:
             gevent.sleep(PAUSE_S)
             self._groups.check_same(group)
 
-    def _once(self, group: GroupState, call: Coordinate, kind: type[T], forward: bool) -> T:
+    def _try(self, group: GroupState, call: Coordinate, kind: type[T], forward: bool) -> T:
         own = self._own.get(group.group_id)
         if own is None:
             where = self._whereabouts(group)
-            if where is not None and where != self._me and self._lives(where):
-                self._keep(group, where)
+            if where is not None and where != self._me and self._is_alive(where):
+                self._remember(group, where)
                 if not forward:
                     raise self._not_coordinator(group, where)
                 timeout_s = HEARTBEAT_TIMEOUT_S if call.verb == "heartbeat" else CALL_TIMEOUT_S
                 try:
                     return self._peers.call(where[0], "coordinate", call, kind, timeout_s=timeout_s)
                 except (NotReached, NotAnswered) as error:
-                    # It need not be dead: whoever takes over from one that lives harms nothing.
-                    log.warning("group %r is taken over: %s", group.name, error)
+                    # It may be alive: a take-over from a live coordinator is harmless.
+                    log.warning("group %r: taking over as coordinator: %s", group.name, error)
             own = self._take(group)
         return self._ask(own, call, kind)
 
     def _whereabouts(self, group: GroupState) -> tuple[int, int] | None:
-        """Who coordinates the group: as it is remembered, unless there is reason to doubt that."""
+        """Return the group's coordinator (broker id, incarnation): the cached one unless it is in doubt."""
         where = self._elsewhere.get(group.group_id)
-        if where is not None and self._lives(where) and group.group_id not in self._doubtful:
+        if where is not None and self._is_alive(where) and group.group_id not in self._in_doubt:
             return where
         try:
             where = self._look_up(group)
         except PlaneUnavailable:
             if where is None:
                 raise
-            return where  # an outage of the control plane alone changes no coordinator
-        self._doubtful.discard(group.group_id)
+            return where  # an outage of the control plane changes no coordinator
+        self._in_doubt.discard(group.group_id)
         return where
 
-    def _lives(self, where: tuple[int, int]) -> bool:
+    def _is_alive(self, where: tuple[int, int]) -> bool:
         broker = self._mirror.brokers.get(where[0])
         return broker is not None and broker.incarnation == where[1] and not broker.draining
 
-    def _keep(self, group: GroupState, where: tuple[int, int]) -> None:
+    def _remember(self, group: GroupState, where: tuple[int, int]) -> None:
         if len(self._elsewhere) >= KEPT_MAX:
             self._elsewhere.clear()
-            self._doubtful.clear()
+            self._in_doubt.clear()
         self._elsewhere[group.group_id] = where
 
     def _look_up(self, group: GroupState, *, sure: bool = False) -> tuple[int, int] | None:
@@ -287,12 +287,12 @@ class GroupCoordinators:
         )
 
     def _take(self, group: GroupState) -> Coordinator:
-        """Coordinate the group from here on, if nobody else is faster."""
+        """Become the group's coordinator, unless another broker is faster."""
         if self._closing.is_set():
             raise Unavailable("this broker is shutting down", retry_after_s=0.5)
         self._groups.check_same(group)
         if group.group_id in self._taking:
-            raise Unavailable(f"group {group.name!r} is just being taken up", retry_after_s=PAUSE_S)
+            raise Unavailable(f"this broker is becoming the coordinator of group {group.name!r}", retry_after_s=PAUSE_S)
         self._taking.add(group.group_id)
         try:
             held: Versioned[RosterState] | None = self._store.roster(group.group_id, sure=True)
@@ -303,7 +303,7 @@ class GroupCoordinators:
             own = self._own[group.group_id] = Coordinator(
                 group, self._me, self._store, self._claims, self._mirror.topics, self._clock, self._on_resigned
             )
-            log.info("group %r is coordinated here from now on", group.name)
+            log.info("this broker coordinates group %r now", group.name)
             own.begin(held)
         return own
 
@@ -324,12 +324,12 @@ class GroupCoordinators:
             case "heartbeat":
                 event = core.Heartbeat(token, call.member_id, call.generation)
             case "leave":
-                # Its topics may go from the roster with it: from then on the checkpoint alone tells of them.
+                # Its topics may leave the roster with it: only the checkpoint names them then.
                 self._checkpoints.save(own)
                 event = core.Leave(token, call.member_id)
             case _:
                 raise InvalidRequest(
-                    f"a coordinator knows nothing of {call.verb[:40]!r}: is a broker of another version?"
+                    f"unknown request {call.verb[:40]!r} to a coordinator: is a broker of another version?"
                 )
         answer = own.ask(event, call.topics)
         return contract.MemberAnswer(
@@ -343,10 +343,10 @@ class GroupCoordinators:
         )
 
     def serve(self, body: bytes, peer: Peer | None = None) -> bytes:
-        """Another broker takes this one for the coordinator. What it asks is done here or refused."""
+        """Serve or refuse a request that another broker sends to this one as the coordinator."""
         call = msgspec.msgpack.decode(body, type=Coordinate)
         if call.verb == "join":
-            _check_there(peer)
+            _check_connected(peer)
         group: GroupState = self._groups.get(call.group, group_id=call.group_id)
         if group.group_id != call.group_id:
             raise Unavailable(f"group {call.group!r} was just deleted", retry_after_s=0.1)
@@ -387,8 +387,8 @@ class GroupCoordinators:
         idempotency_key: str | None = None,
         forward: bool = True,
     ) -> contract.SeekAnswer:
-        """Set the group to another place in a topic. With `dry_run` nothing is done. The call of one `idempotency_key`
-        moves each partition once: a copy that arrives later finds it done. Raises OffsetOutOfRange."""
+        """Move the group to other offsets in a topic. With `dry_run` only return them. Calls with the same
+        `idempotency_key` move each partition once. Raises OffsetOutOfRange."""
         group = stream_group(self._groups, name)
         known = self._topic(wire.check_name(topic, "topic"))
         numbers = (partition,) if partition is not None else tuple(range(known.state.partitions))
@@ -398,12 +398,12 @@ class GroupCoordinators:
                 f"topic {topic!r} has {len(places)} partitions: name the one of the offset in `partition`"
             )
         seek_id = b"" if idempotency_key is None or dry_run else _seek_id(idempotency_key, to)
-        # First for a look, so that one that cannot be sought leaves the others as they are.
+        # A dry run first: a partition that refuses leaves the others unchanged.
         looked = self._outcomes(group, to, 0, places, seek_id)
         if dry_run:
             return contract.SeekAnswer(topic, _sought(looked), dry_run=True)
         if all(offset == SOUGHT for _, offset in looked.values()):
-            # Nobody is fenced for what is done already.
+            # A repeat fences no member.
             roster = self._store.roster(group.group_id, sure=True)
             generation = roster.value.generation if roster is not None else 0
             return contract.SeekAnswer(topic, _sought(looked), dry_run=False, generation=generation)
@@ -419,7 +419,7 @@ class GroupCoordinators:
             sought = _sought(self._outcomes(own.group, call.to, generation, places, call.seek_id))
         finally:
             own.tell(core.SeekDone(topic))
-        # Its members go on in the generation after the seek's own.
+        # The members continue in the generation after the seek's own.
         return contract.SeekAnswer(topic, sought, dry_run=False, generation=generation + 1)
 
     def _outcomes(
@@ -429,7 +429,7 @@ class GroupCoordinators:
         error = first_error(outcomes.values())
         if error is not None:
             if generation and any(not isinstance(outcome, PortalMQError) for outcome in outcomes.values()):
-                error.outcome = "unknown"  # on a part of the partitions it is done
+                error.outcome = "unknown"  # some partitions have moved
             raise error
         return {place: outcome for place, outcome in outcomes.items() if not isinstance(outcome, PortalMQError)}
 
@@ -441,19 +441,19 @@ class GroupCoordinators:
                 self._checkpoints.save(coordinator)
 
 
-def _check_there(peer: Peer | None) -> None:
-    """Raises Unavailable when who asked has gone: this broker stood still, and the client has asked another one."""
+def _check_connected(peer: Peer | None) -> None:
+    """Raise Unavailable when the client has disconnected: it may have joined at another broker."""
     if peer is not None and peer.gone():
-        raise Unavailable("the client has gone")
+        raise Unavailable("the client has disconnected")
 
 
 def _seek_id(idempotency_key: str, to: Start) -> bytes:
-    """The id of a seek: of the same key and another target it is another."""
+    """Return the id of a seek: a hash of its key and its target."""
     return blake2b(_encode((idempotency_key, to)), digest_size=16, person=b"seek").digest()
 
 
 def _sought(outcomes: Mapping[TopicPartition, tuple[int, int]]) -> list[contract.SeekResult]:
-    """One entry for each partition, in their order. What was sought before stays where it is."""
+    """Return one result for each partition, in order. A partition that has this seek already keeps its offset."""
     return [
         contract.SeekResult(place.number, before, before if offset == SOUGHT else offset)
         for place, (before, offset) in sorted(outcomes.items())

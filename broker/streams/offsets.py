@@ -1,7 +1,7 @@
-"""How far stream groups are, as any broker tells it: offsets are committed, told, and added up to a lag.
+"""Offsets of stream groups, at any broker: commit them, list them, sum their lag.
 
-Offsets are committed at the partitions' leaders, without the group's coordinator. Who is in the group, and where it
-stood when a leader is away, is read from the control plane, where the coordinator keeps both (checkpoints.py).
+Offsets are committed at the partitions' leaders, without the group's coordinator. The members, and the offsets of
+partitions without a leader, are read from the control plane, where the coordinator stores both (checkpoints.py).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from portalmq.control_plane.state import GroupState
 from portalmq.control_plane.stream_groups import CheckpointState, RosterState, StreamGroups
 from portalmq.errors import IllegalGeneration, InvalidRequest, PortalMQError
 
-# An offset that is answered without its leader is waited for no longer than this.
+# The longest wait for a leader, before the checkpoint answers for its partitions.
 POSITIONS_WITHIN_S = 2.0
 KEPT_MAX = 10_000
 
 
 class Offsets:
-    """`known` finds a topic, and waits for one that was made a moment ago; `coordinated` is the roster of a group that
-    this broker coordinates."""
+    """Commits and lists offsets. `known` finds a topic, and waits for one that was just created; `coordinated` returns
+    the roster of a group that this broker coordinates."""
 
     def __init__(
         self,
@@ -51,9 +51,9 @@ class Offsets:
         self._coordinated = coordinated
         self._mirror = mirror
         self._clock = clock
-        # The generations that groups are known to have come to.
+        # The highest known generations of groups.
         self._reached: dict[str, int] = {}
-        # What the control plane held of the groups that were asked for, for the time when it does not answer.
+        # The last state of requested groups in the control plane, for an outage of it.
         self._last: dict[str, tuple[RosterState | None, dict[str, CheckpointState]]] = {}
 
     # --- committing ---------------------------------------------------------------------------------------------------
@@ -61,8 +61,8 @@ class Offsets:
     def commit(
         self, name: str, request: contract.CommitOffsetsRequest, *, forward: bool = True
     ) -> contract.OffsetResults:
-        """Commit the next offsets to read. Raises IllegalGeneration, OffsetOutOfRange for the first that is refused;
-        `results` tells what became of each."""
+        """Commit the next offsets to read. Raises IllegalGeneration, OffsetOutOfRange for the first refused one;
+        `results` has the status of each."""
         group = stream_group(self._groups, name)
         self.check_reached(group, request.generation)
         shares = []
@@ -86,8 +86,8 @@ class Offsets:
         return contract.OffsetResults(results)
 
     def check_reached(self, group: GroupState, generation: int) -> None:
-        """Raises IllegalGeneration for a generation that the group has not come to: nobody can know it. Whether one is
-        too old the partition's leader says."""
+        """Raise IllegalGeneration for a generation that the group has not reached. The partition's leader refuses those
+        that are too old."""
         if generation <= self._reached.get(group.group_id, 0) or self._store.plane.state is not PlaneState.CONNECTED:
             return
         try:
@@ -102,21 +102,21 @@ class Offsets:
         self._reached[group.group_id] = reached
         if generation > reached:
             raise IllegalGeneration(
-                f"group {group.name!r} is in generation {reached}, and has never been in {generation}: commit in the"
-                " one that joining or a heartbeat told"
+                f"group {group.name!r} is in generation {reached} and never was in {generation}: commit in the one that"
+                " a join or a heartbeat has returned"
             )
 
-    # --- telling ------------------------------------------------------------------------------------------------------
+    # --- listing ------------------------------------------------------------------------------------------------------
 
     def of(self, name: str) -> contract.GroupOffsets:
-        """Where the group stands on every partition of its topics; what a leader cannot be asked for is told as it was
-        at the last checkpoint."""
+        """Return the group's offsets on every partition of its topics; from the last checkpoint where a leader cannot
+        be asked."""
         group = stream_group(self._groups, name)
         return self._offsets(group, *self._held(group))
 
     def _held(self, group: GroupState) -> tuple[RosterState | None, dict[str, CheckpointState]]:
-        """What the control plane holds of the group; or held, as long as it does not answer. Raises PlaneUnavailable
-        where that is not known."""
+        """Return the group's roster and checkpoints from the control plane; the last known ones while it does not
+        answer. Raises PlaneUnavailable when there are none."""
         own, last = self._coordinated(group.group_id), self._last.get(group.group_id)
         if own is not None:
             last = (own, last[1] if last else {})
@@ -154,7 +154,7 @@ class Offsets:
         return contract.GroupOffsets(offsets)
 
     def _places(self, roster: RosterState | None, checkpoints: Mapping[str, CheckpointState]) -> list[TopicPartition]:
-        """The partitions of all topics that the group reads, or has read."""
+        """Return the partitions of all topics that the group reads, or has read."""
         names = {topic for member in roster.members for topic in member.topics} if roster else set()
         topics = {topic.name: topic for name in names if (topic := self._mirror.topics.get(name)) is not None}
         for topic_id in checkpoints:
@@ -164,7 +164,7 @@ class Offsets:
         return [place_of(topics[name], number) for name in sorted(topics) for number in range(topics[name].partitions)]
 
     def describe(self, name: str) -> wire.GroupDescription:
-        """The group as a whole: its members, and its lag."""
+        """Return the group's members and its lag."""
         group = stream_group(self._groups, name)
         roster, checkpoints = self._held(group)
         offsets = self._offsets(group, roster, checkpoints).offsets
@@ -183,7 +183,7 @@ class Offsets:
         )
 
     def describe_or(self, otherwise: wire.GroupDescription) -> wire.GroupDescription:
-        """The same for a list of groups, where one that cannot be looked up is told of as it is known."""
+        """Return the group's description; `otherwise` when it cannot be read."""
         try:
             return self.describe(otherwise.group)
         except PortalMQError:

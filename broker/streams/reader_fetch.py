@@ -1,16 +1,16 @@
-"""Fetches of stream readers: stored batches as they stand, of many partitions in one long poll.
+"""Fetches of stream readers: stored batches of many partitions in one long poll.
 
-A reader asks the leader of each partition. What lies in memory goes out as it was encoded when it was checksummed; what
-does not is read and encoded once. Control records are left out, and nothing above the high watermark is shown. A
-partition that this broker does not lead is answered with `not_leader`, and the rest all the same.
+A reader asks the leader of each partition. Batches in memory are sent as they were encoded for their checksum; others
+are read and encoded once. Control records are left out, and so is everything above the high watermark. A partition that
+this broker does not lead gets the error `not_leader`; the others are answered.
 
-    fetch --> frames there are? --yes--> answer
+    fetch --> any frames? --yes--> answer
                   | no
                   `--> wait for a message in any of them (or a change of leader), at most wait_ms
 
-Rows are turned into frames on native threads, but by Python, which runs one of them at a time: each thread at it takes
-as much from those that write as the hub itself has. So of all that lies on disk one piece is read at a time, by turns
-between whoever asks; and an answer goes out with what it has when it has taken a while.
+Native threads encode rows into frames in Python, which runs one thread at a time: each such thread takes as much time
+from writers as the event loop gets. So only one piece is read from disk at a time, in turn for all readers; and an
+answer is sent with what it has after GATHER_S.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from portalmq.broker.storage.batch import BatchFrame, BatchKind, FrameHeader, is
 from portalmq.errors import PortalMQError
 
 SHARE_BYTES_MIN = 64 * 1024
-# By then an answer is on its way, with one piece at the least: its client waits for ten seconds.
+# An answer is sent after this time, with at least one piece: its client waits for ten seconds.
 GATHER_S = 1.0
 
 _decode_head = msgspec.msgpack.Decoder(FrameHeader).decode
 
 
 class PartitionFrames(msgspec.Struct, omit_defaults=True):
-    """As stream_wire.FetchedPartition, with frames as the storage has them."""
+    """A stream_wire.FetchedPartition with the storage's frames."""
 
     topic: str
     partition: int
@@ -56,7 +56,7 @@ class PartitionFrames(msgspec.Struct, omit_defaults=True):
 
 
 class _Read(NamedTuple):
-    """A partition that is led here, and from where it is read."""
+    """A partition that is led here, and the offset of the read."""
 
     place: TopicPartition
     partition: Partition
@@ -64,7 +64,7 @@ class _Read(NamedTuple):
 
 
 class ReaderFetch:
-    """`topic` finds a topic; `partition` one that is led here."""
+    """Serves fetches. `topic` finds a topic; `partition` returns one that is led here."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class ReaderFetch:
         self._turn = BoundedSemaphore()
 
     def fetch(self, request: contract.FetchRequest, peer: Peer | None) -> list[PartitionFrames]:
-        """One answer for each partition, in order."""
+        """Return one answer for each partition, in order."""
         event = Event()
         answers = self._answers(request)
         if request.wait_ms and not any(answer.frames or answer.error for answer in answers):
@@ -90,7 +90,7 @@ class ReaderFetch:
         return answers
 
     def moved(self, partition: Partition) -> None:
-        """It is led elsewhere from now on: who waits for it is told."""
+        """End the waits for a partition that is led elsewhere now."""
         for event in self._parked.get(partition, ()):
             event.set()
 
@@ -134,7 +134,7 @@ class ReaderFetch:
         return _Read(place, partition, asked.offset)
 
     def _frames(self, read: _Read, bytes_max: int, until_s: float) -> tuple[list[BatchFrame], int]:
-        """Batches of messages from the offset on, and where to go on after them; after `until_s` no more than one
+        """Return batches of messages from the offset on, and the offset after them; after `until_s` at most one
         piece."""
         partition, offset = read.partition, read.offset
         found: list[BatchFrame] = []
@@ -146,7 +146,7 @@ class ReaderFetch:
                 offset, bytes_max - size, end=partition.high_watermark, turn=self._turn_to_read()
             )
             if not frames:
-                partition.check_offset(offset)  # it may have been purged, or be led elsewhere, meanwhile
+                partition.check_offset(offset)  # the read may have seen it purged or led elsewhere
                 break
             for frame in frames:
                 head = _decode_head(frame.header)
@@ -160,7 +160,7 @@ class ReaderFetch:
     def _turn_to_read(self) -> Iterator[None]:
         with self._turn:
             yield
-        gevent.sleep(0)  # or it would have the turn again before the next one wakes
+        gevent.sleep(0)  # else this greenlet takes the lock again before the next one wakes
 
     def _wait(self, request: contract.FetchRequest, event: Event, peer: Peer | None) -> None:
         reads: list[_Read] = []

@@ -1,11 +1,11 @@
-"""A queue with one offset that all its consumers share: everybody is shown the same message until somebody ends it.
+"""A queue with one offset that all consumers share: all of them see the same message until one of them ends it.
 
-    front      the first message at or above the offset: it is its turn
-    advance    the message at this offset is done; only if it is its turn, else nothing changes
+    head       the first message at or above the offset
+    advance    end the message at this offset, if it is the head; else nothing changes
 
-The offset is a stream group's, in which nobody is a member: a claim for nobody in generation 0, and commits by nobody.
-The leader of the partition decides alone, in the order of the log, so of two who end one message one does. Who joins
-the group claims the partition for himself, and from then on nobody else moves the offset.
+The offset belongs to a stream group without members: a claim without an owner in generation 0, and commits without a
+member. The leader of the partition decides in the order of the log, so when two consumers end one message, one of them
+does. A member that joins the group claims the partition, and from then on only it moves the offset.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class QueueHead(NamedTuple):
-    """`message` is None when there is none: the next one will stand at `offset` or above."""
+    """The head of a queue. `message` is None when there is none: the next one gets `offset` or a higher one."""
 
     message: StoredMessage | None
     offset: int
@@ -79,7 +79,7 @@ class _Looking:
 
 
 class SharedOffsets:
-    """`known` finds a topic by its name, and waits for one that was made a moment ago."""
+    """Reads and moves shared offsets. `known` finds a topic by name, and waits for one that was just created."""
 
     def __init__(
         self,
@@ -98,22 +98,22 @@ class SharedOffsets:
         self._clock = clock
 
     def partitions(self, topic: str) -> int:
-        """How many there are: nobody has to be asked. Raises TopicNotFound."""
+        """Return the topic's number of partitions. Raises TopicNotFound."""
         return self._topic(topic).state.partitions
 
-    def front(self, name: str, topic: str, number: int, *, forward: bool = True) -> QueueHead:
-        """The message whose turn it is, and the offset. Raises TopicNotFound, PartitionNotFound."""
+    def head(self, name: str, topic: str, number: int, *, forward: bool = True) -> QueueHead:
+        """Return the head of the partition, and the offset. Raises TopicNotFound, PartitionNotFound."""
         turned = self._turn(name, topic, number, None, forward)
         stored = StoredMessage(topic, number, *turned.message) if turned.message is not None else None
         return QueueHead(stored, turned.offset)
 
-    def first_front(self, name: str, topic: str, numbers: Sequence[int]) -> QueueHead:
-        """The first of these partitions' fronts that has a message, or else that of the first partition. Most often
-        that one has; only if not are the others' leaders asked, all at once, each for all that it leads."""
+    def first_head(self, name: str, topic: str, numbers: Sequence[int]) -> QueueHead:
+        """Return the head of the first of these partitions that has a message, else that of the first one. Usually the
+        first one has a message; only if not, the leaders of the others are asked, in parallel."""
         known, work = self._topic(topic), _Looking(self, self._group(name))
         places = [known.place(number) for number in numbers]
         outcomes: Outcomes[SharedOffsetResult] = {}
-        # A message of one partition does not wait for the leader of another.
+        # A message of one partition must not wait for the leader of another.
         for asked, patience_s in ((places[:1], 0.0), (places[1:], 0.0), (places, None)):
             left = [place for place in asked if isinstance(outcomes.get(place), PortalMQError | None)]
             if left:
@@ -130,8 +130,8 @@ class SharedOffsets:
         return QueueHead(None, first.offset)
 
     def advance(self, name: str, topic: str, number: int, offset: int, *, forward: bool = True) -> bool:
-        """Whether it was the turn of the message at `offset`; it is done then, durably. Raises with the outcome unknown
-        when that is so: a repeat answers False for a message that the first call ended."""
+        """End the message at `offset`, durably; return False when it was not the head. After an error with an unknown
+        outcome a repeat returns False for a message that the first call ended."""
         return self._turn(name, topic, number, offset, forward).advanced
 
     def _turn(self, name: str, topic: str, number: int, done: int | None, forward: bool) -> SharedOffsetResult:
@@ -141,13 +141,13 @@ class SharedOffsets:
         return self._leaders.one(place, self._lookup(group, call), forward=forward, repeatable=done is None)
 
     def _group(self, name: str) -> GroupState:
-        """The group, made now if it is missing."""
+        """Return the stream group; create it if it is missing."""
         group = self._groups.find_of(name, "stream")
         if group is None:
             self._groups.put(name, {"mode": "stream"})
             group = self._groups.get(name)
         if group.config.mode != "stream":
-            raise GroupModeMismatch(f"group {name!r} works in queue mode: its messages are leased, and have no turns")
+            raise GroupModeMismatch(f"group {name!r} is a queue group: it leases messages and has no shared offset")
         return group
 
     def here(
@@ -166,7 +166,7 @@ class SharedOffsets:
         if done is None:
             return SharedOffsetResult(False, message, offset)
         if message is None or message[0] != done:
-            # It may have been ended by a commit that is not committed yet: say so when it is.
+            # An append that is not committed yet may have ended it: wait for that before the answer.
             partition.wait_settled(partition.replica.next_offset - 1)
             return SharedOffsetResult(False)
         stream.check_commit(NOBODY, stream.generation, done + 1, partition.high_watermark)

@@ -1,8 +1,8 @@
-"""Stream groups at the partitions' leaders: claims, commits, seeks, and how far a group is.
+"""Stream groups at the partitions' leaders: claims, commits, seeks and positions.
 
-Each of these is one record in the partition's log, decided by its fold (core/stream/offsets.py) and answered when it is
-committed. A call names many partitions; each is brought to its leader, and at a leader all records are appended before
-the first of them is waited for, so that they share a transaction.
+Claims, commits and seeks are one record each in the partition's log, checked by its fold (core/stream/offsets.py) and
+answered after their commit. A call has many partitions. A leader appends all records before it waits for the first one,
+so that they share a transaction.
 """
 
 from __future__ import annotations
@@ -84,17 +84,17 @@ class StreamPartitions:
         self._leaders = leaders
         self._peers = peers
         self._clock = clock
-        # Groups that are known to have begun on a topic: (group id, topic id).
+        # Groups that have begun on a topic: (group id, topic id).
         self._begun: set[tuple[str, str]] = set()
 
     # --- claims ------------------------------------------------------------------------------------------------------
 
     def claim(self, group: GroupState, shares: Sequence[ClaimShare]) -> Outcomes[int]:
-        """Claim partitions for members; where each of them goes on.
+        """Claim partitions for members; return the offset at which each continues.
 
-        Where a group starts at the latest, or at a time, that holds for the partitions that its topic had then; others
-        were added since, and are read from their beginning. So partition 0 is claimed last: a group that is known there
-        has begun on all that there were.
+        A group's start at the latest, or at a time, applies to the partitions that its topic had then; partitions that
+        were added since are read from their beginning. So partition 0 is claimed last: a group that is known there has
+        begun on all partitions that existed then.
         """
         outcomes: Outcomes[int] = {}
         by_topic: dict[str, list[ClaimShare]] = {}
@@ -131,7 +131,7 @@ class StreamPartitions:
 
     def _remember(self, mark: tuple[str, str]) -> None:
         if len(self._begun) >= BEGUN_MAX:
-            self._begun.clear()  # whoever comes next asks once more
+            self._begun.clear()  # the next calls ask the leaders again
         self._begun.add(mark)
 
     def _claim(self, group: GroupState, start: Start, shares: Sequence[ClaimShare]) -> Outcomes[int]:
@@ -158,7 +158,7 @@ class StreamPartitions:
             record = Claim(share.member_id, share.since, target(partition, start), self._clock.now_ms())
             pending = partition.append_group_record(group.name, record)
         elif (stream.member, stream.generation) == (share.member_id, share.since):
-            # It stands in the log already; perhaps it is not committed yet, nor what the member committed since.
+            # The claim is in the log already; it and later commits of the member may not be committed yet.
             end = partition.replica.next_offset
             committed = stream.committed
             return lambda: _settled(partition, end, committed)
@@ -184,7 +184,7 @@ class StreamPartitions:
     def commit(
         self, group: GroupState, member_id: str, generation: int, shares: Sequence[CommitShare], *, forward: bool = True
     ) -> Outcomes[bool]:
-        """Commit offsets; whether each was news."""
+        """Commit offsets; return True for each that was not committed before."""
         work = self._commit_work(group, member_id, generation, shares)
         return self._leaders.run([share.place for share in shares], work, forward=forward, repeatable=True)
 
@@ -209,8 +209,8 @@ class StreamPartitions:
         stream = partition.streams.get(group.name)
         if stream is None:
             raise IllegalGeneration(
-                f"nobody in group {group.name!r} was given partition {share.number} of topic {share.topic!r}: join, "
-                "and commit what the assignment names"
+                f"no member of group {group.name!r} owns partition {share.number} of topic {share.topic!r}: join, and"
+                " commit the partitions of the assignment"
             )
         if not stream.check_commit(member_id, generation, share.offset, partition.high_watermark):
             end = partition.replica.next_offset
@@ -234,7 +234,8 @@ class StreamPartitions:
     def seek(
         self, group: GroupState, to: Start, generation: int, places: Sequence[TopicPartition], seek_id: bytes = b""
     ) -> Outcomes[tuple[int, int]]:
-        """Set the group to another place, in `generation`, or with 0 only say which: (from, to), by partition."""
+        """Move the group to other offsets in `generation`; with generation 0 only return them. Returns (from, to) by
+        partition."""
         return self._leaders.run(places, self._seeking(group, to, generation, seek_id), repeatable=True)
 
     def _seeking(self, group: GroupState, to: Start, generation: int, seek_id: bytes) -> _StreamWork[tuple[int, int]]:
@@ -275,12 +276,12 @@ class StreamPartitions:
         group = self._group(call.group, call.group_id)
         return self._serve(call.places, self._seeking(group, call.to, call.generation, call.seek_id))
 
-    # --- where it stands ---------------------------------------------------------------------------------------------
+    # --- positions ---------------------------------------------------------------------------------------------------
 
     def positions(
         self, group: str, places: Sequence[TopicPartition], *, ages: bool = True, patience_s: float | None = None
     ) -> Outcomes[GroupPosition]:
-        """How far the group is, as the leaders know it."""
+        """Return the group's positions from the partitions' leaders."""
         return self._leaders.run(places, self._position(group, ages), repeatable=True, patience_s=patience_s)
 
     def _position(self, group: str, ages: bool) -> _StreamWork[GroupPosition]:
@@ -327,7 +328,7 @@ class StreamPartitions:
 
 
 def target(partition: Partition, to: Start) -> int:
-    """The offset that `to` means on this partition. Raises OffsetOutOfRange."""
+    """Return the offset of `to` on this partition. Raises OffsetOutOfRange."""
     start, end = partition.log.log_start_offset, partition.high_watermark
     if to == "earliest":
         return start
@@ -339,7 +340,7 @@ def target(partition: Partition, to: Start) -> int:
     offset = to["offset"]
     if not start <= offset <= end:
         raise OffsetOutOfRange(
-            f"offset {offset} is not in {partition}, which can be read from {start} to {end}",
+            f"offset {offset} is not in {partition}, which has offsets {start} to {end}",
             log_start_offset=start,
             high_watermark=end,
         )
@@ -347,13 +348,13 @@ def target(partition: Partition, to: Start) -> int:
 
 
 def _settled(partition: Partition, end: int, value: T) -> T:
-    """`value`, once everything below `end` is committed."""
+    """Return `value` after everything below `end` is committed."""
     partition.wait_committed(end - 1)
     return value
 
 
 def stream_group(groups: Groups, name: str) -> GroupState:
-    """The group, as it is asked for. Raises GroupNotFound, GroupModeMismatch."""
+    """Return the stream group. Raises GroupNotFound, GroupModeMismatch."""
     group: GroupState = groups.get(wire.check_name(name, "group"), mode="stream")
     check_mode(group)
     return group
@@ -362,11 +363,11 @@ def stream_group(groups: Groups, name: str) -> GroupState:
 def check_mode(group: GroupState) -> None:
     if group.config.mode != "stream":
         raise GroupModeMismatch(
-            f"group {group.name!r} works in queue mode: receive from it, or take another name for a stream group"
+            f"group {group.name!r} is a queue group: receive from it, or use another name for a stream group"
         )
 
 
 def first_error(outcomes: Iterable[object]) -> PortalMQError | None:
-    """The error to tell of: one whose outcome is unknown before all others."""
+    """Return the error to raise: one with an unknown outcome if there is one; None without errors."""
     errors = [outcome for outcome in outcomes if isinstance(outcome, PortalMQError)]
     return next((error for error in errors if error.outcome == "unknown"), errors[0] if errors else None)

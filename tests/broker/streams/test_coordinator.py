@@ -105,7 +105,7 @@ def test_a_coordinator_that_closes_between_two_claims_does_nothing_more(
 ) -> None:
     at = coordinator(plane, group)
     between_claims(lambda: at.close() if len(at.membership._unclaimed) == 1 else None)
-    with pytest.raises(Unavailable, match="just changing"):
+    with pytest.raises(Unavailable, match="is changing"):
         join(at)
     assert len(at.membership._unclaimed) == 1
 

@@ -30,8 +30,8 @@ def produce(fixture: Fixture, *values: str, partition: int = 0) -> list[int]:
     return [each.offset for each in produced]  # type: ignore[union-attr]
 
 
-def front(fixture: Fixture, partition: int = 0) -> tuple[int, str] | None:
-    stored = fixture.broker.shared_offsets.front("g", "t", partition).message
+def head(fixture: Fixture, partition: int = 0) -> tuple[int, str] | None:
+    stored = fixture.broker.shared_offsets.head("g", "t", partition).message
     return None if stored is None else (stored.offset, stored.record.value.decode())
 
 
@@ -41,11 +41,11 @@ def advance(fixture: Fixture, offset: int, partition: int = 0) -> bool:
 
 def test_everybody_is_shown_the_same_message_until_it_is_done(fixture: Fixture) -> None:
     first, second = produce(fixture, "a", "b")
-    assert front(fixture) == front(fixture) == (first, "a")
+    assert head(fixture) == head(fixture) == (first, "a")
     assert advance(fixture, first)
-    assert front(fixture) == (second, "b")
+    assert head(fixture) == (second, "b")
     assert advance(fixture, second)
-    assert front(fixture) is None
+    assert head(fixture) is None
 
 
 def test_only_the_message_whose_turn_it_is_can_be_done(fixture: Fixture) -> None:
@@ -54,7 +54,7 @@ def test_only_the_message_whose_turn_it_is_can_be_done(fixture: Fixture) -> None
     assert advance(fixture, first)
     assert not advance(fixture, first), "a second time"
     assert not advance(fixture, 999)
-    assert front(fixture) == (second, "b")
+    assert head(fixture) == (second, "b")
 
 
 def test_of_many_who_end_a_message_one_does(fixture: Fixture) -> None:
@@ -64,9 +64,9 @@ def test_of_many_who_end_a_message_one_does(fixture: Fixture) -> None:
     assert sorted(end.value for end in ends) == [False] * 19 + [True]
 
 
-def test_an_empty_partition_has_no_front(fixture: Fixture) -> None:
-    assert front(fixture) is None
-    assert front(fixture, 1) is None
+def test_an_empty_partition_has_no_head(fixture: Fixture) -> None:
+    assert head(fixture) is None
+    assert head(fixture, 1) is None
     assert not advance(fixture, 0)
 
 
@@ -76,13 +76,13 @@ def test_control_records_are_passed_over(fixture: Fixture) -> None:
     (second,) = produce(fixture, "b")
     assert second > first + 1
     assert advance(fixture, first)
-    assert front(fixture) == (second, "b")
+    assert head(fixture) == (second, "b")
 
 
 def test_what_was_purged_has_no_turn(fixture: Fixture) -> None:
     _, second = produce(fixture, "a", "b")
     fixture.broker.purge("t", partition=0, before_offset=second)
-    assert front(fixture) == (second, "b")
+    assert head(fixture) == (second, "b")
 
 
 def test_the_offset_survives_a_restart(tmp_path: Path) -> None:
@@ -91,26 +91,26 @@ def test_the_offset_survives_a_restart(tmp_path: Path) -> None:
         first, second = produce(before, "a", "b")
         assert advance(before, first)
     with running(tmp_path) as after:
-        assert front(after) == (second, "b")
+        assert head(after) == (second, "b")
         assert not advance(after, first)
 
 
 def test_who_joins_the_group_moves_the_offset_alone(fixture: Fixture) -> None:
     (first,) = produce(fixture, "a")
-    assert front(fixture) == (first, "a")
+    assert head(fixture) == (first, "a")
     fixture.broker.group_coordinators.join("g", contract.JoinRequest(["t"], "m"))
     with pytest.raises(IllegalGeneration):
         advance(fixture, first)
 
 
-def test_the_first_front_with_a_message_is_found_among_many(fixture: Fixture) -> None:
+def test_the_first_head_with_a_message_is_found_among_many(fixture: Fixture) -> None:
     def found(*numbers: int) -> tuple[int, int] | None:
-        stored = fixture.broker.shared_offsets.first_front("g", "t", numbers).message
+        stored = fixture.broker.shared_offsets.first_head("g", "t", numbers).message
         return None if stored is None else (stored.partition, stored.offset)
 
     assert found(0, 1) is None
     fixture.broker.create_topic("one", wire.CreateTopic())
-    assert fixture.broker.shared_offsets.first_front("g", "one", [0]).message is None
+    assert fixture.broker.shared_offsets.first_head("g", "one", [0]).message is None
     (first,) = produce(fixture, "a", partition=1)
     assert found(0, 1) == found(1, 0) == (1, first)
     assert found(0) is None
@@ -133,10 +133,10 @@ def test_a_message_is_found_though_another_partition_cannot_be_asked(
     monkeypatch.setattr(turns, "here", lame)
     monkeypatch.setattr(turns._leaders, "_patience_s", 0.1)
     with pytest.raises(Unavailable):
-        turns.first_front("g", "wide", [0, 1, 2])
+        turns.first_head("g", "wide", [0, 1, 2])
     monkeypatch.setattr(turns._leaders, "_patience_s", 60)
     produced = fixture.broker.produce("wide", ProduceRequest(records("x"), partition=2))
-    message = turns.first_front("g", "wide", [0, 1, 2]).message
+    message = turns.first_head("g", "wide", [0, 1, 2]).message
     assert message is not None
     assert (message.partition, message.offset) == (2, produced[0].offset)  # type: ignore[union-attr]
 
@@ -146,7 +146,7 @@ def test_partitions_whose_followers_are_silent_are_waited_for_together(
 ) -> None:
     fixture.broker.create_topic("wide", wire.CreateTopic(partitions=6))
     turns = fixture.broker.shared_offsets
-    assert turns.first_front("g", "wide", range(6)).message is None
+    assert turns.first_head("g", "wide", range(6)).message is None
     (produced,) = fixture.broker.produce("wide", ProduceRequest(records("x"), partition=3))
     silent = set(range(6))
     slept: list[float] = []
@@ -164,23 +164,23 @@ def test_partitions_whose_followers_are_silent_are_waited_for_together(
     monkeypatch.setattr("portalmq.broker.partition.readable.gevent", SimpleNamespace(sleep=sleep))
     monkeypatch.setattr(turns._leaders, "_patience_s", 0.1)
     with pytest.raises(Unavailable, match="do not vouch"):
-        turns.first_front("g", "wide", range(6))
+        turns.first_head("g", "wide", range(6))
     assert not slept, "nobody waits for one partition after the other"
     silent.remove(3)
     monkeypatch.setattr(turns._leaders, "_patience_s", 60)
-    found = turns.first_front("g", "wide", range(6))
+    found = turns.first_head("g", "wide", range(6))
     assert found.message is not None
     assert (found.message.partition, found.message.offset) == (3, produced.offset)  # type: ignore[union-attr]
 
 
 def test_bad_requests_are_told(fixture: Fixture) -> None:
     with pytest.raises(TopicNotFound):
-        fixture.broker.shared_offsets.front("g", "nowhere", 0)
+        fixture.broker.shared_offsets.head("g", "nowhere", 0)
     with pytest.raises(PartitionNotFound):
-        fixture.broker.shared_offsets.front("g", "t", 7)
+        fixture.broker.shared_offsets.head("g", "t", 7)
     fixture.broker.put_group("q", {})
     with pytest.raises(GroupModeMismatch):
-        fixture.broker.shared_offsets.front("q", "t", 0)
+        fixture.broker.shared_offsets.head("q", "t", 0)
 
 
 def test_a_group_that_is_deleted_while_followers_are_waited_for_is_not_brought_back(
