@@ -45,7 +45,7 @@ class Broker(Wiring):
         """Become a member of the cluster, open what this broker holds, and begin to serve."""
         wire.prepare()  # from here on native threads decode too
         self.membership.start(patience)
-        self.timekeeping.start()
+        self.clock_agreement.start()
         self.locks.start()
         self.topics.start()
         if not self.topics.wait_settled(OPEN_WITHIN_S):
@@ -68,7 +68,7 @@ class Broker(Wiring):
         if not self._draining.is_set():
             self.drain()
         self.maintenance.close()
-        self.timekeeping.close()
+        self.clock_agreement.close()
         self.group_coordinators.close()
         self.producer_fencing.close()
         self.locks.close()
@@ -326,7 +326,7 @@ class Broker(Wiring):
             "parked_receives": len(long_polls.waiters) - long_polls.interests,
             "parked_interests": long_polls.interests,
             "disk_full": self.disk_is_full(),
-            "clocks_differ": self.timekeeping.differs,
+            "clocks_differ": self.clock_agreement.differs,
         }
 
     def offline_partitions(self) -> int:

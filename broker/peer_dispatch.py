@@ -103,6 +103,6 @@ def peer_calls(wiring: Wiring) -> dict[str, PeerCall]:
         "seek": lambda body, peer: wiring.stream_partitions.serve_seek(body),
         "offsets": lambda body, peer: wiring.stream_partitions.serve_positions(body),
         "standing": lambda body, peer: serve_log_end(wiring.topics, body),
-        "time": lambda body, peer: wiring.timekeeping.serve(body),
+        "time": lambda body, peer: wiring.clock_agreement.serve(body),
         **wiring.membership.calls,
     }

@@ -20,6 +20,7 @@ from gevent.event import Event
 from gevent.threadpool import ThreadPool
 
 from portalmq.broker.cluster.capacity import Capacity, Limits
+from portalmq.broker.cluster.clock_agreement import ClockAgreement
 from portalmq.broker.cluster.locks import Locks
 from portalmq.broker.cluster.maintenance import Maintenance
 from portalmq.broker.cluster.membership import Membership
@@ -28,7 +29,6 @@ from portalmq.broker.cluster.overview import Overview
 from portalmq.broker.cluster.peers import Peers, TLSFiles, trusting
 from portalmq.broker.cluster.registry import Registry
 from portalmq.broker.cluster.routing import LeaderRouter
-from portalmq.broker.cluster.timekeeping import Timekeeping
 from portalmq.broker.cluster.topics import Topic, Topics
 from portalmq.broker.cluster.unclean_election import own_log_end
 from portalmq.broker.messages.browse import MessageBrowser
@@ -40,7 +40,7 @@ from portalmq.broker.messages.scheduled import ScheduledMessages
 from portalmq.broker.metrics import Metrics
 from portalmq.broker.partition.cache import BatchCache
 from portalmq.broker.partition.clock import Clock
-from portalmq.broker.partition.compaction import Compacting
+from portalmq.broker.partition.compaction import Compactor
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.queues.backlog import Backlog
 from portalmq.broker.queues.commit import GroupCommits
@@ -53,7 +53,7 @@ from portalmq.broker.queues.queue_sizes import QueueSizes
 from portalmq.broker.queues.receive import ReceiveHandler
 from portalmq.broker.queues.settle import Settlement
 from portalmq.broker.queues.unfinished import UnfinishedMessages
-from portalmq.broker.replication.fetch_server import Replication
+from portalmq.broker.replication.fetch_server import FetchServer
 from portalmq.broker.replication.fetcher import Fetchers
 from portalmq.broker.storage.disk import DiskGuard
 from portalmq.broker.streams.group_coordinators import GroupCoordinators
@@ -148,14 +148,14 @@ class Wiring:
             cluster_id=self.cluster_id,
             on_fatal=self.storage_failed,
             has_files=self._has_files,
-            shown=self.config.shown_to_brokers,
+            certificate=self.config.shown_to_brokers,
         )
         self.lease_ms = self.membership.lease_ms
         self.began_ms = self.clock.now_ms()
         self.mirror = self.membership.mirror
         self.peers = Peers(self.mirror, self.cluster_secret, tls=trusting(self.config))
         self.membership.peers = self.peers
-        self.timekeeping = Timekeeping(self.clock, self.broker_id, lambda: self.mirror.brokers, self.peers)
+        self.clock_agreement = ClockAgreement(self.clock, self.broker_id, lambda: self.mirror.brokers, self.peers)
         self.peers.on_trouble = lambda other, incarnation, refused: self.membership.suspect(
             other, incarnation, refused=refused
         )
@@ -163,7 +163,7 @@ class Wiring:
     def _hold_replicas(self) -> None:
         """The replicas that stand here; whom they follow, and who follows them."""
         config = self.config
-        self.compacting = Compacting(self, self.metrics.compacted)
+        self.compactor = Compactor(self, self.metrics.compacted)
         self.topics = Topics(
             self,
             self._catalog,
@@ -173,9 +173,9 @@ class Wiring:
             default_replication_factor=config.default_replication_factor if config.is_clustered else 1,
         )
         self.topics.capacity = self.capacity = Capacity(config, self.mirror)
-        self.membership.standings = lambda keys: [own_log_end(self.topics, *key) for key in keys]
+        self.membership.own_log_ends = lambda keys: [own_log_end(self.topics, *key) for key in keys]
         self.fetchers = Fetchers(self, self.peers, wait_ms=config.fetch_wait_ms, max_bytes=config.fetch_bytes_max)
-        self.replication = Replication(self, self.topics)
+        self.replication = FetchServer(self, self.topics)
         self.topics.ticker.polls = self.replication.polls
         self.metadata_cache = MetadataCache(self.topics, self.mirror)
         self.leaders = LeaderRouter(self.broker_id, self.metadata_cache, self.peers)
@@ -261,7 +261,7 @@ class Wiring:
         )
         self.registry = Registry(plane)
         self.locks = Locks(plane, lambda: self.mirror.brokers, me, self.clock)
-        self.maintenance = Maintenance(self.topics, self.compacting, self._draining, self, sweep=self.groups.sweep)
+        self.maintenance = Maintenance(self.topics, self.compactor, self._draining, self, sweep=self.groups.sweep)
 
     # --- what partitions need of their host ---------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 controller.
 
     broker start   claim_broker_id, next_incarnation, register_broker
-    controller     elect_controller, commit_as_controller, depose
+    controller     elect_controller, commit_as_controller, remove_controller
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ class ClusterNodes(Tree):
 
         return self._retry_conflicts("the controller", elect)
 
-    def depose(self, held: Versioned[ControllerState]) -> bool:
+    def remove_controller(self, held: Versioned[ControllerState]) -> bool:
         """End the term of the controller `held`, and no later one's. Return False when it had ended already.
 
         Any broker may call it: the next controller's epoch fences the old one.

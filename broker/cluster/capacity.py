@@ -27,55 +27,55 @@ class Limits(Protocol):
 
 
 class Capacity:
-    """Invariant: `_making` counts what is being created and may not be in the mirror yet."""
+    """Invariant: `_in_progress` counts what is being created and may not be in the mirror yet."""
 
     def __init__(self, config: Limits, mirror: Mirror) -> None:
         self._config = config
         self._mirror = mirror
-        self._making: Counter[str] = Counter()
+        self._in_progress: Counter[str] = Counter()
 
     @contextmanager
     def topic(self, replicas: int) -> Iterator[None]:
         """Reserve room for a topic with so many replicas over all its partitions. Raises Backpressure."""
         self._check("topics_max", len(self._mirror.topics), 1, self._config.topics_max)
-        with self.replicas(replicas), self._under_way("topics_max", 1):
+        with self.replicas(replicas), self._count("topics_max", 1):
             yield
 
     @contextmanager
     def replicas(self, count: int) -> Iterator[None]:
         """Reserve room for so many new replicas. Raises Backpressure."""
         brokers = max(1, len(self._mirror.brokers))
-        there = sum([len(held.value.replicas) for held in tuple(self._mirror.partitions.values())])
-        self._check("partitions_max", there, count, self._config.partitions_max * brokers)
-        with self._under_way("partitions_max", count):
+        existing = sum([len(held.value.replicas) for held in tuple(self._mirror.partitions.values())])
+        self._check("partitions_max", existing, count, self._config.partitions_max * brokers)
+        with self._count("partitions_max", count):
             yield
 
     @contextmanager
     def group(self, names: Callable[[], Collection[str]]) -> Iterator[None]:
         """Reserve room for a group. `names` lists all groups without those just deleted by this broker; it is called
         only where the mirror has too many. Raises Backpressure."""
-        there = len(self._mirror.groups)
-        if there >= self._config.groups_max:
-            there = len(names())
-        self._check("groups_max", there, 1, self._config.groups_max)
-        with self._under_way("groups_max", 1):
+        existing = len(self._mirror.groups)
+        if existing >= self._config.groups_max:
+            existing = len(names())
+        self._check("groups_max", existing, 1, self._config.groups_max)
+        with self._count("groups_max", 1):
             yield
 
-    def _check(self, setting: str, there: int, more: int, at_most: int) -> None:
-        there += self._making[setting]
-        if more > 0 and there + more > at_most:
+    def _check(self, setting: str, existing: int, more: int, at_most: int) -> None:
+        existing += self._in_progress[setting]
+        if more > 0 and existing + more > at_most:
             what = {"topics_max": "topics", "groups_max": "groups", "partitions_max": "replicas of partitions"}[setting]
             of = f"{self._config.partitions_max} a broker" if setting == "partitions_max" else "the cluster"
             raise Backpressure(
-                f"there are {there} {what}, {more} more would pass the limit of {at_most} ({setting}, {of}): delete"
+                f"there are {existing} {what}, {more} more would pass the limit of {at_most} ({setting}, {of}): delete"
                 " some, or raise it",
                 retryable=False,
             )
 
     @contextmanager
-    def _under_way(self, setting: str, count: int) -> Iterator[None]:
-        self._making[setting] += count
+    def _count(self, setting: str, count: int) -> Iterator[None]:
+        self._in_progress[setting] += count
         try:
             yield
         finally:
-            self._making[setting] -= count
+            self._in_progress[setting] -= count

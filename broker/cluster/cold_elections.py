@@ -28,13 +28,13 @@ WAIT_FOR_ABSENT_MS = 10_000
 ASKED_AT_ONCE = 500
 
 # Asks a broker for its log ends in these partitions; None for one that is not open there yet. Raises PortalMQError.
-Ask = Callable[[int, Sequence[PartitionKey]], Sequence[ReplicaLogEnd | None]]
+AskLogEnds = Callable[[int, Sequence[PartitionKey]], Sequence[ReplicaLogEnd | None]]
 
 
 class ColdElections:
     """Invariant: `_since_ms` holds the partitions that were cold in the last pass, and since when."""
 
-    def __init__(self, ask: Ask, clock: Clock) -> None:
+    def __init__(self, ask: AskLogEnds, clock: Clock) -> None:
         self._ask = ask
         self._clock = clock
         self._since_ms: dict[PartitionKey, int] = {}
@@ -58,16 +58,18 @@ class ColdElections:
             for broker_id in held.isr:
                 if broker_id in live:
                     asked.setdefault(broker_id, []).append(key)
-        told: dict[PartitionKey, dict[int, LogEnd]] = {key: {} for key in cold}
-        gevent.joinall([gevent.spawn(self._ask_one, broker_id, keys, cold, told) for broker_id, keys in asked.items()])
-        return {key: ends for key, ends in told.items() if self._is_decided(key, cold[key], ends, now_ms)}
+        answers: dict[PartitionKey, dict[int, LogEnd]] = {key: {} for key in cold}
+        gevent.joinall(
+            [gevent.spawn(self._ask_one, broker_id, keys, cold, answers) for broker_id, keys in asked.items()]
+        )
+        return {key: ends for key, ends in answers.items() if self._is_decided(key, cold[key], ends, now_ms)}
 
     def _ask_one(
         self,
         broker_id: int,
         keys: list[PartitionKey],
         cold: Mapping[PartitionKey, PartitionState],
-        told: dict[PartitionKey, dict[int, LogEnd]],
+        answers: dict[PartitionKey, dict[int, LogEnd]],
     ) -> None:
         try:
             for start in range(0, len(keys), ASKED_AT_ONCE):
@@ -75,7 +77,7 @@ class ColdElections:
                 for key, log_end in zip(part, self._ask(broker_id, part), strict=True):
                     if log_end is not None:
                         is_whole = log_end.is_whole(cold[key], broker_id)
-                        told[key][broker_id] = (log_end.last_epoch, log_end.end) if is_whole else None
+                        answers[key][broker_id] = (log_end.last_epoch, log_end.end) if is_whole else None
         except (PortalMQError, ValueError) as error:
             log.info("broker %d does not report its log ends yet: %s", broker_id, error)
 

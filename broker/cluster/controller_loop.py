@@ -25,7 +25,7 @@ from typing import Protocol
 import gevent
 from gevent.event import Event
 
-from portalmq.broker.cluster.cold_elections import Ask, ColdElections
+from portalmq.broker.cluster.cold_elections import AskLogEnds, ColdElections
 from portalmq.broker.cluster.failure_detector import FailureDetector
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.yielding import give_way, in_short_turns
@@ -57,15 +57,15 @@ COLD_AGAIN_MS = 300
 REFUSALS_OF_A_CONTROLLER = 2
 # Two brokers that cannot reach each other would remove each other for ever: others decide, or else time does.
 ASK_OTHERS_AGAIN_MS = 500
-DEPOSE_AGAIN_MS = 30_000
+REMOVE_AGAIN_MS = 30_000
 # How long a suspicion is followed up, how often, and how often in a row it must be confirmed: a broker that is slow
 # under load is not cut off.
-DOUBT_MS = 3_000
+SUSPICION_MS = 3_000
 # A probe of this broker's own runs during this time: a port that refuses needs no vote.
-DOUBT_SETTLES_S = 0.1
+SUSPICION_SETTLES_S = 0.1
 ASK_REACH_AGAIN_MS = 1_000
 CUT_OFF_MIN = 3
-TOLD_MAX = 20
+LOGGED_MAX = 20
 
 
 class ControllerHost(Protocol):
@@ -81,11 +81,11 @@ class ControllerHost(Protocol):
         """Whether the broker is registered in the present session."""
         ...
 
-    def others_reach(self, broker_id: int, incarnation: int) -> bool:
+    def is_reached_by_others(self, broker_id: int, incarnation: int) -> bool:
         """Whether another broker reaches this one, or this broker is itself cut off from all others."""
         ...
 
-    def reach_of(self, brokers: Collection[int]) -> Reach:
+    def reachability_of(self, brokers: Collection[int]) -> Reach:
         """Return which brokers reach each of these now, as far as known. Blocks for at most a second."""
         ...
 
@@ -95,17 +95,17 @@ class ControllerLoop:
 
     def __init__(
         self,
-        holder: ControllerHost,
+        host: ControllerHost,
         catalog: Catalog,
         mirror: Mirror,
         failure_detector: FailureDetector,
         clock: Clock,
         chance: Callable[[], float],
-        ask: Ask,
+        ask: AskLogEnds,
     ) -> None:
         self.held: Versioned[ControllerState] | None = None
         self.wake = Event()
-        self._holder = holder
+        self._host = host
         self._catalog = catalog
         self._mirror = mirror
         self._failure_detector = failure_detector
@@ -116,9 +116,9 @@ class ControllerLoop:
         self._maintenance_at_ms = 0
         self._ask_others_ms = 0
         # The controller that this broker last removed without asking others, and when.
-        self._resignation_forced = (-1, 0)
+        self._removed_alone = (-1, 0)
         # (broker id, incarnation): when another broker last reported that it gets no answer.
-        self._doubted_ms: dict[tuple[int, int], int] = {}
+        self._suspected_ms: dict[tuple[int, int], int] = {}
         self._ask_reach_ms = 0
         # How often in a row the leader of a partition was found to be cut off.
         self._cut_off: dict[PartitionKey, int] = {}
@@ -136,11 +136,11 @@ class ControllerLoop:
         """Count all brokers known before as live for one session: the control plane was unavailable until now."""
         self._grace_until_ms = self._clock.now_ms() + round(1_000 * session_timeout_s)
 
-    def look_around(self) -> None:
+    def update_watched_brokers(self) -> None:
         """Remember and probe the right brokers, after the mirror or the controller has changed."""
         before = self._known if self._in_grace() else {}
         self._known = {**before, **self._mirror.brokers}
-        others = {number: broker for number, broker in self._known.items() if number != self._holder.broker_id}
+        others = {number: broker for number, broker in self._known.items() if number != self._host.broker_id}
         controller = self._mirror.controller
         if self.held is not None:
             self._failure_detector.watch(others, others.keys())
@@ -157,16 +157,16 @@ class ControllerLoop:
             self.wake.wait(self._until_next_s())
             self.wake.clear()
             if not self._closing.is_set():
-                self._closing.wait(self.attend_safely())
+                self._closing.wait(self.run_pass_safely())
 
-    def attend_safely(self) -> float:
+    def run_pass_safely(self) -> float:
         """Run one pass; the next one makes up for a failure. Return how many seconds to pause before it."""
         try:
-            self.attend()
+            self.run_pass()
             return PASS_PAUSE_S
         except ControllerFenced as fenced:
             log.warning("%s", fenced)
-            self.lose()
+            self.step_down()
         except (PlaneUnavailable, OutcomeUnknown) as away:
             log.warning("the controller's work is delayed: %s", away)
         except PlaneError as refused:
@@ -183,7 +183,7 @@ class ControllerLoop:
             due_ms.append(self._grace_until_ms)
         if self.held and self._cold.is_waiting:
             due_ms.append(now_ms + COLD_AGAIN_MS)
-        if self.held and self._doubted_ms:
+        if self.held and self._suspected_ms:
             due_ms.append(self._ask_reach_ms)
         return max(PASS_PAUSE_MIN_S, (min(due_ms) - now_ms) / 1_000)
 
@@ -193,11 +193,11 @@ class ControllerLoop:
 
     # --- being controller --------------------------------------------------------------------------------------------
 
-    def attend(self) -> None:
+    def run_pass(self) -> None:
         """Run one pass: elect a controller if there is none, and do the controller's work if it is this broker."""
-        if not self._holder.registered or self._catalog.plane.state is not PlaneState.CONNECTED:
+        if not self._host.registered or self._catalog.plane.state is not PlaneState.CONNECTED:
             return
-        self.look_around()
+        self.update_watched_brokers()
         self._check_held()
         if self.held is None and not self._is_elected():
             return
@@ -207,19 +207,19 @@ class ControllerLoop:
         self._replace_cut_off(held)
         if self._clock.now_ms() >= self._maintenance_at_ms:
             self._maintenance_at_ms = self._clock.now_ms() + MAINTENANCE_EVERY_MS
-            self._keep_up()
+            self._maintain()
 
-    def lose(self) -> None:
+    def step_down(self) -> None:
         """Stop being controller: the session has ended, or another broker was elected."""
         if self.held is not None:
-            log.warning("broker %d is controller no longer", self._holder.broker_id)
+            log.warning("broker %d is controller no longer", self._host.broker_id)
         self.held = None
 
     def resign(self) -> None:
         """Let another broker be elected at once. Raises PlaneUnavailable, OutcomeUnknown."""
         held, self.held = self.held, None
         if held is not None:
-            self._catalog.depose(held)
+            self._catalog.remove_controller(held)
 
     def _check_held(self) -> None:
         """Step down if another broker was elected. The mirror may still show an earlier time; a later epoch decides."""
@@ -229,33 +229,33 @@ class ControllerLoop:
         if shown is None:
             shown = self._catalog.controller()
         if shown is None or shown.value.epoch > held.value.epoch:
-            self.lose()
+            self.step_down()
 
     def _is_elected(self) -> bool:
         """Whether this broker is controller now. Elect it if there is no controller."""
-        if self._holder.me.draining:
+        if self._host.me.draining:
             return False
         shown = self._mirror.controller
         if shown is None:
             if self._others() and self._closing.wait(self._chance() * JITTER_S):
                 return False
             shown = self._mirror.controller
-            if shown is not None and shown.value.broker_id != self._holder.broker_id:
+            if shown is not None and shown.value.broker_id != self._host.broker_id:
                 return False
-        elif shown.value.broker_id != self._holder.broker_id:
-            if not self._is_gone(shown.value) or not self._catalog.depose(shown):
+        elif shown.value.broker_id != self._host.broker_id:
+            if not self._is_gone(shown.value) or not self._catalog.remove_controller(shown):
                 return False
             log.warning("broker %d was controller and is gone", shown.value.broker_id)
-        self.held = self._catalog.elect_controller(self._holder.broker_id, self._holder.me.incarnation)
+        self.held = self._catalog.elect_controller(self._host.broker_id, self._host.me.incarnation)
         if self.held is None:
             return False
-        self._tell("broker %d is controller, epoch %d", self._holder.broker_id, self.held.value.epoch)
+        self._log_election("broker %d is controller, epoch %d", self._host.broker_id, self.held.value.epoch)
         self._maintenance_at_ms = self._clock.now_ms() + MAINTENANCE_EVERY_MS
-        self.look_around()
+        self.update_watched_brokers()
         return True
 
     def _others(self) -> bool:
-        return any(number != self._holder.broker_id for number in self._mirror.brokers)
+        return any(number != self._host.broker_id for number in self._mirror.brokers)
 
     def _is_gone(self, controller: ControllerState) -> bool:
         registered = self._mirror.brokers.get(controller.broker_id)
@@ -266,15 +266,15 @@ class ControllerLoop:
         ):
             return False
         now_ms = self._clock.now_ms()
-        if self._mirror.brokers.keys() - {self._holder.broker_id, controller.broker_id}:
+        if self._mirror.brokers.keys() - {self._host.broker_id, controller.broker_id}:
             if now_ms < self._ask_others_ms:
                 return False
             self._ask_others_ms = now_ms + ASK_OTHERS_AGAIN_MS
-            return not self._holder.others_reach(controller.broker_id, controller.incarnation)
-        fenced, since_ms = self._resignation_forced
-        if fenced == controller.broker_id and now_ms < since_ms + DEPOSE_AGAIN_MS:
+            return not self._host.is_reached_by_others(controller.broker_id, controller.incarnation)
+        fenced, since_ms = self._removed_alone
+        if fenced == controller.broker_id and now_ms < since_ms + REMOVE_AGAIN_MS:
             return False  # its session decides
-        self._resignation_forced = (controller.broker_id, now_ms)
+        self._removed_alone = (controller.broker_id, now_ms)
         return True
 
     # --- the work ----------------------------------------------------------------------------------------------------
@@ -290,34 +290,34 @@ class ControllerLoop:
             partitions = {key: view.partitions[key] for key in log_ends}
             self._commit(held, plan(dataclasses.replace(view, partitions=partitions, log_ends=log_ends)))
 
-    def doubt(self, broker_id: int, incarnation: int) -> None:
+    def note_suspicion(self, broker_id: int, incarnation: int) -> None:
         """Note that another broker gets no answer of this one. That it answers here then proves little."""
         if self.held is not None:
-            if (broker_id, incarnation) not in self._doubted_ms:
-                gevent.spawn_later(DOUBT_SETTLES_S, self.wake.set)
-            self._doubted_ms[broker_id, incarnation] = self._clock.now_ms()
+            if (broker_id, incarnation) not in self._suspected_ms:
+                gevent.spawn_later(SUSPICION_SETTLES_S, self.wake.set)
+            self._suspected_ms[broker_id, incarnation] = self._clock.now_ms()
 
     def _replace_cut_off(self, held: Versioned[ControllerState]) -> None:
         """Elect anew where too few reach a leader that is there, if that stays so. Whoever leads then is reached by
         enough, so that the links that there are move a partition once."""
         now_ms = self._clock.now_ms()
-        self._doubted_ms = {key: at_ms for key, at_ms in self._doubted_ms.items() if now_ms - at_ms < DOUBT_MS}
+        self._suspected_ms = {key: at_ms for key, at_ms in self._suspected_ms.items() if now_ms - at_ms < SUSPICION_MS}
         if now_ms < self._ask_reach_ms:
             return
-        if not self._doubted_ms:
+        if not self._suspected_ms:
             self._cut_off = {}
             return
         self._ask_reach_ms = now_ms + ASK_REACH_AGAIN_MS
         live = self.live()
-        doubted = {id for id, incarnation in self._doubted_ms if id in live and live[id].incarnation == incarnation}
-        led = {key: each for key, each in self._mirror.partitions.items() if each.value.leader in doubted}
-        reach = self._holder.reach_of(doubted & {each.value.leader for each in led.values()})
+        suspected = {id for id, incarnation in self._suspected_ms if id in live and live[id].incarnation == incarnation}
+        led = {key: each for key, each in self._mirror.partitions.items() if each.value.leader in suspected}
+        reach = self._host.reachability_of(suspected & {each.value.leader for each in led.values()})
         view = View(self._mirror.topics, led, live, reach=reach)
         self._cut_off = {key: self._cut_off.get(key, 0) + 1 for key in cut_off(view)}
         due = {key: led[key] for key, times in self._cut_off.items() if times >= CUT_OFF_MIN}
         if due:
             others = {number for each in due.values() for number in each.value.isr} - reach.keys()
-            reach = {**reach, **self._holder.reach_of(others)}
+            reach = {**reach, **self._host.reachability_of(others)}
             self._commit(held, plan(dataclasses.replace(view, partitions=due, reach=reach)))
 
     def _commit(self, held: Versioned[ControllerState], changes: list[PartitionChange]) -> None:
@@ -327,28 +327,28 @@ class ControllerLoop:
         # What did not fit has changed meanwhile: it is read, and decided anew.
         for change in changes:
             self._mirror.note(change.path)
-        for change in applied[:TOLD_MAX]:
-            self._tell_change(change)
-        if len(applied) > TOLD_MAX:
-            self._tell("and %d partitions more were changed likewise", len(applied) - TOLD_MAX)
+        for change in applied[:LOGGED_MAX]:
+            self._log_change(change)
+        if len(applied) > LOGGED_MAX:
+            self._log_election("and %d partitions more were changed likewise", len(applied) - LOGGED_MAX)
 
-    def _tell_change(self, change: PartitionChange) -> None:
+    def _log_change(self, change: PartitionChange) -> None:
         topic = self._mirror.topic_by_id(change.topic_id)
         name = f"{topic.name if topic else change.topic_id}/{change.number}"
         wanted = change.state
         if wanted.leader is None:
             log.error("%s has no leader: none of %s that are in sync is there", name, list(wanted.isr))
             return
-        self._tell(
+        self._log_election(
             "%s: broker %d leads in epoch %d, in sync %s of %s",
             *(name, wanted.leader, wanted.leader_epoch, list(wanted.isr), list(wanted.replicas)),
         )
 
-    def _tell(self, sentence: str, *values: object) -> None:
+    def _log_election(self, sentence: str, *values: object) -> None:
         """Elections are news where there is a choice."""
         log.log(logging.INFO if self._others() else logging.DEBUG, sentence, *values)
 
-    def _keep_up(self) -> None:
+    def _maintain(self) -> None:
         """What crashes left behind goes when it is old, and tombstones when nobody needs them."""
         now_ms = self._clock.now_ms()
         old = old_strays(self._catalog.strays(), self._first_seen_ms, now_ms)

@@ -90,14 +90,14 @@ def gone(histories: Mapping[int, ProbeHistory], *, refusals: int) -> set[BrokerK
 class FailureDetector:
     """Probes brokers, each in a greenlet. `on_change` is called when a probe changes what is known of one."""
 
-    def __init__(self, probe: Callable[[str], Probe], on_news: Callable[[], None]) -> None:
+    def __init__(self, probe: Callable[[str], Probe], on_change: Callable[[], None]) -> None:
         self._probe = probe
-        self._on_news = on_news
+        self._on_change = on_change
         self._known: dict[int, BrokerState] = {}
         self._histories: dict[int, ProbeHistory] = {}
         self._probed: frozenset[int] = frozenset()
-        self._rounds: dict[int, gevent.Greenlet] = {}
-        self._hurry: dict[int, Event] = {}
+        self._greenlets: dict[int, gevent.Greenlet] = {}
+        self._requests: dict[int, Event] = {}
 
     def watch(self, known: Mapping[int, BrokerState], probed: Collection[int]) -> None:
         """Probe the brokers in `probed` from now on. Keep the history of those in `known` until they register with
@@ -110,48 +110,48 @@ class FailureDetector:
             history = self._histories.get(broker_id)
             if history is None or history.incarnation != broker.incarnation:
                 self._histories[broker_id] = ProbeHistory(broker.incarnation)
-        for broker_id in self._probed - self._rounds.keys():
-            self._hurry[broker_id] = Event()
-            self._rounds[broker_id] = gevent.spawn(self._ask_on, broker_id)
+        for broker_id in self._probed - self._greenlets.keys():
+            self._requests[broker_id] = Event()
+            self._greenlets[broker_id] = gevent.spawn(self._probe_repeatedly, broker_id)
 
-    def hurry(self, broker_id: int) -> None:
+    def probe_now(self, broker_id: int) -> None:
         """Probe a suspected broker at once."""
-        event = self._hurry.get(broker_id)
+        event = self._requests.get(broker_id)
         if event is not None:
             event.set()
 
     def gone(self, *, refusals: int = 1) -> set[BrokerKey]:
         return gone(self._histories, refusals=refusals)
 
-    def misses(self, broker_id: int) -> bool:
+    def last_probe_failed(self, broker_id: int) -> bool:
         """Whether this broker probes that one and its last probe failed."""
         history = self._histories.get(broker_id)
         return broker_id in self._probed and history is not None and history.refused + history.silent > 0
 
     def close(self) -> None:
         self._probed = frozenset()
-        gevent.killall(list(self._rounds.values()))
-        self._rounds.clear()
+        gevent.killall(list(self._greenlets.values()))
+        self._greenlets.clear()
 
-    def _ask_on(self, broker_id: int) -> None:
-        hurry = self._hurry[broker_id]
+    def _probe_repeatedly(self, broker_id: int) -> None:
+        requested = self._requests[broker_id]
         try:
             while broker_id in self._probed:
-                hurry.clear()
+                requested.clear()
                 began = clock_s()
                 broker = self._known[broker_id]
                 probe = self._probe(broker.url)
-                self._tell(broker_id, broker.incarnation, probe)
+                self._record(broker_id, broker.incarnation, probe)
                 every = PROBE_AGAIN_S if probe is Probe.REFUSED and self._is_undecided(broker_id) else PROBE_EVERY_S
-                hurry.wait(max(0.0, began + every - clock_s()))
+                requested.wait(max(0.0, began + every - clock_s()))
         finally:
-            del self._rounds[broker_id]
+            del self._greenlets[broker_id]
 
     def _is_undecided(self, broker_id: int) -> bool:
         history = self._histories.get(broker_id)
         return history is not None and history.refused < 2
 
-    def _tell(self, broker_id: int, incarnation: int, probe: Probe) -> None:
+    def _record(self, broker_id: int, incarnation: int, probe: Probe) -> None:
         history = self._histories.get(broker_id)
         if history is None or history.incarnation != incarnation:
             return
@@ -163,7 +163,7 @@ class FailureDetector:
             log.info("broker %d answers again", broker_id)
         elif history.refused + history.silent <= SILENT_MAX:
             log.warning("broker %d at %s: a probe was %s", broker_id, self._known[broker_id].url, probe.value)
-        self._on_news()
+        self._on_change()
 
 
 # A certificate and its key, for brokers that ask their clients for one.
@@ -174,9 +174,9 @@ class Prober:
     """Requests /livez over kept connections, one request at a time for each broker. It works on greenlets in any
     process, since its sockets are gevent's own."""
 
-    def __init__(self, timeout_s: float = PROBE_TIMEOUT_S, shown: CertificatePaths | None = None) -> None:
+    def __init__(self, timeout_s: float = PROBE_TIMEOUT_S, certificate: CertificatePaths | None = None) -> None:
         self._timeout_s = timeout_s
-        self._shown = shown
+        self._certificate = certificate
         self._connections: dict[str, HTTPConnection] = {}
 
     def probe(self, url: str) -> Probe:
@@ -190,10 +190,10 @@ class Prober:
             if over is not limit:
                 raise
             # An answer that lies unread in the socket came in time: this process was too slow to read it.
-            heard = self._hears_something(url)
+            is_answered = self._has_unread_answer(url)
             self._drop(url)
             stalled = clock_s() - began > self._timeout_s + STALL_S
-            return Probe.ANSWERED if heard else Probe.UNSURE if stalled else Probe.SILENT
+            return Probe.ANSWERED if is_answered else Probe.UNSURE if stalled else Probe.SILENT
         except ConnectionRefusedError:
             self._drop(url)
             return Probe.REFUSED
@@ -220,14 +220,14 @@ class Prober:
     def _exchange(self, url: str) -> None:
         connection = self._connections.get(url)
         if connection is None:
-            connection = self._connections[url] = _connection_to(url, self._timeout_s, self._shown)
+            connection = self._connections[url] = _connection_to(url, self._timeout_s, self._certificate)
         connection.request("GET", urlsplit(url).path + "/livez")
         answer = connection.getresponse()
         answer.read(ANSWER_BYTES_MAX)
         if not answer.isclosed():
             self._drop(url)
 
-    def _hears_something(self, url: str) -> bool:
+    def _has_unread_answer(self, url: str) -> bool:
         connection = self._connections.get(url)
         if connection is None or connection.sock is None:
             return False
@@ -241,16 +241,16 @@ class Prober:
             connection.close()
 
 
-def probe_once(url: str, shown: CertificatePaths | None = None) -> Probe:
+def probe_once(url: str, certificate: CertificatePaths | None = None) -> Probe:
     """Send one probe, beside those of a Prober."""
-    prober = Prober(PROBE_TIMEOUT_S / 2, shown)
+    prober = Prober(PROBE_TIMEOUT_S / 2, certificate)
     try:
         return prober.probe(url)
     finally:
         prober.close()
 
 
-def _connection_to(url: str, timeout_s: float, shown: CertificatePaths | None) -> HTTPConnection:
+def _connection_to(url: str, timeout_s: float, certificate: CertificatePaths | None) -> HTTPConnection:
     parts = urlsplit(url)
     host = parts.hostname or ""
     connection: HTTPConnection
@@ -259,8 +259,8 @@ def _connection_to(url: str, timeout_s: float, shown: CertificatePaths | None) -
         context = gevent.ssl.SSLContext(gevent.ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False
         context.verify_mode = gevent.ssl.CERT_NONE
-        if shown is not None:
-            context.load_cert_chain(*shown)
+        if certificate is not None:
+            context.load_cert_chain(*certificate)
         connection = HTTPSConnection(host, parts.port, timeout=timeout_s, context=context)
     else:
         connection = HTTPConnection(host, parts.port, timeout=timeout_s)

@@ -1,6 +1,6 @@
 """Locks as a broker serves them: it watches all of them, and holds the requests that wait here.
 
-    change -> note --> keeper: reads what changed, and when it saw it first (a Sighting)
+    change -> note --> keeper: reads what changed, and when it saw it first (an Observation)
                          |--> wakes the first of the waiters here when it is that owner's turn
                          `--> frees locks that were not renewed for their ttl, removes locks unused for long
 
@@ -57,7 +57,7 @@ GATE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Sighting:
+class Observation:
     """A lock as it was last read, and when, on this broker's clock, its mark was first seen."""
 
     state: LockState
@@ -108,7 +108,7 @@ class Locks:
         self._brokers = brokers
         self._me = me
         self._clock = clock
-        self._sightings: dict[str, Sighting] = {}
+        self._observations: dict[str, Observation] = {}
         self._waiters: dict[str, dict[str, LockWaiter]] = {}
         # When, on the clock, a lock with waiters is checked again if nothing changes.
         self._due: dict[str, int] = {}
@@ -119,14 +119,14 @@ class Locks:
         self._gates: dict[str, tuple[Semaphore, int]] = {}
         self._sweep_at_ms = 0
         self._closed = False
-        self._keeper: gevent.Greenlet | None = None
+        self._greenlet: gevent.Greenlet | None = None
 
     # --- life --------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         self._plane.watch(self.note)
         self._wakeup.set()
-        self._keeper = gevent.spawn(self._keep)
+        self._greenlet = gevent.spawn(self._run)
 
     def drain(self) -> None:
         """End every wait. The client goes to another broker, where the same owner finds its place in the queue."""
@@ -137,8 +137,8 @@ class Locks:
 
     def close(self) -> None:
         self.drain()
-        if self._keeper is not None:
-            self._keeper.kill()
+        if self._greenlet is not None:
+            self._greenlet.kill()
 
     def note(self, path: str | None) -> None:
         """Note a change in the control plane for the keeper."""
@@ -179,33 +179,33 @@ class Locks:
 
     def renew(self, name: str, request: wire.LockRenewal) -> wire.LockGrant:
         """Renew the lock: its ttl begins again. Raises Fenced, LockNotFound."""
-        return _grant(self._table.renew(name, request.owner, request.fencing_token, request.ttl_ms, self._witness))
+        return _grant(self._table.renew(name, request.owner, request.fencing_token, request.ttl_ms, self._observe))
 
     def release(self, name: str, request: wire.LockRelease) -> None:
         """Release the lock. Raises Fenced, LockNotFound."""
-        self._table.release(name, request.owner, request.fencing_token, self._witness)
+        self._table.release(name, request.owner, request.fencing_token, self._observe)
 
     def describe(self, name: str) -> wire.LockDescription:
         """Describe the lock, after a sync. Raises LockNotFound."""
         self._plane.sync()
         held = self._table.read(name)
-        self._witness(name, held)
+        self._observe(name, held)
         if held is None:
             raise LockNotFound(f"there is no lock {name!r}")
-        return self._described(name, self._sightings[name])
+        return self._described(name, self._observations[name])
 
     def list_all(self) -> list[wire.LockDescription]:
         """Describe all locks as this broker last saw them."""
-        names = in_short_turns(sorted(self._sightings))
-        return [self._described(name, seen) for name in names if (seen := self._sightings.get(name)) is not None]
+        names = in_short_turns(sorted(self._observations))
+        return [self._described(name, seen) for name in names if (seen := self._observations.get(name)) is not None]
 
-    def _described(self, name: str, seen: Sighting) -> wire.LockDescription:
+    def _described(self, name: str, seen: Observation) -> wire.LockDescription:
         left_ms = remaining_ms(seen.state, self._clock.now_ms() - seen.since_ms)
         lock = seen.state
         return wire.LockDescription(name, lock.owner, lock.token, lock.ttl_ms, left_ms, len(lock.queue))
 
     def _held(self, name: str, lock: LockState) -> LockHeld:
-        seen = self._sightings.get(name)
+        seen = self._observations.get(name)
         left_ms = remaining_ms(seen.state, self._clock.now_ms() - seen.since_ms) if seen else 0
         return LockHeld(
             f"lock {name!r} is held by {lock.owner!r}" if lock.owner is not None else f"others wait for lock {name!r}",
@@ -221,10 +221,10 @@ class Locks:
     # --- waiting -----------------------------------------------------------------------------------------------------
 
     def _ask(self, name: str, request: wire.LockRequest, place: LockTicket | None) -> LockOutcome:
-        may_create = len(self._sightings) < LOCKS_MAX
+        may_create = len(self._observations) < LOCKS_MAX
         with self._gate(name):
             return self._table.ask(
-                name, request.owner, request.ttl_ms, self._witness, self._live(), ticket=place, may_create=may_create
+                name, request.owner, request.ttl_ms, self._observe, self._live(), ticket=place, may_create=may_create
             )
 
     def _wait(self, name: str, request: wire.LockRequest, peer: Peer | None) -> wire.LockGrant:
@@ -247,14 +247,14 @@ class Locks:
                 if asked.granted:
                     return _grant(asked.state)
                 waiter.joined = True
-                self._look_again(name)
+                self._mark_due(name)
                 left_s = deadline - time.monotonic()
                 if left_s <= 0 or not (waiter.event.wait(left_s) or waiter.event.is_set()):
                     keeps_place = request.keep_place_ms > 0
                     raise self._held(name, asked.state)
         finally:
             unwatch()
-            self._part(name, waiter, request.keep_place_ms if keeps_place else 0)
+            self._end_wait(name, waiter, request.keep_place_ms if keeps_place else 0)
 
     def _register(self, name: str, waiter: LockWaiter) -> None:
         here = self._waiters.setdefault(name, {})
@@ -263,16 +263,16 @@ class Locks:
             earlier.displace()
         here[waiter.place.owner_digest] = waiter
 
-    def _part(self, name: str, waiter: LockWaiter, keep_ms: int) -> None:
+    def _end_wait(self, name: str, waiter: LockWaiter, keep_ms: int) -> None:
         """End a wait: give up its ticket, at once or after `keep_ms`, unless the owner waits again by then."""
         if self._waiters.get(name, {}).get(waiter.place.owner_digest) is not waiter:
             return
         if keep_ms and not self._closed:
             waiter.away = True
-            gevent.spawn_later(keep_ms / 1_000, self._part, name, waiter, 0)
+            gevent.spawn_later(keep_ms / 1_000, self._end_wait, name, waiter, 0)
             return
         self._forget(name, waiter)
-        seen = self._sightings.get(name)
+        seen = self._observations.get(name)
         if not self._closed and (seen is None or waiter.place in seen.state.queue):
             self._leave(name, waiter.place)
 
@@ -293,7 +293,7 @@ class Locks:
                 here = self._waiters.get(name, {})
                 # An owner that has come back keeps its place in the queue.
                 gone = {place for place in leaving if place.owner_digest not in here}
-                self._quietly(self._table.leave, name, gone, self._witness)
+                self._try(self._table.leave, name, gone, self._observe)
         finally:
             del self._leaving[name]
 
@@ -305,7 +305,7 @@ class Locks:
             self._waiters.pop(name, None)
             self._due.pop(name, None)
         else:
-            self._look_again(name)
+            self._mark_due(name)
 
     @contextlib.contextmanager
     def _gate(self, name: str) -> Iterator[None]:
@@ -333,29 +333,29 @@ class Locks:
         live[self._me[0]] = self._me[1]
         return live
 
-    def _witness(self, name: str, held: VersionedLock | None) -> int:
+    def _observe(self, name: str, held: VersionedLock | None) -> int:
         """Note a state that was read or written. Return for how many milliseconds its mark has been seen."""
         now_ms = self._clock.now_ms()
-        known = self._sightings.get(name)
+        known = self._observations.get(name)
         if held is None:
-            self._sightings.pop(name, None)
+            self._observations.pop(name, None)
             return 0
         since_ms = known.since_ms if known is not None and known.state.mark == held.value.mark else now_ms
-        fresh = Sighting(held.value, held.version, since_ms)
+        fresh = Observation(held.value, held.version, since_ms)
         if known is None or fresh.order > known.order:
-            self._sightings[name] = fresh
+            self._observations[name] = fresh
             if name in self._waiters:
-                self._look_again(name)
+                self._mark_due(name)
         # An answer that was overtaken by a newer one is old: nothing follows from it.
         return now_ms - since_ms if known is None or fresh.order >= known.order else 0
 
-    def _look_again(self, name: str) -> None:
+    def _mark_due(self, name: str) -> None:
         self._due[name] = 0
         self._wakeup.set()
 
     # --- the keeper --------------------------------------------------------------------------------------------------
 
-    def _keep(self) -> None:
+    def _run(self) -> None:
         while not self._closed:
             now_ms = self._clock.now_ms()
             next_ms = min(self._due.values(), default=now_ms + round(SWEEP_EVERY_S * 1_000)) - now_ms
@@ -365,7 +365,7 @@ class Locks:
                 self._read_noted()
                 now_ms = self._clock.now_ms()
                 for name in [name for name, due_ms in self._due.items() if due_ms <= now_ms]:
-                    self._rouse(name, now_ms)
+                    self._wake_due(name, now_ms)
                 self._sweep()
             except PortalMQError as error:
                 log.info("locks will be checked again: %s", error)
@@ -381,7 +381,7 @@ class Locks:
             return
         try:
             if None in noted:
-                names = sorted({*self._table.names(), *self._sightings})
+                names = sorted({*self._table.names(), *self._observations})
             else:
                 names = [name for name in noted if name is not None]
             turn = TimeSlice()
@@ -389,7 +389,7 @@ class Locks:
                 turn.pause_if_over()
                 # No other greenlet runs between the read and this loop, so what was read is not outdated here.
                 for name, held in self._table.read_many(names[first : first + LOCKS_A_READ]).items():
-                    self._witness(name, held)
+                    self._observe(name, held)
         except PortalMQError:
             self._noted |= noted
             raise
@@ -397,13 +397,13 @@ class Locks:
             if name in self._waiters:
                 self._due[name] = 0
 
-    def _rouse(self, name: str, now_ms: int) -> None:
+    def _wake_due(self, name: str, now_ms: int) -> None:
         """Wake the waiters here that have their turn or must ask again; note when to check next."""
         here = self._waiters.get(name)
         if here is None:
             self._due.pop(name, None)
             return
-        seen = self._sightings.get(name)
+        seen = self._observations.get(name)
         if seen is None:
             self._wake_all(name)
             return
@@ -422,7 +422,7 @@ class Locks:
             here[first].event.set()
             due_in_ms = round(AGAIN_S * 1_000)
         elif left_ms == 0:
-            gevent.spawn(self._quietly, self._table.free, name, lock.mark, self._witness)
+            gevent.spawn(self._try, self._table.free, name, lock.mark, self._observe)
             due_in_ms = round(AGAIN_S * 1_000)
         self._due[name] = now_ms + due_in_ms
 
@@ -442,7 +442,7 @@ class Locks:
         self._sweep_at_ms = now_ms + round(SWEEP_EVERY_S * 1_000)
         is_least = self._me[0] == min(self._live())
         unused: dict[str, Mark] = {}
-        for name, seen in in_short_turns(list(self._sightings.items())):
+        for name, seen in in_short_turns(list(self._observations.items())):
             lock, age_ms = seen.state, now_ms - seen.since_ms
             for place in lock.queue:
                 is_ours = (place.broker_id, place.incarnation) == self._me
@@ -452,9 +452,9 @@ class Locks:
             if is_least and not lock.queue and over_for_ms >= KEEP_UNUSED_MS:
                 unused[name] = lock.mark
         for name in self._table.remove_all(dict(islice(unused.items(), REMOVE_AT_ONCE_MAX))):
-            self._sightings.pop(name, None)
+            self._observations.pop(name, None)
 
-    def _quietly(self, do: Callable[..., object], *arguments: object) -> None:
+    def _try(self, do: Callable[..., object], *arguments: object) -> None:
         """Do what will be tried again if it fails."""
         try:
             do(*arguments)

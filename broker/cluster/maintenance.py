@@ -15,7 +15,7 @@ from gevent.event import Event
 
 from portalmq import wire
 from portalmq.broker.cluster.topics import Topics
-from portalmq.broker.partition.compaction import Compacting
+from portalmq.broker.partition.compaction import Compactor
 from portalmq.broker.partition.yielding import in_short_turns
 from portalmq.broker.storage.errors import Shortage
 from portalmq.errors import PortalMQError
@@ -26,11 +26,11 @@ SAVE_STATE_EVERY_S = 1.0
 RETAIN_EVERY_S = 10.0
 COMPACT_EVERY_S = 2.0
 SWEEP_EVERY_S = 2.0
-REST_EVERY_S = 60.0
+CLOSE_IDLE_EVERY_S = 60.0
 GROUP_EXPIRY_MS = 7 * wire.DAY_MS
 
 
-class Keeper(Protocol):
+class MaintenanceHost(Protocol):
     """The broker, as its maintenance sees it."""
 
     def disk_is_full(self) -> bool: ...
@@ -47,17 +47,17 @@ class Maintenance:
     def __init__(
         self,
         topics: Topics,
-        compacting: Compacting,
+        compactor: Compactor,
         draining: Event,
-        keeper: Keeper,
+        host: MaintenanceHost,
         *,
         sweep: Callable[[], None],
     ) -> None:
         self._topics = topics
         self._sweep = sweep
-        self._compacting = compacting
+        self._compactor = compactor
         self._draining = draining
-        self._keeper = keeper
+        self._host = host
         self._greenlets: list[gevent.Greenlet] = []
 
     def start(self) -> None:
@@ -66,7 +66,7 @@ class Maintenance:
             gevent.spawn(self._every, RETAIN_EVERY_S, self.retain),
             gevent.spawn(self._every, SWEEP_EVERY_S, self._sweep),
             gevent.spawn(self._every, COMPACT_EVERY_S, self.compact),
-            gevent.spawn(self._every, REST_EVERY_S, self.rest),
+            gevent.spawn(self._every, CLOSE_IDLE_EVERY_S, self.close_idle_files),
         ]
 
     def close(self) -> None:
@@ -79,19 +79,19 @@ class Maintenance:
             except (PortalMQError, Shortage) as error:
                 log.warning("maintenance will be tried again: %s", error)
             except Exception as fault:  # noqa: BLE001 - any other failure of maintenance ends the broker
-                self._keeper.storage_failed(fault)
+                self._host.storage_failed(fault)
 
     def save_state(self) -> None:
         for partition in in_short_turns(self._topics.partitions()):
             partition.save_state()
 
-    def rest(self) -> None:
+    def close_idle_files(self) -> None:
         for partition in in_short_turns(self._topics.partitions()):
-            partition.rest_if_idle()
+            partition.close_if_idle()
 
     def retain(self) -> None:
-        if self._keeper.disk_is_full():
-            self._keeper.release_disk()  # sealing and dropping segments makes room, and needs a little room
+        if self._host.disk_is_full():
+            self._host.release_disk()  # sealing and dropping segments makes room, and needs a little room
         for topic in self._topics:
             config = topic.state.config
             for partition in in_short_turns(tuple(topic.local.values())):
@@ -104,6 +104,6 @@ class Maintenance:
         for topic in tuple(self._topics):
             for partition in tuple(topic.local.values()):
                 try:
-                    self._compacting.look_after(partition, keeps_last=topic.state.config.cleanup == "compact")
+                    self._compactor.compact_if_due(partition, keeps_last=topic.state.config.cleanup == "compact")
                 except (PortalMQError, Shortage) as error:
                     log.warning("%s will be compacted later: %s", partition, error)

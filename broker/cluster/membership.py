@@ -66,7 +66,7 @@ REGISTER_WITHIN_SESSIONS = 2
 DRAIN_WITHIN_S = 5.0
 POLL_S = 0.02
 SUSPECT_AGAIN_MS = 300
-TELL_TIMEOUT_S = 1.0
+PEER_TIMEOUT_S = 1.0
 # How long a leader serves without an answer of the control plane, as a fraction of the session timeout.
 LEASE_PART = 2 / 3
 
@@ -106,7 +106,7 @@ class Membership:
         has_files: Callable[[str], bool] | None = None,
         probe: Callable[[str], Probe] | None = None,
         chance: Callable[[], float] = random.random,
-        shown: CertificatePaths | None = None,
+        certificate: CertificatePaths | None = None,
     ) -> None:
         self.broker_id = broker_id
         self.me = me
@@ -115,7 +115,7 @@ class Membership:
         self.on_session_lost: list[Callable[[], None]] = []
         self.peers: PeerCalls | None = None
         # Returns the log ends of this broker's own replicas.
-        self.standings: Callable[[Sequence[PartitionKey]], Sequence[ReplicaLogEnd | None]] = lambda keys: (
+        self.own_log_ends: Callable[[Sequence[PartitionKey]], Sequence[ReplicaLogEnd | None]] = lambda keys: (
             [None] * len(keys)
         )
         self.calls: dict[str, Callable[[bytes, object], bytes]] = {
@@ -132,9 +132,9 @@ class Membership:
         self._noted = Event()
         self._session_noted = Event()
         self.mirror = Mirror(self._plane, on_noted=self._noted.set, new_pace=lambda: TimeSlice().paced)
-        self._prober = Prober(shown=shown)
+        self._prober = Prober(certificate=certificate)
         self._probe = probe or self._prober.probe
-        self._probe_once = probe or partial(probe_once, shown=shown)
+        self._probe_once = probe or partial(probe_once, certificate=certificate)
         self.failure_detector = FailureDetector(self._probe, self._wake_controller_loop)
         self.controller_loop = ControllerLoop(
             self, catalog, self.mirror, self.failure_detector, clock, chance, self._ask_log_ends
@@ -143,13 +143,13 @@ class Membership:
         # The session in which this broker is registered; 0 for none.
         self._session = 0
         self._answered_s = 0.0
-        self._away = False
-        self._untold = Changes()
-        self._news = Event()
+        self._was_unavailable = False
+        self._undelivered = Changes()
+        self._has_undelivered = Event()
         self._closing = Event()
         self._greenlets: list[gevent.Greenlet] = []
         self._suspected_ms: dict[tuple[int, int], int] = {}
-        self._telling: set[int] = set()
+        self._reporting: set[int] = set()
         self._confirmed: set[str] = set()
 
     @property
@@ -174,23 +174,23 @@ class Membership:
         Raises BrokerIdTaken when a broker with another data directory holds this id and stays; PlaneError.
         """
         self._cluster_id = self._cluster_id or patience(self._catalog.cluster_id)
-        self._plane.watch(self._ring)
-        patience(self._enter)
+        self._plane.watch(self._note_change)
+        patience(self._join)
         self._greenlets = [
             gevent.spawn(work) for work in (self._run_mirror, self._run_sessions, self.controller_loop.run)
         ]
-        self._tell_subscribers()
+        self._notify_subscribers()
         self._greenlets.append(gevent.spawn(self._run_subscribers))
         self._wake_controller_loop()
 
-    def _enter(self) -> None:
+    def _join(self) -> None:
         """Register, and read everything. Repeat a broken attempt safely: each step finds what is done already."""
         self._register_patiently()
-        self._untold.add(self.mirror.refresh())
-        self.controller_loop.look_around()
+        self._undelivered.add(self.mirror.refresh())
+        self.controller_loop.update_watched_brokers()
         if self.mirror.brokers.keys() <= {self.broker_id}:
-            self.controller_loop.attend_safely()
-            self._untold.add(self.mirror.refresh())
+            self.controller_loop.run_pass_safely()
+            self._undelivered.add(self.mirror.refresh())
 
     def drain(self) -> None:
         """Ask for other leaders, and wait for them within DRAIN_WITHIN_S, as long as another broker can lead."""
@@ -256,7 +256,7 @@ class Membership:
         self._catalog.register_broker(self.broker_id, self.me)
         if self._session != session:
             # At the first registration "is ready" follows, and is enough for a person.
-            level = logging.INFO if self._away else logging.DEBUG
+            level = logging.INFO if self._was_unavailable else logging.DEBUG
             log.log(
                 level, "broker %d is registered at %s, incarnation %d", self.broker_id, self.me.url, self.incarnation
             )
@@ -277,7 +277,7 @@ class Membership:
                 "data, or empty it, and `portalmq adopt` writes back what the brokers hold"
             )
 
-    def _ring(self, path: str | None) -> None:
+    def _note_change(self, path: str | None) -> None:
         """Note a change in the control plane. Called by the plane; never blocks."""
         self.mirror.note(path)
         if path is None:
@@ -294,16 +294,16 @@ class Membership:
         if self._session in (0, self._plane.session_id):
             return
         self._session = 0
-        self._away = True
+        self._was_unavailable = True
         log.warning("the session with the control plane is lost")
-        self.controller_loop.lose()
-        for lost in self.on_session_lost:
-            _safely(lost)
+        self.controller_loop.step_down()
+        for on_lost in self.on_session_lost:
+            _safely(on_lost)
 
     def _keep_session(self) -> None:
         """Register in a new session."""
         self._check_session()
-        self._away |= self._plane.state is not PlaneState.CONNECTED
+        self._was_unavailable |= self._plane.state is not PlaneState.CONNECTED
         if self._session == 0 and self._plane.session_id != 0:
             self._register()
             self.mirror.note(None)
@@ -326,7 +326,7 @@ class Membership:
                 log.critical("this broker is no member any more: %s", fault)
                 return self._on_fatal(fault)
             except Exception as fault:
-                self._away = True
+                self._was_unavailable = True
                 if not isinstance(fault, Unavailable):
                     log.exception("the control plane could not be read")
                 self._noted.set()
@@ -338,29 +338,29 @@ class Membership:
         except SetBack as fault:
             self._check_cluster(str(fault))
             raise
-        self._untold.add(changes)
+        self._undelivered.add(changes)
         if not self.registered:
             self._noted.set()  # the session ended during the refresh, which is reported first
             return
         if self.mirror.brokers.get(self.broker_id) != self.me:
             self._register()  # the entry was removed, or is not read yet
-        if self._away:
-            self._away = False
+        if self._was_unavailable:
+            self._was_unavailable = False
             self.controller_loop.begin_grace(self._plane.session_timeout_s)
-        self.controller_loop.look_around()
+        self.controller_loop.update_watched_brokers()
         if changes:
-            self._news.set()
+            self._has_undelivered.set()
             self._wake_controller_loop()
         self._confirm_removed()
 
     def _run_subscribers(self) -> None:
         while not self._closing.is_set():
-            self._news.wait()
-            self._news.clear()
-            self._tell_subscribers()
+            self._has_undelivered.wait()
+            self._has_undelivered.clear()
+            self._notify_subscribers()
 
-    def _tell_subscribers(self) -> None:
-        changes, self._untold = self._untold, Changes()
+    def _notify_subscribers(self) -> None:
+        changes, self._undelivered = self._undelivered, Changes()
         if changes:
             for changed in self.on_changed:
                 _safely(partial(changed, changes))
@@ -398,67 +398,69 @@ class Membership:
         self._suspected_ms[(broker_id, incarnation)] = now_ms
         controller = self.mirror.controller
         if self.is_controller or (controller is not None and controller.value.broker_id == broker_id):
-            self.failure_detector.hurry(broker_id)
-            self.controller_loop.doubt(self.broker_id, self.incarnation)
-        elif controller is not None and self.peers is not None and broker_id not in self._telling:
-            self._telling.add(broker_id)
-            gevent.spawn(self._tell_controller, controller.value.broker_id, Suspicion(broker_id, incarnation, refused))
+            self.failure_detector.probe_now(broker_id)
+            self.controller_loop.note_suspicion(self.broker_id, self.incarnation)
+        elif controller is not None and self.peers is not None and broker_id not in self._reporting:
+            self._reporting.add(broker_id)
+            gevent.spawn(
+                self._report_to_controller, controller.value.broker_id, Suspicion(broker_id, incarnation, refused)
+            )
 
-    def _tell_controller(self, controller: int, suspicion: Suspicion) -> None:
+    def _report_to_controller(self, controller: int, suspicion: Suspicion) -> None:
         assert self.peers is not None
         try:
-            self.peers.call(controller, "suspect", suspicion, SuspicionNoted, timeout_s=TELL_TIMEOUT_S)
+            self.peers.call(controller, "suspect", suspicion, SuspicionNoted, timeout_s=PEER_TIMEOUT_S)
         except PortalMQError as fault:
             log.info("the controller cannot be notified about broker %d: %s", suspicion.broker_id, fault)
         finally:
-            self._telling.discard(suspicion.broker_id)
+            self._reporting.discard(suspicion.broker_id)
 
     def _ask_log_ends(self, broker_id: int, keys: Sequence[PartitionKey]) -> Sequence[ReplicaLogEnd | None]:
         """Return how far the logs of these partitions go on a broker. Raises PortalMQError."""
         if broker_id == self.broker_id:
-            return self.standings(keys)
+            return self.own_log_ends(keys)
         if self.peers is None:
             raise Unavailable("other brokers cannot be asked yet")
         asked = LogEndsRequest([LogEndRequest(*key) for key in keys])
         try:
-            return self.peers.call(broker_id, "standings", asked, ReplicaLogEnds, timeout_s=TELL_TIMEOUT_S).standings
+            return self.peers.call(broker_id, "standings", asked, ReplicaLogEnds, timeout_s=PEER_TIMEOUT_S).standings
         except NotFound:  # a broker of the previous version answers for one partition a call
             return [self._ask_log_end(broker_id, each) for each in asked.partitions]
 
     def _ask_log_end(self, broker_id: int, asked: LogEndRequest) -> ReplicaLogEnd | None:
         assert self.peers is not None
         try:
-            return self.peers.call(broker_id, "standing", asked, ReplicaLogEnd, timeout_s=TELL_TIMEOUT_S)
+            return self.peers.call(broker_id, "standing", asked, ReplicaLogEnd, timeout_s=PEER_TIMEOUT_S)
         except PartitionNotFound:
             return None
 
     def _serve_log_ends(self, body: bytes, peer: object) -> bytes:
         asked = msgspec.msgpack.decode(body, type=LogEndsRequest)
-        found = self.standings([(each.topic_id, each.number) for each in asked.partitions])
+        found = self.own_log_ends([(each.topic_id, each.number) for each in asked.partitions])
         return msgspec.msgpack.encode(ReplicaLogEnds(list(found)))
 
     def _serve_suspect(self, body: bytes, peer: object) -> bytes:
         suspicion = msgspec.msgpack.decode(body, type=Suspicion)
         if self.is_controller:
-            self.failure_detector.hurry(suspicion.broker_id)
-            self.controller_loop.doubt(suspicion.broker_id, suspicion.incarnation)
+            self.failure_detector.probe_now(suspicion.broker_id)
+            self.controller_loop.note_suspicion(suspicion.broker_id, suspicion.incarnation)
         return msgspec.msgpack.encode(SuspicionNoted())
 
-    def others_reach(self, broker_id: int, incarnation: int) -> bool:
+    def is_reached_by_others(self, broker_id: int, incarnation: int) -> bool:
         """Whether another broker reaches this one. True also when others are registered and none of them answers: then
         this broker is the one that is cut off. Blocks for at most a second."""
         others = self.mirror.brokers.keys() - {self.broker_id, broker_id}
         votes = self._votes(broker_id, incarnation, of_older=False).values()
         return any(votes) or (bool(others) and not votes)
 
-    def reach_of(self, brokers: Collection[int]) -> dict[int, dict[int, bool]]:
+    def reachability_of(self, brokers: Collection[int]) -> dict[int, dict[int, bool]]:
         """Return by broker which brokers reach it now, this one included. Brokers that cannot be asked are left out."""
         known = {id: broker for id in brokers if (broker := self.mirror.brokers.get(id)) is not None}
         asked = {id: gevent.spawn(self._votes, id, broker.incarnation) for id, broker in known.items()}
         gevent.joinall(list(asked.values()))
         reach = {id: each.get() for id, each in asked.items()}
         for id in reach.keys() - {self.broker_id}:
-            reach[id][self.broker_id] = not self.failure_detector.misses(id)
+            reach[id][self.broker_id] = not self.failure_detector.last_probe_failed(id)
         return reach
 
     def _votes(self, broker_id: int, incarnation: int, *, of_older: bool | None = None) -> dict[int, bool]:
@@ -472,7 +474,7 @@ class Membership:
     def _ask_reach(self, other: int, reach: ReachRequest, of_older: bool | None) -> bool | None:
         assert self.peers is not None
         try:
-            return self.peers.call(other, "reach", reach, Reached, timeout_s=TELL_TIMEOUT_S).answers
+            return self.peers.call(other, "reach", reach, Reached, timeout_s=PEER_TIMEOUT_S).answers
         except Unavailable:
             return None
         except PortalMQError:
@@ -481,7 +483,11 @@ class Membership:
     def _serve_reach(self, body: bytes, peer: object) -> bytes:
         reach = msgspec.msgpack.decode(body, type=ReachRequest)
         broker = self.mirror.brokers.get(reach.broker_id)
-        if broker is None or broker.incarnation != reach.incarnation or self.failure_detector.misses(reach.broker_id):
+        if (
+            broker is None
+            or broker.incarnation != reach.incarnation
+            or self.failure_detector.last_probe_failed(reach.broker_id)
+        ):
             return msgspec.msgpack.encode(Reached(False))
         found = self._probe_once(broker.url)
         if found is Probe.UNSURE:

@@ -81,14 +81,14 @@ class Files:
         make_directory(directory)
         path = directory / STORE_FILE
         if not any(SEGMENT_NAME.match(name) for name in os.listdir(directory)):
-            life = max([0, *(self._life_of(place) + 1 for place in self._predecessors(directory))])
-            if life:
-                write_atomically(path, f"{life}\n".encode())
-        life = self._life_of(directory)
-        return f"{self._store_uuid}/{life}" if life else self._store_uuid
+            rebuilds = max([0, *(self._rebuilds_of(place) + 1 for place in self._predecessors(directory))])
+            if rebuilds:
+                write_atomically(path, f"{rebuilds}\n".encode())
+        rebuilds = self._rebuilds_of(directory)
+        return f"{self._store_uuid}/{rebuilds}" if rebuilds else self._store_uuid
 
     @staticmethod
-    def _life_of(directory: Path) -> int:
+    def _rebuilds_of(directory: Path) -> int:
         try:
             return int((directory / STORE_FILE).read_text())
         except FileNotFoundError:
@@ -117,7 +117,7 @@ class Files:
         sync_directory(place.parent)
         return target
 
-    def aside(self, topic: TopicState, number: int) -> tuple[str, ...]:
+    def describe_set_aside(self, topic: TopicState, number: int) -> tuple[str, ...]:
         """Describe what lost+found has of a partition."""
         return tuple(map(_described, sorted(self._predecessors(self.folder(topic) / str(number)))))
 
@@ -139,7 +139,7 @@ class Files:
         make_directory(self.root)
         return sorted(self.root.iterdir())
 
-    def tidy(self, folders: Iterable[Path], explained: set[str], deleted: set[str]) -> None:
+    def clean_up(self, folders: Iterable[Path], explained: set[str], deleted: set[str]) -> None:
         """Remove folders of deleted topics, and move those of unknown topics to lost+found.
 
         `folders` was listed before the control plane was read, so it has no folder of a newer topic.
@@ -163,7 +163,7 @@ class Replicas:
         self.files = files
 
     def describe(self, topic: TopicState) -> None:
-        failed = self._host.pool.apply(_tried, (self.files, self.files.describe, topic))
+        failed = self._host.pool.apply(_attempt, (self.files, self.files.describe, topic))
         if isinstance(failed, Exception):
             log.warning("%s of topic %r is not up to date: %s", TOPIC_FILE, topic.name, failed)
 
@@ -176,7 +176,7 @@ class Replicas:
         when another ISR member says that it is whole. Otherwise its files stay, it stays closed, and its log end is
         returned, which says why. The only member of the ISR opens with what it has, if that can be read.
         """
-        opened = self._host.pool.apply(_tried, (self.files, self.files.open, topic, number))
+        opened = self._host.pool.apply(_attempt, (self.files, self.files.open, topic, number))
         closed = self._unusable(opened)
         if closed is not None:
             elsewhere = is_whole_elsewhere()
@@ -189,7 +189,7 @@ class Replicas:
                 self._close(opened)
                 if not self.set_aside(topic, number):
                     return None
-                opened = self._host.pool.apply(_tried, (self.files, self.files.open, topic, number))
+                opened = self._host.pool.apply(_attempt, (self.files, self.files.open, topic, number))
         if isinstance(opened, Shortage):
             log.warning("partition %d of topic %r cannot be opened yet: %s", number, topic.name, opened)
             return None
@@ -229,7 +229,7 @@ class Replicas:
             opened[1].close()
 
     def set_aside(self, topic: TopicState, number: int) -> bool:
-        target = self._host.pool.apply(_tried, (self.files, self.files.set_aside, topic, number))
+        target = self._host.pool.apply(_attempt, (self.files, self.files.set_aside, topic, number))
         if isinstance(target, Shortage):
             log.warning("partition %d of topic %r cannot be set aside yet: %s", number, topic.name, target)
             return False
@@ -248,7 +248,7 @@ def _described(place: Path) -> str:
     return f"{place} ({size:,} bytes, offsets {int(files[0].stem)} to {int(files[-1].stem)} and on)"
 
 
-def _tried(files: Files, work: Callable[..., T], *arguments: object) -> T | Exception:
+def _attempt(files: Files, work: Callable[..., T], *arguments: object) -> T | Exception:
     """Run work on a native thread. Return an error instead of raising it, since gevent would print it."""
     try:
         with faults_of(files.root):

@@ -62,7 +62,7 @@ OPEN_AGAIN_S = 1.0
 ASK_AGAIN_S = 5.0
 ASK_WITHIN_S = 2.0
 # How often the search for files of unknown topics is repeated while the control plane is unavailable.
-TIDY_AGAIN_S = 5.0
+STRAYS_AGAIN_S = 5.0
 
 
 class TopicsMembership(PartitionMembership, Protocol):
@@ -110,7 +110,7 @@ class Topic:
         partition = self.local.get(number)
         if partition is not None:
             now_ms = self._host.clock.now_ms()
-            partition.note_pause(now_ms)
+            partition.check_pause(now_ms)
             if partition.replica.leading:
                 self._check_serves(partition, now_ms)
                 return partition
@@ -147,7 +147,7 @@ class Topic:
         """Return the partitions that this broker leads and serves."""
         now_ms = self._host.clock.now_ms()
         for partition in tuple(self.local.values()):
-            partition.note_pause(now_ms)
+            partition.check_pause(now_ms)
         return [partition for _, partition in sorted(self.local.items()) if partition.serves]
 
 
@@ -187,10 +187,10 @@ class Topics:
         self._ending: set[str] = set()
         self._removing: set[str] = set()
         self._open_slots = BoundedSemaphore(OPENING_AT_A_TIME)
-        self._turns: WeakValueDictionary[str, BoundedSemaphore] = WeakValueDictionary()
-        self._tidying = BoundedSemaphore()
-        self._describing = BoundedSemaphore()
-        self._moved = Event()
+        self._change_locks: WeakValueDictionary[str, BoundedSemaphore] = WeakValueDictionary()
+        self._strays_lock = BoundedSemaphore()
+        self._describe_lock = BoundedSemaphore()
+        self._changed = Event()
         self._closed = False
         self.ticker = Ticker(host, self.partitions)
         self.on_removed: Callable[[Topic], None] = lambda topic: None
@@ -217,7 +217,11 @@ class Topics:
     def set_aside(self, topic_id: str, number: int) -> tuple[str, ...]:
         """Describe what this broker's lost+found has of the partition."""
         topic = self._by_id.get(topic_id)
-        return self._host.pool.apply(self._replicas.files.aside, (topic.state, number)) if topic is not None else ()
+        return (
+            self._host.pool.apply(self._replicas.files.describe_set_aside, (topic.state, number))
+            if topic is not None
+            else ()
+        )
 
     # --- the mirror --------------------------------------------------------------------------------------------------
 
@@ -227,24 +231,24 @@ class Topics:
             return
         mirror = self._host.membership.mirror
         if changes.brokers or changes.everything:
-            self._hear_brokers(mirror.brokers)
+            self._update_brokers(mirror.brokers)
         names = set(mirror.topics) | set(self._topics) if changes.everything else changes.topics
         for name in in_short_turns(tuple(names)):
             self._sync_topic(name, mirror.topics.get(name))
-        words = mirror.partitions if changes.everything else changes.partitions
-        for key in in_short_turns(tuple(words)):
+        keys = mirror.partitions if changes.everything else changes.partitions
+        for key in in_short_turns(tuple(keys)):
             self._sync_partition(*key)
         if changes.tombstones or changes.everything:
             for topic_id in mirror.tombstones:
                 self._remove_files(topic_id)
-        self._note_moved()
+        self._notify_changed()
 
     def session_lost(self) -> None:
         """Make the leaders step down, since others may have been elected. A synced state lets them lead again."""
         for partition in self.partitions():
-            partition.tell(SessionLost())
+            partition.step(SessionLost())
 
-    def _hear_brokers(self, brokers: Mapping[int, BrokerState]) -> None:
+    def _update_brokers(self, brokers: Mapping[int, BrokerState]) -> None:
         self._brokers = {number: (broker.incarnation, broker.store_uuid) for number, broker in brokers.items()}
         for partition in in_short_turns(self.partitions()):
             partition.on_brokers_changed(self._brokers)
@@ -274,7 +278,7 @@ class Topics:
 
     def _describe(self, topic: Topic) -> None:
         """Write topic.json. One write at a time, so that the last state known is the last one written."""
-        with self._describing:
+        with self._describe_lock:
             self._replicas.describe(topic.state)
 
     def _sync_partition(self, topic_id: str, number: int) -> None:
@@ -325,13 +329,13 @@ class Topics:
                 with self._open_slots:
                     partition = self._opened(topic, number)
                 if partition is not None:
-                    self._show(topic, partition)
+                    self._publish(topic, partition)
                     return
                 gevent.sleep(ASK_AGAIN_S if key in self._unusable else OPEN_AGAIN_S)
         finally:
             self._opening.discard(key)
             self._unusable.pop(key, None)
-            self._note_moved()
+            self._notify_changed()
 
     def _is_wanted(self, topic: Topic, number: int) -> bool:
         return not self._closed and self.holds(topic) and number not in topic.local
@@ -357,7 +361,7 @@ class Topics:
             )
         if opened is not None:
             self._unusable[key] = opened
-            self._note_moved()
+            self._notify_changed()
         return None
 
     def _is_alone(self, key: tuple[str, int]) -> bool:
@@ -382,14 +386,14 @@ class Topics:
 
         return is_whole_elsewhere(held.value, self._host.broker_id, ask)
 
-    def _show(self, topic: Topic, partition: Partition) -> None:
+    def _publish(self, topic: Topic, partition: Partition) -> None:
         if not self._is_wanted(topic, partition.number):
             partition.close(saves=False)
             return
         _configure(partition, topic.state)
         partition.on_leading = lambda it: self._leading(topic, it)
         partition.on_stepped_down = lambda it: self.on_stepped_down(topic, it)
-        partition.on_damaged = lambda it: self._mend(topic, it)
+        partition.on_damaged = lambda it: self._repair(topic, it)
         topic.local[partition.number] = partition
         held = self._host.membership.mirror.partitions.get((topic.state.topic_id, partition.number))
         if held is not None:
@@ -399,9 +403,9 @@ class Topics:
     def _leading(self, topic: Topic, partition: Partition) -> None:
         if partition.serves:
             self.on_leading(topic, partition)
-        self._note_moved()
+        self._notify_changed()
 
-    def _mend(self, topic: Topic, partition: Partition) -> None:
+    def _repair(self, topic: Topic, partition: Partition) -> None:
         """Rebuild a damaged replica once another one is known to be whole. Until then it serves what can be read."""
         key = (topic.state.topic_id, partition.number)
         while not self._closed and topic.local.get(partition.number) is partition:
@@ -413,8 +417,8 @@ class Topics:
     def _rebuild(self, topic: Topic, partition: Partition) -> None:
         """Set a damaged replica aside. An empty one, of another store, resigns and copies the leader's log."""
         key = (topic.state.topic_id, partition.number)
-        log.critical("%s is damaged, and will be rebuilt from another replica: %s", partition, partition.flaw)
-        partition.damage = partition.flaw
+        log.critical("%s is damaged, and will be rebuilt from another replica: %s", partition, partition.fault)
+        partition.rebuild_reason = partition.fault
         self._opening.add(key)  # no other greenlet opens what is about to be moved
         try:
             if topic.local.get(partition.number) is partition:
@@ -444,14 +448,14 @@ class Topics:
     def wait_settled(self, timeout_s: float) -> bool:
         return self._wait_for(lambda: self.is_settled, timeout_s)
 
-    def _note_moved(self) -> None:
-        moved, self._moved = self._moved, Event()
-        moved.set()
+    def _notify_changed(self) -> None:
+        changed, self._changed = self._changed, Event()
+        changed.set()
 
     def _wait_for(self, is_so: Callable[[], bool], timeout_s: float) -> bool:
         with gevent.Timeout(timeout_s, False):
             while not is_so():
-                self._moved.wait(0.05)
+                self._changed.wait(0.05)
             return True
         return is_so()
 
@@ -460,7 +464,7 @@ class Topics:
     def start(self) -> None:
         """Start the ticker. Look for files of unknown topics once, as soon as the control plane can be read."""
         self.ticker.start()
-        gevent.spawn(self._tidy)
+        gevent.spawn(self._look_for_strays)
 
     def has_files(self, topic_id: str) -> bool:
         """Whether any file of the topic is on this broker's disk."""
@@ -479,16 +483,16 @@ class Topics:
             self._host.pool.apply(self._replicas.files.remove, (topic_id,))
         finally:
             self._removing.discard(topic_id)
-            self._note_moved()
+            self._notify_changed()
 
-    def _tidy(self) -> None:
+    def _look_for_strays(self) -> None:
         while not self._closed and not self.set_aside_strays():
-            gevent.sleep(TIDY_AGAIN_S)
+            gevent.sleep(STRAYS_AGAIN_S)
 
     def set_aside_strays(self) -> bool:
         """Move files of unknown topics to lost+found. A topic is known by the control plane, read after a sync, or by
         a tombstone. Return False, and touch nothing, while the control plane cannot be read."""
-        with self._tidying:
+        with self._strays_lock:
             folders = self._host.pool.apply(self._replicas.files.folders)
             try:
                 self._catalog.plane.sync()
@@ -498,7 +502,7 @@ class Topics:
                 log.info("files of unknown topics cannot be looked for now: %s", error)
                 return False
             explained |= {*self._by_id, *self._removing, *self._ending}
-            self._host.pool.apply(self._replicas.files.tidy, (folders, explained, deleted))
+            self._host.pool.apply(self._replicas.files.clean_up, (folders, explained, deleted))
             return True
 
     # --- finding -----------------------------------------------------------------------------------------------------
@@ -546,61 +550,61 @@ class Topics:
                     f"there is no topic {name!r}, and this cluster makes none at its first use "
                     f"(auto_create_topics=false): {_how_to_create(name)}"
                 ) from None
-        with self._turn(name):  # waiting calls continue in the order of their arrival
+        with self._change_lock(name):  # waiting calls continue in the order of their arrival
             topic = self._topics.get(name)
             return topic or self._create(name, wire.CreateTopic())[0]
 
-    def _turn(self, name: str) -> BoundedSemaphore:
+    def _change_lock(self, name: str) -> BoundedSemaphore:
         """Return the lock under which one change of a topic runs at a time."""
-        turn = self._turns.get(name)
-        if turn is None:
-            turn = self._turns[name] = BoundedSemaphore()
-        return turn
+        lock = self._change_locks.get(name)
+        if lock is None:
+            lock = self._change_locks[name] = BoundedSemaphore()
+        return lock
 
     # --- changing ----------------------------------------------------------------------------------------------------
 
     def create(self, name: str, request: wire.CreateTopic) -> tuple[Topic, bool]:
         """Return the topic, and whether it is new. Raises TopicExists when it exists with other settings."""
-        with self._turn(name):
+        with self._change_lock(name):
             return self._create(name, request)
 
     def _create(self, name: str, request: wire.CreateTopic) -> tuple[Topic, bool]:
         brokers, default = self._host.membership.mirror.brokers, self._default_replication_factor
-        with ExitStack() as making:
+        with ExitStack() as reserved:
             if self.capacity is not None and name not in self._topics:
                 factor = min(request.replication_factor or default, max(1, len(brokers)))
-                making.enter_context(self.capacity.topic((request.partitions or 1) * factor))
+                reserved.enter_context(self.capacity.topic((request.partitions or 1) * factor))
             state, created = self._catalog.create_topic(
                 name, request, brokers=brokers, default_replication_factor=default
             )
-            return self._settled(state), created
+            return self._wait_applied(state), created
 
     def alter(self, name: str, request: wire.AlterTopic) -> Topic:
-        with self._turn(name), ExitStack() as making:
+        with self._change_lock(name), ExitStack() as reserved:
             topic = self._topics.get(name)
             if self.capacity is not None and topic is not None and request.partitions is not None:
                 more = request.partitions - topic.state.partitions
-                making.enter_context(self.capacity.replicas(max(0, more) * topic.state.replication_factor))
+                reserved.enter_context(self.capacity.replicas(max(0, more) * topic.state.replication_factor))
             state = self._catalog.alter_topic(name, request, brokers=self._host.membership.mirror.brokers)
-            return self._settled(state)
+            return self._wait_applied(state)
 
     def delete(self, name: str) -> None:
         """Delete the topic: first its name, leaving a tombstone, then its files on every broker."""
-        with self._turn(name):
+        with self._change_lock(name):
             state = self._catalog.delete_topic(name, now_ms=self._host.clock.wall_ms())
             self._wait_for(lambda: not self.has_files(state.topic_id), SETTLE_WITHIN_S)
 
-    def _settled(self, state: TopicState) -> Topic:
+    def _wait_applied(self, state: TopicState) -> Topic:
         """Return the topic once this broker sees it as `state` has it, with leaders. Raises Unavailable (unknown) when
         that takes too long: the topic exists, and this broker will know it."""
-        if not self._wait_for(lambda: self._is_as(state), SETTLE_WITHIN_S):
+        if not self._wait_for(lambda: self._matches(state), SETTLE_WITHIN_S):
             topic = self._by_id.get(state.topic_id)
             if topic is None:
                 raise Unavailable(f"topic {state.name!r} is made, and not known on this broker yet", outcome="unknown")
             return topic
         return self._by_id[state.topic_id]
 
-    def _is_as(self, state: TopicState) -> bool:
+    def _matches(self, state: TopicState) -> bool:
         topic = self._by_id.get(state.topic_id)
         if topic is None or topic.state.partitions < state.partitions:
             return False

@@ -30,9 +30,9 @@ T = TypeVar("T")
 
 
 class LocalPartition(Protocol):
-    """The part of a partition that is needed here. `flaw` says why its files are damaged, `lost` what they lack."""
+    """The part of a partition that is needed here. `fault` says why its files are damaged, `lost` what they lack."""
 
-    flaw: str
+    fault: str
     lost: str
     replica: PartitionReplica
 
@@ -73,7 +73,7 @@ def log_end_of(partition: LocalPartition) -> ReplicaLogEnd:
         replica.last_epoch,
         replica.durable_end,
         replica.high_watermark,
-        "" if partition.flaw == partition.lost else partition.flaw,
+        "" if partition.fault == partition.lost else partition.fault,
         partition.lost,
     )
 
@@ -101,46 +101,46 @@ class Elected:
 
     broker_id: int
     leader_epoch: int
-    standings: Mapping[int, ReplicaLogEnd]
+    log_ends: Mapping[int, ReplicaLogEnd]
     silent: Mapping[int, str]
 
 
-def choose(held: PartitionState, standings: Mapping[int, ReplicaLogEnd], wanted: int | None = None) -> int:
+def choose(held: PartitionState, log_ends: Mapping[int, ReplicaLogEnd], wanted: int | None = None) -> int:
     """Return the new leader. Raises NotElected when an ordinary election is enough, or no broker can lead."""
     for broker_id in held.isr:
-        log_end = standings.get(broker_id)
+        log_end = log_ends.get(broker_id)
         if log_end is not None and log_end.is_whole(held, broker_id):
             raise NotElected(
                 f"broker {broker_id} is there, and holds all that was acknowledged: the controller elects it, and "
                 "nothing needs to be lost. If it does not, look into the controller's log",
                 EX_CANTCREAT,
             )
-    usable = {broker_id: log_end for broker_id, log_end in standings.items() if not log_end.fault}
+    usable = {broker_id: log_end for broker_id, log_end in log_ends.items() if not log_end.fault}
     if wanted is not None:
         if wanted not in usable:
-            fault = standings[wanted].fault if wanted in standings else "it does not answer, or has no replica of it"
+            fault = log_ends[wanted].fault if wanted in log_ends else "it does not answer, or has no replica of it"
             raise NotElected(f"broker {wanted} cannot lead this partition: {fault}", EX_UNAVAILABLE)
         return wanted
     if not usable:
         raise NotElected(
             f"of brokers {list(held.replicas)} none is there with a replica that is whole: start one of them first"
-            + _aside_of(standings),
+            + _aside_of(log_ends),
             EX_UNAVAILABLE,
         )
     chosen = max(usable, key=lambda broker_id: (usable[broker_id].last_epoch, usable[broker_id].end, -broker_id))
-    if not usable[chosen].end and _aside_of(standings):
+    if not usable[chosen].end and _aside_of(log_ends):
         raise NotElected(
-            f"broker {chosen} would lead, and its replica is empty{_aside_of(standings)}. To lose them none the less, "
+            f"broker {chosen} would lead, and its replica is empty{_aside_of(log_ends)}. To lose them none the less, "
             f"name it: --broker {chosen}",
             EX_CANTCREAT,
         )
     return chosen
 
 
-def _aside_of(standings: Mapping[int, ReplicaLogEnd]) -> str:
+def _aside_of(log_ends: Mapping[int, ReplicaLogEnd]) -> str:
     """Say where records of the partition may be that no replica holds."""
     places = [
-        f"broker {broker_id}: {place}" for broker_id, held in sorted(standings.items()) for place in held.set_aside
+        f"broker {broker_id}: {place}" for broker_id, held in sorted(log_ends.items()) for place in held.set_aside
     ]
     return "; set aside before, and perhaps of use, are " + ", ".join(places) if places else ""
 
@@ -153,29 +153,29 @@ def elect(catalog: Catalog, peers: ElectionPeers, topic: str, number: int, *, wa
         held = catalog.partition(state.topic_id, number)
         if held is None:
             raise NotElected(f"topic {topic!r} has partitions 0 to {state.partitions - 1}, no {number}", EX_USAGE)
-        standings, silent = _ask(held.value, catalog.brokers(), peers, LogEndRequest(state.topic_id, number))
-        chosen = choose(held.value, standings, wanted)
-        log_end = standings[chosen]
+        log_ends, silent = _ask(held.value, catalog.brokers(), peers, LogEndRequest(state.topic_id, number))
+        chosen = choose(held.value, log_ends, wanted)
+        log_end = log_ends[chosen]
         elected = elect_unclean(held.value, chosen, log_end.incarnation, log_end.store_uuid)
         try:
             catalog.set_partition(state.topic_id, number, elected, held.version)
         except Conflict:
             continue  # it has changed: perhaps it has a leader now
-        return Elected(chosen, elected.leader_epoch, standings, silent)
+        return Elected(chosen, elected.leader_epoch, log_ends, silent)
     raise NotElected("the partition keeps changing: look who leads it, and repeat if need be", EX_UNAVAILABLE)
 
 
 def _ask(
     held: PartitionState, brokers: Mapping[int, BrokerState], peers: ElectionPeers, question: LogEndRequest
 ) -> tuple[dict[int, ReplicaLogEnd], dict[int, str]]:
-    standings: dict[int, ReplicaLogEnd] = {}
+    log_ends: dict[int, ReplicaLogEnd] = {}
     silent: dict[int, str] = {}
     for broker_id in held.replicas:
         if broker_id not in brokers:
             silent[broker_id] = "is not registered"
             continue
         try:
-            standings[broker_id] = peers.call(broker_id, "standing", question, ReplicaLogEnd, timeout_s=ASK_WITHIN_S)
+            log_ends[broker_id] = peers.call(broker_id, "standing", question, ReplicaLogEnd, timeout_s=ASK_WITHIN_S)
         except PortalMQError as fault:
             silent[broker_id] = str(fault)
-    return standings, silent
+    return log_ends, silent

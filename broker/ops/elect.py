@@ -88,7 +88,7 @@ def _elect(
         elected = elect_unclean(catalog, peers, topic, partition, wanted=broker)
     finally:
         peers.close()
-    for broker_id, log_end in sorted(elected.standings.items()):
+    for broker_id, log_end in sorted(elected.log_ends.items()):
         whole = f"damaged: {log_end.fault}" if log_end.fault else f"records up to {log_end.end}"
         click.echo(f"broker {broker_id}: {whole}, the last of epoch {log_end.last_epoch}", err=True)
     for broker_id, why in sorted(elected.silent.items()):

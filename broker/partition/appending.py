@@ -23,8 +23,8 @@ from portalmq.broker.partition.action_queue import ActionQueue
 from portalmq.broker.partition.folding import KIND_OF, GroupsFold
 from portalmq.broker.partition.readable import ReadablePartition
 from portalmq.broker.partition.retention import Retention
-from portalmq.broker.partition.serving import Serving
-from portalmq.broker.partition.writer import Entry, Pending, Replicated, Writer
+from portalmq.broker.partition.serving import LeaderReplication
+from portalmq.broker.partition.writer import Entry, Pending, ReplicatedBatches, Writer
 from portalmq.broker.storage.batch import Batch, BatchKind, Record
 from portalmq.errors import Backpressure, NotLeader, PortalMQError, StorageFull, Unavailable
 from portalmq.wire import Acks
@@ -44,7 +44,7 @@ class AppendingPartition(ReadablePartition, ABC):
     groups: GroupsFold
     delivery: dict[str, GroupDelivery]
     streams: dict[str, StreamOffsets]
-    serving: Serving
+    serving: LeaderReplication
     retention: Retention
     messages_next: int
     changed: bool
@@ -53,7 +53,7 @@ class AppendingPartition(ReadablePartition, ABC):
     _writer: Writer
 
     @abstractmethod
-    def tell(self, event: core.Event) -> None:
+    def step(self, event: core.Event) -> None:
         """Pass an event to the core, and perform the resulting actions."""
 
     # --- requests -----------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ class AppendingPartition(ReadablePartition, ABC):
             raise Unavailable("the partition is being closed", retry_after_s=0.5)
         if self.action_queue.remembering is not None:
             raise Unavailable("the partition's leadership is just changing", retry_after_s=0.1)
-        self.tell(AppendRequested(pending, size, pending.stamp, is_control, not_before_ms, delivers))
+        self.step(AppendRequested(pending, size, pending.stamp, is_control, not_before_ms, delivers))
         if pending.error is not None:
             raise self.located(pending.error)
         return pending
@@ -187,7 +187,7 @@ class AppendingPartition(ReadablePartition, ABC):
         self._uncommitted.add(pending)
         self._writer.put(pending)
 
-    def _enqueue_replicated(self, entry: Replicated) -> None:
+    def _enqueue_replicated(self, entry: ReplicatedBatches) -> None:
         if self.closed:
             return
         for head in entry.heads:
@@ -212,7 +212,7 @@ class AppendingPartition(ReadablePartition, ABC):
         """Continue with batches that are on disk."""
         end_offset = 0
         for entry in taken:
-            if isinstance(entry, Replicated):
+            if isinstance(entry, ReplicatedBatches):
                 end_offset = entry.end_offset
                 for batch in entry.batches:
                     if batch.kind != BatchKind.MESSAGES:
@@ -224,7 +224,7 @@ class AppendingPartition(ReadablePartition, ABC):
                 self.host.cache.put_frame(self._cache_key, entry.base_offset, end_offset, entry.frame)
                 entry.frame = None
         self._uncommitted.written(end_offset)
-        self.tell(Appended(end_offset))
+        self.step(Appended(end_offset))
         self.serving.written(end_offset)
         self.retention.take_snapshot_if_due()
         leads = self.replica.leading

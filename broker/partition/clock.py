@@ -2,8 +2,8 @@
 
 `now_ms` times leases, back-offs and waits: Unix time at the start of the broker, continued by a clock that neither
 jumps nor stops in a suspended machine (system.py). `wall_ms` is the time of day, and stamps messages (the core never
-lets these stamps fall). In a cluster the brokers agree on the time of day (cluster/timekeeping.py). Where the machine's
-clock differs from that, the agreed time is continued like the other clock.
+lets these stamps fall). In a cluster the brokers agree on the time of day (cluster/clock_agreement.py). Where the
+machine's clock differs from that, the agreed time is continued like the other clock.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class _First(NamedTuple):
     at_ms: int | None
 
 
-class Compacting:
+class Compactor:
     """`on_removed` is called with how many messages were removed from this broker's files."""
 
     def __init__(self, host: CompactionHost, on_removed: Callable[[int], None] = lambda messages: None) -> None:
@@ -86,10 +86,10 @@ class Compacting:
         # The newest order of each partition that is known to be committed.
         self._orders: WeakKeyDictionary[Partition, CompactionOrder] = WeakKeyDictionary()
 
-    def look_after(self, partition: Partition, *, keeps_last: bool) -> None:
+    def compact_if_due(self, partition: Partition, *, keeps_last: bool) -> None:
         """Order a compaction where the partition `keeps_last` messages, is led here and needs one; then carry out the
         committed order. Blocks until done. Raises PortalMQError when this must be tried again later."""
-        if partition.closed or partition.damage or partition.quarantined or self._host.disk_is_full():
+        if partition.closed or partition.rebuild_reason or partition.quarantined or self._host.disk_is_full():
             return
         if keeps_last and partition.serves:
             is_old = self._is_old(partition)
@@ -197,7 +197,7 @@ class Compacting:
         if not isinstance(found, Exception):
             return found
         if isinstance(found, DAMAGE):
-            partition.damaged(str(found))
+            partition.report_damage(str(found))
         elif isinstance(found, Shortage):
             log.warning("%s cannot be compacted: %s", partition, found)
         elif not isinstance(found, OffsetPurged | Unavailable):  # purged or closed in between

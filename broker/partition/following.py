@@ -41,7 +41,7 @@ from portalmq.broker.partition.fetch_answers import (
 )
 from portalmq.broker.partition.folding import Recovered, recover
 from portalmq.broker.partition.host import FollowedPartition, Replica
-from portalmq.broker.partition.writer import Replicated
+from portalmq.broker.partition.writer import ReplicatedBatches
 from portalmq.broker.storage.batch import BadFrame, BatchFrame, BatchKind, FrameHeader, verified_header
 from portalmq.broker.storage.errors import CorruptBatch, CorruptFile, Shortage
 from portalmq.broker.storage.log import Log
@@ -63,7 +63,7 @@ class FollowingPartition(Replica, FollowedPartition, Protocol):
     def install(self, found: Recovered) -> None: ...
 
 
-class Following:
+class FollowerReplication:
     """Invariant: `_asked` is the fetch of this partition that the fetchers have; None when they have none."""
 
     def __init__(self, partition: FollowingPartition) -> None:
@@ -129,7 +129,7 @@ class Following:
                 self._waiting = SendFetch(leader, fetch)
             self.pause()
             return
-        self._partition.tell(FetchReplied(fetch, reply))
+        self._partition.step(FetchReplied(fetch, reply))
 
     def _understood(self, fetch: Fetch, answer: PartitionAnswer) -> Reply:
         match answer:
@@ -167,17 +167,17 @@ class Following:
             heads.append(head)
         return heads
 
-    def replicated(self) -> Replicated:
+    def replicated(self) -> ReplicatedBatches:
         """Return what the last answer brought, for the writer."""
         frames, heads = self._received
         self._received = ((), ())
-        return Replicated(frames, heads)
+        return ReplicatedBatches(frames, heads)
 
     # --- truncation --------------------------------------------------------------------------------------------------
 
     def truncate(self, action: Truncate) -> None:
         def done(found: Recovered) -> None:
-            self._partition.tell(Truncated(self._partition.log.end_offset, found.producers))
+            self._partition.step(Truncated(self._partition.log.end_offset, found.producers))
 
         log.warning(
             "%s: its log is truncated to %d, from where the leader's differs", self._partition, action.to_offset
@@ -186,7 +186,7 @@ class Following:
 
     def reset(self, action: ResetLog) -> None:
         def done(found: Recovered) -> None:
-            self._partition.tell(LogReset(action.offset, action.epochs, found.producers))
+            self._partition.step(LogReset(action.offset, action.epochs, found.producers))
 
         log.warning("%s: the leader's log begins at %d: this one begins again there", self._partition, action.offset)
         epochs = [entry for entry in action.epochs if entry[1] < action.offset]
@@ -207,7 +207,7 @@ class Following:
                 break
             gevent.sleep(PAUSE_S)
         if isinstance(found, CorruptBatch | CorruptFile | ValueError):
-            partition.damaged(str(found))
+            partition.report_damage(str(found))
         elif isinstance(found, Exception):
             partition.host.storage_failed(found)
         else:

@@ -39,7 +39,7 @@ class PartitionMembership(Protocol):
         ...
 
 
-class Follows(Protocol):
+class FetchAnswers(Protocol):
     """Takes the leader's answers."""
 
     def replied(self, answer: PartitionAnswer) -> None: ...
@@ -55,7 +55,7 @@ class FollowedPartition(Protocol):
     def high_watermark(self) -> int: ...
 
     @property
-    def following(self) -> Follows: ...
+    def following(self) -> FetchAnswers: ...
 
 
 class FollowerFetches(Protocol):
@@ -109,10 +109,10 @@ class Replica(Protocol):
     @property
     def high_watermark(self) -> int: ...
 
-    def tell(self, event: Event) -> None:
+    def step(self, event: Event) -> None:
         """Pass an event to the core, and perform the resulting actions."""
         ...
 
-    def damaged(self, reason: str) -> None:
+    def report_damage(self, reason: str) -> None:
         """Note a damaged file. The replica's files are replaced, or it stops for good."""
         ...

@@ -50,8 +50,8 @@ class IsrUpdates:
             partition.topic_id, partition.number, update.number, partition.min_insync_replicas
         )
         if partition_state is not None and not partition.closed:
-            partition.tell(LeaseRenewed(membership.answered_ms()))
-            partition.tell(partition_state)
+            partition.step(LeaseRenewed(membership.answered_ms()))
+            partition.step(partition_state)
 
     def _propose(self, update: ProposeIsr) -> None:
         partition = self._partition
@@ -63,4 +63,4 @@ class IsrUpdates:
             log.exception("%s: its change of the ISR failed", partition)
             answer = IsrAnswered(update.version, Outcome.UNKNOWN)
         if not partition.closed:
-            partition.tell(answer)
+            partition.step(answer)

@@ -1,7 +1,7 @@
 """One partition on this broker: a core that decides, a log that stores, and the requests that wait in between.
 
 All methods run on the hub's thread (greenlets), so there are no locks; only transactions and long reads run on native
-threads. All events for the core pass `tell`, and its actions are performed in order.
+threads. All events for the core pass `step`, and its actions are performed in order.
 
     Partition                here: opening, input of the core, leadership, closing
       AppendingPartition     appending.py: records, from the append to the disk
@@ -55,12 +55,12 @@ from portalmq.broker.core.stream.offsets import StreamOffsets
 from portalmq.broker.partition.action_queue import ActionQueue
 from portalmq.broker.partition.appending import AppendingPartition
 from portalmq.broker.partition.folding import GroupsFold, Recovered, recover
-from portalmq.broker.partition.following import Following
+from portalmq.broker.partition.following import FollowerReplication
 from portalmq.broker.partition.host import PartitionHost
 from portalmq.broker.partition.isr_updates import IsrUpdates
 from portalmq.broker.partition.reader import Reader
 from portalmq.broker.partition.retention import Retention
-from portalmq.broker.partition.serving import Serving
+from portalmq.broker.partition.serving import LeaderReplication
 from portalmq.broker.partition.shortages import refusal_of
 from portalmq.broker.partition.uncommitted import Uncommitted
 from portalmq.broker.partition.writer import Entry, Pending, Writer
@@ -86,8 +86,8 @@ class Partition(AppendingPartition):
     `streams` those of its stream groups.
 
     `serves`: it leads, and knows all that was committed before its epoch. `on_leading` and `on_stepped_down` are called
-    when that changes, each in a greenlet of its own, in order; `on_damaged` when its files should be replaced. `flaw`
-    says why, `damage` that they are being replaced, `quarantined` why this replica has stopped for good.
+    when that changes, each in a greenlet of its own, in order; `on_damaged` when its files should be replaced. `fault`
+    says why, `rebuild_reason` that they are being replaced, `quarantined` why this replica has stopped for good.
     """
 
     def __init__(
@@ -123,16 +123,16 @@ class Partition(AppendingPartition):
         self.on_ordered: Callable[[], None] = lambda: None
         self.changed = False
         self.serves = False
-        self.damage = ""
-        self.flaw = ""
+        self.rebuild_reason = ""
+        self.fault = ""
         self.closed = False
         self._cache_key = next(_numbers)
         self._writer = Writer(host, log, self._on_written, self._on_refused)
         self._reader = Reader(
-            log, host.cache, self._cache_key, host.storage_failed, lambda fault: self.damaged(str(fault))
+            log, host.cache, self._cache_key, host.storage_failed, lambda fault: self.report_damage(str(fault))
         )
-        self.following = Following(self)
-        self.serving = Serving(self, self._cache_key)
+        self.following = FollowerReplication(self)
+        self.serving = LeaderReplication(self, self._cache_key)
         self.retention = Retention(self)
         self.isr_updates = IsrUpdates(self)
         self.action_queue = ActionQueue(self, self._act, self.following.settle)
@@ -142,7 +142,7 @@ class Partition(AppendingPartition):
         self._used = True
         self._is_streamed = False
         self._refused_ms = 0
-        self._told_ms = host.clock.now_ms()
+        self._last_step_ms = host.clock.now_ms()
         self.groups = GroupsFold()
         found = recovered or recover(log, state_file)
         self.lost = found.lost
@@ -192,12 +192,12 @@ class Partition(AppendingPartition):
 
     # --- input of the core -------------------------------------------------------------------------------------------
 
-    def tell(self, event: core.Event) -> None:
+    def step(self, event: core.Event) -> None:
         """Pass an event to the core, and perform the resulting actions."""
         clock = self.host.clock
         now_ms, wall_ms = clock.now_ms(), clock.wall_ms()
-        actions = [] if now_ms - self._told_ms <= PAUSED_MS else self._after_a_pause(now_ms, wall_ms)
-        self._told_ms = now_ms
+        actions = [] if now_ms - self._last_step_ms <= PAUSED_MS else self._after_a_pause(now_ms, wall_ms)
+        self._last_step_ms = now_ms
         actions += self.replica.step(event, now_ms, wall_ms)
         if actions:
             self.action_queue.add(actions)
@@ -207,11 +207,11 @@ class Partition(AppendingPartition):
         if self._uncommitted.unsettled and self.replica.may_settle(now_ms):
             self._uncommitted.settle()
 
-    def note_pause(self, now_ms: int) -> None:
+    def check_pause(self, now_ms: int) -> None:
         """Check for a pause of this process before a call is answered at `now_ms`. After a pause no call is answered,
         reads included, until it is known whether this replica still leads."""
-        if now_ms - self._told_ms > PAUSED_MS and not self.closed:
-            self.tell(Tick())
+        if now_ms - self._last_step_ms > PAUSED_MS and not self.closed:
+            self.step(Tick())
 
     def _after_a_pause(self, now_ms: int, wall_ms: int) -> list[Action]:
         """Step down after a pause: others may have declared this process dead and elected another leader. Requests that
@@ -219,7 +219,7 @@ class Partition(AppendingPartition):
         replica = self.replica
         if not replica.leading or replica.state is None or replica.state.replicas == (self.host.broker_id,):
             return []
-        log.warning("%s: the process was paused for %d ms, and may no longer lead", self, now_ms - self._told_ms)
+        log.warning("%s: the process was paused for %d ms, and may no longer lead", self, now_ms - self._last_step_ms)
         return replica.step(SessionLost(), now_ms, wall_ms)
 
     def on_partition_state(
@@ -229,20 +229,20 @@ class Partition(AppendingPartition):
         if brokers is not None:
             self.on_brokers_changed(brokers)
         if self.lost:
-            self.damaged(self.lost)
-        if self.damage:
+            self.report_damage(self.lost)
+        if self.rebuild_reason:
             return
         self._writer.keeps_frames = len(partition_state.replicas) > 1 or self._is_streamed
-        self.tell(LeaseRenewed(self.host.membership.answered_ms()))
-        self.tell(LeaderAnswered(self.host.fetchers.heard_ms(self)))
-        self.tell(partition_state)
+        self.step(LeaseRenewed(self.host.membership.answered_ms()))
+        self.step(LeaderAnswered(self.host.fetchers.heard_ms(self)))
+        self.step(partition_state)
 
     def keep_frames(self) -> None:
         """Keep batches in their wire format from now on: a stream reader uses them."""
         self._is_streamed = self._writer.keeps_frames = True
 
     def on_brokers_changed(self, brokers: Mapping[int, tuple[int, str]]) -> None:
-        self.tell(BrokersChanged(brokers))
+        self.step(BrokersChanged(brokers))
 
     def _act(self, action: Action) -> None:
         match action:
@@ -316,12 +316,12 @@ class Partition(AppendingPartition):
             self.serves = False
             gevent.spawn(self.on_stepped_down, self)
 
-    def damaged(self, reason: str) -> None:
+    def report_damage(self, reason: str) -> None:
         """Note that a record in the files is damaged or missing. The replica continues with what it has, and refuses
         what it lacks, until it is rebuilt from another replica that is known to be whole."""
-        if self.flaw or self.damage or self.closed:
+        if self.fault or self.rebuild_reason or self.closed:
             return
-        self.flaw = reason
+        self.fault = reason
         log.critical("%s is damaged: %s", self, reason)
         gevent.spawn(self.on_damaged, self)
 
@@ -360,7 +360,7 @@ class Partition(AppendingPartition):
         self.following.pause()
         # An EPOCH_START that waits for a durable epoch followed what is gone: the core asks for it again.
         self.action_queue.drop_appends()
-        self.tell(Truncated(self.log.end_offset, found.producers))
+        self.step(Truncated(self.log.end_offset, found.producers))
 
     # --- the high watermark ------------------------------------------------------------------------------------------
 
@@ -413,7 +413,7 @@ class Partition(AppendingPartition):
             return self.serves and len(replica.state.isr) == len(replica.state.replicas)
         return replica.fetch is not None
 
-    def rest_if_idle(self) -> None:
+    def close_if_idle(self) -> None:
         """Close the files when nothing was read or written since the last call; the next use opens them again."""
         used, self._used, self._reader.used = self._used or self._reader.used, False, False
         if not used and self._writer.is_idle and not self.changed and not self.action_queue.performing:

@@ -217,7 +217,7 @@ class Retention:
         noted."""
         found: T | Exception = self._partition.host.pool.apply(_answered, (work, *arguments), more)
         if isinstance(found, DAMAGE):
-            self._partition.damaged(str(found))
+            self._partition.report_damage(str(found))
             raise Unavailable(f"a file is damaged on this broker: {found}") from found
         if isinstance(found, Exception):
             raise found
@@ -258,7 +258,7 @@ class Retention:
             ended, self._scrub_at = found <= self._scrub_at, found
             return not ended
         if isinstance(found, DAMAGE):
-            partition.damaged(str(found))
+            partition.report_damage(str(found))
         elif not isinstance(found, OffsetPurged | Shortage | Unavailable):  # dropped, begun again or closed in between
             partition.host.storage_failed(found)
         self._scrub_at = 0

@@ -22,7 +22,7 @@ REPLY_OFFSETS_MAX = 50_000
 COLD_READ_BYTES = 512 * 1024
 
 
-class Asking(Protocol):
+class WaitingFetch(Protocol):
     """A follower's fetch that waits for its answer."""
 
     @property
@@ -49,24 +49,24 @@ class Asking(Protocol):
     def high_watermark_moved(self) -> None: ...
 
 
-class Serving:
+class LeaderReplication:
     """`parked` are the matching fetches that wait, by broker: at most one for each follower."""
 
     def __init__(self, partition: Replica, cache_key: int) -> None:
         self._partition = partition
         self._cache_key = cache_key
-        self.parked: dict[int, Asking] = {}
+        self.parked: dict[int, WaitingFetch] = {}
 
-    def received(self, ask: Asking) -> None:
+    def received(self, ask: WaitingFetch) -> None:
         """Handle a follower's fetch, new or still waiting."""
-        self._partition.tell(FetchReceived(ask, ask.fetch, ask.sent_after_ms))
+        self._partition.step(FetchReceived(ask, ask.fetch, ask.sent_after_ms))
 
-    def withdrawn(self, ask: Asking) -> None:
+    def withdrawn(self, ask: WaitingFetch) -> None:
         if self.parked.get(ask.fetch.broker_id) is ask:
             del self.parked[ask.fetch.broker_id]
 
     def answer(self, action: ReplyFetch) -> None:
-        ask: Asking = action.token  # type: ignore[assignment]
+        ask: WaitingFetch = action.token  # type: ignore[assignment]
         if not ask.stands:
             return
         if action.reply is not None:
@@ -139,7 +139,7 @@ class Serving:
         if partition.replica.highest_epoch != epoch:
             return None  # the log may have been truncated since: nothing that was read may enter the cache
         if isinstance(read, DAMAGE):
-            partition.damaged(str(read))
+            partition.report_damage(str(read))
             return None
         if isinstance(read, Exception):
             partition.host.storage_failed(read)

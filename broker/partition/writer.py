@@ -5,8 +5,8 @@
 Appends that arrive during a transaction go into the next one together. Records that no call waits for (a grant) do not
 start a transaction at once: they wait a few milliseconds for others.
 
-A follower's batches take the same way: one fetch brings one entry of the queue, `Replicated`, which is written in one
-transaction with the leader's checksums.
+A follower's batches take the same way: one fetch brings one entry of the queue, `ReplicatedBatches`, which is written
+in one transaction with the leader's checksums.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Pending:
             raise self.error
 
 
-class Replicated:
+class ReplicatedBatches:
     """Verified batches from the leader; `batches` once they are on disk. No call waits for them."""
 
     __slots__ = ("batches", "frames", "heads", "size_bytes")
@@ -129,7 +129,7 @@ class Replicated:
         return sum([head.message_count for head in self.heads])
 
 
-Entry = Pending | Replicated
+Entry = Pending | ReplicatedBatches
 
 
 class Writer:
@@ -250,7 +250,7 @@ def _commit(log: Log, taken: list[Entry], keeps_frames: bool) -> float | Storage
     batches: list[Batch] = []
     try:
         for entry in taken:
-            if isinstance(entry, Replicated):
+            if isinstance(entry, ReplicatedBatches):
                 entry.batches = [batch_of_frame(*pair) for pair in zip(entry.frames, entry.heads, strict=True)]
                 batches += entry.batches
             else:

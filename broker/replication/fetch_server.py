@@ -70,7 +70,7 @@ class LocalPartitions(Protocol):
     def local(self, topic_id: str, number: int) -> Partition | None: ...
 
 
-class Ask:
+class SessionFetch:
     """A fetch in a session. It waits until it is answered once, with `answer` or with records, or withdrawn."""
 
     __slots__ = ("answer", "fetch", "key", "known_hw", "partition", "session", "stands")
@@ -120,9 +120,9 @@ class FetchSession:
         self.turn = 0
         # What the last request says is from after this time; None for a broker without this field.
         self.sent_after_ms: int | None = NEVER_MS
-        self.asks: dict[PartitionKey, Ask] = {}
-        self.ready: dict[Ask, None] = {}
-        self.moved: dict[Ask, None] = {}
+        self.asks: dict[PartitionKey, SessionFetch] = {}
+        self.ready: dict[SessionFetch, None] = {}
+        self.moved: dict[SessionFetch, None] = {}
         self.moved_ms = 0
         self.affirmed_ms = clock.now_ms()
         self.wakeup = Event()
@@ -130,12 +130,12 @@ class FetchSession:
         self.ended = False
         self._clock = clock
 
-    def is_ready(self, ask: Ask) -> None:
+    def is_ready(self, ask: SessionFetch) -> None:
         if ask.stands:
             self.ready[ask] = None
             self.wakeup.set()
 
-    def has_moved(self, ask: Ask) -> None:
+    def has_moved(self, ask: SessionFetch) -> None:
         if not ask.stands:
             return
         if not self.moved:
@@ -162,7 +162,7 @@ class FetchSession:
         return max(0, until_ms - self._clock.now_ms())
 
 
-class Replication:
+class FetchServer:
     """The server of other brokers' fetches."""
 
     def __init__(self, host: ReplicationHost, partitions: LocalPartitions) -> None:
@@ -197,7 +197,7 @@ class Replication:
         session.wakeup.set()  # ends the poll of the earlier turn
         for key in request.left:
             session.forget(key)
-        self._affirm(session)
+        self._repeat_fetches(session)
         for asked in request.partitions:
             self._ask(session, request, asked)
         return self._poll(session, request, peer)
@@ -233,15 +233,15 @@ class Replication:
             if before.fetch == fetch:
                 return  # repeated: the follower cannot know whether it arrived
             session.forget(asked.key)
-        ask = session.asks[asked.key] = Ask(session, asked, fetch, self._partitions.local(*asked.key))
-        self._tell(ask)
+        ask = session.asks[asked.key] = SessionFetch(session, asked, fetch, self._partitions.local(*asked.key))
+        self._submit(ask)
 
-    def _tell(self, ask: Ask) -> None:
+    def _submit(self, ask: SessionFetch) -> None:
         """Pass a fetch to its partition. A partition that is not open yet will be, or loses the leadership: wait."""
         partition = ask.partition
         if partition is None:
             return
-        if partition.closed or partition.damage:
+        if partition.closed or partition.rebuild_reason:
             ask.reply(Rejected(0))
         else:
             partition.serving.received(ask)
@@ -252,9 +252,9 @@ class Replication:
             ask = session.asks.get((partition.topic_id, partition.number))
             if ask is not None and ask.stands and ask.answer is None:
                 ask.partition = partition
-                self._tell(ask)
+                self._submit(ask)
 
-    def _affirm(self, session: FetchSession) -> None:
+    def _repeat_fetches(self, session: FetchSession) -> None:
         """Pass all fetches of a session to their partitions again: they are current as long as the follower polls."""
         now_ms = self._host.clock.now_ms()
         if now_ms - session.affirmed_ms < AFFIRM_EVERY_MS:
@@ -262,7 +262,7 @@ class Replication:
         session.affirmed_ms = now_ms
         for ask in tuple(session.asks.values()):
             if ask.stands and ask.answer is None:
-                self._tell(ask)
+                self._submit(ask)
 
     # --- the poll ----------------------------------------------------------------------------------------------------
 
@@ -311,7 +311,7 @@ class Replication:
             answers += self._moved(session)
         return answers
 
-    def _answered(self, session: FetchSession, ask: Ask) -> None:
+    def _answered(self, session: FetchSession, ask: SessionFetch) -> None:
         ask.withdraw()
         session.ready.pop(ask, None)
         session.moved.pop(ask, None)
@@ -324,7 +324,7 @@ class Replication:
                 self._answered(session, ask)
                 yield RecordsAnswer(*ask.key, ask.echo, [], partition.high_watermark)
 
-    def _answer(self, ask: Ask, max_bytes: int) -> PartitionAnswer:
+    def _answer(self, ask: SessionFetch, max_bytes: int) -> PartitionAnswer:
         """Return the answer to a ready fetch: the one it was given, or the records for it."""
         partition = ask.partition
         if ask.answer is None and partition is not None:
@@ -347,6 +347,6 @@ class Replication:
                 return RejectedAnswer(*ask.key, ask.echo, 0)
 
 
-def _still_leads(partition: Partition, ask: Ask) -> bool:
+def _still_leads(partition: Partition, ask: SessionFetch) -> bool:
     replica = partition.replica
     return replica.leading and replica.leader_epoch == ask.fetch.leader_epoch and ask.answer is None

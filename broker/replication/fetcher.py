@@ -233,7 +233,7 @@ class Fetcher:
             if session == self._session:
                 if self._failures == 0:
                     log.info("the fetch from broker %d failed, and is tried again: %s", self._leader, error)
-                self._begin_anew()
+                self._restart_session()
         else:
             if session == self._session:
                 self._take(turn, answer)
@@ -241,7 +241,7 @@ class Fetcher:
             self._polls -= 1
             self._wakeup.set()
 
-    def _begin_anew(self) -> None:
+    def _restart_session(self) -> None:
         """Begin a new session after a pause and name everything: the leader's state of this one is unknown."""
         self._session += 1
         self._turn = 0
@@ -253,7 +253,7 @@ class Fetcher:
 
     def _take(self, turn: int, answer: ReplicaFetchAnswer) -> None:
         if not answer.known:
-            self._begin_anew()
+            self._restart_session()
             return
         self._failures = 0
         self._answered_ms = max(self._answered_ms, answer.answered_ms)

@@ -97,7 +97,7 @@ class Ticker:
             try:
                 self.tick()
                 if self._ticks % QUIET_EVERY_TICKS == 0:
-                    self.look_after_followers()
+                    self.probe_overdue_followers()
             except Exception:  # the next tick must come
                 log.exception("a tick of the partitions failed")
 
@@ -113,9 +113,9 @@ class Ticker:
                 continue
             try:
                 if renewed is not None:
-                    partition.tell(renewed)
+                    partition.step(renewed)
                 if index % QUIET_EVERY_TICKS == 0 or not partition.is_quiet:
-                    partition.tell(tick)
+                    partition.step(tick)
                     told += 1
             except Exception:  # the other partitions need their leases
                 log.exception("%s: its tick failed", partition)
@@ -123,7 +123,7 @@ class Ticker:
                 told = 0
                 give_way()
 
-    def look_after_followers(self) -> None:
+    def probe_overdue_followers(self) -> None:
         """Probe each broker whose fetch is overdue on some partition, all at once."""
         now_ms = self._host.clock.now_ms()
         overdue: dict[int, list[Partition]] = {}
@@ -148,7 +148,7 @@ class Ticker:
                     return
             for partition in partitions:
                 if not partition.closed:
-                    partition.tell(FollowerRefused(broker_id))
+                    partition.step(FollowerRefused(broker_id))
         finally:
             self._probing.discard(broker_id)
 
@@ -158,6 +158,6 @@ class Ticker:
         while True:
             for partition in tuple(self._partitions()):
                 gevent.sleep(SCRUB_EVERY_S)
-                while not partition.closed and not partition.damage and partition.retention.scrub():
+                while not partition.closed and not partition.rebuild_reason and partition.retention.scrub():
                     gevent.sleep(SCRUB_EVERY_S)
             gevent.sleep(SCRUB_EVERY_S)

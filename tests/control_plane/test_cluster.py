@@ -114,7 +114,7 @@ class TestElectingAController:
         assert catalog.controller() == held
         assert catalog.elect_controller(2, 1) is None
         assert held is not None
-        assert catalog.depose(held)
+        assert catalog.remove_controller(held)
         assert catalog.elect_controller(2, 1) == Versioned(ControllerState(2, 1, 2), 0)
 
     def test_of_two_at_once_one_wins(self, plane: Interrupted, catalog: Catalog) -> None:
@@ -155,9 +155,9 @@ class TestElectingAController:
     def test_deposing_ends_no_later_term(self, plane: Interrupted, catalog: Catalog) -> None:
         first = catalog.elect_controller(1, 1)
         assert first is not None
-        catalog.depose(first)
+        catalog.remove_controller(first)
         second = catalog.elect_controller(2, 1)
-        assert not catalog.depose(first), "the node has the same version again"
+        assert not catalog.remove_controller(first), "the node has the same version again"
         assert catalog.controller() == second
 
 
@@ -209,7 +209,7 @@ class TestCommittingAsController:
     def test_a_deposed_one_changes_nothing(
         self, catalog: Catalog, topic: state.TopicState, held: Versioned[ControllerState]
     ) -> None:
-        catalog.depose(held)
+        catalog.remove_controller(held)
         catalog.elect_controller(2, 1)
         with pytest.raises(ControllerFenced):
             catalog.commit_as_controller(held, self.raised(catalog, topic))
@@ -219,7 +219,7 @@ class TestCommittingAsController:
         self, plane: Interrupted, catalog: Catalog, topic: state.TopicState, held: Versioned[ControllerState]
     ) -> None:
         other = Catalog(plane)
-        plane.meanwhile = [lambda: None, lambda: (other.depose(held), other.elect_controller(2, 1))]
+        plane.meanwhile = [lambda: None, lambda: (other.remove_controller(held), other.elect_controller(2, 1))]
         with pytest.raises(ControllerFenced):
             catalog.commit_as_controller(held, self.raised(catalog, topic))
         epochs = [each.value.leader_epoch for each in catalog.partitions(topic).values()]

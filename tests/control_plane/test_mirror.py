@@ -332,7 +332,7 @@ class TestLateWords:
         raised = msgspec.structs.replace(held.value, leader_epoch=held.value.leader_epoch + 1)
         catalog.set_partition(topic.topic_id, 0, raised, held.version)
         catalog.register_broker(1, msgspec.structs.replace(THREE[1], incarnation=7))
-        assert catalog.depose(controller)
+        assert catalog.remove_controller(controller)
         assert catalog.elect_controller(1, 7) is not None
         mirror.refresh()
         known = dict(mirror.topics), dict(mirror.groups), dict(mirror.partitions), dict(mirror.brokers)

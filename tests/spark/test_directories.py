@@ -18,7 +18,7 @@ from support.log_files import Writer
 
 from portalmq import Admin
 from portalmq.broker.partition import compaction
-from portalmq.broker.partition.compaction import Compacting
+from portalmq.broker.partition.compaction import Compactor
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.storage.log import Log as StoredLog
 from portalmq.broker.storage.schema import LogIdentity
@@ -189,7 +189,7 @@ def test_compaction_leaves_holes_and_empty_segments(tmp_path, monkeypatch):
             directory.roll("t")
         directory.put("t", Record(b"3", key=b"0"))
         removed: list[int] = []
-        Compacting(directory.fixture.broker, removed.append).look_after(directory.partition("t"), keeps_last=True)
+        Compactor(directory.fixture.broker, removed.append).compact_if_due(directory.partition("t"), keeps_last=True)
     assert sum(removed) == 9
     with closing(sqlite3.connect(f"file:{segments_of(tmp_path)[0]}?immutable=1", uri=True)) as connection:
         assert connection.execute("SELECT count(*) FROM messages").fetchone() == (0,)

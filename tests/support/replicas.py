@@ -32,7 +32,7 @@ from portalmq.broker.partition.cache import BatchCache
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.partition_state import partition_state_of
-from portalmq.broker.replication.fetch_server import Replication
+from portalmq.broker.replication.fetch_server import FetchServer
 from portalmq.broker.replication.fetcher import Fetchers
 from portalmq.broker.storage.batch import Record
 from portalmq.control_plane.state import BrokerState, PartitionState, TopicState, with_isr
@@ -167,7 +167,7 @@ class Host:
         self.network = Network(group, broker_id)
         self.fetchers = Fetchers(self, self.network, wait_ms=200)
         self.on_opened: Callable[[Partition], None] = lambda partition: None
-        self.replication = Replication(self, self)
+        self.replication = FetchServer(self, self)
 
     def local(self, topic_id: str, number: int) -> Partition | None:
         return self.partition if topic_id == TOPIC_ID else None
@@ -230,7 +230,7 @@ class Group:
         partition.on_leading = lambda it: self.led.append(host.broker_id)
         partition.on_stepped_down = lambda it: self.stepped_down.append(host.broker_id)
         host.partition = partition
-        self.tell(host)
+        self.step(host)
         host.on_opened(partition)
         return partition
 
@@ -246,7 +246,7 @@ class Group:
     def _rebuild(self, host: Host, files: Files, partition: Partition) -> None:
         if not self._is_whole_elsewhere(host):
             return
-        partition.damage = partition.flaw
+        partition.rebuild_reason = partition.fault
         partition.close(saves=False)
         Replicas(host, files).set_aside(self.topic, 0)
         self.open(host)
@@ -288,7 +288,7 @@ class Group:
     def announce(self) -> None:
         for host in tuple(self.hosts.values()):
             if host.broker_id not in self.severed:
-                self.tell(host)
+                self.step(host)
 
     def elect(self, broker_id: int | None, *, isr: tuple[int, ...] | None = None, unclean: bool = False) -> None:
         epoch = self.state.leader_epoch + 1
@@ -321,9 +321,9 @@ class Group:
             for host in tuple(self.hosts.values()):
                 partition = host.partition
                 if partition is not None and not partition.closed and host.broker_id not in self.severed:
-                    partition.tell(LeaseRenewed(host.clock.now_ms()))
+                    partition.step(LeaseRenewed(host.clock.now_ms()))
                 if partition is not None and not partition.closed:
-                    partition.tell(Tick())
+                    partition.step(Tick())
 
     def close(self) -> None:
         self._beat.kill()

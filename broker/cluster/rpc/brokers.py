@@ -72,11 +72,11 @@ class Reached(msgspec.Struct, frozen=True):
     answers: bool
 
 
-class TimeAsked(msgspec.Struct, frozen=True):
+class TimeRequest(msgspec.Struct, frozen=True):
     """Ask for the time of day of the broker's machine."""
 
 
-class TimeTold(msgspec.Struct, frozen=True):
+class TimeAnswer(msgspec.Struct, frozen=True):
     machine_ms: int
 
 
@@ -84,4 +84,4 @@ STANDING = BrokerCall("standing", LogEndRequest, ReplicaLogEnd, timeout_s=5.0)
 STANDINGS = BrokerCall("standings", LogEndsRequest, ReplicaLogEnds, timeout_s=1.0)
 SUSPECT = BrokerCall("suspect", Suspicion, SuspicionNoted, timeout_s=1.0)
 REACH = BrokerCall("reach", ReachRequest, Reached, timeout_s=1.0)
-TIME = BrokerCall("time", TimeAsked, TimeTold, timeout_s=1.0)
+TIME = BrokerCall("time", TimeRequest, TimeAnswer, timeout_s=1.0)

@@ -21,16 +21,16 @@ class Brokers:
     """Answers by broker; one that is missing does not answer."""
 
     def __init__(self, **ends: tuple[int, int] | None) -> None:
-        self.standings = {
+        self.log_ends = {
             int(name[1:]): ReplicaLogEnd(f"s{name[1:]}", 2, *end, 0) if end else None for name, end in ends.items()
         }
         self.asked: list[int] = []
 
     def __call__(self, broker_id: int, keys: Sequence[tuple[str, int]]) -> list[ReplicaLogEnd | None]:
         self.asked.append(len(keys))
-        if broker_id not in self.standings:
+        if broker_id not in self.log_ends:
             raise Unavailable("cut off")
-        return [self.standings[broker_id]] * len(keys)
+        return [self.log_ends[broker_id]] * len(keys)
 
 
 def test_when_all_have_answered_it_is_decided_at_once():
@@ -58,8 +58,8 @@ def test_one_that_is_away_cut_off_or_still_opening_is_waited_for_within_bounds()
 
 def test_one_that_is_damaged_or_of_another_store_says_so():
     brokers = Brokers(b1=(7, 9), b2=(7, 10), b3=(7, 10))
-    brokers.standings[1] = msgspec.structs.replace(brokers.standings[1], lossy="its log ends at 9")
-    brokers.standings[2] = msgspec.structs.replace(brokers.standings[2], store_uuid="s2/1")
+    brokers.log_ends[1] = msgspec.structs.replace(brokers.log_ends[1], lossy="its log ends at 9")
+    brokers.log_ends[2] = msgspec.structs.replace(brokers.log_ends[2], store_uuid="s2/1")
     elections = ColdElections(brokers, HandClock())
     assert elections.log_ends({KEY: HELD}, LIVE) == {KEY: {1: None, 2: None, 3: (7, 10)}}
 

@@ -213,8 +213,8 @@ class TestWaiting:
         brokers.ask(1, "a")
         brokers.wait(3, "paused")
         waiting = brokers.wait(2, "b")
-        assert brokers.locks[3]._keeper is not None
-        brokers.locks[3]._keeper.kill()
+        assert brokers.locks[3]._greenlet is not None
+        brokers.locks[3]._greenlet.kill()
         brokers.release(1, "a", 1)
         gevent.sleep(0.02)
         assert not waiting.dead

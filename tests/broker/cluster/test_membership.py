@@ -262,7 +262,7 @@ class TestTheController:
     def test_two_alone_who_do_not_hear_each_other_do_not_depose_each_other_for_ever(
         self, cluster: Members, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("portalmq.broker.cluster.controller_loop.DEPOSE_AGAIN_MS", 3_600_000)
+        monkeypatch.setattr("portalmq.broker.cluster.controller_loop.REMOVE_AGAIN_MS", 3_600_000)
         cluster.start_all(1, 2)
         catalog = cluster.members[2].catalog
         cluster.cut(1, 2)
@@ -298,8 +298,8 @@ class TestTheController:
         topic = cluster.create_topic()
         old = first.membership.controller_loop.held
         assert old is not None
-        assert second.catalog.depose(old)
-        assert not second.catalog.depose(old), "a term ends once"
+        assert second.catalog.remove_controller(old)
+        assert not second.catalog.remove_controller(old), "a term ends once"
         new = second.catalog.elect_controller(2, 1)
         assert new is not None
         assert new.value.epoch == old.value.epoch + 1
@@ -361,12 +361,12 @@ class TestTheController:
         topic = cluster.create_topic()
         first.catalog.delete_topic("t", now_ms=0)
         until(lambda: first.catalog.confirmations(topic.topic_id) == {2})
-        first.membership.controller_loop._keep_up()
+        first.membership.controller_loop._maintain()
         assert list(first.catalog.tombstones()) == [topic.topic_id]
         files["kept"] = False
         first.membership.mirror.note(None)
         until(lambda: first.catalog.confirmations(topic.topic_id) == {1, 2})
-        first.membership.controller_loop._keep_up()
+        first.membership.controller_loop._maintain()
         assert first.catalog.tombstones() == {}
 
 
@@ -411,12 +411,12 @@ class TestALeaderWhomItsFollowersDoNotReach:
 
     def doubt_on(self, cluster: Members, leader: int) -> None:
         """Doubted on, for more rounds of asking than a decision takes."""
-        office = cluster.members[4].membership.controller_loop
-        rounds = {office._ask_reach_ms}
+        loop = cluster.members[4].membership.controller_loop
+        rounds = {loop._ask_reach_ms}
 
         def asked_again() -> bool:
-            office.doubt(leader, 1)
-            rounds.add(office._ask_reach_ms)
+            loop.note_suspicion(leader, 1)
+            rounds.add(loop._ask_reach_ms)
             return len(rounds) > 5
 
         until(asked_again)
@@ -428,7 +428,7 @@ class TestALeaderWhomItsFollowersDoNotReach:
         cluster.cut(leader, *followers)
 
         def replaced() -> bool:
-            self.doubt(cluster, followers, leader)
+            self.note_suspicion(cluster, followers, leader)
             return cluster.members[4].partition(topic).value.leader in followers
 
         until(replaced)
@@ -491,13 +491,13 @@ class TestTheReturnOfThePlane:
         until(lambda: len(first.membership.mirror.partitions) == 2)
         led = next(n for n in range(2) if first.partition(topic, n).value.leader == 2)
         began = time.monotonic()
-        office = first.membership.controller_loop
-        office.begin_grace(2.0)
+        loop = first.membership.controller_loop
+        loop.begin_grace(2.0)
         cluster.kill(2)
         cluster.probes.clear()  # its port answers: only the registration is gone
         cluster.expire(2)
         until(lambda: 2 not in first.membership.mirror.brokers)
-        assert 2 in office.live() or not office._in_grace()
+        assert 2 in loop.live() or not loop._in_grace()
         until(lambda: first.partition(topic, led).value.leader == 1)
         assert time.monotonic() - began > 1.9
 
@@ -602,8 +602,8 @@ def test_a_broker_of_the_version_before_speaks_for_no_leader_and_for_no_controll
     """It cannot tell whom it reaches: a leader is not taken for cut off by that, and a controller is not kept."""
     alone.peers = OldBrokers()  # type: ignore[assignment]
     alone.mirror.brokers = {number: BrokerState(f"http://b{number}:5000", 1, f"s{number}") for number in (1, 2, 3)}
-    assert alone.reach_of([2]) == {2: {1: True}}
-    assert not alone.others_reach(2, 1)
+    assert alone.reachability_of([2]) == {2: {1: True}}
+    assert not alone.is_reached_by_others(2, 1)
 
 
 class TestChangingTheIsr:

@@ -149,7 +149,7 @@ def test_files_are_looked_through_once_the_control_plane_can_be_read(tmp_path, m
 
     started = gevent.getcurrent()
     monkeypatch.setattr(Standalone, "get_children", get_children)
-    monkeypatch.setattr("portalmq.broker.cluster.topics.TIDY_AGAIN_S", 0.0)
+    monkeypatch.setattr("portalmq.broker.cluster.topics.STRAYS_AGAIN_S", 0.0)
     with running(tmp_path) as it:
         eventually(lambda: not stray.exists())
         it.broker.topics.set_aside_strays()  # which waits for the one that begins with the broker
@@ -234,7 +234,7 @@ def test_each_replica_that_begins_anew_has_a_store_of_its_own(tmp_path):
 def test_a_replica_whose_topic_was_set_aside_and_came_back_does_not_look_complete(tmp_path):
     files = Files(tmp_path, "cluster", "store")
     open_and_close(files)
-    files.tidy(files.folders(), set(), set())
+    files.clean_up(files.folders(), set(), set())
     assert open_and_close(files) == "store/1"
 
 

@@ -190,6 +190,6 @@ def test_is_answered_once_no_leader_before_this_one_hands_the_messages_out(fixtu
     purges.append(gevent.spawn(purge, fixture, partition=0, before_offset=end))
     assert not gevent.wait(purges, timeout=0.2, count=1)
     monkeypatch.undo()
-    partition.tell(Tick())
+    partition.step(Tick())
     gevent.joinall(purges, timeout=50, raise_error=True)
     assert all(each.ready() for each in purges)

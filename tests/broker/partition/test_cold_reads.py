@@ -38,7 +38,7 @@ def fetch(fixture: Fixture, *partitions: int) -> list[fetching.PartitionFrames]:
 
 def test_of_many_who_read_what_is_on_disk_one_reads_at_a_time_and_all_get_it(cold, monkeypatch):
     at_once, most, order = 0, 0, []
-    read = serving.Serving._read
+    read = serving.LeaderReplication._read
 
     def noted(self, *arguments):
         nonlocal at_once, most
@@ -52,7 +52,7 @@ def test_of_many_who_read_what_is_on_disk_one_reads_at_a_time_and_all_get_it(col
         finally:
             at_once -= 1
 
-    monkeypatch.setattr(serving.Serving, "_read", noted)
+    monkeypatch.setattr(serving.LeaderReplication, "_read", noted)
     readers = [gevent.spawn(fetch, cold, number % 2) for number in range(4)]
     gevent.joinall(readers, timeout=60, raise_error=True)
     assert all(len(reader.get()[0].frames) == PIECES for reader in readers)

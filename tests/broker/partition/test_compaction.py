@@ -13,7 +13,7 @@ from support.replicas import contents, eventually, replicas
 from portalmq import wire
 from portalmq.broker.core.queue.records import Ack, Grant, GroupStart
 from portalmq.broker.partition import compaction as compaction_module
-from portalmq.broker.partition.compaction import Compacting
+from portalmq.broker.partition.compaction import Compactor
 from portalmq.broker.storage.batch import HOLE, BatchKind, Record, frame_of, verified_header
 from portalmq.errors import Unavailable
 from portalmq.streams.fetch_buffer import _with_offsets
@@ -67,8 +67,8 @@ class Everywhere:
             if broker_ids and broker_id not in broker_ids:
                 continue
             removed = self.removed.setdefault(broker_id, [])
-            compacting = self.by_host.setdefault((broker_id, id(host)), Compacting(host, removed.append))
-            compacting.look_after(host.partition, keeps_last=True)
+            compactor = self.by_host.setdefault((broker_id, id(host)), Compactor(host, removed.append))
+            compactor.compact_if_due(host.partition, keeps_last=True)
 
     def are_alike(self):
         """Everybody has carried out the newest order, and holds the same."""
@@ -183,7 +183,7 @@ def test_an_order_that_is_not_committed_is_not_carried_out(tmp_path):
         everywhere = Everywhere(group)
         ordering = gevent.spawn(everywhere.run, 1)
         eventually(lambda: group.partition(1).groups.compacted)
-        Compacting(group.hosts[1]).look_after(group.partition(1), keeps_last=False)
+        Compactor(group.hosts[1]).compact_if_due(group.partition(1), keeps_last=False)
         assert len(there(group.partition(1))) == 12
         group.mend(2)
         ordering.join(60)
@@ -337,15 +337,15 @@ def test_after_a_restart_it_goes_on_and_the_order_is_still_known(tmp_path, clock
         fixture.broker.create_topic("t", wire.CreateTopic(config={"cleanup": "compact"}))
         partition = partition_of(fixture)
         rounds(partition)
-        compacting = fixture.broker.compacting
+        compactor = fixture.broker.compactor
         partition.log.seal(partition.high_watermark)
-        compacting._order(partition)
+        compactor._order(partition)
         assert len(there(partition)) == 12
         partition.save_state()
     with running(tmp_path, clock) as fixture:
         partition = partition_of(fixture)
         assert partition.groups.compacted > 0
-        fixture.broker.compacting.look_after(partition, keeps_last=False)
+        fixture.broker.compactor.compact_if_due(partition, keeps_last=False)
         assert len(there(partition)) == 4
 
 
@@ -496,14 +496,14 @@ def test_receipts_of_messages_that_are_gone_may_still_be_shown(fixture):
 def test_a_damaged_file_is_told_and_nothing_is_compacted(fixture, tmp_path):
     partition = partition_of(fixture)
     rounds(partition)
-    fixture.broker.compacting._order(partition)
+    fixture.broker.compactor._order(partition)
     file = next(iter(sorted((tmp_path / "partitions").rglob("0*.sqlite"))))
     file.chmod(0o644)
     content = bytearray(file.read_bytes())
     content[-10] ^= 1
     file.write_bytes(content)
     compact(fixture)
-    assert "SHA-256" in partition.flaw
+    assert "SHA-256" in partition.fault
     assert file.read_bytes() == content
     assert not fixture.faults
 

@@ -275,7 +275,7 @@ def test_a_file_that_another_took_the_place_of_is_damage_and_no_mistake_of_ours(
     partition.forget_read()
     with pytest.raises(Unavailable, match="damaged"):
         list(fixture.broker.read_all("t", None))
-    assert partition.flaw
+    assert partition.fault
     assert fixture.faults == []
 
 
@@ -344,7 +344,7 @@ def test_a_message_that_is_on_its_way_to_the_disk_is_known_to_whoever_repeats_it
     with held(monkeypatch, partition.log, "append") as release:
         first = gevent.spawn(send, fixture, "b", idempotency_key="k")
         gevent.sleep(0.02)
-        partition.tell(SessionLost())
+        partition.step(SessionLost())
         eventually(lambda: partition.serves)
         with pytest.raises(RequestInProgress):
             send(fixture, "b", idempotency_key="k")
@@ -365,7 +365,7 @@ def test_a_delayed_message_that_nobody_waits_for_is_not_passed_over_before_it_is
     with held(monkeypatch, partition.log, "append") as release:
         partition.submit(tuple(records("sooner", deliver_at_ms=due_ms - 500)), 6)
         gevent.sleep(0.02)
-        partition.tell(SessionLost())
+        partition.step(SessionLost())
         eventually(lambda: partition.serves)
         fixture.clock.advance(2_000)
         taken = texts(receive(fixture, max_messages=10))

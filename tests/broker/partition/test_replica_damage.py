@@ -89,7 +89,7 @@ def test_a_log_that_is_begun_anew_under_the_search_for_damage_is_not_a_fault(tmp
         monkeypatch.setattr(log, "read_to_copy", begun_anew)
         assert not group.leader.retention.scrub()
         assert not group.hosts[1].faults
-        assert not group.leader.flaw
+        assert not group.leader.fault
 
 
 def test_a_damaged_batch_is_not_served_to_a_follower(tmp_path):
@@ -118,7 +118,7 @@ def test_the_only_replica_keeps_what_it_has(tmp_path):
         with pytest.raises(Unavailable, match="damaged"):
             list(group.leader.pieces(0, 100, 100))
         assert group.leader.serves
-        assert group.leader.flaw
+        assert group.leader.fault
         send(group.leader, "d")
         assert lost(tmp_path, 1) == []
 

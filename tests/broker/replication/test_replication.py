@@ -435,7 +435,7 @@ def test_a_leader_that_stood_still_asks_whether_it_leads_before_it_answers(tmp_p
     with replicas(tmp_path, 3) as group:
         settle(group)
         leader = group.leader
-        leader._told_ms -= 5_000  # nothing was heard, as the process did not run
+        leader._last_step_ms -= 5_000  # nothing was heard, as the process did not run
         with pytest.raises(Unavailable) as refused:
             send(leader, "m", acks="leader")
         assert refused.value.outcome == "not_applied"
@@ -456,7 +456,7 @@ def test_a_leader_that_stood_still_asks_whether_it_leads_before_anything_is_read
         topic = Topic(TopicState("t", TOPIC_ID, 1, 1, 3, TopicConfig()), host, lambda missing: None)
         topic.local[0] = leader
         assert reads(topic) is leader
-        leader._told_ms -= 5_000  # nothing was heard, as the process did not run
+        leader._last_step_ms -= 5_000  # nothing was heard, as the process did not run
         with pytest.raises((Unavailable, IndexError)):
             reads(topic)
         assert not leader.replica.leading

@@ -264,7 +264,7 @@ class TestChoosingByName:
         assert choose(self.HELD, {1: lossy, 2: standing(5, 11)}) == 2
 
     def test_nobody_is_nobody(self) -> None:
-        for standings in ({}, {2: standing(1, 1, fault="damaged")}):
+        for log_ends in ({}, {2: standing(1, 1, fault="damaged")}):
             with pytest.raises(StartupError, match="none is there with a replica that is whole") as refused:
-                choose(self.HELD, standings)
+                choose(self.HELD, log_ends)
             assert refused.value.exit_code == 69

@@ -20,7 +20,7 @@ def group(tmp_path: Path) -> Iterator[Group]:
         yield it
 
 
-def pulse_of(group: Group, **more) -> Ticker:
+def ticker_of(group: Group, **more) -> Ticker:
     return Ticker(group.hosts[1], lambda: [group.partition(1)], **more)
 
 
@@ -37,32 +37,32 @@ def heard(partition, monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 def test_a_quiet_partition_hears_of_the_time_in_every_third_beat(group, monkeypatch):
-    pulse = pulse_of(group)
+    ticker = ticker_of(group)
     eventually(lambda: group.leader.is_quiet)
     told = heard(group.leader, monkeypatch)
     for _ in range(9):
-        pulse.tick()
+        ticker.tick()
     assert sum(isinstance(event, Tick) for event in told) == 3
 
 
 def test_a_partition_that_waits_for_something_hears_of_it_in_every_beat(group, monkeypatch):
-    pulse = pulse_of(group)
+    ticker = ticker_of(group)
     group.cut(3)
     eventually(lambda: group.state.isr == (1, 2))
     eventually(lambda: not group.leader.is_quiet)
     told = heard(group.leader, monkeypatch)
     for _ in range(9):
-        pulse.tick()
+        ticker.tick()
     assert sum(isinstance(event, Tick) for event in told) == 9
 
 
 def test_the_lease_is_told_when_it_was_renewed_and_only_then(group, monkeypatch):
-    pulse = pulse_of(group)
+    ticker = ticker_of(group)
     group._beat.kill()
     told = heard(group.leader, monkeypatch)
     monkeypatch.setattr(group.hosts[1].membership, "answered_ms", lambda: 4_711)
     for _ in range(3):
-        pulse.tick()
+        ticker.tick()
     assert [event for event in told if isinstance(event, LeaseRenewed)] == [LeaseRenewed(4_711)]
 
 
@@ -70,11 +70,11 @@ def test_a_follower_that_is_gone_leaves_the_isr_before_its_lag_does(group):
     lag_ms = group.leader.replica.lag_ms
     group.leader.replica.in_sync.lag_ms = 60_000
     group.stop(3)
-    pulse = pulse_of(group, polls=group.hosts[1].replication.polls, refuses=lambda url: url == "http://broker-3")
+    ticker = ticker_of(group, polls=group.hosts[1].replication.polls, refuses=lambda url: url == "http://broker-3")
     began_ms = group.clock.now_ms()
 
     def looked_after() -> bool:
-        pulse.look_after_followers()
+        ticker.probe_overdue_followers()
         return group.state.isr == (1, 2)
 
     eventually(looked_after)
@@ -85,22 +85,22 @@ def test_a_follower_that_is_gone_leaves_the_isr_before_its_lag_does(group):
 
 def test_a_follower_that_is_there_and_does_not_fetch_is_told_of_and_stays_in_sync(group):
     """It may be the one that does not reach this broker: the controller asks around."""
-    pulse = pulse_of(group, polls=lambda broker_id: False, refuses=lambda url: False)
+    ticker = ticker_of(group, polls=lambda broker_id: False, refuses=lambda url: False)
     group.leader.replica.in_sync.began_ms -= 10_000
     for known in group.leader.replica.in_sync._followers.values():
         known.fetched_ms -= 10_000
-    pulse.look_after_followers()
+    ticker.probe_overdue_followers()
     eventually(lambda: (3, False) in group.hosts[1].membership.suspected)
     assert group.state.isr == (1, 2, 3)
 
 
 def test_a_follower_whose_fetch_is_parked_is_not_asked_after(group):
     probed: list[str] = []
-    pulse = pulse_of(group, polls=lambda broker_id: True, refuses=lambda url: bool(probed.append(url)))
+    ticker = ticker_of(group, polls=lambda broker_id: True, refuses=lambda url: bool(probed.append(url)))
     group.leader.replica.in_sync.began_ms -= 10_000
     for known in group.leader.replica.in_sync._followers.values():
         known.fetched_ms -= 10_000
-    pulse.look_after_followers()
+    ticker.probe_overdue_followers()
     gevent.sleep(0)
     assert probed == []
 
@@ -118,14 +118,14 @@ def test_a_partition_that_fails_does_not_keep_the_lease_from_the_others(group, m
 
 
 def test_a_beat_that_fails_is_not_the_last(group, monkeypatch):
-    pulse = pulse_of(group)
+    ticker = ticker_of(group)
     beats: list[int] = []
 
     def fail() -> None:
         beats.append(1)
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(pulse, "tick", fail)
-    pulse.start()
+    monkeypatch.setattr(ticker, "tick", fail)
+    ticker.start()
     eventually(lambda: len(beats) >= 3)
-    pulse.close()
+    ticker.close()

@@ -23,7 +23,7 @@ import gevent
 import msgspec
 from gevent.event import Event
 
-from portalmq.broker.cluster.rpc.brokers import TimeAsked, TimeTold
+from portalmq.broker.cluster.rpc.brokers import TimeAnswer, TimeRequest
 from portalmq.broker.partition.clock import TOLERANCE_MS, Clock
 from portalmq.control_plane.state import BrokerState
 from portalmq.errors import PortalMQError
@@ -35,18 +35,18 @@ ASK_WITHIN_S = 1.0
 
 T = TypeVar("T")
 # A time of day as an offset from the steady clock of this broker: its least and its greatest possible value.
-Span = tuple[int, int]
+OffsetRange = tuple[int, int]
 
 
 class PeerClocks(Protocol):
     def call(self, broker_id: int, name: str, request: msgspec.Struct, kind: type[T], *, timeout_s: float) -> T: ...
 
 
-def agreed_with(one: Span, other: Span) -> bool:
+def agreed_with(one: OffsetRange, other: OffsetRange) -> bool:
     return one[0] - TOLERANCE_MS <= other[1] and other[0] - TOLERANCE_MS <= one[1]
 
 
-def agreement(own: Span, others: Collection[Span]) -> int | None:
+def agreement(own: OffsetRange, others: Collection[OffsetRange]) -> int | None:
     """Return the offset of the time of day that a majority agrees on; the own one if it is among them; None without a
     majority."""
     clocks = [own, *others]
@@ -57,7 +57,7 @@ def agreement(own: Span, others: Collection[Span]) -> int | None:
     return None
 
 
-class Timekeeping:
+class ClockAgreement:
     """`off_ms` is how far the machine's clock is ahead of the agreed time; `differs` says that brokers disagree."""
 
     def __init__(
@@ -84,7 +84,7 @@ class Timekeeping:
 
     def serve(self, body: bytes) -> bytes:
         """Answer another broker's question."""
-        return msgspec.msgpack.encode(TimeTold(self._clock.machine_ms()))
+        return msgspec.msgpack.encode(TimeAnswer(self._clock.machine_ms()))
 
     def _run(self) -> None:
         while not self._closing.wait(ASK_EVERY_S):
@@ -98,34 +98,34 @@ class Timekeeping:
         others = [broker_id for broker_id in self._brokers() if broker_id != self._broker_id]
         asked = [gevent.spawn(self._ask, broker_id) for broker_id in others]
         gevent.joinall(asked)
-        told = [greenlet.value for greenlet in asked if greenlet.value is not None]
+        answers = [greenlet.value for greenlet in asked if greenlet.value is not None]
         own = self._own()
-        if own is not None and (told or not others):
-            agreed = agreement(own, told)
+        if own is not None and (answers or not others):
+            agreed = agreement(own, answers)
             # Without an agreement the last agreed time is kept.
             self._clock.agreed_ms = agreed if agreed is not None else self._before(own)
             self._note(own, is_split=agreed is None)
 
-    def _before(self, own: Span) -> int:
+    def _before(self, own: OffsetRange) -> int:
         return own[0] if self._clock.agreed_ms is None else self._clock.agreed_ms
 
-    def _ask(self, broker_id: int) -> Span | None:
+    def _ask(self, broker_id: int) -> OffsetRange | None:
         asked_ms = self._clock.now_ms()
         try:
-            told = self._peers.call(broker_id, "time", TimeAsked(), TimeTold, timeout_s=ASK_WITHIN_S)
+            answer = self._peers.call(broker_id, "time", TimeRequest(), TimeAnswer, timeout_s=ASK_WITHIN_S)
         except PortalMQError:
             return None  # unavailable, or of a version without this call
-        least, most = told.machine_ms - self._clock.now_ms(), told.machine_ms - asked_ms
+        least, most = answer.machine_ms - self._clock.now_ms(), answer.machine_ms - asked_ms
         return (least, most) if most - least <= TOLERANCE_MS else None  # so slow an answer says too little
 
-    def _own(self) -> Span | None:
+    def _own(self) -> OffsetRange | None:
         """Return the range of the own clock; None when this process was paused between the readings."""
         asked_ms = self._clock.now_ms()
         machine_ms = self._clock.machine_ms()
         least, most = machine_ms - self._clock.now_ms(), machine_ms - asked_ms
         return (least, most) if most - least <= TOLERANCE_MS // 10 else None
 
-    def _note(self, own: Span, *, is_split: bool) -> None:
+    def _note(self, own: OffsetRange, *, is_split: bool) -> None:
         assert self._clock.agreed_ms is not None
         off_ms = own[0] - self._clock.agreed_ms
         differs = is_split or not agreed_with(own, (self._clock.agreed_ms, self._clock.agreed_ms))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from portalmq.broker.cluster.rpc.brokers import TimeTold
-from portalmq.broker.cluster.timekeeping import Timekeeping, agreement
+from portalmq.broker.cluster.clock_agreement import ClockAgreement, agreement
+from portalmq.broker.cluster.rpc.brokers import TimeAnswer
 from portalmq.broker.partition.clock import TOLERANCE_MS, Clock
 from portalmq.control_plane.state import BrokerState
 from portalmq.errors import Unavailable
@@ -32,7 +32,7 @@ class Cluster:
         self.away: set[int] = set()
         self.slow_ms = 0
         self.keepers = {
-            broker_id: Timekeeping(clock, broker_id, self.brokers, Calls(self))
+            broker_id: ClockAgreement(clock, broker_id, self.brokers, Calls(self))
             for broker_id, clock in self.clocks.items()
         }
 
@@ -57,7 +57,7 @@ class Calls:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
 
-    def call(self, broker_id: int, name: str, request: msgspec.Struct, kind: type, *, timeout_s: float) -> TimeTold:
+    def call(self, broker_id: int, name: str, request: msgspec.Struct, kind: type, *, timeout_s: float) -> TimeAnswer:
         assert name == "time"
         if broker_id in self.cluster.away:
             raise Unavailable("away")

@@ -23,7 +23,7 @@ ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
 
 def pulses(**found: ProbeHistory) -> dict[int, ProbeHistory]:
-    return {int(name[1:]): pulse for name, pulse in found.items()}
+    return {int(name[1:]): history for name, history in found.items()}
 
 
 class TestConcluding:
@@ -38,8 +38,8 @@ class TestConcluding:
         assert gone(found, refusals=2) == {(1, 4)}
 
     def test_two_silences_in_a_row_count(self) -> None:
-        pulse = ProbeHistory(1)
-        found = {1: pulse, 2: ProbeHistory(1)}
+        history = ProbeHistory(1)
+        found = {1: history, 2: ProbeHistory(1)}
         for probe, expected in [
             (Probe.SILENT, False),
             (Probe.ANSWERED, False),
@@ -49,7 +49,7 @@ class TestConcluding:
             (Probe.UNSURE, True),
             (Probe.ANSWERED, False),
         ]:
-            pulse.record(probe)
+            history.record(probe)
             assert bool(gone(found, refusals=1)) is expected, probe
 
     def test_when_none_of_several_answers_nothing_counts(self) -> None:
@@ -72,19 +72,19 @@ class TestWatching:
             asked.append(url)
             return answers.get(url, Probe.ANSWERED)
 
-        vigil = FailureDetector(probe, lambda: None)
-        yield vigil, answers, asked
-        vigil.close()
+        detector = FailureDetector(probe, lambda: None)
+        yield detector, answers, asked
+        detector.close()
 
     def test_only_those_that_are_to_be_probed_are(
         self, watching: tuple[FailureDetector, dict[str, Probe], list[str]]
     ) -> None:
-        vigil, _, asked = watching
+        detector, _, asked = watching
         known = {number: BrokerState(f"http://b{number}", 1, "s") for number in (1, 2)}
-        vigil.watch(known, {2})
+        detector.watch(known, {2})
         until(lambda: len(asked) >= 2)
         assert set(asked) == {"http://b2"}
-        vigil.watch(known, ())
+        detector.watch(known, ())
         gevent.sleep(0.6)  # the turn that is under way
         asked.clear()
         gevent.sleep(0.6)  # a turn in which nothing may come: there is no condition to wait for
@@ -93,39 +93,39 @@ class TestWatching:
     def test_who_is_gone_stays_gone_until_it_answers_or_starts_anew(
         self, watching: tuple[FailureDetector, dict[str, Probe], list[str]]
     ) -> None:
-        vigil, answers, _asked = watching
+        detector, answers, _asked = watching
         answers["http://b1"] = Probe.REFUSED
-        vigil.watch({1: BrokerState("http://b1", 1, "s")}, {1})
-        until(lambda: vigil.gone() == {(1, 1)})
-        vigil.watch({1: BrokerState("http://b1", 1, "s")}, ())
-        assert vigil.gone() == {(1, 1)}
-        vigil.watch({1: BrokerState("http://b1", 2, "s")}, ())
-        assert vigil.gone() == set()
-        vigil.watch({1: BrokerState("http://b1", 2, "s")}, {1})
-        until(lambda: vigil.gone() == {(1, 2)})
+        detector.watch({1: BrokerState("http://b1", 1, "s")}, {1})
+        until(lambda: detector.gone() == {(1, 1)})
+        detector.watch({1: BrokerState("http://b1", 1, "s")}, ())
+        assert detector.gone() == {(1, 1)}
+        detector.watch({1: BrokerState("http://b1", 2, "s")}, ())
+        assert detector.gone() == set()
+        detector.watch({1: BrokerState("http://b1", 2, "s")}, {1})
+        until(lambda: detector.gone() == {(1, 2)})
         answers.clear()
-        until(lambda: vigil.gone() == set())
+        until(lambda: detector.gone() == set())
 
     def test_who_is_suspected_is_asked_at_once(
         self, watching: tuple[FailureDetector, dict[str, Probe], list[str]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("portalmq.broker.cluster.failure_detector.PROBE_EVERY_S", AN_HOUR_S)
-        vigil, _, asked = watching
-        vigil.watch({1: BrokerState("http://b1", 1, "s")}, {1})
+        detector, _, asked = watching
+        detector.watch({1: BrokerState("http://b1", 1, "s")}, {1})
         until(lambda: asked)
         gevent.sleep(0)
-        vigil.hurry(1)
+        detector.probe_now(1)
         until(lambda: len(asked) == 2)
-        vigil.hurry(7)  # nobody knows it
+        detector.probe_now(7)  # nobody knows it
 
     def test_a_second_question_follows_a_refusal_soon(
         self, watching: tuple[FailureDetector, dict[str, Probe], list[str]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("portalmq.broker.cluster.failure_detector.PROBE_EVERY_S", AN_HOUR_S)
-        vigil, answers, _asked = watching
+        detector, answers, _asked = watching
         answers["http://b1"] = Probe.REFUSED
-        vigil.watch({1: BrokerState("http://b1", 1, "s")}, {1})
-        until(lambda: vigil.gone(refusals=2))
+        detector.watch({1: BrokerState("http://b1", 1, "s")}, {1})
+        until(lambda: detector.gone(refusals=2))
 
 
 Handler = Callable[[socket.socket, tuple[str, int]], None]
