@@ -405,12 +405,12 @@ class TestALeaderWhomItsFollowersDoNotReach:
         catalog.commit_fitting([PartitionChange(topic.topic_id, 0, full, held.version)])
         until(lambda: cluster.members[4].partition(topic).value.isr == held.value.replicas)
 
-    def doubt(self, cluster: Members, by: tuple[int, ...], broker_id: int) -> None:
+    def suspect(self, cluster: Members, by: tuple[int, ...], broker_id: int) -> None:
         for number in by:
             cluster.members[number].membership.suspect(broker_id, 1, refused=True)
 
-    def doubt_on(self, cluster: Members, leader: int) -> None:
-        """Doubted on, for more rounds of asking than a decision takes."""
+    def keep_suspecting(self, cluster: Members, leader: int) -> None:
+        """Suspect the leader for more rounds of votes than a decision takes."""
         loop = cluster.members[4].membership.controller_loop
         rounds = {loop._ask_reach_ms}
 
@@ -428,21 +428,21 @@ class TestALeaderWhomItsFollowersDoNotReach:
         cluster.cut(leader, *followers)
 
         def replaced() -> bool:
-            self.note_suspicion(cluster, followers, leader)
+            self.suspect(cluster, followers, leader)
             return cluster.members[4].partition(topic).value.leader in followers
 
         until(replaced)
         held = cluster.members[4].partition(topic).value
         assert set(held.isr) == set(followers)
         assert cluster.controllers == [4]
-        self.doubt_on(cluster, leader)
+        self.keep_suspecting(cluster, leader)
         assert cluster.members[4].partition(topic).value == held, "nothing moves while the links stay as they are"
 
     def test_stays_while_enough_reach_it(self, led: tuple[Members, state.TopicState, int, tuple[int, ...]]) -> None:
         cluster, topic, leader, followers = led
         held = cluster.members[4].partition(topic).value
         cluster.cut(leader, followers[0])
-        self.doubt_on(cluster, leader)
+        self.keep_suspecting(cluster, leader)
         assert cluster.members[4].partition(topic).value == held
 
     def test_stays_where_nobody_is_reached_by_more(
@@ -452,7 +452,7 @@ class TestALeaderWhomItsFollowersDoNotReach:
         held = cluster.members[4].partition(topic).value
         cluster.cut(leader, *followers)
         cluster.cut(*followers)
-        self.doubt_on(cluster, leader)
+        self.keep_suspecting(cluster, leader)
         assert cluster.members[4].partition(topic).value == held
 
     def test_is_replaced_where_it_is_the_controller_itself(self, cluster: Members) -> None:
