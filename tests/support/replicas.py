@@ -230,7 +230,7 @@ class Group:
         partition.on_leading = lambda it: self.led.append(host.broker_id)
         partition.on_stepped_down = lambda it: self.stepped_down.append(host.broker_id)
         host.partition = partition
-        self.step(host)
+        self.update(host)
         host.on_opened(partition)
         return partition
 
@@ -280,7 +280,7 @@ class Group:
             if host.partition is not None and not host.partition.closed:
                 host.partition.on_brokers_changed(known)
 
-    def tell(self, host: Host) -> None:
+    def update(self, host: Host) -> None:
         if host.partition is not None and not host.partition.closed:
             known = {each.broker_id: (each.incarnation, each.store_uuid) for each in self.hosts.values()}
             host.partition.on_partition_state(partition_state_of(self.state, self.version, self.least), known)
@@ -288,7 +288,7 @@ class Group:
     def announce(self) -> None:
         for host in tuple(self.hosts.values()):
             if host.broker_id not in self.severed:
-                self.step(host)
+                self.update(host)
 
     def elect(self, broker_id: int | None, *, isr: tuple[int, ...] | None = None, unclean: bool = False) -> None:
         epoch = self.state.leader_epoch + 1

@@ -199,7 +199,7 @@ def test_a_damaged_replica_that_is_alone_in_sync_asks_the_control_plane_for_noth
     mirror, key = topics._host.membership.mirror, (topic.state.topic_id, 0)
     monkeypatch.setattr("portalmq.broker.cluster.topics.ASK_AGAIN_S", 0.01)
     monkeypatch.setattr(topics, "_is_whole_elsewhere", lambda key: asked.append(key))
-    mending = gevent.spawn(topics._mend, topic, topic.local[0])
+    mending = gevent.spawn(topics._repair, topic, topic.local[0])
     gevent.sleep(0.05)
     assert not asked
     held = mirror.partitions[key]
