@@ -104,5 +104,5 @@ def peer_calls(wiring: Wiring) -> dict[str, PeerCall]:
         "offsets": lambda body, peer: wiring.stream_partitions.serve_positions(body),
         "standing": lambda body, peer: serve_log_end(wiring.topics, body),
         "time": lambda body, peer: wiring.clock_agreement.serve(body),
-        **wiring.membership.calls,
+        **wiring.membership.peer_queries.calls,
     }

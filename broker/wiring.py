@@ -154,7 +154,7 @@ class Wiring:
         self.began_ms = self.clock.now_ms()
         self.mirror = self.membership.mirror
         self.peers = Peers(self.mirror, self.cluster_secret, tls=trusting(self.config))
-        self.membership.peers = self.peers
+        self.membership.peer_queries.peers = self.peers
         self.clock_agreement = ClockAgreement(self.clock, self.broker_id, lambda: self.mirror.brokers, self.peers)
         self.peers.on_trouble = lambda other, incarnation, refused: self.membership.suspect(
             other, incarnation, refused=refused
@@ -173,7 +173,7 @@ class Wiring:
             default_replication_factor=config.default_replication_factor if config.is_clustered else 1,
         )
         self.topics.capacity = self.capacity = Capacity(config, self.mirror)
-        self.membership.own_log_ends = lambda keys: [own_log_end(self.topics, *key) for key in keys]
+        self.membership.peer_queries.own_log_ends = lambda keys: [own_log_end(self.topics, *key) for key in keys]
         self.fetchers = Fetchers(self, self.peers, wait_ms=config.fetch_wait_ms, max_bytes=config.fetch_bytes_max)
         self.replication = FetchServer(self, self.topics)
         self.topics.ticker.polls = self.replication.polls

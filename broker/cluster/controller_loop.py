@@ -19,19 +19,19 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Protocol
 
 import gevent
 from gevent.event import Event
 
-from portalmq.broker.cluster.cold_elections import AskLogEnds, ColdElections
+from portalmq.broker.cluster.cold_elections import ColdElections
 from portalmq.broker.cluster.failure_detector import FailureDetector
+from portalmq.broker.cluster.peer_queries import PeerQueries
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.yielding import give_way, in_short_turns
 from portalmq.control_plane.catalog import Catalog, ControllerFenced, PartitionChange, Versioned
 from portalmq.control_plane.controller import (
-    Reach,
     View,
     cold_elections,
     cut_off,
@@ -81,14 +81,6 @@ class ControllerHost(Protocol):
         """Whether the broker is registered in the present session."""
         ...
 
-    def is_reached_by_others(self, broker_id: int, incarnation: int) -> bool:
-        """Whether another broker reaches this one, or this broker is itself cut off from all others."""
-        ...
-
-    def reachability_of(self, brokers: Collection[int]) -> Reach:
-        """Return which brokers reach each of these now, as far as known. Blocks for at most a second."""
-        ...
-
 
 class ControllerLoop:
     """Invariant: `held`, while not None, is the election that this broker won in the present session."""
@@ -99,9 +91,9 @@ class ControllerLoop:
         catalog: Catalog,
         mirror: Mirror,
         failure_detector: FailureDetector,
+        peer_queries: PeerQueries,
         clock: Clock,
         chance: Callable[[], float],
-        ask: AskLogEnds,
     ) -> None:
         self.held: Versioned[ControllerState] | None = None
         self.wake = Event()
@@ -109,6 +101,7 @@ class ControllerLoop:
         self._catalog = catalog
         self._mirror = mirror
         self._failure_detector = failure_detector
+        self._peer_queries = peer_queries
         self._clock = clock
         self._chance = chance
         self._known: dict[int, BrokerState] = {}
@@ -124,7 +117,7 @@ class ControllerLoop:
         self._cut_off: dict[PartitionKey, int] = {}
         self._first_seen_ms: dict[str, int] = {}
         self._closing = Event()
-        self._cold = ColdElections(ask, clock)
+        self._cold = ColdElections(peer_queries.log_ends, clock)
 
     # --- live brokers ------------------------------------------------------------------------------------------------
 
@@ -270,7 +263,7 @@ class ControllerLoop:
             if now_ms < self._ask_others_ms:
                 return False
             self._ask_others_ms = now_ms + ASK_OTHERS_AGAIN_MS
-            return not self._host.is_reached_by_others(controller.broker_id, controller.incarnation)
+            return not self._peer_queries.is_reached_by_others(controller.broker_id, controller.incarnation)
         fenced, since_ms = self._removed_alone
         if fenced == controller.broker_id and now_ms < since_ms + REMOVE_AGAIN_MS:
             return False  # its session decides
@@ -311,13 +304,13 @@ class ControllerLoop:
         live = self.live()
         suspected = {id for id, incarnation in self._suspected_ms if id in live and live[id].incarnation == incarnation}
         led = {key: each for key, each in self._mirror.partitions.items() if each.value.leader in suspected}
-        reach = self._host.reachability_of(suspected & {each.value.leader for each in led.values()})
+        reach = self._peer_queries.reachability_of(suspected & {each.value.leader for each in led.values()})
         view = View(self._mirror.topics, led, live, reach=reach)
         self._cut_off = {key: self._cut_off.get(key, 0) + 1 for key in cut_off(view)}
         due = {key: led[key] for key, times in self._cut_off.items() if times >= CUT_OFF_MIN}
         if due:
             others = {number for each in due.values() for number in each.value.isr} - reach.keys()
-            reach = {**reach, **self._host.reachability_of(others)}
+            reach = {**reach, **self._peer_queries.reachability_of(others)}
             self._commit(held, plan(dataclasses.replace(view, partitions=due, reach=reach)))
 
     def _commit(self, held: Versioned[ControllerState], changes: list[PartitionChange]) -> None:

@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from functools import partial
 from math import ceil
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import gevent
 import msgspec
@@ -29,24 +29,15 @@ from gevent.event import Event
 
 from portalmq.broker.cluster.controller_loop import ControllerLoop
 from portalmq.broker.cluster.failure_detector import CertificatePaths, FailureDetector, Probe, Prober, probe_once
+from portalmq.broker.cluster.peer_queries import PeerQueries
 from portalmq.broker.cluster.retry_budget import AT_ONCE, RetryBudget
-from portalmq.broker.cluster.rpc.brokers import (
-    LogEndRequest,
-    LogEndsRequest,
-    Reached,
-    ReachRequest,
-    ReplicaLogEnd,
-    ReplicaLogEnds,
-    Suspicion,
-    SuspicionNoted,
-)
 from portalmq.broker.core.replica.events import IsrAnswered, Outcome, PartitionStateChanged, ProposeIsr
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.partition_state import partition_state_of
 from portalmq.broker.partition.yielding import TimeSlice
 from portalmq.control_plane.catalog import BrokerIdTaken, Catalog, Versioned
 from portalmq.control_plane.controller import View, departures, elect
-from portalmq.control_plane.mirror import Changes, Mirror, PartitionKey, SetBack
+from portalmq.control_plane.mirror import Changes, Mirror, SetBack
 from portalmq.control_plane.plane import (
     Conflict,
     PlaneError,
@@ -55,7 +46,7 @@ from portalmq.control_plane.plane import (
     clock_s,
 )
 from portalmq.control_plane.state import BrokerState, PartitionState, with_isr
-from portalmq.errors import NotFound, PartitionNotFound, PortalMQError, Unavailable
+from portalmq.errors import Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +56,6 @@ RETRY_PAUSE_S = 0.2
 REGISTER_WITHIN_SESSIONS = 2
 DRAIN_WITHIN_S = 5.0
 POLL_S = 0.02
-SUSPECT_AGAIN_MS = 300
-PEER_TIMEOUT_S = 1.0
 # How long a leader serves without an answer of the control plane, as a fraction of the session timeout.
 LEASE_PART = 2 / 3
 
@@ -78,12 +67,6 @@ class ClusterGone(PlaneError):
 
     The broker keeps topics that such a plane does not know, and trusts none of its ISRs.
     """
-
-
-class PeerCalls(Protocol):
-    """The part of broker/cluster/peers.py that Membership needs."""
-
-    def call(self, broker_id: int, name: str, request: msgspec.Struct, kind: type[T], *, timeout_s: float) -> T: ...
 
 
 class Membership:
@@ -113,16 +96,6 @@ class Membership:
         self.incarnation = me.incarnation
         self.on_changed: list[Callable[[Changes], None]] = []
         self.on_session_lost: list[Callable[[], None]] = []
-        self.peers: PeerCalls | None = None
-        # Returns the log ends of this broker's own replicas.
-        self.own_log_ends: Callable[[Sequence[PartitionKey]], Sequence[ReplicaLogEnd | None]] = lambda keys: (
-            [None] * len(keys)
-        )
-        self.calls: dict[str, Callable[[bytes, object], bytes]] = {
-            "suspect": self._serve_suspect,
-            "reach": self._serve_reach,
-            "standings": self._serve_log_ends,
-        }
         self._catalog = catalog
         self._plane = catalog.plane
         self._clock = clock
@@ -134,10 +107,18 @@ class Membership:
         self.mirror = Mirror(self._plane, on_noted=self._noted.set, new_pace=lambda: TimeSlice().paced)
         self._prober = Prober(certificate=certificate)
         self._probe = probe or self._prober.probe
-        self._probe_once = probe or partial(probe_once, certificate=certificate)
         self.failure_detector = FailureDetector(self._probe, self._wake_controller_loop)
+        self.peer_queries = PeerQueries(
+            (broker_id, me.incarnation),
+            self.mirror,
+            self.failure_detector,
+            clock,
+            probe or partial(probe_once, certificate=certificate),
+            is_controller=lambda: self.is_controller,
+            on_suspicion=lambda suspect, incarnation: self.controller_loop.note_suspicion(suspect, incarnation),
+        )
         self.controller_loop = ControllerLoop(
-            self, catalog, self.mirror, self.failure_detector, clock, chance, self._ask_log_ends
+            self, catalog, self.mirror, self.failure_detector, self.peer_queries, clock, chance
         )
         self._cluster_id = cluster_id
         # The session in which this broker is registered; 0 for none.
@@ -148,8 +129,6 @@ class Membership:
         self._has_undelivered = Event()
         self._closing = Event()
         self._greenlets: list[gevent.Greenlet] = []
-        self._suspected_ms: dict[tuple[int, int], int] = {}
-        self._reporting: set[int] = set()
         self._confirmed: set[str] = set()
 
     @property
@@ -382,117 +361,9 @@ class Membership:
     def _wake_controller_loop(self) -> None:
         self.controller_loop.wake.set()
 
-    # --- suspicions --------------------------------------------------------------------------------------------------
-
     def suspect(self, broker_id: int, incarnation: int, *, refused: bool) -> None:
-        """Note that a broker does not answer this one. Never blocks.
-
-        The controller receives the report and verifies it with a probe of its own. This broker probes instead when it
-        is the controller, or when the controller is the one that does not answer.
-        """
-        now_ms = self._clock.now_ms()
-        again_ms = self._suspected_ms.get((broker_id, incarnation), 0) + SUSPECT_AGAIN_MS
-        if broker_id == self.broker_id or now_ms < again_ms:
-            return
-        self._suspected_ms = {key: at for key, at in self._suspected_ms.items() if now_ms - at < SUSPECT_AGAIN_MS}
-        self._suspected_ms[(broker_id, incarnation)] = now_ms
-        controller = self.mirror.controller
-        if self.is_controller or (controller is not None and controller.value.broker_id == broker_id):
-            self.failure_detector.probe_now(broker_id)
-            self.controller_loop.note_suspicion(self.broker_id, self.incarnation)
-        elif controller is not None and self.peers is not None and broker_id not in self._reporting:
-            self._reporting.add(broker_id)
-            gevent.spawn(
-                self._report_to_controller, controller.value.broker_id, Suspicion(broker_id, incarnation, refused)
-            )
-
-    def _report_to_controller(self, controller: int, suspicion: Suspicion) -> None:
-        assert self.peers is not None
-        try:
-            self.peers.call(controller, "suspect", suspicion, SuspicionNoted, timeout_s=PEER_TIMEOUT_S)
-        except PortalMQError as fault:
-            log.info("the controller cannot be notified about broker %d: %s", suspicion.broker_id, fault)
-        finally:
-            self._reporting.discard(suspicion.broker_id)
-
-    def _ask_log_ends(self, broker_id: int, keys: Sequence[PartitionKey]) -> Sequence[ReplicaLogEnd | None]:
-        """Return how far the logs of these partitions go on a broker. Raises PortalMQError."""
-        if broker_id == self.broker_id:
-            return self.own_log_ends(keys)
-        if self.peers is None:
-            raise Unavailable("other brokers cannot be asked yet")
-        asked = LogEndsRequest([LogEndRequest(*key) for key in keys])
-        try:
-            return self.peers.call(broker_id, "standings", asked, ReplicaLogEnds, timeout_s=PEER_TIMEOUT_S).standings
-        except NotFound:  # a broker of the previous version answers for one partition a call
-            return [self._ask_log_end(broker_id, each) for each in asked.partitions]
-
-    def _ask_log_end(self, broker_id: int, asked: LogEndRequest) -> ReplicaLogEnd | None:
-        assert self.peers is not None
-        try:
-            return self.peers.call(broker_id, "standing", asked, ReplicaLogEnd, timeout_s=PEER_TIMEOUT_S)
-        except PartitionNotFound:
-            return None
-
-    def _serve_log_ends(self, body: bytes, peer: object) -> bytes:
-        asked = msgspec.msgpack.decode(body, type=LogEndsRequest)
-        found = self.own_log_ends([(each.topic_id, each.number) for each in asked.partitions])
-        return msgspec.msgpack.encode(ReplicaLogEnds(list(found)))
-
-    def _serve_suspect(self, body: bytes, peer: object) -> bytes:
-        suspicion = msgspec.msgpack.decode(body, type=Suspicion)
-        if self.is_controller:
-            self.failure_detector.probe_now(suspicion.broker_id)
-            self.controller_loop.note_suspicion(suspicion.broker_id, suspicion.incarnation)
-        return msgspec.msgpack.encode(SuspicionNoted())
-
-    def is_reached_by_others(self, broker_id: int, incarnation: int) -> bool:
-        """Whether another broker reaches this one. True also when others are registered and none of them answers: then
-        this broker is the one that is cut off. Blocks for at most a second."""
-        others = self.mirror.brokers.keys() - {self.broker_id, broker_id}
-        votes = self._votes(broker_id, incarnation, of_older=False).values()
-        return any(votes) or (bool(others) and not votes)
-
-    def reachability_of(self, brokers: Collection[int]) -> dict[int, dict[int, bool]]:
-        """Return by broker which brokers reach it now, this one included. Brokers that cannot be asked are left out."""
-        known = {id: broker for id in brokers if (broker := self.mirror.brokers.get(id)) is not None}
-        asked = {id: gevent.spawn(self._votes, id, broker.incarnation) for id, broker in known.items()}
-        gevent.joinall(list(asked.values()))
-        reach = {id: each.get() for id, each in asked.items()}
-        for id in reach.keys() - {self.broker_id}:
-            reach[id][self.broker_id] = not self.failure_detector.last_probe_failed(id)
-        return reach
-
-    def _votes(self, broker_id: int, incarnation: int, *, of_older: bool | None = None) -> dict[int, bool]:
-        """Return by broker whether it reaches this one, for each other broker that can be asked. `of_older` is the vote
-        of a broker of the previous version, which does not know the question; None leaves it out as well."""
-        others = self.mirror.brokers.keys() - {self.broker_id, broker_id}
-        asked = {id: gevent.spawn(self._ask_reach, id, ReachRequest(broker_id, incarnation), of_older) for id in others}
-        gevent.joinall(list(asked.values()))
-        return {id: vote for id, each in asked.items() if (vote := each.value) is not None}
-
-    def _ask_reach(self, other: int, reach: ReachRequest, of_older: bool | None) -> bool | None:
-        assert self.peers is not None
-        try:
-            return self.peers.call(other, "reach", reach, Reached, timeout_s=PEER_TIMEOUT_S).answers
-        except Unavailable:
-            return None
-        except PortalMQError:
-            return of_older
-
-    def _serve_reach(self, body: bytes, peer: object) -> bytes:
-        reach = msgspec.msgpack.decode(body, type=ReachRequest)
-        broker = self.mirror.brokers.get(reach.broker_id)
-        if (
-            broker is None
-            or broker.incarnation != reach.incarnation
-            or self.failure_detector.last_probe_failed(reach.broker_id)
-        ):
-            return msgspec.msgpack.encode(Reached(False))
-        found = self._probe_once(broker.url)
-        if found is Probe.UNSURE:
-            raise Unavailable("this broker was paused during its probe, and knows nothing")
-        return msgspec.msgpack.encode(Reached(found is Probe.ANSWERED))
+        """See PeerQueries.suspect."""
+        self.peer_queries.suspect(broker_id, incarnation, refused=refused)
 
     # --- what partitions need ----------------------------------------------------------------------------------------
 

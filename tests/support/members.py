@@ -65,7 +65,7 @@ class Member:
             on_fatal=self.fatal.append,
             probe=lambda url: cluster.probe(broker_id, url),
         )
-        self.membership.peers = Line(cluster, broker_id)
+        self.membership.peer_queries.peers = Line(cluster, broker_id)
         self.membership.on_changed.append(self.told.append)
         self.membership.on_session_lost.append(self._count_lost)
 
@@ -96,7 +96,9 @@ class Line:
     def call(self, broker_id: int, name: str, request: msgspec.Struct, kind: type[T], *, timeout_s: float) -> T:
         if broker_id not in self._cluster.members or frozenset((self._broker_id, broker_id)) in self._cluster.cuts:
             raise NotReached(f"broker {broker_id} refuses", refused=True)
-        answer = self._cluster.members[broker_id].membership.calls[name](msgspec.msgpack.encode(request), None)
+        answer = self._cluster.members[broker_id].membership.peer_queries.calls[name](
+            msgspec.msgpack.encode(request), None
+        )
         return msgspec.msgpack.decode(answer, type=kind)
 
 

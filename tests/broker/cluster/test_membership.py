@@ -593,17 +593,17 @@ class OldBrokers:
 
 
 def test_a_broker_of_the_version_before_tells_how_far_its_logs_go(alone: Membership) -> None:
-    alone.peers = OldBrokers()  # type: ignore[assignment]
-    told = alone._ask_log_ends(2, [("id", 0), ("id", 1), ("id", 2)])
+    alone.peer_queries.peers = OldBrokers()  # type: ignore[assignment]
+    told = alone.peer_queries.log_ends(2, [("id", 0), ("id", 1), ("id", 2)])
     assert [standing and standing.end for standing in told] == [0, None, 2]
 
 
 def test_a_broker_of_the_version_before_speaks_for_no_leader_and_for_no_controller(alone: Membership) -> None:
     """It cannot tell whom it reaches: a leader is not taken for cut off by that, and a controller is not kept."""
-    alone.peers = OldBrokers()  # type: ignore[assignment]
+    alone.peer_queries.peers = OldBrokers()  # type: ignore[assignment]
     alone.mirror.brokers = {number: BrokerState(f"http://b{number}:5000", 1, f"s{number}") for number in (1, 2, 3)}
-    assert alone.reachability_of([2]) == {2: {1: True}}
-    assert not alone.is_reached_by_others(2, 1)
+    assert alone.peer_queries.reachability_of([2]) == {2: {1: True}}
+    assert not alone.peer_queries.is_reached_by_others(2, 1)
 
 
 class TestChangingTheIsr:
