@@ -578,7 +578,7 @@ class TestAlone:
     def test_a_suspicion_is_heard_whoever_is_controller(self, alone: Membership) -> None:
         alone.start()
         said = msgspec.msgpack.encode(Suspicion(9, 1, True))
-        assert alone.calls["suspect"](said, None) == b"\x80"
+        assert alone.peer_queries.calls["suspect"](said, None) == b"\x80"
 
 
 class OldBrokers:

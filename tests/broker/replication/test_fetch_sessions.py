@@ -323,14 +323,14 @@ def test_an_answer_that_one_replica_cannot_take_is_not_lost_to_the_others(tmp_pa
 def said_after(group: Group, monkeypatch) -> list[int | None]:
     """The times after which the fetches that reach the leader's core were sent, as it is told."""
     told: list[int | None] = []
-    tell = group.leader.tell
+    step = group.leader.step
 
-    def telling(event) -> None:
+    def stepping(event) -> None:
         if isinstance(event, FetchReceived):
             told.append(event.sent_after_ms)
-        tell(event)
+        step(event)
 
-    monkeypatch.setattr(group.leader, "tell", telling)
+    monkeypatch.setattr(group.leader, "step", stepping)
     return told
 
 

@@ -26,13 +26,13 @@ def ticker_of(group: Group, **more) -> Ticker:
 
 def heard(partition, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     told: list[object] = []
-    original = partition.tell
+    original = partition.step
 
-    def tell(event) -> None:
+    def step(event) -> None:
         told.append(event)
         original(event)
 
-    monkeypatch.setattr(partition, "tell", tell)
+    monkeypatch.setattr(partition, "step", step)
     return told
 
 
@@ -112,7 +112,7 @@ def test_a_partition_that_fails_does_not_keep_the_lease_from_the_others(group, m
     broken, whole = group.partition(2), group.partition(1)
     told = heard(whole, monkeypatch)
     with monkeypatch.context() as patch:
-        patch.setattr(broken, "tell", fail)
+        patch.setattr(broken, "step", fail)
         Ticker(group.hosts[1], lambda: [broken, whole]).tick()
     assert any(isinstance(event, LeaseRenewed) for event in told)
 
