@@ -156,7 +156,7 @@ class Partition(AppendingPartition):
 
     def install(self, found: Recovered) -> None:
         """Load what the log adds up to, after it was opened, truncated or begun again."""
-        self.host.cache.drop(self._cache_key)
+        self._reader.forget()
         found.groups.go_on_after(self.groups)
         self.groups = found.groups
         self.delivery.clear()
@@ -433,6 +433,6 @@ class Partition(AppendingPartition):
         if saves:
             self.retention.save_last()
         self._on_step_down(None)
-        self.host.cache.drop(self._cache_key)
+        self._reader.forget()
         self.host.pool.apply(self.log.close)  # closing writes: a thousand partitions would block the hub for seconds
         self.state_file.close()

@@ -150,6 +150,10 @@ class ReadablePartition:
         batch."""
         return self._reader.pieces(start, end, limit)
 
+    def read_ahead(self, offset: int) -> None:
+        """Have the first readable message at or above `offset` in memory. The caller may have to wait."""
+        self._reader.read_ahead(self.host.pool, offset, self.readable_end)
+
     def control_at(self, offset: int) -> Batch | None:
         """Return the control record at `offset`; None when it is gone. Raises Unavailable for a damaged one."""
         return self._reader.control_at(offset)
@@ -167,7 +171,7 @@ class ReadablePartition:
 
     def forget_read(self) -> None:
         """Forget what was read before: the files have changed."""
-        self.host.cache.drop(self._cache_key)
+        self._reader.forget()
 
     def check_offset(self, offset: int, within_ms: int = VOUCHED_WITHIN_MS) -> None:
         """Raise OffsetOutOfRange; or Unavailable when the offset may yet exist (KIP-207), or may exist at a successor

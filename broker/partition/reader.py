@@ -58,6 +58,9 @@ class Reader:
         self.used = False
         # Base offsets of batches that were read as a whole, and so were verified.
         self._checked: set[int] = set()
+        # Where it was read ahead last: control records there are in no cache.
+        self._read_ahead_at = -1
+        self._forgotten = 0
 
     def pieces(self, start: int, end: int, limit: int) -> Iterator[BatchSlice]:
         """Yield the messages in [start, end), at most `limit`, by offset. Raises Unavailable for a damaged batch."""
@@ -142,13 +145,35 @@ class Reader:
             runs = self._log.message_runs(offset, end, 1)
             if not runs:
                 return None
-            batches = self._log.read(runs[0][0], max_messages=READ_MESSAGES, max_bytes=READ_BYTES, below=end)
+            held = self._cache.find(self._key, runs[0][0])
+            if held is not None:  # behind control records that are not
+                return held
+            batches = _read_batches(self._log, runs[0][0], end)
+        self._keep(batches)
+        return batches[0] if batches else None
+
+    def read_ahead(self, pool: ThreadPool, offset: int, end: int) -> None:
+        """Have the first message in [offset, end) in the cache, read on a native thread where it is not. A fault is
+        left to whoever reads the message."""
+        if offset >= end or offset == self._read_ahead_at or self._cache.find(self._key, offset) is not None:
+            return
+        self.used = True
+        self._read_ahead_at, forgotten = offset, self._forgotten
+        batches = pool.apply(_read_if_whole, (self._log, offset, end))
+        if self._forgotten == forgotten:  # else the files may have changed since
+            self._keep(batches)
+
+    def forget(self) -> None:
+        """What was read before is not in the files any more as it was."""
+        self._forgotten += 1
+        self._cache.drop(self._key)
+
+    def _keep(self, batches: list[Batch]) -> None:
         if len(self._checked) >= CHECKED_MAX:
             self._checked.clear()
         self._checked.update([batch.base_offset for batch in batches])
         for batch in reversed(batches):
             self._cache.put(self._key, batch, payload_bytes(batch))
-        return batches[0] if batches else None
 
     @contextmanager
     def _telling_faults(self) -> Iterator[None]:
@@ -165,6 +190,19 @@ class Reader:
         except StorageFault as fault:
             self._on_fault(fault)
             raise Unavailable("the storage failed", outcome="not_applied") from fault
+
+
+def _read_batches(log: Log, offset: int, end: int) -> list[Batch]:
+    """The batch of the message at `offset`, with some that follow it."""
+    return log.read(offset, max_messages=READ_MESSAGES, max_bytes=READ_BYTES, below=end)
+
+
+def _read_if_whole(log: Log, offset: int, end: int) -> list[Batch]:
+    try:
+        runs = log.message_runs(offset, end, 1)
+        return _read_batches(log, runs[0][0], end) if runs else []
+    except (StorageError, Unavailable):
+        return []
 
 
 def _found_ids(

@@ -149,6 +149,8 @@ class GroupPartition:
             config = self.settings()
             if config.ordering == "key":
                 self._read_keys()
+            if self._wakeup.delivery is not None:
+                self.partition.read_ahead(self._ready_messages.place(self.delivery.next))
             self._wait_vouched(patient=options.patient)
             if not self._give_up_exhausted():
                 return []

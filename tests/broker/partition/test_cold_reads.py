@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gevent
 import pytest
+from gevent import monkey
 from support.domain import Fixture, running
 
 from portalmq import stream_wire as contract
@@ -14,6 +15,7 @@ from portalmq.broker.storage.batch import Record
 from portalmq.broker.streams import reader_fetch as fetching
 
 PIECES = 6
+native_thread = monkey.get_original("_thread", "get_ident")
 
 
 @pytest.fixture
@@ -34,6 +36,55 @@ def cold(tmp_path, monkeypatch):
 def fetch(fixture: Fixture, *partitions: int) -> list[fetching.PartitionFrames]:
     asked = [contract.PartitionOffset("t", partition, 0) for partition in partitions]
     return fixture.broker.reader_fetch.fetch(contract.FetchRequest(asked, 1 << 20, 0), None)
+
+
+def test_the_batch_that_a_receive_begins_with_is_read_on_a_native_thread(tmp_path, monkeypatch):
+    threads = []
+    with running(tmp_path) as fixture:
+        fixture.broker.create_topic("t", wire.CreateTopic(partitions=1))
+        fixture.broker.put_group("g", {"start": "earliest"})
+        partition = fixture.broker.topics.get("t").partition(0)
+        for _ in range(2):
+            fixture.broker.produce("t", ProduceRequest([Record(b"%d" % number) for number in range(50)]))
+        read = partition.log.read
+
+        def noted(*arguments, **named):
+            threads.append(native_thread())
+            return read(*arguments, **named)
+
+        monkeypatch.setattr(partition.log, "read", noted)
+        request = wire.ReceiveRequest(["t"], max_messages=25)
+        for _ in range(4):
+            partition.forget_read()
+            assert len(fixture.broker.receive("g", request, None)) == 25
+        assert len(threads) >= 4
+        assert native_thread() not in threads
+
+
+def test_what_was_read_ahead_from_files_that_have_changed_since_is_not_kept(tmp_path):
+    with running(tmp_path) as fixture:
+        fixture.broker.create_topic("t", wire.CreateTopic(partitions=1))
+        partition = fixture.broker.topics.get("t").partition(0)
+        fixture.broker.produce("t", ProduceRequest([Record(b"a")]))
+        (piece,) = partition.pieces(0, partition.readable_end, 1)
+        partition.forget_read()
+        changes = []
+
+        class Pool:
+            """A pool in whose calls files may change."""
+
+            def apply(self, work, arguments):
+                found = work(*arguments)
+                if changes.pop():
+                    partition.forget_read()
+                return found
+
+        for is_changed in (True, False):
+            changes[:] = [is_changed]
+            partition._reader._read_ahead_at = -1
+            partition._reader.read_ahead(Pool(), piece.start, partition.readable_end)
+            kept = partition.host.cache.find(partition._cache_key, piece.start)
+            assert (kept is None) is is_changed
 
 
 def test_of_many_who_read_what_is_on_disk_one_reads_at_a_time_and_all_get_it(cold, monkeypatch):
