@@ -6,7 +6,13 @@ one, apply the records from `applied` on.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
+from msgspec import structs
+
+# The rows of a fold that is larger are decoded one by one.
+LARGE_BYTES = 256 * 1024
 
 
 class ProducerFold(msgspec.Struct, array_like=True):
@@ -134,4 +140,31 @@ def encode_fold(fold: PartitionFold) -> bytes:
 
 
 def decode_fold(body: bytes) -> PartitionFold:
-    return msgspec.msgpack.decode(body, type=PartitionFold)
+    """Return the fold of a STATE record. On a native thread, no step of it keeps the interpreter from others for long,
+    however large the groups are. Raises msgspec.MsgspecError."""
+    if len(body) < LARGE_BYTES:
+        return _decode(body)
+    split = structs.asdict(_split(body))
+    groups = [structs.asdict(group) for group in split.pop("groups")]
+    for group in groups:
+        group["spans"] = [_decode_span(row) for row in group["spans"]]
+        group["dead"] = [_decode_dead(row) for row in group["dead"]]
+    return PartitionFold(**split, groups=[GroupFold(**group) for group in groups])
+
+
+def _retyped(kind: type[msgspec.Struct], **types: Any) -> type[Any]:
+    """Return a Struct that decodes the same bytes with other types of some fields."""
+    field: Any = msgspec.field
+    fields = [
+        (each.name, types.get(each.name, each.type), field(default=each.default, default_factory=each.default_factory))
+        for each in structs.fields(kind)
+    ]
+    return msgspec.defstruct(f"_Split{kind.__name__}", fields, array_like=kind.__struct_config__.array_like)
+
+
+_Rows = list[msgspec.Raw]
+_SplitGroup = _retyped(GroupFold, spans=_Rows, dead=_Rows)
+_split = msgspec.msgpack.Decoder(_retyped(PartitionFold, groups=list[_SplitGroup])).decode  # type: ignore[valid-type]
+_decode = msgspec.msgpack.Decoder(PartitionFold).decode
+_decode_span = msgspec.msgpack.Decoder(SpanFold).decode
+_decode_dead = msgspec.msgpack.Decoder(DeadFold).decode

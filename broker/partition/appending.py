@@ -216,7 +216,7 @@ class AppendingPartition(ReadablePartition, ABC):
                 end_offset = entry.end_offset
                 for batch in entry.batches:
                     if batch.kind != BatchKind.MESSAGES:
-                        self.groups.take(batch)
+                        self.groups.take(batch, entry.states.get(batch.base_offset))
                 continue
             end_offset = entry.batch.end_offset
             self.host.cache.put(self._cache_key, entry.batch, entry.size_bytes)

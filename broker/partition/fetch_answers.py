@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from portalmq.broker.core.fold import ProducerFold, decode_fold
 from portalmq.broker.core.replica.events import BatchHead, Fetch, Stamp
-from portalmq.broker.storage.batch import BadFrame, BatchFrame, BatchKind, FrameHeader
+from portalmq.broker.partition.folding import StateRecord
+from portalmq.broker.storage.batch import BatchFrame, BatchKind, FrameHeader
 
 PartitionKey = tuple[str, int]
 
@@ -64,14 +64,8 @@ def echo_of(fetch: Fetch) -> Echo:
     return Echo(fetch.leader_epoch, fetch.fetch_offset, fetch.last_epoch, fetch.number)
 
 
-def batch_head(head: FrameHeader, frame: BatchFrame) -> BatchHead:
-    """Return what the core needs of a batch. Raises BadFrame for a STATE record that cannot be decoded."""
-    producers: tuple[ProducerFold, ...] | None = None
-    if head.kind == BatchKind.STATE:
-        try:
-            producers = tuple(decode_fold(frame.body).producers)
-        except msgspec.MsgspecError as error:
-            raise BadFrame(f"the STATE record at {head.base_offset} is unreadable: {error}") from error
+def batch_head(head: FrameHeader, state: StateRecord | None) -> BatchHead:
+    """Return what the core needs of a batch. `state` is its content if it is a STATE record."""
     return BatchHead(
         head.base_offset,
         head.count,
@@ -79,5 +73,5 @@ def batch_head(head: FrameHeader, frame: BatchFrame) -> BatchHead:
         head.appended_at_ms,
         head.kind == BatchKind.EPOCH_START,
         Stamp(head.producer_id, head.producer_epoch, head.sequence) if head.producer_id >= 0 else None,
-        producers,
+        None if state is None else tuple(state.producers),
     )

@@ -79,14 +79,15 @@ class GroupsFold:
 
     def __init__(self, fold: PartitionFold | None = None) -> None:
         fold = fold or PartitionFold()
-        self.delivery: dict[str, GroupDelivery] = {}
-        self.streams: dict[str, StreamOffsets] = {}
-        self.outbox: dict[int, str] = {}
+        self.delivery = {group.group: GroupDelivery(group) for group in fold.groups}
+        for delivery in self.delivery.values():
+            delivery.finished_at = fold.applied - 1  # the snapshot does not say which record, so assume the last one
+        self.streams = {stream.group: StreamOffsets(stream) for stream in fold.streams}
+        self.outbox = dict(fold.outbox)
         # The first offset that each of them needs, if its record was read and not only a snapshot of the outbox.
         self._needs: dict[int, int] = {}
-        self.cancelled: set[int] = set()
-        self.compacted = 0
-        self._load(fold)
+        self.cancelled = {offset for start, end in fold.cancelled for offset in range(start, end)}
+        self.compacted = fold.compacted
         self.purges: list[tuple[int, int]] = []
         self.moves: list[tuple[int, int]] = []
         # Where the log begins after all purges.
@@ -96,23 +97,11 @@ class GroupsFold:
         # Numbers of new leases are above this one; and the highest that was granted, whatever became of its group.
         self.leases_above = self._highest_lease = 0
 
-    def _load(self, fold: PartitionFold) -> None:
-        """Load a snapshot. Callers hold references to the dicts, so they are changed in place."""
-        self.delivery.clear()
-        self.delivery.update({group.group: GroupDelivery(group) for group in fold.groups})
-        for delivery in self.delivery.values():
-            delivery.finished_at = fold.applied - 1  # the snapshot does not say which record, so assume the last one
-        self.streams.clear()
-        self.streams.update({stream.group: StreamOffsets(stream) for stream in fold.streams})
-        self.outbox.clear()
-        self.outbox.update(dict(fold.outbox))
-        self.cancelled = {offset for start, end in fold.cancelled for offset in range(start, end)}
-        self.compacted = fold.compacted
-
-    def take(self, batch: Batch) -> None:
-        """Fold a control record that was replicated, or found in the log."""
+    def take(self, batch: Batch, state: StateRecord | None = None) -> None:
+        """Fold a control record that was replicated, or found in the log. `state` is the content of a STATE record that
+        is loaded already."""
         if batch.kind == BatchKind.STATE:
-            self.take_state(batch.base_offset, decode_fold(batch.body))
+            self.take_state(batch.base_offset, state or StateRecord(batch.body))
         elif batch.kind == BatchKind.PURGE:
             self.purge(batch.base_offset, msgspec.msgpack.decode(batch.body, type=Purge).upto)
         elif batch.kind == BatchKind.CANCEL:
@@ -125,10 +114,17 @@ class GroupsFold:
             record = msgspec.msgpack.decode(batch.body, type=_RECORD_TYPES[batch.kind])
             self.apply(batch.group, record, batch.base_offset, batch.leader_epoch)
 
-    def take_state(self, offset: int, fold: PartitionFold) -> None:
-        """Load a STATE record, the fold over its own prefix: a replica that began late has all of it from here."""
-        self._load(fold)
-        self.state_written(offset, fold.log_start_offset)
+    def take_state(self, offset: int, state: StateRecord) -> None:
+        """Take a STATE record, the fold over its own prefix: a replica that began late has all of it from here. Callers
+        hold references to the dicts, so they are changed in place."""
+        self.delivery.clear()
+        self.delivery.update(state.groups.delivery)
+        self.streams.clear()
+        self.streams.update(state.groups.streams)
+        self.outbox.clear()
+        self.outbox.update(state.groups.outbox)
+        self.cancelled, self.compacted = state.groups.cancelled, state.groups.compacted
+        self.state_written(offset, state.log_start_offset)
 
     def state_written(self, offset: int, log_start: int) -> None:
         """Note a STATE record at `offset`: the log may begin at `log_start` once that is committed."""
@@ -216,6 +212,16 @@ class GroupsFold:
         fold.cancelled = list(ranges_of(list(self.cancelled)))
         fold.compacted = self.compacted
         return fold
+
+
+class StateRecord:
+    """The loaded content of a STATE record. Load a large one on a native thread. Raises msgspec.MsgspecError."""
+
+    def __init__(self, body: bytes) -> None:
+        fold = decode_fold(body)
+        self.groups = GroupsFold(fold)
+        self.producers = fold.producers
+        self.log_start_offset = fold.log_start_offset
 
 
 @dataclass(slots=True)

@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import gevent
+import msgspec
 
-from portalmq.broker.core.fold import PartitionFold
+from portalmq.broker.core.fold import LARGE_BYTES, PartitionFold
 from portalmq.broker.core.replica.events import (
     BelowStart,
     Diverging,
@@ -39,7 +40,7 @@ from portalmq.broker.partition.fetch_answers import (
     batch_head,
     echo_of,
 )
-from portalmq.broker.partition.folding import Recovered, recover
+from portalmq.broker.partition.folding import Recovered, StateRecord, recover
 from portalmq.broker.partition.host import FollowedPartition, Replica
 from portalmq.broker.partition.writer import ReplicatedBatches
 from portalmq.broker.storage.batch import BadFrame, BatchFrame, BatchKind, FrameHeader, verified_header
@@ -71,7 +72,7 @@ class FollowerReplication:
         self._asked: Fetch | None = None
         self._waiting: SendFetch | None = None
         self._pause: gevent.Greenlet | None = None
-        self._received: tuple[Sequence[BatchFrame], Sequence[FrameHeader]] = ((), ())
+        self._received = ReplicatedBatches((), (), {})
         self._start = ReplicaStart(0, 0, 0)
 
     # --- fetching ----------------------------------------------------------------------------------------------------
@@ -118,26 +119,35 @@ class FollowerReplication:
         fetch = self._asked
         if fetch is None or echo_of(fetch) != answer.echo:
             return
-        self._asked = None
         leader = self._partition.replica.state.leader if self._partition.replica.state else None
         try:
             reply = self._understood(fetch, answer)
         except BadFrame as fault:
+            if self._asked is not fetch:
+                return
+            self._asked = None
             log.error("%s: broker %s sent what cannot be used: %s", self._partition, leader, fault)
             self._partition.host.fetchers.unfollow(self._partition)
             if leader is not None:
                 self._waiting = SendFetch(leader, fetch)
             self.pause()
             return
-        self._partition.step(FetchReplied(fetch, reply))
+        if self._asked is fetch:  # as it was, if there was a pause
+            self._asked = None
+            self._partition.step(FetchReplied(fetch, reply))
 
     def _understood(self, fetch: Fetch, answer: PartitionAnswer) -> Reply:
+        """Read the answer. Others may run while a large STATE record is loaded. Raises BadFrame."""
         match answer:
             case RecordsAnswer():
                 heads = self._checked(fetch, answer.frames)
-                self._received = (answer.frames, heads)
                 pairs = zip(heads, answer.frames, strict=True)
-                return Records(tuple([batch_head(head, frame) for head, frame in pairs]), answer.high_watermark)
+                states = {
+                    head.base_offset: self._state(head, frame) for head, frame in pairs if head.kind == BatchKind.STATE
+                }
+                self._received = ReplicatedBatches(answer.frames, heads, states)
+                batches = [batch_head(head, states.get(head.base_offset)) for head in heads]
+                return Records(tuple(batches), answer.high_watermark)
             case DivergingAnswer():
                 return Diverging(answer.epoch, answer.end)
             case BelowStartAnswer():
@@ -145,6 +155,16 @@ class FollowerReplication:
                 return BelowStart(answer.offset, tuple(answer.epochs))
             case _:
                 return Rejected(answer.leader_epoch)
+
+    def _state(self, head: FrameHeader, frame: BatchFrame) -> StateRecord:
+        """Load a STATE record. Raises BadFrame for one that is none."""
+        if len(frame.body) < LARGE_BYTES:
+            state = _loaded(frame.body)
+        else:
+            state = self._partition.host.pool.apply(_loaded, (frame.body,))
+        if isinstance(state, StateRecord):
+            return state
+        raise BadFrame(f"the STATE record at {head.base_offset} is unreadable: {state}") from state
 
     def _checked(self, fetch: Fetch, frames: Sequence[BatchFrame]) -> list[FrameHeader]:
         """Return the heads of frames with correct checksums that continue this log. Raises BadFrame."""
@@ -169,9 +189,8 @@ class FollowerReplication:
 
     def replicated(self) -> ReplicatedBatches:
         """Return what the last answer brought, for the writer."""
-        frames, heads = self._received
-        self._received = ((), ())
-        return ReplicatedBatches(frames, heads)
+        received, self._received = self._received, ReplicatedBatches((), (), {})
+        return received
 
     # --- truncation --------------------------------------------------------------------------------------------------
 
@@ -213,6 +232,14 @@ class FollowerReplication:
         else:
             partition.install(found)
             done(found)
+
+
+def _loaded(body: bytes) -> StateRecord | msgspec.MsgspecError:
+    """An error is answered and not raised, as gevent would print it."""
+    try:
+        return StateRecord(body)
+    except msgspec.MsgspecError as error:
+        return error
 
 
 def _truncated(files: Log, state_file: StateFile, to_offset: int, high_watermark: int) -> Recovered | Exception:

@@ -16,14 +16,14 @@ threads. All events for the core pass `step`, and its actions are performed in o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import count
 from typing import Any
 
 import gevent
 from gevent.event import Event
 
-from portalmq.broker.core.fold import PartitionFold
+from portalmq.broker.core.fold import PartitionFold, SpanFold
 from portalmq.broker.core.queue.delivery import GroupDelivery
 from portalmq.broker.core.replica import events as core
 from portalmq.broker.core.replica.events import (
@@ -64,6 +64,7 @@ from portalmq.broker.partition.serving import LeaderReplication
 from portalmq.broker.partition.shortages import refusal_of
 from portalmq.broker.partition.uncommitted import Uncommitted
 from portalmq.broker.partition.writer import Entry, Pending, Writer
+from portalmq.broker.partition.yielding import TimeSlice
 from portalmq.broker.storage.errors import DiskFull, Shortage
 from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.state import StateFile
@@ -77,6 +78,8 @@ log = logging.getLogger(__name__)
 PAUSED_MS = 1_500
 REFUSAL_LOGGED_EVERY_MS = 5_000
 READ_AGAIN_S = 0.5
+# Messages whose leases are set by this leader's clock before it serves, without a pause.
+TAKEN_OVER_AT_ONCE = 1_000
 
 _numbers = count()
 
@@ -137,6 +140,8 @@ class Partition(AppendingPartition):
         self.isr_updates = IsrUpdates(self)
         self.action_queue = ActionQueue(self, self._act, self.following.settle)
         self._isr_tracker: IsrTracker | None = None
+        # The leadership that is taken over in turns, or was last.
+        self._taking_over: IsrTracker | None = None
         self._uncommitted = Uncommitted()
         self._browsers: set[Event] = set()
         self._used = True
@@ -286,19 +291,34 @@ class Partition(AppendingPartition):
             return
         self._begin_to_serve()
 
-    def _take_over(self) -> None:
+    def _take_over(self, paced: Callable[[list[SpanFold]], Iterable[SpanFold]] = iter) -> None:
         """Convert leases and back-offs in the log: they were timed by the clocks of earlier leaders."""
         now_ms = self.host.clock.now_ms()
-        for delivery in self.delivery.values():
-            delivery.take_over(now_ms)
+        for delivery in list(self.delivery.values()):
+            delivery.take_over(now_ms, paced)
+
+    def _take_over_in_turns(self, isr_tracker: IsrTracker) -> None:
+        self._take_over(TimeSlice().paced)
+        if self.replica.in_sync is isr_tracker and not self.closed:
+            self._serve()
 
     def _begin_to_serve(self) -> None:
         """Serve once the start of the epoch is committed: then the leader knows all that was committed before."""
         isr_tracker = self.replica.in_sync
         if self.serves or isr_tracker is None or self.replica.high_watermark <= isr_tracker.epoch_start:
             return
+        # Not earlier: the last records of the earlier leader may have been written only after the election.
+        now_ms = self.host.clock.now_ms()
+        ahead = [each.outstanding for each in self.delivery.values() if each.may_be_ahead_of(now_ms)]
+        if sum(ahead) <= TAKEN_OVER_AT_ONCE:
+            self._take_over()
+            self._serve()
+        elif self._taking_over is not isr_tracker:
+            self._taking_over = isr_tracker
+            gevent.spawn(self._take_over_in_turns, isr_tracker)
+
+    def _serve(self) -> None:
         self.serves = True
-        self._take_over()  # the last records of the earlier leader may have been written only after the election
         if self.groups.purges:
             gevent.spawn(self.retention.finish_purges)  # an append within this call would not know its offset yet
         gevent.spawn(self.on_leading, self)

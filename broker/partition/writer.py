@@ -12,7 +12,7 @@ in one transaction with the leader's checksums.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Protocol
 
@@ -22,6 +22,7 @@ from gevent.event import Event
 from gevent.threadpool import ThreadPool
 
 from portalmq.broker.core.replica.events import Stamp
+from portalmq.broker.partition.folding import StateRecord
 from portalmq.broker.storage.batch import BadFrame, Batch, BatchFrame, FrameHeader, batch_of_frame, frame_of
 from portalmq.broker.storage.errors import LogClosed, Shortage, StorageError
 from portalmq.broker.storage.log import Log
@@ -108,15 +109,19 @@ class Pending:
 
 
 class ReplicatedBatches:
-    """Verified batches from the leader; `batches` once they are on disk. No call waits for them."""
+    """Verified batches from the leader; `batches` once they are on disk. `states` are the STATE records among them, by
+    their offsets. No call waits for them."""
 
-    __slots__ = ("batches", "frames", "heads", "size_bytes")
+    __slots__ = ("batches", "frames", "heads", "size_bytes", "states")
 
     is_soft = False
 
-    def __init__(self, frames: Sequence[BatchFrame], heads: Sequence[FrameHeader]) -> None:
+    def __init__(
+        self, frames: Sequence[BatchFrame], heads: Sequence[FrameHeader], states: Mapping[int, StateRecord]
+    ) -> None:
         self.frames = frames
         self.heads = heads
+        self.states = states
         self.batches: list[Batch] = []
         self.size_bytes = sum([frame.size_bytes for frame in frames])
 

@@ -20,10 +20,10 @@ from simulation.queue_groups import QueueGroups
 from simulation.stream_groups import StreamGroups
 from simulation.submission import Submission
 
-from portalmq.broker.core.fold import PartitionFold, decode_fold, encode_fold
+from portalmq.broker.core.fold import PartitionFold, encode_fold
 from portalmq.broker.core.queue.records import Cancel, GroupEnd, GroupRecord, Purge
 from portalmq.broker.core.queue.selection import NEVER_MS
-from portalmq.broker.partition.folding import GroupsFold
+from portalmq.broker.partition.folding import GroupsFold, StateRecord
 from portalmq.broker.partition.readable import VOUCHED_WITHIN_MS
 from portalmq.errors import NotLeader, PortalMQError, Unavailable
 
@@ -120,7 +120,7 @@ class GroupHost:
         if batch.mail:
             self._unreadable.append((batch.end, batch.head.appended_at_ms))
         if batch.state is not None:
-            self.groups.take_state(batch.base, decode_fold(batch.state))
+            self.groups.take_state(batch.base, StateRecord(batch.state))
         elif batch.control is not None:
             record = batch.control.record
             if isinstance(record, Cancel):

@@ -20,7 +20,7 @@ Offsets are numbers here; payloads, clocks and settings never enter.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush, merge
 from sys import intern
 
@@ -393,20 +393,27 @@ class GroupDelivery:
             first += 1
         return first, bisect_left(self.dead, end, key=_start_of)
 
-    def take_over(self, now_ms: int) -> None:
+    def take_over(self, now_ms: int, paced: Callable[[list[SpanFold]], Iterable[SpanFold]] = iter) -> None:
         """Adjust the state to a new leader's clock, and forget the keys read in an earlier leadership.
 
         Clocks differ: no lease lasts longer from now than it was granted for, and no back-off longer than it was to be.
+        `paced` gets the spans if some may begin after `now_ms`; it may let other greenlets run between two of them.
         """
         self.keys = None
-        granted_later = [span for span in self._spans.values() if span.granted_at_ms > now_ms]
-        for span in granted_later:
-            latest_ms = now_ms + max(0, span.available_at_ms - span.granted_at_ms)
-            if latest_ms < span.available_at_ms < HELD_MS:
-                sooner = msgspec.structs.replace(span, granted_at_ms=now_ms, available_at_ms=latest_ms)
-                self._spans[span.start] = sooner
-                self._wakeups.append((latest_ms, span.start))
-        heapify(self._wakeups)
+        if not self.may_be_ahead_of(now_ms):
+            return
+        for span in paced(list(self._spans.values())):
+            if span.granted_at_ms > now_ms and self._spans.get(span.start) is span:
+                latest_ms = now_ms + max(0, span.available_at_ms - span.granted_at_ms)
+                if latest_ms < span.available_at_ms < HELD_MS:
+                    sooner = msgspec.structs.replace(span, granted_at_ms=now_ms, available_at_ms=latest_ms)
+                    self._spans[span.start] = sooner
+                    heappush(self._wakeups, (latest_ms, span.start))
+
+    def may_be_ahead_of(self, now_ms: int) -> bool:
+        """Return False where no lease or back-off began after `now_ms`. Each begins with a record that sets
+        `last_active_ms`, which old snapshots do not hold."""
+        return not 0 < self.last_active_ms <= now_ms
 
     # --- decisions ---------------------------------------------------------------------------------------------------
 
