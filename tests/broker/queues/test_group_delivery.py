@@ -531,9 +531,10 @@ def test_a_receipt_of_an_earlier_leader_may_be_extended_and_acked_while_its_leas
 
 
 def test_groups_that_came_and_went_are_not_remembered_for_ever(fixture, monkeypatch):
-    monkeypatch.setattr("portalmq.broker.queues.groups.REMEMBERED_MAX", 5)
+    monkeypatch.setattr("portalmq.broker.queues.group_registry.REMEMBERED_MAX", 5)
+    monkeypatch.setattr("portalmq.broker.queues.groups.BEGUN_MAX", 5)
     monkeypatch.setattr("portalmq.broker.queues.receive.TURNS_MAX", 5)
-    monkeypatch.setattr("portalmq.broker.queues.groups.OWN_WRITE_S", 0.3)
+    monkeypatch.setattr("portalmq.broker.queues.group_registry.OWN_WRITE_S", 0.3)
     send(fixture, "a")
     for number in range(20):
         fixture.broker.put_group(f"g{number}", {"start": "latest"})

@@ -1,0 +1,189 @@
+"""The settings of all groups: create, change, find and delete them.
+
+The control plane holds the settings, and the mirror shows them. What this broker has just written or read counts before
+the mirror shows it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from portalmq import wire
+from portalmq.broker.cluster.capacity import Capacity
+from portalmq.control_plane.catalog import Catalog
+from portalmq.control_plane.mirror import Mirror
+from portalmq.control_plane.state import GroupState
+from portalmq.errors import GroupModeMismatch, GroupNotFound, InvalidRequest, Unavailable
+
+# The settings that this broker wrote count for this long; by then the mirror shows them.
+OWN_WRITE_S = 2.0
+# A group that is being deleted begins nowhere again for this long, unless it is gone before.
+ENDING_S = 5.0
+# Bound of the caches over groups, which come and go during a broker's life.
+REMEMBERED_MAX = 10_000
+
+
+class GroupRegistry:
+    """The groups of the cluster, as this broker knows them."""
+
+    def __init__(self, catalog: Catalog, mirror: Mirror) -> None:
+        self.capacity: Capacity | None = None
+        self._catalog = catalog
+        self._mirror = mirror
+        # The state that this broker wrote or read, what the mirror showed then, and until when the mirror may lag.
+        self._own: dict[str, tuple[GroupState | None, GroupState | None, float]] = {}
+        # Groups that this broker is deleting, and the ids of groups that any broker is ending (until when).
+        self._deleting: set[str] = set()
+        self._ending: dict[str, float] = {}
+
+    def put(self, name: str, patch: dict[str, object], initial: dict[str, object] | None = None) -> bool:
+        """Create the group with the settings of `patch` and `initial`, or change those of `patch`. Return True when it
+        is new."""
+        held = self._catalog.find_group(wire.check_name(name, "group"))
+        self._check_deletes_not(name)
+        self._check_stays(held)
+        check_settings(patch, held)
+        with self._making(held):
+            group, created = self._catalog.put_group(name, patch, initial)
+        self._remember(name, group)
+        return created
+
+    def _making(self, held: GroupState | None) -> AbstractContextManager[None]:
+        return nullcontext() if self.capacity is None or held is not None else self.capacity.group(self.names)
+
+    def find(self, name: str) -> GroupState | None:
+        """Return the group from the mirror, or as this broker wrote it while the mirror lags; None for no group."""
+        shown, own = self._mirror.groups.get(name), self._own.get(name)
+        if own is not None:
+            group, shown_then, until = own
+            if time.monotonic() < until and shown == shown_then:
+                return group
+            del self._own[name]
+        return shown
+
+    def find_of(self, name: str, mode: str) -> GroupState | None:
+        """Return the group as `find` does. A group of another mode may be an earlier one of the name: ask the control
+        plane then."""
+        group = self.find(name)
+        if group is None or group.config.mode == mode:
+            return group
+        group = self._catalog.group_as_it_is(name)
+        if group is not None:
+            self._remember(name, group)
+        return group
+
+    def get(self, name: str, *, mode: str = "", group_id: str = "") -> GroupState:
+        """Return the group. When this broker knows none, or one of another `mode` or `group_id`, ask the control plane.
+        Raises GroupNotFound, and Unavailable for a group that is being deleted."""
+        group = self.find(name)
+        self._check_deletes_not(name)
+        is_right = group is not None and mode in ("", group.config.mode) and group_id in ("", group.group_id)
+        if group is not None and is_right and not self.is_ending(group):
+            return group
+        wire.check_name(name, "group")
+        group = self._catalog.group_as_it_is(name)
+        if group is None:
+            raise GroupNotFound(f"there is no group {name!r}: its first receive or join creates it")
+        self._remember(name, group)
+        return group
+
+    def ensure(self, name: str) -> GroupState:
+        """Return the queue group; create it if it is missing. Raises GroupModeMismatch, and Unavailable for a group
+        that is being deleted."""
+        group = self.find_of(name, "queue")
+        if group is None or self.is_ending(group):
+            # Another broker may have deleted a group that the mirror still shows.
+            wire.check_name(name, "group")
+            self._check_deletes_not(name)
+            with self._making(group):
+                group = self._catalog.ensure_group(name)
+            self._check_stays(group)
+            self._remember(name, group)
+        if group.config.mode != "queue":
+            raise GroupModeMismatch(f"group {name!r} is a stream group: join it, or use another name for a queue group")
+        return group
+
+    def get_same(self, name: str, group_id: str) -> GroupState:
+        """Return the group of this id. Raises GroupNotFound, and Unavailable when another one has the name."""
+        group = self.get(name, group_id=group_id)
+        if group.group_id != group_id:
+            raise Unavailable(f"group {name!r} was just deleted", retry_after_s=0.1)
+        return group
+
+    def check_same(self, group: GroupState) -> None:
+        """Raise Unavailable when the group was deleted since `group` was read."""
+        now = self.find(group.name)
+        if now is None or now.group_id != group.group_id or self.is_ending(now):
+            raise Unavailable(f"group {group.name!r} was just deleted: repeat to create it again", retry_after_s=0.1)
+
+    def names(self) -> list[str]:
+        names = self._mirror.groups.keys() | self._own.keys()
+        return sorted(name for name in names if name not in self._deleting and self.find(name) is not None)
+
+    def _remember(self, name: str, group: GroupState | None) -> None:
+        now = time.monotonic()
+        if len(self._own) >= REMEMBERED_MAX:
+            self._own = {known: own for known, own in self._own.items() if own[2] > now}
+        self._own[name] = (group, self._mirror.groups.get(name), now + OWN_WRITE_S)
+
+    # --- deletion ----------------------------------------------------------------------------------------------------
+
+    def is_ending(self, group: GroupState) -> bool:
+        return group.name in self._deleting or self._ending.get(group.group_id, 0.0) > time.monotonic()
+
+    def _check_stays(self, group: GroupState | None) -> None:
+        if group is not None and self.is_ending(group):
+            raise _is_being_deleted(group.name)
+
+    def _check_deletes_not(self, name: str) -> None:
+        if name in self._deleting:
+            raise _is_being_deleted(name)
+
+    def note_ending(self, group_id: str) -> None:
+        """Refuse uses of a group that is being ended, for ENDING_S."""
+        now = time.monotonic()
+        self._ending = {known: until for known, until in self._ending.items() if until > now}
+        self._ending[group_id] = now + ENDING_S
+
+    @contextmanager
+    def deleting(self, name: str) -> Iterator[GroupState]:
+        """Hide the group on this broker while the block ends it at all leaders; delete it if that succeeds. Raises
+        GroupNotFound."""
+        group = self.get(name)
+        self._deleting.add(name)
+        try:
+            yield group
+            self._catalog.delete_group(name)
+            self._remember(name, None)
+        finally:
+            self._deleting.discard(name)
+            self._ending.pop(group.group_id, None)
+
+
+def _is_being_deleted(name: str) -> Unavailable:
+    return Unavailable(f"group {name!r} is being deleted: repeat to create it again", retry_after_s=0.1)
+
+
+def check_settings(patch: dict[str, object], held: GroupState | None) -> None:
+    """Raise InvalidRequest for settings of a queue group that conflict, or that it cannot change to."""
+    start = patch.get("start")
+    if isinstance(start, dict) and set(start) != {"at"}:
+        raise InvalidRequest('start must be "earliest", "latest" or {"at": a time}')
+    topic = patch.get("dead_letter_topic")
+    if isinstance(topic, str) and topic:
+        if topic == "{topic}":
+            raise InvalidRequest("dead_letter_topic is the topic itself: its dead letters would be delivered again")
+        wire.check_name(topic.replace("{topic}", "t"), "dead_letter_topic")
+        if topic.startswith("__"):
+            raise InvalidRequest("dead_letter_topic begins with __, which is reserved for internal topics")
+    ordering = patch.get("ordering", held.config.ordering if held is not None else "none")
+    mode = patch.get("mode", held.config.mode if held is not None else "queue")
+    if mode == "stream" and ordering == "key":
+        raise InvalidRequest("ordering 'key' is for queue groups: a stream group always reads a partition in order")
+    if held is not None and held.config.mode == mode and ordering != held.config.ordering:
+        raise InvalidRequest(
+            f"group {held.name!r} keeps its ordering {held.config.ordering!r}: messages that it has passed cannot be"
+            " reordered. Delete the group first, or use another name"
+        )
