@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -15,7 +15,9 @@ from portalmq.closeable import Closeable
 from portalmq.errors import PortalMQError
 from portalmq.message import Message, message_from_json, message_from_wire
 from portalmq.network.tls import TlsFiles
-from portalmq.transport.transport import Bootstrap, Request, Transport, decode_answer, with_query
+from portalmq.transport.answers import decode_answer
+from portalmq.transport.request import Request, with_query
+from portalmq.transport.transport import Bootstrap, Transport
 
 BROWSE_WAIT_S_MAX = 20.0
 PAGE_MESSAGES = 500
@@ -39,9 +41,9 @@ class _LockList(msgspec.Struct):
     locks: list[wire.LockDescription]
 
 
-class _DeadPage(msgspec.Struct):
+class _DeadPage(msgspec.Struct, rename={"next": "next_after"}):
     messages: list[wire.DecodedJsonMessage]
-    next_after: str | None = None
+    next: str | None = None
 
 
 class _ScheduledPage(msgspec.Struct):
@@ -53,6 +55,9 @@ class _UnfinishedPage(msgspec.Struct):
     messages: list[wire.DecodedUnfinished]
     next: str | None = None
     counts: wire.QueueCounts | None = None
+
+
+P = TypeVar("P", _DeadPage, _ScheduledPage, _UnfinishedPage)
 
 
 class Unfinished(NamedTuple):
@@ -192,17 +197,10 @@ class Admin(Closeable):
         """Yield the messages of the topic that a queue group has not finished, with their states: partition by
         partition, in log order, as they are when the page is read. Reading changes nothing; a group that was never used
         has finished nothing."""
-        after, left = None, limit
-        while left is None or left > 0:
-            size = PAGE_MESSAGES if left is None else min(left, PAGE_MESSAGES)
-            query = {"topic": wire.check_name(topic, "topic"), "limit": size, "after": after}
-            page = self._transport.get(f"{_group(group)}/messages", _UnfinishedPage, query)
-            for shown in page.messages:
-                yield Unfinished(message_from_json(shown), shown.state, shown.available_at_ms)
-            left = None if left is None else left - len(page.messages)
-            if page.next is None or page.next == after:
-                return
-            after = page.next
+        query = {"topic": wire.check_name(topic, "topic")}
+        for page in self._pages(f"{_group(group)}/messages", _UnfinishedPage, limit, query):
+            for each in page.messages:
+                yield Unfinished(message_from_json(each), each.state, each.available_at_ms)
 
     def offsets(self, group: str) -> list[stream_wire.GroupOffset]:
         """Return the committed offset and the lag of a stream group on each partition of its topics."""
@@ -222,16 +220,9 @@ class Admin(Closeable):
     def dead_letters(self, group: str, topic: str, *, limit: int | None = None) -> Iterator[Message]:
         """Yield the dead letters of the topic in the group, oldest first. Their ids are those of the topic; headers
         that begin with `portalmq-` say how often, when and why they failed."""
-        after, left = None, limit
-        while left is None or left > 0:
-            size = PAGE_MESSAGES if left is None else min(left, PAGE_MESSAGES)
-            query = {"topic": wire.check_name(topic, "topic"), "limit": size, "after": after}
-            page = self._transport.get(f"{_group(group)}/dead-letters", _DeadPage, query)
+        query = {"topic": wire.check_name(topic, "topic")}
+        for page in self._pages(f"{_group(group)}/dead-letters", _DeadPage, limit, query):
             yield from map(message_from_json, page.messages)
-            left = None if left is None else left - len(page.messages)
-            if page.next_after is None or page.next_after == after:
-                return
-            after = page.next_after
 
     def redrive(
         self,
@@ -270,15 +261,8 @@ class Admin(Closeable):
 
     def scheduled(self, topic: str, *, limit: int | None = None) -> Iterator[Message]:
         """Yield the topic's messages that are not due yet, the next one first."""
-        after, left = None, limit
-        while left is None or left > 0:
-            size = PAGE_MESSAGES if left is None else min(left, PAGE_MESSAGES)
-            page = self._transport.get(f"{_topic(topic)}/scheduled", _ScheduledPage, {"limit": size, "after": after})
+        for page in self._pages(f"{_topic(topic)}/scheduled", _ScheduledPage, limit):
             yield from map(message_from_json, page.messages)
-            left = None if left is None else left - len(page.messages)
-            if page.next is None or page.next == after:
-                return
-            after = page.next
 
     def cancel_scheduled(self, topic: str, message_id: str) -> None:
         """Cancel a message that is not due yet. Raises MessageNotFound if there is no such message (any more)."""
@@ -388,6 +372,20 @@ class Admin(Closeable):
             if page.next_offset >= end or page.next_offset == offset:
                 return
             offset, at = page.next_offset, None
+
+    def _pages(
+        self, path: str, kind: type[P], limit: int | None, query: Mapping[str, object] | None = None
+    ) -> Iterator[P]:
+        """Yield the pages of a listing, up to `limit` messages."""
+        after, left = None, limit
+        while left is None or left > 0:
+            size = PAGE_MESSAGES if left is None else min(left, PAGE_MESSAGES)
+            page = self._transport.get(path, kind, {**(query or {}), "limit": size, "after": after})
+            yield page
+            left = None if left is None else left - len(page.messages)
+            if page.next is None or page.next == after:
+                return
+            after = page.next
 
     # --- the end -----------------------------------------------------------------------------------------------------
 

@@ -17,8 +17,6 @@ from collections.abc import Iterable, Iterator
 from datetime import datetime
 from typing import Literal
 
-import msgspec
-
 from portalmq import wire
 from portalmq.closeable import Closeable
 from portalmq.consumers.commit import Output, commit_receipts
@@ -31,16 +29,11 @@ from portalmq.network.tls import TlsFiles
 from portalmq.stream_wire import SESSION_TIMEOUT_MS_MAX
 from portalmq.streams.member import Delivery, StreamMember
 from portalmq.transport import system_random
+from portalmq.transport.answers import decode_answer
 from portalmq.transport.reachability import SILENT_S_MAX
-from portalmq.transport.transport import (
-    CALL_TIMEOUT_S,
-    WAIT_S_MIN,
-    Bootstrap,
-    Request,
-    Transport,
-    decode_answer,
-    may_repeat,
-)
+from portalmq.transport.request import WAIT_S_MIN, json_request
+from portalmq.transport.retries import may_repeat
+from portalmq.transport.transport import CALL_TIMEOUT_S, Bootstrap, Transport
 
 # A waiting consumer asks again after this time, so that a paused broker does not hold it for long.
 RECEIVE_WAIT_S = 10.0
@@ -292,12 +285,11 @@ class Consumer(Closeable):
                 ack=self._leases.take_acks(),
             )
             answer = self._receiving.call(
-                Request(
+                json_request(
                     "POST",
                     wire.group_path(self.group, "receive"),
-                    msgspec.json.encode(request),
-                    (("Content-Type", wire.JSON), ("Accept", wire.BATCH_MSGPACK)),
-                    repeatable=True,
+                    request,
+                    accept=wire.BATCH_MSGPACK,
                     near=self._near,
                     wait_s=max(wait_s, WAIT_S_MIN),
                     marks_first_try=True,

@@ -23,23 +23,15 @@ import weakref
 from collections.abc import Callable
 from types import TracebackType
 
-import msgspec
-
 from portalmq import wire
 from portalmq.errors import Fenced, LockHeld, LockNotFound, PortalMQError
 from portalmq.network.forking import reset_in_children
 from portalmq.network.tls import TlsFiles
 from portalmq.system import steady_s
-from portalmq.transport.transport import (
-    WAIT_S_MIN,
-    Backoff,
-    Bootstrap,
-    Request,
-    Transport,
-    decode_answer,
-    may_repeat,
-    with_query,
-)
+from portalmq.transport.answers import decode_answer
+from portalmq.transport.request import WAIT_S_MIN, Request, json_request, with_query
+from portalmq.transport.retries import Backoff, may_repeat
+from portalmq.transport.transport import Bootstrap, Transport
 
 _log = logging.getLogger("portalmq.lock")
 
@@ -50,7 +42,6 @@ KEEP_PLACE_MS = 2_000
 REACH_TIMEOUT_S = 10.0
 RELEASE_TIMEOUT_S = 10.0
 RENEWALS_PER_TTL = 3
-JOIN_TIMEOUT_S = 1.0
 OWNER_CHARACTERS_MAX = 190
 
 
@@ -170,14 +161,7 @@ class Lock:
         body = wire.LockRequest(
             owner, round(self.ttl_s * 1000), round(wait_s * 1000), 0 if is_last else KEEP_PLACE_MS
         )  # fmt: skip
-        request = Request(
-            "POST",
-            wire.lock_path(self.name),
-            msgspec.json.encode(body),
-            (("Content-Type", wire.JSON),),
-            repeatable=True,
-            wait_s=max(wait_s, WAIT_S_MIN),
-        )
+        request = json_request("POST", wire.lock_path(self.name), body, wait_s=max(wait_s, WAIT_S_MIN))
         deadline = time.monotonic() + wait_s + REACH_TIMEOUT_S
         return decode_answer(self._transport.attempt(request, deadline), wire.LockGrant)
 
@@ -308,8 +292,7 @@ class _Acquisition:
         """Renew. Raises Fenced, and then the lock is lost; or the error of brokers that cannot answer."""
         asked_at = self._clock()
         body = wire.LockRenewal(self.owner, self.token, round(self._ttl_s * 1000))
-        content, headers = msgspec.json.encode(body), (("Content-Type", wire.JSON),)
-        request = Request("PUT", wire.lock_path(self._name), content, headers, repeatable=True)
+        request = json_request("PUT", wire.lock_path(self._name), body)
         # A paused broker must not use up the time in which another one would answer.
         limit_s = max(0.1, min(self._until - asked_at, self._ttl_s / RENEWALS_PER_TTL))
         try:

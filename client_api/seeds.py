@@ -36,7 +36,9 @@ from portalmq.errors import NotFound, PortalMQError, TopicNotFound
 from portalmq.message import Message, RecordMetadata
 from portalmq.network.http_answer import HttpAnswer
 from portalmq.producer import Producer
-from portalmq.transport.transport import Bootstrap, Request, Transport, decode_answer
+from portalmq.transport.answers import decode_answer
+from portalmq.transport.request import json_request
+from portalmq.transport.transport import Bootstrap, Transport
 
 DELIVERY_TIMEOUT_S = 120.0
 LOOK_UP_WITHIN_S = 5.0
@@ -185,15 +187,7 @@ class PortalClient(Closeable):
     def _post(self, path: str, body: dict[str, object], topic: str | None = None, *, wait_s: float = 0.0) -> HttpAnswer:
         """Post a call. Each may be repeated: `publish` because of its sequence, `consume` because an offset is passed
         only once."""
-        request = Request(
-            "POST",
-            path,
-            msgspec.json.encode(body),
-            (("Content-Type", wire.JSON),),
-            repeatable=True,
-            near=None if topic is None else (topic, 0),
-            wait_s=wait_s,
-        )
+        request = json_request("POST", path, body, near=None if topic is None else (topic, 0), wait_s=wait_s)
         return self._transport.call(request, timeout_s=self._timeout_s + wait_s)
 
 

@@ -12,7 +12,7 @@ The checksum is zlib's CRC-32 over header and body. Missing trailing fields have
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import msgspec
@@ -206,8 +206,6 @@ class FetchedPartition(msgspec.Struct, omit_defaults=True):
 class FetchAnswer(msgspec.Struct):
     partitions: list[FetchedPartition]
 
-
-SeekTo = Literal["earliest", "latest", "offset", "at"]
 
 prepare(
     JoinRequest,

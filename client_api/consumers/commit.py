@@ -14,7 +14,9 @@ import msgspec
 from portalmq import wire
 from portalmq.message import Message
 from portalmq.producers.outgoing import pack
-from portalmq.transport.transport import Request, Transport, decode_answer
+from portalmq.transport.answers import decode_answer
+from portalmq.transport.request import Request
+from portalmq.transport.transport import Transport
 
 Output = Mapping[str, Any]
 

@@ -20,11 +20,10 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
-import msgspec
-
 from portalmq import wire
 from portalmq.errors import LeaseLost, PortalMQError, StaleReceipt
-from portalmq.transport.transport import Request, Transport
+from portalmq.transport.request import json_request
+from portalmq.transport.transport import Transport
 
 _log = logging.getLogger("portalmq.consumer")
 
@@ -441,13 +440,7 @@ class Leases:
     def _settle(
         self, verb: Verb, receipts: list[str], options: dict[str, object], timeout_s: float | None = None
     ) -> None:
-        request = Request(
-            "POST",
-            wire.group_path(self._group, verb),
-            msgspec.json.encode({"receipts": receipts, **options}),
-            (("Content-Type", wire.JSON),),
-            repeatable=True,
-        )
+        request = json_request("POST", wire.group_path(self._group, verb), {"receipts": receipts, **options})
         self._transport.call(request, timeout_s=RELEASE_TIMEOUT_S if self._closed else timeout_s)
 
 

@@ -25,7 +25,10 @@ from portalmq.errors import (
     Unavailable,
 )
 from portalmq.producers.batching import Lane, ProducerBatch
-from portalmq.transport.transport import Backoff, DeadlinePassed, Request, Transport, decode_answer, may_repeat
+from portalmq.transport.answers import decode_answer
+from portalmq.transport.request import Request, json_request
+from portalmq.transport.retries import Backoff, DeadlinePassed, may_repeat
+from portalmq.transport.transport import Transport
 
 _log = logging.getLogger("portalmq.producer")
 
@@ -144,8 +147,7 @@ class BatchSender:
         named = wire.ProducerIdRequest(self._name)
         if self._name is not None:
             named.instance, named.renews = self._instance, self._had_name
-        body = msgspec.json.encode(named)
-        request = Request("POST", "/v1/producers", body, (("Content-Type", wire.JSON),), repeatable=True)
+        request = json_request("POST", "/v1/producers", named)
         try:
             identity = decode_answer(self._transport.attempt(request, deadline), wire.ProducerIdentity)
             self._had_name = True

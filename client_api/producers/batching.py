@@ -21,7 +21,7 @@ from portalmq.errors import PortalMQError
 from portalmq.message import RecordMetadata
 
 if TYPE_CHECKING:
-    from portalmq.transport.transport import Backoff
+    from portalmq.transport.retries import Backoff
 
 _log = logging.getLogger("portalmq.producer")
 

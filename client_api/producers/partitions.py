@@ -11,7 +11,9 @@ from portalmq import wire
 from portalmq.errors import PartitionNotFound, PortalMQError, TopicExists, TopicNotFound
 from portalmq.producers.batching import Lane
 from portalmq.transport import system_random
-from portalmq.transport.transport import Backoff, DeadlinePassed, Request, Transport, may_repeat
+from portalmq.transport.request import json_request
+from portalmq.transport.retries import Backoff, DeadlinePassed, may_repeat
+from portalmq.transport.transport import Transport
 
 _log = logging.getLogger("portalmq.producer")
 
@@ -117,9 +119,8 @@ class ProducerTopics(dict[str, ProducerTopic]):
     def _create(self, name: str, deadline: float) -> None:
         """Create the topic. Raises TopicNotFound if the cluster does not create topics at their first use."""
         path = f"{wire.topic_path(name)}?first_use=true"
-        request = Request("PUT", path, b"{}", (("Content-Type", wire.JSON),), repeatable=True)
         try:
-            self._transport.attempt(request, deadline)
+            self._transport.attempt(json_request("PUT", path, {}), deadline)
         except TopicExists:
             # Another client was first, with settings of its own: those are the topic's.
             return

@@ -9,15 +9,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
-import msgspec
-
 from portalmq import stream_wire as contract
 from portalmq import wire
 from portalmq.consumers.commit import Output, commit_offset, partition_of
 from portalmq.errors import IllegalGeneration, OffsetMoved, OffsetOutOfRange, PortalMQError, Unavailable
 from portalmq.message import Message
 from portalmq.streams.fetch_buffer import FetchBuffer, PartitionBuffer, TopicPartition
-from portalmq.transport.transport import Request, Transport
+from portalmq.transport.request import json_request
+from portalmq.transport.transport import Transport
 
 
 class OffsetCommitter:
@@ -59,14 +58,8 @@ class OffsetCommitter:
         self, changed: Sequence[tuple[PartitionBuffer, int]], generation: int, timeout_s: float | None
     ) -> None:
         offsets = [contract.PartitionOffset(*buffer.place, done) for buffer, done in changed]
-        request = Request(
-            "PUT",
-            wire.group_path(self._group, "offsets"),
-            msgspec.json.encode(contract.CommitOffsetsRequest(self._member_id, generation, offsets)),
-            (("Content-Type", wire.JSON),),
-            repeatable=True,
-            near=changed[0][0].place,
-        )
+        body = contract.CommitOffsetsRequest(self._member_id, generation, offsets)
+        request = json_request("PUT", wire.group_path(self._group, "offsets"), body, near=changed[0][0].place)
         try:
             self._transport.call(request, timeout_s=timeout_s)
         except PortalMQError as error:

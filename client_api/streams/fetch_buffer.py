@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from portalmq import stream_wire as contract
-from portalmq import wire
 from portalmq.errors import PortalMQError
 from portalmq.network.connection import Address
-from portalmq.transport.transport import Request, Transport
+from portalmq.transport.request import json_request
+from portalmq.transport.transport import Transport
 
 _log = logging.getLogger("portalmq.consumer")
 
@@ -249,13 +249,11 @@ class FetchBuffer:
     def _send_fetch(
         self, buffers: list[PartitionBuffer], asked: list[contract.PartitionOffset], max_bytes: int
     ) -> None:
-        request = contract.FetchRequest(asked, max_bytes, round(FETCH_WAIT_S * 1000))
-        call = Request(
+        call = json_request(
             "POST",
             contract.FETCH_PATH,
-            msgspec.json.encode(request),
-            (("Content-Type", wire.JSON), ("Accept", contract.FRAMES_MSGPACK)),
-            repeatable=True,
+            contract.FetchRequest(asked, max_bytes, round(FETCH_WAIT_S * 1000)),
+            accept=contract.FRAMES_MSGPACK,
             leader_of=buffers[0].place,
             wait_s=FETCH_WAIT_S,
         )

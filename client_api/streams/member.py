@@ -37,8 +37,11 @@ from portalmq.errors import (
 from portalmq.message import Message
 from portalmq.streams.commits import OffsetCommitter
 from portalmq.streams.fetch_buffer import DecodedBatch, FetchBuffer, PartitionBuffer, TopicPartition
+from portalmq.transport.answers import decode_answer
 from portalmq.transport.reachability import FIRST_CONTACT_S, SILENT_S_MAX
-from portalmq.transport.transport import CALL_TIMEOUT_S, Request, Transport, decode_answer, may_repeat, with_query
+from portalmq.transport.request import Request, json_request, with_query
+from portalmq.transport.retries import may_repeat
+from portalmq.transport.transport import CALL_TIMEOUT_S, Transport
 
 _log = logging.getLogger("portalmq.consumer")
 
@@ -380,7 +383,7 @@ class StreamMember:
     def _join(self) -> contract.MemberAnswer:
         self._create_group()
         request = contract.JoinRequest(self._topics, self.member_id, round(self._session_s * 1000))
-        answer = self._call("POST", contract.members_path(self._group), request, self._session_s)
+        answer = self._call(contract.members_path(self._group), request, self._session_s)
         with self._lock:
             self._joined, is_late = True, self._left
         if is_late:
@@ -394,11 +397,10 @@ class StreamMember:
     def _create_group(self) -> None:
         """Create the group with these settings, or check that it has them. Raises GroupModeMismatch, InvalidRequest."""
         path = wire.group_path(self._group)
-        body = msgspec.json.encode({"mode": "stream", **self._settings})
         # One call creates it with its delivery: between two calls other members could see another one, or a crash leave
         # it.
         made = with_query(path, {"delivery": self._delivery})
-        request = Request("PUT", made, body, (("Content-Type", wire.JSON),), repeatable=True)
+        request = json_request("PUT", made, {"mode": "stream", **self._settings})
         answer = self._settle_transport.call(request, timeout_s=self._session_s)
         delivery = decode_answer(answer, wire.GroupDescription).config.delivery
         if delivery == self._delivery:
@@ -414,11 +416,11 @@ class StreamMember:
         path = contract.member_path(self._group, self.member_id, "heartbeat")
         # A silent broker is given up in time to ask another one within the session.
         timeout_s = max(HEARTBEAT_S_MIN, self._session_s / 3)
-        return self._call("POST", path, contract.HeartbeatRequest(self._commits.generation), timeout_s)
+        return self._call(path, contract.HeartbeatRequest(self._commits.generation), timeout_s)
 
-    def _call(self, method: str, path: str, body: msgspec.Struct, timeout_s: float) -> contract.MemberAnswer:
-        request = Request(method, path, msgspec.json.encode(body), (("Content-Type", wire.JSON),), repeatable=True)
-        return decode_answer(self._settle_transport.call(request, timeout_s=timeout_s), contract.MemberAnswer)
+    def _call(self, path: str, body: msgspec.Struct, timeout_s: float) -> contract.MemberAnswer:
+        answer = self._settle_transport.call(json_request("POST", path, body), timeout_s=timeout_s)
+        return decode_answer(answer, contract.MemberAnswer)
 
     def _adopt(self, answer: contract.MemberAnswer) -> bool | None:
         """Apply this assignment. Return True if partitions were released, None if that has to wait for a message in

@@ -15,83 +15,37 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
-from urllib.parse import urlencode
+from typing import Protocol, TypeVar
 
 import msgspec
 
 from portalmq import wire
-from portalmq.errors import (
-    ERRORS_BY_CODE,
-    NotLeader,
-    PortalMQError,
-    Unavailable,
-    error_from_problem,
-)
+from portalmq.errors import NotLeader, PortalMQError, Unavailable
 from portalmq.network.connection import Address, ConnectionPool, NoAnswer, NotSent, Watch
 from portalmq.network.forking import reset_in_children
 from portalmq.network.http_answer import HttpAnswer
 from portalmq.network.tls import NO_FILES, TlsFiles, context_of
 from portalmq.network.trust import advertised_allowed, warn_of_plain_text
 from portalmq.transport import system_random
+from portalmq.transport.answers import decode_answer, error_of_answer
 from portalmq.transport.cluster_metadata import DEFAULT_URL, Bootstrap, ClusterMetadata, bootstrap_addresses
 from portalmq.transport.reachability import Reachability
+from portalmq.transport.request import Request, json_request, with_query
+from portalmq.transport.retries import Backoff, DeadlinePassed, may_repeat
 from portalmq.transport.zookeeper_bootstrap import CONNECT_WITHIN_S
 
 __all__ = ["DEFAULT_URL", "Bootstrap", "Request", "Transport", "bootstrap_addresses"]
 
-# How long one try waits for its answer, beside the time that the broker itself may wait. A broker that is silent for
-# longer may be paused: then another one leads, and a repeatable request goes there.
-REQUEST_TIMEOUT_S = 15.0
-READ_TIMEOUT_S = 8.0
-TO_LEADER_TIMEOUT_S = 5.0
 METADATA_TIMEOUT_S = 2.0
 # A leader that is silent for this long may be paused: other brokers are asked, repeatedly, for the current leader.
 ASK_OTHERS_AFTER_S = 0.5
 ASK_OTHERS_LONG_POLL_S = 1.0
-LONG_POLL_GRACE_S = 5.0
 CALL_TIMEOUT_S = 120.0
-RETRY_AFTER_S_MAX = 30.0
 TIMEOUT_S_MIN = 0.01
 LOOK_UPS_MAX = 3
 LOOK_UP_S_MIN = 0.1
-# The wait of a long poll that does not wait, so that a silent broker is given up as soon as with one that does.
-WAIT_S_MIN = 0.001
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One call. `leader_of` is the (topic, partition) that alone it concerns, `near` one whose leader forwards less
-    than others; `wait_s` is how long the broker itself may wait before it answers (a long poll)."""
-
-    method: str
-    path: str
-    body: bytes = b""
-    headers: tuple[tuple[str, str], ...] = ()
-    repeatable: bool = False
-    leader_of: tuple[str, int] | None = None
-    near: tuple[str, int] | None = None
-    wait_s: float = 0.0
-    # Mark the first try, for which the broker need not look for the result of an earlier one.
-    marks_first_try: bool = False
-
-    @property
-    def topic(self) -> str | None:
-        """The topic whose leaders should be known."""
-        place = self.leader_of or self.near
-        return None if place is None else place[0]
-
-    @property
-    def try_timeout_s(self) -> float:
-        """The time limit of one try."""
-        if self.wait_s:
-            return self.wait_s + LONG_POLL_GRACE_S
-        if self.repeatable and self.leader_of is not None:
-            return TO_LEADER_TIMEOUT_S
-        return READ_TIMEOUT_S if self.method == "GET" else REQUEST_TIMEOUT_S
 
 
 class Pool(Protocol):
@@ -103,32 +57,6 @@ class Pool(Protocol):
     def rest(self) -> None: ...
     def hang_up(self) -> None: ...
     def close(self, answers_within_s: float = 0.0) -> None: ...
-
-
-class Backoff:
-    """Exponential pauses with jitter: 20 ms, doubled up to 100 ms for the first tries (a new leader is elected soon),
-    and up to 1 s after those, each reduced by up to a half (so that clients that failed together do not return
-    together). A Retry-After is honoured up to RETRY_AFTER_S_MAX."""
-
-    FIRST_S = 0.02
-    SOON_S = 0.1
-    SOON_TRIES = 30
-    MAX_S = 1.0
-
-    def __init__(self, chance: Callable[[], float] = system_random.fraction) -> None:
-        self._chance = chance
-        self._full_s = self.FIRST_S
-        self._tries = 0
-
-    def next_s(self, retry_after_s: float | None = None) -> float:
-        pause = self._full_s * (0.5 + 0.5 * self._chance())
-        self._tries += 1
-        self._full_s = min(self._full_s * 2, self.SOON_S if self._tries < self.SOON_TRIES else self.MAX_S)
-        return max(pause, min(retry_after_s or 0.0, RETRY_AFTER_S_MAX))
-
-
-class DeadlinePassed(Unavailable):
-    """No time was left for a try. It says nothing about earlier tries."""
 
 
 class Transport:
@@ -233,13 +161,7 @@ class Transport:
     def send_json(self, method: str, path: str, body: object, kind: type[T], *, timeout_s: float | None = None) -> T:
         """Make a call with a JSON body and a JSON answer. POST is not retried after an unknown outcome. A try that
         began in time may end later."""
-        request = Request(
-            method,
-            path,
-            msgspec.json.encode(body),
-            (("Content-Type", wire.JSON),),
-            repeatable=method in {"PUT", "DELETE", "PATCH"},
-        )
+        request = json_request(method, path, body, repeatable=method in {"PUT", "DELETE", "PATCH"})
         return decode_answer(self.call(request, timeout_s=timeout_s, waits_for_last_try=timeout_s is not None), kind)
 
     def send_once(self, path: str, body: object, kind: type[T]) -> T:
@@ -465,64 +387,3 @@ def _common_headers(token: str | None) -> str:
             raise ValueError("a token is one line of printable ASCII characters")
         lines += f"Authorization: Bearer {token}\r\n"
     return lines + "\r\n"
-
-
-def may_repeat(error: PortalMQError, repeatable: bool) -> bool:
-    """Return True if a retry may help and cannot have the effect twice."""
-    return error.retryable and (repeatable or error.outcome == "not_applied")
-
-
-def with_query(path: str, query: Mapping[str, object] | None) -> str:
-    given = {name: value for name, value in (query or {}).items() if value is not None}
-    return f"{path}?{urlencode(given)}" if given else path
-
-
-def decode_answer(answer: HttpAnswer, kind: type[T]) -> T:
-    """Decode the body of a 2xx answer as a `kind`, from MessagePack or JSON by its Content-Type."""
-    packed = answer.headers.get("Content-Type", "").startswith(wire.BATCH_MSGPACK)
-    try:
-        if packed:
-            return msgspec.msgpack.decode(answer.body, type=kind)
-        return msgspec.json.decode(answer.body or b"null", type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as fault:
-        raise Unavailable(f"the answer is none of PortalMQ's: {fault}", retryable=False, outcome="unknown") from fault
-
-
-def error_of_answer(answer: HttpAnswer) -> PortalMQError:
-    """Return the error of an answer with status 300 or more, from its problem document if it has one."""
-    retry_after_s = _seconds(answer.headers.get("Retry-After"))
-    if answer.headers.get("Content-Type", "").startswith(wire.PROBLEM):
-        try:
-            problem: dict[str, Any] = msgspec.json.decode(answer.body, type=dict[str, Any])
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            problem = {}
-        if "code" in problem:
-            return error_from_problem(problem, retry_after_s=retry_after_s)
-    return _error_of_foreign_answer(answer, retry_after_s)
-
-
-def _error_of_foreign_answer(answer: HttpAnswer, retry_after_s: float | None) -> PortalMQError:
-    """Return the error of an answer that no broker wrote, perhaps a proxy: only the status counts."""
-    excerpt = answer.body[:200].decode("utf-8", "replace").strip()
-    detail = f"the answer was HTTP {answer.status}, and not in PortalMQ's form: {excerpt or 'an empty body'}"
-    if answer.status < 400:
-        location = answer.headers.get("Location", "elsewhere")
-        return Unavailable(
-            f"the broker redirects to {location}; redirects are not followed, name that address yourself",
-            retryable=False,
-        )
-    if answer.status >= 500:
-        return Unavailable(
-            detail, retryable=answer.status in {502, 503, 504}, outcome="unknown", retry_after_s=retry_after_s
-        )
-    by_status = {cls.status: cls for cls in reversed(list(ERRORS_BY_CODE.values()))}
-    # 404 has several classes: use the general one.
-    cls = ERRORS_BY_CODE["not_found"] if answer.status == 404 else by_status.get(answer.status, PortalMQError)
-    return cls(detail, retryable=answer.status in {408, 429}, outcome="not_applied", retry_after_s=retry_after_s)
-
-
-def _seconds(text: str | None) -> float | None:
-    try:
-        return max(0.0, float(text)) if text else None
-    except ValueError:
-        return None

@@ -39,15 +39,10 @@ from portalmq.spark.errors import BadOption, DataLoss, NoTopic, SourceError, Unr
 from portalmq.spark.http_api.frames import batches_of
 from portalmq.spark.origin import SPAN_OFFSETS, PartitionLog, Span
 from portalmq.spark.topics import is_pattern, is_wanted, not_found
-from portalmq.transport.transport import (
-    LONG_POLL_GRACE_S,
-    Backoff,
-    DeadlinePassed,
-    Request,
-    Transport,
-    decode_answer,
-    with_query,
-)
+from portalmq.transport.answers import decode_answer
+from portalmq.transport.request import LONG_POLL_GRACE_S, Request, with_query
+from portalmq.transport.retries import Backoff, DeadlinePassed
+from portalmq.transport.transport import Transport
 
 PATIENCE_S = 30.0
 # Before the first answer a wrong address is more likely than that all brokers are away for a moment.

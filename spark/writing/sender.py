@@ -27,7 +27,9 @@ from portalmq.errors import MessageTooLarge, PortalMQError, TopicExists
 from portalmq.network.tls import NO_FILES, TlsFiles
 from portalmq.spark.errors import BadOption, BadRow, NotWritten, Unreachable
 from portalmq.spark.writing.rows import RoutedRow, Row
-from portalmq.transport.transport import Request, Transport, decode_answer
+from portalmq.transport.answers import decode_answer
+from portalmq.transport.request import Request
+from portalmq.transport.transport import Transport
 
 REQUEST_ROWS_MIN: Final = 1_000
 # The broker's maximum: its index of identities costs about a page for each identity and request.

@@ -89,7 +89,7 @@ def test_a_broker_that_is_silent_does_not_hide_one_that_answers(
     broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is paused, or just starting: the kernel takes the connection, and nobody answers."""
-    for limit in ("cli.session.REACH_TIMEOUT_S", "transport.transport.READ_TIMEOUT_S"):
+    for limit in ("cli.session.REACH_TIMEOUT_S", "transport.request.READ_TIMEOUT_S"):
         monkeypatch.setattr(f"portalmq.{limit}", 3.0)
     broker.script("GET", "/v1/topics", [reply({"topics": []})])
     with socket.create_server(("127.0.0.1", 0)) as silent:

@@ -32,7 +32,8 @@ from portalmq import (
     wire,
 )
 from portalmq.network.http_answer import HttpAnswer
-from portalmq.transport.transport import DeadlinePassed, Request
+from portalmq.transport.request import Request
+from portalmq.transport.retries import DeadlinePassed
 
 PRODUCE = "/v1/topics/t/messages"
 LONG = 60_000

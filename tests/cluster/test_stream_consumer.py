@@ -24,7 +24,7 @@ from portalmq import (
     InvalidRequest,
     Producer,
 )
-from portalmq.transport.transport import Request
+from portalmq.transport.request import Request
 
 pytestmark = pytest.mark.cluster
 

@@ -28,7 +28,7 @@ from portalmq.spark.files.directories import Directories
 from portalmq.spark.http_api import brokers as brokers_module
 from portalmq.spark.http_api.brokers import BrokerAccess, Brokers, BrokerSpan
 from portalmq.spark.origin import Origin, PartitionLog, Span, rows_of
-from portalmq.transport.transport import DeadlinePassed
+from portalmq.transport.retries import DeadlinePassed
 
 LOG = PartitionLog("t", "id-1", 0, 0, 6)
 PLACE = ("t", 0)

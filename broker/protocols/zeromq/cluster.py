@@ -19,7 +19,9 @@ from portalmq.errors import PortalMQError, Unavailable
 from portalmq.message import RecordMetadata
 from portalmq.producer import Producer
 from portalmq.transport import system_random
-from portalmq.transport.transport import Bootstrap, Request, Transport, decode_answer
+from portalmq.transport.answers import decode_answer
+from portalmq.transport.request import Request
+from portalmq.transport.transport import Bootstrap, Transport
 
 LOOK_UP_WITHIN_S = 2.0
 GIVE_BACK_WITHIN_S = 5.0

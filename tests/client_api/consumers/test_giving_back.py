@@ -9,7 +9,7 @@ from support.scripted_broker import ScriptedBroker
 
 from portalmq import Consumer, Unavailable, wire
 from portalmq.consumers.lease import HOLD_BACK_S_MAX, Leases
-from portalmq.transport.transport import Request
+from portalmq.transport.request import Request
 
 
 class Transport:

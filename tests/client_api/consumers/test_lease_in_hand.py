@@ -9,7 +9,7 @@ import pytest
 
 from portalmq import LeaseLost, StaleReceipt, wire
 from portalmq.consumers.lease import Leases
-from portalmq.transport.transport import Request
+from portalmq.transport.request import Request
 
 VISIBILITY_S = 30.0
 

@@ -15,7 +15,7 @@ from portalmq.errors import Unavailable
 from portalmq.network.connection import Address, parse_address
 from portalmq.network.http_answer import Fields, HttpAnswer
 from portalmq.streams.fetch_buffer import FetchBuffer, TopicPartition
-from portalmq.transport.transport import Request
+from portalmq.transport.request import Request
 
 NOW_MS = 1_000_000
 PLACE = ("t", 0)

@@ -15,7 +15,7 @@ from portalmq.network.connection import HttpAnswer
 from portalmq.streams.fetch_buffer import DecodedBatch, PartitionBuffer
 from portalmq.streams.member import WAIT_S, StreamMember
 from portalmq.transport.reachability import Reachability
-from portalmq.transport.transport import Request
+from portalmq.transport.request import Request
 
 
 def member(

@@ -17,7 +17,8 @@ from portalmq import Admin, AsyncConsumer, AsyncProducer, Consumer, Lock, Produc
 from portalmq.lock import REACH_TIMEOUT_S
 from portalmq.network.connection import Address, HttpAnswer
 from portalmq.transport.reachability import FIRST_CONTACT_S, SILENT_S_MAX, WARN_AFTER_S, WARN_EVERY_S, Reachability
-from portalmq.transport.transport import LONG_POLL_GRACE_S, Request, Transport
+from portalmq.transport.request import LONG_POLL_GRACE_S, Request
+from portalmq.transport.transport import Transport
 
 AN_HOUR_S = 3_600.0
 ONE, TWO = Address("http", "one", 1), Address("http", "two", 1)

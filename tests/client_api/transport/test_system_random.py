@@ -8,7 +8,7 @@ import time
 from portalmq.producers.batching import Lane
 from portalmq.producers.partitions import ProducerTopic
 from portalmq.transport.cluster_metadata import ClusterMetadata
-from portalmq.transport.transport import Backoff
+from portalmq.transport.retries import Backoff
 
 
 def choices() -> list[object]:

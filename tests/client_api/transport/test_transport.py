@@ -15,7 +15,9 @@ from portalmq import Consumer, Producer, errors, wire
 from portalmq.network.connection import Address, Connection, ConnectionPool, NoAnswer, NotSent, Watch, parse_address
 from portalmq.network.http_answer import Fields, HttpAnswer
 from portalmq.transport.cluster_metadata import ClusterMetadata
-from portalmq.transport.transport import Backoff, Request, Transport, bootstrap_addresses
+from portalmq.transport.request import Request
+from portalmq.transport.retries import Backoff
+from portalmq.transport.transport import Transport, bootstrap_addresses
 
 GET = Request("GET", "/v1/metadata", repeatable=True)
 ONCE = Request("POST", "/v1/producers", b"{}")
@@ -470,8 +472,9 @@ def test_every_public_name_is_there() -> None:
 @pytest.fixture
 def two_brokers(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ScriptedBroker, ScriptedBroker]]:
     """The first leads as far as clients know; a request of theirs that hangs would hang for an hour."""
-    for name in ("TO_LEADER_TIMEOUT_S", "LONG_POLL_GRACE_S", "REQUEST_TIMEOUT_S", "METADATA_TIMEOUT_S"):
-        monkeypatch.setattr(f"portalmq.transport.transport.{name}", 3_600.0)
+    for name in ("TO_LEADER_TIMEOUT_S", "LONG_POLL_GRACE_S", "REQUEST_TIMEOUT_S"):
+        monkeypatch.setattr(f"portalmq.transport.request.{name}", 3_600.0)
+    monkeypatch.setattr("portalmq.transport.transport.METADATA_TIMEOUT_S", 3_600.0)
     monkeypatch.setattr("portalmq.consumer.LOOK_UP_WITHIN_S", 3_600.0)  # a pause of the machine leads nowhere else
     monkeypatch.setattr("portalmq.transport.transport.ASK_OTHERS_LONG_POLL_S", 0.05)
     monkeypatch.setattr("portalmq.transport.transport.ASK_OTHERS_AFTER_S", 0.05)
