@@ -17,18 +17,17 @@ import asyncio
 import contextlib
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
-from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
 from portalmq import wire
 from portalmq.consumer import Consumer
 from portalmq.consumers.commit import Output
 from portalmq.errors import Backpressure, PortalMQError
+from portalmq.loop_threads import LoopThreads
 from portalmq.message import Message, RecordMetadata
 from portalmq.network.forking import reset_in_children
 from portalmq.producer import Producer
@@ -36,91 +35,8 @@ from portalmq.producers.batching import SendFuture
 from portalmq.streams.member import Delivery
 from portalmq.transport.transport import Bootstrap
 
-T = TypeVar("T")
-
 SETTLERS_MAX = 4
 CLOSE_TIMEOUT_S = 5.0
-
-
-Job = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Any]", Callable[[], Any]]
-
-
-class _ThreadPool:
-    """Up to `most` threads of one object, for one event loop; started on demand.
-
-    They are daemon threads, unlike those of concurrent.futures: a program that forgets close() must not hang in a
-    receive when it ends.
-    """
-
-    def __init__(self, name: str, most: int) -> None:
-        self._name = name
-        self._most = most
-        self._begin()
-        reset_in_children(self)
-
-    def _begin(self) -> None:
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
-        self._threads: list[threading.Thread] = []
-        self.unfinished = 0
-        self.close = weakref.finalize(self, _stop_threads, self._jobs, self._threads)
-        self.close.atexit = False
-
-    def _reset_in_child(self) -> None:
-        """Start afresh in the child of a fork: it has neither the threads nor the event loops that wait for them."""
-        was_closed = self.close.detach() is None
-        self._begin()
-        if was_closed:
-            self.close()
-
-    def start(self, do: Callable[[], T]) -> asyncio.Future[T]:
-        """Return the future result of `do`, which runs to its end even if the future is cancelled."""
-        if not self.close.alive:
-            raise RuntimeError("it is closed")
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
-        self.unfinished += 1
-        future.add_done_callback(self._finished)
-        self._jobs.put((loop, future, do))
-        if len(self._threads) < min(self._most, self.unfinished):
-            thread = threading.Thread(target=_run_jobs, args=(self._jobs,), name=self._name, daemon=True)
-            self._threads.append(thread)
-            thread.start()
-        return future
-
-    async def run(self, do: Callable[[], T]) -> T:
-        return await asyncio.shield(self.start(do))
-
-    def _finished(self, ended: asyncio.Future[Any]) -> None:
-        self.unfinished -= 1
-        if not ended.cancelled():
-            ended.exception()  # marks it as retrieved: a cancelled waiter never does
-
-
-def _run_jobs(jobs: SimpleQueue[Job | None]) -> None:
-    while (job := jobs.get()) is not None:
-        loop, future, do = job
-        outcome: tuple[Any, BaseException | None]
-        try:
-            outcome = (do(), None)
-        except BaseException as fault:  # noqa: BLE001 - the waiting coroutine raises it
-            outcome = (None, fault)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits any more
-            loop.call_soon_threadsafe(_set_outcome, future, *outcome)
-        del job, future, do, outcome  # otherwise they would live until the next job
-
-
-def _set_outcome(future: asyncio.Future[Any], result: Any, fault: BaseException | None) -> None:
-    if future.done():
-        return
-    if fault is None:
-        future.set_result(result)
-    else:
-        future.set_exception(fault)
-
-
-def _stop_threads(jobs: SimpleQueue[Job | None], threads: list[threading.Thread]) -> None:
-    for _ in threads:
-        jobs.put(None)
 
 
 # --- producing -------------------------------------------------------------------------------------------------------
@@ -178,8 +94,8 @@ class AsyncProducer:
             allow_advertised=allow_advertised,
         )
         # One thread keeps the order of the sends that have to wait; the other one is for flush and close.
-        self._senders = _ThreadPool("portalmq-async-send", 1)
-        self._flusher = _ThreadPool("portalmq-async-flush", 1)
+        self._senders = LoopThreads("portalmq-async-send", 1)
+        self._flusher = LoopThreads("portalmq-async-flush", 1)
         self._hurried: list[SendFuture] = []
         self._max_block_s = max_block_s
         self._delivery_timeout_s = delivery_timeout_s
@@ -349,11 +265,11 @@ class AsyncConsumer:
         )
         self._mode = mode
         self._manual_ack = manual_ack
-        self._receiver = _ThreadPool("portalmq-async-receive", 1)
-        self._settlers = _ThreadPool("portalmq-async-settle", SETTLERS_MAX)
+        self._receiver = LoopThreads("portalmq-async-receive", 1)
+        self._settlers = LoopThreads("portalmq-async-settle", SETTLERS_MAX)
         # While brokers are unreachable acks may occupy all settler threads and a queue behind them; close() has its own
         # thread.
-        self._closer = _ThreadPool("portalmq-async-close", 1)
+        self._closer = LoopThreads("portalmq-async-close", 1)
         self._closed = False
         self._reset_in_child()
         reset_in_children(self)

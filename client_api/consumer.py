@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
-import uuid
 import weakref
 from collections.abc import Iterable, Iterator
 from datetime import datetime
@@ -21,24 +19,14 @@ from portalmq import wire
 from portalmq.closeable import Closeable
 from portalmq.consumers.commit import Output, commit_receipts
 from portalmq.consumers.lease import Leases, Verb
-from portalmq.consumers.prefetch import Prefetch
-from portalmq.errors import GroupNotFound, PortalMQError
-from portalmq.message import Message, message_from_wire
+from portalmq.consumers.receiver import Receiver
+from portalmq.message import Message
 from portalmq.network.forking import reset_in_children
 from portalmq.network.tls import TlsFiles
 from portalmq.stream_wire import SESSION_TIMEOUT_MS_MAX
 from portalmq.streams.member import Delivery, StreamMember
-from portalmq.transport import system_random
-from portalmq.transport.answers import decode_answer
-from portalmq.transport.reachability import SILENT_S_MAX
-from portalmq.transport.request import WAIT_S_MIN, json_request
-from portalmq.transport.retries import may_repeat
-from portalmq.transport.transport import CALL_TIMEOUT_S, Bootstrap, Transport
+from portalmq.transport.transport import Bootstrap, Transport
 
-# A waiting consumer asks again after this time, so that a paused broker does not hold it for long.
-RECEIVE_WAIT_S = 10.0
-LOOK_UP_WITHIN_S = 5.0
-AGAIN_S = 1.0
 VISIBILITY_TIMEOUT_S = 30.0
 HANDLING_S = 300.0
 # How long close() waits for the answer of a receive; messages leased by it go back at once.
@@ -140,15 +128,20 @@ class Consumer(Closeable):
 
     def _begin(self) -> None:
         """Start with no messages, under a new name."""
-        self._name = f"python-{uuid.uuid4().hex}"
-        self._attempts = 0
-        self._prefetch = Prefetch(self._max_messages, time.monotonic)
-        self._is_unanswered = False
-        self._failing_since = 0.0
-        self._is_prepared = False
-        self._near: tuple[str, int] | None = None
         self._leases = Leases(
             self._settle_transport, self.group, self._visibility_timeout_s, max_handling_s=self._max_handling_s
+        )
+        self._receiver = Receiver(
+            self._receiving,
+            self._leases,
+            self.group,
+            self.topics,
+            self._settings,
+            delivery=self._delivery,
+            manual_ack=self._manual_ack,
+            max_messages=self._max_messages,
+            visibility_timeout_s=self._visibility_timeout_s,
+            closed=self._closed,
         )
         self._stream: StreamMember | None = None
         if self._mode == "stream":
@@ -197,7 +190,7 @@ class Consumer(Closeable):
             if message is None:
                 raise StopIteration
             return message
-        messages = self._next_messages(1, self._idle_timeout_s, ends=True)
+        messages = self._receiver.next_messages(1, self._idle_timeout_s, self, ends=True)
         if not messages:
             raise StopIteration
         return messages[0]
@@ -214,139 +207,7 @@ class Consumer(Closeable):
             raise ValueError(f"max_messages must be 1 to {wire.RECEIVE_MESSAGES_MAX}")
         if self._stream is not None:
             return self._stream.poll(timeout_s, max_messages or self._max_messages, self)
-        return self._next_messages(max_messages or self._max_messages, timeout_s, ends=False)
-
-    def _next_messages(self, at_most: int, timeout_s: float | None, *, ends: bool) -> list[Message]:
-        """Return the next messages. `ends`: an empty result ends an iteration, so it must mean that there are none."""
-        if self._manual_ack:
-            self._leases.forget_handed()
-        else:
-            self._leases.finish_handed()
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while not self._closed.is_set():
-            messages = self._take(at_most)
-            if messages:
-                return messages
-            # The end of an iteration waits as long as messages on their way back might stay leased.
-            self._leases.wait_given_back(self._visibility_timeout_s if ends else _left_s(deadline))
-            is_last = deadline is not None and time.monotonic() >= deadline
-            try:
-                received = self._receive(at_most, deadline)
-            except PortalMQError as error:
-                if deadline is None or not self._may_report_empty(error, ends=ends):
-                    raise
-                if not ends:
-                    break
-                continue
-            if not received and is_last:
-                break
-        return []
-
-    def _may_report_empty(self, error: PortalMQError, *, ends: bool) -> bool:
-        """Return whether a receive that failed at its deadline may look like an empty one, since leaders change. The
-        end of an iteration never may."""
-        now = time.monotonic()
-        self._failing_since = self._failing_since or now
-        reach = self._receiving.reachability
-        if not may_repeat(error, repeatable=True):
-            return False
-        if ends:
-            return now < self._failing_since + (AGAIN_S if reach.is_refused else SILENT_S_MAX)
-        return reach.may_report_empty() and now < self._failing_since + CALL_TIMEOUT_S
-
-    def _take(self, at_most: int) -> list[Message]:
-        topic = self.topics[0]
-        messages: list[Message] = []
-        while len(messages) < at_most and (packed := self._leases.take()) is not None:
-            messages.append(message_from_wire(packed, topic, self))
-        return messages
-
-    def _receive(self, at_most: int, deadline: float | None) -> bool:
-        """Fetch messages and keep them. Return False if none came in time."""
-        try:
-            self._leases.begin_receive()
-            self._prepare(deadline)
-            timeout_s = _left_s(deadline)
-            wait_s = min(timeout_s, RECEIVE_WAIT_S)
-            if self._failing_since:
-                timeout_s = max(timeout_s, AGAIN_S)  # it failed before: allow for a change of leaders
-            is_repeat = self._is_unanswered
-            if not is_repeat:
-                self._attempts += 1
-            # Until there is an answer: a repeat of this attempt returns the messages that a broker has leased under it.
-            self._is_unanswered = True
-            request = wire.ReceiveRequest(
-                topics=list(self.topics),
-                max_messages=max(self._prefetch.wanted(), at_most),
-                wait_ms=round(wait_s * 1000),
-                visibility_timeout_ms=round(self._visibility_timeout_s * 1000),
-                consumer=self._name,
-                attempt_id=f"{self._name}-{self._attempts}",
-                ack=self._leases.take_acks(),
-            )
-            answer = self._receiving.call(
-                json_request(
-                    "POST",
-                    wire.group_path(self.group, "receive"),
-                    request,
-                    accept=wire.BATCH_MSGPACK,
-                    near=self._near,
-                    wait_s=max(wait_s, WAIT_S_MIN),
-                    marks_first_try=True,
-                ),
-                timeout_s=timeout_s,
-                waits_for_last_try=True,
-                is_repeat=is_repeat,
-            )
-            received = decode_answer(answer, wire.PackReceived)
-            self._is_unanswered, self._failing_since = False, 0.0
-        except BaseException as error:
-            self._leases.receive_failed()
-            if isinstance(error, PortalMQError) and self._closed.is_set():
-                return False
-            raise
-        self._leases.arrived(received.stale_receipts)
-        self._leases.hold(received.messages)
-        self._prefetch.received(len(received.messages))
-        return bool(received.messages)
-
-    def _prepare(self, deadline: float | None) -> None:
-        """Apply the settings to the group once, before its first receive fixes them."""
-        if not self._is_prepared:
-            if self._delivery != "at_least_once":
-                self._settle_delivery(deadline)
-            if self._settings:
-                self._receiving.send_json(
-                    "PUT", wire.group_path(self.group), self._settings, object, timeout_s=_left_s(deadline)
-                )
-        self._is_prepared = True
-        if self._near is None:
-            self._look_up(deadline)
-
-    def _settle_delivery(self, deadline: float | None) -> None:
-        """Create a missing group with this delivery; check that of an existing one. Raises ValueError if they
-        differ."""
-        try:
-            group = self._receiving.get(wire.group_path(self.group), wire.GroupDescription, timeout_s=_left_s(deadline))
-        except GroupNotFound:
-            self._settings["delivery"] = self._delivery
-            return
-        if group.config.delivery != self._delivery:
-            raise ValueError(
-                f"group {self.group!r} delivers {group.config.delivery!r}, and this consumer asks for"
-                f" {self._delivery!r}: change one of them, or take another group"
-            )
-
-    def _look_up(self, deadline: float | None) -> None:
-        """Choose a partition whose leader to ask: any broker would do, and that one forwards least. Consumers of one
-        group choose at random, so that they spread over brokers."""
-        try:
-            within_s = min(LOOK_UP_WITHIN_S, max(AGAIN_S, _left_s(deadline)))
-            metadata = self._receiving.metadata([self.topics[0]], deadline=time.monotonic() + within_s)
-        except PortalMQError:
-            return
-        places = [(topic.name, partition.partition) for topic in metadata.topics for partition in topic.partitions]
-        self._near = system_random.choice(places) if places else None
+        return self._receiver.next_messages(max_messages or self._max_messages, timeout_s, self, ends=False)
 
     # --- settling ----------------------------------------------------------------------------------------------------
 
@@ -482,10 +343,6 @@ class Consumer(Closeable):
         if self._manual_ack:
             self._leases.forget_handed()
         self._shut_down()
-
-
-def _left_s(deadline: float | None) -> float:
-    return CALL_TIMEOUT_S if deadline is None else max(0.0, deadline - time.monotonic())
 
 
 def _unix_ms(moment: datetime) -> int:

@@ -42,7 +42,7 @@ def nobody_instead_of(broker: ScriptedBroker) -> closing[socket.socket]:
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is not bounded by the time that is given takes an hour."""
     for name in (
-        "transport.reachability.FIRST_CONTACT_S", "streams.member.FIRST_CONTACT_S", "consumer.CALL_TIMEOUT_S",
+        "transport.reachability.FIRST_CONTACT_S", "streams.member.FIRST_CONTACT_S", "consumers.receiver.CALL_TIMEOUT_S",
         "streams.member.CALL_TIMEOUT_S",
         "transport.transport.CALL_TIMEOUT_S", "lock.REACH_TIMEOUT_S",
     ):  # fmt: skip
@@ -202,7 +202,7 @@ def test_a_close_does_not_wait_for_acks_that_get_no_answer(monkeypatch: pytest.M
 
 
 def test_an_iteration_waits_while_a_broker_says_that_leaders_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("portalmq.consumer.SILENT_S_MAX", AN_HOUR_S)
+    monkeypatch.setattr("portalmq.consumers.receiver.SILENT_S_MAX", AN_HOUR_S)
     with ScriptedBroker() as broker:
         broker.fill("t", [b"1"])
         broker.script("POST", RECEIVE, [refuse(503, "unavailable")] * 3)

@@ -475,7 +475,9 @@ def two_brokers(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ScriptedBroke
     for name in ("TO_LEADER_TIMEOUT_S", "LONG_POLL_GRACE_S", "REQUEST_TIMEOUT_S"):
         monkeypatch.setattr(f"portalmq.transport.request.{name}", 3_600.0)
     monkeypatch.setattr("portalmq.transport.transport.METADATA_TIMEOUT_S", 3_600.0)
-    monkeypatch.setattr("portalmq.consumer.LOOK_UP_WITHIN_S", 3_600.0)  # a pause of the machine leads nowhere else
+    monkeypatch.setattr(
+        "portalmq.consumers.receiver.LOOK_UP_WITHIN_S", 3_600.0
+    )  # a pause of the machine leads nowhere else
     monkeypatch.setattr("portalmq.transport.transport.ASK_OTHERS_LONG_POLL_S", 0.05)
     monkeypatch.setattr("portalmq.transport.transport.ASK_OTHERS_AFTER_S", 0.05)
     with ScriptedBroker() as old, ScriptedBroker() as new:
