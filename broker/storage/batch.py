@@ -200,10 +200,8 @@ def verified_header(frame: BatchFrame) -> FrameHeader:
 
 
 def is_all_holes(frame: BatchFrame, head: FrameHeader) -> bool:
-    """Return whether compaction removed every message of a batch.
-
-    An encoded list takes at most 5 bytes, and one for each nil; a message takes more.
-    """
+    """Return whether compaction removed every message of a batch. An encoded list takes at most 5 bytes, and one for
+    each nil; a message takes more."""
     return head.kind == BatchKind.MESSAGES and len(frame.body) <= head.count + 5
 
 

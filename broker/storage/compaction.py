@@ -98,11 +98,8 @@ class CompactionOrder(msgspec.Struct, frozen=True):
 
 
 class Compaction:
-    """One compaction of one log whose segments below `order.upto` are sealed.
-
-    Call `step` until it returns False, then `close`; on any threads, one at a time. `removed` counts messages,
-    `freed_bytes` the bytes saved.
-    """
+    """One compaction of one log whose segments below `order.upto` are sealed. Call `step` until it returns False,
+    then `close`; on any threads, one at a time. `removed` counts messages, `freed_bytes` the bytes saved."""
 
     def __init__(self, log: Log, order: CompactionOrder) -> None:
         self.removed = 0
@@ -116,9 +113,7 @@ class Compaction:
 
     def step(self) -> bool:
         """Do one step; return whether there is more to do. Raise CorruptBatch, StorageFault, DiskFull or LogClosed.
-
-        Without an error some work may be left if segments were dropped: ask `Log.is_compacted`.
-        """
+        Without an error some work may be left if segments were dropped: ask `Log.is_compacted`."""
         with self._turn:
             try:
                 with faults_of(self._log.directory):

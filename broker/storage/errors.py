@@ -121,9 +121,7 @@ def faults_of(path: Path) -> Iterator[None]:
 @contextmanager
 def opening_errors() -> Iterator[None]:
     """Report a full disk as such while a file is opened: SQLite reports shared memory without room as an I/O error.
-
-    Nothing is written yet, so it is no fault; the same error from a COMMIT leaves its outcome unknown.
-    """
+    Nothing is written yet, so it is no fault; the same error from a COMMIT leaves its outcome unknown."""
     try:
         yield
     except apsw.IOError as error:

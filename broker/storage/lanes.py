@@ -16,7 +16,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from heapq import merge
 from typing import TYPE_CHECKING, Any, Protocol
@@ -83,10 +83,10 @@ class Lanes:
     def _paged(self, segment: Segment, lane: int, due_ms: int, offset: int, end: int) -> Iterator[Row]:
         rows = 16
         while True:
-            with self._log._read():
-                if segment not in self._log._segments:
+            with self._reader(segment) as reader:
+                if reader is None:
                     return
-                page = rows_after(self._log._used(segment).reader, lane, due_ms, offset, end, rows)
+                page = rows_after(reader, lane, due_ms, offset, end, rows)
             yield from page
             if len(page) < rows:
                 return
@@ -100,9 +100,8 @@ class Lanes:
         total = 0
         for segment in self._having(lane):
             if segment.base_offset < end and segment.end_offset > start:
-                with self._log._read():
-                    if segment in self._log._segments:
-                        reader = self._log._used(segment).reader
+                with self._reader(segment) as reader:
+                    if reader is not None:
                         total += count_after(reader, lane, due_ms, offset, end, start, until_ms)
         return total
 
@@ -111,17 +110,13 @@ class Lanes:
         total = 0
         for segment in self._log._segments:
             if segment.base_offset < end and segment.end_offset > start:
-                with self._log._read():
-                    if segment in self._log._segments:
-                        found: Any = (
-                            self._log._used(segment)
-                            .reader.execute(
-                                "SELECT count(*) FROM messages WHERE offset >= ? AND offset < ?"
-                                f" AND (({PRIORITY_MESSAGES}) OR coalesce({DELAYED_MESSAGES}, 0))",
-                                (start, end),
-                            )
-                            .get
-                        )
+                with self._reader(segment) as reader:
+                    if reader is not None:
+                        found: Any = reader.execute(
+                            "SELECT count(*) FROM messages WHERE offset >= ? AND offset < ?"
+                            f" AND (({PRIORITY_MESSAGES}) OR coalesce({DELAYED_MESSAGES}, 0))",
+                            (start, end),
+                        ).get
                         total += found
         return total
 
@@ -133,9 +128,9 @@ class Lanes:
             own = wanted[bisect_left(wanted, segment.base_offset) : bisect_left(wanted, segment.end_offset)]
             if not own:
                 continue
-            with self._log._read():
-                if segment in self._log._segments:
-                    rows: Any = self._log._used(segment).reader.execute(
+            with self._reader(segment) as reader:
+                if reader is not None:
+                    rows: Any = reader.execute(
                         "SELECT offset, priority, deliver_at_ms, timestamp_ms FROM messages"
                         " WHERE offset IN (SELECT value FROM carray(?))",
                         (apsw.carray(array("q", own), flags=apsw.SQLITE_CARRAY_INT64),),
@@ -158,10 +153,9 @@ class Lanes:
         for segment in self._having(lane):
             if segment.end_offset <= start or segment.base_offset >= end:
                 continue
-            with self._log._read():
-                if segment not in self._log._segments:
+            with self._reader(segment) as reader:
+                if reader is None:
                     continue
-                reader = self._log._used(segment).reader
                 if segment.base_offset >= start:
                     found = bool(rows_after(reader, lane, due_ms, offset, end, 1))
                 else:
@@ -178,31 +172,33 @@ class Lanes:
         for segment in self._log._segments:
             if segment.end_offset <= offset or segment.base_offset >= end:
                 continue
-            with self._log._read():
-                if segment not in self._log._segments:
+            with self._reader(segment) as reader:
+                if reader is None:
                     continue
-                found: Any = (
-                    self._log._used(segment)
-                    .reader.execute(
-                        "SELECT offset FROM messages WHERE offset >= ? AND offset < ?"
-                        f"{plain} AND coalesce(NOT ({DELAYED_MESSAGES}), 1) ORDER BY offset LIMIT 1",
-                        (offset, end),
-                    )
-                    .get
-                )
+                found: Any = reader.execute(
+                    "SELECT offset FROM messages WHERE offset >= ? AND offset < ?"
+                    f"{plain} AND coalesce(NOT ({DELAYED_MESSAGES}), 1) ORDER BY offset LIMIT 1",
+                    (offset, end),
+                ).get
             if found is not None:
                 return int(found)
         return end
+
+    @contextmanager
+    def _reader(self, segment: Segment) -> Iterator[apsw.Connection | None]:
+        """Hold the read lock with the segment's connection; None if the segment was dropped."""
+        with self._log._read():
+            yield self._log._used(segment).reader if segment in self._log._segments else None
 
     def _having(self, lane: int) -> list[Segment]:
         return [segment for segment in self._log._segments if self._bits(segment) & (1 << lane)]
 
     def _bits(self, segment: Segment) -> int:
         if segment.lanes_found is None:
-            with self._log._read():
-                if segment not in self._log._segments:
+            with self._reader(segment) as reader:
+                if reader is None:
                     return 0
-                segment.lanes_found = lanes_in(self._log._used(segment).reader)
+                segment.lanes_found = lanes_in(reader)
         return segment.lanes_found | segment.lanes_appended
 
 

@@ -33,7 +33,7 @@ from portalmq.broker.storage.batch import Batch, BatchKind
 from portalmq.broker.storage.errors import CorruptBatch, LogClosed, Shortage, StorageError, StorageFault, faults_of
 from portalmq.broker.storage.fair_lock import FairLock
 from portalmq.broker.storage.files import make_directory, sha256_of, sync_directory
-from portalmq.broker.storage.manifest import SealedSegment, entry_of, write_manifest
+from portalmq.broker.storage.manifest import Manifest, SealedSegment, entry_of
 from portalmq.broker.storage.open_files import OpenFiles, use_counter
 from portalmq.broker.storage.reading import ReadableLog
 from portalmq.broker.storage.recovery import open_log_files
@@ -50,26 +50,23 @@ WAL_BYTES_MAX = 64 * 1024 * 1024
 
 class Log(ReadableLog):
     """The log of one partition: append, read, shorten. Open it with `Log.open`; times are arguments, Unix ms.
-
-    Invariants: log_start_offset <= end_offset; everything below end_offset is durable.
-    """
+    Invariants: log_start_offset <= end_offset; everything below end_offset is durable."""
 
     def __init__(
         self,
         directory: Path,
         identity: LogIdentity,
         segments: Sequence[Segment],
-        sealed: dict[int, SealedSegment],
+        manifest: Manifest,
         segment_bytes: int,
         open_files: OpenFiles,
     ) -> None:
-        super().__init__(segments)
+        super().__init__(segments, manifest)
         self.last_used = 0
         self._open_files = open_files
         self.directory = directory
         self.identity = identity
         self.segment_bytes = segment_bytes
-        self._sealed = sealed
         self._fault: StorageFault | None = None
         # Parked: files are opened at the next use, only the active one, or all of them after an interrupted change.
         self._parked = False
@@ -89,21 +86,14 @@ class Log(ReadableLog):
         segment_bytes: int = SEGMENT_BYTES,
         open_files: OpenFiles | None = None,
     ) -> Log:
-        """Open the log in `directory`: create it if missing, recover it after a kill.
-
-        Everything found is fsynced before it is claimed. Raise WrongLog, StorageFault or Shortage.
-        """
+        """Open the log in `directory`: create it if missing, recover it after a kill. Everything found is fsynced
+        before it is claimed. Raise WrongLog, StorageFault or Shortage."""
         with faults_of(directory):
             make_directory(directory)
-            segments, sealed = open_log_files(directory, identity)
-        log = cls(directory, identity, segments, sealed, segment_bytes, open_files or OpenFiles())
+            segments, manifest = open_log_files(directory, identity)
+        log = cls(directory, identity, segments, manifest, segment_bytes, open_files or OpenFiles())
         log._open_files.opening(log)
         return log
-
-    @property
-    def sealed_segments(self) -> list[SealedSegment]:
-        """The manifest, oldest first."""
-        return [self._sealed[base_offset] for base_offset in sorted(self._sealed)]
 
     @property
     def checkpoint_due(self) -> bool:
@@ -213,15 +203,15 @@ class Log(ReadableLog):
             for segment in self._segments[:-1]:
                 if segment.end_offset > below:
                     break
-                if segment.base_offset in self._sealed:
+                if segment.base_offset in self._manifest:
                     continue
                 if not segment.settled and not self._settle(segment):
                     break
                 with faults_of(segment.path):
                     entry = entry_of(segment)
                 with self._change(in_steps=True):
-                    if segment in self._segments and segment.base_offset not in self._sealed:
-                        self._put_sealed([entry])
+                    if segment in self._segments and segment.base_offset not in self._manifest:
+                        self._manifest.put([entry])
                         count += 1
         return count
 
@@ -247,7 +237,7 @@ class Log(ReadableLog):
                 last, later = self._segments[position], self._segments[position + 1 :]
                 if not last.is_batch_boundary(to_offset):
                     raise ValueError(f"offset {to_offset} is inside a batch; batches are not split")
-            self._unseal(segment.base_offset for segment in (last, *later))
+            self._manifest.remove(segment.base_offset for segment in (last, *later))
             self._uncompact(to_offset)
             with self._reading:
                 if last.settled:
@@ -266,7 +256,7 @@ class Log(ReadableLog):
         with self._sealing, self._change(in_steps=True):
             later = [segment for segment in self._segments if segment.base_offset >= base_offset]
             earlier = self._segments[: len(self._segments) - len(later)]
-            self._unseal(segment.base_offset for segment in (*earlier[-1:], *later))
+            self._manifest.remove(segment.base_offset for segment in (*earlier[-1:], *later))
             self._remove_last(len(later) if earlier else len(later) - 1)
             fresh = None
             if earlier:
@@ -284,7 +274,7 @@ class Log(ReadableLog):
             for segment in earlier:
                 segment.remove()
             sync_directory(self.directory)
-            self._unseal(iter(tuple(self._sealed)))
+            self._manifest.remove([entry.base_offset for entry in self._manifest.entries])
 
     def _empty_segment(self, base_offset: int, messages_before: int, timestamp_before_ms: int) -> Segment:
         """Create an empty segment that the log begins with."""
@@ -309,46 +299,13 @@ class Log(ReadableLog):
             segment.remove()
             sync_directory(self.directory)
 
-    def _unseal(self, base_offsets: Iterator[int]) -> None:
-        gone = set(base_offsets) & self._sealed.keys()
-        if gone:
-            sealed = {base: entry for base, entry in self._sealed.items() if base not in gone}
-            write_manifest(self.directory, self.identity, sealed.values())
-            self._sealed = sealed
-
     # --- compaction (see compaction.py) -----------------------------------------------------------------------------
-
-    @property
-    def sealed_upto(self) -> int:
-        """The offset below which all segments are sealed."""
-        upto = self.base_offset
-        for segment in self._segments:
-            if segment.base_offset not in self._sealed:
-                break
-            upto = segment.end_offset
-        return upto
 
     def roll_below(self, upto: int) -> None:
         """Start a new segment if the active one begins below `upto`, so that it can be sealed."""
         with self._change():
             if self._active.base_offset < upto:
                 self._roll()
-
-    def sealed_below(self, upto: int) -> list[SealedSegment] | None:
-        """Return the manifest entries of the segments that begin below `upto`, oldest first; None while one is not
-        sealed."""
-        bases = [segment.base_offset for segment in self._segments if segment.base_offset < upto]
-        entries = [self._sealed[base] for base in bases if base in self._sealed]
-        return entries if len(entries) == len(bases) else None
-
-    def is_compacted(self, upto: int, tombstones_before_ms: int) -> bool:
-        """Return whether everything below `upto` is compacted up to there."""
-        sealed = self.sealed_below(upto)
-        return sealed is not None and all(entry.is_compacted(upto, tombstones_before_ms) for entry in sealed)
-
-    def has_sealed(self, entry: SealedSegment) -> bool:
-        """Return whether that very file is still part of the log."""
-        return self._sealed.get(entry.base_offset) is entry and entry.base_offset >= self.base_offset
 
     def draft_path(self, entry: SealedSegment) -> Path:
         """Return the path of a segment's replacement while it is written."""
@@ -359,14 +316,14 @@ class Log(ReadableLog):
         longer sealed."""
         with self._sealing, self._change(in_steps=True):  # nothing must hash the old file for the new entry
             segment = self._segments[self._position(old.base_offset)]
-            if self._sealed.get(old.base_offset) is not old or segment.base_offset != old.base_offset:
+            if not self._manifest.has(old) or segment.base_offset != old.base_offset:
                 return False
-            self._unseal(iter((old.base_offset,)))
+            self._manifest.remove([old.base_offset])
             with self._reading:
                 self._close_reader(segment)
                 segment.replace(self.draft_path(old), new.removed, new.bytes)
             sync_directory(self.directory)
-            self._put_sealed([new])
+            self._manifest.put([new])
             return True
 
     def mark_compacted(
@@ -374,27 +331,21 @@ class Log(ReadableLog):
     ) -> None:
         """Record that a compaction up to `upto` had nothing to remove in these segments."""
         with self._change(in_steps=True):
-            self._put_sealed(
+            self._manifest.put(
                 [
                     replace(
                         entry, compacted_upto=upto, tombstones_before_ms=tombstones_before_ms, compacted_at_ms=at_ms
                     )
                     for entry in entries
-                    if self._sealed.get(entry.base_offset) is entry
+                    if self._manifest.has(entry)
                 ]
             )
-
-    def _put_sealed(self, entries: Sequence[SealedSegment]) -> None:
-        if entries:
-            sealed = {**self._sealed, **{entry.base_offset: entry for entry in entries}}
-            write_manifest(self.directory, self.identity, sealed.values())
-            self._sealed = sealed
 
     def _uncompact(self, to_offset: int) -> None:
         """Lower the compaction marks beyond `to_offset`, before the log is truncated there: new records there are not
         compacted."""
-        beyond = [entry for entry in self._sealed.values() if entry.compacted_upto > to_offset]
-        self._put_sealed([replace(entry, compacted_upto=to_offset) for entry in beyond])
+        beyond = [entry for entry in self._manifest.entries if entry.compacted_upto > to_offset]
+        self._manifest.put([replace(entry, compacted_upto=to_offset) for entry in beyond])
 
     # --- the log start ----------------------------------------------------------------------------------------------
 
@@ -416,7 +367,7 @@ class Log(ReadableLog):
         with self._change(in_steps=True):
             victims = []
             for segment in self._segments[:-1]:
-                if segment.end_offset > offset or segment.base_offset not in self._sealed:
+                if segment.end_offset > offset or segment.base_offset not in self._manifest:
                     break
                 victims.append(segment)
             if not victims:
@@ -429,38 +380,17 @@ class Log(ReadableLog):
             for segment in victims:
                 segment.remove()
             sync_directory(self.directory)
-            self._unseal(segment.base_offset for segment in victims)
+            self._manifest.remove(segment.base_offset for segment in victims)
             return len(victims)
-
-    def retention_candidate(self, now_ms: int, retention_ms: int | None, retention_bytes: int | None) -> int:
-        """Return the offset below which whole sealed segments are too old, or exceed the size. None means no such
-        limit.
-
-        A segment is as old as the newest append or delivery time in it.
-        """
-        size = self.size_bytes
-        offset = self._segments[0].base_offset
-        for segment in self._segments[:-1]:
-            entry = self._sealed.get(segment.base_offset)
-            if entry is None or entry.newest_ms > max(now_ms, entry.last_timestamp_ms):
-                break  # not sealed, or something in it is not yet due
-            old = retention_ms is not None and entry.newest_ms < now_ms - retention_ms
-            if not old and (retention_bytes is None or size <= retention_bytes):
-                break
-            size -= entry.bytes
-            offset = entry.end_offset
-        return offset
 
     # --- scrubbing ----------------------------------------------------------------------------------------------
 
     def scrub(self, offset: int, max_bytes: int) -> int:
-        """Check a part of the log from `offset` on: a sealed segment as a whole, else some batches.
-
-        Return where to continue; the base offset again after the end. Raise CorruptBatch. Slow: not on the event loop.
-        """
+        """Check a part of the log from `offset` on: a sealed segment as a whole, else some batches. Return where to
+        continue; the base offset again after the end. Raise CorruptBatch. Slow: not on the event loop."""
         offset = max(offset, self.base_offset)
         segment = self._segments[self._position(offset)]
-        entry = self._sealed.get(segment.base_offset)
+        entry = self._manifest.get(segment.base_offset)
         if entry is None:
             batches = self.read_to_copy(offset, max_bytes=max_bytes, below=self.end_offset)
             return batches[-1].end_offset if batches else self.base_offset
@@ -469,7 +399,7 @@ class Log(ReadableLog):
                 found = sha256_of(segment.path)
             except FileNotFoundError:
                 found = ""
-        if found != entry.sha256 and self._sealed.get(segment.base_offset) is entry:
+        if found != entry.sha256 and self._manifest.has(entry):
             raise CorruptBatch(segment.path, segment.base_offset, f"its SHA-256 is {found}, not {entry.sha256}")
         return entry.end_offset
 
@@ -526,8 +456,7 @@ class Log(ReadableLog):
         for segment in self._segments:
             segment.close()
         self._open_sealed.clear()
-        segments, self._sealed = open_log_files(self.directory, self.identity)
-        self._begin_with(segments)
+        self._begin_with(*open_log_files(self.directory, self.identity))
 
     def close(self) -> None:
         """Close the log for good. After a fault nothing is flushed: the next open reads what is there."""

@@ -7,7 +7,7 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -45,7 +45,7 @@ class SealedSegment(msgspec.Struct, frozen=True):
         return self.compacted_upto >= upto and self.tombstones_before_ms >= tombstones_before_ms
 
 
-class _Manifest(msgspec.Struct, frozen=True):
+class _ManifestFile(msgspec.Struct, frozen=True):
     cluster_id: str
     topic: str
     topic_id: str
@@ -54,30 +54,67 @@ class _Manifest(msgspec.Struct, frozen=True):
     version: int = 1
 
 
-def read_manifest(directory: Path, identity: LogIdentity) -> dict[int, SealedSegment]:
-    """Return the sealed segments by base offset; none without a manifest. Raise WrongLog or StorageFault."""
-    path = directory / MANIFEST_NAME
+class Manifest:
+    """The sealed segments of one log. Changes are durable on return; the entries are replaced as a whole."""
+
+    def __init__(self, directory: Path, identity: LogIdentity) -> None:
+        """Read the manifest; it is empty without a file. Raise WrongLog or StorageFault."""
+        self._directory = directory
+        self._identity = identity
+        self._entries = {entry.base_offset: entry for entry in _read(directory / MANIFEST_NAME, identity)}
+
+    @property
+    def entries(self) -> list[SealedSegment]:
+        """All entries, oldest first."""
+        return sorted(self._entries.values(), key=lambda entry: entry.base_offset)
+
+    def get(self, base_offset: int) -> SealedSegment | None:
+        return self._entries.get(base_offset)
+
+    def __contains__(self, base_offset: int) -> bool:
+        return base_offset in self._entries
+
+    def has(self, entry: SealedSegment) -> bool:
+        """Return whether this very entry is in the manifest."""
+        return self._entries.get(entry.base_offset) is entry
+
+    def put(self, entries: Sequence[SealedSegment]) -> None:
+        if entries:
+            self._write({**self._entries, **{entry.base_offset: entry for entry in entries}})
+
+    def remove(self, base_offsets: Iterable[int]) -> None:
+        gone = set(base_offsets) & self._entries.keys()
+        if gone:
+            self._write({base: entry for base, entry in self._entries.items() if base not in gone})
+
+    def forget_all_but(self, base_offsets: Collection[int]) -> None:
+        """Drop entries without a file, left by an interrupted removal. The file of the manifest stays as it is."""
+        self._entries = {base: entry for base, entry in self._entries.items() if base in base_offsets}
+
+    def _write(self, entries: dict[int, SealedSegment]) -> None:
+        manifest = _ManifestFile(
+            cluster_id=self._identity.cluster_id,
+            topic=self._identity.topic,
+            topic_id=self._identity.topic_id,
+            partition=self._identity.partition,
+            segments=sorted(entries.values(), key=lambda entry: entry.base_offset),
+        )
+        content = msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
+        write_atomically(self._directory / MANIFEST_NAME, content)
+        self._entries = entries
+
+
+def _read(path: Path, identity: LogIdentity) -> list[SealedSegment]:
     try:
-        manifest = msgspec.json.decode(path.read_bytes(), type=_Manifest)
+        manifest = msgspec.json.decode(path.read_bytes(), type=_ManifestFile)
     except FileNotFoundError:
-        return {}
+        return []
     except msgspec.DecodeError as error:
         raise CorruptFile(f"{path} is damaged: {error}; delete it and the segments will be sealed again") from error
     found = LogIdentity(manifest.cluster_id, manifest.topic, manifest.topic_id, manifest.partition)
     if found != identity:
         raise WrongLog(f"{path} belongs to {found}, expected {identity}")
-    return {sealed.base_offset: sealed for sealed in manifest.segments}
-
-
-def write_manifest(directory: Path, identity: LogIdentity, segments: Iterable[SealedSegment]) -> None:
-    manifest = _Manifest(
-        cluster_id=identity.cluster_id,
-        topic=identity.topic,
-        topic_id=identity.topic_id,
-        partition=identity.partition,
-        segments=sorted(segments, key=lambda sealed: sealed.base_offset),
-    )
-    write_atomically(directory / MANIFEST_NAME, msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")
+    return manifest.segments
 
 
 def entry_of(segment: Segment) -> SealedSegment:

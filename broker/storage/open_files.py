@@ -42,11 +42,8 @@ def descriptor_limit() -> int:
 
 
 class OpenFiles:
-    """The open files of one broker.
-
-    Any thread may call it, also while it holds the lock of the holder that it opens: nothing here waits for another
-    holder's lock.
-    """
+    """The open files of one broker. Any thread may call it, also while it holds the lock of the holder that it
+    opens: nothing here waits for another holder's lock."""
 
     def __init__(self, budget: int | None = None) -> None:
         self.budget = descriptor_limit() // SHARE if budget is None else budget

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from portalmq.broker.storage.batch import Batch, BatchKind
 from portalmq.broker.storage.errors import OffsetPurged
 from portalmq.broker.storage.lanes import Lanes
+from portalmq.broker.storage.manifest import Manifest, SealedSegment
 from portalmq.broker.storage.segment import Segment
 
 SEALED_READERS_MAX = 4
@@ -41,13 +42,14 @@ class ReplicaStart(NamedTuple):
 class ReadableLog(ABC):
     """The queries on a log. Times are Unix ms."""
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
-        self._begin_with(segments)
+    def __init__(self, segments: Sequence[Segment], manifest: Manifest) -> None:
+        self._begin_with(segments, manifest)
         self._open_sealed: OrderedDict[int, Segment] = OrderedDict()
         self.lanes = Lanes(self)
 
-    def _begin_with(self, segments: Sequence[Segment]) -> None:
+    def _begin_with(self, segments: Sequence[Segment], manifest: Manifest) -> None:
         self._segments = tuple(segments)
+        self._manifest = manifest
         self._log_start_offset = max(self._active.log_start_offset, self.base_offset)
         self._tail = self._tail_of_active()
 
@@ -108,6 +110,55 @@ class ReadableLog(ABC):
     def _tail_of_active(self) -> _Tail:
         active = self._active
         return _Tail(active.end_offset, active.messages_end, active.last_timestamp_ms)
+
+    # --- sealed segments ----------------------------------------------------------------------------------------
+
+    @property
+    def sealed_segments(self) -> list[SealedSegment]:
+        """The manifest, oldest first."""
+        return self._manifest.entries
+
+    @property
+    def sealed_upto(self) -> int:
+        """The offset below which all segments are sealed."""
+        upto = self.base_offset
+        for segment in self._segments:
+            if segment.base_offset not in self._manifest:
+                break
+            upto = segment.end_offset
+        return upto
+
+    def sealed_below(self, upto: int) -> list[SealedSegment] | None:
+        """Return the manifest entries of the segments that begin below `upto`, oldest first; None while one is not
+        sealed."""
+        bases = [segment.base_offset for segment in self._segments if segment.base_offset < upto]
+        entries = [entry for base in bases if (entry := self._manifest.get(base)) is not None]
+        return entries if len(entries) == len(bases) else None
+
+    def is_compacted(self, upto: int, tombstones_before_ms: int) -> bool:
+        """Return whether everything below `upto` is compacted up to there."""
+        sealed = self.sealed_below(upto)
+        return sealed is not None and all(entry.is_compacted(upto, tombstones_before_ms) for entry in sealed)
+
+    def has_sealed(self, entry: SealedSegment) -> bool:
+        """Return whether that very file is still part of the log."""
+        return self._manifest.has(entry) and entry.base_offset >= self.base_offset
+
+    def retention_candidate(self, now_ms: int, retention_ms: int | None, retention_bytes: int | None) -> int:
+        """Return the offset below which whole sealed segments are too old, or exceed the size. None means no such
+        limit. A segment is as old as the newest append or delivery time in it."""
+        size = self.size_bytes
+        offset = self._segments[0].base_offset
+        for segment in self._segments[:-1]:
+            entry = self._manifest.get(segment.base_offset)
+            if entry is None or entry.newest_ms > max(now_ms, entry.last_timestamp_ms):
+                break  # not sealed, or something in it is not yet due
+            old = retention_ms is not None and entry.newest_ms < now_ms - retention_ms
+            if not old and (retention_bytes is None or size <= retention_bytes):
+                break
+            size -= entry.bytes
+            offset = entry.end_offset
+        return offset
 
     # --- reading ------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from portalmq.broker.storage.errors import CorruptFile
 from portalmq.broker.storage.files import sync_directory
-from portalmq.broker.storage.manifest import MANIFEST_NAME, SealedSegment, read_manifest
+from portalmq.broker.storage.manifest import MANIFEST_NAME, Manifest
 from portalmq.broker.storage.schema import LogIdentity
 from portalmq.broker.storage.segment import COMPACTING, CREATING, KEYS_NAME, SEGMENT_NAME, Segment
 
@@ -29,16 +29,17 @@ def remove_leftovers(directory: Path) -> None:
             os.unlink(directory / name)
 
 
-def open_log_files(directory: Path, identity: LogIdentity) -> tuple[list[Segment], dict[int, SealedSegment]]:
+def open_log_files(directory: Path, identity: LogIdentity) -> tuple[list[Segment], Manifest]:
     """Return the segments of the log in `directory`, oldest first, and the manifest. Create the log if there is
     none."""
     remove_leftovers(directory)
-    sealed = read_manifest(directory, identity)
-    return open_segments(directory, identity, sealed), sealed
+    manifest = Manifest(directory, identity)
+    return open_segments(directory, identity, manifest), manifest
 
 
-def open_segments(directory: Path, identity: LogIdentity, sealed: dict[int, SealedSegment]) -> list[Segment]:
-    """Return all segments of the log, oldest first. Entries of `sealed` without a file are removed from it."""
+def open_segments(directory: Path, identity: LogIdentity, manifest: Manifest) -> list[Segment]:
+    """Return all segments of the log, oldest first. Entries of the manifest without a file are forgotten."""
+    sealed = manifest.entries
     names = sorted(entry.name for entry in os.scandir(directory) if SEGMENT_NAME.match(entry.name))
     if not names:
         if sealed:
@@ -49,14 +50,14 @@ def open_segments(directory: Path, identity: LogIdentity, sealed: dict[int, Seal
             )
         ]
     last_base_offset = int(names[-1][:20])
-    if sealed and max(sealed) >= last_base_offset:  # the active segment is never sealed
+    if sealed and sealed[-1].base_offset >= last_base_offset:  # the active segment is never sealed
         raise CorruptFile(
             f"{directory} has no segment after {names[-1]}, but the manifest lists more: put the files back"
         )
     segments: list[Segment] = []
     try:
         for name in names:
-            segments.append(_open_segment(directory / name, identity, sealed, last_base_offset))
+            segments.append(_open_segment(directory / name, identity, manifest, last_base_offset))
         if _is_stray(segments):
             segments.pop().remove()
             sync_directory(directory)
@@ -65,16 +66,13 @@ def open_segments(directory: Path, identity: LogIdentity, sealed: dict[int, Seal
         for segment in segments:
             segment.close()
         raise
-    for base_offset in sealed.keys() - {segment.base_offset for segment in contiguous}:
-        del sealed[base_offset]  # the rest of an interrupted drop
+    manifest.forget_all_but({segment.base_offset for segment in contiguous})
     return contiguous
 
 
-def _open_segment(
-    path: Path, identity: LogIdentity, sealed: dict[int, SealedSegment], last_base_offset: int
-) -> Segment:
+def _open_segment(path: Path, identity: LogIdentity, manifest: Manifest, last_base_offset: int) -> Segment:
     segment = Segment(path, identity)
-    entry = sealed.get(segment.base_offset)
+    entry = manifest.get(segment.base_offset)
     if entry is None:
         segment.open_live()
         if segment.base_offset != last_base_offset:

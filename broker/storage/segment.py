@@ -91,11 +91,8 @@ class Segment(ReadableSegment):
         timestamp_before_ms: int,
         log_start_offset: int,
     ) -> Segment:
-        """Create an empty segment, durable under its name on return.
-
-        On an error there is none, unless the disk fails or the process ends before it is removed again: the next open
-        finds an empty segment then.
-        """
+        """Create an empty segment, durable under its name on return. On an error there is none, unless the disk
+        fails or the process ends before it is removed again: the next open finds an empty segment then."""
         meta = {
             **identity.as_meta(),
             "schema_version": SCHEMA_VERSION,
@@ -241,10 +238,6 @@ class Segment(ReadableSegment):
         """How many content types the file has, if it is open for writing; else 0."""
         return 0 if self._content_types is None else len(self._content_types)
 
-    @property
-    def is_read(self) -> bool:
-        return self._reader is not None
-
     def close_reader(self) -> None:
         if self._reader is not None:
             self._reader.close(True)
@@ -328,11 +321,8 @@ class Segment(ReadableSegment):
 
     @contextlib.contextmanager
     def cut(self, to_offset: int) -> Iterator[Callable[[], None]]:
-        """Delete everything from `to_offset` on, durably at the exit.
-
-        The body calls the function that it gets once, while nothing reads. Until then readers see everything, and they
-        wait neither for the work nor for the disk.
-        """
+        """Delete everything from `to_offset` on, durably at the exit. The body calls the function that it gets once,
+        while nothing reads. Until then readers see everything, and they wait neither for the work nor for the disk."""
         writer = self.writer
 
         def commit() -> None:

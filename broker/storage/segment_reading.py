@@ -39,10 +39,7 @@ class ReadableSegment(ABC):
 
     def batches(self, offset: int, below: int) -> Generator[Batch]:
         """Yield whole, verified batches in order, from the one that contains `offset` to the last that starts below
-        `below`.
-
-        Lazy: rows are read as batches are taken.
-        """
+        `below`. Lazy: rows are read as batches are taken."""
         with contextlib.ExitStack() as cursors:  # an open cursor would pin the WAL
             headers = cursors.enter_context(contextlib.closing(self._headers(offset, below)))
             messages: Iterator[Any] | None = None

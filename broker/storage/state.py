@@ -72,9 +72,7 @@ class StateFile:
         durable: bool = False,
     ) -> None:
         """Replace what is saved. `messages_before` (Log.messages_before) makes the lag in the view `lag` exact.
-
-        Atomic; fsynced only if `durable`: otherwise an older save may be found after a power cut.
-        """
+        Atomic; fsynced only if `durable`: otherwise an older save may be found after a power cut."""
 
         def write(connection: apsw.Connection) -> None:
             self._tables.save(connection, fold, messages_before)
@@ -94,9 +92,7 @@ class StateFile:
 
     def save_high_watermark(self, high_watermark: int, messages_before: Callable[[int], int]) -> None:
         """Raise the high watermark of the saved fold. Do nothing if there is none, or its high watermark is higher.
-
-        The fold itself stays: it reaches an offset below in any case.
-        """
+        The fold itself stays: it reaches an offset below in any case."""
 
         def write(connection: apsw.Connection) -> None:
             known = dict(connection.execute("SELECT key, value FROM meta WHERE key = 'high_watermark'"))

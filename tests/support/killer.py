@@ -6,14 +6,13 @@ import os
 
 from support.log_files import crash_image
 
-from portalmq.broker.storage import log as log_module
 from portalmq.broker.storage import manifest as manifest_module
 from portalmq.broker.storage.segment import Segment
 
 STEPS = [
     *((os, name) for name in ("rename", "replace", "unlink", "chmod", "fsync")),
     *((Segment, name) for name in ("open_live", "set_log_start", "settle", "checkpoint", "cut", "remove", "close")),
-    (log_module, "write_manifest"),
+    (manifest_module.Manifest, "_write"),
     *((manifest_module, name) for name in ("write_atomically", "sha256_of")),
 ]
 

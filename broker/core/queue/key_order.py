@@ -22,11 +22,8 @@ HELD_MAX = 10_000
 
 
 class KeyQueues:
-    """The unfinished messages of a group by key.
-
-    Invariants: a key's queue is sorted and not empty; `_keys` has exactly the offsets of all queues; while anything is
-    unread, `_finishes` is empty.
-    """
+    """The unfinished messages of a group by key. Invariants: a key's queue is sorted and not empty; `_keys` has
+    exactly the offsets of all queues; while anything is unread, `_finishes` is empty."""
 
     def __init__(self, unread: Iterable[Range] = (), finished_at: int = -1) -> None:
         """`unread` are the ranges to read keys of; `finished_at` is the offset of the last record that finished
@@ -104,11 +101,8 @@ class KeyQueues:
         return self._unread[0]
 
     def read_later(self, start: int, end: int) -> None:
-        """Take that finished messages of [start, end) are unfinished again.
-
-        They are unknown until they are read, so pending finishes are applied now: later they would remove these
-        messages too.
-        """
+        """Take that finished messages of [start, end) are unfinished again. They are unknown until they are read, so
+        pending finishes are applied now: later they would remove these messages too."""
         while self._finishes:
             record, first, last = self._finishes.popleft()
             self.finish_unseen(record)

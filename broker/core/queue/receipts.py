@@ -28,7 +28,6 @@ _FIELDS = Struct(">8sHQIII")
 _FIELDS_BYTES = _FIELDS.size
 _MAC_BYTES = 15
 HEAD_LENGTH = 60
-TEXT_LENGTH = 64
 COUNT_MAX = 1 << 24
 _TO_URL_SAFE = bytes.maketrans(b"+/", b"-_")
 _FROM_URL_SAFE = bytes.maketrans(b"-_", b"+/")

@@ -90,10 +90,8 @@ class Extend(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Dead(msgspec.Struct, array_like=True, frozen=True):
-    """These messages, (start, end, deliveries), are given up.
-
-    Copies go to `topic`, unless it is empty: this record orders them, and is open until a Done.
-    """
+    """These messages, (start, end, deliveries), are given up. Copies go to `topic`, unless it is empty: this record
+    orders them, and is open until a Done."""
 
     ranges: tuple[tuple[int, int, int], ...]
     at_ms: int

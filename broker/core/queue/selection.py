@@ -156,10 +156,8 @@ def update_keys(delivery: GroupDelivery, selection: Selection) -> None:
 
 
 def read_keys(delivery: GroupDelivery, source: MessageSource, now_ms: int, at_most: int = KEYS_PER_STEP) -> bool:
-    """Read the keys of some unfinished messages of a group ordered by key; return whether all are read now.
-
-    Changes between two calls reach the queues on their own.
-    """
+    """Read the keys of some unfinished messages of a group ordered by key; return whether all are read now. Changes
+    between two calls reach the queues on their own."""
     if delivery.keys is None:
         delivery.keys = KeyQueues([(0, NEVER_MS)], delivery.finished_at)
     queues = delivery.keys

@@ -19,10 +19,8 @@ def length_of(spans: Sequence[SpanFold]) -> int:
 def take_out(
     spans: dict[int, SpanFold], starts: Sequence[int], ranges: Sequence[Range]
 ) -> tuple[list[SpanFold], list[SpanFold]]:
-    """Remove the spans that the sorted ranges touch from `spans`, whose sorted starts are `starts`.
-
-    Return the removed spans, and the parts of them outside the ranges, to be put back; both by offset.
-    """
+    """Remove the spans that the sorted ranges touch from `spans`, whose sorted starts are `starts`. Return the
+    removed spans, and the parts of them outside the ranges, to be put back; both by offset."""
     taken: list[SpanFold] = []
     rests: list[SpanFold] = []
     cut: SpanFold | None = None  # the span that remains from `upto` on, as far as is known

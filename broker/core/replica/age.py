@@ -25,11 +25,8 @@ class Age:
         self._asked_ms = now_ms
 
     def time_ms(self, log_ms: int, now_ms: int, wall_ms: int) -> int:
-        """Return the time that ages are measured against.
-
-        `log_ms` is the stamp of the last append (0 without any), `now_ms` a clock that never jumps, `wall_ms` the time
-        of day.
-        """
+        """Return the time that ages are measured against. `log_ms` is the stamp of the last append (0 without any),
+        `now_ms` a clock that never jumps, `wall_ms` the time of day."""
         if log_ms != self._log_ms:
             self._log_ms, self._appended_ms = log_ms, now_ms
         limit_ms = self._time_ms + DAYS_AN_HOUR * (now_ms - self._asked_ms) if self._time_ms else log_ms

@@ -29,10 +29,8 @@ class Epochs:
         return next((start for known, start in reversed(self.entries) if known == epoch), None)
 
     def end_of(self, epoch: int, log_end: int) -> tuple[int, int]:
-        """Return the largest known epoch that is not above `epoch`, and the end of its records.
-
-        Return (0, the first epoch's start) if all are above. The last epoch ends with the log.
-        """
+        """Return the largest known epoch that is not above `epoch`, and the end of its records. Return (0, the first
+        epoch's start) if all are above. The last epoch ends with the log."""
         found, end = 0, log_end
         for known, start in self.entries:
             if known > epoch:

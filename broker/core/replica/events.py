@@ -180,11 +180,8 @@ class Appended:
 
 @dataclass(frozen=True, slots=True)
 class Truncated:
-    """The log now ends at `end_offset`; `producers` is the fold over the rest.
-
-    Sent when a Truncate is done, and when the disk had no room for a transaction: then neither its batches nor those
-    allotted after it are in the log.
-    """
+    """The log now ends at `end_offset`; `producers` is the fold over the rest. Sent when a Truncate is done, and
+    when the disk had no room for a transaction: then neither its batches nor those allotted after it are in the log."""
 
     end_offset: int
     producers: Producers
@@ -312,10 +309,7 @@ class ReplyFetch:
 @dataclass(frozen=True, slots=True)
 class ProposeIsr:
     """Compare-and-set the partition's state at `version`: `isr`, and the store uuid and incarnation of joining
-    replicas.
-
-    `resigns`: a replica that lost records removes itself, and gives up leadership if it has it.
-    """
+    replicas. `resigns`: a replica that lost records removes itself, and gives up leadership if it has it."""
 
     isr: frozenset[int]
     version: int

@@ -116,7 +116,7 @@ class FollowingReplica(ReplicaState):
         """Truncate to the end of what both logs may share, and fetch again: one step may not suffice (KIP-279)."""
         _, own_end = self._epochs.end_of(reply.epoch, self.next_offset)
         to_offset = min(reply.end, own_end)
-        if to_offset < self.high_watermark and not self._unclean_since():
+        if to_offset < self.high_watermark and not self._may_lose_records(self.state):
             self.quarantined = (
                 f"the leader of epoch {self.highest_epoch} asks to truncate to {to_offset}, below the high watermark"
                 f" {self.high_watermark}"
@@ -127,12 +127,11 @@ class FollowingReplica(ReplicaState):
         self._reshaping = True
         return [Truncate(to_offset)]
 
-    def _unclean_since(self) -> bool:
-        """Return whether an operator began an epoch that this log does not hold with a replica that was not in sync."""
-        return self.state is not None and any(epoch > self._epochs.last for epoch in self.state.unclean_epochs)
-
-    def _allows_loss(self, partition_state: PartitionStateChanged) -> bool:
-        return any(epoch > self._epochs.last for epoch in partition_state.unclean_epochs)
+    def _may_lose_records(self, partition_state: PartitionStateChanged | None) -> bool:
+        """Return whether an operator began an epoch after this log's last with a replica that was not in sync."""
+        return partition_state is not None and any(
+            epoch > self._epochs.last for epoch in partition_state.unclean_epochs
+        )
 
     def _must_resign(self, partition_state: PartitionStateChanged) -> bool:
         """Return whether this replica must leave the ISR: its store is not the one recorded there, or it is quarantined

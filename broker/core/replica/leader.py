@@ -35,11 +35,8 @@ class LeadingReplica(ReplicaState):
     # --- the start of an epoch ---------------------------------------------------------------------------------------
 
     def _begin_leading(self, partition_state: PartitionStateChanged, now_ms: int, wall_ms: int) -> list[Action]:
-        """Begin to lead, with EPOCH_START as the first record.
-
-        That record is in the log already if this replica continues in its own epoch: after a lost session without
-        another election, or after its log was opened again.
-        """
+        """Begin to lead, with EPOCH_START as the first record. That record is in the log already if this replica
+        continues in its own epoch: after a lost session without another election, or after its log was opened again."""
         if (partition_state.incarnations or {}).get(self.broker_id, self.incarnation) != self.incarnation:
             return []  # an earlier incarnation was elected: the controller elects again
         if self._resigned:
@@ -150,10 +147,8 @@ class LeadingReplica(ReplicaState):
         return [*advanced, *self._propose(now_ms), ReplyFetch(event.token, fetch.fetch_offset, None)]
 
     def _propose(self, now_ms: int) -> list[Action]:
-        """Propose a change of the ISR, one compare-and-set at a time.
-
-        A joining member counts from the proposal on, a leaving one until the change is confirmed.
-        """
+        """Propose a change of the ISR, one compare-and-set at a time. A joining member counts from the proposal on,
+        a leaving one until the change is confirmed."""
         leading = self._leading
         if leading is None or self._proposal is not None or not self._holds_epoch_start(leading):
             return []

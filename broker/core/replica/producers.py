@@ -33,9 +33,7 @@ class Producers:
 
     def find_duplicate(self, stamp: Stamp, count: int) -> tuple[int, int] | None:
         """Return (base_offset, appended_at_ms) of a batch that is in the log already, None for the next new one.
-
-        Raise Fenced or OutOfOrderSequence; nothing is applied then.
-        """
+        Raise Fenced or OutOfOrderSequence; nothing is applied then."""
         known = self._by_id.get(stamp.producer_id)
         if known is not None and stamp.producer_epoch < known.epoch:
             raise Fenced(

@@ -55,10 +55,8 @@ class PartitionReplica(LeadingReplica, FollowingReplica):
     # --- events ------------------------------------------------------------------------------------------------------
 
     def step(self, event: Event, now_ms: int, wall_ms: int | None = None) -> list[Action]:
-        """Take one event and return the actions to perform.
-
-        `now_ms` never jumps and measures durations. `wall_ms` (Unix time) stamps batches; it defaults to `now_ms`.
-        """
+        """Take one event and return the actions to perform. `now_ms` never jumps and measures durations. `wall_ms`
+        (Unix time) stamps batches; it defaults to `now_ms`."""
         wall_ms = now_ms if wall_ms is None else wall_ms
         match event:
             case AppendRequested():
@@ -121,7 +119,7 @@ class PartitionReplica(LeadingReplica, FollowingReplica):
             actions += self._learn_epoch(partition_state.leader_epoch)
         if newer or is_synced:
             self._resigned = False
-        if self.quarantined and self._allows_loss(partition_state):
+        if self.quarantined and self._may_lose_records(partition_state):
             self.quarantined = ""
         if self._leading is not None and not newer and partition_state.leader == self.broker_id:
             self._leading.on_partition_state(partition_state)

@@ -26,11 +26,8 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class PartitionOwner:
-    """The owner of a partition from generation `since` on.
-
-    If `leaving` is set, that member still has the partition; `owner` gets it after `leaving` has heartbeaten in a
-    generation of at least `since`.
-    """
+    """The owner of a partition from generation `since` on. If `leaving` is set, that member still has the partition;
+    `owner` gets it after `leaving` has heartbeaten in a generation of at least `since`."""
 
     owner: str
     since: int
@@ -47,10 +44,8 @@ class SubscribedTopic:
 
 @dataclass(frozen=True, slots=True)
 class GroupMembers:
-    """The group's state in the control plane. `coordinator` is (broker id, incarnation).
-
-    Invariant: the owner and the leaving member of each partition are in `members`.
-    """
+    """The group's state in the control plane. `coordinator` is (broker id, incarnation). Invariant: the owner and
+    the leaving member of each partition are in `members`."""
 
     generation: int
     coordinator: tuple[int, int]
@@ -64,10 +59,6 @@ class GroupMembers:
             assert not ownership.leaving or ownership.leaving in self.members, (partition, ownership)
             assert ownership.owner != ownership.leaving, (partition, ownership)
             assert 0 < ownership.since <= self.generation, (partition, ownership)
-
-    def holders(self) -> dict[Partition, str]:
-        """Return the member that may read each partition in this generation."""
-        return {partition: ownership.leaving or ownership.owner for partition, ownership in self.owners.items()}
 
 
 # --- events ----------------------------------------------------------------------------------------------------------

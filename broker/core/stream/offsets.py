@@ -15,10 +15,8 @@ COMMITS_REMEMBERED = 10_000
 
 
 class StreamOffsets:
-    """The state of one group. `commits` includes the ids of seeks.
-
-    Invariant: between seeks `committed` never falls, and `generation` never does.
-    """
+    """The state of one group. `commits` includes the ids of seeks. Invariant: between seeks `committed` never falls,
+    and `generation` never does."""
 
     def __init__(self, fold: StreamFold) -> None:
         self.group = fold.group

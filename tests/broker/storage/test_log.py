@@ -440,7 +440,7 @@ def test_only_a_few_sealed_segments_stay_open(tmp_path):
     assert [batch.records[0].value for batch in log.read(0)] == [b"%d" % number for number in range(12)]
     for number in (3, 11, 0, 7, 5, 3):
         assert log.read(number, max_messages=1)[0].base_offset == number
-    assert sum(segment.is_read for segment in log._segments) <= 5
+    assert sum(segment._reader is not None for segment in log._segments) <= 5
 
 
 def test_purged_offsets_are_refused(tmp_path):

@@ -35,11 +35,6 @@ def test_the_document_names_every_table_view_and_column(ddl):
         assert [column for column in columns if f"`{column}`" not in DOCUMENT] == [], table
 
 
-def test_the_dictionary_above_the_sql_names_every_column():
-    for table, columns in tables_of(SEGMENT_DDL).items():
-        assert [name for name in (table, *columns) if name not in schema_module.__doc__] == []
-
-
 def test_a_live_file_is_read_with_nothing_but_pythons_sqlite3(tmp_path):
     """In another process, as users do: two SQLite libraries in one process would break each other's locks."""
     log = open_log(tmp_path)

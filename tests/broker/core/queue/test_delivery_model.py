@@ -198,9 +198,12 @@ def change(group: GroupDelivery, model: Model, verb: str, targets: range, now: i
         for offset in leased:
             state = model.states[offset]
             model.states[offset] = State("free", now + size, state.deliveries, state.expiries)
-    elif verb == "extend" and leased:
-        group.apply(Extend(ranges_of(leased), now + 50, now), 1)
-        for offset in leased:
+    elif verb == "extend":
+        kept = [o for o in leased if not model.by_key or model.states[o].until > now]
+        assert kept == [o for o in leased if group.may_extend(o, model.leases[o], now, by_key=model.by_key)]
+        if kept:
+            group.apply(Extend(ranges_of(kept), now + 50, now), 1)
+        for offset in kept:
             model.states[offset].until = now + 50
     elif verb == "give_up":
         overdue = group.overdue(now, MAX_DELIVERIES, size)

@@ -422,7 +422,8 @@ class Town:
                 self.pending.append((core, action))
         assert (core.known.generation if core.known else 0) >= before
         if core.coordinates and self.plane.held is not None and core.known == self.plane.held:
-            for partition, holder in core.known.holders().items():
+            for partition, owner in core.known.owners.items():
+                holder = owner.leaving or owner.owner
                 assert self.owners.setdefault((partition, core.known.generation), holder) == holder
 
     def heard(self, answer: AnswerMember) -> None:
