@@ -103,7 +103,7 @@ def test_a_state_record_is_not_taken_when_the_leader_was_deposed_while_it_was_lo
         eventually(lambda: group.leader.serves and group.agree())
         leader, follower = group.leader, group.partition(2)
         end = follower.replica.next_offset
-        load, ends = following.Following._state, []
+        load, ends = following.FollowerReplication._state, []
 
         def deposed(*arguments):
             loaded = load(*arguments)
@@ -112,7 +112,7 @@ def test_a_state_record_is_not_taken_when_the_leader_was_deposed_while_it_was_lo
                 group.elect(2)
             return loaded
 
-        monkeypatch.setattr(following.Following, "_state", deposed)
+        monkeypatch.setattr(following.FollowerReplication, "_state", deposed)
         leader.retention.write_state()
         eventually(lambda: ends and follower.serves)
         assert ends == [end]
