@@ -11,10 +11,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from portalmq.broker.cluster.routing import LeaderRouter, LocalWork
-from portalmq.broker.cluster.rpc import BrokerCall, PartitionCall, PartitionRequest
-from portalmq.broker.cluster.rpc import messages as rpc
-from portalmq.broker.cluster.rpc import queues as rpc_queues
-from portalmq.broker.cluster.unclean_election import serve_log_end
+from portalmq.broker.cluster.rpc import BrokerCall, PartitionCall, PartitionRequest, brokers, messages, queues, streams
+from portalmq.broker.cluster.unclean_election import answer_log_end
 from portalmq.broker.partition.long_poll import Peer
 from portalmq.broker.wiring import Wiring
 
@@ -68,41 +66,44 @@ def peer_calls(wiring: Wiring) -> dict[str, PeerCall]:
     on = PeerDispatch(wiring.leaders)
     on.calls["fetch"] = wiring.replication.serve
 
-    on.leader(rpc.PRODUCE, wiring.produce_handler.local_produce)
-    on.leader(rpc.FIRST, wiring.repeat_finder.local_find)
-    on.leader_watched(rpc.BROWSE, wiring.browser.local_browse)
-    on.leader(rpc.PURGE, wiring.browser.local_purge)
-    on.leader(rpc.SCHEDULED, wiring.scheduled_messages.local_list)
-    on.leader(rpc.CANCEL, wiring.scheduled_messages.local_cancel)
+    on.leader(messages.PRODUCE, wiring.produce_handler.local_produce)
+    on.leader(messages.FIRST, wiring.repeat_finder.local_find)
+    on.leader_watched(messages.BROWSE, wiring.browser.local_browse)
+    on.leader(messages.PURGE, wiring.browser.local_purge)
+    on.leader(messages.SCHEDULED, wiring.scheduled_messages.local_list)
+    on.leader(messages.CANCEL, wiring.scheduled_messages.local_cancel)
+    on.leader(messages.PARTITIONS, wiring.overview.local_sizes, patience_s=0.0)
+    on.broker(messages.FENCE, wiring.producer_fencing.on_fence)
 
-    on.leader(rpc_queues.KNOWN, wiring.groups.local_known)
-    on.leader(rpc_queues.START, wiring.groups.local_start)
-    on.leader(rpc_queues.SETTLE, wiring.settlement.local_settle)
-    on.leader(rpc_queues.FINISH, wiring.offset_acks.local_finish)
-    on.leader(rpc_queues.UNFINISHED, wiring.unfinished.local_list)
-    on.leader(rpc_queues.SIZES, wiring.queue_sizes.local_sizes)
-    on.leader(rpc_queues.LOOK, wiring.queue_sizes.local_look)
-    on.leader(rpc_queues.COMMIT, wiring.group_commits.local_commit)
-    on.leader(rpc_queues.DEAD_LETTERS, wiring.dead_letters.local_list)
-    on.leader(rpc_queues.MATCH_DEAD, wiring.dead_letters.local_match)
-    on.leader(rpc_queues.REDRIVE, wiring.dead_letters.local_redrive)
-    on.leader(rpc_queues.DROP_DEAD, wiring.dead_letters.local_drop)
-    return on.calls | {
-        "fence": lambda body, peer: wiring.producer_fencing.serve(body),
-        "partitions": lambda body, peer: wiring.overview.serve_partitions(body),
-        "receive": wiring.receive_handler.serve_receive,
-        "replay": lambda body, peer: wiring.receive_handler.serve_replay(body),
-        "interest": wiring.receive_handler.serve_interest,
-        "turn": lambda body, peer: wiring.shared_offsets.serve(body),
-        "fronts": lambda body, peer: wiring.shared_offsets.serve_fronts(body),
-        "groups": lambda body, peer: wiring.group_admin.serve_groups(body),
-        "end_group": lambda body, peer: wiring.group_admin.serve_end(body),
-        "coordinate": wiring.group_coordinators.serve,
-        "claim": lambda body, peer: wiring.stream_partitions.serve_claim(body),
-        "commit_offsets": lambda body, peer: wiring.stream_partitions.serve_commit(body),
-        "seek": lambda body, peer: wiring.stream_partitions.serve_seek(body),
-        "offsets": lambda body, peer: wiring.stream_partitions.serve_positions(body),
-        "standing": lambda body, peer: serve_log_end(wiring.topics, body),
-        "time": lambda body, peer: wiring.clock_agreement.serve(body),
-        **wiring.membership.peer_queries.calls,
-    }
+    on.leader(queues.KNOWN, wiring.groups.local_known)
+    on.leader(queues.START, wiring.groups.local_start)
+    on.watched(queues.RECEIVE, wiring.receive_handler.lease)
+    on.broker(queues.REPLAY, wiring.receive_handler.replay)
+    on.watched(queues.INTEREST, wiring.receive_handler.await_messages)
+    on.leader(queues.SETTLE, wiring.settlement.local_settle)
+    on.leader(queues.FINISH, wiring.offset_acks.local_finish)
+    on.leader(queues.COMMIT, wiring.group_commits.local_commit)
+    on.leader(queues.UNFINISHED, wiring.unfinished.local_list)
+    on.leader(queues.SIZES, wiring.queue_sizes.local_sizes)
+    on.leader(queues.LOOK, wiring.queue_sizes.local_look)
+    on.leader(queues.DEAD_LETTERS, wiring.dead_letters.local_list)
+    on.leader(queues.MATCH_DEAD, wiring.dead_letters.local_match)
+    on.leader(queues.REDRIVE, wiring.dead_letters.local_redrive)
+    on.leader(queues.DROP_DEAD, wiring.dead_letters.local_drop)
+    on.broker(queues.GROUPS, wiring.group_admin.count)
+    on.broker(queues.END_GROUP, wiring.group_admin.end)
+
+    on.leader(streams.TURN, wiring.shared_offsets.local_turn)
+    on.leader(streams.FRONTS, wiring.shared_offsets.local_fronts)
+    on.leader(streams.CLAIM, wiring.stream_partitions.local_claim)
+    on.leader(streams.COMMIT_OFFSETS, wiring.stream_partitions.local_commit)
+    on.leader(streams.SEEK, wiring.stream_partitions.local_seek)
+    on.leader(streams.OFFSETS, wiring.stream_partitions.local_positions)
+    on.watched(streams.COORDINATE, wiring.group_coordinators.answer)
+
+    on.broker(brokers.STANDING, lambda request: answer_log_end(wiring.topics, request))
+    on.broker(brokers.STANDINGS, wiring.membership.peer_queries.answer_log_ends)
+    on.broker(brokers.SUSPECT, wiring.membership.peer_queries.on_report)
+    on.broker(brokers.REACH, wiring.membership.peer_queries.answer_reach)
+    on.broker(brokers.TIME, wiring.clock_agreement.tell)
+    return on.calls

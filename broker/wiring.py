@@ -198,7 +198,7 @@ class Wiring:
         self.receive_handler = ReceiveHandler(groups, self.settlement, peers)
         self.offset_acks = OffsetAcks(groups, self.topics.known, self._catalog.find_topic, leaders)
         self.queue_sizes = QueueSizes(groups, self.topics.known, leaders, clock)
-        self.shared_offsets = SharedOffsets(groups, self.topics.known, metadata_cache, leaders, peers, clock)
+        self.shared_offsets = SharedOffsets(groups, self.topics.known, metadata_cache, leaders, clock)
         self.unfinished = UnfinishedMessages(groups, self.topics.known, metadata_cache, leaders, clock)
         self.dead_letters = DeadLetters(groups, self.topics.known, leaders, clock)
         self.group_admin = GroupAdmin(self.broker_id, groups, self.mirror, peers)
@@ -220,9 +220,7 @@ class Wiring:
     def _share_streams(self) -> None:
         """What members of stream groups ask for."""
         store = StreamGroups(self._catalog.plane)
-        self.stream_partitions = StreamPartitions(
-            self.groups, self.metadata_cache, self.leaders, self.peers, self.clock
-        )
+        self.stream_partitions = StreamPartitions(self.groups, self.metadata_cache, self.leaders, self.clock)
         self.group_coordinators = GroupCoordinators(
             (self.broker_id, self.incarnation),
             store,
@@ -256,9 +254,7 @@ class Wiring:
     def _oversee(self) -> None:
         """What is told of the cluster as a whole, kept for all of it, or done now and again."""
         plane, me = self._catalog.plane, (self.broker_id, self.incarnation)
-        self.overview = Overview(
-            self.cluster_id, self.topics, self.metadata_cache, self.leaders, self.peers, self.mirror
-        )
+        self.overview = Overview(self.cluster_id, self.topics, self.metadata_cache, self.leaders, self.mirror)
         self.registry = Registry(plane)
         self.locks = Locks(plane, lambda: self.mirror.brokers, me, self.clock)
         self.maintenance = Maintenance(self.topics, self.compactor, self._draining, self, sweep=self.groups.sweep)

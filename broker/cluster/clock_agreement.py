@@ -17,13 +17,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping
 from statistics import median_low
-from typing import Protocol, TypeVar
 
 import gevent
-import msgspec
 from gevent.event import Event
 
-from portalmq.broker.cluster.rpc.brokers import TimeAnswer, TimeRequest
+from portalmq.broker.cluster.rpc import PeerCaller
+from portalmq.broker.cluster.rpc.brokers import TIME, TimeAnswer, TimeRequest
 from portalmq.broker.partition.clock import TOLERANCE_MS, Clock
 from portalmq.control_plane.state import BrokerState
 from portalmq.errors import PortalMQError
@@ -31,15 +30,9 @@ from portalmq.errors import PortalMQError
 log = logging.getLogger(__name__)
 
 ASK_EVERY_S = 2.0
-ASK_WITHIN_S = 1.0
 
-T = TypeVar("T")
 # A time of day as an offset from the steady clock of this broker: its least and its greatest possible value.
 OffsetRange = tuple[int, int]
-
-
-class PeerClocks(Protocol):
-    def call(self, broker_id: int, name: str, request: msgspec.Struct, kind: type[T], *, timeout_s: float) -> T: ...
 
 
 def agreed_with(one: OffsetRange, other: OffsetRange) -> bool:
@@ -61,7 +54,7 @@ class ClockAgreement:
     """`off_ms` is how far the machine's clock is ahead of the agreed time; `differs` says that brokers disagree."""
 
     def __init__(
-        self, clock: Clock, broker_id: int, brokers: Callable[[], Mapping[int, BrokerState]], peers: PeerClocks
+        self, clock: Clock, broker_id: int, brokers: Callable[[], Mapping[int, BrokerState]], peers: PeerCaller
     ) -> None:
         self.off_ms = 0
         self.differs = False
@@ -82,9 +75,9 @@ class ClockAgreement:
         if self._greenlet is not None:
             self._greenlet.kill()
 
-    def serve(self, body: bytes) -> bytes:
+    def tell(self, request: TimeRequest) -> TimeAnswer:
         """Answer another broker's question."""
-        return msgspec.msgpack.encode(TimeAnswer(self._clock.machine_ms()))
+        return TimeAnswer(self._clock.machine_ms())
 
     def _run(self) -> None:
         while not self._closing.wait(ASK_EVERY_S):
@@ -112,7 +105,7 @@ class ClockAgreement:
     def _ask(self, broker_id: int) -> OffsetRange | None:
         asked_ms = self._clock.now_ms()
         try:
-            answer = self._peers.call(broker_id, "time", TimeRequest(), TimeAnswer, timeout_s=ASK_WITHIN_S)
+            answer = TIME.ask(self._peers, broker_id, TimeRequest())
         except PortalMQError:
             return None  # unavailable, or of a version without this call
         least, most = answer.machine_ms - self._clock.now_ms(), answer.machine_ms - asked_ms

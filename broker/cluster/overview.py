@@ -6,53 +6,17 @@ does not answer the last known values are used.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-import msgspec
-
 from portalmq import wire
 from portalmq.broker.cluster.metadata_cache import MetadataCache
-from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.routing import LeaderRouter, place_of
-from portalmq.broker.cluster.rpc import Outcomes, Result, TopicPartition, result_of
-from portalmq.broker.cluster.rpc.messages import Partitions, PartitionSize
+from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, one_by_one, place_of
+from portalmq.broker.cluster.rpc import TopicPartition
+from portalmq.broker.cluster.rpc.messages import PARTITIONS, Partitions, PartitionSize
 from portalmq.broker.cluster.topics import Topic, Topics
 from portalmq.broker.partition.yielding import in_short_turns
 from portalmq.control_plane.mirror import Mirror
 from portalmq.control_plane.state import PartitionState, TopicState
-from portalmq.errors import PortalMQError
 
-SIZE_TIMEOUT_S = 1.0
 UNKNOWN = PartitionSize(0, 0, 0)
-
-_encode = msgspec.msgpack.Encoder().encode
-_Sizes = list[Result[PartitionSize]]
-
-
-@dataclass(slots=True)
-class _SizeRequest:
-    """Asks the leaders for offsets and sizes."""
-
-    metadata_cache: MetadataCache
-    peers: Peers
-
-    def here(self, places: Sequence[TopicPartition]) -> Outcomes[PartitionSize]:
-        outcomes: Outcomes[PartitionSize] = {}
-        for place in in_short_turns(places):
-            try:
-                partition = self.metadata_cache.partition(place)
-            except PortalMQError as error:
-                outcomes[place] = error
-            else:
-                log = partition.log
-                outcomes[place] = PartitionSize(log.log_start_offset, partition.high_watermark, log.size_bytes)
-        return outcomes
-
-    def there(self, broker_id: int, places: Sequence[TopicPartition]) -> Outcomes[PartitionSize]:
-        call = Partitions(places[0].topic, places[0].topic_id, [place.number for place in places])
-        results = self.peers.call(broker_id, "partitions", call, _Sizes, timeout_s=SIZE_TIMEOUT_S)
-        return {place: result.outcome() for place, result in zip(places, results, strict=True)}
 
 
 class Overview:
@@ -62,14 +26,13 @@ class Overview:
         topics: Topics,
         metadata_cache: MetadataCache,
         leaders: LeaderRouter,
-        peers: Peers,
         mirror: Mirror,
     ) -> None:
         self._cluster_id = cluster_id
         self._topics = topics
         self._leaders = leaders
         self._mirror = mirror
-        self._sizing = _SizeRequest(metadata_cache, peers)
+        self._metadata_cache = metadata_cache
         self._sizes: dict[TopicPartition, PartitionSize] = {}
         self._urls: dict[int, str] = {}
 
@@ -78,7 +41,9 @@ class Overview:
     def describe_topic(self, topic: Topic) -> wire.TopicDescription:
         state = topic.state
         places = [place_of(state, number) for number in range(state.partitions)]
-        for place, size in self._leaders.run(places, self._sizing, patience_s=0.0).items():
+        request = Partitions(state.name, state.topic_id, list(range(state.partitions)))
+        sizes = self._leaders.call(PARTITIONS, request, self.local_sizes(request), patience_s=0.0)
+        for place, size in sizes.items():
             if isinstance(size, PartitionSize):
                 self._sizes[place] = size
         return wire.TopicDescription(
@@ -103,11 +68,12 @@ class Overview:
             size.size_bytes,
         )
 
-    def serve_partitions(self, body: bytes) -> bytes:
-        call = msgspec.msgpack.decode(body, type=Partitions)
-        places = [TopicPartition(call.topic, call.topic_id, number) for number in call.numbers]
-        outcomes = self._sizing.here(places)
-        return _encode([result_of(outcomes[place]) for place in places])
+    def local_sizes(self, request: Partitions) -> LocalWork[PartitionSize]:
+        def size(place: TopicPartition) -> PartitionSize:
+            partition = self._metadata_cache.partition(place)
+            return PartitionSize(partition.log.log_start_offset, partition.high_watermark, partition.log.size_bytes)
+
+        return one_by_one(size)
 
     def forget_topic(self, topic: Topic) -> None:
         self._sizes = {place: size for place, size in self._sizes.items() if place.topic_id != topic.state.topic_id}

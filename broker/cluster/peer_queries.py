@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 
 import gevent
-import msgspec
 
 from portalmq.broker.cluster.failure_detector import FailureDetector, Probe
 from portalmq.broker.cluster.rpc import PeerCaller
@@ -36,9 +35,6 @@ from portalmq.errors import NotFound, PartitionNotFound, PortalMQError, Unavaila
 log = logging.getLogger(__name__)
 
 SUSPECT_AGAIN_MS = 300
-TIMEOUT_S = 1.0
-
-_encode = msgspec.msgpack.encode
 
 
 class PeerQueries:
@@ -61,11 +57,6 @@ class PeerQueries:
         self.own_log_ends: Callable[[Sequence[PartitionKey]], Sequence[ReplicaLogEnd | None]] = lambda keys: (
             [None] * len(keys)
         )
-        self.calls: dict[str, Callable[[bytes, object], bytes]] = {
-            SUSPECT.name: self._serve_suspect,
-            REACH.name: self._serve_reach,
-            STANDINGS.name: self._serve_log_ends,
-        }
         self._broker_id, self._incarnation = broker
         self._mirror = mirror
         self._failure_detector = failure_detector
@@ -107,12 +98,11 @@ class PeerQueries:
         finally:
             self._reporting.discard(suspicion.broker_id)
 
-    def _serve_suspect(self, body: bytes, peer: object) -> bytes:
-        suspicion = SUSPECT.decode(body)
+    def on_report(self, suspicion: Suspicion) -> SuspicionNoted:
         if self._is_controller():
             self._failure_detector.probe_now(suspicion.broker_id)
             self._on_suspicion(suspicion.broker_id, suspicion.incarnation)
-        return _encode(SuspicionNoted())
+        return SuspicionNoted()
 
     # --- reachability ------------------------------------------------------------------------------------------------
 
@@ -151,17 +141,16 @@ class PeerQueries:
         except PortalMQError:
             return of_older
 
-    def _serve_reach(self, body: bytes, peer: object) -> bytes:
-        asked = REACH.decode(body)
+    def answer_reach(self, asked: ReachRequest) -> Reached:
         broker = self._mirror.brokers.get(asked.broker_id)
         if broker is None or broker.incarnation != asked.incarnation:
-            return _encode(Reached(False))
+            return Reached(False)
         if self._failure_detector.last_probe_failed(asked.broker_id):
-            return _encode(Reached(False))
+            return Reached(False)
         found = self._probe(broker.url)
         if found is Probe.UNSURE:
             raise Unavailable("this broker was paused during its probe, and knows nothing")
-        return _encode(Reached(found is Probe.ANSWERED))
+        return Reached(found is Probe.ANSWERED)
 
     # --- log ends ----------------------------------------------------------------------------------------------------
 
@@ -179,11 +168,10 @@ class PeerQueries:
 
     def _log_end(self, peers: PeerCaller, broker_id: int, asked: LogEndRequest) -> ReplicaLogEnd | None:
         try:
-            return STANDING.ask(peers, broker_id, asked, timeout_s=TIMEOUT_S)
+            return STANDING.ask(peers, broker_id, asked, timeout_s=STANDINGS.timeout_s)
         except PartitionNotFound:
             return None
 
-    def _serve_log_ends(self, body: bytes, peer: object) -> bytes:
-        asked = STANDINGS.decode(body)
+    def answer_log_ends(self, asked: LogEndsRequest) -> ReplicaLogEnds:
         found = self.own_log_ends([(each.topic_id, each.number) for each in asked.partitions])
-        return _encode(ReplicaLogEnds(list(found)))
+        return ReplicaLogEnds(list(found))

@@ -28,9 +28,9 @@ from portalmq import wire
 from portalmq.broker.cluster.capacity import Capacity
 from portalmq.broker.cluster.replicas import Files, Replicas
 from portalmq.broker.cluster.routing import NoSuchPartition, place_of
-from portalmq.broker.cluster.rpc import TopicPartition
-from portalmq.broker.cluster.rpc.brokers import LogEndRequest, ReplicaLogEnd
-from portalmq.broker.cluster.unclean_election import ElectionPeers, is_whole_elsewhere
+from portalmq.broker.cluster.rpc import PeerCaller, TopicPartition
+from portalmq.broker.cluster.rpc.brokers import STANDING, LogEndRequest, ReplicaLogEnd
+from portalmq.broker.cluster.unclean_election import is_whole_elsewhere
 from portalmq.broker.core.queue.receipts import topic_tag
 from portalmq.broker.core.replica.events import PartitionStateChanged, SessionLost
 from portalmq.broker.partition.host import PartitionHost, PartitionMembership
@@ -77,7 +77,7 @@ class TopicsHost(PartitionHost, Protocol):
     def membership(self) -> TopicsMembership: ...
 
     @property
-    def peers(self) -> ElectionPeers: ...
+    def peers(self) -> PeerCaller: ...
 
 
 class Topic:
@@ -382,7 +382,7 @@ class Topics:
         question, peers = LogEndRequest(*key), self._host.peers
 
         def ask(broker_id: int) -> ReplicaLogEnd:
-            return peers.call(broker_id, "standing", question, ReplicaLogEnd, timeout_s=ASK_WITHIN_S)
+            return STANDING.ask(peers, broker_id, question, timeout_s=ASK_WITHIN_S)
 
         return is_whole_elsewhere(held.value, self._host.broker_id, ask)
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import msgspec
 
 from portalmq.broker.cluster.exits import EX_CANTCREAT, EX_UNAVAILABLE, EX_USAGE, StartupError
-from portalmq.broker.cluster.rpc.brokers import LogEndRequest, ReplicaLogEnd
+from portalmq.broker.cluster.rpc import PeerCaller
+from portalmq.broker.cluster.rpc.brokers import STANDING, LogEndRequest, ReplicaLogEnd
 from portalmq.broker.core.replica.replica import PartitionReplica
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.controller import elect_unclean
@@ -23,10 +24,7 @@ from portalmq.control_plane.plane import Conflict
 from portalmq.control_plane.state import BrokerState, PartitionState
 from portalmq.errors import PartitionNotFound, PortalMQError
 
-ASK_WITHIN_S = 5.0
 ATTEMPTS = 5
-
-T = TypeVar("T")
 
 
 class LocalPartition(Protocol):
@@ -45,18 +43,13 @@ class LocalTopics(Protocol):
     def set_aside(self, topic_id: str, number: int) -> tuple[str, ...]: ...
 
 
-class ElectionPeers(Protocol):
-    def call(self, broker_id: int, name: str, request: msgspec.Struct, kind: type[T], *, timeout_s: float) -> T: ...
-
-
-def serve_log_end(topics: LocalTopics, body: bytes) -> bytes:
+def answer_log_end(topics: LocalTopics, asked: LogEndRequest) -> ReplicaLogEnd:
     """Serve the call `standing`."""
-    asked = msgspec.msgpack.decode(body, type=LogEndRequest)
     log_end = own_log_end(topics, asked.topic_id, asked.number)
     if log_end is None:
         raise PartitionNotFound("no replica of this partition is open here")
     aside = topics.set_aside(asked.topic_id, asked.number)
-    return msgspec.msgpack.encode(msgspec.structs.replace(log_end, set_aside=aside))
+    return msgspec.structs.replace(log_end, set_aside=aside)
 
 
 def own_log_end(topics: LocalTopics, topic_id: str, number: int) -> ReplicaLogEnd | None:
@@ -145,7 +138,7 @@ def _aside_of(log_ends: Mapping[int, ReplicaLogEnd]) -> str:
     return "; set aside before, and perhaps of use, are " + ", ".join(places) if places else ""
 
 
-def elect(catalog: Catalog, peers: ElectionPeers, topic: str, number: int, *, wanted: int | None = None) -> Elected:
+def elect(catalog: Catalog, peers: PeerCaller, topic: str, number: int, *, wanted: int | None = None) -> Elected:
     """Hold the election. Raises NotElected, TopicNotFound."""
     state = catalog.topic(topic)
     for _ in range(ATTEMPTS):
@@ -166,7 +159,7 @@ def elect(catalog: Catalog, peers: ElectionPeers, topic: str, number: int, *, wa
 
 
 def _ask(
-    held: PartitionState, brokers: Mapping[int, BrokerState], peers: ElectionPeers, question: LogEndRequest
+    held: PartitionState, brokers: Mapping[int, BrokerState], peers: PeerCaller, question: LogEndRequest
 ) -> tuple[dict[int, ReplicaLogEnd], dict[int, str]]:
     log_ends: dict[int, ReplicaLogEnd] = {}
     silent: dict[int, str] = {}
@@ -175,7 +168,7 @@ def _ask(
             silent[broker_id] = "is not registered"
             continue
         try:
-            log_ends[broker_id] = peers.call(broker_id, "standing", question, ReplicaLogEnd, timeout_s=ASK_WITHIN_S)
+            log_ends[broker_id] = STANDING.ask(peers, broker_id, question)
         except PortalMQError as fault:
             silent[broker_id] = str(fault)
     return log_ends, silent

@@ -24,10 +24,9 @@ import time
 from typing import Protocol
 
 import gevent
-import msgspec
 
-from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.rpc.messages import Fence, FencingConfirmed
+from portalmq.broker.cluster.rpc import PeerCaller
+from portalmq.broker.cluster.rpc.messages import FENCE, Fence, FencingConfirmed
 from portalmq.broker.core.replica.stamp import Stamp
 from portalmq.broker.partition.clock import Clock
 from portalmq.control_plane.catalog import PRODUCER_ID_BLOCK, Catalog
@@ -37,17 +36,13 @@ from portalmq.wire import ProducerIdentity
 
 log = logging.getLogger(__name__)
 
-FENCE_TIMEOUT_S = 2.0
+FENCE_TIMEOUT_S = FENCE.timeout_s
 # A paused broker stays registered for one session.
 CONFIRM_WITHIN_SESSIONS = 1.5
 CONFIRM_PAUSE_S = 0.05
 READ_AGAIN_S = 0.2
 # The pause after a failed question, which took a session timeout: the next batches do not wait for another one.
 ASK_AGAIN_MS = 5_000
-
-
-_decode = msgspec.msgpack.Decoder(Fence).decode
-_CONFIRMED = msgspec.msgpack.encode(FencingConfirmed())
 
 
 class FencingMembership(Protocol):
@@ -68,7 +63,7 @@ class ProducerFencing:
     """
 
     def __init__(
-        self, broker_id: int, catalog: Catalog, membership: FencingMembership, peers: Peers, clock: Clock
+        self, broker_id: int, catalog: Catalog, membership: FencingMembership, peers: PeerCaller, clock: Clock
     ) -> None:
         self._broker_id = broker_id
         self._catalog = catalog
@@ -179,11 +174,10 @@ class ProducerFencing:
     def _learn(self, producer_id: int, epoch: int) -> None:
         self._epochs[producer_id] = max(epoch, self._epochs.get(producer_id, 0))
 
-    def serve(self, body: bytes) -> bytes:
+    def on_fence(self, fence: Fence) -> FencingConfirmed:
         """Learn a new epoch from another broker."""
-        fence = _decode(body)
         self._learn(fence.producer_id, fence.epoch)
-        return _CONFIRMED
+        return FencingConfirmed()
 
     # --- taking over -------------------------------------------------------------------------------------------------
 
@@ -222,7 +216,7 @@ class ProducerFencing:
 
     def _confirm(self, broker_id: int, fence: Fence) -> bool:
         try:
-            self._peers.call(broker_id, "fence", fence, FencingConfirmed, timeout_s=FENCE_TIMEOUT_S)
+            FENCE.ask(self._peers, broker_id, fence)
         except PortalMQError as error:
             log.info("broker %d has not confirmed a new epoch yet: %s", broker_id, error)
             return False

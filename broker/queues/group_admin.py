@@ -11,29 +11,32 @@ from collections.abc import Callable, Collection, Iterable
 from typing import TypeVar
 
 import gevent
-import msgspec
 
 from portalmq import wire
-from portalmq.broker.cluster.peers import Peers
 from portalmq.broker.cluster.routing import PATIENCE_S, PAUSE_MAX_S
-from portalmq.broker.cluster.rpc.queues import CountGroups, EndedGroup, EndGroup, GroupCount, GroupCounts
+from portalmq.broker.cluster.rpc import PeerCaller
+from portalmq.broker.cluster.rpc.queues import (
+    END_GROUP,
+    GROUPS,
+    CountGroups,
+    EndedGroup,
+    EndGroup,
+    GroupCount,
+    GroupCounts,
+)
 from portalmq.broker.partition.yielding import in_short_turns, in_turns
 from portalmq.broker.queues.groups import GROUPS_A_TURN, Groups
 from portalmq.control_plane.mirror import Mirror
 from portalmq.control_plane.state import GroupState
 from portalmq.errors import PortalMQError, Unavailable
 
-COUNT_TIMEOUT_S = 2.0
-END_TIMEOUT_S = 15.0
-
 T = TypeVar("T")
 _Where = tuple[str, int]
-_encode = msgspec.msgpack.Encoder().encode
 
 
 class GroupAdmin:
     def __init__(
-        self, broker_id: int, groups: Groups, mirror: Mirror, peers: Peers, *, patience_s: float = PATIENCE_S
+        self, broker_id: int, groups: Groups, mirror: Mirror, peers: PeerCaller, *, patience_s: float = PATIENCE_S
     ) -> None:
         self._broker_id = broker_id
         self._groups = groups
@@ -74,7 +77,7 @@ class GroupAdmin:
         call = CountGroups(names)
         return self._everywhere(
             lambda: self._count_here(names),
-            lambda broker_id: self._peers.call(broker_id, "groups", call, GroupCounts, timeout_s=COUNT_TIMEOUT_S),
+            lambda broker_id: GROUPS.ask(self._peers, broker_id, call),
         )
 
     def _count_here(self, names: list[str]) -> GroupCounts:
@@ -86,8 +89,8 @@ class GroupAdmin:
         ]
         return GroupCounts(counts, self._led())
 
-    def serve_groups(self, body: bytes) -> bytes:
-        return _encode(self._count_here(msgspec.msgpack.decode(body, type=CountGroups).groups))
+    def count(self, request: CountGroups) -> GroupCounts:
+        return self._count_here(request.groups)
 
     # --- deletion ----------------------------------------------------------------------------------------------------
 
@@ -111,7 +114,7 @@ class GroupAdmin:
         while True:
             answers = self._everywhere(
                 lambda: self._end_here(group.name, group.group_id),
-                lambda other: self._peers.call(other, "end_group", call, EndedGroup, timeout_s=END_TIMEOUT_S),
+                lambda other: END_GROUP.ask(self._peers, other, call),
             )
             ended |= {where for answer in answers for where in answer.ended}
             gaps = self._gaps(ended, {where for answer in answers for where in answer.led})
@@ -123,12 +126,11 @@ class GroupAdmin:
         led = self._led()
         return EndedGroup([(place.topic, place.number) for place in self._groups.end_here(name, group_id)], led)
 
-    def serve_end(self, body: bytes) -> bytes:
-        call = msgspec.msgpack.decode(body, type=EndGroup)
+    def end(self, call: EndGroup) -> EndedGroup:
         group: GroupState | None = self._groups.find(call.group)
         if group is not None and group.group_id != call.group_id:
             raise Unavailable(f"group {call.group!r} was replaced by a newer one", retry_after_s=0.1)
-        return _encode(self._end_here(call.group, call.group_id))
+        return self._end_here(call.group, call.group_id)
 
     # --- all leaders -------------------------------------------------------------------------------------------------
 

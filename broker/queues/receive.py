@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import gevent
-import msgspec
 
 from portalmq import wire
-from portalmq.broker.cluster.peers import Peers
 from portalmq.broker.cluster.routing import PATIENCE_S, PAUSE_FIRST_S, PAUSE_MAX_S, place_of
+from portalmq.broker.cluster.rpc import PeerCaller
 from portalmq.broker.cluster.rpc.queues import Interest, Interested, Receive, ReceiveResult
 from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.partition.long_poll import (
@@ -40,15 +39,13 @@ COMING_S = 0.05
 # The most groups whose last first leader is remembered.
 TURNS_MAX = 10_000
 
-_decode_receive = msgspec.msgpack.Decoder(Receive).decode
-_decode_interest = msgspec.msgpack.Decoder(Interest).decode
-_encode = msgspec.msgpack.Encoder().encode
-
 
 class ReceiveHandler:
     """Receives of clients, and those that other brokers forward."""
 
-    def __init__(self, groups: Groups, settlement: Settlement, peers: Peers, *, patience_s: float = PATIENCE_S) -> None:
+    def __init__(
+        self, groups: Groups, settlement: Settlement, peers: PeerCaller, *, patience_s: float = PATIENCE_S
+    ) -> None:
         self._groups = groups
         self._settlement = settlement
         self._peers = peers
@@ -260,8 +257,7 @@ class ReceiveHandler:
 
     # --- for other brokers -------------------------------------------------------------------------------------------
 
-    def serve_receive(self, body: bytes, peer: Peer | None) -> bytes:
-        call = _decode_receive(body)
+    def lease(self, call: Receive, peer: Peer | None) -> ReceiveResult:
         options = ReceiveOptions(
             call.max_messages,
             call.visibility_timeout_ms,
@@ -272,23 +268,21 @@ class ReceiveHandler:
         )
         sources, has_begun = self._asked(call)
         if peer is not None and peer.gone():
-            return _encode(ReceiveResult([]))
-        return _encode(ReceiveResult(take(sources, options, insist=True), not has_begun))
+            return ReceiveResult([])
+        return ReceiveResult(take(sources, options, insist=True), not has_begun)
 
-    def serve_replay(self, body: bytes) -> bytes:
-        call = _decode_receive(body)
+    def replay(self, call: Receive) -> ReceiveResult:
         assert call.attempt_id is not None
         sources, _ = self._asked(call)
         found = [source.replay(call.attempt_id) for source in sources]
         known = [messages for messages in found if messages is not None]
-        return _encode(ReceiveResult([message for messages in known for message in messages], known=bool(known)))
+        return ReceiveResult([message for messages in known for message in messages], known=bool(known))
 
-    def serve_interest(self, body: bytes, peer: Peer | None) -> bytes:
+    def await_messages(self, call: Interest, peer: Peer | None) -> Interested:
         """Wait until messages are available. Nothing is leased: the other broker may receive them then."""
-        call = _decode_interest(body)
         sources, has_begun = self._asked(call)
         if not has_begun or any(source.has_messages() for source in sources):
-            return _encode(Interested(True))
+            return Interested(True)
         waiter = Waiter(call.topics, is_interest=True)
         long_polls = self._groups.long_polls
         long_polls.enter(waiter)
@@ -307,7 +301,7 @@ class ReceiveHandler:
             gevent.spawn_later(COMING_S, _notify, sources)
         else:
             _notify(sources)
-        return _encode(Interested(is_ready))
+        return Interested(is_ready)
 
     def _asked(self, call: Receive | Interest) -> tuple[list[GroupPartition], bool]:
         """Return the group on the topics' partitions led here. Raises NotLeader when there are none."""

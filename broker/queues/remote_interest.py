@@ -16,15 +16,13 @@ from collections.abc import Callable
 import gevent
 from gevent.event import Event
 
-from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.rpc.queues import Interest, Interested, Receive, ReceiveResult
+from portalmq.broker.cluster.rpc import BrokerCall, PeerCaller
+from portalmq.broker.cluster.rpc.queues import INTEREST, RECEIVE, REPLAY, Interest, Receive, ReceiveResult
 from portalmq.broker.partition.long_poll import LeasedMessage, ReceiveOptions, Waiter
 from portalmq.control_plane.state import GroupState
 from portalmq.errors import PortalMQError
 
 INTEREST_WAIT_MS = 20_000
-# The time for the call itself, beyond its wait.
-ANSWER_S = 5.0
 # An interest outlives its last waiter by this much: a consumer whose wait has ended usually asks again at once.
 LINGER_S = 0.2
 PAUSE_FIRST_S = 0.05
@@ -46,7 +44,7 @@ class RemoteGroup:
 
     def __init__(
         self,
-        peers: Peers,
+        peers: PeerCaller,
         broker_id: int,
         group: GroupState,
         topics: tuple[str, ...],
@@ -72,7 +70,7 @@ class RemoteGroup:
     # --- messages ----------------------------------------------------------------------------------------------------
 
     def replay(self, attempt_id: str) -> list[LeasedMessage] | None:
-        received = self._call("replay", ReceiveOptions(1, 1, "", attempt_id))
+        received = self._call(REPLAY, ReceiveOptions(1, 1, "", attempt_id))
         return received.messages if received.known else None
 
     def has_messages(self) -> bool:
@@ -81,7 +79,7 @@ class RemoteGroup:
     def take(self, options: ReceiveOptions) -> list[LeasedMessage]:
         self._ready = False
         try:
-            received = self._call("receive", options)
+            received = self._call(RECEIVE, options)
         finally:
             self._taken.set()
         self._was_empty = not received.messages
@@ -89,8 +87,8 @@ class RemoteGroup:
             self._on_unbegun()
         return received.messages
 
-    def _call(self, name: str, options: ReceiveOptions) -> ReceiveResult:
-        call = Receive(
+    def _call(self, call: BrokerCall[Receive, ReceiveResult], options: ReceiveOptions) -> ReceiveResult:
+        request = Receive(
             self._group.name,
             self._group.group_id,
             list(self._topics),
@@ -101,7 +99,7 @@ class RemoteGroup:
             options.max_bytes,
             options.patient,
         )
-        return self._ask(lambda: self._peers.call(self.broker_id, name, call, ReceiveResult, timeout_s=ANSWER_S))
+        return self._ask(lambda: call.ask(self._peers, self.broker_id, request))
 
     # --- waiters -----------------------------------------------------------------------------------------------------
 
@@ -130,11 +128,10 @@ class RemoteGroup:
 
     def _run(self) -> None:
         pause_s = PAUSE_FIRST_S
-        call = Interest(self._group.name, self._group.group_id, list(self._topics), INTEREST_WAIT_MS)
+        request = Interest(self._group.name, self._group.group_id, list(self._topics), INTEREST_WAIT_MS)
         while True:
             try:
-                timeout_s = INTEREST_WAIT_MS / 1000 + ANSWER_S
-                answer = self._peers.call(self.broker_id, "interest", call, Interested, timeout_s=timeout_s)
+                answer = INTEREST.ask(self._peers, self.broker_id, request)
             except PortalMQError:  # the mirror will show another leader, or this one returns
                 gevent.sleep(pause_s * (0.5 + 0.5 * random.random()))
                 pause_s = min(2 * pause_s, PAUSE_MAX_S)

@@ -19,7 +19,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import gevent
 import msgspec
@@ -28,8 +28,8 @@ from gevent.event import AsyncResult, Event
 from portalmq import stream_wire as contract
 from portalmq import wire
 from portalmq.broker.cluster.peers import NotAnswered, NotReached, Peers
-from portalmq.broker.cluster.rpc import TopicPartition
-from portalmq.broker.cluster.rpc.streams import ClaimShare, Coordinate, Start
+from portalmq.broker.cluster.rpc import BrokerCall, TopicPartition
+from portalmq.broker.cluster.rpc.streams import COORDINATE, COORDINATE_SEEK, ClaimShare, Coordinate, Start
 from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.core.stream import events as core
 from portalmq.broker.core.stream.membership import TICK_MS
@@ -55,7 +55,6 @@ log = logging.getLogger(__name__)
 
 PATIENCE_S = 5.0
 PAUSE_S = 0.05
-CALL_TIMEOUT_S = 15.0
 # A coordinator that does not answer for longer is paused or overloaded.
 HEARTBEAT_TIMEOUT_S = 4.0
 CHECKPOINT_EVERY_S = 1.0
@@ -197,24 +196,29 @@ class GroupCoordinators:
         call = Coordinate(
             name, group.group_id, "join", member_id, topics, session_timeout_ms=request.session_timeout_ms
         )
-        return self._coordinated(group, call, contract.MemberAnswer, forward, peer)
+        return self._coordinated(group, call, COORDINATE, forward, peer)
 
     def heartbeat(self, name: str, member_id: str, generation: int, *, forward: bool = True) -> contract.MemberAnswer:
         """Stay in the group; return the assignment. Raises IllegalGeneration for a client that is no member (any more),
         Fenced for an older client of the same member id."""
         group = stream_group(self._groups, name)
         call = Coordinate(name, group.group_id, "heartbeat", member_id, generation=generation)
-        return self._coordinated(group, call, contract.MemberAnswer, forward)
+        return self._coordinated(group, call, COORDINATE, forward)
 
     def leave(self, name: str, member_id: str, *, forward: bool = True) -> None:
         """Leave at once. Succeeds for a client that is no member."""
         group = stream_group(self._groups, name)
-        self._coordinated(group, Coordinate(name, group.group_id, "leave", member_id), contract.MemberAnswer, forward)
+        self._coordinated(group, Coordinate(name, group.group_id, "leave", member_id), COORDINATE, forward)
 
     # --- finding the coordinator -------------------------------------------------------------------------------------
 
     def _coordinated(
-        self, group: GroupState, call: Coordinate, kind: type[T], forward: bool, peer: Peer | None = None
+        self,
+        group: GroupState,
+        call: Coordinate,
+        kind: BrokerCall[Coordinate, T],
+        forward: bool,
+        peer: Peer | None = None,
     ) -> T:
         """Return the answer of the group's coordinator; look for it again while it changes."""
         check_mode(group)
@@ -234,7 +238,7 @@ class GroupCoordinators:
             gevent.sleep(PAUSE_S)
             self._groups.check_same(group)
 
-    def _try(self, group: GroupState, call: Coordinate, kind: type[T], forward: bool) -> T:
+    def _try(self, group: GroupState, call: Coordinate, kind: BrokerCall[Coordinate, T], forward: bool) -> T:
         own = self._own.get(group.group_id)
         if own is None:
             where = self._whereabouts(group)
@@ -242,9 +246,9 @@ class GroupCoordinators:
                 self._remember(group, where)
                 if not forward:
                     raise self._not_coordinator(group, where)
-                timeout_s = HEARTBEAT_TIMEOUT_S if call.verb == "heartbeat" else CALL_TIMEOUT_S
+                timeout_s = HEARTBEAT_TIMEOUT_S if call.verb == "heartbeat" else None
                 try:
-                    return self._peers.call(where[0], "coordinate", call, kind, timeout_s=timeout_s)
+                    return kind.ask(self._peers, where[0], call, timeout_s=timeout_s)
                 except (NotReached, NotAnswered) as error:
                     # It may be alive: a take-over from a live coordinator is harmless.
                     log.warning("group %r: taking over as coordinator: %s", group.name, error)
@@ -307,9 +311,9 @@ class GroupCoordinators:
             own.begin(held)
         return own
 
-    def _ask(self, own: Coordinator, call: Coordinate, kind: type[T]) -> T:
+    def _ask(self, own: Coordinator, call: Coordinate, kind: BrokerCall[Coordinate, T]) -> T:
         answer = self._seek(own, call) if call.verb == "seek" else self._member_answer(own, call)
-        assert isinstance(answer, kind)
+        assert isinstance(answer, kind.answer)
         return answer
 
     def _member_answer(self, own: Coordinator, call: Coordinate) -> contract.MemberAnswer:
@@ -342,22 +346,18 @@ class GroupCoordinators:
             answer.heartbeat_interval_ms,
         )
 
-    def serve(self, body: bytes, peer: Peer | None = None) -> bytes:
+    def answer(self, call: Coordinate, peer: Peer | None = None) -> Any:
         """Serve or refuse a request that another broker sends to this one as the coordinator."""
-        call = msgspec.msgpack.decode(body, type=Coordinate)
         if call.verb == "join":
             _check_connected(peer)
-        group: GroupState = self._groups.get(call.group, group_id=call.group_id)
-        if group.group_id != call.group_id:
-            raise Unavailable(f"group {call.group!r} was just deleted", retry_after_s=0.1)
+        group = self._groups.get_same(call.group, call.group_id)
         own = self._own.get(group.group_id)
         if own is None:
             where = self._look_up(group, sure=True)
             if where != self._me:
                 raise Unavailable(f"broker {self._me[0]} does not coordinate group {group.name!r}", retry_after_s=0.1)
             own = self._take(group)
-        answer = self._seek(own, call) if call.verb == "seek" else self._member_answer(own, call)
-        return _encode(answer)
+        return self._seek(own, call) if call.verb == "seek" else self._member_answer(own, call)
 
     def _claims(
         self, group: GroupState, claims: Sequence[core.ClaimPartition]
@@ -408,7 +408,7 @@ class GroupCoordinators:
             generation = roster.value.generation if roster is not None else 0
             return contract.SeekAnswer(topic, _sought(looked), dry_run=False, generation=generation)
         call = Coordinate(name, group.group_id, "seek", topics=(topic,), to=to, numbers=numbers, seek_id=seek_id)
-        return self._coordinated(group, call, contract.SeekAnswer, forward)
+        return self._coordinated(group, call, COORDINATE_SEEK, forward)
 
     def _seek(self, own: Coordinator, call: Coordinate) -> contract.SeekAnswer:
         (topic,) = call.topics

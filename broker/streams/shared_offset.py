@@ -11,17 +11,13 @@ does. A member that joins the group claims the partition, and from then on only 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
-import msgspec
-
-from portalmq.broker.cluster.lookup import Lookup
 from portalmq.broker.cluster.metadata_cache import MetadataCache
-from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.routing import LeaderRouter
-from portalmq.broker.cluster.rpc import Outcomes, Result, TopicPartition, result_of
-from portalmq.broker.cluster.rpc.streams import Fronts, SharedOffsetCall, SharedOffsetResult
+from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, one_by_one, outcome_of
+from portalmq.broker.cluster.rpc import Outcomes, TopicPartition
+from portalmq.broker.cluster.rpc.streams import FRONTS, TURN, Fronts, SharedOffsetCall, SharedOffsetResult
 from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.core.queue.records import Claim, CommitOffset
 from portalmq.broker.messages.browse import StoredMessage
@@ -31,16 +27,9 @@ from portalmq.broker.queues.groups import Groups
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.streams.stream_partitions import target
 from portalmq.control_plane.state import GroupState
-from portalmq.errors import GroupModeMismatch, PortalMQError, Unavailable
+from portalmq.errors import GroupModeMismatch, PortalMQError
 
-TURN_TIMEOUT_S = 15.0
 NOBODY = ""
-
-
-_Fronts = list[Result[SharedOffsetResult]]
-_decode_turn = msgspec.msgpack.Decoder(SharedOffsetCall).decode
-_decode_fronts = msgspec.msgpack.Decoder(Fronts).decode
-_encode = msgspec.msgpack.Encoder().encode
 
 
 class QueueHead(NamedTuple):
@@ -48,34 +37,6 @@ class QueueHead(NamedTuple):
 
     message: StoredMessage | None
     offset: int
-
-
-@dataclass(slots=True)
-class _Looking:
-    shared_offsets: SharedOffsets
-    group: GroupState
-
-    def here(self, places: Sequence[TopicPartition]) -> Outcomes[SharedOffsetResult]:
-        """Waits for nobody's followers: the partitions that need a wait are tried again together, within one bound,
-        and not at all once another one has a message."""
-        outcomes: Outcomes[SharedOffsetResult] = {}
-        for place in places:
-            try:
-                outcomes[place] = turned = self.shared_offsets.here(self.group, place, None, patient=False)
-            except PortalMQError as error:
-                outcomes[place] = error
-            else:
-                if turned.message is not None:
-                    outcomes = {each: SharedOffsetResult(False) for each in places}
-                    outcomes[place] = turned
-                    break
-        return outcomes
-
-    def there(self, broker_id: int, places: Sequence[TopicPartition]) -> Outcomes[SharedOffsetResult]:
-        numbers = [place.number for place in places]
-        call = Fronts(self.group.name, self.group.group_id, places[0].topic, places[0].topic_id, numbers)
-        results = self.shared_offsets.peers.call(broker_id, "fronts", call, _Fronts, timeout_s=TURN_TIMEOUT_S)
-        return {place: result.outcome() for place, result in zip(places, results, strict=True)}
 
 
 class SharedOffsets:
@@ -87,10 +48,8 @@ class SharedOffsets:
         known: Callable[[str], Topic],
         metadata_cache: MetadataCache,
         leaders: LeaderRouter,
-        peers: Peers,
         clock: Clock,
     ) -> None:
-        self.peers = peers
         self._groups = groups
         self._topic = known
         self._metadata_cache = metadata_cache
@@ -110,14 +69,19 @@ class SharedOffsets:
     def first_head(self, name: str, topic: str, numbers: Sequence[int]) -> QueueHead:
         """Return the head of the first of these partitions that has a message, else that of the first one. Usually the
         first one has a message; only if not, the leaders of the others are asked, in parallel."""
-        known, work = self._topic(topic), _Looking(self, self._group(name))
+        known, group = self._topic(topic), self._group(name)
+        local = self._local_fronts(group)
         places = [known.place(number) for number in numbers]
+        request = Fronts(name, group.group_id, topic, known.state.topic_id, list(numbers))
         outcomes: Outcomes[SharedOffsetResult] = {}
         # A message of one partition must not wait for the leader of another.
         for asked, patience_s in ((places[:1], 0.0), (places[1:], 0.0), (places, None)):
             left = [place for place in asked if isinstance(outcomes.get(place), PortalMQError | None)]
             if left:
-                outcomes |= self._leaders.run(left, work, repeatable=True, patience_s=patience_s)
+                found: Outcomes[SharedOffsetResult] = self._leaders.call(
+                    FRONTS, request.only(left), local, repeatable=True, patience_s=patience_s
+                )
+                outcomes |= found
             for place in left:
                 outcome = outcomes[place]
                 if not isinstance(outcome, PortalMQError) and outcome.message is not None:
@@ -137,8 +101,9 @@ class SharedOffsets:
     def _turn(self, name: str, topic: str, number: int, done: int | None, forward: bool) -> SharedOffsetResult:
         place = self._topic(topic).place(number)
         group = self._group(name)
-        call = SharedOffsetCall(name, group.group_id, *place, done)
-        return self._leaders.one(place, self._lookup(group, call), forward=forward, repeatable=done is None)
+        request = SharedOffsetCall(name, group.group_id, *place, done)
+        local = self._local_turn(group, done)
+        return self._leaders.call_one(TURN, request, local, forward=forward, repeatable=done is None)
 
     def _group(self, name: str) -> GroupState:
         """Return the stream group; create it if it is missing."""
@@ -150,7 +115,7 @@ class SharedOffsets:
             raise GroupModeMismatch(f"group {name!r} is a queue group: it leases messages and has no shared offset")
         return group
 
-    def here(
+    def _here(
         self, group: GroupState, place: TopicPartition, done: int | None, *, patient: bool = True
     ) -> SharedOffsetResult:
         """On a partition that is led here. Raises Unavailable while its followers do not vouch; if not `patient`, at
@@ -180,34 +145,32 @@ class SharedOffsets:
         start = target(partition, configured if isinstance(configured, str) else {"at": configured["at"]})
         partition.append_group_record(group.name, Claim(NOBODY, 0, start, self._clock.now_ms()))
 
-    def serve_fronts(self, body: bytes) -> bytes:
-        call = _decode_fronts(body)
-        group = self._same_group(call.group, call.group_id)
-        places = [TopicPartition(call.topic, call.topic_id, number) for number in call.numbers]
-        outcomes = self._leaders.run(places, _Looking(self, group), forward=False)
-        return _encode([result_of(outcomes[place]) for place in places])
+    def local_turn(self, request: SharedOffsetCall) -> LocalWork[SharedOffsetResult]:
+        return self._local_turn(self._groups.get_same(request.group, request.group_id), request.done)
 
-    def _same_group(self, name: str, group_id: str) -> GroupState:
-        group = self._groups.get(name, group_id=group_id)
-        if group.group_id != group_id:
-            raise Unavailable(f"group {name!r} was just deleted", retry_after_s=0.1)
-        return group
+    def _local_turn(self, group: GroupState, done: int | None) -> LocalWork[SharedOffsetResult]:
+        return one_by_one(lambda place: self._here(group, place, done))
 
-    def serve(self, body: bytes) -> bytes:
-        call = _decode_turn(body)
-        group = self._same_group(call.group, call.group_id)
-        place = TopicPartition(call.topic, call.topic_id, call.number)
-        return _encode(self._leaders.one(place, self._lookup(group, call), forward=False))
+    def local_fronts(self, request: Fronts) -> LocalWork[SharedOffsetResult]:
+        return self._local_fronts(self._groups.get_same(request.group, request.group_id))
 
-    def _lookup(self, group: GroupState, call: SharedOffsetCall) -> Lookup[SharedOffsetResult]:
-        return Lookup(
-            "turn",
-            call,
-            SharedOffsetResult,
-            lambda place: self.here(group, place, call.done),
-            self.peers,
-            timeout_s=TURN_TIMEOUT_S,
-        )
+    def _local_fronts(self, group: GroupState) -> LocalWork[SharedOffsetResult]:
+        """Does not wait for followers: the router tries the partitions that need a wait again, together and within one
+        bound, and not at all once another partition has a message."""
+
+        front = partial(self._here, group, done=None, patient=False)
+
+        def local(places: Sequence[TopicPartition]) -> Outcomes[SharedOffsetResult]:
+            outcomes: Outcomes[SharedOffsetResult] = {}
+            for place in places:
+                outcomes[place] = found = outcome_of(front, place)
+                if not isinstance(found, PortalMQError) and found.message is not None:
+                    outcomes = {each: SharedOffsetResult(False) for each in places}
+                    outcomes[place] = found
+                    break
+            return outcomes
+
+        return local
 
 
 def _first_message(partition: Partition, offset: int) -> tuple[int, int, Record] | None:

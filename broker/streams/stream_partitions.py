@@ -7,18 +7,18 @@ so that they share a transaction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
-
-import msgspec
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from portalmq import wire
 from portalmq.broker.cluster.metadata_cache import MetadataCache
-from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.routing import LeaderRouter
-from portalmq.broker.cluster.rpc import Outcomes, Result, TopicPartition, result_of
+from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, one_by_one, together
+from portalmq.broker.cluster.rpc import Outcomes, TopicPartition
 from portalmq.broker.cluster.rpc.streams import (
+    CLAIM,
+    COMMIT_OFFSETS,
+    OFFSETS,
+    SEEK,
     ClaimCall,
     ClaimShare,
     CommitShare,
@@ -31,58 +31,21 @@ from portalmq.broker.cluster.rpc.streams import (
 from portalmq.broker.core.queue.records import Claim, CommitOffset, Seek
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.partition import Partition
-from portalmq.broker.partition.yielding import in_short_turns
 from portalmq.broker.queues.groups import Groups
 from portalmq.control_plane.state import GroupState
-from portalmq.errors import GroupModeMismatch, IllegalGeneration, OffsetOutOfRange, PortalMQError, Unavailable
+from portalmq.errors import GroupModeMismatch, IllegalGeneration, OffsetOutOfRange, PortalMQError
 
-CALL_TIMEOUT_S = 10.0
 BEGUN_MAX = 10_000
 SOUGHT = -1
 
 T = TypeVar("T")
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.decode
-
-
-@dataclass(slots=True)
-class _StreamWork(Generic[T]):
-    """`begin` starts what is to be done at one partition that is led here, and gives what waits for it to be done."""
-
-    begin: Callable[[TopicPartition], Callable[[], T]]
-    ask: Callable[[int, Sequence[TopicPartition]], list[Result[T]]]
-
-    def here(self, places: Sequence[TopicPartition]) -> Outcomes[T]:
-        begun: dict[TopicPartition, Callable[[], T] | PortalMQError] = {}
-        for place in in_short_turns(places):
-            try:
-                begun[place] = self.begin(place)
-            except PortalMQError as error:
-                begun[place] = error
-        return {place: _finished(finish) for place, finish in in_short_turns(begun.items())}
-
-    def there(self, broker_id: int, places: Sequence[TopicPartition]) -> Outcomes[T]:
-        results = self.ask(broker_id, places)
-        return {place: result.outcome() for place, result in zip(places, results, strict=True)}
-
-
-def _finished(finish: Callable[[], T] | PortalMQError) -> T | PortalMQError:
-    if isinstance(finish, PortalMQError):
-        return finish
-    try:
-        return finish()
-    except PortalMQError as error:
-        return error
 
 
 class StreamPartitions:
-    def __init__(
-        self, groups: Groups, metadata_cache: MetadataCache, leaders: LeaderRouter, peers: Peers, clock: Clock
-    ) -> None:
+    def __init__(self, groups: Groups, metadata_cache: MetadataCache, leaders: LeaderRouter, clock: Clock) -> None:
         self._groups = groups
         self._metadata_cache = metadata_cache
         self._leaders = leaders
-        self._peers = peers
         self._clock = clock
         # Groups that have begun on a topic: (group id, topic id).
         self._begun: set[tuple[str, str]] = set()
@@ -137,18 +100,15 @@ class StreamPartitions:
     def _claim(self, group: GroupState, start: Start, shares: Sequence[ClaimShare]) -> Outcomes[int]:
         if not shares:
             return {}
-        return self._leaders.run(
-            [share.place for share in shares], self._claiming(group, start, shares), repeatable=True
-        )
+        request = ClaimCall(group.name, group.group_id, start, list(shares))
+        return self._leaders.call(CLAIM, request, self._local_claim(group, request), repeatable=True)
 
-    def _claiming(self, group: GroupState, start: Start, shares: Sequence[ClaimShare]) -> _StreamWork[int]:
-        by_place = {share.place: share for share in shares}
+    def local_claim(self, request: ClaimCall) -> LocalWork[int]:
+        return self._local_claim(self._groups.get_same(request.group, request.group_id), request)
 
-        def ask(broker_id: int, places: Sequence[TopicPartition]) -> list[Result[int]]:
-            call = ClaimCall(group.name, group.group_id, start, [by_place[place] for place in places])
-            return self._peers.call(broker_id, "claim", call, list[Result[int]], timeout_s=CALL_TIMEOUT_S)
-
-        return _StreamWork(lambda place: self._claim_here(group, start, by_place[place]), ask)
+    def _local_claim(self, group: GroupState, request: ClaimCall) -> LocalWork[int]:
+        by_place = request.by_place()
+        return together(lambda place: self._claim_here(group, request.start, by_place[place]))
 
     def _claim_here(self, group: GroupState, start: Start, share: ClaimShare) -> Callable[[], int]:
         partition = self._metadata_cache.partition(share.place)
@@ -174,32 +134,22 @@ class StreamPartitions:
 
         return finish
 
-    def serve_claim(self, body: bytes) -> bytes:
-        call = _decode(body, type=ClaimCall)
-        group = self._group(call.group, call.group_id)
-        return self._serve([share.place for share in call.shares], self._claiming(group, call.start, call.shares))
-
     # --- commits -----------------------------------------------------------------------------------------------------
 
     def commit(
         self, group: GroupState, member_id: str, generation: int, shares: Sequence[CommitShare], *, forward: bool = True
     ) -> Outcomes[bool]:
         """Commit offsets; return True for each that was not committed before."""
-        work = self._commit_work(group, member_id, generation, shares)
-        return self._leaders.run([share.place for share in shares], work, forward=forward, repeatable=True)
+        request = StreamCommitCall(group.name, group.group_id, member_id, generation, list(shares))
+        local = self._local_commit(group, request)
+        return self._leaders.call(COMMIT_OFFSETS, request, local, forward=forward, repeatable=True)
 
-    def _commit_work(
-        self, group: GroupState, member_id: str, generation: int, shares: Sequence[CommitShare]
-    ) -> _StreamWork[bool]:
-        by_place = {share.place: share for share in shares}
+    def local_commit(self, request: StreamCommitCall) -> LocalWork[bool]:
+        return self._local_commit(self._groups.get_same(request.group, request.group_id), request)
 
-        def ask(broker_id: int, places: Sequence[TopicPartition]) -> list[Result[bool]]:
-            call = StreamCommitCall(
-                group.name, group.group_id, member_id, generation, [by_place[place] for place in places]
-            )
-            return self._peers.call(broker_id, "commit_offsets", call, list[Result[bool]], timeout_s=CALL_TIMEOUT_S)
-
-        return _StreamWork(lambda place: self._commit_here(group, member_id, generation, by_place[place]), ask)
+    def _local_commit(self, group: GroupState, request: StreamCommitCall) -> LocalWork[bool]:
+        by_place = request.by_place()
+        return together(lambda place: self._commit_here(group, request.member_id, request.generation, by_place[place]))
 
     def _commit_here(
         self, group: GroupState, member_id: str, generation: int, share: CommitShare
@@ -224,11 +174,6 @@ class StreamPartitions:
 
         return finish
 
-    def serve_commit(self, body: bytes) -> bytes:
-        call = _decode(body, type=StreamCommitCall)
-        work = self._commit_work(self._group(call.group, call.group_id), call.member_id, call.generation, call.shares)
-        return self._serve([share.place for share in call.shares], work)
-
     # --- seeks -------------------------------------------------------------------------------------------------------
 
     def seek(
@@ -236,14 +181,14 @@ class StreamPartitions:
     ) -> Outcomes[tuple[int, int]]:
         """Move the group to other offsets in `generation`; with generation 0 only return them. Returns (from, to) by
         partition."""
-        return self._leaders.run(places, self._seeking(group, to, generation, seek_id), repeatable=True)
+        request = SeekCall(group.name, group.group_id, to, generation, list(places), seek_id)
+        return self._leaders.call(SEEK, request, self._local_seek(group, request), repeatable=True)
 
-    def _seeking(self, group: GroupState, to: Start, generation: int, seek_id: bytes) -> _StreamWork[tuple[int, int]]:
-        def ask(broker_id: int, places: Sequence[TopicPartition]) -> list[Result[tuple[int, int]]]:
-            call = SeekCall(group.name, group.group_id, to, generation, list(places), seek_id)
-            return self._peers.call(broker_id, "seek", call, list[Result[tuple[int, int]]], timeout_s=CALL_TIMEOUT_S)
+    def local_seek(self, request: SeekCall) -> LocalWork[tuple[int, int]]:
+        return self._local_seek(self._groups.get_same(request.group, request.group_id), request)
 
-        return _StreamWork(lambda place: self._seek_here(group, to, generation, seek_id, place), ask)
+    def _local_seek(self, group: GroupState, request: SeekCall) -> LocalWork[tuple[int, int]]:
+        return together(lambda place: self._seek_here(group, request.to, request.generation, request.seek_id, place))
 
     def _seek_here(
         self, group: GroupState, to: Start, generation: int, seek_id: bytes, place: TopicPartition
@@ -271,29 +216,18 @@ class StreamPartitions:
 
         return finish
 
-    def serve_seek(self, body: bytes) -> bytes:
-        call = _decode(body, type=SeekCall)
-        group = self._group(call.group, call.group_id)
-        return self._serve(call.places, self._seeking(group, call.to, call.generation, call.seek_id))
-
     # --- positions ---------------------------------------------------------------------------------------------------
 
     def positions(
         self, group: str, places: Sequence[TopicPartition], *, ages: bool = True, patience_s: float | None = None
     ) -> Outcomes[GroupPosition]:
         """Return the group's positions from the partitions' leaders."""
-        return self._leaders.run(places, self._position(group, ages), repeatable=True, patience_s=patience_s)
+        request = GroupPositionsCall(group, list(places), ages)
+        local = self.local_positions(request)
+        return self._leaders.call(OFFSETS, request, local, repeatable=True, patience_s=patience_s)
 
-    def _position(self, group: str, ages: bool) -> _StreamWork[GroupPosition]:
-        def ask(broker_id: int, places: Sequence[TopicPartition]) -> list[Result[GroupPosition]]:
-            call = GroupPositionsCall(group, list(places), ages)
-            return self._peers.call(broker_id, "offsets", call, list[Result[GroupPosition]], timeout_s=CALL_TIMEOUT_S)
-
-        def begin(place: TopicPartition) -> Callable[[], GroupPosition]:
-            position = self._position_here(group, place, ages)
-            return lambda: position
-
-        return _StreamWork(begin, ask)
+    def local_positions(self, request: GroupPositionsCall) -> LocalWork[GroupPosition]:
+        return one_by_one(lambda place: self._position_here(request.group, place, request.ages))
 
     def _position_here(self, group: str, place: TopicPartition, ages: bool) -> GroupPosition:
         partition = self._metadata_cache.partition(place)
@@ -309,22 +243,6 @@ class StreamPartitions:
             first = next(partition.pieces(committed, high_watermark, 1), None)
             lag_ms = max(0, self._clock.wall_ms() - first.batch.appended_at_ms) if first is not None else 0
         return GroupPosition(committed, high_watermark, lag, lag_ms)
-
-    def serve_positions(self, body: bytes) -> bytes:
-        call = _decode(body, type=GroupPositionsCall)
-        return self._serve(call.places, self._position(call.group, call.ages))
-
-    # --- inside ------------------------------------------------------------------------------------------------------
-
-    def _group(self, name: str, group_id: str) -> GroupState:
-        group: GroupState = self._groups.get(name, group_id=group_id)
-        if group.group_id != group_id:
-            raise Unavailable(f"group {name!r} was just deleted", retry_after_s=0.1)
-        return group
-
-    def _serve(self, places: Sequence[TopicPartition], work: _StreamWork[Any]) -> bytes:
-        outcomes: Mapping[TopicPartition, Any] = self._leaders.run(places, work, forward=False)
-        return _encode([result_of(outcomes[place]) for place in places])
 
 
 def target(partition: Partition, to: Start) -> int:

@@ -96,10 +96,10 @@ class Line:
     def call(self, broker_id: int, name: str, request: msgspec.Struct, kind: type[T], *, timeout_s: float) -> T:
         if broker_id not in self._cluster.members or frozenset((self._broker_id, broker_id)) in self._cluster.cuts:
             raise NotReached(f"broker {broker_id} refuses", refused=True)
-        answer = self._cluster.members[broker_id].membership.peer_queries.calls[name](
-            msgspec.msgpack.encode(request), None
-        )
-        return msgspec.msgpack.decode(answer, type=kind)
+        other = self._cluster.members[broker_id].membership.peer_queries
+        answers = {"suspect": other.on_report, "reach": other.answer_reach, "standings": other.answer_log_ends}
+        answer: T = answers[name](request)
+        return answer
 
 
 class Members:

@@ -42,7 +42,7 @@ Calls to a broker:
     standings       LogEndsRequest      ReplicaLogEnds
     suspect         Suspicion           SuspicionNoted
     reach           ReachRequest        Reached
-    time            TimeRequest           TimeAnswer
+    time            TimeRequest         TimeAnswer
 
 `fetch`, which replicas use, has a binary form of its own (replication/fetch_protocol.py).
 

@@ -16,7 +16,7 @@ from support.zookeeper import Wire, fresh_chroot
 from portalmq import wire
 from portalmq.broker.cluster.failure_detector import Probe
 from portalmq.broker.cluster.membership import ClusterGone, Membership
-from portalmq.broker.cluster.rpc.brokers import LogEndRequest, ReplicaLogEnd, Suspicion
+from portalmq.broker.cluster.rpc.brokers import LogEndRequest, ReplicaLogEnd, Suspicion, SuspicionNoted
 from portalmq.broker.core.replica.events import IsrAnswered, Outcome, ProposeIsr
 from portalmq.broker.partition.clock import Clock
 from portalmq.control_plane import state
@@ -577,8 +577,7 @@ class TestAlone:
 
     def test_a_suspicion_is_heard_whoever_is_controller(self, alone: Membership) -> None:
         alone.start()
-        said = msgspec.msgpack.encode(Suspicion(9, 1, True))
-        assert alone.peer_queries.calls["suspect"](said, None) == b"\x80"
+        assert alone.peer_queries.on_report(Suspicion(9, 1, True)) == SuspicionNoted()
 
 
 class OldBrokers:

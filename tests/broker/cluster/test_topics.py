@@ -14,8 +14,8 @@ from support.replicas import eventually
 
 from portalmq import wire
 from portalmq.broker.cluster.replicas import Files
-from portalmq.broker.cluster.rpc.brokers import LogEndRequest, ReplicaLogEnd
-from portalmq.broker.cluster.unclean_election import serve_log_end
+from portalmq.broker.cluster.rpc.brokers import LogEndRequest
+from portalmq.broker.cluster.unclean_election import answer_log_end
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.storage.log import Log
 from portalmq.control_plane import state
@@ -261,8 +261,7 @@ def test_a_damaged_partition_without_another_replica_is_kept_closed_and_the_othe
         send(damaged, "b", topic="u")
         with pytest.raises(Unavailable):
             send(damaged, "b")
-        question = msgspec.msgpack.encode(LogEndRequest(topic_id, 0))
-        standing = msgspec.msgpack.decode(serve_log_end(topics, question), type=ReplicaLogEnd)
+        standing = answer_log_end(topics, LogEndRequest(topic_id, 0))
         assert (standing.end, bool(standing.fault), standing.set_aside) == (0, True, ())
         assert not damaged.faults
         assert not (tmp_path / "lost+found").exists()

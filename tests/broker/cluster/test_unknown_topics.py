@@ -11,10 +11,9 @@ from support.replicas import eventually
 
 from portalmq import stream_wire as contract
 from portalmq import wire
-from portalmq.broker.cluster.lookup import Lookup
-from portalmq.broker.cluster.routing import NoSuchPartition
+from portalmq.broker.cluster.routing import NoSuchPartition, one_by_one
 from portalmq.broker.cluster.rpc import TopicPartition
-from portalmq.broker.cluster.rpc.queues import MemberOffset
+from portalmq.broker.cluster.rpc.queues import KNOWN, GroupBegunCall, MemberOffset
 from portalmq.broker.cluster.rpc.streams import Coordinate
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.queues.commit import OutputMessage
@@ -63,8 +62,8 @@ def refused(error: pytest.ExceptionInfo[Unavailable]) -> tuple[bool, str]:
 
 def brought(fixture: Fixture, at: TopicPartition) -> None:
     """Another broker's call about a partition that this one leads."""
-    work = Lookup("known", msgspec.Struct(), bool, lambda _: True, fixture.broker.peers, 1.0)
-    fixture.broker.leaders.one(at, work, forward=False)
+    request = GroupBegunCall("g", at.topic, at.topic_id, [at.number])
+    fixture.broker.leaders.call_one(KNOWN, request, one_by_one(lambda _: True), forward=False)
 
 
 def test_a_call_of_another_broker_about_a_topic_that_is_not_known_yet_is_to_be_repeated(fixture, monkeypatch):
@@ -133,7 +132,7 @@ def coordinated(fixture: Fixture, number: int) -> None:
     """Another broker, which knows more, takes this one for the coordinator."""
     group = fixture.broker.groups.get("s")
     call = Coordinate("s", group.group_id, "seek", topics=("t",), to="earliest", numbers=(number,))
-    fixture.broker.group_coordinators.serve(msgspec.msgpack.encode(call))
+    fixture.broker.group_coordinators.answer(call)
 
 
 @pytest.mark.parametrize("known", [1, 2])

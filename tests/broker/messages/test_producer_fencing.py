@@ -7,7 +7,6 @@ from contextlib import closing
 from types import SimpleNamespace
 
 import gevent
-import msgspec
 import pytest
 from support.domain import HandClock, records, running
 
@@ -49,9 +48,7 @@ class Wires:
         if broker_id in self.cut:
             self.on_cut(broker_id)
             raise NotAnswered("cut")
-        return msgspec.msgpack.decode(
-            self.producer_fencing[broker_id].serve(msgspec.msgpack.encode(request)), type=kind
-        )
+        return self.producer_fencing[broker_id].on_fence(request)
 
 
 class Brokers:
@@ -201,8 +198,8 @@ def test_an_instance_that_renews_does_not_fence_its_successor(brokers):
 
 def test_an_older_word_does_not_take_a_fence_down(brokers):
     first = brokers.start(1)
-    first.serve(msgspec.msgpack.encode(Fence(9, 5)))
-    first.serve(msgspec.msgpack.encode(Fence(9, 3)))
+    first.on_fence(Fence(9, 5))
+    first.on_fence(Fence(9, 3))
     with pytest.raises(Fenced):
         first.check(Stamp(9, 4, 0))
 

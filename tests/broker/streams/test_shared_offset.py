@@ -123,14 +123,14 @@ def test_a_message_is_found_though_another_partition_cannot_be_asked(
 ) -> None:
     fixture.broker.create_topic("wide", wire.CreateTopic(partitions=3))
     turns = fixture.broker.shared_offsets
-    here = turns.here
+    here = turns._here
 
     def lame(group: object, place: TopicPartition, done: int | None, **more: bool) -> object:
         if place.number == 1:
             raise Unavailable("no leader just now", outcome="not_applied")
         return here(group, place, done, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(turns, "here", lame)
+    monkeypatch.setattr(turns, "_here", lame)
     monkeypatch.setattr(turns._leaders, "_patience_s", 0.1)
     with pytest.raises(Unavailable):
         turns.first_head("g", "wide", [0, 1, 2])
@@ -200,5 +200,5 @@ def test_a_group_that_is_deleted_while_followers_are_waited_for_is_not_brought_b
     monkeypatch.setattr(PartitionReplica, "may_deliver", lambda replica, now_ms: bool(is_deleted))
     monkeypatch.setattr("portalmq.broker.partition.readable.gevent", SimpleNamespace(sleep=delete))
     with pytest.raises(Unavailable, match="deleted"):
-        fixture.broker.shared_offsets.here(group, topic.place(0), None)
+        fixture.broker.shared_offsets._here(group, topic.place(0), None)
     assert "g" not in topic.local[0].streams

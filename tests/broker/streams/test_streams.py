@@ -106,7 +106,7 @@ def test_a_join_of_a_disconnected_client_is_refused(fixture: Fixture) -> None:
         fixture.broker.group_coordinators.join("g", request, late)
     brought = Coordinate("g", fixture.broker.groups.get("g").group_id, "join", "a", ("t",))
     with pytest.raises(Unavailable, match="has disconnected"):
-        fixture.broker.group_coordinators.serve(msgspec.msgpack.encode(brought), late)
+        fixture.broker.group_coordinators.answer(brought, late)
     again = fixture.broker.group_coordinators.heartbeat("g", "a", member.generation)
     assert again.generation == member.generation, "it is not fenced by its own request"
 
