@@ -5,7 +5,7 @@
     read           the rows of one task                       in a Spark worker
 
 The first two run in one Python process that lives as long as the query; `read` in many. positions.py has the positions,
-admission.py the shares of `maxRowsPerTrigger`, lookout.py the retries.
+admission.py the shares of `maxRowsPerTrigger`, log_poller.py the retries.
 
 Exactly-once rests on two properties: a range of offsets below the high watermark always holds the same messages, and no
 range is read whose start is not in the checkpoint. Spark records the end of each batch and takes it as the start of the

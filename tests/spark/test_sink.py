@@ -571,7 +571,7 @@ def test_a_stream_goes_on_from_its_checkpoint_and_its_last_batch_is_not_doubled(
 @pytest.mark.spark
 def test_the_examples_of_the_document_do_what_it_says(spark, broker, tmp_path: Path):
     text = (REPOSITORY / "docs" / "SPARK.md").read_text(encoding="utf-8")
-    section = re.split(r"^## ", text.partition("\n## WriteOptions\n")[2], flags=re.MULTILINE)[0]
+    section = re.split(r"^## ", text.partition("\n## Writing\n")[2], flags=re.MULTILINE)[0]
     batch, stream, own_keys = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
     readings = spark.readStream.format("rate").option("rowsPerSecond", 50).load()
     names = {
