@@ -1,12 +1,12 @@
-"""Answers with messages that are being made or are not sent yet: bounded together, as bodies of requests are.
+"""A limit on the bytes of all answers with messages that are being built or not sent yet.
 
-Each page is bounded by itself, and may be six times as large when it is JSON. A client that asks by many connections,
-and reads slowly or not at all, would have the broker hold all of its pages. So a page is made only while there is room
-for it, and has its room until its last byte is sent or its connection is closed. To refuse it takes nothing from
-anybody: a page changes nothing.
+Each page has a limit of its own, and may be six times as large as JSON. Without a common limit, a client with many
+connections that reads slowly would make the broker hold all of its pages. So a page is built only while there is room
+for it, and occupies its room until its last byte is sent or its connection is closed. Refusing a page loses nothing: it
+changes no state.
 
-A receive leases what it answers, so it is cut before that: it gets a portion of the room that is left, shared with
-those that are being made, and is refused when none is left. Its size is known when the answer is made.
+A receive leases the messages that it returns, so it is limited before that: it gets a share of the remaining room,
+divided by the receives being built, and is refused when no room is left. Its size is known when its answer is built.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from portalmq.broker.partition.answer_size import sizes_of
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import Backpressure
 
-# So little is shown whatever others ask for.
+# Smaller answers are always allowed.
 SMALL_BYTES = 4 * 1024
 _HELD = "portalmq.answer_bytes_held"
 
 
 class AnswersInFlight:
-    """Invariant: 0 <= bytes. It is at most bytes_max and what one page grows by as JSON, but for small pages, and for
-    one that is larger by itself."""
+    """Invariant: 0 <= bytes. At most bytes_max plus the growth of one page as JSON, small pages and a single larger
+    page excepted."""
 
     def __init__(self, bytes_max: int) -> None:
         self.bytes_max = bytes_max
         self.bytes = 0
-        # Receives that have taken messages, or are about to, and whose answers are not made yet.
+        # Receives that lease messages, and whose answers are not built yet.
         self.making = 0
 
     def check(self) -> None:
-        """Raises Backpressure when no room is left for messages to be leased, or read by a stream."""
+        """Raise Backpressure when no room is left to lease messages, or to read them for a stream."""
         if self.bytes >= self.bytes_max:
             raise self._refusal()
 
@@ -52,13 +52,13 @@ class AnswersInFlight:
         self.hold_bytes(environ, sizes_of(records))
 
     def hold_bytes(self, environ: dict[str, Any], size: int) -> None:
-        """The same by its size."""
+        """Take room for a page of this size. Raises Backpressure."""
         if size > SMALL_BYTES and self.bytes and self.bytes + size > self.bytes_max:
             raise self._refusal()
         self._add(environ, size)
 
     def note(self, environ: dict[str, Any], size: int) -> None:
-        """Take room for an answer that is made, until `release`."""
+        """Take room for a finished answer until `release`, without a limit."""
         if size > SMALL_BYTES:
             self._add(environ, size)
 
@@ -67,11 +67,11 @@ class AnswersInFlight:
         self.bytes += size
 
     def sent(self, environ: dict[str, Any], body: bytes) -> Iterable[bytes]:
-        """The answer for the server to send: what it holds is released when its connection is done with it."""
+        """Return the body for the server to send. Its room is released when the connection is done with it."""
         return _Unsent(self, environ, body) if _HELD in environ else [body]
 
     def send(self, environ: dict[str, Any], response: Response) -> None:
-        """The page is made: from now on it takes what it has become, until its connection is done with it."""
+        """Adjust the room to the size of the finished page, until the connection is done with it."""
         if _HELD not in environ:
             return
         size = response.calculate_content_length() or 0
@@ -84,7 +84,7 @@ class AnswersInFlight:
 
 
 class Portion:
-    """The room that one receive may fill with messages. Invariant: counted in `making` from `begin` to `end`."""
+    """The share of the room for one receive. Invariant: counted in `making` from `begin` to `end`."""
 
     __slots__ = ("_answers", "_is_counted")
 
@@ -102,14 +102,14 @@ class Portion:
         return max(1, (answers.bytes_max - answers.bytes) // answers.making)
 
     def end(self) -> None:
-        """Nothing was taken, or the answer is made. May be repeated."""
+        """Return the share: nothing was leased, or the answer is built. May be repeated."""
         if self._is_counted:
             self._is_counted = False
             self._answers.making -= 1
 
 
 class _Unsent:
-    """The body of an answer, and what the server calls when it has sent it or given it up (PEP 3333)."""
+    """The body of an answer, which releases its room when the server closes it (PEP 3333)."""
 
     def __init__(self, answers: AnswersInFlight, environ: dict[str, Any], body: bytes) -> None:
         self._answers = answers

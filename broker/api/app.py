@@ -1,4 +1,4 @@
-"""The Flask application: the route table, the guard before every route, the count after it."""
+"""The Flask application: registers the route table, checks callers before every route, counts requests after it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from portalmq.broker.metrics import Metrics
 def create_app(
     broker: Broker, config: HttpSettings, metrics: Metrics, auth: Authorizer, *, more: Sequence[Route] = ()
 ) -> Flask:
-    """The WSGI application of one broker: the routes of the table, and those of other rooms."""
+    """Return the WSGI application of a broker: the routes of the table, and those in `more`."""
     context = RequestContext(broker, config, metrics, auth)
     metrics.waiting = lambda: context.waiting
     app = Flask(__name__, static_folder=None)

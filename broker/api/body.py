@@ -1,8 +1,8 @@
-"""Reading a request's body: counted while it streams, whole or not at all, and so many at a time.
+"""Reading of request bodies: whole or not at all, within limits on each body and on all of them together.
 
-Flask's MAX_CONTENT_LENGTH is of no use here: with a chunked body it stops reading at the limit and hands over what it
-has, silently. So the stream of WSGI is read directly. A body that is too large, cut short, or not wanted at all (a 404)
-leaves the rest of it on the connection, where it must not be read as the next request: such a connection is closed.
+Flask's MAX_CONTENT_LENGTH does not help: with a chunked body it stops at the limit and silently returns what it has
+read. So the WSGI stream is read directly. After a body that is too large, cut short, or not read at all (a 404), the
+connection is closed: its remaining bytes must not be parsed as the next request.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import gevent
 
 from portalmq.errors import Backpressure, InvalidRequest, MessageTooLarge, UnsupportedMediaType
 
-# A body has the longest pause that a client may make, and the time that it takes at this rate.
+# The time limit of a body is the longest allowed pause, plus its size at this rate.
 BYTES_PER_S_MIN = 64 * 1024
-# So little is taken whatever waits: acks, receives and questions go on when large bodies are refused.
+# Smaller bodies are always accepted: acks and receives continue while large bodies are refused.
 SMALL_BYTES = 4 * 1024
 
 _READ = "portalmq.body_was_read"
@@ -23,9 +23,9 @@ _HELD = "portalmq.body_bytes_held"
 
 
 class BodiesInFlight:
-    """The bodies of requests that are read or worked on, over all connections, in bytes.
+    """A limit on the bytes of all request bodies that are being read or processed.
 
-    Invariant: 0 <= bytes. It is at most bytes_max, but for small bodies, and for one that is larger by itself.
+    Invariant: 0 <= bytes. At most bytes_max, small bodies and a single larger body excepted.
     """
 
     def __init__(self, bytes_max: int) -> None:
@@ -45,17 +45,17 @@ class BodiesInFlight:
         self.bytes += size - held
 
     def release(self, environ: dict[str, Any]) -> None:
-        """The request is answered."""
+        """Release the room of an answered request."""
         self.bytes -= environ.pop(_HELD, 0)
 
 
 def read_body(
     environ: dict[str, Any], bytes_max: int, *, pause_s: float = 30.0, in_flight: BodiesInFlight | None = None
 ) -> bytes:
-    """The body, at most `bytes_max` bytes of it, for which `in_flight` has to have room.
+    """Return the body of a request, at most `bytes_max` bytes, with room taken in `in_flight`.
 
-    Raises MessageTooLarge, InvalidRequest when it is cut short, comes too slowly, or its framing is broken,
-    UnsupportedMediaType when it is compressed or coded, and Backpressure. After each of these the connection is closed.
+    Raises MessageTooLarge, InvalidRequest when it is cut short, too slow, or its framing is broken,
+    UnsupportedMediaType when it is compressed or coded, and Backpressure. The connection is closed after each of these.
     """
     if "HTTP_CONTENT_ENCODING" in environ:
         _check_coding(environ, "Content-Encoding", "identity")
@@ -72,7 +72,7 @@ def read_body(
         if length is not None and in_flight is not None:
             in_flight.hold(environ, length)
         if length is not None and length <= getattr(source, "came_with_head", 0):
-            body: bytes = source.read(length)  # it is here: nobody waits
+            body: bytes = source.read(length)  # received with the head: no waiting
         else:
             with gevent.Timeout(pause_s + (bytes_max if length is None else length) / BYTES_PER_S_MIN, TimeoutError):
                 body = _read(environ, bytes_max + 1, in_flight) if length is None else source.read(length)
@@ -95,8 +95,8 @@ def read_body(
 
 
 def _read(environ: dict[str, Any], at_most: int, in_flight: BodiesInFlight | None) -> bytes:
-    """A body without a length: so many bytes, or fewer where it ends before. Room is taken as it comes: a small one is
-    to take no other's, and of most nobody knows more than that they are at most as large as is allowed."""
+    """Read a body without a length: `at_most` bytes, or fewer when it ends. Room is taken in steps, since the size is
+    unknown and a small body should not reserve the maximum."""
     parts: list[bytes] = []
     step, size = min(SMALL_BYTES, at_most), 0
     while True:
@@ -107,7 +107,7 @@ def _read(environ: dict[str, Any], at_most: int, in_flight: BodiesInFlight | Non
         size += len(part)
         if len(part) < step or size >= at_most:
             return parts[0] if len(parts) == 1 else b"".join(parts)
-        # Twice as much each time, and no small rest: the server reads a kilobyte at the least, and would wait for it.
+        # Double the step each time, without a small last one: the server would wait for a whole kilobyte.
         step = size if at_most - size > 2 * size else at_most - size
 
 
@@ -118,14 +118,14 @@ def _check_coding(environ: dict[str, Any], header: str, known: str) -> None:
 
 
 def leaves_bytes_unread(environ: dict[str, Any]) -> bool:
-    """True when the request has a body that was not read to its end."""
+    """Return whether the request has a body that was not read to its end."""
     if _READ in environ:
         return False
     return "HTTP_TRANSFER_ENCODING" in environ or environ.get("CONTENT_LENGTH", "") not in {"", "0"}
 
 
 def close_after_answer(environ: dict[str, Any]) -> None:
-    """Ask the server to close the connection once this request is answered."""
+    """Ask the server to close the connection after this request."""
     closer = getattr(environ.get("wsgi.input"), "close_connection", None)  # set by `process.pre_request`
     if closer is not None:
         closer()
@@ -133,9 +133,9 @@ def close_after_answer(environ: dict[str, Any]) -> None:
 
 def note_peer(environ: dict[str, Any]) -> None:
     """Tell the server that the connection is another broker's."""
-    teller = getattr(environ.get("wsgi.input"), "is_of_a_peer", None)  # set by `process.pre_request`
-    if teller is not None:
-        teller()
+    mark = getattr(environ.get("wsgi.input"), "is_of_a_peer", None)  # set by `process.pre_request`
+    if mark is not None:
+        mark()
 
 
 def _content_length(environ: dict[str, Any]) -> int | None:
@@ -152,5 +152,5 @@ def _too_large(bytes_max: int) -> MessageTooLarge:
 
 
 def _is_framing_error(fault: Exception) -> bool:
-    """gunicorn's parser errors, told by their home so that this room needs no import of the server."""
+    """Return whether the error is of gunicorn's parser, by its module: this package does not import the server."""
     return type(fault).__module__.startswith("gunicorn.http")

@@ -1,7 +1,7 @@
-"""The client's end of the connection, watched while the client waits.
+"""Detection of clients that disconnect while their call waits.
 
-A poll for POLLRDHUP tells a closed peer apart from one that has sent its next request already (pipelining), which
-reading with MSG_PEEK cannot do once such bytes lie in the way. Where the system has no POLLRDHUP, MSG_PEEK has to do.
+A poll for POLLRDHUP distinguishes a closed connection from one with a pipelined request. Reading with MSG_PEEK cannot,
+when bytes of a next request are in the buffer. Systems without POLLRDHUP use MSG_PEEK.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 from gevent import get_hub
 from gevent.monkey import get_original
 
-# The worker's monkey patch replaces select.poll by one that knows no POLLRDHUP. This one never waits.
+# gevent's monkey patch replaces select.poll by one without POLLRDHUP. This one never waits.
 _poll: Any = get_original("select", "poll")
 _Socket: Any = get_original("socket", "socket")
 _ERRORS = select.POLLHUP | select.POLLERR | select.POLLNVAL
-_HALF_CLOSED: int = getattr(select, "POLLRDHUP", 0)  # of Linux alone
+_HALF_CLOSED: int = getattr(select, "POLLRDHUP", 0)  # only on Linux
 _READ = 1  # libev's EV_READ
 
 
@@ -49,8 +49,8 @@ class SocketPeer:
             watcher.close()
 
         def readable() -> None:
-            # A pipelined request keeps the socket readable for ever: give up the watch rather than spin. Whoever hands
-            # out messages asks `gone` once more.
+            # A pipelined request keeps the socket readable: stop watching rather than spin. `gone` is called once more
+            # before messages are delivered.
             watcher.stop()
             if self.gone():
                 on_gone()
@@ -60,7 +60,7 @@ class SocketPeer:
 
 
 def _has_ended(descriptor: int) -> bool:
-    """Return whether the client has closed the connection, which reading shows unless pipelined requests come first."""
+    """Return whether the client has closed the connection. Pipelined requests hide the end."""
     with _Socket(fileno=os.dup(descriptor)) as connection:
         try:
             return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
@@ -69,6 +69,6 @@ def _has_ended(descriptor: int) -> bool:
 
 
 def peer_of(environ: dict[str, Any]) -> SocketPeer | None:
-    """The peer of a request, or None when no socket stands behind it (a test client)."""
+    """Return the client of a request, or None without a socket (a test client)."""
     connection = environ.get("gunicorn.socket")
     return None if connection is None else SocketPeer(connection)

@@ -1,4 +1,4 @@
-"""The broker and its cluster: who is there, who leads what, is it well."""
+"""Health, readiness, metrics, and descriptions of the cluster."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from portalmq.errors import Forbidden, Unauthorized, Unavailable
 
 
 def live(context: RequestContext) -> Response:
-    """The process answers. Touches nothing else, so that nothing else can make a supervisor restart it."""
+    """Answer that the process runs. Checks nothing else, so nothing else makes a supervisor restart it."""
     return answer({"status": "ok"})
 
 
 def ready(context: RequestContext) -> Response:
-    """The broker takes calls. Its id is for known callers."""
+    """Answer whether the broker takes calls; authorized callers get its id."""
     _check_ready(context)
     return answer(
         {"status": "ready", "broker_id": context.broker.broker_id} if _is_known(context) else {"status": "ready"}
@@ -24,13 +24,13 @@ def ready(context: RequestContext) -> Response:
 
 
 def health(context: RequestContext) -> Response:
-    """What `ready` says, with the single checks for known callers."""
+    """Answer as `ready` does; authorized callers get the single checks."""
     _check_ready(context)
     return answer({"status": "ready", **context.broker.health()} if _is_known(context) else {"status": "ok"})
 
 
 def _is_known(context: RequestContext) -> bool:
-    """True when the caller may call the routes that are not open, too. Others learn what a load balancer needs."""
+    """Return whether the caller is authorized. Others get only what a load balancer needs."""
     try:
         check_caller(context, request.environ)
     except (Unauthorized, Forbidden):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from portalmq import wire
-from portalmq.broker.api.incoming import a_turn
+from portalmq.broker.api.incoming import messages_per_turn
 from portalmq.broker.api.record_fields import record_of_json, record_of_pack
 from portalmq.broker.api.request_context import RequestContext, ResponseParts, accepts_packed, encoded, may_forward
 from portalmq.broker.cluster.rpc.queues import MemberOffset
@@ -35,7 +35,7 @@ def commit(context: RequestContext, environ: Environ, group: str) -> ResponsePar
     publish: Sequence[Any] = wanted.publish
     publications = [
         _publication(each, record_of(each, f"message {index} to publish", now_ms))
-        for index, each in enumerate(in_turns(publish, a_turn(publish, len(body))))
+        for index, each in enumerate(in_turns(publish, messages_per_turn(publish, len(body))))
     ]
     committed = _committed(context, group, wanted, publications, forward=may_forward(environ))
     return encoded(committed, packed=accepts_packed(environ))
@@ -43,7 +43,7 @@ def commit(context: RequestContext, environ: Environ, group: str) -> ResponsePar
 
 def _publication(message: wire.JsonOutput | wire.PackOutput, record: Record) -> OutputMessage:
     if message.idempotency_key is not None:
-        raise InvalidRequest("what a commit publishes is appended once by itself: give it no idempotency_key")
+        raise InvalidRequest("a commit appends its messages exactly once: give them no idempotency_key")
     return OutputMessage(wire.check_name(message.topic, "topic"), record, message.partition)
 
 

@@ -46,7 +46,7 @@ def redrive(context: RequestContext, group: str) -> Response:
 
 
 def drop(context: RequestContext, group: str) -> Response:
-    """Those with the ids, separated by commas; all of the topic without."""
+    """Drop the dead letters with these ids, separated by commas; without ids all of the topic."""
     wire.check_name(group, "group")
     parameters = query("topic", "ids")
     text = parameters.text("ids")
@@ -61,5 +61,5 @@ def drop(context: RequestContext, group: str) -> Response:
 def _topic(parameters: Query) -> str:
     topic = parameters.text("topic")
     if topic is None:
-        raise InvalidRequest("say of which topic: ?topic=<name>")
+        raise InvalidRequest("name the topic: ?topic=<name>")
     return wire.check_name(topic, "topic")

@@ -1,4 +1,4 @@
-"""The bulk path of stream readers: frames of many partitions in one answer."""
+"""Fetch for stream readers: frames of many partitions in one answer."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def list_all(context: RequestContext) -> Response:
 
 
 def put(context: RequestContext, group: str) -> Response:
-    """`?delivery=` is the delivery of a group that is made by this call; one that exists keeps its own."""
+    """Create or change a group. `?delivery=` applies when this call creates it; an existing group keeps its own."""
     wire.check_name(group, "group")
     patch = wire.decode_json(context.body(), dict[str, Any])
     start = patch.get("start")
@@ -40,16 +40,16 @@ def show(context: RequestContext, group: str) -> Response:
 
 
 def list_unfinished(context: RequestContext, group: str) -> Response:
-    """What the group has not done in a topic: counted (on the first page), and each message with its state.
-    `next`, when there is more, is the `after` of the next page. Nothing changes by looking."""
+    """List a topic's messages that the group has not done, with their states; the first page has their counts. `next`,
+    when there is more, is the `after` of the next page. Changes nothing."""
     wire.check_name(group, "group")
     parameters = query("topic", "limit", "after")
     topic = parameters.text("topic")
     if topic is None:
-        raise InvalidRequest("which topic? Name it: ?topic=orders")
+        raise InvalidRequest("name the topic: ?topic=orders")
     wire.check_name(topic, "topic")
     limit = min(parameters.number("limit", least=1) or UNFINISHED, UNFINISHED_MAX)
-    after, forward = _place(parameters.text("after")), may_forward(request.environ)
+    after, forward = _position(parameters.text("after")), may_forward(request.environ)
     counts = context.broker.queue_sizes.look(group, topic, forward=forward) if after is None else None
     found = context.broker.unfinished.messages(group, topic, after=after, forward=forward)
     first, more = first_of(found, attrgetter("stored.record"), limit)
@@ -70,7 +70,7 @@ def list_unfinished(context: RequestContext, group: str) -> Response:
     return answer(shown)
 
 
-def _place(after: str | None) -> tuple[int, int] | None:
+def _position(after: str | None) -> tuple[int, int] | None:
     if after is None:
         return None
     partition, dash, offset = after.partition("-")

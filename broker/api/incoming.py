@@ -172,7 +172,7 @@ def _from_msgpack(body: bytes, now_ms: int) -> ProduceRequest:
             Record(
                 message.value, message.content_type, message.key, checked_headers(message.headers, f"message {index}")
             )
-            for index, message in enumerate(in_turns(messages, a_turn(messages, len(body))))
+            for index, message in enumerate(in_turns(messages, messages_per_turn(messages, len(body))))
         ]
     else:
         records = [Record(message.value, message.content_type, message.key) for message in messages]
@@ -194,7 +194,7 @@ def _from_batch(body: bytes, form: _Format, now_ms: int) -> ProduceRequest:
         )
     if size >= DENSE_BYTES:
         give_way()
-    paced = in_turns(messages, a_turn(messages, size))
+    paced = in_turns(messages, messages_per_turn(messages, size))
     records = [form.record_of(message, f"message {index}", now_ms) for index, message in enumerate(paced)]
     return ProduceRequest(records, _partitions(messages), producer=producer, keys=_keys(messages))
 
@@ -207,7 +207,7 @@ def _in_parts(body: bytes, form: _Format) -> tuple[list[Any], wire.ProducerStamp
         batch = form.split(body)
         _pause_in(body)
         inside = "`$.messages[...]"
-        paced = in_turns(batch.messages, a_turn(batch.messages, len(body)))
+        paced = in_turns(batch.messages, messages_per_turn(batch.messages, len(body)))
         return [_without_collector(form.decode_message, raw) for raw in paced], batch.producer
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:
         raise InvalidRequest(f"the {form.name} body is not valid: {str(fault).replace('`$', inside)}") from None
@@ -230,7 +230,7 @@ def _pause_in(body: bytes) -> None:
         give_way()
 
 
-def a_turn(messages: Sequence[Any], size: int) -> int:
+def messages_per_turn(messages: Sequence[Any], size: int) -> int:
     """Return how many messages of a body of `size` bytes are handled before other greenlets run."""
     return max(1, min(MESSAGES_A_TURN, len(messages) * BYTES_A_TURN // max(1, size)))
 

@@ -1,7 +1,7 @@
-"""The brokers' own door: POST /internal/v1/<name>, MessagePack both ways, for whoever shows the cluster's secret.
+"""Calls between brokers: POST /internal/v1/<name> with MessagePack, authenticated by the cluster's secret.
 
-No token of a client opens it, and the secret opens no door of the clients. It is open while the broker starts and
-drains: followers fetch, and leadership is handed over, just then.
+Tokens of clients are not accepted here, and the secret is not accepted on clients' routes. Calls are served while the
+broker starts and drains: followers fetch, and leadership moves, at these times.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from portalmq.broker.api.request_context import RequestContext, ResponseParts
 from portalmq.broker.cluster.peers import CREDENTIAL_SCHEME, check_credential
 from portalmq.errors import Forbidden, InvalidRequest, MethodNotAllowed
 
-# A batch of a client comes here again in another form, which may be longer than the one it came in.
+# A forwarded batch has another encoding, which may be longer than the client's.
 BODY_BYTES_MAX = 64 * 1024 * 1024
 
 
@@ -33,8 +33,8 @@ def serve(context: RequestContext, environ: dict[str, Any], name: str) -> Respon
         return ResponseParts(context.broker.serve_peer(name, body, peer_of(environ)), 200, wire.MSGPACK)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:
         if not _is_broken(body):
-            raise  # it is not the body that could not be read
-        raise InvalidRequest(f"the body of {name[:100]!r} is no MessagePack: {fault}") from None
+            raise  # the error is not of this body
+        raise InvalidRequest(f"the body of {name[:100]!r} is not MessagePack: {fault}") from None
 
 
 def _is_broken(body: bytes) -> bool:
@@ -46,6 +46,6 @@ def _is_broken(body: bytes) -> bool:
 
 
 def check_no_peer(authorization: str | None) -> None:
-    """Raises Forbidden for the brokers' credential at a door of the clients: it was sent to the wrong place."""
+    """Raise Forbidden for the brokers' credential on a route for clients."""
     if authorization is not None and authorization[: len(CREDENTIAL_SCHEME)].lower() == CREDENTIAL_SCHEME.lower():
-        raise Forbidden("the brokers' credential is for their own paths, and not for this one")
+        raise Forbidden("the brokers' credential is for their own paths only")

@@ -1,4 +1,4 @@
-"""Locks: take one, keep it, give it back; and see who has it."""
+"""Locks: list, show, acquire, renew, release."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def renew(context: RequestContext, lock: str) -> Response:
 
 
 def release(context: RequestContext, lock: str) -> Response:
-    """Owner and token stand in the query, or in a JSON body (which some clients and proxies drop from a DELETE)."""
+    """Release a lock. Owner and token are in the query, or in a JSON body, which some clients and proxies drop from a
+    DELETE."""
     wire.check_name(lock, "lock")
     parameters = query("owner", "fencing_token")
     owner, token = parameters.text("owner"), parameters.text("fencing_token")

@@ -78,12 +78,12 @@ def _start(text: str | None) -> tuple[int | None, str | None]:
 
 
 def _tail(context: RequestContext, topic: str, partition: int, start: dict[str, Any], forward: bool) -> Response:
-    """The partition as server-sent events, until the client goes or the broker drains."""
+    """Stream the partition as server-sent events, until the client disconnects or the broker drains."""
     last_id = request.environ.get("HTTP_LAST_EVENT_ID")
     if last_id:
         start = {"offset": whole_number(last_id, "Last-Event-ID") + 1, "position": None, "at_ms": None}
     peer = peer_of(request.environ)
-    # The first page is read here, so that a wrong topic or offset is still answered with a problem.
+    # The first page is read before the answer begins, so that a wrong topic or offset is answered with a problem.
     page = context.broker.browse(
         topic, partition, **start, limit=BROWSE_MESSAGES, wait_ms=0, peer=peer, forward=forward
     )
@@ -121,15 +121,15 @@ def _tail(context: RequestContext, topic: str, partition: int, start: dict[str, 
     if request.method == "HEAD":
         return Response(b"", content_type=wire.EVENT_STREAM, headers=headers)
     # The place is taken before the answer begins, as a refusal can only be told then, and held until it is over.
-    place = ExitStack()
-    place.enter_context(context.parked(TAIL_COMMENT_MS))
+    slot = ExitStack()
+    slot.enter_context(context.parked(TAIL_COMMENT_MS))
     response = Response(events(page), content_type=wire.EVENT_STREAM, headers=headers)
-    response.call_on_close(place.close)
+    response.call_on_close(slot.close)
     return response
 
 
 def read_all(context: RequestContext, topic: str) -> Response:
-    """Every message of the topic: streamed as NDJSON, or a page of at most 1,000 with `more`."""
+    """Return every message of the topic: streamed as NDJSON, or a page of at most 1,000 with `more`."""
     wire.check_name(topic, "topic")
     limit = query("limit").number("limit", least=1)
     forward = may_forward(request.environ)
@@ -143,8 +143,8 @@ def read_all(context: RequestContext, topic: str) -> Response:
 
 
 def _lines(messages: Iterator[Any]) -> Iterator[bytes]:
-    """Lines in blocks, so that a block and not each message is one write. The first block is read at once: a topic that
-    is not there must still be answered with a problem."""
+    """Return lines in blocks, each of which is one write. The first block is read at once: a missing topic is answered
+    with a problem."""
     blocks = blocks_of(messages, _record_of, BROWSE_MESSAGES)
     first = next(blocks, [])
     return (b"".join(map(outgoing.json_line, block)) for block in chain([first], blocks) if block)
@@ -154,7 +154,7 @@ def _lines(messages: Iterator[Any]) -> Iterator[bytes]:
 
 
 def list_scheduled(context: RequestContext, topic: str) -> Response:
-    """A page of what is still to come, the next due first; `next`, when there is more, is the `after` of the next."""
+    """List scheduled messages, the next due first; `next`, when there is more, is the `after` of the next page."""
     wire.check_name(topic, "topic")
     parameters = query("limit", "after")
     limit = min(parameters.number("limit", least=1) or BROWSE_MESSAGES, wire.BROWSE_MESSAGES_MAX)

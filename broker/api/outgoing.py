@@ -1,4 +1,4 @@
-"""Messages on their way out: as JSON that people read, or as MessagePack that the client library reads."""
+"""Encoding of messages: JSON for people, MessagePack for the client library."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from portalmq.broker.partition.long_poll import LeasedMessage
 from portalmq.broker.partition.yielding import in_turns
 from portalmq.broker.storage.batch import Record
 
-# So many messages are made ready to be shown as JSON before others have their turn.
+# After so many messages as JSON, other greenlets run.
 MESSAGES_A_TURN = 1_000
 
 _json = msgspec.json.Encoder()
 _pack = msgspec.msgpack.Encoder()
 _check_json = msgspec.json.Decoder(msgspec.Raw).decode
 
-# Python's json reads integers of up to 4,300 digits (sys.int_info), and 1e400 is no number of IEEE 754. What only looks
-# like one, within a string, is decoded as well, which tells.
+# Python's json reads integers of at most 4,300 digits (sys.int_info), and 1e400 is not an IEEE 754 number. A payload
+# that may hold such a number, possibly within a string, is decoded to decide.
 _all_digits_alike = bytes.maketrans(b"123456789E", b"000000000e")
 _LARGE = (b"e000", b"e+000", b"0" * 100)
 _decode_json = msgspec.json.Decoder().decode
 
 
 def json_message(stored: StoredMessage | LeasedMessage) -> wire.JsonMessageOut:
-    """The message as JSON answers show it."""
+    """Return the message as in JSON answers."""
     record = stored.record
     message = wire.JsonMessageOut(
         id=f"{stored.partition}-{stored.offset}",
@@ -72,8 +72,8 @@ def _show_value(message: wire.JsonMessageOut, record: Record) -> None:
 
 
 def _embedded_json(value: bytes) -> msgspec.Raw | msgspec.UnsetType:
-    """The payload as a part of a JSON answer, on one line; UNSET when it is no JSON, whatever its content type says, or
-    has a number that many a reader refuses together with all the rest of the answer."""
+    """Return the payload as part of a JSON answer, on one line. UNSET when it is not JSON, whatever its content type
+    says, or has a number for which many readers refuse the whole answer."""
     try:
         _check_json(value)
         if _has_large_number(value):
@@ -168,5 +168,5 @@ def json_line(stored: StoredMessage) -> bytes:
 
 
 def server_sent_event(stored: StoredMessage) -> bytes:
-    """One message as a server-sent event (WHATWG HTML, 9.2); its id is the offset, so that a client can resume."""
+    """Return a message as a server-sent event (WHATWG HTML, 9.2). Its id is the offset, so a client can resume."""
     return b"id: %d\ndata: %s\n\n" % (stored.offset, _json.encode(json_message(stored)))

@@ -1,4 +1,4 @@
-"""The one place where an error becomes an answer: `application/problem+json` (RFC 9457), whatever went wrong."""
+"""Errors as answers: `application/problem+json` (RFC 9457), for every error."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ log = logging.getLogger("portalmq.api")
 
 RETRY_AFTER_STATUSES = frozenset({429, 503})
 RETRY_AFTER_DEFAULT_S = 1.0
-# A detail may quote what the client sent: a megabyte of that helps nobody.
+# A detail may quote the client's input, which may be long.
 DETAIL_LENGTH_MAX = 1_000
 
-# What werkzeug and Flask refuse by themselves, as the errors of our contract.
+# Errors of werkzeug and Flask, as errors of the HTTP contract.
 _BY_STATUS: dict[int, type[PortalMQError]] = {
     400: InvalidRequest,
     404: NotFound,
@@ -45,13 +45,13 @@ _BY_STATUS: dict[int, type[PortalMQError]] = {
 
 
 class InternalError(PortalMQError):
-    """A fault of ours. Whether anything was applied is not known."""
+    """A bug in the broker. Whether the request was applied is unknown."""
 
     code, status, title = "internal", 500, "The broker made a mistake"
 
 
 def install(app: Flask, broker: Broker) -> None:
-    """Let Flask answer errors of the framework, and those that `broker` explains."""
+    """Register handlers for errors of the framework, and for those that `broker` explains."""
 
     def answer_fault(fault: Exception) -> Response:
         call = f"{request.method} {request.url_rule or '?'}"
@@ -62,12 +62,12 @@ def install(app: Flask, broker: Broker) -> None:
 
 
 def answer(error: PortalMQError) -> Response:
-    """The response that tells of `error`."""
+    """Return the Flask response for `error`."""
     return of(error).response()
 
 
 def of(error: PortalMQError) -> ResponseParts:
-    """The answer that tells of `error`."""
+    """Return the answer for `error`."""
     headers: tuple[tuple[str, str], ...] = ()
     if error.status in RETRY_AFTER_STATUSES or error.retry_after_s is not None:
         wait_s = RETRY_AFTER_DEFAULT_S if error.retry_after_s is None else error.retry_after_s
@@ -81,7 +81,7 @@ def of(error: PortalMQError) -> ResponseParts:
 
 
 def answer_http(fault: HTTPException) -> Response:
-    """An error of the framework (an unknown path, a wrong method) in our form."""
+    """Return an error of the framework (an unknown path, a wrong method) as a problem document."""
     status = fault.code or 500
     if isinstance(fault, RequestRedirect) or status < 400:
         return fault.get_response()  # type: ignore[return-value]
@@ -97,13 +97,13 @@ def answer_http(fault: HTTPException) -> Response:
 
 
 def of_fault(broker: Broker, fault: Exception, call: str, environ: dict[str, Any]) -> ResponseParts:
-    """The answer to a call that raised `fault`. Of a mistake of ours the log gets the trace, the client none of it."""
+    """Return the answer to a call that raised `fault`. The trace of a bug goes to the log, not to the client."""
     error = broker.explain(fault)
     if error is not None:
         return of(error)
     log.error("%s failed", call, exc_info=fault)
     close_after_answer(environ)
-    sentence = "the broker failed on this request; the broker's log tells why"
+    sentence = "the broker failed on this request; see the broker's log"
     return of(InternalError(sentence, outcome="unknown", retryable=False))
 
 
@@ -111,7 +111,7 @@ def _detail(status: int) -> str:
     if status == 404:
         return f"there is nothing at {request.path[:200]!r}"
     if status == 405:
-        return f"{request.method[:20]} is not supported at {request.path[:200]!r}; the Allow header tells what is"
+        return f"{request.method[:20]} is not supported at {request.path[:200]!r}; see the Allow header"
     return ""
 
 

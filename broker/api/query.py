@@ -1,4 +1,4 @@
-"""Query parameters: read strictly, because a misspelt `before_ofset` that is ignored purges a whole topic."""
+"""Query parameters, parsed strictly: a misspelt `before_ofset` that is ignored would purge a whole topic."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from portalmq.wire import INTEGER_MAX
 
 
 class Query:
-    """The parameters of one request; one that is not in `known`, or comes twice, is refused."""
+    """The parameters of one request. A parameter that is not in `known`, or given twice, raises InvalidRequest."""
 
     def __init__(self, arguments: MultiDict[str, str], *known: str) -> None:
         for name in arguments:
@@ -27,7 +27,7 @@ class Query:
         return self._arguments.get(name)
 
     def number(self, name: str, *, least: int = 0) -> int | None:
-        """The parameter as a whole number from `least` up, or None when it is not given."""
+        """Return the parameter as a whole number of at least `least`, or None when it is missing."""
         text = self._arguments.get(name)
         return None if text is None else whole_number(text, f"the query parameter {name!r}", least=least)
 
@@ -40,13 +40,13 @@ class Query:
         return text
 
     def instant_ms(self, name: str) -> int | None:
-        """The parameter as an RFC 3339 time in Unix milliseconds, or None when it is not given."""
+        """Return the parameter, an RFC 3339 time, in Unix milliseconds, or None when it is missing."""
         text = self._arguments.get(name)
         return None if text is None else instant_ms(text, name)
 
 
 def instant_ms(text: str, what: str) -> int:
-    """A time as RFC 3339 writes it, in Unix milliseconds. Raises InvalidRequest that names `what` else."""
+    """Return an RFC 3339 time in Unix milliseconds. Raises InvalidRequest that names `what`."""
     stamp = text.upper()  # RFC 3339 allows T and Z in either case
     try:
         # a "+" that was not percent-encoded arrives as a space
@@ -59,7 +59,7 @@ def instant_ms(text: str, what: str) -> int:
 
 
 def whole_number(text: str, what: str, *, least: int = 0) -> int:
-    """`text` as a whole number from `least` up. Raises InvalidRequest that names `what` else."""
+    """Return `text` as a whole number of at least `least`. Raises InvalidRequest that names `what`."""
     digits = text[1:] if text[:1] == "-" else text
     if not (digits.isascii() and digits.isdigit()) or len(digits) > 20:
         raise InvalidRequest(f"{what} is {text[:100]!r}, but must be a whole number")

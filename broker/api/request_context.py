@@ -13,8 +13,8 @@ from werkzeug.datastructures import MultiDict
 from portalmq import wire
 from portalmq.broker.api.answers_in_flight import AnswersInFlight
 from portalmq.broker.api.body import BodiesInFlight, read_body
+from portalmq.broker.api.origin_check import BrokerNames, OriginCheck
 from portalmq.broker.api.query import Query
-from portalmq.broker.api.visitors import Names, Visitors
 from portalmq.broker.broker import Broker
 from portalmq.broker.metrics import Metrics
 from portalmq.broker.storage.batch import Record
@@ -26,7 +26,7 @@ _encode_pack = msgspec.msgpack.Encoder().encode
 
 
 class ResponseParts(NamedTuple):
-    """What a call answers, before it is anyone's response object."""
+    """The answer of a view, independent of Flask."""
 
     body: bytes
     status: int = 200
@@ -39,7 +39,7 @@ class ResponseParts(NamedTuple):
         return response
 
 
-class HttpSettings(Names, Protocol):
+class HttpSettings(BrokerNames, Protocol):
     """The settings of HTTP."""
 
     @property
@@ -65,20 +65,23 @@ class Authorizer(Protocol):
 
 
 class RequestContext:
-    """Invariant: 0 <= waiting <= config.parked_receives_max."""
+    """What views need: the broker, the settings, the metrics, and the limits of bodies, answers and waiting calls.
+
+    Invariant: 0 <= waiting <= config.parked_receives_max.
+    """
 
     def __init__(self, broker: Broker, config: HttpSettings, metrics: Metrics, auth: Authorizer) -> None:
         self.broker = broker
         self.config = config
         self.metrics = metrics
         self.auth = auth
-        self.visitors = Visitors(config)
+        self.origin_check = OriginCheck(config)
         self.waiting = 0
         self.bodies = BodiesInFlight(config.body_bytes_in_flight_max)
         self.answers = AnswersInFlight(config.answer_bytes_in_flight_max)
 
     def body(self) -> bytes:
-        """The body of the current request. Raises what `read_body` raises."""
+        """Return the body of the current request. Raises as `read_body` does."""
         return self.body_of(request.environ)
 
     def body_of(self, environ: dict[str, Any]) -> bytes:
@@ -86,11 +89,11 @@ class RequestContext:
         return read_body(environ, config.body_bytes_max, pause_s=config.body_timeout_s, in_flight=self.bodies)
 
     def make_room(self, records: Iterable[Record]) -> None:
-        """For messages that become an answer to this request. Raises Backpressure while too many are not sent."""
+        """Take room for these messages in the answer. Raises Backpressure while too many answers are not sent."""
         self.answers.hold(request.environ, records)
 
     def streamed(self, parts: Iterator[bytes]) -> Iterator[bytes]:
-        """The parts of an answer whose head is sent: a fault can only cut it off, and the domain has to hear of it."""
+        """Yield the parts of an answer whose head is sent. An error can only end it, and is reported to the broker."""
         try:
             yield from parts
         except Exception as fault:
@@ -99,9 +102,9 @@ class RequestContext:
 
     @contextmanager
     def parked(self, wait_ms: int) -> Iterator[None]:
-        """Holds a place for a call that may wait. Raises Backpressure when all are taken.
+        """Count a call that may wait. Raises Backpressure at the limit.
 
-        Each waiting call holds a connection, and connections are bounded: without this, waiting receives would shut out
+        Each waiting call holds a connection, and connections are limited: without this, waiting receives would exclude
         every produce.
         """
         if wait_ms <= 0:
@@ -140,7 +143,7 @@ def query(*known: str) -> Query:
 
 
 def accepts(media_type: str) -> bool:
-    """True when the request asks for `media_type` by name. Wildcards mean JSON, which needs no asking."""
+    """Return whether the request names `media_type` in Accept. Wildcards mean JSON, the default."""
     return media_type in request.environ.get("HTTP_ACCEPT", "").lower()
 
 

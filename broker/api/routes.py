@@ -1,4 +1,4 @@
-"""The route table: every door of the broker on one screen."""
+"""The route table of the broker."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from portalmq.broker.api.request_context import ResponseParts
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A door. `is_open` lets everyone in; `while_starting` serves before the broker is ready and while it drains;
-    `is_traffic` marks a POST whose view gives an Answer from the WSGI environment. Doors serves it in front of Flask if
-    its path has the form /v1/<first>/<name>/<last>."""
+    """A route. `is_open`: no token needed. `while_starting`: served before the broker is ready and while it drains.
+    `is_traffic`: a POST whose view returns ResponseParts for a WSGI environment; Dispatcher serves it in front of Flask
+    if its path has the form /v1/<first>/<name>/<last>."""
 
     method: str
     path: str

@@ -1,10 +1,9 @@
-"""When a message may be delivered, until when, and how urgently: what the sender's words come to.
+"""Delivery time, expiry and priority of a message, from the options of its producer.
 
     delay_ms | deliver_at_ms   -> deliver_at_ms    by the clock of the broker that takes the request
-    ttl_ms                     -> expires_at_ms    counted from the moment at which the message can be delivered
+    ttl_ms                     -> expires_at_ms    counted from the time at which the message can be delivered
 
-A moment in the past means at once, and is kept as it was sent. A delay of nothing is no delay, so that a message with
-one costs what a plain message costs.
+A time in the past means immediate delivery, and is stored as sent. A delay of 0 is no delay, so it costs nothing.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from portalmq.broker.api.query import instant_ms, whole_number
 from portalmq.broker.messages.produce import expiry
 from portalmq.errors import InvalidRequest
 
-# Further ahead than this is a mistake in the unit, nearly always: seconds for milliseconds, or microseconds.
+# A later time is nearly always a wrong unit: microseconds for milliseconds.
 HORIZON_YEARS = 10
 HORIZON_MS = HORIZON_YEARS * 366 * wire.DAY_MS
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of one message, and `as_sent`, the words they came in; empty when none was given."""
+    """The options of one message. `as_sent`: the options as the client sent them, empty without any."""
 
     deliver_at_ms: int | None
     expires_at_ms: int | None
@@ -38,9 +37,10 @@ _PLAIN = Options(None, None, 0, ())
 def moments(
     delay_ms: int | None, deliver_at_ms: int | None, ttl_ms: int | None, now_ms: int, where: str
 ) -> tuple[int | None, int | None]:
-    """(deliver_at_ms, expires_at_ms) of a message that is taken at `now_ms`; `where` names it in errors.
+    """Return (deliver_at_ms, expires_at_ms) of a message accepted at `now_ms`.
 
-    Raises InvalidRequest for a delay and a moment together, and for what lies too far ahead.
+    Raises InvalidRequest, with `where` as the message's name, for a delay and a time together, and for a time too far
+    ahead.
     """
     if delay_ms is not None:
         if deliver_at_ms is not None:
@@ -55,7 +55,7 @@ def moments(
 
 
 def checked_priority(priority: int | None, where: str) -> int:
-    """The priority, 0 where none is given: null is none, as it is for every other option."""
+    """Return the priority; 0 when it is missing or null. Raises InvalidRequest."""
     if priority is None:
         return 0
     if not 0 <= priority <= wire.PRIORITY_MAX:
@@ -64,7 +64,7 @@ def checked_priority(priority: int | None, where: str) -> int:
 
 
 def of_headers(environ: dict[str, Any], now_ms: int) -> Options:
-    """The options of a message that is the body of its request. Raises InvalidRequest."""
+    """Return the options of a single message, from the headers of its request. Raises InvalidRequest."""
     delay = environ.get("HTTP_PORTALMQ_DELAY_MS")
     deliver_at = environ.get("HTTP_PORTALMQ_DELIVER_AT")
     ttl = environ.get("HTTP_PORTALMQ_TTL_MS")
@@ -83,7 +83,7 @@ def of_headers(environ: dict[str, Any], now_ms: int) -> Options:
 
 
 def _moment_ms(text: str) -> int:
-    """PortalMQ-Deliver-At: Unix milliseconds, or a time as RFC 3339 writes it."""
+    """Parse PortalMQ-Deliver-At: Unix milliseconds, or an RFC 3339 time."""
     text = text.strip()
     if text.lstrip("-").isdigit():
         return whole_number(text, wire.HEADER_DELIVER_AT)

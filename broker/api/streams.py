@@ -55,7 +55,7 @@ def seek(context: RequestContext, group: str) -> Response:
 
 
 def target_of(to: str | dict[str, int | str]) -> str | dict[str, int]:
-    """Where to seek to, with a time in Unix milliseconds. Raises InvalidRequest."""
+    """Return the target of a seek, with a time in Unix milliseconds. Raises InvalidRequest."""
     if isinstance(to, str):
         if to in {"earliest", "latest"}:
             return to

@@ -14,12 +14,12 @@ def list_all(context: RequestContext) -> Response:
 
 
 def create(context: RequestContext, topic: str) -> Response:
-    """With ?first_use=true only where a first message would make it too: who produces has that rule from here."""
+    """Create a topic. With ?first_use=true only if a first message would create it too: producers use that rule."""
     wire.check_name(topic, "topic")
     wanted = wire.decode_json(context.body(), wire.CreateTopic)
     if request.args.get("first_use") == "true":
         if wanted != wire.CreateTopic():
-            raise InvalidRequest("a topic that is made at its first use has no settings of its own: leave them out")
+            raise InvalidRequest("a topic created at its first use has default settings: leave the settings out")
         context.broker.use_topic(topic)
         return answer(context.broker.describe_topic(topic))
     description, created = context.broker.create_topic(topic, wanted)

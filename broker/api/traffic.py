@@ -1,7 +1,7 @@
-"""The calls that carry the traffic: produce, receive, ack, nack, extend.
+"""The views of the traffic: produce, receive, ack, nack, extend.
 
-They take the WSGI environment and give an Answer, and know nothing of Flask: so the door in front of it (dispatch.py)
-can serve them without Flask's cost of a request, while Flask can serve them too.
+They take a WSGI environment and return ResponseParts, without Flask. So Dispatcher (dispatch.py) serves them without
+Flask's cost per request, and Flask can serve them too.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def _settled(receipts: list[str], verdicts: Sequence[Verdict]) -> ResponseParts:
     results = _results(receipts, verdicts)
     if not all(verdicts):
         raise StaleReceipt(
-            f"{verdicts.count(False)} of {len(verdicts)} leases have passed on; `results` tells which were applied",
+            f"{verdicts.count(False)} of {len(verdicts)} leases have passed on; see `results` for each receipt",
             outcome="partial",
             results=results,
         )
@@ -164,14 +164,14 @@ def _settled(receipts: list[str], verdicts: Sequence[Verdict]) -> ResponseParts:
 
 
 def _check_settled(receipts: list[str], verdicts: Sequence[Verdict]) -> None:
-    """Raises when the leader of some of the receipts could not be asked: those are `unknown` in the results. Sending
-    all of them again is safe."""
+    """Raise Unavailable when a leader could not be reached: its receipts are `unknown` in the results. Sending all
+    receipts again is safe."""
     if verdicts.count(True) == len(verdicts):
         return
     errors = [verdict for verdict in verdicts if isinstance(verdict, PortalMQError)]
     if errors:
         raise Unavailable(
-            f"{len(errors)} of {len(verdicts)} receipts could not be brought to their leader: {errors[0]}",
+            f"{len(errors)} of {len(verdicts)} receipts did not reach their leader: {errors[0]}",
             outcome="unknown",
             retry_after_s=errors[0].retry_after_s,
             results=_results(receipts, verdicts),

@@ -120,13 +120,13 @@ def adopt(directories: tuple[Path, ...], replace_cluster: bool, accepted: bool, 
     Example: portalmq adopt --data-dir data/5000 --data-dir data/5001 --data-dir data/5002
     """
     with _told():
-        from portalmq.broker.server.adoption import look_into, write_back
+        from portalmq.broker.server.adoption import read_directories, write_back
 
         config = load_config(options)
-        adoption = look_into(directories)
+        adoption = read_directories(directories)
         with _catalog(config) as catalog:
-            told = write_back(catalog, adoption, accept_loss=accepted, replace_cluster=replace_cluster)
-        for sentence in told:
+            messages = write_back(catalog, adoption, accept_loss=accepted, replace_cluster=replace_cluster)
+        for sentence in messages:
             click.echo(sentence)
         click.echo("start the brokers again: they elect leaders among themselves", err=True)
 

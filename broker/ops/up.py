@@ -174,8 +174,8 @@ def down(data_dir: Path) -> None:
     _end([record.supervisor, *record.processes], signal.SIGKILL, KILLED_WITHIN_S)
     left = record.running
     if left:
-        told = ", ".join(f"{process.name} (pid {process.pid})" for process in left)
-        click.echo(f"portalmq: these do not end: {told}", err=True)
+        messages = ", ".join(f"{process.name} (pid {process.pid})" for process in left)
+        click.echo(f"portalmq: these do not end: {messages}", err=True)
         sys.exit(EX_SOFTWARE)
     (data_dir / "cluster.json").unlink(missing_ok=True)
     _check_others(data_dir)

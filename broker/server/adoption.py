@@ -79,7 +79,7 @@ def known_brokers(data_dir: Path) -> dict[int, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ReplicaFound:
     """A replica on a disk. `fault` says why its log may not be all that it once was."""
 
     broker_id: int
@@ -90,7 +90,7 @@ class Found:
     fault: str = ""
 
 
-def adopted(found: Collection[Found]) -> PartitionState:
+def state_of(found: Collection[ReplicaFound]) -> PartitionState:
     """The partition's state with these replicas; nobody is in it who is damaged. Empty ISR: none can be trusted."""
     whole = sorted((each for each in found if not each.fault), key=lambda each: each.broker_id)
     newest = max(((each.last_epoch, each.end) for each in whole), default=(0, 0))
@@ -118,7 +118,7 @@ class Adoption:
 
     cluster_id: str = ""
     topics: dict[str, TopicState] = field(default_factory=dict)
-    replicas: dict[tuple[str, int], list[Found]] = field(default_factory=dict)
+    replicas: dict[tuple[str, int], list[ReplicaFound]] = field(default_factory=dict)
     brokers: dict[int, str] = field(default_factory=dict)
     missing: dict[int, str] = field(default_factory=dict)
     groups: set[str] = field(default_factory=set)
@@ -128,7 +128,7 @@ class Adoption:
         """One that no directory holds was never opened, or is lost: it begins empty."""
         placed = place(topic.partitions, topic.replication_factor, self.brokers, first=first_for(topic.name))
         return [
-            adopted(found) if (found := self.replicas.get((topic.topic_id, number))) else self._empty(placed[number])
+            state_of(found) if (found := self.replicas.get((topic.topic_id, number))) else self._empty(placed[number])
             for number in range(topic.partitions)
         ]
 
@@ -144,22 +144,22 @@ class Adoption:
 
     def losses(self) -> list[str]:
         """Why something that was acknowledged may be missing in it; empty when nothing can be."""
-        told = [
+        messages = [
             f"the data directory of broker {number} ({url}) is not among them" for number, url in self.missing.items()
         ]
         for (topic_id, number), found in sorted(self.replicas.items()):
             topic = self.topics[topic_id]
             faults = "; ".join(each.fault for each in found if each.fault)
             if all(each.fault for each in found):
-                told.append(f"partition {number} of topic {topic.name!r} has no whole replica: {faults}")
+                messages.append(f"partition {number} of topic {topic.name!r} has no whole replica: {faults}")
             elif _may_lack(found, topic):
-                told.append(
+                messages.append(
                     f"partition {number} of topic {topic.name!r} may lack what a damaged replica alone held: {faults}"
                 )
-        return told
+        return messages
 
 
-def _may_lack(found: Collection[Found], topic: TopicState) -> bool:
+def _may_lack(found: Collection[ReplicaFound], topic: TopicState) -> bool:
     """Whether a damaged replica may have held what was committed and is on no whole one. The ISR of the time is not
     known: those that hold the same may be behind together, so there have to be enough of them to commit anything."""
     damaged = sum(bool(each.fault) for each in found)
@@ -169,12 +169,12 @@ def _may_lack(found: Collection[Found], topic: TopicState) -> bool:
     return damaged > 0 and (damaged >= least or whole.count(max(whole)) < least)
 
 
-def look_into(directories: Iterable[Path]) -> Adoption:
+def read_directories(directories: Iterable[Path]) -> Adoption:
     """What stands in the data directories, which no broker may be using. Raises NotAdopted."""
     adoption = Adoption()
     with ExitStack() as stack:
         opened = [_opened(path, stack) for path in directories]
-        _check_fit(opened)
+        _check_same_cluster(opened)
         adoption.cluster_id = opened[0].identity.cluster_id
         known: dict[int, str] = {}
         for directory in opened:
@@ -182,13 +182,13 @@ def look_into(directories: Iterable[Path]) -> Adoption:
             adoption.brokers[directory.identity.broker_id] = directory.identity.store_uuid
         adoption.missing = {number: url for number, url in sorted(known.items()) if number not in adoption.brokers}
         folders = [(directory, folder) for directory in opened for folder in _topic_folders(directory)]
-        told: dict[str, list[TopicState]] = {}
+        messages: dict[str, list[TopicState]] = {}
         for _, folder in folders:
             topic = _topic_in(folder)
-            told.setdefault(topic.topic_id, []).append(topic)
-        adoption.topics = {topic_id: topic_of(candidates) for topic_id, candidates in told.items()}
+            messages.setdefault(topic.topic_id, []).append(topic)
+        adoption.topics = {topic_id: topic_of(candidates) for topic_id, candidates in messages.items()}
         for directory, folder in folders:
-            _look_into_topic(adoption, directory, folder)
+            _read_topic(adoption, directory, folder)
     _check_names(adoption.topics.values())
     return adoption
 
@@ -206,7 +206,7 @@ def _opened(path: Path, stack: ExitStack) -> DataDirectory:
     return directory
 
 
-def _check_fit(opened: list[DataDirectory]) -> None:
+def _check_same_cluster(opened: list[DataDirectory]) -> None:
     by_broker: dict[int, Path] = {}
     for directory in opened:
         identity, first = directory.identity, opened[0]
@@ -239,29 +239,29 @@ def _topic_in(folder: Path) -> TopicState:
         return TopicState(name, topic_id, count, count, 3, wire.TopicConfig())
 
 
-def _look_into_topic(adoption: Adoption, directory: DataDirectory, folder: Path) -> None:
+def _read_topic(adoption: Adoption, directory: DataDirectory, folder: Path) -> None:
     topic = adoption.topics[folder.name.rpartition("@")[2]]
     identity = directory.identity
     files = Files(directory.path, identity.cluster_id, identity.store_uuid)
     for replica in folder.iterdir():
         if not replica.name.isdigit() or not any(SEGMENT_NAME.match(entry.name) for entry in replica.iterdir()):
             continue  # it never came to hold a log
-        found = _look_into_replica(adoption, files, topic, int(replica.name), identity.broker_id)
+        found = _read_replica(adoption, files, topic, int(replica.name), identity.broker_id)
         adoption.replicas.setdefault((topic.topic_id, int(replica.name)), []).append(found)
 
 
-def _look_into_replica(adoption: Adoption, files: Files, topic: TopicState, number: int, broker_id: int) -> Found:
+def _read_replica(adoption: Adoption, files: Files, topic: TopicState, number: int, broker_id: int) -> ReplicaFound:
     try:
         replica, state_file, recovered, store_uuid = files.open(topic, number)
     except StorageError as fault:
-        return Found(broker_id, fault=f"broker {broker_id}: {fault}")
+        return ReplicaFound(broker_id, fault=f"broker {broker_id}: {fault}")
     try:
         adoption.groups |= recovered.groups.delivery.keys() | recovered.groups.streams.keys()
         ids = (producer.producer_id for producer in recovered.producers.snapshot())
         adoption.next_producer_id = max([adoption.next_producer_id, *(each + PRODUCER_IDS_APART for each in ids)])
         last_epoch = recovered.epochs[-1][0] if recovered.epochs else 0
         lost = f"broker {broker_id}: {recovered.lost}" if recovered.lost else ""
-        return Found(broker_id, store_uuid, last_epoch, replica.end_offset, recovered.highest_epoch, lost)
+        return ReplicaFound(broker_id, store_uuid, last_epoch, replica.end_offset, recovered.highest_epoch, lost)
     finally:
         replica.close()
         state_file.close()
@@ -296,15 +296,15 @@ def write_back(catalog: Catalog, adoption: Adoption, *, accept_loss: bool, repla
     catalog.reserve_producer_ids(adoption.next_producer_id)
     for broker_id, store_uuid in sorted(adoption.brokers.items()):
         catalog.claim_broker_id(store_uuid, broker_id)
-    written = [_written(catalog, topic, adoption) for topic in sorted(adoption.topics.values(), key=_name_of)]
+    written = [_write_topic(catalog, topic, adoption) for topic in sorted(adoption.topics.values(), key=_name_of)]
     for name in sorted(adoption.groups):
         catalog.ensure_group(name)
-    told = [f"cluster {adoption.cluster_id}, brokers {', '.join(map(str, sorted(adoption.brokers)))}", *written]
+    messages = [f"cluster {adoption.cluster_id}, brokers {', '.join(map(str, sorted(adoption.brokers)))}", *written]
     if adoption.groups:
-        told.append(
+        messages.append(
             f"groups {', '.join(sorted(adoption.groups))}: their positions are kept, their settings are defaults"
         )
-    return told + [f"accepted: {loss}" for loss in losses]
+    return messages + [f"accepted: {loss}" for loss in losses]
 
 
 def _name_of(topic: TopicState) -> str:
@@ -340,7 +340,7 @@ def _check_plane(catalog: Catalog, adoption: Adoption, *, replace_cluster: bool)
             )
 
 
-def _written(catalog: Catalog, topic: TopicState, adoption: Adoption) -> str:
+def _write_topic(catalog: Catalog, topic: TopicState, adoption: Adoption) -> str:
     partitions = adoption.partitions(topic)
     if not catalog.restore_topic(topic, partitions):
         return f"topic {topic.name}: is there already"

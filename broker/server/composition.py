@@ -38,7 +38,7 @@ from portalmq.broker.server.auth import Auth, auth_from, has_open_zookeeper
 from portalmq.broker.server.config import SECRET_LENGTH_MIN, BrokerConfig, cluster_secret_in, is_loopback
 from portalmq.broker.server.heads import LINE_BYTES_MAX
 from portalmq.broker.server.logs import ServerLogger, start_logging
-from portalmq.broker.server.preflight import Preflight, Question, tls_of
+from portalmq.broker.server.preflight import IdentityRequest, Preflight, tls_of
 from portalmq.broker.server.process import BrokerArbiter, BrokerWorker, post_request, pre_request
 from portalmq.broker.storage.disk import DataDirectory, DirectoryInUse, DiskGuard, StoreIdentity, WrongCluster
 from portalmq.broker.storage.errors import StorageError, StorageFault, faults_of
@@ -139,7 +139,7 @@ def lock_data_directory(config: BrokerConfig, preflight: Preflight | None = None
         assert preflight is not None
         partitions = config.data_directory / "partitions"
         holds = partitions.is_dir() and any(partitions.iterdir())
-        return preflight.join(Question(held, store_uuid, holds, config.url))
+        return preflight.join(IdentityRequest(held, store_uuid, holds, config.url))
 
     try:
         return _while_in_use(lambda fault: isinstance(fault, DirectoryInUse))(

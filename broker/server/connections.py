@@ -24,7 +24,7 @@ RESERVE = 100
 class ClientConnection:
     """One connection of a client. `hang_up` ends it when it has nothing more to be read."""
 
-    __slots__ = ("address", "counts", "hang_up", "home", "is_open")
+    __slots__ = ("address", "counts", "hang_up", "is_open", "owner")
 
     def __init__(self, address: str, hang_up: Callable[[], None]) -> None:
         self.address = address
@@ -32,10 +32,10 @@ class ClientConnection:
         self.is_open = False
         # Whether it is among those of its address that are bounded.
         self.counts = False
-        self.home: _Home
+        self.owner: _Address
 
 
-class _Home:
+class _Address:
     """What one address has: `open` connections, of which so many are `bounded`; and the idle ones of them, the longest
     idle first."""
 
@@ -57,7 +57,7 @@ class Connections:
         self._per_address_max = per_address_max
         self._with_loopback = with_loopback
         self._open = 0
-        self._homes: dict[str, _Home] = {}
+        self._addresses: dict[str, _Address] = {}
 
     def __len__(self) -> int:
         return self._open
@@ -66,15 +66,15 @@ class Connections:
         """Whether the connection is taken. It is idle then."""
         address = connection.address
         if self._is_bounded(address):
-            home = self._homes.get(address)
-            if home is not None and home.bounded >= self._per_address_max and not self._close_idle(home):
+            owner = self._addresses.get(address)
+            if owner is not None and owner.bounded >= self._per_address_max and not self._close_idle(owner):
                 return False
             connection.counts = True
         if self._open >= self._full_from:
             self.make_room()
-        connection.home = home = self._homes.setdefault(address, _Home())
-        home.open += 1
-        home.bounded += connection.counts
+        connection.owner = owner = self._addresses.setdefault(address, _Address())
+        owner.open += 1
+        owner.bounded += connection.counts
         self._open += 1
         connection.is_open = True
         self.idle(connection)
@@ -87,34 +87,34 @@ class Connections:
         self.trust(connection)
         connection.is_open = False
         self._open -= 1
-        connection.home.open -= 1
-        if not connection.home.open:
-            del self._homes[connection.address]
+        connection.owner.open -= 1
+        if not connection.owner.open:
+            del self._addresses[connection.address]
 
     def idle(self, connection: ClientConnection) -> None:
         if connection.is_open:
-            connection.home.idle[connection] = None
+            connection.owner.idle[connection] = None
 
     def busy(self, connection: ClientConnection) -> None:
-        connection.home.idle.pop(connection, None)
+        connection.owner.idle.pop(connection, None)
 
     def trust(self, connection: ClientConnection) -> None:
         """It is another broker's, which needs as many as it makes."""
-        connection.home.bounded -= connection.counts
+        connection.owner.bounded -= connection.counts
         connection.counts = False
 
     def make_room(self) -> bool:
         """Close an idle connection, of the address that has the most. False when all are at work."""
-        most = max(self._homes.values(), key=lambda home: len(home.idle), default=None)
+        most = max(self._addresses.values(), key=lambda owner: len(owner.idle), default=None)
         return most is not None and self._close_idle(most)
 
     def _is_bounded(self, address: str) -> bool:
         return self._per_address_max > 0 and (self._with_loopback or not is_loopback(address))
 
-    def _close_idle(self, home: _Home) -> bool:
-        if not home.idle:
+    def _close_idle(self, owner: _Address) -> bool:
+        if not owner.idle:
             return False
-        longest = next(iter(home.idle))
+        longest = next(iter(owner.idle))
         self.leave(longest)
         longest.hang_up()
         return True

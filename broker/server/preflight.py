@@ -51,7 +51,7 @@ TAKEN_POLL_S = 0.25
 PROBE_TIMEOUT_S = 1.0
 
 
-class Question(msgspec.Struct, frozen=True):
+class IdentityRequest(msgspec.Struct, frozen=True):
     """Of which cluster, and which of its brokers, is this data directory? `held` is None for a new one; `url` is where
     this broker will listen."""
 
@@ -61,7 +61,7 @@ class Question(msgspec.Struct, frozen=True):
     url: str
 
 
-class Joined(msgspec.Struct, frozen=True, tag="joined"):
+class IdentityAnswer(msgspec.Struct, frozen=True, tag="joined"):
     """`left_s`: how long the rest of the start may still wait for ZooKeeper."""
 
     cluster_id: str
@@ -78,15 +78,15 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     exit_code: int
 
 
-Word = Connected | Joined | Refused
+Reply = Connected | IdentityAnswer | Refused
 
 
 class Preflight:
     """The arbiter's end of the talk."""
 
-    def __init__(self, child: int, line: socket.socket, answer_within_s: float = ANSWER_WITHIN_S) -> None:
+    def __init__(self, child: int, connection: socket.socket, answer_within_s: float = ANSWER_WITHIN_S) -> None:
         self._child = child
-        self._line = line
+        self._socket = connection
         self._answer_within_s = answer_within_s
         # How long the rest of the start may wait for ZooKeeper, once `join` has answered.
         self.left_s = 0.0
@@ -95,14 +95,14 @@ class Preflight:
     def begin(cls, config: BrokerConfig) -> Preflight:
         """Returns once ZooKeeper has answered. Raises StartupError when it does not within `zookeeper_wait_s`, which is
         5 s at least."""
-        ours, theirs = socket.socketpair()
+        arbiter_end, child_end = socket.socketpair()
         arbiter = os.getpid()
         child = os.fork()
         if child == 0:
-            ours.close()
-            _run_child(config, theirs, arbiter)
-        theirs.close()
-        preflight = cls(child, ours, ANSWER_WITHIN_S + 2 * config.zookeeper_wait_s)
+            arbiter_end.close()
+            _run_child(config, child_end, arbiter)
+        child_end.close()
+        preflight = cls(child, arbiter_end, ANSWER_WITHIN_S + 2 * config.zookeeper_wait_s)
         try:
             preflight._read_line()
         except BaseException:
@@ -110,17 +110,17 @@ class Preflight:
             raise
         return preflight
 
-    def join(self, question: Question) -> tuple[str, int]:
+    def join(self, question: IdentityRequest) -> tuple[str, int]:
         """The cluster's id and the broker's. Raises StartupError when the directory does not belong here."""
-        self._line.sendall(msgspec.json.encode(question) + b"\n")
-        word = self._read_line()
-        assert isinstance(word, Joined), word
-        self.left_s = word.left_s
-        return word.cluster_id, word.broker_id
+        self._socket.sendall(msgspec.json.encode(question) + b"\n")
+        reply = self._read_line()
+        assert isinstance(reply, IdentityAnswer), reply
+        self.left_s = reply.left_s
+        return reply.cluster_id, reply.broker_id
 
     def close(self) -> None:
         """The child has nothing more to do: it ends, and is collected."""
-        self._line.close()
+        self._socket.close()
         deadline = time.monotonic() + END_WITHIN_S
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(self._child, os.WNOHANG) == (0, 0):
@@ -130,24 +130,24 @@ class Preflight:
                     return
                 time.sleep(POLL_S)
 
-    def _read_line(self) -> Connected | Joined:
-        self._line.settimeout(self._answer_within_s)
+    def _read_line(self) -> Connected | IdentityAnswer:
+        self._socket.settimeout(self._answer_within_s)
         try:
-            said = _line_from(self._line)
+            raw = _read_line_from(self._socket)
         except TimeoutError:
-            said = b""
-        if not said:
+            raw = b""
+        if not raw:
             raise StartupError("the check of ZooKeeper ended without an answer", EX_SOFTWARE)
-        word: Word = msgspec.json.decode(said, type=Word)
-        if isinstance(word, Refused):
-            raise StartupError(word.sentence, word.exit_code)
-        return word
+        reply: Reply = msgspec.json.decode(raw, type=Reply)
+        if isinstance(reply, Refused):
+            raise StartupError(reply.sentence, reply.exit_code)
+        return reply
 
 
 # --- the child -------------------------------------------------------------------------------------------------------
 
 
-def _run_child(config: BrokerConfig, line: socket.socket, arbiter: int) -> NoReturn:
+def _run_child(config: BrokerConfig, connection: socket.socket, arbiter: int) -> NoReturn:
     code = EX_SOFTWARE
     try:
         # Ctrl-C is the arbiter's to understand; the child ends with it.
@@ -155,7 +155,7 @@ def _run_child(config: BrokerConfig, line: socket.socket, arbiter: int) -> NoRet
         die_with(arbiter)
         # What it meets is said in the refusal.
         logging.disable(logging.ERROR)
-        _talk(config, line)
+        _answer_arbiter(config, connection)
         code = 0
     except BaseException as fault:  # noqa: BLE001 - whatever it was, it must not go on as a second arbiter
         sys.excepthook(type(fault), fault, fault.__traceback__)
@@ -164,51 +164,51 @@ def _run_child(config: BrokerConfig, line: socket.socket, arbiter: int) -> NoRet
         os._exit(code)
 
 
-def _talk(config: BrokerConfig, line: socket.socket) -> None:
+def _answer_arbiter(config: BrokerConfig, connection: socket.socket) -> None:
     from portalmq.control_plane.catalog import Catalog
 
     patience = patience_of(config)
     try:
         plane = patience(lambda: connected(config))
     except StartupError as refusal:
-        return _say(line, Refused(str(refusal), refusal.exit_code))
+        return _send(connection, Refused(str(refusal), refusal.exit_code))
     try:
         if config.zookeeper_auth:
             try:
                 patience(lambda: close_tree(plane, patience_s=2 * config.session_timeout_ms / 1_000))
             except StartupError as refusal:
-                return _say(line, Refused(str(refusal), refusal.exit_code))
-        _say(line, Connected())
-        asked = _line_from(line)
-        if not asked:
+                return _send(connection, Refused(str(refusal), refusal.exit_code))
+        _send(connection, Connected())
+        raw = _read_line_from(connection)
+        if not raw:
             return None  # the arbiter could not start for another reason
-        question = msgspec.json.decode(asked, type=Question)
+        question = msgspec.json.decode(raw, type=IdentityRequest)
         try:
             # This child's own session is shorter than that of the broker that may have been killed.
             patience_s = 2 * max(plane.session_timeout_s, config.session_timeout_ms / 1_000)
             catalog, wanted = Catalog(plane), config.broker_id
             found = patience(lambda: joined(catalog, question, wanted, patience_s=patience_s))
-            answer: Word = msgspec.structs.replace(found, left_s=patience.left_s)
+            answer: Reply = msgspec.structs.replace(found, left_s=patience.left_s)
         except StartupError as refusal:
             answer = Refused(str(refusal), refusal.exit_code)
-        _say(line, answer)
+        _send(connection, answer)
     finally:
         plane.close()
 
 
-def _say(line: socket.socket, word: Word) -> None:
-    line.sendall(msgspec.json.encode(word) + b"\n")
+def _send(connection: socket.socket, reply: Reply) -> None:
+    connection.sendall(msgspec.json.encode(reply) + b"\n")
 
 
-def _line_from(line: socket.socket) -> bytes:
+def _read_line_from(connection: socket.socket) -> bytes:
     """What the other side said; nothing when it has ended."""
-    said = b""
-    while not said.endswith(b"\n"):
-        more = line.recv(65_536)
+    raw = b""
+    while not raw.endswith(b"\n"):
+        more = connection.recv(65_536)
         if not more:
             return b""
-        said += more
-    return said
+        raw += more
+    return raw
 
 
 def patience_of(config: BrokerConfig) -> RetryBudget:
@@ -296,7 +296,7 @@ def close_tree(plane: ZooKeeper, *, patience_s: float) -> None:
             )
 
 
-def joined(catalog: Catalog, question: Question, wanted: int | None, *, patience_s: float) -> Joined:
+def joined(catalog: Catalog, question: IdentityRequest, wanted: int | None, *, patience_s: float) -> IdentityAnswer:
     """The cluster and the id of the broker with this data directory. Raises StartupError when it does not fit.
 
     `patience_s` is for a broker that was killed, and is registered until its session ends.
@@ -310,7 +310,7 @@ def joined(catalog: Catalog, question: Question, wanted: int | None, *, patience
                 "leave the option away, or choose another --data-dir",
                 EX_CANTCREAT,
             )
-        return Joined(cluster_id, _claimed(catalog, question, held.broker_id if held else wanted, patience_s))
+        return IdentityAnswer(cluster_id, _claimed(catalog, question, held.broker_id if held else wanted, patience_s))
 
 
 @contextlib.contextmanager
@@ -329,7 +329,7 @@ def _startup_errors() -> Iterator[None]:
         raise StartupError(str(fault), EX_CANTCREAT) from None
 
 
-def _cluster_of(catalog: Catalog, question: Question) -> str:
+def _cluster_of(catalog: Catalog, question: IdentityRequest) -> str:
     """A new directory becomes one of the cluster that ZooKeeper holds, one with an id has to be of it."""
     found, held = catalog.find_cluster_id(), question.held
     if held is None:
@@ -351,7 +351,7 @@ def _cluster_of(catalog: Catalog, question: Question) -> str:
     return found
 
 
-def _claimed(catalog: Catalog, question: Question, wanted: int | None, patience_s: float) -> int:
+def _claimed(catalog: Catalog, question: IdentityRequest, wanted: int | None, patience_s: float) -> int:
     from portalmq.control_plane.catalog import BrokerIdTaken
 
     deadline = time.monotonic() + patience_s

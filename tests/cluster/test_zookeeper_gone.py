@@ -15,7 +15,7 @@ from support.cluster import Cluster, wait_until
 from support.load import check, everything_in, loads
 
 from portalmq import Consumer
-from portalmq.broker.server.adoption import look_into, write_back
+from portalmq.broker.server.adoption import read_directories, write_back
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.zookeeper import ZooKeeper
 
@@ -169,7 +169,7 @@ def adopt(cluster: Cluster) -> None:
     plane = ZooKeeper(cluster.zookeeper.hosts)
     plane.start()
     try:
-        found = look_into([broker.data_dir for broker in cluster.brokers.values()])
+        found = read_directories([broker.data_dir for broker in cluster.brokers.values()])
         write_back(Catalog(plane), found, accept_loss=False, replace_cluster=False)
     finally:
         plane.close()

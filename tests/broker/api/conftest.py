@@ -39,7 +39,7 @@ def stretches(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
 
 
 @pytest.fixture
-def domain() -> FakeBroker:
+def broker() -> FakeBroker:
     return FakeBroker()
 
 
@@ -49,8 +49,8 @@ def metrics() -> Metrics:
 
 
 @pytest.fixture
-def client(domain: FakeBroker, metrics: Metrics) -> FlaskClient:
-    return create_app(domain, BrokerConfig(body_bytes_max=100_000), metrics, Auth()).test_client()
+def client(broker: FakeBroker, metrics: Metrics) -> FlaskClient:
+    return create_app(broker, BrokerConfig(body_bytes_max=100_000), metrics, Auth()).test_client()
 
 
 @pytest.fixture

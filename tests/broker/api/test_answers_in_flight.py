@@ -25,9 +25,9 @@ PAGES = ["/v1/topics/t/partitions/0/messages?offset=0", "/v1/topics/t/messages"]
 
 
 @pytest.fixture
-def app(domain: Any) -> Flask:
+def app(broker: Any) -> Flask:
     config = BrokerConfig(answer_bytes_in_flight_max=64 * 1024)
-    served = create_app(domain, config, Metrics("0"), Auth(), more=PROTOCOL_ROUTES)
+    served = create_app(broker, config, Metrics("0"), Auth(), more=PROTOCOL_ROUTES)
     for topic, size in (("t", MANY), ("small", FEW)):
         assert served.test_client().post(f"/v1/topics/{topic}/messages", data=b"x" * size).status_code == 200
     return served

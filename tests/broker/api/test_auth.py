@@ -16,13 +16,13 @@ OPEN = {"/livez", "/readyz", "/healthz"}
 
 
 @pytest.fixture
-def guarded(domain):
-    app = create_app(domain, BrokerConfig(), Metrics("0"), Auth(["first", "zweites-Geheimnis-ü"]), more=PROTOCOL_ROUTES)
+def guarded(broker):
+    app = create_app(broker, BrokerConfig(), Metrics("0"), Auth(["first", "zweites-Geheimnis-ü"]), more=PROTOCOL_ROUTES)
     return app.test_client()
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
-def test_every_route_but_the_three_refuses_without_a_token(guarded, domain, problem_of, route):
+def test_every_route_but_the_three_refuses_without_a_token(guarded, broker, problem_of, route):
     path = route.path.replace("<topic>", "t").replace("<group>", "g").replace("<partition>", "0")
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": ""}, {"Authorization": "Bearer first2"}):
         answer = guarded.open(path, method=route.method, headers=headers, data=b"{}")
@@ -31,10 +31,10 @@ def test_every_route_but_the_three_refuses_without_a_token(guarded, domain, prob
         else:
             problem_of(answer, 401, "unauthorized")
             assert answer.headers["WWW-Authenticate"] == 'Bearer realm="portalmq"'
-    assert domain.made == []
+    assert broker.made == []
 
 
-def test_open_routes_tell_strangers_the_status_alone(guarded, domain):
+def test_open_routes_tell_strangers_the_status_alone(guarded, broker):
     told = {"/livez": {"status": "ok"}, "/readyz": {"status": "ready"}, "/healthz": {"status": "ok"}}
     assert {route.path for route in (*ROUTES, *PROTOCOL_ROUTES) if route.is_open} == set(told)
     for path, expected in told.items():
@@ -42,8 +42,8 @@ def test_open_routes_tell_strangers_the_status_alone(guarded, domain):
             answer = guarded.get(path, headers=headers)
             assert (answer.status_code, answer.get_json()) == (200, expected)
     known = {"Authorization": "Bearer first"}
-    assert guarded.get("/readyz", headers=known).get_json() == {"status": "ready", "broker_id": domain.broker_id}
-    assert guarded.get("/healthz", headers=known).get_json() == {"status": "ready", **domain.health()}
+    assert guarded.get("/readyz", headers=known).get_json() == {"status": "ready", "broker_id": broker.broker_id}
+    assert guarded.get("/healthz", headers=known).get_json() == {"status": "ready", **broker.health()}
 
 
 def test_what_is_no_route_refuses_too(guarded, problem_of):

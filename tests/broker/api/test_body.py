@@ -112,12 +112,12 @@ def test_no_length_and_no_chunks_is_no_body():
 @pytest.mark.parametrize(
     ("path", "status"), [("/v1/topics/t/messages", 413), ("/v1/nothing", 404), ("/livez", 405), ("/v1/topics/..", 405)]
 )
-def test_a_connection_with_unread_bytes_is_closed_after_the_answer(client, domain, path, status):
+def test_a_connection_with_unread_bytes_is_closed_after_the_answer(client, broker, path, status):
     stream = Stream(b"x" * 100_001)
     answer = client.post(path, input_stream=stream, content_length=100_001, content_type="text/plain")
     assert answer.status_code == status
     assert stream.closed_by_us
-    assert domain.logs == {}
+    assert broker.logs == {}
 
 
 def test_a_connection_whose_body_was_read_is_kept(client):
@@ -169,9 +169,9 @@ def test_a_small_body_and_a_lone_large_one_are_always_taken():
     assert read_body(environ(b"small", 5), 1 << 20, in_flight=in_flight) == b"small"
 
 
-def test_room_for_a_body_is_given_back_with_the_answer_whatever_that_is(domain, metrics):
+def test_room_for_a_body_is_given_back_with_the_answer_whatever_that_is(broker, metrics):
     config = BrokerConfig(body_bytes_max=100_000, body_bytes_in_flight_max=70_000)
-    client = create_app(domain, config, metrics, Auth()).test_client()
+    client = create_app(broker, config, metrics, Auth()).test_client()
     for _ in range(3):
         assert client.post("/v1/topics/t/messages", data=b"x" * 60_000).status_code == 200
         assert client.post("/v1/groups/g/ack", data=b"[" * 60_000).status_code == 400

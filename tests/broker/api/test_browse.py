@@ -18,9 +18,9 @@ URL = "/v1/topics/t/partitions/0/messages"
 
 
 @pytest.fixture
-def log(domain):
-    domain.logs["t"] = [[]]
-    return domain.logs["t"][0]
+def log(broker):
+    broker.logs["t"] = [[]]
+    return broker.logs["t"][0]
 
 
 def shown(client, log, record):
@@ -99,7 +99,7 @@ def test_messagepack_gives_the_bytes_as_they_were_sent(client, log):
     assert (page.next_offset, page.high_watermark) == (1, 1)
 
 
-def test_places_are_handed_to_the_domain(client, domain, log):
+def test_places_are_handed_to_the_domain(client, broker, log):
     for query, offset, position, at_ms in [
         ("", None, None, None),
         ("?offset=earliest", None, "earliest", None),
@@ -111,13 +111,13 @@ def test_places_are_handed_to_the_domain(client, domain, log):
         ("?at=1970-01-01t00:00:00z", None, None, 0),
     ]:
         assert client.get(URL + query).status_code == 200
-        call = domain.last("browse")
+        call = broker.last("browse")
         assert (call["offset"], call["position"], call["at_ms"]) == (offset, position, at_ms)
 
 
-def test_a_limit_above_the_most_is_taken_as_the_most(client, domain, log):
+def test_a_limit_above_the_most_is_taken_as_the_most(client, broker, log):
     client.get(f"{URL}?limit=5000&wait_ms=60000")
-    assert (domain.last("browse")["limit"], domain.last("browse")["wait_ms"]) == (1000, 60_000)
+    assert (broker.last("browse")["limit"], broker.last("browse")["wait_ms"]) == (1000, 60_000)
 
 
 @pytest.mark.parametrize(
@@ -125,9 +125,9 @@ def test_a_limit_above_the_most_is_taken_as_the_most(client, domain, log):
     ["offset=-1", "offset=x", "offset=99999999999999999999", "limit=0", "limit=-5", "limit=a", "wait_ms=-1"]
     + ["wait_ms=60001", "at=yesterday", "at=2026-01-01T00:00:00", "offset=1&at=2026-01-01T00:00:00Z", "offest=1"],
 )
-def test_wrong_parameters_are_refused(client, domain, log, problem_of, query):
+def test_wrong_parameters_are_refused(client, broker, log, problem_of, query):
     problem_of(client.get(f"{URL}?{query}"), 400, "invalid_request")
-    assert domain.made == []
+    assert broker.made == []
 
 
 def test_unknown_places_are_not_found(client, log, problem_of):
@@ -161,25 +161,25 @@ def test_the_tail_is_a_stream_of_events_with_offsets_as_ids(client, log):
     assert waiting.startswith(":")
 
 
-def test_a_tail_resumes_behind_the_last_event(client, domain, log):
+def test_a_tail_resumes_behind_the_last_event(client, broker, log):
     log += [Record(b"%d" % n, "application/json") for n in range(3)]
     answer = client.get(f"{URL}?offset=earliest", headers={"Accept": "text/event-stream", "Last-Event-ID": "1"})
     assert events(answer, 2)[1].startswith("id: 2\n")
 
 
-def test_a_tail_ends_when_the_broker_drains(client, domain, log):
+def test_a_tail_ends_when_the_broker_drains(client, broker, log):
     answer = client.get(URL, headers={"Accept": "text/event-stream"})
     stream = iter(answer.response)
     assert next(stream).startswith(b"retry")
-    domain.ready = False
+    broker.ready = False
     assert list(stream) == []
 
 
-def test_a_tail_that_is_cut_by_the_broker_ends_without_an_error(client, domain, log):
+def test_a_tail_that_is_cut_by_the_broker_ends_without_an_error(client, broker, log):
     answer = client.get(URL, headers={"Accept": "text/event-stream"})
     stream = iter(answer.response)
     next(stream)
-    domain.refuse = Unavailable("draining")
+    broker.refuse = Unavailable("draining")
     assert all(chunk.startswith(b":") for chunk in stream)
 
 
@@ -193,8 +193,8 @@ def test_a_head_of_a_tail_has_no_body(client, log):
     assert (answer.status_code, answer.data) == (200, b"")
 
 
-def test_a_whole_topic_is_read_as_a_page_or_as_lines(client, domain):
-    domain.logs["t"] = [[Record(b"1", "application/json")], [Record(b"2", "application/json")]]
+def test_a_whole_topic_is_read_as_a_page_or_as_lines(client, broker):
+    broker.logs["t"] = [[Record(b"1", "application/json")], [Record(b"2", "application/json")]]
     page = client.get("/v1/topics/t/messages").get_json()
     assert ([message["id"] for message in page["messages"]], page["more"]) == (["0-0", "1-0"], False)
     assert client.get("/v1/topics/t/messages?limit=1").get_json()["more"] is True
@@ -212,18 +212,18 @@ def test_a_head_of_an_unknown_topic_is_not_found_in_every_form(client):
         assert client.head("/v1/topics/none/messages", headers={"Accept": accept}).status_code == 404
 
 
-def test_a_tail_that_finds_no_place_is_told_to_come_back(domain, metrics, problem_of):
-    domain.logs["t"] = [[]]
-    client = create_app(domain, BrokerConfig(parked_receives_max=1), metrics, Auth()).test_client()
+def test_a_tail_that_finds_no_place_is_told_to_come_back(broker, metrics, problem_of):
+    broker.logs["t"] = [[]]
+    client = create_app(broker, BrokerConfig(parked_receives_max=1), metrics, Auth()).test_client()
     first = client.get(URL, headers={"Accept": "text/event-stream"})
     problem_of(client.get(URL, headers={"Accept": "text/event-stream"}), 429, "backpressure")
     first.close()
     assert client.get(URL, headers={"Accept": "text/event-stream"}).status_code == 200, "its place is free again"
 
 
-def test_waiting_calls_are_bounded(domain, metrics, problem_of):
-    domain.logs["t"] = [[]]
-    client = create_app(domain, BrokerConfig(parked_receives_max=1), metrics, Auth()).test_client()
+def test_waiting_calls_are_bounded(broker, metrics, problem_of):
+    broker.logs["t"] = [[]]
+    client = create_app(broker, BrokerConfig(parked_receives_max=1), metrics, Auth()).test_client()
     answer = client.get(URL, headers={"Accept": "text/event-stream"})
     stream = iter(answer.response)
     next(stream)

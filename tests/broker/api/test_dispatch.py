@@ -23,9 +23,9 @@ def whether_flask_serves(_room: RequestContext, _environ: dict[str, Any], thing:
 
 
 @pytest.fixture
-def client(domain: FakeBroker) -> Any:
+def client(broker: FakeBroker) -> Any:
     routes = [Route("POST", "/v1/things/<thing>/poke", whether_flask_serves, is_traffic=True)]
-    return create_app(domain, BrokerConfig(), METRICS, Auth(), more=routes).test_client()
+    return create_app(broker, BrokerConfig(), METRICS, Auth(), more=routes).test_client()
 
 
 def test_a_route_that_is_marked_needs_no_other_table(client: Any) -> None:
@@ -45,8 +45,8 @@ def test_traffic_is_posted() -> None:
     assert {route.method for route in ROUTES if route.is_traffic} == {"POST"}
 
 
-def test_calls_with_a_name_are_served_in_front_of_flask(domain: FakeBroker, monkeypatch: pytest.MonkeyPatch) -> None:
-    app = create_app(domain, BrokerConfig(), METRICS, Auth())
+def test_calls_with_a_name_are_served_in_front_of_flask(broker: FakeBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    app = create_app(broker, BrokerConfig(), METRICS, Auth())
     monkeypatch.setattr(app, "full_dispatch_request", lambda: flask.Response(status=599))
     served = {
         route.path

@@ -34,26 +34,26 @@ def test_without_a_credential_the_door_stays_shut(client: FlaskClient, problem_o
 @pytest.mark.parametrize(
     "shown", ["Bearer s3cret", "s3cret", credential("t" * 64), "PortalMQ-Broker", "PortalMQ-Broker \xff"]
 )
-def test_no_token_of_a_client_opens_it(domain: FakeBroker, problem_of: ProblemOf, shown: str) -> None:
-    client = create_app(domain, BrokerConfig(), Metrics("1"), Auth(["s3cret"])).test_client()
+def test_no_token_of_a_client_opens_it(broker: FakeBroker, problem_of: ProblemOf, shown: str) -> None:
+    client = create_app(broker, BrokerConfig(), Metrics("1"), Auth(["s3cret"])).test_client()
     problem_of(client.post("/internal/v1/echo", data=b"x", headers={"Authorization": shown}), 403, "forbidden")
-    assert domain.calls_made("serve_peer") == 0
+    assert broker.calls_made("serve_peer") == 0
 
 
 @pytest.mark.parametrize("tokens", [(), ("s3cret",)])
 @pytest.mark.parametrize("path", ["/v1/topics/t/messages", "/v1/groups/g/receive", "/v1/topics", "/metrics"])
 def test_the_secret_opens_no_door_of_the_clients(
-    domain: FakeBroker, problem_of: ProblemOf, tokens: tuple[str, ...], path: str
+    broker: FakeBroker, problem_of: ProblemOf, tokens: tuple[str, ...], path: str
 ) -> None:
-    client = create_app(domain, BrokerConfig(), Metrics("1"), Auth(tokens)).test_client()
+    client = create_app(broker, BrokerConfig(), Metrics("1"), Auth(tokens)).test_client()
     call = client.post if path.endswith(("messages", "receive")) else client.get
     problem_of(call(path, headers=SECRET), 403, "forbidden")
 
 
 def test_an_error_travels_as_a_problem_with_its_outcome(
-    client: FlaskClient, domain: FakeBroker, problem_of: ProblemOf
+    client: FlaskClient, broker: FakeBroker, problem_of: ProblemOf
 ) -> None:
-    domain.refuse = NotLeader("gone", leader=2, leader_url="http://two", outcome="unknown")
+    broker.refuse = NotLeader("gone", leader=2, leader_url="http://two", outcome="unknown")
     problem = problem_of(client.post("/internal/v1/echo", data=b"x", headers=SECRET), 421, "not_leader", "unknown")
     assert (problem["leader"], problem["leader_url"]) == (2, "http://two")
 
@@ -71,8 +71,8 @@ def test_only_post_is_taken(client: FlaskClient, problem_of: ProblemOf) -> None:
     assert answer.headers["Allow"] == "POST"
 
 
-def test_the_door_is_open_while_the_broker_starts_and_drains(client: FlaskClient, domain: FakeBroker) -> None:
-    domain.ready = False
+def test_the_door_is_open_while_the_broker_starts_and_drains(client: FlaskClient, broker: FakeBroker) -> None:
+    broker.ready = False
     assert client.post("/internal/v1/echo", data=b"x", headers=SECRET).status_code == 200
 
 
@@ -84,9 +84,9 @@ def test_a_body_over_the_limit_is_refused_by_its_length(client: FlaskClient, pro
 
 
 def test_a_body_that_is_no_messagepack_is_the_askers_mistake_and_no_trace(
-    client: FlaskClient, domain: FakeBroker, problem_of: ProblemOf, monkeypatch: pytest.MonkeyPatch
+    client: FlaskClient, broker: FakeBroker, problem_of: ProblemOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(domain, "serve_peer", lambda name, body, peer: msgspec.msgpack.decode(body, type=list[int]))
+    monkeypatch.setattr(broker, "serve_peer", lambda name, body, peer: msgspec.msgpack.decode(body, type=list[int]))
     for body in (b"", b"\xc1", b"\x93\x01", b"\xa2\xff\xff"):
         problem_of(client.post("/internal/v1/echo", data=body, headers=SECRET), 400, "invalid_request")
     # What the broker itself cannot read is not told as a mistake of the one who asks.

@@ -19,11 +19,11 @@ Check = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(autouse=True)
-def locks(domain: FakeBroker, tmp_path: Path) -> Iterator[Locks]:
+def locks(broker: FakeBroker, tmp_path: Path) -> Iterator[Locks]:
     plane = Standalone(tmp_path)
     plane.start()
-    made = Locks(plane, dict, (domain.broker_id, 1), HandClock())  # type: ignore[arg-type]
-    domain.locks = made  # type: ignore[attr-defined]
+    made = Locks(plane, dict, (broker.broker_id, 1), HandClock())  # type: ignore[arg-type]
+    broker.locks = made  # type: ignore[attr-defined]
     made.start()
     yield made
     made.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def test_requests_are_counted_by_template(client, domain):
+def test_requests_are_counted_by_template(client, broker):
     client.get("/v1/topics/some-topic")
     client.post("/v1/topics/another/messages", data=b"x")
     client.get("/wp-admin/setup.php")

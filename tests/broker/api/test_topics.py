@@ -10,21 +10,21 @@ URL = "/v1/topics/t"
 
 
 @pytest.mark.parametrize(("query", "force"), [("", False), ("?force=false", False), ("?force=true", True)])
-def test_growth_is_forced_by_a_parameter(client, domain, query, force):
-    domain.logs["t"] = [[]]
+def test_growth_is_forced_by_a_parameter(client, broker, query, force):
+    broker.logs["t"] = [[]]
     assert client.patch(f"{URL}{query}", json={"partitions": 2}).status_code == 200
-    assert domain.last("alter_topic")["force"] is force
+    assert broker.last("alter_topic")["force"] is force
 
 
-def test_growth_that_breaks_the_order_of_keys_is_a_conflict(client, domain, problem_of):
-    domain.refuse = KeyOrder("group 'g' reads topic 't' in the order of keys: say ?force=true")
+def test_growth_that_breaks_the_order_of_keys_is_a_conflict(client, broker, problem_of):
+    broker.refuse = KeyOrder("group 'g' reads topic 't' in the order of keys: say ?force=true")
     problem = problem_of(client.patch(URL, json={"partitions": 2}), 409, "key_order")
     assert "force=true" in problem["detail"]
     assert problem["retryable"] is False
 
 
 @pytest.mark.parametrize("query", ["force=yes", "force=1", "force=", "forse=true", "force=true&force=true"])
-def test_a_misspelt_force_is_refused(client, domain, problem_of, query):
-    domain.logs["t"] = [[]]
+def test_a_misspelt_force_is_refused(client, broker, problem_of, query):
+    broker.logs["t"] = [[]]
     problem_of(client.patch(f"{URL}?{query}", json={"partitions": 2}), 400, "invalid_request")
-    assert not domain.calls_made("alter_topic")
+    assert not broker.calls_made("alter_topic")

@@ -19,12 +19,12 @@ from portalmq.broker.server.adoption import (
     BROKERS_FILE,
     PRODUCER_IDS_APART,
     Adoption,
-    Found,
     NotAdopted,
-    adopted,
+    ReplicaFound,
     known_brokers,
-    look_into,
+    read_directories,
     remember_brokers,
+    state_of,
     topic_of,
     write_back,
 )
@@ -34,35 +34,35 @@ from portalmq.control_plane.standalone import Standalone
 from portalmq.control_plane.state import BrokerState, PartitionState, TopicState
 
 
-def found(broker_id: int, last_epoch: int = 1, end: int = 10, **fields: object) -> Found:
-    return Found(broker_id, f"store-{broker_id}", last_epoch, end, **{"highest_epoch": last_epoch, **fields})  # type: ignore[arg-type]
+def found(broker_id: int, last_epoch: int = 1, end: int = 10, **fields: object) -> ReplicaFound:
+    return ReplicaFound(broker_id, f"store-{broker_id}", last_epoch, end, **{"highest_epoch": last_epoch, **fields})  # type: ignore[arg-type]
 
 
 class TestWhoIsInSync:
     def test_all_that_hold_the_same_are(self) -> None:
-        state = adopted([found(2), found(1), found(3)])
+        state = state_of([found(2), found(1), found(3)])
         assert state == PartitionState(None, 2, (1, 2, 3), (1, 2, 3), {n: f"store-{n}" for n in (1, 2, 3)}, {})
 
     def test_the_later_epoch_counts_more_than_the_longer_log(self) -> None:
-        state = adopted([found(1, 3, 100), found(2, 4, 50), found(3, 4, 49)])
+        state = state_of([found(1, 3, 100), found(2, 4, 50), found(3, 4, 49)])
         assert (state.isr, state.replicas, state.leader_epoch) == ((2,), (1, 2, 3), 5)
 
     def test_the_epoch_goes_on_above_whatever_anybody_has_seen(self) -> None:
-        assert adopted([found(1, 3), found(2, 3, 4, highest_epoch=9)]).leader_epoch == 10
-        assert adopted([found(1, 3), found(2, fault="damaged", highest_epoch=12)]).leader_epoch == 13
+        assert state_of([found(1, 3), found(2, 3, 4, highest_epoch=9)]).leader_epoch == 10
+        assert state_of([found(1, 3), found(2, fault="damaged", highest_epoch=12)]).leader_epoch == 13
 
     def test_a_damaged_one_is_a_replica_and_nothing_more(self) -> None:
-        state = adopted([found(1, 2, 5), found(2, 9, 99, fault="broker 2: damaged")])
+        state = state_of([found(1, 2, 5), found(2, 9, 99, fault="broker 2: damaged")])
         assert (state.isr, state.replicas, state.store_uuids) == ((1,), (1, 2), {1: "store-1"})
-        assert adopted([found(1, fault="x")]).isr == ()
+        assert state_of([found(1, fault="x")]).isr == ()
 
     @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), min_size=1, max_size=4))
     def test_nobody_who_is_in_sync_holds_less_than_anybody(self, logs: list[tuple[int, int]]) -> None:
-        state = adopted([found(number, *log) for number, log in enumerate(logs)])
+        state = state_of([found(number, *log) for number, log in enumerate(logs)])
         assert {logs[number] for number in state.isr} == {max(logs)}
 
 
-def losses(replicas: list[Found], config: wire.TopicConfig | None = None) -> list[str]:
+def losses(replicas: list[ReplicaFound], config: wire.TopicConfig | None = None) -> list[str]:
     topic = TopicState("t", "id", 1, 1, len(replicas), config or wire.TopicConfig())
     return Adoption(topics={"id": topic}, replicas={("id", 0): replicas}).losses()
 
@@ -91,9 +91,9 @@ class TestWhatIsMissing:
         ],
     )
     def test_a_damaged_replica_that_may_have_held_most_is_named(self, replicas, least, is_loss) -> None:
-        told = losses(replicas, wire.TopicConfig(min_insync_replicas=least))
-        assert bool(told) == is_loss
-        assert all("may lack what a damaged replica alone held: torn" in loss for loss in told)
+        messages = losses(replicas, wire.TopicConfig(min_insync_replicas=least))
+        assert bool(messages) == is_loss
+        assert all("may lack what a damaged replica alone held: torn" in loss for loss in messages)
 
     def test_a_partition_that_was_never_opened_begins_empty(self) -> None:
         topic = TopicState("t", "id", 1, 1, 3, wire.TopicConfig())
@@ -131,23 +131,23 @@ def directory(path: Path, cluster_id: str = "c", broker_id: int = 1) -> Path:
 class TestDirectoriesThatDoNotFit:
     def test_of_two_clusters(self, tmp_path: Path) -> None:
         with pytest.raises(NotAdopted, match="adopt the directories of one cluster") as refused:
-            look_into([directory(tmp_path / "a"), directory(tmp_path / "b", "other", 2)])
+            read_directories([directory(tmp_path / "a"), directory(tmp_path / "b", "other", 2)])
         assert refused.value.exit_code == 73
 
     def test_of_one_broker(self, tmp_path: Path) -> None:
         with pytest.raises(NotAdopted, match="are both of broker 1"):
-            look_into([directory(tmp_path / "a"), directory(tmp_path / "b")])
+            read_directories([directory(tmp_path / "a"), directory(tmp_path / "b")])
 
     def test_one_that_is_in_use(self, tmp_path: Path) -> None:
         held = DataDirectory.open(tmp_path / "a")
         with pytest.raises(NotAdopted, match="is used by the process"):
-            look_into([tmp_path / "a"])
+            read_directories([tmp_path / "a"])
         held.close()
 
     def test_one_that_is_none(self, tmp_path: Path) -> None:
         for path in (tmp_path, tmp_path / "nowhere"):
             with pytest.raises(NotAdopted, match="no broker's data directory"):
-                look_into([path])
+                read_directories([path])
         assert not (tmp_path / "nowhere").exists()
 
 
@@ -169,11 +169,11 @@ class TestWritingBack:
             fixture.broker.produce_range("t", ProduceRequest(records("a", "b"), partition=0, producer=stamp))
             fixture.broker.receive("g", wire.ReceiveRequest(topics=["t"]), None)
         (data / "identity.json").write_text(f'{{"cluster_id": "{cluster_id}", "broker_id": 1, "store_uuid": "store"}}')
-        return look_into([data])
+        return read_directories([data])
 
     def test_topics_groups_ids_and_claims_come_back(self, catalog: Catalog, adoption: Adoption) -> None:
-        told = write_back(catalog, adoption, accept_loss=False, replace_cluster=False)
-        assert told[1] == "topic t: 2 partitions"
+        messages = write_back(catalog, adoption, accept_loss=False, replace_cluster=False)
+        assert messages[1] == "topic t: 2 partitions"
         assert catalog.find_cluster_id() == adoption.cluster_id
         assert {number: held.value.store_uuid for number, held in catalog.claims().items()} == {1: "store"}
         topic = catalog.topic("t")
@@ -186,8 +186,8 @@ class TestWritingBack:
     def test_a_repeat_changes_nothing(self, catalog: Catalog, adoption: Adoption) -> None:
         write_back(catalog, adoption, accept_loss=False, replace_cluster=False)
         before = catalog.partitions(catalog.topic("t"))
-        told = write_back(catalog, adoption, accept_loss=False, replace_cluster=False)
-        assert "topic t: is there already" in told
+        messages = write_back(catalog, adoption, accept_loss=False, replace_cluster=False)
+        assert "topic t: is there already" in messages
         assert catalog.partitions(catalog.topic("t")) == before
 
     def test_a_loss_has_to_be_accepted_by_name(self, catalog: Catalog, adoption: Adoption) -> None:
@@ -195,8 +195,8 @@ class TestWritingBack:
         with pytest.raises(NotAdopted, match="--i-accept-data-loss"):
             write_back(catalog, adoption, accept_loss=False, replace_cluster=False)
         assert (catalog.find_cluster_id(), catalog.topics()) == (None, {})
-        told = write_back(catalog, adoption, accept_loss=True, replace_cluster=False)
-        assert "accepted: the data directory of broker 2 (http://b2) is not among them" in told
+        messages = write_back(catalog, adoption, accept_loss=True, replace_cluster=False)
+        assert "accepted: the data directory of broker 2 (http://b2) is not among them" in messages
 
     def test_brokers_that_run_are_in_the_way(self, catalog: Catalog, adoption: Adoption) -> None:
         catalog.register_broker(4, BrokerState("http://b4", 1, "s"))

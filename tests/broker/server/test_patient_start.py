@@ -21,7 +21,7 @@ from portalmq.broker.server import composition as server
 from portalmq.broker.server import preflight
 from portalmq.broker.server.auth import Auth
 from portalmq.broker.server.config import BrokerConfig
-from portalmq.broker.server.preflight import Question
+from portalmq.broker.server.preflight import IdentityRequest
 from portalmq.broker.storage.disk import DataDirectory
 from portalmq.control_plane import zookeeper
 from portalmq.control_plane.catalog import BrokerIdTaken, Catalog
@@ -179,7 +179,7 @@ def test_each_call_before_the_fork_may_fail_once(machines: Iterator[Machine], fa
         plane = Tree(machine.plane, number, fault)
         waiting = preflight.patience_of(BrokerConfig())
         waiting(lambda: preflight.close_tree(plane, patience_s=0.0))  # type: ignore[arg-type]  # noqa: B023
-        question = Question(None, "fresh", False, URL)
+        question = IdentityRequest(None, "fresh", False, URL)
         joined = waiting(lambda: preflight.joined(Catalog(plane), question, None, patience_s=0.0))  # type: ignore[arg-type]  # noqa: B023
         assert (joined.cluster_id, joined.broker_id) == (machine.catalog.find_cluster_id(), 1)
         stores = {broker_id: held.value.store_uuid for broker_id, held in machine.catalog.claims().items()}
@@ -195,7 +195,7 @@ def test_nodes_of_others_are_wrong_usage_before_the_fork(machines: Iterator[Mach
     waiting = preflight.patience_of(BrokerConfig())
     with pytest.raises(StartupError, match="zookeeper-password") as refused:
         waiting(
-            lambda: preflight.joined(Catalog(plane), Question(None, "fresh", False, URL), None, patience_s=0.0)  # type: ignore[arg-type]
+            lambda: preflight.joined(Catalog(plane), IdentityRequest(None, "fresh", False, URL), None, patience_s=0.0)  # type: ignore[arg-type]
         )
     assert refused.value.exit_code == EX_USAGE
     assert len(plane.calls) == 1

@@ -17,7 +17,7 @@ from portalmq.broker.cluster import retry_budget as patience
 from portalmq.broker.cluster.exits import StartupError
 from portalmq.broker.server import preflight
 from portalmq.broker.server.config import BrokerConfig
-from portalmq.broker.server.preflight import Joined, Preflight, Question
+from portalmq.broker.server.preflight import IdentityAnswer, IdentityRequest, Preflight
 from portalmq.broker.storage.disk import StoreIdentity
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.embedded import EmbeddedZooKeeper
@@ -37,18 +37,18 @@ def catalog(tmp_path: Path) -> Iterator[Catalog]:
     plane.close()
 
 
-def joined(catalog: Catalog, asked: Question, wanted: int | None) -> Joined:
+def joined(catalog: Catalog, asked: IdentityRequest, wanted: int | None) -> IdentityAnswer:
     return preflight.joined(catalog, asked, wanted, patience_s=0.05)
 
 
-def question(cluster: str = "", broker_id: int = 1, *, store: str = "store", holds: bool = False) -> Question:
-    return Question(StoreIdentity(cluster, broker_id, store) if cluster else None, store, holds, URL)
+def question(cluster: str = "", broker_id: int = 1, *, store: str = "store", holds: bool = False) -> IdentityRequest:
+    return IdentityRequest(StoreIdentity(cluster, broker_id, store) if cluster else None, store, holds, URL)
 
 
 class TestNewDirectories:
     def test_the_first_one_makes_the_cluster(self, catalog: Catalog) -> None:
         answer = joined(catalog, question(), None)
-        assert answer == Joined(catalog.cluster_id(), 1)
+        assert answer == IdentityAnswer(catalog.cluster_id(), 1)
 
     def test_others_join_it_under_the_next_ids(self, catalog: Catalog) -> None:
         made = [joined(catalog, question(store=store), None) for store in ("a", "b", "c")]
@@ -94,7 +94,7 @@ class TestKnownDirectories:
         assert catalog.find_cluster_id() is None
 
     def test_one_without_messages_brings_its_cluster_along(self, catalog: Catalog) -> None:
-        assert joined(catalog, question("kept", 3), None) == Joined("kept", 3)
+        assert joined(catalog, question("kept", 3), None) == IdentityAnswer("kept", 3)
         assert catalog.find_cluster_id() == "kept"
 
     def test_the_old_disk_of_a_broker_takes_its_id_back(self, catalog: Catalog) -> None:

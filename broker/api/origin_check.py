@@ -1,12 +1,12 @@
-"""Web pages are kept out of a broker that asks for no token.
+"""Protection of a broker without a token against web pages.
 
-A browser on the machine reaches `localhost` for every page that is open in it. A page of another origin may send a
-simple POST without asking first, and an <img> sends a GET. A page whose own name is made to resolve to 127.0.0.1 (DNS
-rebinding) counts as the broker's own origin, and reads the answers as well. The browser itself tells of the first two
-with `Origin` and `Sec-Fetch-Site`, and of the last with `Host`: no page can set these headers. Programs send neither of
-the first two, and a `Host` of an address or of a name that this broker is known by.
+A browser on the machine reaches `localhost` for every open page. A page of another origin may send a simple POST
+without a preflight request, and an <img> sends a GET. A page whose host name resolves to 127.0.0.1 (DNS rebinding) has
+the broker's own origin, and can read the answers. The browser reports the first two by `Origin` and `Sec-Fetch-Site`,
+and the last by `Host`; pages cannot set these headers. Programs send neither of the first two, and as `Host` an address
+or a name of this broker.
 
-With a token none of this is needed: a page does not know it.
+With a token no check is needed: pages do not know it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from urllib.parse import urlsplit
 from portalmq.errors import Forbidden
 
 READING_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-# What older queues' protocols take out by GET.
+# Paths at which older queues' protocols consume messages by GET.
 TAKING_PATHS = frozenset({"/message", "/v1/consumer"})
 HOSTS_REMEMBERED = 256
 
 
-class Names(Protocol):
+class BrokerNames(Protocol):
     """The settings that name a broker."""
 
     @property
@@ -35,38 +35,38 @@ class Names(Protocol):
     def names_allowed(self) -> list[str]: ...
 
 
-class Visitors:
-    """Refuses what a web page of another origin sends, and what comes under a name that is not the broker's."""
+class OriginCheck:
+    """Refuses requests of web pages of another origin, and requests to a host name that is not the broker's."""
 
-    def __init__(self, config: Names) -> None:
+    def __init__(self, config: BrokerNames) -> None:
         names = {config.host, urlsplit(config.url).hostname or "", *config.names_allowed}
-        self._names = {_plain(name) for name in names}
+        self._names = {_normalized(name) for name in names}
         self._advertised = urlsplit(config.url).netloc.lower()
         self._is_ours = lru_cache(HOSTS_REMEMBERED)(self._is_our_name)
 
     def check(self, environ: dict[str, Any]) -> None:
-        """Raises Forbidden. Most requests cost it three look-ups."""
+        """Raise Forbidden for a foreign origin or host. Costs three lookups for most requests."""
         host = environ.get("HTTP_HOST", "")
         if not self._is_ours(host):
             raise Forbidden(
-                f"this broker asks for no token, and {host[:100]!r} is no name of it, as when a web page had its own "
-                "name lead here: use its address, or name it with --advertised-url or --allowed-hosts"
+                f"this broker needs no token, and {host[:100]!r} is not one of its names, as in DNS rebinding by a web "
+                "page: use its address, or add the name with --advertised-url or --allowed-hosts"
             )
         if "HTTP_ORIGIN" in environ or "HTTP_SEC_FETCH_SITE" in environ:
             self._check_page(environ, host)
 
     def _check_page(self, environ: dict[str, Any], host: str) -> None:
         if environ["REQUEST_METHOD"] in READING_METHODS and environ["PATH_INFO"].rstrip("/") not in TAKING_PATHS:
-            return  # there is no CORS header here, so another origin cannot read the answer
+            return  # without CORS headers in the answer, another origin cannot read it
         origin = environ.get("HTTP_ORIGIN")
         is_foreign = environ.get("HTTP_SEC_FETCH_SITE", "none") not in {"none", "same-origin"}
-        if is_foreign or (origin is not None and _place(origin) not in {host.lower(), self._advertised}):
+        if is_foreign or (origin is not None and _host_of(origin) not in {host.lower(), self._advertised}):
             shown = "another origin" if origin is None else repr(origin[:100])
-            raise Forbidden(f"a web page of {shown} may change nothing on a broker that asks for no token")
+            raise Forbidden(f"a web page of {shown} may change nothing on a broker without tokens")
 
     def _is_our_name(self, host: str) -> bool:
-        name = _plain(_without_port(host))
-        # A name without a dot is in nobody's public zone, so no page can come from it by rebinding.
+        name = _normalized(_without_port(host))
+        # A name without a dot is in no public zone, so no page can use it for rebinding.
         return "." not in name or name in self._names or name.endswith(".localhost") or _is_address(name)
 
 
@@ -75,7 +75,7 @@ def _without_port(host: str) -> str:
     return name if colon and port.isdigit() and (":" not in name or name.startswith("[")) else host
 
 
-def _plain(name: str) -> str:
+def _normalized(name: str) -> str:
     return name.strip().lower().removesuffix(".").removeprefix("[").removesuffix("]")
 
 
@@ -87,6 +87,6 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def _place(origin: str) -> str:
-    """The host and port of an origin, as `Host` gives them; nothing for `null`."""
+def _host_of(origin: str) -> str:
+    """Return the host and port of an origin, in the form of `Host`; "" for `null`."""
     return origin.strip().lower().partition("://")[2]

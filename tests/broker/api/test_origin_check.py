@@ -6,8 +6,8 @@ import pytest
 
 from portalmq import wire
 from portalmq.broker.api.app import create_app
+from portalmq.broker.api.origin_check import READING_METHODS, TAKING_PATHS
 from portalmq.broker.api.routes import ROUTES
-from portalmq.broker.api.visitors import READING_METHODS, TAKING_PATHS
 from portalmq.broker.metrics import Metrics
 from portalmq.broker.protocols.routes import PROTOCOL_ROUTES
 from portalmq.broker.server.auth import Auth
@@ -19,14 +19,14 @@ EVERY = [route for route in (*ROUTES, *PROTOCOL_ROUTES) if route.path not in PRO
 CHANGING = [route for route in EVERY if route.method not in READING_METHODS or route.path in TAKING_PATHS]
 
 
-def served(domain, *secrets, **settings):
-    app = create_app(domain, BrokerConfig(**settings), Metrics("0"), Auth(secrets), more=PROTOCOL_ROUTES)
+def served(broker, *secrets, **settings):
+    app = create_app(broker, BrokerConfig(**settings), Metrics("0"), Auth(secrets), more=PROTOCOL_ROUTES)
     return app.test_client()
 
 
 @pytest.fixture
-def client(domain):
-    return served(domain)
+def client(broker):
+    return served(broker)
 
 
 def ask(client, route, headers):
@@ -45,21 +45,21 @@ def ask(client, route, headers):
     ],
     ids=str,
 )
-def test_another_page_changes_nothing(client, domain, problem_of, headers):
+def test_another_page_changes_nothing(client, broker, problem_of, headers):
     for route in CHANGING:
         answer = ask(client, route, {"Host": "localhost:5000", **headers})
         assert "token" in problem_of(answer, 403, "forbidden")["detail"], route
-    assert domain.made == []
+    assert broker.made == []
 
 
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:5000", "127.0.0.1.evil.example", "localhost.evil.example."]
 )
-def test_nothing_is_read_or_changed_under_a_name_that_is_not_the_brokers(client, domain, problem_of, host):
+def test_nothing_is_read_or_changed_under_a_name_that_is_not_the_brokers(client, broker, problem_of, host):
     for route in EVERY:
         answer = ask(client, route, {"Host": host})
         assert "--allowed-hosts" in problem_of(answer, 403, "forbidden")["detail"], route
-    assert domain.made == []
+    assert broker.made == []
 
 
 def test_open_routes_tell_a_page_under_a_name_that_is_not_the_brokers_the_status_alone(client):
@@ -84,8 +84,8 @@ def test_open_routes_tell_a_page_under_a_name_that_is_not_the_brokers_the_status
     ]
     + ["mq.localhost:5000", "mq.example:5000", "MQ.example.:5000", "queue.example", "lb.example:8080"],
 )
-def test_programs_are_served_by_every_name_of_the_broker(domain, host):
-    client = served(domain, advertised_url="http://mq.example:5000", allowed_hosts="queue.example, LB.example")
+def test_programs_are_served_by_every_name_of_the_broker(broker, host):
+    client = served(broker, advertised_url="http://mq.example:5000", allowed_hosts="queue.example, LB.example")
     assert client.get("/v1/topics", headers={"Host": host}).status_code == 200
     assert client.post("/v1/topics/t/messages", data=b"x", headers={"Host": host}).status_code == 200
 
@@ -100,8 +100,8 @@ def test_programs_are_served_by_every_name_of_the_broker(domain, host):
     ],
     ids=str,
 )
-def test_the_brokers_own_pages_may_do_everything(domain, headers):
-    client = served(domain, advertised_url="https://mq.example")
+def test_the_brokers_own_pages_may_do_everything(broker, headers):
+    client = served(broker, advertised_url="https://mq.example")
     headers = {"Host": "localhost:5000", **headers}
     assert client.post("/v1/topics/t/messages", data=b"x", headers=headers).status_code == 200
 
@@ -118,8 +118,8 @@ def test_what_is_no_route_refuses_too(client, problem_of):
     problem_of(client.get("/v1/nothing", headers={"Host": "evil.example"}), 403, "forbidden")
 
 
-def test_with_a_token_the_token_alone_decides(domain, problem_of):
-    client = served(domain, "secret")
+def test_with_a_token_the_token_alone_decides(broker, problem_of):
+    client = served(broker, "secret")
     foreign = {**PAGE, "Host": "evil.example"}
     problem_of(client.post("/v1/topics/t/messages", data=b"x", headers=foreign), 401, "unauthorized")
     shown = {**foreign, "Authorization": "Bearer secret"}
