@@ -34,7 +34,7 @@ from portalmq.broker.messages.produce import size_of, with_default_ttl
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.yielding import give_way, in_turns
-from portalmq.broker.queues.group_delivery import GroupPartition, ReceiptSpan
+from portalmq.broker.queues.group_partition import GroupPartition, ReceiptSpan
 from portalmq.broker.queues.outbox import Outbox, Outboxes
 from portalmq.broker.storage.batch import BatchKind, Record
 from portalmq.control_plane.state import GroupState

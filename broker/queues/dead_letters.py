@@ -41,7 +41,7 @@ from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.writer import Pending
 from portalmq.broker.partition.yielding import TimeSlice, give_way, in_short_turns, in_turns
-from portalmq.broker.queues.group_delivery import GroupPartition
+from portalmq.broker.queues.group_partition import GroupPartition
 from portalmq.broker.queues.outbox import provenance
 from portalmq.broker.storage.batch import Record
 from portalmq.control_plane.state import GroupState

@@ -28,7 +28,7 @@ from portalmq.broker.partition.long_poll import LongPolls
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.writer import Pending
 from portalmq.broker.partition.yielding import in_short_turns, in_turns
-from portalmq.broker.queues.group_delivery import GroupPartition
+from portalmq.broker.queues.group_partition import GroupPartition
 from portalmq.broker.queues.group_registry import GroupRegistry
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.mirror import Changes, Mirror

@@ -27,7 +27,7 @@ from portalmq.broker.partition.long_poll import (
     receive,
     take,
 )
-from portalmq.broker.queues.group_delivery import GroupPartition
+from portalmq.broker.queues.group_partition import GroupPartition
 from portalmq.broker.queues.groups import Groups
 from portalmq.broker.queues.remote_interest import RemoteGroup
 from portalmq.broker.queues.settle import Settlement, Verdict

@@ -17,7 +17,7 @@ from portalmq.broker.cluster.rpc.queues import SETTLE, Settle, SettleShare, Verb
 from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.core.queue.receipts import HEAD_LENGTH, Lease, ReceiptSigner, offset_of, tag_of
 from portalmq.broker.partition.yielding import give_way, in_short_turns, in_turns
-from portalmq.broker.queues.group_delivery import GroupPartition, ReceiptSpan, Verdicts
+from portalmq.broker.queues.group_partition import GroupPartition, ReceiptSpan, Verdicts
 from portalmq.control_plane.state import GroupState
 from portalmq.errors import GroupModeMismatch, InvalidRequest, PortalMQError, Unavailable
 

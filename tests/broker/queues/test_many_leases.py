@@ -22,7 +22,7 @@ def fixture(tmp_path):
 def few_at_once(monkeypatch):
     """What is done at once is little; each pause is noted with the dead messages that there are then."""
     monkeypatch.setattr("portalmq.broker.core.queue.delivery.RETURNED_AT_ONCE", 3)
-    monkeypatch.setattr("portalmq.broker.queues.group_delivery.DEAD_A_RECORD", 2)
+    monkeypatch.setattr("portalmq.broker.queues.group_receiver.DEAD_A_RECORD", 2)
 
     def watch(fixture: Fixture, meanwhile=lambda: None) -> list[int]:
         pauses: list[int] = []
@@ -31,7 +31,7 @@ def few_at_once(monkeypatch):
             pauses.append(fixture.broker.describe_group("g").dead)
             meanwhile()
 
-        monkeypatch.setattr("portalmq.broker.queues.group_delivery.give_way", give_way)
+        monkeypatch.setattr("portalmq.broker.queues.group_receiver.give_way", give_way)
         return pauses
 
     return watch

@@ -12,7 +12,7 @@ from portalmq import wire
 from portalmq.broker.core.queue import delivery as core_delivery
 from portalmq.broker.core.queue.receipts import topic_mark
 from portalmq.broker.messages.produce import ProduceRequest
-from portalmq.broker.queues import group_delivery as delivery
+from portalmq.broker.queues import group_partition
 from portalmq.control_plane.state import TopicState
 from portalmq.errors import Backpressure, GroupModeMismatch, PartitionNotFound, TopicNotFound, Unavailable
 
@@ -214,7 +214,7 @@ def test_a_group_that_begins_at_the_end_has_nothing_to_do_with_what_was_before(f
 def test_what_is_done_before_a_message_that_nobody_takes_is_bounded(
     fixture: Fixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(delivery, "OUTSTANDING_MAX", 5)
+    monkeypatch.setattr(group_partition, "OUTSTANDING_MAX", 5)
     first, *others = produce(fixture, *"abcdefgh")
     assert all(finish(fixture, *[(0, offset) for offset in others[:5]]))
     with pytest.raises(Backpressure, match="receive"):

@@ -13,7 +13,7 @@ from portalmq.broker.core.queue.delivery import GroupDelivery
 from portalmq.broker.core.queue.lanes import DELAYED
 from portalmq.broker.core.queue.selection import KEYS_PER_STEP
 from portalmq.broker.messages.produce import ProduceRequest
-from portalmq.broker.queues.group_delivery import FOUND_MAX
+from portalmq.broker.queues.group_receiver import FOUND_MAX
 from portalmq.errors import GroupModeMismatch, InvalidRequest
 
 LEASE_MS = 30_000
@@ -70,7 +70,7 @@ def test_a_greater_priority_comes_first_and_within_one_the_order_stays(fixture):
 
 
 def test_where_messages_are_found_one_by_one_a_receive_takes_no_more_than_a_turn_has_room_for(fixture, monkeypatch):
-    monkeypatch.setattr("portalmq.broker.queues.group_delivery.FOUND_MAX", 2)
+    monkeypatch.setattr("portalmq.broker.queues.group_receiver.FOUND_MAX", 2)
     send(fixture, "a", "b", "c")
     assert texts(receive(fixture)) == ["a", "b", "c"], "plain ones are found in whole batches"
     send(fixture, "d", "e")
@@ -612,7 +612,7 @@ def test_after_a_restart_the_keys_of_a_backlog_are_read_in_steps_and_acks_betwee
     """However many wait, others have their turn after each few; what is acked then makes the next of its key free, and
     that once the ack is committed."""
     pauses: list[None] = []
-    monkeypatch.setattr("portalmq.broker.queues.group_delivery.give_way", lambda: pauses.append(None))
+    monkeypatch.setattr("portalmq.broker.queues.group_receiver.give_way", lambda: pauses.append(None))
     clock = HandClock()
     with running(tmp_path, clock) as before:
         before.broker.put_group("g", {"ordering": "key"})
@@ -626,7 +626,7 @@ def test_after_a_restart_the_keys_of_a_backlog_are_read_in_steps_and_acks_betwee
             if len(pauses) == 2:
                 assert after.broker.ack("g", [first.receipt]) == [True]
 
-        monkeypatch.setattr("portalmq.broker.queues.group_delivery.give_way", ack_once)
+        monkeypatch.setattr("portalmq.broker.queues.group_receiver.give_way", ack_once)
         pauses.clear()
         assert [message.record.value for message in receive(after)] == [b"1"]
         assert len(pauses) == 2
@@ -636,7 +636,7 @@ def test_behind_many_messages_of_one_key_another_is_found_in_several_looks(fixtu
     """A look at all that is held would keep everybody else waiting."""
     held = []
     monkeypatch.setattr(
-        "portalmq.broker.queues.group_delivery.give_way", lambda: held.append(partition_of(fixture).delivery["g"].held)
+        "portalmq.broker.queues.group_receiver.give_way", lambda: held.append(partition_of(fixture).delivery["g"].held)
     )
     fixture.broker.put_group("g", {"ordering": "key"})
     send(fixture, *[b"x"] * 5_000, key=b"k")

@@ -1,4 +1,4 @@
-"""A queue group on a partition that this broker leads: receive, ack, nack, extend.
+"""A queue group on a partition that this broker leads: receive, and give up exhausted messages.
 
 Everything here runs on the event loop's thread. A grant is applied before its record goes to the disk and before any
 payload is read, without a switch of greenlets in between, so no message is delivered to two consumers.
@@ -6,69 +6,44 @@ payload is read, without a switch of greenlets in between, so no message is deli
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from functools import partial
-from typing import NamedTuple
 
 import gevent
 
 from portalmq import wire
 from portalmq.broker.core.fold import SpanFold
-from portalmq.broker.core.queue.delivery import OUTSTANDING_MAX, GroupDelivery
+from portalmq.broker.core.queue.delivery import GroupDelivery
 from portalmq.broker.core.queue.receipts import ReceiptSigner, nth_text
 from portalmq.broker.core.queue.records import (
     Ack,
     Dead,
-    Extend,
     Grant,
     GroupStart,
-    LanePosition,
-    Nack,
-    Range,
-    ranges_of,
 )
 from portalmq.broker.core.queue.selection import NEVER_MS, DeliveryRange, Selection, read_keys, select, update_keys
 from portalmq.broker.partition.answer_size import fitting, sizes_of
 from portalmq.broker.partition.clock import Clock
-from portalmq.broker.partition.long_poll import LeasedMessage, Peer, ReceiveOptions, Waiter
+from portalmq.broker.partition.long_poll import LeasedMessage, ReceiveOptions, Waiter
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.reader import BatchSlice
 from portalmq.broker.partition.writer import Pending
 from portalmq.broker.partition.yielding import give_way
-from portalmq.broker.queues.delivery_batch import DEAD_A_RECORD, Run, backoff_ms, dead_letter_topic, parts_of, runs_of
-from portalmq.broker.queues.partition_counts import counted
+from portalmq.broker.queues.delivery_batch import DEAD_A_RECORD, Run, dead_letter_topic, runs_of
 from portalmq.broker.queues.ready_messages import ReadyMessages
 from portalmq.broker.queues.wakeup import Wakeup
-from portalmq.errors import Backpressure, PortalMQError, Unavailable
+from portalmq.errors import PortalMQError, Unavailable
 from portalmq.wire import GroupConfig
-
-__all__ = ["GroupPartition", "LeasedMessage", "Peer", "ReceiptSpan"]
 
 # A cursor that has passed this many offsets of other lanes is written to the log.
 PASSED_MAX = 10_000
 # The most messages of a receive where some have a priority or a delay: each one is found and read separately.
 FOUND_MAX = 500
-# Messages that were acked ahead of the cursor are kept one by one. The cursor moves on after this many more.
-AHEAD_STEP = 1_000
 EXHAUSTED = "max_deliveries: the last lease ended without an ack"
 
 
-class ReceiptSpan(NamedTuple):
-    """Receipts of one lease: its delivery number and leader epoch, their indexes in the request, their offsets."""
-
-    delivery: int
-    leader_epoch: int
-    indexes: list[int]
-    offsets: list[int]
-
-
-# True for the index of each receipt that is valid.
-Verdicts = dict[int, bool]
-
-
-class GroupPartition:
-    """One group on one partition, while it is led here: its fold and its waiting receives."""
+class GroupReceiver:
+    """Receives of one group on one partition, while it is led here: leases, waiting receives, dead letters."""
 
     is_remote = False
 
@@ -89,13 +64,10 @@ class GroupPartition:
             settings=lambda: self.settings(),
             on_timer=self._on_timer,
         )
-        self._ahead_max = AHEAD_STEP
         # Returns the group's current settings.
         self.settings: Callable[[], GroupConfig] = GroupConfig
         # Called with the number of delivered messages, and how many of them were redeliveries.
         self.on_delivered: Callable[[int, int], None] = lambda messages, again: None
-        # Called with the number of acked messages when the acks are committed; each message counts once.
-        self.on_acked: Callable[[int], None] = lambda messages: None
         # Called with the number of dead messages, and with the number of expired ones.
         self.on_dead: Callable[[int], None] = lambda messages: None
         self.on_expired: Callable[[int], None] = lambda messages: None
@@ -375,203 +347,3 @@ class GroupPartition:
                 for nth, record in enumerate(piece.records(), piece.start - first)
             ]
         return delivered
-
-    # --- settle ------------------------------------------------------------------------------------------------------
-
-    def ack(self, shown: list[ReceiptSpan]) -> tuple[Verdicts, Callable[[], None]]:
-        """Ack; return the verdicts, and a function that waits until they are committed: both the acks, and the records
-        for which other receipts were refused."""
-        verdicts, unfinished = self.check_receipts(shown)
-        done = self._finish(unfinished)
-        if all(verdicts.values()):
-            return verdicts, done
-        refused = self._wait_for_appended()
-
-        def wait_for_both() -> None:
-            done()
-            refused()
-
-        return verdicts, wait_for_both
-
-    def wait_refused(self) -> None:
-        """Wait until the records for which receipts were refused are committed, so that the refusal is final."""
-        self._wait_for_appended()()
-
-    def finish(self, offsets: Sequence[int], holder: str | None) -> tuple[list[bool], Callable[[], None]]:
-        """Ack by offset, without receipts; return True for each offset that is or was an unfinished message of the
-        group, and a function that waits for the commit. With `holder` only messages count that are leased by an attempt
-        whose id is `<holder>:<anything>`."""
-        now_ms = self._clock.now_ms()
-        verdicts = [self._may_finish(offset, holder, now_ms) for offset in offsets]
-        done = [offset for offset, good in zip(offsets, verdicts, strict=True) if good]
-        self._check_ahead(done)
-        return verdicts, self._finish(done)
-
-    def _check_ahead(self, offsets: list[int]) -> None:
-        """Raise Backpressure when too many messages would be acked ahead of one that is never received."""
-        if len(offsets) + self.delivery.ahead_count <= OUTSTANDING_MAX:
-            return
-        self._pass_done()
-        _, ahead = self.finished(offsets)
-        more = sum([not self.delivery.is_ahead(offset) for _, _, offset in ahead])
-        if more and more + self.delivery.ahead_count > OUTSTANDING_MAX:
-            raise Backpressure(
-                f"{self.delivery.ahead_count} messages were acked ahead of others that were not received: receive those"
-                " first",
-                retry_after_s=1,
-            )
-
-    def _may_finish(self, offset: int, holder: str | None, now_ms: int) -> bool:
-        if self.delivery.is_dead(offset) or not 0 <= offset < self.partition.high_watermark:
-            return False
-        if holder is not None and not self.delivery.is_delivered_to(offset, holder, now_ms):
-            return False
-        return self.delivery.has_span(offset) or any(self.partition.lane_positions(offset, offset + 1))
-
-    def _finish(self, offsets: list[int]) -> Callable[[], None]:
-        """Append an ack of those messages that are not done; return a function that waits for it."""
-        ranges, ahead = self.finished(offsets)
-        if not ranges and not ahead:
-            return self._wait_for_appended()
-        messages = sum([end - start for start, end in ranges])
-        messages += sum([not self.delivery.is_ahead(offset) for _, _, offset in ahead])
-        pending = self.partition.append_group_record(self.group, Ack(ranges, self._clock.now_ms(), ahead))
-        if messages:
-            pending.done.rawlink(lambda _: self.on_acked(messages) if pending.error is None else None)
-        if ahead:
-            self._pass_ahead()
-        return self._then_others(pending)
-
-    def _pass_ahead(self) -> None:
-        """Move the cursor on after many acks by offset: such a group may never receive."""
-        if self.delivery.ahead_count < self._ahead_max:
-            return
-        self._pass_done()
-        self._ahead_max = self.delivery.ahead_count + AHEAD_STEP
-
-    def _pass_done(self) -> None:
-        with suppress(PortalMQError):  # the acks hold in any case; the next ones try again
-            self._pass_over(self._select(self._clock.now_ms(), 0))
-
-    def _then_others(self, pending: Pending) -> Callable[[], None]:
-        """Return a function that waits for the record, then notifies: other messages of the keys may be ready."""
-        if self.delivery.keys is None:
-            return pending.wait
-
-        def wait() -> None:
-            pending.wait()
-            self.notify()
-
-        return wait
-
-    def check_receipts(self, shown: list[ReceiptSpan]) -> tuple[Verdicts, list[int]]:
-        """Return the verdicts, and the offsets of valid receipts whose message may still be unfinished."""
-        verdicts: Verdicts = {}
-        unfinished: list[int] = []
-        for each in shown:
-            good, more = self.delivery.ackable(each.offsets, each.delivery, each.leader_epoch)
-            verdicts.update(zip(each.indexes, good, strict=True))
-            unfinished += more
-        return verdicts, unfinished
-
-    def finished(self, offsets: list[int]) -> tuple[tuple[Range, ...], tuple[LanePosition, ...]]:
-        """Return the offsets that are in spans, and those without a grant in this log: a kill lost the record."""
-        held = self.delivery.with_span(offsets)
-        if len(held) == len(offsets):
-            return ranges_of(held), ()
-        unseen = sorted(set(offsets).difference(held))
-        spots = [spot for offset in unseen for spot in self.partition.lane_positions(offset, offset + 1)]
-        return ranges_of(held), tuple(spot for spot in spots if not self.delivery.has_passed(spot))
-
-    def _wait_for_appended(self) -> Callable[[], None]:
-        """Return a function that waits for all appended records: one of them may be the ack of a finished message."""
-        last = self.partition.replica.next_offset - 1
-        return lambda: self.partition.wait_settled(last)
-
-    def nack(
-        self, shown: list[ReceiptSpan], delay_ms: int | None, reason: str | None, config: GroupConfig
-    ) -> tuple[Verdicts, Callable[[], None]]:
-        now_ms = self._clock.now_ms()
-        verdicts, held = self._held(shown)
-        back: list[tuple[int, int, int]] = []
-        dead: list[tuple[int, int, int]] = []
-        for delivery, offsets in self._by_deliveries(held):
-            free_at_ms = now_ms + (delay_ms if delay_ms is not None else backoff_ms(config, delivery))
-            for start, end in ranges_of(offsets):
-                if delivery >= config.max_deliveries:
-                    dead.append((start, end, delivery))
-                else:
-                    back.append((start, end, free_at_ms))
-        waits: list[Callable[[], None]] = []
-        if dead:
-            for part in parts_of(dead):
-                waits.append(self._then_others(self._give_up(part, now_ms, reason or "nacked")))
-        if back:
-            pending = self.partition.append_group_record(self.group, Nack(tuple(back), now_ms, reason))
-            waits.append(pending.wait)
-            self.notify()
-        if not all(verdicts.values()):
-            waits.append(self._wait_for_appended())
-
-        def wait_for_all() -> None:
-            for wait in waits:
-                wait()
-
-        return verdicts, wait_for_all
-
-    def release(
-        self, shown: list[ReceiptSpan], delay_ms: int, reason: str | None
-    ) -> tuple[Verdicts, Callable[[], None]]:
-        """Release messages that no consumer has seen: this was no delivery."""
-        now_ms = self._clock.now_ms()
-        verdicts, held = self._held(shown)
-        ranges = ranges_of([offset for _, offsets in held for offset in offsets])
-        if not ranges:
-            return verdicts, self._wait_for_appended()
-        back = tuple([(start, end, now_ms + delay_ms) for start, end in ranges])
-        pending = self.partition.append_group_record(self.group, Nack(back, now_ms, reason, unseen=True))
-        self.notify()
-        return verdicts, pending.wait
-
-    def _by_deliveries(self, held: list[tuple[int, list[int]]]) -> list[tuple[int, list[int]]]:
-        """Group leased offsets by the number of deliveries since their last redrive."""
-        found: dict[int, list[int]] = {}
-        for _, offsets in held:
-            for offset in offsets:
-                span = self.delivery.at(offset)
-                assert span is not None
-                found.setdefault(span.deliveries, []).append(offset)
-        return list(found.items())
-
-    def extend(self, shown: list[ReceiptSpan], visibility_timeout_ms: int) -> Verdicts:
-        """Extend leases. The record is logged without a wait, since leases are soft."""
-        now_ms = self._clock.now_ms()
-        may_extend = partial(self.delivery.may_extend, now_ms=now_ms, by_key=self.settings().ordering == "key")
-        verdicts, held = self._held(shown, may_extend)
-        offsets = [offset for _, offsets in held for offset in offsets]
-        if offsets:
-            record = Extend(ranges_of(offsets), now_ms + visibility_timeout_ms, now_ms)
-            self.partition.append_group_record(self.group, record, is_soft=True)
-            self._wakeup.arm()
-        if not all(verdicts.values()):
-            self.wait_refused()
-        return verdicts
-
-    def _held(
-        self, shown: list[ReceiptSpan], counts: Callable[..., bool] | None = None
-    ) -> tuple[Verdicts, list[tuple[int, list[int]]]]:
-        """Return the verdicts (True for the latest lease of a message), and the valid offsets by delivery number."""
-        counts = counts or self.delivery.holds
-        verdicts: Verdicts = {}
-        held: list[tuple[int, list[int]]] = []
-        for each in shown:
-            good = [counts(offset, each.delivery, leader_epoch=each.leader_epoch) for offset in each.offsets]
-            verdicts.update(zip(each.indexes, good, strict=True))
-            held.append((each.delivery, [offset for offset, holds in zip(each.offsets, good, strict=True) if holds]))
-        return verdicts, held
-
-    # --- counting ----------------------------------------------------------------------------------------------------
-
-    def counts(self) -> dict[str, int]:
-        """Return ready, in_flight, scheduled, dead, lag in messages, and oldest_unacked_ms, the age of the oldest."""
-        return counted(self.partition, self.group, self._clock)
