@@ -35,7 +35,7 @@ def pages(end: int, size_max: int = 2):  # type: ignore[no-untyped-def]
     return step
 
 
-def test_a_topic_is_made_with_what_is_given_and_no_more() -> None:
+def test_a_topic_is_created_with_the_given_settings_alone() -> None:
     with ScriptedBroker() as broker, Admin(broker.url) as admin:
         broker.script("PUT", "/v1/topics/t", [reply(TOPIC, 201), refuse(409, "topic_exists")])
         assert admin.create_topic("t", partitions=2, config={"retention_ms": 1000}).name == "t"
@@ -71,7 +71,7 @@ def test_topics_are_listed_described_changed_purged_and_deleted() -> None:
         assert (deleted.method, deleted.path) == ("DELETE", "/v1/topics/t")
 
 
-def test_groups_are_made_described_and_their_lag_is_told() -> None:
+def test_groups_are_created_and_described_with_their_lag() -> None:
     with ScriptedBroker() as broker, Admin(broker.url) as admin:
         broker.script("GET", "/v1/groups/g", [reply(GROUP), reply(GROUP)])
         broker.script("GET", "/v1/groups", [reply({"groups": [GROUP]})])

@@ -61,7 +61,7 @@ def test_arguments_are_those_of_the_synchronous_one(ours: Any, theirs: Any, besi
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(AsyncConsumer, Consumer), (AsyncProducer, Producer)])
-def test_every_public_method_has_its_like(ours: type, theirs: type) -> None:
+def test_every_public_method_has_an_async_twin(ours: type, theirs: type) -> None:
     internal = {"has_room_for", "commit_finished"}
     wanted = {name for name in vars(theirs) if not name.startswith("_") and callable(getattr(theirs, name))} - internal
     assert wanted <= set(vars(ours))
@@ -71,7 +71,7 @@ def test_every_public_method_has_its_like(ours: type, theirs: type) -> None:
 
 
 class TestProducing:
-    def test_a_send_tells_where_the_message_stands(self, broker: ScriptedBroker) -> None:
+    def test_a_send_returns_the_position_of_the_message(self, broker: ScriptedBroker) -> None:
         async def test() -> None:
             async with AsyncProducer(broker.url) as producer:
                 first = await producer.send("t", {"a": 1}, key="k", headers={"h": "v"})
@@ -105,7 +105,7 @@ class TestProducing:
         assert broker.values("t") == [b"first", *values]
         assert len(broker.calls_of("POST", "/v1/topics/t/messages")) < 20
 
-    def test_order_is_kept_through_a_full_buffer_and_the_loop_goes_on(self, broker: ScriptedBroker) -> None:
+    def test_order_is_kept_through_a_full_buffer_without_blocking_the_loop(self, broker: ScriptedBroker) -> None:
         values = [str(number).encode() for number in range(200)]
         slow = threading.Event()
         broker.fill("t", [])
@@ -123,7 +123,7 @@ class TestProducing:
         run(test())
         assert broker.values("t") == values
 
-    def test_a_buffer_that_stays_full_is_told(self, broker: ScriptedBroker) -> None:
+    def test_a_buffer_that_stays_full_raises_backpressure(self, broker: ScriptedBroker) -> None:
         slow = threading.Event()
         broker.fill("t", [])
         broker.script("POST", "/v1/topics/t/messages", [hold(slow)])
@@ -140,7 +140,7 @@ class TestProducing:
 
         run(test())
 
-    def test_many_that_wait_at_once_wait_no_longer_than_one(self, broker: ScriptedBroker) -> None:
+    def test_many_concurrent_waits_take_no_longer_than_one(self, broker: ScriptedBroker) -> None:
         """They stand in line behind each other, and their time runs from when each was asked for."""
         never = threading.Event()
         broker.fill("t", [])
@@ -171,7 +171,7 @@ class TestProducing:
         run(test())
         assert broker.values("t") == [b"once"]
 
-    def test_what_is_refused_is_raised(self, broker: ScriptedBroker) -> None:
+    def test_a_refused_commit_is_raised(self, broker: ScriptedBroker) -> None:
         broker.fill("t", [])
         broker.script("POST", "/v1/topics/t/messages", [refuse(404, "topic_not_found")])
 
@@ -184,7 +184,7 @@ class TestProducing:
 
         run(test())
 
-    def test_a_cancelled_send_hurts_no_other(self, broker: ScriptedBroker) -> None:
+    def test_a_cancelled_send_affects_no_other(self, broker: ScriptedBroker) -> None:
         slow = threading.Event()
         broker.fill("t", [])
         broker.script("POST", "/v1/topics/t/messages", [hold(slow)])
@@ -203,7 +203,7 @@ class TestProducing:
         run(test())
         assert broker.values("t") == [b"1", b"2"]
 
-    def test_flush_waits_for_those_that_wait_for_room_too(self, broker: ScriptedBroker) -> None:
+    def test_flush_also_waits_for_sends_that_wait_for_room(self, broker: ScriptedBroker) -> None:
         async def test() -> None:
             async with AsyncProducer(broker.url, buffer_messages=5) as producer:
                 sends = [asyncio.create_task(producer.send("t", b"x")) for _ in range(50)]
@@ -214,7 +214,7 @@ class TestProducing:
 
         run(test())
 
-    def test_closing_twice_is_fine_and_sends_what_the_cancelled_first_one_left(self, broker: ScriptedBroker) -> None:
+    def test_a_second_close_sends_what_the_cancelled_first_one_left(self, broker: ScriptedBroker) -> None:
         async def test() -> None:
             async with AsyncProducer(broker.url, linger_ms=5_000) as producer:
                 sends = [asyncio.create_task(producer.send("t", b"%d" % number)) for number in range(3)]
@@ -229,7 +229,7 @@ class TestProducing:
         run(test())
         assert broker.values("t") == [b"0", b"1", b"2"]
 
-    def test_close_ends_in_its_time_whatever_waits_for_a_broker(self, broker: ScriptedBroker) -> None:
+    def test_close_ends_in_time_even_while_others_wait_for_a_broker(self, broker: ScriptedBroker) -> None:
         never = threading.Event()
         broker.script("GET", "/v1/metadata", [hold(never)])
 
@@ -257,7 +257,7 @@ class TestProducing:
 
 
 class TestConsuming:
-    def test_asking_for_the_next_acks_the_one_before(self, broker: ScriptedBroker) -> None:
+    def test_asking_for_the_next_message_acks_the_one_before(self, broker: ScriptedBroker) -> None:
         broker.fill("t", [b"1", b"2", b"3"])
 
         async def test() -> None:
@@ -283,7 +283,7 @@ class TestConsuming:
         assert broker.done == set()
         assert broker.leased == {}
 
-    def test_what_a_cancelled_receive_brings_is_given_to_the_next_who_asks(self, broker: ScriptedBroker) -> None:
+    def test_messages_of_a_cancelled_receive_go_to_the_next_receive(self, broker: ScriptedBroker) -> None:
         """Not lost, and not taken for done."""
 
         async def test() -> None:
@@ -353,7 +353,7 @@ class TestConsuming:
 
         run(test())
 
-    def test_commit_means_what_was_given_and_not_what_a_cancelled_receive_brought(
+    def test_commit_excludes_messages_of_a_cancelled_receive(
         self, broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(
@@ -386,7 +386,9 @@ class TestConsuming:
 
         run(test())
 
-    def test_what_nobody_got_goes_back_at_close(self, broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_undelivered_messages_go_back_at_close(
+        self, broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr("portalmq.consumer.LAST_ANSWER_S", WITHIN_S)
 
         async def test() -> None:
@@ -416,7 +418,7 @@ class TestConsuming:
 
         run(test())
 
-    def test_close_ends_a_wait_and_twice_is_fine(self, broker: ScriptedBroker) -> None:
+    def test_close_ends_a_wait_and_may_be_called_twice(self, broker: ScriptedBroker) -> None:
         broker.fill("t", [])
 
         async def test() -> None:
@@ -430,7 +432,7 @@ class TestConsuming:
 
         run(test())
 
-    def test_a_failure_is_raised_to_who_asks_next_when_its_asker_was_cancelled(self, broker: ScriptedBroker) -> None:
+    def test_the_error_of_a_cancelled_receive_is_raised_by_the_next(self, broker: ScriptedBroker) -> None:
         slow = threading.Event()
         broker.fill("t", [b"1"])
         broker.script("POST", "/v1/groups/g/receive", [refuse_after(slow)])
@@ -455,7 +457,7 @@ def refuse_after(event: threading.Event) -> Callable[[ScriptedBroker, Any], Any]
     return step
 
 
-def test_a_program_that_forgets_to_close_ends_all_the_same(broker: ScriptedBroker) -> None:
+def test_a_program_without_close_still_exits(broker: ScriptedBroker) -> None:
     broker.fill("t", [])
     program = f"""
 import asyncio

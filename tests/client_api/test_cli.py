@@ -98,7 +98,7 @@ def test_a_broker_that_is_silent_does_not_hide_one_that_answers(
     assert (result.exit_code, result.stdout) == (0, "[]\n")
 
 
-def test_a_broker_that_is_not_there_is_exit_69_with_where_and_how(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_broker_is_exit_69_with_its_address_and_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("portalmq.cli.session.REACH_TIMEOUT_S", 0.1)
     for words in (["status"], ["topic", "list"], ["produce", "t"], ["consume", "t"]):
         result = CliRunner().invoke(main, [*words, "--server", "http://127.0.0.1:1"])
@@ -123,7 +123,7 @@ def test_an_error_of_the_broker_is_exit_1_with_its_sentence(broker: ScriptedBrok
     assert result.stderr == "portalmq: scripted topic_not_found\n"
 
 
-def test_options_may_stand_before_the_command(broker: ScriptedBroker, tmp_path: Path) -> None:
+def test_options_may_precede_the_command(broker: ScriptedBroker, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("# mine\nsecret\n")
     broker.script("GET", "/v1/topics", [reply({"topics": []})])
@@ -133,7 +133,7 @@ def test_options_may_stand_before_the_command(broker: ScriptedBroker, tmp_path: 
     assert broker.calls[-1].headers["authorization"] == "Bearer secret"
 
 
-def test_a_command_of_another_room_that_is_not_installed_says_how_to_install_it(
+def test_a_command_of_a_missing_package_says_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     broken = EntryPoint("report", "portalmq.spark.nowhere:report", "portalmq.commands")
@@ -232,7 +232,7 @@ def test_produce_fails_when_a_message_is_refused(broker: ScriptedBroker) -> None
 
 
 @pytest.mark.parametrize("option", ["--delay", "--ttl"])
-def test_a_time_that_is_too_long_is_a_wrong_call(broker: ScriptedBroker, option: str) -> None:
+def test_a_time_that_is_too_long_is_a_usage_error(broker: ScriptedBroker, option: str) -> None:
     result = run(broker, "produce", "t", option, "100000000000000d", stdin="one\n")
     assert (result.exit_code, type(result.exception)) == (2, SystemExit)
     assert f"Invalid value for '{option}'" in result.stderr
@@ -309,7 +309,7 @@ def test_consume_starts_at_a_time(broker: ScriptedBroker) -> None:
 
 
 @pytest.mark.parametrize("words", [["--from-beginning", "--offset", "1"], ["--group", "g", "--offset", "1"]])
-def test_consume_refuses_places_that_contradict(broker: ScriptedBroker, words: list[str]) -> None:
+def test_consume_refuses_contradicting_positions(broker: ScriptedBroker, words: list[str]) -> None:
     assert run(broker, "consume", "t", *words).exit_code == 2
 
 
@@ -390,7 +390,7 @@ def test_a_package_that_is_missing_is_a_sentence_with_the_extra_that_brings_it(
     assert result.stderr == "portalmq: pyarrow is not installed: `pip install 'portalmq[spark]'`\n"
 
 
-def test_consuming_as_a_group_from_a_topic_that_is_missing_says_that_it_is_made(broker: ScriptedBroker) -> None:
+def test_consuming_as_a_group_from_a_missing_topic_says_that_it_is_created(broker: ScriptedBroker) -> None:
     result = run(broker, "consume", "typo", "--group", "g", "--exit-at-end")
     assert "there is no topic typo yet" in result.stderr
 
@@ -409,7 +409,7 @@ def test_an_interrupted_produce_says_how_many_were_sent(
     assert "sent 2 messages to t" in result.stderr
 
 
-def test_an_interrupted_tail_is_exit_130_without_a_word(
+def test_an_interrupted_tail_is_exit_130_without_a_message(
     broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: object) -> None:
@@ -438,7 +438,7 @@ def test_a_reader_that_goes_away_is_no_error(broker: ScriptedBroker) -> None:
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="has no /dev/full")
-def test_an_output_that_takes_no_more_is_told_and_one_that_is_not_there_is_no_error(broker: ScriptedBroker) -> None:
+def test_a_full_output_is_an_error_and_a_closed_one_is_not(broker: ScriptedBroker) -> None:
     broker.script("GET", "/v1/topics", [reply({"topics": [wire.TopicSummary("t", 1, 3)]})] * 2)
     program = f"{sys.executable} -m portalmq.cli.main topic list --server {broker.url}"
     full = subprocess.run(["bash", "-c", f"{program} >/dev/full"], capture_output=True, text=True, timeout=60)

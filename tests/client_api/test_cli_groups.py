@@ -61,14 +61,14 @@ class TestGroups:
         }
         assert json.loads(result.stdout)["group"] == "g"
 
-    def test_alter_makes_no_group(self, broker: ScriptedBroker) -> None:
+    def test_alter_creates_no_group(self, broker: ScriptedBroker) -> None:
         broker.script("GET", "/v1/groups/g", [refuse(404, "group_not_found")])
         result = run(broker, "group", "alter", "g", "-c", "max_deliveries=3")
         assert result.exit_code == 1
         assert not broker.calls_of("PUT", "/v1/groups/g")
 
     @pytest.mark.parametrize("words", [["-c", "max_delivery=3"], ["-c", "noequals"], []])
-    def test_a_wrong_setting_is_a_usage_error_and_asks_nobody(self, broker: ScriptedBroker, words: list[str]) -> None:
+    def test_a_wrong_setting_is_a_usage_error_without_a_request(self, broker: ScriptedBroker, words: list[str]) -> None:
         assert run(broker, "group", "alter", "g", *words).exit_code == 2
         assert not broker.calls_of("PUT", "/v1/groups/g")
 
@@ -79,7 +79,7 @@ class TestGroups:
         assert run(broker, "group", "delete", "g", "--yes").exit_code == 0
         assert len(broker.calls_of("DELETE", "/v1/groups/g")) == 1
 
-    def test_the_lag_of_a_stream_group_is_told_by_partition(self, broker: ScriptedBroker) -> None:
+    def test_the_lag_of_a_stream_group_is_shown_by_partition(self, broker: ScriptedBroker) -> None:
         offsets = [{"topic": "t", "partition": 0, "committed": 4, "high_watermark": 9, "lag": 5, "lag_ms": 70}]
         broker.script("GET", "/v1/groups/g/offsets", [reply({"offsets": offsets})] * 2)
         broker.script("GET", "/v1/groups/g", [reply(STREAM)] * 2)
@@ -96,7 +96,7 @@ class TestGroups:
             ("2026-05-01T12:00:00Z", {"at": "2026-05-01T12:00:00Z"}),
         ],
     )
-    def test_seek_tells_from_where_to_where(self, broker: ScriptedBroker, to: str, sent: object) -> None:
+    def test_seek_shows_the_old_and_the_new_offsets(self, broker: ScriptedBroker, to: str, sent: object) -> None:
         sought = {"topic": "t", "offsets": [{"partition": 0, "from": 9, "to": 17}], "dry_run": True}
         broker.script("POST", "/v1/groups/g/seek", [reply(sought)])
         result = run(broker, "group", "seek", "g", "t", "--to", to, "--partition", "0", "--dry-run", "-o", "json")
@@ -106,7 +106,7 @@ class TestGroups:
         call = broker.calls_of("POST", "/v1/groups/g/seek")[0].json()
         assert call == {"topic": "t", "to": sent, "partition": 0, "dry_run": True}
 
-    def test_a_place_that_is_none_is_a_usage_error(self, broker: ScriptedBroker) -> None:
+    def test_an_invalid_position_is_a_usage_error(self, broker: ScriptedBroker) -> None:
         assert run(broker, "group", "seek", "g", "t", "--to", "yesterday").exit_code == 2
 
 
@@ -136,7 +136,7 @@ class TestDeadLetters:
         assert run(broker, "dlq", "list", "g", "t", "-n", "1").exit_code == 0
         assert [call.query["limit"] for call in broker.calls_of("GET", "/v1/groups/g/dead-letters")] == ["1"]
 
-    def test_redrive_sends_what_is_meant(self, broker: ScriptedBroker) -> None:
+    def test_redrive_sends_the_selection(self, broker: ScriptedBroker) -> None:
         path = "/v1/groups/g/dead-letters/redrive"
         broker.script("POST", path, [reply({"matched": 3, "redriven": 0}), reply({"matched": 2, "redriven": 2})])
         where = '{"reason":{"contains":"timeout"}}'
@@ -157,7 +157,7 @@ class TestDeadLetters:
             ["--ids", "0-1", "--where", "{}"],
         ],
     )
-    def test_what_is_wrong_is_a_usage_error(self, broker: ScriptedBroker, words: list[str]) -> None:
+    def test_invalid_options_are_a_usage_error(self, broker: ScriptedBroker, words: list[str]) -> None:
         assert run(broker, "dlq", "redrive", "g", "t", *words).exit_code == 2
         assert not broker.calls_of("POST", "/v1/groups/g/dead-letters/redrive")
 
@@ -220,7 +220,7 @@ class TestSchedules:
         assert broker.topics == {}
 
 
-def test_growing_a_topic_that_is_read_in_the_order_of_keys_takes_a_word(broker: ScriptedBroker) -> None:
+def test_growing_a_topic_that_is_read_in_key_order_needs_force(broker: ScriptedBroker) -> None:
     partitions = [wire.PartitionDescription(0, 1, 1, [1], [1], 0, 3, 100)]
 
     def grown(broker: ScriptedBroker, call: Call) -> Reply:

@@ -91,7 +91,7 @@ def test_a_command_runs_under_the_lock_and_its_exit_code_is_ours(broker: LockBro
     assert broker.holder is None
 
 
-def test_a_lock_that_cannot_be_given_back_does_not_hide_what_the_command_said(broker: LockBroker) -> None:
+def test_a_failed_release_does_not_hide_the_exit_code(broker: LockBroker) -> None:
     broker.script("DELETE", PATH, [refuse(403, "forbidden")])
     child = process(broker, "l", "--", sys.executable, "-c", "raise SystemExit(7)")
     told = child.communicate(timeout=WITHIN_S)[1]
@@ -99,7 +99,7 @@ def test_a_lock_that_cannot_be_given_back_does_not_hide_what_the_command_said(br
     assert "lock l could not be released, and expires by itself: scripted forbidden" in told
 
 
-def test_a_command_that_is_not_there_gives_the_lock_back(broker: LockBroker) -> None:
+def test_a_missing_command_releases_the_lock(broker: LockBroker) -> None:
     child = process(broker, "l", "--", "/no/such/command")
     assert "/no/such/command" in child.communicate(timeout=WITHIN_S)[1]
     assert child.returncode == 127
@@ -148,7 +148,7 @@ def test_signals_go_to_the_command_and_the_lock_goes_back(broker: LockBroker) ->
     assert broker.holder is None
 
 
-def test_a_signal_of_the_moment_in_which_the_command_begins_ends_it_too(broker: LockBroker) -> None:
+def test_a_signal_during_the_commands_start_ends_it_too(broker: LockBroker) -> None:
     told_at_once = """
 import os, signal, subprocess
 class Told(subprocess.Popen):

@@ -18,7 +18,7 @@ def shown(value: bytes) -> Message:
     ("on_terminal", "said"),
     [(False, VALUE + b"\n"), (True, "a\\x1b]0;owned\\x07 ü\n\tb\\x9b2J\\xff\n".encode())],
 )
-def test_a_terminal_is_shown_control_characters_and_a_file_gets_the_value_as_it_is(
+def test_a_terminal_shows_control_characters_escaped_and_a_file_gets_the_value(
     monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes], on_terminal: bool, said: bytes
 ) -> None:
     monkeypatch.setattr(output, "_on_terminal", lambda: on_terminal)

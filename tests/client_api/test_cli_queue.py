@@ -38,7 +38,7 @@ def run(broker: ScriptedBroker, *arguments: str) -> Result:
     return CliRunner().invoke(main, ["queue", "--topic", "t", "--group", "g", *arguments, "--server", broker.url])
 
 
-def test_a_table_shows_each_message_and_the_counts_stand_beside_it(broker: ScriptedBroker) -> None:
+def test_a_table_shows_each_message_beside_the_counts(broker: ScriptedBroker) -> None:
     leased = message(3, "in_flight", delivery_count=2, available_at_ms=1_700_000_030_000)
     script(broker, {"messages": [leased, message(4, "ready")]})
     result = run(broker)
@@ -72,6 +72,6 @@ def test_the_counts_alone(broker: ScriptedBroker) -> None:
     assert len(broker.calls_of("GET", "/v1/groups/g/messages")) == 1
 
 
-def test_a_topic_that_is_not_there_is_told(broker: ScriptedBroker) -> None:
+def test_a_missing_topic_raises_topic_not_found(broker: ScriptedBroker) -> None:
     broker.script("GET", "/v1/groups/g/messages", [refuse(404, "topic_not_found")])
     assert run(broker).exit_code == 1

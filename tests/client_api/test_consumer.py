@@ -92,7 +92,7 @@ def test_an_exception_in_the_body_gives_the_message_and_the_waiting_ones_back() 
             ]
 
 
-def test_a_consumer_that_nobody_closes_gives_back_when_it_is_collected() -> None:
+def test_a_consumer_without_close_returns_its_messages_when_garbage_collected() -> None:
     with ScriptedBroker() as broker:
         broker.fill("t", [b"1", b"2"])
 
@@ -117,7 +117,7 @@ def test_a_message_is_acked_soon_after_the_next_is_asked_for() -> None:
             assert receipts(broker, ACK) == [["t.0.0.1"]]
 
 
-def test_an_ack_rides_with_the_next_receive(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ack_travels_with_the_next_receive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("portalmq.consumers.lease.ACK_DELAY_S_MAX", AN_HOUR_S)
     with ScriptedBroker() as broker:
         broker.fill("t", [b"1", b"2", b"3"])
@@ -128,7 +128,7 @@ def test_an_ack_rides_with_the_next_receive(monkeypatch: pytest.MonkeyPatch) -> 
         assert receipts(broker, NACK) == [["t.0.2.1"]]
 
 
-def test_acks_that_rode_with_a_receive_that_failed_are_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_acks_of_a_failed_receive_are_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "portalmq.consumers.lease.ACK_DELAY_S_MAX", AN_HOUR_S
     )  # by the end, and not by the keeper as well
@@ -144,7 +144,7 @@ def test_acks_that_rode_with_a_receive_that_failed_are_sent_again(monkeypatch: p
         assert broker.done == {("t", 0, 0)}
 
 
-def test_closing_while_acks_ride_with_a_waiting_receive_sends_them_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_during_a_receive_that_carries_acks_sends_them_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "portalmq.consumers.lease.ACK_DELAY_S_MAX", AN_HOUR_S
     )  # or the keeper may be there before the receive
@@ -164,7 +164,7 @@ def test_closing_while_acks_ride_with_a_waiting_receive_sends_them_again(monkeyp
         assert broker.done == {("t", 0, 0)}
 
 
-def test_an_idle_timeout_ends_the_iteration_and_a_new_one_goes_on() -> None:
+def test_an_idle_timeout_ends_the_iteration_and_a_new_one_continues() -> None:
     with ScriptedBroker() as broker, consumer(broker, idle_timeout_s=0.05) as messages:
         assert list(messages) == []
         broker.fill("t", [b"late"])
@@ -191,7 +191,7 @@ def test_closing_ends_an_iteration_that_waits_in_another_thread() -> None:
         released.set()
 
 
-def test_what_is_leased_while_closing_goes_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_leased_during_close_go_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("portalmq.consumer.LAST_ANSWER_S", WITHIN_S)
     leased, closing = threading.Event(), threading.Event()
 
@@ -220,7 +220,7 @@ def test_what_is_leased_while_closing_goes_back_at_once(monkeypatch: pytest.Monk
         assert (broker.leased, broker.done) == ({}, set())
 
 
-def test_a_signal_that_closes_in_the_midst_of_a_receive_loses_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_that_closes_during_a_receive_loses_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("portalmq.consumer.LAST_ANSWER_S", WITHIN_S)
     closed = threading.Event()
     with ScriptedBroker() as broker:
@@ -288,7 +288,7 @@ def test_what_a_receive_asks_for() -> None:
         assert first["attempt_id"] != second["attempt_id"]
 
 
-def test_start_latest_is_told_to_the_group_once_before_the_first_receive() -> None:
+def test_start_latest_is_set_once_before_the_first_receive() -> None:
     with ScriptedBroker() as broker, consumer(broker, start="latest") as messages:
         messages.poll(0)
         messages.poll(0)
@@ -334,7 +334,7 @@ def test_poll_waits_no_longer_than_it_is_told() -> None:
 # --- settling by hand ------------------------------------------------------------------------------------------------
 
 
-def test_with_manual_ack_nothing_is_acked_unless_it_is_said() -> None:
+def test_with_manual_ack_only_explicit_acks_are_sent() -> None:
     with ScriptedBroker() as broker:
         broker.fill("t", [b"1", b"2", b"3"])
         with consumer(broker, manual_ack=True) as messages:
@@ -350,7 +350,7 @@ def test_with_manual_ack_nothing_is_acked_unless_it_is_said() -> None:
         }
 
 
-def test_with_manual_ack_what_is_in_hand_at_the_end_is_left_to_its_lease() -> None:
+def test_with_manual_ack_messages_in_hand_keep_their_leases_after_close() -> None:
     with ScriptedBroker() as broker:
         broker.fill("t", [b"1", b"2"])
         with consumer(broker, manual_ack=True) as messages:
@@ -370,7 +370,7 @@ def test_a_message_that_the_body_settles_itself_is_not_acked_again() -> None:
         assert receipts(broker, ACK) == [["t.0.1.1"]]
 
 
-def test_extend_prolongs_the_lease() -> None:
+def test_extend_extends_the_lease() -> None:
     with ScriptedBroker() as broker:
         broker.fill("t", [b"1"])
         with consumer(broker) as messages:
@@ -437,7 +437,7 @@ def test_a_lost_answer_to_an_ack_is_no_error() -> None:
 @pytest.mark.parametrize(
     ("code", "status", "kind"), [("forbidden", 403, Forbidden), ("group_mode_mismatch", 409, GroupModeMismatch)]
 )
-def test_an_error_that_waiting_does_not_mend_ends_the_iteration(code: str, status: int, kind: type[Exception]) -> None:
+def test_a_permanent_error_ends_the_iteration(code: str, status: int, kind: type[Exception]) -> None:
     with ScriptedBroker() as broker, consumer(broker) as messages:
         broker.script("POST", RECEIVE, [refuse(status, code)])
         with pytest.raises(kind):
@@ -490,7 +490,7 @@ def test_a_message_whose_lease_has_run_out_is_not_handed_out() -> None:
     assert held.take() is None
 
 
-def test_what_waits_is_extended_while_the_one_before_is_handled() -> None:
+def test_waiting_leases_are_extended_while_a_message_is_handled() -> None:
     now = [0.0]
     broker = Broker()
     held = leases(broker, lambda: now[0])
@@ -502,7 +502,7 @@ def test_what_waits_is_extended_while_the_one_before_is_handled() -> None:
     assert held.take() is not None
 
 
-def test_what_waits_behind_a_stuck_message_is_given_back() -> None:
+def test_messages_behind_a_stuck_one_go_back_to_the_group() -> None:
     now = [0.0]
     broker = Broker()
     held = leases(broker, lambda: now[0])
@@ -513,7 +513,7 @@ def test_what_waits_behind_a_stuck_message_is_given_back() -> None:
     assert held.take() is None
 
 
-def test_what_was_lost_while_it_waited_is_not_handed_out() -> None:
+def test_a_message_whose_lease_was_lost_while_waiting_is_not_handed_out() -> None:
     now = [0.0]
     results = [{"receipt": "r1", "status": "stale_receipt"}, {"receipt": "r2", "status": "ok"}]
     held = leases(Broker(StaleReceipt("stale", results=results)), lambda: now[0])
@@ -524,7 +524,7 @@ def test_what_was_lost_while_it_waited_is_not_handed_out() -> None:
     assert message.receipt == "r2"
 
 
-def test_what_is_in_hand_is_renewed_until_it_has_taken_too_long(caplog: pytest.LogCaptureFixture) -> None:
+def test_leases_in_hand_are_renewed_until_max_handling(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
     broker = Broker()
     held = leases(broker, lambda: now[0], max_handling_s=100.0)
@@ -541,7 +541,7 @@ def test_what_is_in_hand_is_renewed_until_it_has_taken_too_long(caplog: pytest.L
     assert broker.sent[-1] == ("nack", ["r1", "r2"]), "others may have what waits"
 
 
-def test_what_the_user_has_extended_is_not_shortened() -> None:
+def test_a_lease_that_the_user_extended_is_not_shortened() -> None:
     broker = Broker()
     held = leases(broker, lambda: 0.0, max_handling_s=100.0)
     held.take()
@@ -564,7 +564,7 @@ def test_a_lease_that_is_lost_in_hand_is_logged_and_raised(caplog: pytest.LogCap
     held.finish_handed()
 
 
-def test_a_lease_that_was_over_when_the_next_is_asked_for_is_looked_after() -> None:
+def test_a_lease_that_expired_before_the_next_message_is_checked() -> None:
     now = [0.0]
     broker = Broker()
     held = leases(broker, lambda: now[0])
@@ -594,7 +594,7 @@ def test_a_message_that_was_acked_before_it_was_handed_out_is_not_lost() -> None
     assert held.take() is not None
 
 
-def test_what_waits_behind_a_message_that_takes_long_goes_to_others() -> None:
+def test_messages_behind_a_slow_one_go_back_to_the_group() -> None:
     with ScriptedBroker() as broker:
         broker.fill("t", [b"1", b"2", b"3"])
         with consumer(broker) as busy, consumer(broker, max_messages=1, idle_timeout_s=None) as idle:
@@ -608,7 +608,7 @@ def test_what_waits_behind_a_message_that_takes_long_goes_to_others() -> None:
         assert all(call.json()["unseen"] for call in broker.calls_of("POST", NACK)[:1])
 
 
-def test_what_was_acked_when_it_was_fetched_is_not_given_to_others() -> None:
+def test_messages_acked_at_delivery_are_not_returned() -> None:
     broker = Broker()
     held = leases(broker, lambda: 0.0)
     held._group_leases = False
@@ -655,7 +655,7 @@ def test_release_does_not_fail_without_a_broker() -> None:
     assert [verb for verb, _ in broker.sent] == ["ack", "nack"]
 
 
-def test_a_release_right_behind_the_answer_gives_back_what_it_brought() -> None:
+def test_a_release_right_after_an_answer_returns_its_messages() -> None:
     """The one that closes has waited for the lock, and has it at the first moment that it is free."""
     broker = Broker()
     held = Leases(broker, "g", 30.0, lambda: 0.0)  # type: ignore[arg-type]
@@ -679,7 +679,7 @@ def test_a_release_right_behind_the_answer_gives_back_what_it_brought() -> None:
     assert broker.sent == [("nack", ["r0"])]
 
 
-def test_the_keeper_ends_with_the_consumer() -> None:
+def test_the_keeper_thread_ends_with_the_consumer() -> None:
     with ScriptedBroker() as broker:
         broker.fill("t", [b"1"])
         with consumer(broker) as messages:

@@ -54,7 +54,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 class TestHolding:
-    def test_the_body_gets_the_token_and_the_lock_goes_back_behind_it(
+    def test_the_body_gets_the_token_and_the_lock_is_released_after_it(
         self, broker: LockBroker, make: Callable[..., Lock]
     ) -> None:
         lock = make()
@@ -66,7 +66,9 @@ class TestHolding:
         with lock as fencing_token:
             assert fencing_token == 2
 
-    def test_an_exception_in_the_body_gives_it_back_too(self, broker: LockBroker, make: Callable[..., Lock]) -> None:
+    def test_an_exception_in_the_body_returns_the_message_too(
+        self, broker: LockBroker, make: Callable[..., Lock]
+    ) -> None:
         with pytest.raises(KeyError), make():
             raise KeyError("body")
         assert broker.holder is None
@@ -101,7 +103,7 @@ class TestHolding:
         assert token == 1
         assert broker.holder is None
 
-    def test_a_broker_that_stands_still_costs_a_part_of_the_ttl_and_not_the_lock(
+    def test_a_paused_broker_costs_a_part_of_the_ttl_and_not_the_lock(
         self, broker: LockBroker, make: Callable[..., Lock]
     ) -> None:
         """A renewal that is not answered is tried at another broker while there is time."""
@@ -126,7 +128,7 @@ class TestHolding:
         with pytest.raises(RuntimeError, match="held by this object"):
             lock.acquire()
 
-    def test_a_forgotten_lock_is_renewed_no_more(self, broker: LockBroker) -> None:
+    def test_a_garbage_collected_lock_is_not_renewed(self, broker: LockBroker) -> None:
         lock = Lock("l", broker.url, ttl_s=0.6)
         lock.acquire()
         acquisition = lock._acquisition
@@ -166,13 +168,15 @@ class TestWaiting:
         asked = broker.calls_of("POST", PATH)[-1].json()
         assert "keep_place_ms" not in asked  # nobody comes back for it
 
-    def test_it_comes_when_the_holder_gives_it_back(self, broker: LockBroker, make: Callable[..., Lock]) -> None:
+    def test_a_waiter_gets_the_lock_when_the_holder_releases_it(
+        self, broker: LockBroker, make: Callable[..., Lock]
+    ) -> None:
         broker.pass_on()
         lock = make()
         threading.Timer(0.1, broker.pass_on, [None]).start()
         assert lock.acquire() == 2
 
-    def test_a_long_wait_asks_again_as_the_same_owner_and_keeps_its_place(
+    def test_a_long_wait_polls_as_the_same_owner_and_keeps_its_position(
         self, broker: LockBroker, make: Callable[..., Lock], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("portalmq.lock.POLL_WAIT_S", 0.05)
@@ -195,7 +199,7 @@ class TestWaiting:
         assert make().acquire(timeout_s=0) == 1
         assert broker.count("POST") == 3
 
-    def test_brokers_that_cannot_be_reached_are_told_after_a_while(
+    def test_unreachable_brokers_are_reported_after_a_delay(
         self, broker: LockBroker, make: Callable[..., Lock], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("portalmq.lock.REACH_TIMEOUT_S", 0.2)
@@ -203,7 +207,7 @@ class TestWaiting:
         with pytest.raises(Unavailable):
             make().acquire()
 
-    def test_a_request_that_is_wrong_is_not_repeated(self, broker: LockBroker, make: Callable[..., Lock]) -> None:
+    def test_an_invalid_request_is_not_repeated(self, broker: LockBroker, make: Callable[..., Lock]) -> None:
         broker.script("POST", PATH, [refuse(403, "forbidden")])
         with pytest.raises(ERRORS_BY_CODE["forbidden"]):
             make().acquire()
@@ -225,7 +229,7 @@ class TestWaiting:
 
 
 class TestLosing:
-    def test_a_holder_who_was_paused_for_longer_than_the_ttl_knows_before_he_asks(
+    def test_a_holder_that_was_paused_longer_than_the_ttl_knows_without_a_request(
         self, broker: LockBroker, make: Callable[..., Lock]
     ) -> None:
         clock, told = HandClock(), []
@@ -239,7 +243,7 @@ class TestLosing:
         assert broker.count("DELETE") == 0
         assert lock.lost
 
-    def test_a_holder_that_was_passed_by_is_fenced(self, broker: LockBroker, make: Callable[..., Lock]) -> None:
+    def test_a_holder_with_an_old_token_is_fenced(self, broker: LockBroker, make: Callable[..., Lock]) -> None:
         told: list[Fenced] = []
         lock = make(ttl_s=0.6, on_lost=told.append)
         with pytest.raises(Fenced), lock:  # noqa: PT012 - the loss is told behind the body
@@ -259,7 +263,7 @@ class TestLosing:
             clock.now += 10
             raise KeyError("body")
 
-    def test_a_broker_that_stays_away_for_the_ttl_costs_the_lock(
+    def test_a_broker_that_is_away_for_the_whole_ttl_costs_the_lock(
         self, broker: LockBroker, make: Callable[..., Lock]
     ) -> None:
         lock = make(ttl_s=0.6)
@@ -269,7 +273,7 @@ class TestLosing:
         with pytest.raises(Fenced):
             lock.release()
 
-    def test_after_a_loss_it_can_be_acquired_anew_under_a_greater_token(
+    def test_after_a_loss_it_can_be_acquired_again_under_a_greater_token(
         self, broker: LockBroker, make: Callable[..., Lock]
     ) -> None:
         clock = HandClock()
@@ -291,7 +295,7 @@ class TestLosing:
             pass
         assert broker.holder == "another"
 
-    def test_a_release_that_cannot_be_told_is_a_warning_behind_with_and_an_error_else(
+    def test_a_failed_release_is_a_warning_after_with_and_an_error_otherwise(
         self, broker: LockBroker, make: Callable[..., Lock], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("portalmq.lock.RELEASE_TIMEOUT_S", 0.1)

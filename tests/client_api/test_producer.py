@@ -39,7 +39,7 @@ PRODUCE = "/v1/topics/t/messages"
 LONG = 60_000
 
 
-def test_a_send_tells_where_the_message_stands() -> None:
+def test_a_send_returns_the_position_of_the_message() -> None:
     with ScriptedBroker() as broker, Producer(broker.url) as producer:
         assert producer.send("t", b"one").result(10) == RecordMetadata("t", 0, 0, 1_700_000_000_000)
         assert producer.send("t", b"two").result(10).offset == 1
@@ -63,7 +63,7 @@ def test_bytes_text_and_json_travel_with_their_type(value: object, payload: byte
         assert (message.value, message.content_type) == (payload, content_type)
 
 
-def test_what_a_message_carries_beside_its_value_travels() -> None:
+def test_all_fields_of_a_message_are_sent() -> None:
     with ScriptedBroker() as broker, Producer(broker.url) as producer:
         at = datetime(2030, 1, 1, tzinfo=UTC)
         producer.send("t", b"", key="k", headers={"a": "b"}, delay_s=1.5, ttl_s=2, priority=3).result(10)
@@ -123,7 +123,7 @@ def test_messages_that_come_together_travel_together() -> None:
         assert len(broker.calls_of("POST", PRODUCE)) == 1
 
 
-def test_what_gathers_while_a_request_is_on_its_way_travels_together() -> None:
+def test_messages_sent_during_a_request_share_the_next_one() -> None:
     released = threading.Event()
     with ScriptedBroker() as broker, Producer(broker.url, linger_ms=LONG, batch_messages=10) as producer:
         broker.script("POST", PRODUCE, [hold(released)])
@@ -178,7 +178,7 @@ def test_the_request_is_the_one_of_the_contract() -> None:
         assert call.headers["authorization"] == "Bearer secret"
 
 
-def test_without_acks_nothing_is_known_of_the_place() -> None:
+def test_without_acks_the_position_is_unknown() -> None:
     with ScriptedBroker() as broker, Producer(broker.url, acks="none") as producer:
         assert producer.send("t", b"one").result(10) == RecordMetadata("t", -1, -1, 0)
         assert broker.values("t") == [b"one"]
@@ -265,7 +265,7 @@ def test_several_threads_keep_each_their_own_order() -> None:
             assert [value for value in stored if value[0] == name] == [f"{name}{number:03}" for number in range(100)]
 
 
-def test_a_producer_that_is_not_idempotent_does_not_repeat_what_may_have_been_done() -> None:
+def test_a_producer_without_idempotence_does_not_repeat_an_unknown_outcome() -> None:
     with ScriptedBroker() as broker, Producer(broker.url, idempotent=False) as producer:
         producer.send("t", b"zero").result(10)
         broker.script("POST", PRODUCE, [lose_answer])
@@ -289,7 +289,7 @@ def test_a_send_that_is_not_delivered_in_time_fails_with_the_last_error() -> Non
         assert caught.value.outcome == "not_applied"
 
 
-def test_a_send_whose_time_ends_between_two_tries_tells_what_the_last_one_met(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_send_that_ends_between_two_tries_fails_with_the_last_error(monkeypatch: pytest.MonkeyPatch) -> None:
     tries = chain([NotEnoughReplicas("too few")], repeat(DeadlinePassed("the time for this call is over")))
 
     with ScriptedBroker() as broker:
@@ -307,7 +307,7 @@ def test_a_send_whose_time_ends_between_two_tries_tells_what_the_last_one_met(mo
         producer.close()
 
 
-def test_after_an_unknown_outcome_the_producer_goes_on_under_a_new_identity() -> None:
+def test_after_an_unknown_outcome_the_producer_continues_under_a_new_identity() -> None:
     with ScriptedBroker() as broker, Producer(broker.url) as producer:
         producer.send("t", b"zero").result(10)
         broker.script("POST", PRODUCE, [lose_answer, *[refuse(503, "unavailable")] * 1_000])
@@ -354,7 +354,7 @@ def test_a_fenced_producer_stays_fenced() -> None:
         assert asked.json()["name"] == "p"
 
 
-def test_one_bad_message_does_not_fail_its_neighbours() -> None:
+def test_one_bad_message_does_not_fail_the_others() -> None:
     def refuse_the_bad(broker: ScriptedBroker, call):  # type: ignore[no-untyped-def]
         if any(message.value == b"bad" for message in call.batch().messages):
             raise MessageTooLarge("too large")
@@ -397,14 +397,14 @@ def test_a_full_buffer_lets_send_go_on_as_soon_as_there_is_room() -> None:
         assert len(broker.values("t")) == 200
 
 
-def test_no_broker_at_all_is_said_after_max_block() -> None:
+def test_no_broker_at_all_raises_after_max_block() -> None:
     producer = Producer("http://127.0.0.1:1", max_block_s=0.1)
     with pytest.raises(Unavailable, match=r"no broker answers at http://127.0.0.1:1"):
         producer.send("t", b"one")
     producer.close()
 
 
-def test_a_look_up_whose_time_ends_between_two_tries_tells_what_the_last_one_met(
+def test_a_look_up_that_ends_between_two_tries_raises_the_last_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tries = chain([Unavailable("nobody there")], repeat(DeadlinePassed("the time for this call is over")))
@@ -451,7 +451,7 @@ def test_close_with_a_broker_gone_fails_the_futures_and_returns() -> None:
         assert isinstance(future.exception(10), Unavailable)
 
 
-def test_a_program_that_forgets_to_close_still_sends() -> None:
+def test_a_program_without_close_still_sends() -> None:
     import subprocess
     import sys
 
@@ -465,7 +465,7 @@ def test_a_program_that_forgets_to_close_still_sends() -> None:
 # --- futures ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_future_that_nobody_asks_has_no_state() -> None:
+def test_a_future_that_is_never_queried_has_no_state() -> None:
     with ScriptedBroker() as broker, Producer(broker.url, linger_ms=1) as producer:
         future = producer.send("t", b"one")
         assert isinstance(future, Future)
@@ -528,7 +528,7 @@ def test_every_result_of_a_failed_batch_raises_an_exception_of_its_own() -> None
         assert first is not second
 
 
-def test_a_failure_that_nobody_asks_for_is_logged_and_one_that_is_asked_for_is_not(
+def test_a_failure_is_logged_if_its_future_was_never_read(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with ScriptedBroker() as broker, Producer(broker.url, linger_ms=LONG) as producer:
@@ -558,7 +558,7 @@ def test_a_result_with_too_short_a_time_raises_timeout_and_the_message_still_arr
         assert future.result(10).offset == 0
 
 
-def test_a_waiting_thread_that_sends_itself_hands_over_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_waiting_thread_hands_its_batch_over_at_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("portalmq.producer.SEND_SELF_TIMEOUT_S_MIN", 0)
     released = threading.Event()
     with ScriptedBroker() as broker, Producer(broker.url, linger_ms=LONG) as producer:
@@ -573,7 +573,7 @@ def test_a_waiting_thread_that_sends_itself_hands_over_when_its_time_is_over(mon
         assert broker.values("t") == [b"zero", b"one"]
 
 
-def test_a_partition_that_hangs_does_not_hold_the_others() -> None:
+def test_a_partition_that_hangs_does_not_delay_the_others() -> None:
     released = threading.Event()
     with ScriptedBroker(3) as broker, Producer(broker.url, linger_ms=1) as producer:
         producer.send("t", b"", partition=0).result(10)
@@ -586,7 +586,7 @@ def test_a_partition_that_hangs_does_not_hold_the_others() -> None:
         concurrent.futures.wait(stuck, timeout=10)
 
 
-def test_a_cheap_message_is_a_message_of_the_contract() -> None:
+def test_a_plain_message_encodes_as_a_message_of_the_contract() -> None:
     from portalmq.producers.outgoing import PlainMessage
 
     cheap = msgspec.msgpack.encode({"messages": [PlainMessage(b"x")]})

@@ -23,7 +23,7 @@ AT = "http://127.0.0.1:1"
         (lambda: AsyncConsumer("a", bootstrap=AT), f"<AsyncConsumer of a in queue group 'default' at {AT}>"),
     ],
 )  # fmt: skip
-def test_a_client_says_where_it_is_and_not_its_token(make: Any, shown: str) -> None:
+def test_a_repr_shows_the_address_and_not_the_token(make: Any, shown: str) -> None:
     assert repr(make()) == shown
 
 

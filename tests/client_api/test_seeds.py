@@ -127,7 +127,7 @@ def texts(broker: PortalBroker, topic: str = "t") -> list[Any]:
 # --- the client ------------------------------------------------------------------------------------------------------
 
 
-def test_topics_come_and_go(broker: PortalBroker) -> None:
+def test_topics_are_created_and_deleted(broker: PortalBroker) -> None:
     with PortalClient(broker.url) as client:
         assert client.topic_exists("t") is False
         client.create_topic("t")
@@ -136,7 +136,7 @@ def test_topics_come_and_go(broker: PortalBroker) -> None:
 
 
 @pytest.mark.parametrize("kind", ["producer", "consumer"])
-def test_programs_come_and_go(broker: PortalBroker, kind: str) -> None:
+def test_producers_and_consumers_are_registered_and_deleted(broker: PortalBroker, kind: str) -> None:
     with PortalClient(broker.url) as client:
         exists, create = getattr(client, f"{kind}_exists"), getattr(client, f"create_{kind}")
         delete = getattr(client, f"delete_{kind}")
@@ -152,7 +152,7 @@ def test_a_living_broker_is_found(broker: PortalBroker) -> None:
         assert client.topic_exists("t")
 
 
-def test_names_are_checked_before_anybody_is_asked(broker: PortalBroker) -> None:
+def test_names_are_checked_before_any_request(broker: PortalBroker) -> None:
     with PortalClient(broker.url) as client:
         for call in (client.create_topic, client.delete_topic, client.create_producer, client.consumer_exists):
             with pytest.raises(InvalidRequest):
@@ -252,14 +252,14 @@ def test_a_consumer_that_dies_with_a_message_in_hand_loses_nothing(broker: Porta
         assert [message.message for message in consumer] == ["a"]
 
 
-def test_a_consume_whose_answer_is_lost_ends_one_message(broker: PortalBroker) -> None:
+def test_a_consume_whose_answer_is_lost_consumes_one_message(broker: PortalBroker) -> None:
     filled(broker, "a", "b", "c")
     broker.script("POST", "/consume", [lose_answer, hang_up])
     with PortalConsumer("t", bootstrap=broker.url, idle_timeout_s=0) as consumer:
         assert [message.message for message in consumer] == ["a", "b", "c"]
 
 
-def test_a_consumer_goes_on_when_another_has_ended_its_message(broker: PortalBroker) -> None:
+def test_a_consumer_continues_when_another_has_consumed_its_message(broker: PortalBroker) -> None:
     filled(broker, "a", "b")
     with PortalConsumer("t", bootstrap=broker.url, idle_timeout_s=0) as slow:
         held = next(slow)
@@ -269,7 +269,7 @@ def test_a_consumer_goes_on_when_another_has_ended_its_message(broker: PortalBro
         assert next(slow).message == "b"
 
 
-def test_consumers_that_compete_are_given_only_what_they_have_won(broker: PortalBroker) -> None:
+def test_competing_consumers_get_only_messages_that_they_consumed(broker: PortalBroker) -> None:
     numbers = [str(number) for number in range(40)]
     filled(broker, *numbers)
     won: list[list[str]] = [[], []]
@@ -313,14 +313,14 @@ def test_a_topic_that_is_deleted_takes_the_message_in_hand_with_it(broker: Porta
     assert broker.messages == {"t": []}
 
 
-def test_names_that_nobody_gave_are_not_written_down(broker: PortalBroker) -> None:
+def test_generated_names_are_not_registered(broker: PortalBroker) -> None:
     with PortalProducer("t", bootstrap=broker.url) as producer, PortalConsumer("t", bootstrap=broker.url) as consumer:
         producer.publish("a")
         assert consumer.read() is not None
     assert broker.programs == set(), "each start would leave one behind, for ever"
 
 
-def test_a_topic_that_the_brokers_do_not_make_is_not_made_by_a_consumer(broker: PortalBroker) -> None:
+def test_a_consumer_does_not_create_a_topic_that_brokers_do_not(broker: PortalBroker) -> None:
     broker.makes_topics = False
     with PortalConsumer("t", bootstrap=broker.url) as consumer:
         for _ in range(2):
@@ -355,7 +355,7 @@ def test_close_ends_an_iteration_that_waits(broker: PortalBroker) -> None:
     assert list(consumer) == []
 
 
-def test_mistakes_are_told(broker: PortalBroker) -> None:
+def test_invalid_arguments_are_refused(broker: PortalBroker) -> None:
     with pytest.raises(ValueError, match="at_least_once"):
         PortalConsumer("t", bootstrap=broker.url, delivery="exactly_once")  # type: ignore[arg-type]
     filled(broker, "a")
@@ -369,7 +369,7 @@ def test_mistakes_are_told(broker: PortalBroker) -> None:
 # --- the design notes ------------------------------------------------------------------------------------------------
 
 
-def test_a_message_that_is_published_comes_to_a_subscriber_and_is_acked_by_going_on(broker: PortalBroker) -> None:
+def test_a_published_message_reaches_a_subscriber_and_is_acked_with_the_next(broker: PortalBroker) -> None:
     for payload in ({"n": 1}, "text", b"\xff"):
         publishMessage("t", payload, bootstrap=broker.url, key="k")
     messages = subscribeMessage("t", group="g", bootstrap=broker.url, idle_timeout_s=0)
@@ -380,7 +380,7 @@ def test_a_message_that_is_published_comes_to_a_subscriber_and_is_acked_by_going
     assert broker.topics["t"][0][0].key == "k"
 
 
-def test_a_subscriber_that_gives_up_gives_its_message_back(broker: PortalBroker) -> None:
+def test_an_abandoned_subscription_returns_its_message(broker: PortalBroker) -> None:
     publishMessage("t", "a", bootstrap=broker.url)
     for message in subscribeMessage("t", bootstrap=broker.url):
         assert message.text == "a"
@@ -389,7 +389,7 @@ def test_a_subscriber_that_gives_up_gives_its_message_back(broker: PortalBroker)
     assert broker.done == set()
 
 
-def test_mistakes_of_a_subscriber_are_told_where_it_subscribes(broker: PortalBroker) -> None:
+def test_invalid_options_of_a_subscriber_fail_in_its_call(broker: PortalBroker) -> None:
     with pytest.raises(ValueError, match="delivery"):
         subscribeMessage("t", bootstrap=broker.url, delivery="perhaps")
     with pytest.raises(InvalidRequest):
@@ -435,7 +435,7 @@ def test_a_child_process_publishes_by_a_producer_of_its_own(broker: PortalBroker
     assert broker.values("t") == [b"parent", b"child"]
 
 
-def test_base64_is_that_of_the_doors() -> None:
+def test_base64_is_that_of_the_http_api() -> None:
     """What /read shows for bytes, /publish takes."""
     with PortalBroker() as broker, PortalClient(broker.url) as client:
         client.publish("t", bytearray(b"\xff"), producer_id="p", sequence="1")

@@ -53,7 +53,7 @@ def test_a_message_that_comes_again_does_nothing(database) -> None:
     assert handle(again, message(2), message(0)) == [False, True], "in any order: it is a queue"
 
 
-def test_an_effect_that_fails_leaves_no_note(database) -> None:
+def test_a_failed_effect_leaves_no_record(database) -> None:
     mine = TransactionalSink(database)
 
     def fails() -> None:
@@ -67,14 +67,14 @@ def test_an_effect_that_fails_leaves_no_note(database) -> None:
     assert handle(mine, message(1)) == [True]
 
 
-def test_groups_topics_partitions_and_topics_made_anew_are_told_apart(database) -> None:
+def test_groups_topics_partitions_and_recreated_topics_are_distinguished(database) -> None:
     mine, other = TransactionalSink(database, group="a"), TransactionalSink(database, group="b")
     assert handle(mine, message(1), message(1, partition=1), message(1, topic="u")) == [True] * 3
     assert handle(other, message(1)) == [True]
     assert handle(mine, message(1, timestamp_ms=2)) == [True], "the topic was deleted and made anew"
 
 
-def test_two_who_handle_one_message_at_the_same_time(tmp_path: Path, database) -> None:
+def test_two_transactions_that_handle_one_message_apply_it_once(tmp_path: Path, database) -> None:
     rival = sqlite3.connect(tmp_path / "sink.db", timeout=0.05)
     mine, theirs = TransactionalSink(database), TransactionalSink(rival)
     with mine.handle(message(1)) as cursor:
@@ -86,7 +86,7 @@ def test_two_who_handle_one_message_at_the_same_time(tmp_path: Path, database) -
     rival.close()
 
 
-def test_what_was_handled_long_ago_is_forgotten_in_the_order_of_handling(database, monkeypatch) -> None:
+def test_old_handled_messages_are_pruned_in_the_order_of_handling(database, monkeypatch) -> None:
     monkeypatch.setattr(sink, "PRUNED_EVERY", 10)
     mine = TransactionalSink(database, handled_kept=20)
     handle(mine, *(message(offset) for offset in range(1_000, 1_050)))
@@ -96,7 +96,7 @@ def test_what_was_handled_long_ago_is_forgotten_in_the_order_of_handling(databas
     assert handle(mine, message(1), message(1_049)) == [False, False]
 
 
-def test_a_stream_group_keeps_one_place_a_partition(database) -> None:
+def test_a_stream_group_stores_one_offset_for_each_partition(database) -> None:
     mine = TransactionalSink(database, mode="stream")
     assert mine.next_offset("t", 0) is None
     assert handle(mine, message(1), message(5), message(5), message(2), message(0, partition=1)) == [
@@ -147,7 +147,7 @@ def test_every_paramstyle(style, mark, by_name) -> None:
     assert parameters == ({f"p{n}": value for n, value in enumerate(expected)} if by_name else expected)
 
 
-def test_a_driver_that_does_not_say_its_paramstyle_is_asked_for_it() -> None:
+def test_a_driver_without_a_paramstyle_needs_the_argument() -> None:
     with pytest.raises(ValueError, match="give paramstyle"):
         TransactionalSink(Recorder())
     with pytest.raises(ValueError, match="use one of"):

@@ -63,11 +63,11 @@ def test_a_partition_needs_attention_without_leader_or_with_too_few_in_sync() ->
     assert list(needing_attention(topic(partition(0, 1, [1], [1]), replication_factor=1), 3)) == []
 
 
-def test_a_lone_broker_misses_no_replicas_that_it_could_not_have() -> None:
+def test_a_single_broker_misses_no_replicas_that_it_could_not_have() -> None:
     assert list(needing_attention(topic(partition(0, 1, [1], [1])), 1)) == []
 
 
-def test_a_dead_broker_needs_attention_though_the_one_that_answers_is_well(broker: ScriptedBroker) -> None:
+def test_a_dead_broker_needs_attention_though_the_answering_one_is_healthy(broker: ScriptedBroker) -> None:
     answer(broker, topic(partition(0, 2, [1, 2], [1, 2]), replication_factor=2))
     said = run(broker).stdout
     of_cluster, _, of_broker = said.partition("The broker that answered:")

@@ -33,7 +33,7 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 
 
 class TestClock:
-    def test_a_system_without_boottime_has_another_that_never_jumps(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_boottime_another_clock_never_jumps(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delattr(time, "CLOCK_BOOTTIME", raising=False)
         assert system.steady_clock() == time.CLOCK_MONOTONIC
         monkeypatch.setattr(system, "IS_DARWIN", True)
@@ -125,20 +125,20 @@ class TestChildren:
             assert system.start_of(watching) is not None
         wait_until(lambda: system.start_of(watching) is None, "the watching process has ended")
 
-    def test_a_system_without_prctl_says_that_it_ties_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_prctl_die_with_returns_false(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
         assert not system.die_with(os.getppid())
 
 
 class TestProcesses:
-    def test_a_process_is_told_by_its_start(self, child: subprocess.Popen[bytes]) -> None:
+    def test_a_process_is_identified_by_its_start(self, child: subprocess.Popen[bytes]) -> None:
         started = system.start_of(child.pid)
         assert started is not None
         assert system.start_of(child.pid) == started
         assert system.start_of(NO_PROCESS) is None
 
     @pytest.mark.usefixtures("no_proc")
-    def test_without_proc_ps_tells_the_start_in_unix_seconds(self, child: subprocess.Popen[bytes]) -> None:
+    def test_without_proc_the_start_comes_from_ps_in_unix_seconds(self, child: subprocess.Popen[bytes]) -> None:
         started = system.start_of(child.pid)
         assert started is not None
         assert abs(started - time.time()) < 3_600
@@ -156,7 +156,7 @@ class TestProcesses:
             assert system.start_of(ended.pid) is None
 
     @pytest.mark.parametrize("way", ["/proc", "ps"])
-    def test_children_and_what_they_use(
+    def test_children_and_their_usage_are_read(
         self, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, child: subprocess.Popen[bytes]
     ) -> None:
         if way == "ps":
@@ -186,7 +186,7 @@ class TestProcesses:
 
 class TestMemory:
     @ON_LINUX
-    def test_what_a_process_takes_grows_with_what_it_holds(self) -> None:
+    def test_resident_memory_grows_with_the_data_of_a_process(self) -> None:
         before = system.resident_bytes()
         held = b"\1" * 64_000_000
         after = system.resident_bytes()
@@ -199,7 +199,7 @@ class TestMemory:
         assert peak > 64_000_000
 
     @pytest.mark.usefixtures("no_proc")
-    def test_a_system_that_does_not_tell_is_no_error(self) -> None:
+    def test_a_system_without_memory_figures_is_no_error(self) -> None:
         assert system.resident_bytes() is None
         assert system.peak_resident_bytes(os.getpid()) is None
         assert system.threads_of(os.getpid()) == [os.getpid()]
@@ -207,7 +207,7 @@ class TestMemory:
         (system.PROC / "self/statm").write_text("x")
         assert system.resident_bytes() is None
 
-    def test_the_least_limit_counts(self, tmp_path: Path) -> None:
+    def test_the_smallest_memory_limit_counts(self, tmp_path: Path) -> None:
         machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         container, unlimited = tmp_path / "container", tmp_path / "unlimited"
         container.write_text("1000000\n")

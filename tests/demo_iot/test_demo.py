@@ -38,10 +38,12 @@ class TestControllers:
             ({"kind": "sound", "value": 3.0}, "ALERT unknown kind of sensor 'sound'"),
         ],
     )
-    def test_they_say_what_needs_attention(self, reading: dict[str, Any], word: str) -> None:
+    def test_controllers_report_readings_that_need_attention(self, reading: dict[str, Any], word: str) -> None:
         assert controller.verdict(reading) == word
 
-    def test_they_pass_over_what_is_no_reading(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_controllers_skip_messages_that_are_no_readings(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         reading = {"kind": "temp", "value": 60.0, "n": 1}
         strangers = [
             b"hello",
@@ -89,7 +91,7 @@ class TestSensors:
         assert [entry.id for entry in entries] == [f"0-{offset}" for offset in range(38)]
         assert sensor.failed == 2
 
-    def test_readings_keep_their_distance(self) -> None:
+    def test_readings_keep_their_interval(self) -> None:
         began = time.monotonic()
         Sensor(cast(Producer, ProducerStandIn(set())), Ledger(None)).run(list(year("temp", 1))[:6], interval_s=0.02)
         assert time.monotonic() - began >= 0.1
@@ -129,7 +131,7 @@ class TestTheLastLine:
         assert Outage(1.1, frozenset({"temp_1", "temp_2"})).longest_ms(sent) == 700
         assert Outage(1.1, frozenset({"temp_3"})).longest_ms(sent) == 2000
 
-    def test_a_run_that_lost_nothing_is_reported_on_before_the_last_line(
+    def test_a_clean_run_makes_its_report_before_the_last_line(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert self.run(tmp_path, report_it=lambda: print("the report"))
@@ -159,7 +161,7 @@ class TestTheCrew:
             assert [process.exit_code for process in processes_running] == [None] * 2
         assert [process.exit_code for process in processes_running] == [-signal.SIGKILL] * 2
 
-    def test_a_failure_is_told_with_the_end_of_the_log(self, tmp_path: Path) -> None:
+    def test_a_failure_shows_the_end_of_the_log(self, tmp_path: Path) -> None:
         with ProcessGroup(tmp_path) as processes:
             process = processes.start("sensor-x", "-c", "import sys; print('first', flush=True); sys.exit('no broker')")
             wait_for(lambda: process.exit_code is not None, 10, "it did not end")
@@ -170,7 +172,7 @@ class TestTheCrew:
         with pytest.raises(DemoFailed, match=r"it never came within 0\.1 s"):
             wait_for(lambda: False, 0.1, "it never came")
 
-    def test_a_conductor_that_is_killed_leaves_no_process(self, tmp_path: Path) -> None:
+    def test_a_killed_demo_leaves_no_process(self, tmp_path: Path) -> None:
         conductor = (
             "import sys, time; from pathlib import Path; from portalmq.demo_iot.processes import ProcessGroup\n"
             "processes = ProcessGroup(Path(sys.argv[1]))\n"

@@ -51,7 +51,7 @@ def test_scripts_run_by_path_and_from_inside_their_folder(url: str) -> None:
     assert seen.count(" ok") == 10
 
 
-def test_two_controllers_share_a_topic_and_leave_when_told(url: str, tmp_path: Path) -> None:
+def test_two_controllers_share_a_topic_and_end_on_sigterm(url: str, tmp_path: Path) -> None:
     with ProcessGroup(tmp_path) as processes:
         controllers = [
             processes.start(f"controller-{n}", "-m", "portalmq.demo_iot.controller", "wind_2", "--server", url)

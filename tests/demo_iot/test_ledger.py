@@ -32,7 +32,7 @@ class TestLedgers:
         with Ledger(None) as ledger:
             ledger.write(entry(1))
 
-    def test_a_tally_counts_while_ledgers_grow(self, tmp_path: Path) -> None:
+    def test_entries_are_counted_while_ledgers_grow(self, tmp_path: Path) -> None:
         paths = [tmp_path / "one", tmp_path / "two"]
         tally = EntryCount(paths)
         assert tally.count() == 0
@@ -72,7 +72,7 @@ class TestComparing:
         assert not found.is_clean
         assert found.stored_twice == [entry(1).content]
 
-    def test_a_message_that_nobody_acknowledged_is_a_fault(self) -> None:
+    def test_an_unacknowledged_message_that_was_delivered_is_a_fault(self) -> None:
         found = compare([entry(1)], [entry(1), entry(2)])
         assert not found.is_clean
         assert found.unexpected == [entry(2).content]
@@ -94,6 +94,6 @@ class TestGaps:
     def test_a_gap_that_had_begun_before_the_kill_counts_whole(self) -> None:
         assert longest_gap_ms([10.0, 12.0], around=11.0) == 2000
 
-    def test_without_anything_after_it_there_is_nothing_to_measure(self) -> None:
+    def test_without_a_later_acknowledgement_the_gap_is_zero(self) -> None:
         assert longest_gap_ms([1.0, 2.0], around=3.0) == 0
         assert longest_gap_ms([], around=3.0) == 0

@@ -48,12 +48,12 @@ def test_an_empty_field_is_a_gap_as_well_as_na(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("sensor_id", "station"), [(1, "EWR"), (2, "JFK"), (3, "LGA"), (4, "EWR"), (300, "LGA")])
-def test_sensors_stand_at_the_stations_in_turn(sensor_id: int, station: str) -> None:
+def test_sensors_are_at_the_stations_in_rotation(sensor_id: int, station: str) -> None:
     assert station_of(sensor_id) == station
     assert next(year("temp", sensor_id)).station == station
 
 
-def test_a_sensor_that_runs_on_begins_the_year_again_and_counts_on() -> None:
+def test_a_sensor_restarts_the_year_and_continues_its_count() -> None:
     length = sum(1 for _ in year("temp", 1))
     readings = list(islice(replay("temp", 1), length + 2))
     assert [reading.n for reading in readings] == list(range(1, length + 3))

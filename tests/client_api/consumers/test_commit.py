@@ -127,7 +127,7 @@ def test_outputs_travel_as_they_are() -> None:
         ([{"topic": "t", "value": 1, "key": 7}], TypeError, "a key is text or bytes"),
     ],
 )
-def test_what_is_no_output_is_refused_before_anything_is_sent(outputs, error, says) -> None:
+def test_invalid_outputs_are_refused_before_a_request(outputs, error, says) -> None:
     with ScriptedBroker() as broker:
         broker.fill("t", [b"1"])
         with consumer(broker, manual_ack=True) as messages:
@@ -190,7 +190,7 @@ def test_messages_of_a_partition_that_was_elsewhere_in_between_are_not_committed
         (201, "at_least_once", 2, False),  # a broker that does not know the parameter has made it
     ],
 )
-def test_a_stream_group_is_made_with_its_delivery_by_one_call(status, delivery, calls, refused) -> None:
+def test_a_stream_group_is_created_with_its_delivery_by_one_call(status, delivery, calls, refused) -> None:
     def answer(broker, call):
         group = wire.GroupDescription("g", "stream", [], 0, 0, 0, 0, 0, 0, wire.GroupConfig(delivery=delivery))
         return Reply(status, msgspec.json.encode(group))
@@ -211,7 +211,7 @@ def test_a_stream_group_is_made_with_its_delivery_by_one_call(status, delivery, 
 
 
 @pytest.mark.parametrize("known", [100, 300])
-def test_a_member_whose_commit_begins_elsewhere_goes_on_from_what_the_leader_says(known: int) -> None:
+def test_a_member_with_an_outdated_offset_continues_from_the_leaders(known: int) -> None:
     with ScriptedBroker() as broker:
         transport = Transport(broker.url)
         member = StreamMember(
@@ -231,7 +231,7 @@ def test_a_member_whose_commit_begins_elsewhere_goes_on_from_what_the_leader_say
         transport.close()
 
 
-def test_a_stream_member_shows_the_place_behind_its_last_message() -> None:
+def test_a_stream_member_commits_the_offset_after_its_last_message() -> None:
     def answer(broker, call):
         return Reply(body=msgspec.msgpack.encode(wire.Committed(0, 1, "0-9")), content_type=wire.BATCH_MSGPACK)
 

@@ -36,7 +36,7 @@ class Transport:
 
 
 @pytest.mark.parametrize("fail", [None, Unavailable("gone")])
-def test_what_the_keeper_gives_back_is_on_its_way_until_the_broker_has_answered(fail: Exception | None) -> None:
+def test_messages_that_the_keeper_returns_are_pending_until_the_broker_answers(fail: Exception | None) -> None:
     transport = Transport(fail)
     held = transport.leases = Leases(transport, "g", 30.0, lambda: 0.0)  # type: ignore[arg-type]
     held._keeper = threading.current_thread()
@@ -48,7 +48,7 @@ def test_what_the_keeper_gives_back_is_on_its_way_until_the_broker_has_answered(
     assert held.wait_given_back(0.0)
 
 
-def test_what_waits_goes_to_others_later_when_it_could_not_be_asked_whether_it_is_leased() -> None:
+def test_waiting_messages_go_back_later_if_the_group_could_not_be_asked() -> None:
     now = [0.0]
     transport = Transport(Unavailable("gone"))
     held = transport.leases = Leases(transport, "g", 30.0, lambda: now[0])  # type: ignore[arg-type]
@@ -65,7 +65,7 @@ def test_what_waits_goes_to_others_later_when_it_could_not_be_asked_whether_it_i
     assert (transport.on_its_way, held.take()) == ([True], None)
 
 
-def test_an_iteration_ends_only_when_what_it_gives_back_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_iteration_ends_only_when_returned_messages_have_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
     with ScriptedBroker() as broker, Consumer("t", bootstrap=broker.url, idle_timeout_s=0) as messages:
         waited: list[float] = []
 

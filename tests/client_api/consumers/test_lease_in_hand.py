@@ -36,7 +36,7 @@ def held_at(now: list[float], broker: Broker, max_handling_s: float) -> Leases:
     return held
 
 
-def test_a_lease_that_ends_in_hand_while_what_waits_is_extended_is_looked_after() -> None:
+def test_a_lease_that_expires_in_hand_while_waiting_ones_are_extended_is_checked() -> None:
     now, broker = [0.0], Broker()
     held = held_at(now, broker, max_handling_s=0.0)
     held.take()
@@ -51,7 +51,7 @@ def test_a_lease_that_ends_in_hand_while_what_waits_is_extended_is_looked_after(
     assert held.take_acks() == []
 
 
-def test_a_lease_that_the_keeper_has_renewed_is_not_looked_after() -> None:
+def test_a_lease_that_the_keeper_has_renewed_is_not_checked() -> None:
     now, broker = [0.0], Broker()
     held = held_at(now, broker, max_handling_s=100.0)
     held.take()

@@ -39,7 +39,7 @@ def test_what_parent_and_child_send_is_stored_under_two_identities() -> None:
         assert before == parent != child, "they share no socket"
 
 
-def test_what_is_buffered_stays_the_parents() -> None:
+def test_buffered_messages_stay_the_parents() -> None:
     with ScriptedBroker() as broker, Producer(broker.url, linger_ms=3_600_000) as producer:
         buffered = producer.send("t", b"buffered")
         watched = producer.send("t", b"watched")
@@ -113,7 +113,7 @@ def test_a_child_neither_acks_nor_gives_back_what_the_parent_has_in_hand() -> No
         assert (len(names), len(set(attempts))) == (2, len(attempts))
 
 
-def test_a_child_may_ack_by_its_own_word() -> None:
+def test_a_child_may_ack_explicitly() -> None:
     with ScriptedBroker() as broker:
         broker.fill("t", [b"1"])
         with Consumer("t", group="g", bootstrap=broker.url, manual_ack=True) as consumer:
@@ -131,7 +131,7 @@ def test_a_child_that_ends_gives_nothing_back() -> None:
             assert broker.calls_of("POST", "/v1/groups/g/nack") == []
 
 
-def test_a_member_by_name_is_the_parent() -> None:
+def test_a_named_member_stays_the_parents() -> None:
     with Consumer("t", group="g", mode="stream", member_id="m", bootstrap="http://127.0.0.1:1") as consumer:
         consumer._stream._thread = threading.Thread()  # type: ignore[union-attr] - as if it had joined
 
@@ -143,7 +143,7 @@ def test_a_member_by_name_is_the_parent() -> None:
         assert in_child(child)
 
 
-def test_members_without_a_name_are_two() -> None:
+def test_unnamed_members_are_distinct() -> None:
     with Consumer("t", group="g", mode="stream", bootstrap="http://127.0.0.1:1") as consumer:
         assert in_child(lambda: consumer.member_id) != consumer.member_id
 

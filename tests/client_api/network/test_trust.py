@@ -39,7 +39,7 @@ def _nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
         ("https://two:5000", ["https://one:5000"], True),
     ],
 )
-def test_who_may_be_told(advertised: str, named: list[str], told: bool) -> None:
+def test_hosts_that_may_receive_a_token(advertised: str, named: list[str], told: bool) -> None:
     assert may_receive_token(parse_address(advertised), map(parse_address, named)) is told
 
 
@@ -58,7 +58,7 @@ def broker(stranger: ScriptedBroker, monkeypatch: pytest.MonkeyPatch) -> Iterato
         yield broker
 
 
-def test_an_advertised_host_is_not_shown_the_token_where_that_is_asked_for(
+def test_an_advertised_host_does_not_get_the_token_if_disallowed(
     broker: ScriptedBroker, stranger: ScriptedBroker, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Producer(broker.url, token=TOKEN, allow_advertised=False) as producer:
@@ -70,7 +70,7 @@ def test_an_advertised_host_is_not_shown_the_token_where_that_is_asked_for(
 
 
 @pytest.mark.parametrize("by", ["default", "option", "no token"])
-def test_it_is_asked_unless_the_user_forbids_it(
+def test_an_advertised_host_is_asked_unless_the_user_forbids_it(
     by: str, broker: ScriptedBroker, stranger: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if by != "default":
@@ -81,7 +81,7 @@ def test_it_is_asked_unless_the_user_forbids_it(
     assert len(stranger.values("t")) == 1
 
 
-def test_a_token_in_plain_text_is_warned_of_once_and_not_on_this_machine(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_plain_text_token_is_warned_of_once_except_on_loopback(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         Admin("http://queue.example:5000", token=TOKEN).close()
         Admin("http://localhost:5000", token=TOKEN).close()

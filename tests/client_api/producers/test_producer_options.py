@@ -30,7 +30,7 @@ def full(**members):
         ({"priority": "high"}, "priority"),
     ],
 )
-def test_times_and_priorities_that_make_no_sense_are_refused_at_the_call(options, what) -> None:
+def test_invalid_times_and_priorities_are_refused_at_the_call(options, what) -> None:
     with ScriptedBroker() as broker, Producer(broker.url) as producer:
         with pytest.raises(ValueError, match=what):
             producer.send("t", b"x", **options)
@@ -50,7 +50,7 @@ def test_times_of_another_kind_are_refused_with_the_kind_to_give(options, what) 
         producer.send("t", b"x", **options)
 
 
-def test_a_topic_that_is_full_is_waited_for_and_gets_each_message_once() -> None:
+def test_a_full_topic_is_retried_and_gets_each_message_once() -> None:
     with ScriptedBroker() as broker, Producer(broker.url) as producer:
         broker.script("POST", PRODUCE, [full()] * 5)
         futures = [producer.send("t", b"%d" % number) for number in range(3)]
@@ -96,7 +96,7 @@ def test_a_producer_that_takes_a_new_epoch_says_which_instance_it_is() -> None:
     assert (first.get("renews", False), second.get("renews", False)) == (False, True)
 
 
-def test_a_zombie_that_has_to_renew_its_epoch_does_not_fence_its_successor() -> None:
+def test_a_superseded_producer_that_renews_its_epoch_does_not_fence_its_successor() -> None:
     with ScriptedBroker() as broker, Producer(broker.url, producer_name="billing") as zombie:
         zombie.send("t", b"one").result(10)
         broker.script("POST", PRODUCE, [lose_answer, *[refuse(503, "unavailable")] * 1_000])

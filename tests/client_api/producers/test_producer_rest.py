@@ -22,7 +22,7 @@ def rest(producer: Producer) -> None:
         nudge.wait(0.005)
 
 
-def test_a_message_after_a_rest_leaves_though_nobody_asks_for_its_result() -> None:
+def test_a_message_after_an_idle_time_is_sent_without_reading_its_future() -> None:
     """Two senders: the one that keeps watch sleeps deep, the other is the first to be woken."""
     with ScriptedBroker() as broker, Producer(broker.url, linger_ms=2) as producer:
         for topic in ("one", "two"):

@@ -107,7 +107,7 @@ def test_batches_come_in_order_from_the_offset_on(leader: Leader, feeds: FetchBu
     assert [asked.partitions[0].offset for asked in leader.asked] == [1, 3, 9]
 
 
-def test_what_has_expired_is_passed_over(leader: Leader, feeds: FetchBuffer) -> None:
+def test_expired_messages_are_skipped(leader: Leader, feeds: FetchBuffer) -> None:
     leader.script = [brings(frame(0, "gone", expires_at_ms=NOW_MS), frame(1, "there"), end=2)]
     begin(feeds)
     assert batch(feeds) == ["1:there"]
@@ -121,21 +121,21 @@ def test_a_wrong_checksum_is_fetched_again(leader: Leader, feeds: FetchBuffer) -
     assert batch(feeds) == ["0:a"]
 
 
-def test_who_leads_is_learned_from_who_does_not(leader: Leader, feeds: FetchBuffer) -> None:
+def test_the_leader_is_learned_from_not_leader_answers(leader: Leader, feeds: FetchBuffer) -> None:
     leader.script = [refuses(code="not_leader", leader_url="http://other:5000"), brings(frame(0, "a"), end=1)]
     begin(feeds)
     assert batch(feeds) == ["0:a"]
     assert leader.leaders[PLACE].host == "other"
 
 
-def test_below_the_beginning_of_the_log_reading_goes_on_there(leader: Leader, feeds: FetchBuffer) -> None:
+def test_below_the_start_of_the_log_reading_continues_there(leader: Leader, feeds: FetchBuffer) -> None:
     gone = refuses(code="offset_out_of_range", status=416, log_start_offset=7, high_watermark=9)
     leader.script = [gone, brings(frame(7, "a"), end=8)]
     begin(feeds, offset=2)
     assert batch(feeds) == ["7:a"]
 
 
-def test_a_paused_partition_keeps_what_is_left_of_its_batch(leader: Leader, feeds: FetchBuffer) -> None:
+def test_a_paused_partition_keeps_the_rest_of_its_batch(leader: Leader, feeds: FetchBuffer) -> None:
     leader.script = [brings(frame(0, "a", "b"), end=2)]
     begin(feeds)
     first = wait_until(lambda: _locked(feeds), "a batch")
@@ -151,7 +151,7 @@ def _locked(feeds: FetchBuffer) -> object:
         return feeds.take()
 
 
-def test_what_is_taken_away_is_void(leader: Leader, feeds: FetchBuffer) -> None:
+def test_buffers_of_revoked_partitions_are_dropped(leader: Leader, feeds: FetchBuffer) -> None:
     leader.script = [brings(frame(0, "old"), end=1)]
     begin(feeds)
     assert leader.waits.wait(WITHIN_S), "the next is asked for"

@@ -36,9 +36,7 @@ def member(
 
 
 @pytest.mark.parametrize(("member_id", "turns"), [(None, ["join", "join"]), ("mine", ["join"])])
-def test_a_member_whose_name_was_made_up_joins_again_when_a_copy_of_its_own_join_fences_it(
-    monkeypatch, member_id, turns
-):
+def test_a_member_with_a_generated_id_rejoins_when_its_duplicate_join_fences_it(monkeypatch, member_id, turns):
     it = member(member_id)
     batch: list[str] = []
 

@@ -80,7 +80,7 @@ def poll_async(url: str, mode: str) -> object:
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("use", [poll, iterate, poll_async])
 @pytest.mark.parametrize("mode", ["queue", "stream"])
-def test_a_consumer_that_reaches_nobody_raises_in_its_time(
+def test_a_consumer_that_reaches_no_broker_raises_in_time(
     use: Callable[[str, str], object], mode: str, nobody: str
 ) -> None:
     told = None
@@ -94,7 +94,7 @@ def test_a_consumer_that_reaches_nobody_raises_in_its_time(
 
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("delivery", ["at_most_once", "exactly_once"])
-def test_what_a_consumer_settles_first_is_in_its_time_too(delivery: str, nobody: str) -> None:
+def test_settling_the_group_first_counts_to_the_timeout(delivery: str, nobody: str) -> None:
     with Consumer("t", bootstrap=nobody, delivery=delivery) as consumer, pytest.raises(Unavailable):  # type: ignore[arg-type]
         consumer.poll(0.05)
 
@@ -132,13 +132,13 @@ def test_a_lock_that_does_not_wait_leaves_time_to_ask_another_broker(
 
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("timeout_s", [0, 0.05])
-def test_a_lock_that_reaches_nobody_raises_in_its_time(timeout_s: float, nobody: str) -> None:
+def test_a_lock_that_reaches_no_broker_raises_in_time(timeout_s: float, nobody: str) -> None:
     with closing(Lock("l", nobody)) as lock, pytest.raises(Unavailable, match="no broker answers at"):
         lock.acquire(timeout_s)
 
 
 @pytest.mark.usefixtures("patient")
-def test_an_admin_and_a_flush_keep_their_time(nobody: str) -> None:
+def test_an_admin_and_a_flush_keep_their_timeouts(nobody: str) -> None:
     with Admin(nobody, timeout_s=0.05) as admin, pytest.raises(Unavailable):
         admin.topics()
     with ScriptedBroker() as broker:
@@ -152,7 +152,7 @@ def test_an_admin_and_a_flush_keep_their_time(nobody: str) -> None:
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_consumer_whose_broker_dies_later_says_so_at_the_end_of_an_iteration(
+def test_a_consumer_whose_broker_fails_later_raises_at_the_end_of_an_iteration(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("portalmq.transport.reachability.SILENT_S_MAX", AN_HOUR_S)
@@ -169,7 +169,7 @@ def test_a_consumer_whose_broker_dies_later_says_so_at_the_end_of_an_iteration(
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_poll_says_so_when_nobody_answers_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_poll_raises_when_no_broker_answers_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     with ScriptedBroker() as broker:
         consumer = Consumer("t", group="g", bootstrap=broker.url)
         assert consumer.poll(0) == []
@@ -230,7 +230,7 @@ def test_a_receive_without_an_answer_is_asked_for_again_by_the_next_poll() -> No
 
 
 @pytest.mark.usefixtures("hasty")
-def test_a_first_contact_that_fails_is_told_with_what_to_do(nobody: str) -> None:
+def test_a_failed_first_contact_says_what_to_do(nobody: str) -> None:
     told = f"no broker answers at {nobody} .*portalmq dev.*PORTALMQ_URL"
     with Producer(nobody) as producer, pytest.raises(Unavailable, match=told):
         producer.send("t", b"x")
@@ -303,7 +303,7 @@ def refused() -> Unavailable:
     return Unavailable("refused")
 
 
-def test_an_outage_is_logged_after_a_while_and_then_seldom(
+def test_an_outage_is_logged_after_a_delay_and_then_rarely(
     reach: Reachability, time: Time, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "portalmq")
@@ -332,7 +332,7 @@ def test_one_broker_that_answers_is_enough(reach: Reachability, time: Time, capl
     assert (reach.failure, reach.silent_s, caplog.records) == (None, 0.0, [])
 
 
-def test_what_was_never_heard_of_is_given_up_soon_and_what_was_is_not(reach: Reachability, time: Time) -> None:
+def test_an_unknown_cluster_is_given_up_soon_and_a_known_one_is_not(reach: Reachability, time: Time) -> None:
     assert reach.limit(100, 3) == 3 + FIRST_CONTACT_S
     reach.failed(ONE, [ONE], refused(), 0)
     assert not reach.may_report_empty()

@@ -149,7 +149,7 @@ def test_an_unknown_outcome_stays_unknown_whatever_later_tries_say() -> None:
     assert caught.value.outcome == "unknown"
 
 
-def test_an_error_that_no_repeat_mends_is_raised_as_it_is() -> None:
+def test_an_error_without_a_retry_is_raised_unchanged() -> None:
     network = Network(failure("topic_not_found"))
     with pytest.raises(errors.TopicNotFound):
         network.transport().call(GET)
@@ -194,7 +194,7 @@ def test_a_status_without_a_problem_document_is_judged_by_the_status(
     assert caught.value.outcome == outcome
 
 
-def test_an_answer_that_is_no_json_is_said_so() -> None:
+def test_an_answer_that_is_not_json_raises() -> None:
     with pytest.raises(errors.Unavailable, match="none of PortalMQ's"):
         Network(answer(200, b"<html>")).transport().get("/v1/cluster", wire.ClusterDescription)
 
@@ -259,7 +259,7 @@ def test_421_names_the_leader_and_the_next_try_goes_there_at_once() -> None:
     assert [url for url, _ in network.asked][1:] == ["http://one:1", "http://two:2"]
 
 
-def test_a_broker_that_is_busy_with_itself_is_left_for_another_without_its_pause() -> None:
+def test_a_busy_broker_is_left_for_another_without_its_retry_pause() -> None:
     network = Network(failure("unavailable", retry_after_s=5.0), answer())
     transport = network.transport("http://one:1,http://two:2")
     transport.call(ONCE)
@@ -279,7 +279,7 @@ def test_too_few_replicas_are_too_few_at_every_broker() -> None:
     assert network.pauses == [2.0]
 
 
-def test_a_broker_that_is_gone_is_left_out_longer_each_time() -> None:
+def test_an_unreachable_broker_is_excluded_longer_each_time() -> None:
     gone = NotSent("refused")
     network = Network(gone, answer())
     transport = network.transport("http://one:1,http://two:2")
@@ -305,7 +305,7 @@ def test_a_read_near_its_partition_goes_to_the_leader_and_may_be_forwarded() -> 
     assert b"PortalMQ-No-Forward" not in head
 
 
-def test_only_the_first_try_says_that_it_is_the_first() -> None:
+def test_only_the_first_try_is_marked_as_the_first() -> None:
     network = Network(NoAnswer("gone"), failure("unavailable"), answer())
     network.transport().call(Request("POST", "/v1/groups/g/receive", b"{}", repeatable=True, marks_first_try=True))
     assert [b"PortalMQ-First-Try: 1" in head for _, head in network.asked] == [True, False, False]
@@ -356,7 +356,7 @@ def test_connections_are_kept_alive() -> None:
         assert len({call.connection for call in broker.calls}) == 1
 
 
-def test_a_connection_that_the_broker_closed_meanwhile_is_replaced_without_a_pause() -> None:
+def test_a_connection_that_the_broker_closed_while_idle_is_replaced_without_a_pause() -> None:
     with ScriptedBroker() as broker:
         pauses: list[float] = []
         transport = Transport(broker.url, pause=pauses.append)
@@ -484,7 +484,7 @@ def two_brokers(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ScriptedBroke
         yield old, new
 
 
-def test_a_send_to_a_leader_that_stands_still_goes_to_the_one_that_leads_by_now(
+def test_a_send_to_a_paused_leader_goes_to_the_current_one(
     two_brokers: tuple[ScriptedBroker, ScriptedBroker],
 ) -> None:
     old, new = two_brokers
@@ -506,7 +506,7 @@ def test_a_send_to_a_leader_that_stands_still_goes_to_the_one_that_leads_by_now(
         still.set()
 
 
-def test_a_receive_that_is_parked_at_a_leader_that_stands_still_goes_on_at_the_next_one(
+def test_a_receive_at_a_paused_leader_continues_at_the_next_one(
     two_brokers: tuple[ScriptedBroker, ScriptedBroker],
 ) -> None:
     old, new = two_brokers
@@ -551,7 +551,7 @@ class Watched(Network):
         return super().exchange(address, method, head, body, timeout_s)
 
 
-def test_who_waits_for_a_leader_goes_on_when_the_client_learns_of_the_next_one_by_another_call() -> None:
+def test_a_wait_at_an_old_leader_ends_when_another_call_learns_the_new_one() -> None:
     network = Watched(metadata("http://one:1", 1), metadata("http://one:1", 2), metadata("http://two:2", 3))
     network.client = transport = network.transport("http://one:1,http://two:2")
     network.outcomes = [metadata("http://one:1", 1)]
@@ -564,7 +564,7 @@ def test_who_waits_for_a_leader_goes_on_when_the_client_learns_of_the_next_one_b
 # --- whom to leave out -----------------------------------------------------------------------------------------------
 
 
-def test_nobody_is_left_out_for_long_while_another_only_says_that_it_starts() -> None:
+def test_exclusions_are_short_while_another_broker_is_starting() -> None:
     now = [0.0]
     book = ClusterMetadata(["http://starting:1", "http://back:1"], lambda: now[0])
     starting, back = book.known
@@ -579,7 +579,7 @@ def test_nobody_is_left_out_for_long_while_another_only_says_that_it_starts() ->
     assert book.other_than(starting) is None, "one that answers is enough"
 
 
-def test_nobody_is_left_out_for_long_while_nobody_answers() -> None:
+def test_exclusions_are_short_while_no_broker_answers() -> None:
     now = [0.0]
     book = ClusterMetadata(["http://ending:1", "http://back:1"], lambda: now[0])
     ending, back = book.known

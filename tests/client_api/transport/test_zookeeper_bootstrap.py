@@ -54,7 +54,7 @@ def test_a_url_that_names_no_server_is_refused_at_once(url: str) -> None:
         Producer(url)
 
 
-def test_what_a_zookeeper_asks_for_stands_behind_the_chroot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zookeeper_options_follow_the_chroot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "p@ss?word"
     file.write_text("se@cret\n")
     ca = f"zookeeper_tls_ca={pem('authority')}"
@@ -79,7 +79,7 @@ def test_what_a_zookeeper_asks_for_stands_behind_the_chroot(tmp_path: Path, monk
         ("zookeeper_user=x&zookeeper_password=@/missing", "/missing"),
     ],
 )
-def test_what_cannot_be_used_behind_the_chroot_is_refused_at_once(query: str, said: str) -> None:
+def test_invalid_zookeeper_options_are_refused_at_once(query: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         Producer(f"zk://a:1/mq?{query}")
 
@@ -121,7 +121,7 @@ def test_brokers_are_looked_up_once_and_again_when_none_of_them_answers() -> Non
     assert zookeeper.asked == 2
 
 
-def test_a_zookeeper_that_is_gone_keeps_nobody_from_the_brokers_that_it_named() -> None:
+def test_a_lost_zookeeper_does_not_hide_the_brokers_that_it_named() -> None:
     now = [100.0]
     zookeeper = FakeZooKeeper(["http://one:1"])
     book = book_of(zookeeper, now)
@@ -133,7 +133,7 @@ def test_a_zookeeper_that_is_gone_keeps_nobody_from_the_brokers_that_it_named() 
     assert zookeeper.asked == 2, "not again and again"
 
 
-def test_of_threads_that_look_for_brokers_at_once_one_asks_a_zookeeper_that_is_gone() -> None:
+def test_of_concurrent_look_ups_one_asks_a_lost_zookeeper() -> None:
     now = [100.0]
     zookeeper = FakeZooKeeper()
     book = book_of(zookeeper, now)
@@ -184,5 +184,5 @@ def no_zookeeper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("portalmq.cli.session.REACH_TIMEOUT_S", 0.05)
 
 
-def test_people_are_shown_the_zookeeper() -> None:
+def test_urls_show_the_zookeeper() -> None:
     assert ClusterMetadata("zk://u:secret@a:1/mq", lambda: 0.0).urls == ["zk://a:1/mq"]

@@ -9,7 +9,7 @@ from http.client import HTTPException, IncompleteRead, RemoteDisconnected
 
 import pytest
 
-from portalmq.network import http_answer as answering
+from portalmq.network import http_answer
 from portalmq.network.http_answer import PIECE_BYTES, HttpAnswer, read_answer
 
 PLAIN = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 4\r\nConnection: keep-alive\r\n\r\nbody"
@@ -38,13 +38,13 @@ def read(sent: bytes, method: str = "POST", first_bytes: int = PIECE_BYTES) -> t
 def by_library(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """The first pieces of what was left to http.client."""
     left: list[bytes] = []
-    read_by_library: Callable[..., tuple[HttpAnswer, bool]] = answering._read_by_library
+    read_by_library: Callable[..., tuple[HttpAnswer, bool]] = http_answer._read_by_library
 
     def note(connection: socket.socket, method: str, piece: bytes) -> tuple[HttpAnswer, bool]:
         left.append(piece)
         return read_by_library(connection, method, piece)
 
-    monkeypatch.setattr(answering, "_read_by_library", note)
+    monkeypatch.setattr(http_answer, "_read_by_library", note)
     return left
 
 
@@ -84,7 +84,7 @@ def test_its_body_may_come_in_pieces(by_library: list[bytes]) -> None:
         (b"HTTP/1.1 200 OK\r\nVia: a,\r\n b\r\nVia: c\r\nContent-Length: 4\r\n\r\nbody", "GET", (200, b"body", True)),
     ],
 )
-def test_what_is_read_is_the_same_however_it_comes(
+def test_an_answer_is_the_same_in_one_piece_or_many(
     sent: bytes, method: str, expected: tuple[int, bytes, bool], first_bytes: int
 ) -> None:
     answer, is_reusable = read(sent, method, first_bytes)
@@ -119,6 +119,6 @@ def test_a_connection_with_more_than_the_answer_is_not_used_again() -> None:
         (b"HTTP/1.1 2x0 OK\r\nContent-Length: 0\r\n\r\n", HTTPException),
     ],
 )
-def test_what_is_no_whole_answer_is_none(sent: bytes, fault: type[Exception]) -> None:
+def test_a_partial_answer_is_refused(sent: bytes, fault: type[Exception]) -> None:
     with pytest.raises(fault):
         read(sent)
