@@ -29,7 +29,8 @@ from portalmq.broker.cluster.overview import Overview
 from portalmq.broker.cluster.peers import Peers, TLSFiles, trusting
 from portalmq.broker.cluster.registry import Registry
 from portalmq.broker.cluster.routing import LeaderRouter
-from portalmq.broker.cluster.topics import Topic, Topics
+from portalmq.broker.cluster.topic import Topic
+from portalmq.broker.cluster.topics import Topics
 from portalmq.broker.cluster.unclean_election import own_log_end
 from portalmq.broker.messages.browse import MessageBrowser
 from portalmq.broker.messages.idempotency import RepeatFinder
@@ -276,7 +277,7 @@ class Wiring:
         self.metrics.committed(seconds)
 
     def _has_files(self, topic_id: str) -> bool:
-        return self.topics.has_files(topic_id)
+        return self.topics.files.exist(topic_id)
 
     # --- what changes -------------------------------------------------------------------------------------------------
 

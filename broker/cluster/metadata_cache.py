@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from portalmq.broker.cluster.rpc import TopicPartition
-from portalmq.broker.cluster.topics import Topic, Topics
+from portalmq.broker.cluster.topic import Topic
+from portalmq.broker.cluster.topics import Topics
 from portalmq.broker.partition.partition import Partition
 from portalmq.control_plane.mirror import Mirror
 from portalmq.control_plane.state import partition_path, topic_path

@@ -11,7 +11,8 @@ from portalmq.broker.cluster.metadata_cache import MetadataCache
 from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, one_by_one, place_of
 from portalmq.broker.cluster.rpc import TopicPartition
 from portalmq.broker.cluster.rpc.messages import PARTITIONS, Partitions, PartitionSize
-from portalmq.broker.cluster.topics import Topic, Topics
+from portalmq.broker.cluster.topic import Topic
+from portalmq.broker.cluster.topics import Topics
 from portalmq.broker.partition.yielding import in_short_turns
 from portalmq.control_plane.mirror import Mirror
 from portalmq.control_plane.state import PartitionState, TopicState

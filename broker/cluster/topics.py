@@ -17,7 +17,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol
 from weakref import WeakValueDictionary
 
 import gevent
@@ -26,26 +25,21 @@ from gevent.lock import BoundedSemaphore
 
 from portalmq import wire
 from portalmq.broker.cluster.capacity import Capacity
+from portalmq.broker.cluster.replica_opener import ReplicaOpener
 from portalmq.broker.cluster.replicas import Files, Replicas
-from portalmq.broker.cluster.routing import NoSuchPartition, place_of
-from portalmq.broker.cluster.rpc import PeerCaller, TopicPartition
-from portalmq.broker.cluster.rpc.brokers import STANDING, LogEndRequest, ReplicaLogEnd
-from portalmq.broker.cluster.unclean_election import is_whole_elsewhere
-from portalmq.broker.core.queue.receipts import topic_tag
+from portalmq.broker.cluster.routing import NoSuchPartition
+from portalmq.broker.cluster.rpc.brokers import ReplicaLogEnd
+from portalmq.broker.cluster.topic import Topic, TopicsHost
+from portalmq.broker.cluster.topic_files import TopicFiles
 from portalmq.broker.core.replica.events import PartitionStateChanged, SessionLost
-from portalmq.broker.partition.host import PartitionHost, PartitionMembership
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.partition_state import partition_state_of
 from portalmq.broker.partition.yielding import in_short_turns
 from portalmq.broker.replication.ticker import Ticker
 from portalmq.control_plane.catalog import Catalog, Versioned
-from portalmq.control_plane.mirror import Changes, Mirror
-from portalmq.control_plane.plane import PlaneError
+from portalmq.control_plane.mirror import Changes
 from portalmq.control_plane.state import BrokerState, PartitionState, TopicState, topic_path
 from portalmq.errors import (
-    NotEnoughReplicas,
-    NotLeader,
-    PortalMQError,
     TopicNotFound,
     Unavailable,
 )
@@ -56,99 +50,6 @@ log = logging.getLogger(__name__)
 SETTLE_WITHIN_S = 5.0
 # How long this broker waits to see a topic that another one has just created.
 KNOWN_WITHIN_S = 3.0
-OPENING_AT_A_TIME = 16
-OPEN_AGAIN_S = 1.0
-# How often a damaged replica looks for another one that is whole.
-ASK_AGAIN_S = 5.0
-ASK_WITHIN_S = 2.0
-# How often the search for files of unknown topics is repeated while the control plane is unavailable.
-STRAYS_AGAIN_S = 5.0
-
-
-class TopicsMembership(PartitionMembership, Protocol):
-    @property
-    def mirror(self) -> Mirror: ...
-
-    def suspect(self, broker_id: int, incarnation: int, *, refused: bool) -> None: ...
-
-
-class TopicsHost(PartitionHost, Protocol):
-    @property
-    def membership(self) -> TopicsMembership: ...
-
-    @property
-    def peers(self) -> PeerCaller: ...
-
-
-class Topic:
-    """A topic of the cluster. `local` are the replicas open on this broker, by number. `confirm` raises Unavailable for
-    a partition that is missing here and that the control plane may have."""
-
-    def __init__(self, state: TopicState, host: TopicsHost, confirm: Callable[[NoSuchPartition], None]) -> None:
-        self.state = state
-        self.tag = topic_tag(state.topic_id)
-        self.local: dict[int, Partition] = {}
-        self._host = host
-        self._confirm = confirm
-
-    @property
-    def name(self) -> str:
-        return self.state.name
-
-    def place(self, number: int) -> TopicPartition:
-        """Return the address of a partition that a caller names. Raises PartitionNotFound only if the control plane has
-        no such partition; Unavailable where the topic has grown and this broker does not know it yet."""
-        try:
-            return place_of(self.state, number)
-        except NoSuchPartition as missing:
-            self._confirm(missing)
-            raise
-
-    def partition(self, number: int) -> Partition:
-        """Return the replica here, which leads and knows all that is committed. Raises PartitionNotFound and NotLeader;
-        NotEnoughReplicas and Unavailable for conditions that pass."""
-        partition = self.local.get(number)
-        if partition is not None:
-            now_ms = self._host.clock.now_ms()
-            partition.check_pause(now_ms)
-            if partition.replica.leading:
-                self._check_serves(partition, now_ms)
-                return partition
-        leader = self.leader_of(number)
-        if leader is None:
-            raise Unavailable(f"partition {number} of topic {self.name!r} has no leader just now", retry_after_s=0.1)
-        if leader == self._host.broker_id:
-            raise Unavailable("this broker was elected, and has not begun to lead yet", retry_after_s=0.1)
-        raise NotLeader(
-            f"broker {leader} leads partition {number} of topic {self.name!r}",
-            leader=leader,
-            leader_url=self._host.membership.mirror.url_of(leader),
-        )
-
-    def _check_serves(self, partition: Partition, now_ms: int) -> None:
-        if not partition.replica.may_serve(now_ms):
-            raise Unavailable("this broker cannot know whether it still leads the partition", retry_after_s=0.2)
-        isr_tracker = partition.replica.in_sync
-        if partition.serves or isr_tracker is None:
-            return
-        live, needed = isr_tracker.live_members(now_ms), isr_tracker.state.min_insync_replicas
-        if live < needed:
-            raise NotEnoughReplicas(f"{live} replicas are in sync, {needed} are needed", retry_after_s=1.0)
-        raise Unavailable("this broker was elected, and has not begun to lead yet", retry_after_s=0.1)
-
-    def leader_of(self, number: int) -> int | None:
-        """Return the leader, as far as this broker knows. Raises PartitionNotFound."""
-        if not 0 <= number < self.state.partitions:
-            raise NoSuchPartition(self.state, number)
-        held = self._host.membership.mirror.partitions.get((self.state.topic_id, number))
-        return held.value.leader if held is not None else None
-
-    def led(self) -> list[Partition]:
-        """Return the partitions that this broker leads and serves."""
-        now_ms = self._host.clock.now_ms()
-        for partition in tuple(self.local.values()):
-            partition.check_pause(now_ms)
-        return [partition for _, partition in sorted(self.local.items()) if partition.serves]
 
 
 def _how_to_create(name: str) -> str:
@@ -181,14 +82,23 @@ class Topics:
         self._by_id: dict[str, Topic] = {}
         self._brokers: Mapping[int, tuple[int, str]] = {}
         self._replicas = Replicas(host, Files(data_dir, cluster_id, host.store_uuid))
-        self._opening: set[tuple[str, int]] = set()
-        # Replicas that stay closed: their files are damaged, and no other replica is known to be whole.
-        self._unusable: dict[tuple[str, int], ReplicaLogEnd] = {}
+        self._opener = ReplicaOpener(
+            host,
+            catalog,
+            self._replicas,
+            is_current=self.holds,
+            publish=self._publish,
+            on_changed=self._notify_changed,
+        )
         self._ending: set[str] = set()
-        self._removing: set[str] = set()
-        self._open_slots = BoundedSemaphore(OPENING_AT_A_TIME)
+        self.files = TopicFiles(
+            host,
+            catalog,
+            self._replicas.files,
+            known=lambda: {*self._by_id, *self._ending},
+            on_changed=self._notify_changed,
+        )
         self._change_locks: WeakValueDictionary[str, BoundedSemaphore] = WeakValueDictionary()
-        self._strays_lock = BoundedSemaphore()
         self._describe_lock = BoundedSemaphore()
         self._changed = Event()
         self._closed = False
@@ -212,7 +122,7 @@ class Topics:
 
     def closed_log_end(self, topic_id: str, number: int) -> ReplicaLogEnd | None:
         """Return the log end of a replica that stays closed because its files are damaged."""
-        return self._unusable.get((topic_id, number))
+        return self._opener.unusable.get((topic_id, number))
 
     def set_aside(self, topic_id: str, number: int) -> tuple[str, ...]:
         """Describe what this broker's lost+found has of the partition."""
@@ -240,7 +150,7 @@ class Topics:
             self._sync_partition(*key)
         if changes.tombstones or changes.everything:
             for topic_id in mirror.tombstones:
-                self._remove_files(topic_id)
+                self.files.remove(topic_id)
         self._notify_changed()
 
     def session_lost(self) -> None:
@@ -290,7 +200,7 @@ class Topics:
         if partition is not None:
             partition.on_partition_state(_partition_state_of(held, topic.state))
         elif self._host.broker_id in held.value.replicas:
-            self._open_soon(topic, number)
+            self._opener.open_soon(topic, number)
 
     def _forget(self, topic: Topic) -> None:
         """Drop a topic that is gone from the cluster. Its files stay until a tombstone allows their removal."""
@@ -305,95 +215,20 @@ class Topics:
         try:
             local, topic.local = topic.local, {}
             gevent.joinall([gevent.spawn(partition.close, saves=False) for partition in local.values()])
-            while any(key[0] == topic_id for key in self._opening):
+            while any(key[0] == topic_id for key in self._opener.opening):
                 gevent.sleep(0.05)
         finally:
             self._ending.discard(topic_id)
         if topic_id in self._host.membership.mirror.tombstones:
-            self._remove_files(topic_id)
+            self.files.remove(topic_id)
 
-    # --- opening -----------------------------------------------------------------------------------------------------
-
-    def _open_soon(self, topic: Topic, number: int) -> None:
-        key = (topic.state.topic_id, number)
-        if key not in self._opening and not self._closed:
-            self._opening.add(key)
-            gevent.spawn(self._open, topic, number)
-
-    def _open(self, topic: Topic, number: int) -> None:
-        """Open a replica. Repeat this when the disk has no room, or when its files are damaged and no other replica is
-        known to be whole. A fault of the disk ends the broker."""
-        key = (topic.state.topic_id, number)
-        try:
-            while self._is_wanted(topic, number):
-                with self._open_slots:
-                    partition = self._opened(topic, number)
-                if partition is not None:
-                    self._publish(topic, partition)
-                    return
-                gevent.sleep(ASK_AGAIN_S if key in self._unusable else OPEN_AGAIN_S)
-        finally:
-            self._opening.discard(key)
-            self._unusable.pop(key, None)
-            self._notify_changed()
-
-    def _is_wanted(self, topic: Topic, number: int) -> bool:
-        return not self._closed and self.holds(topic) and number not in topic.local
-
-    def _opened(self, topic: Topic, number: int) -> Partition | None:
-        key = (topic.state.topic_id, number)
-        known = self._unusable.get(key)
-        if known is not None:
-            if known.fault and self._is_alone(key):
-                return None
-            elsewhere = self._is_whole_elsewhere(key)
-            if elsewhere is False or (elsewhere is None and known.fault):
-                return None
-        opened = self._replicas.open(topic.state, number, lambda: self._is_whole_elsewhere(key))
-        if isinstance(opened, Partition):
-            return opened
-        if opened is not None and known is None:
-            why = opened.fault or opened.lossy
-            log.critical(
-                "partition %d of topic %r is damaged, and no other replica in sync says that it is whole: its files"
-                " are kept, and it stays closed: %s",
-                *(number, topic.name, why),
-            )
-        if opened is not None:
-            self._unusable[key] = opened
-            self._notify_changed()
-        return None
-
-    def _is_alone(self, key: tuple[str, int]) -> bool:
-        """Whether the mirror shows no other ISR member. There is no broker to ask then, and no need for a sync."""
-        held = self._host.membership.mirror.partitions.get(key)
-        return held is not None and not set(held.value.isr) - {self._host.broker_id}
-
-    def _is_whole_elsewhere(self, key: tuple[str, int]) -> bool | None:
-        """See unclean_election.py. Reads the present ISR; False when it cannot be read."""
-        try:
-            self._catalog.plane.sync()
-            held = self._catalog.partition(*key)
-        except (PlaneError, PortalMQError) as error:
-            log.info("the ISR cannot be read now: %s", error)
-            return False
-        if held is None:
-            return False
-        question, peers = LogEndRequest(*key), self._host.peers
-
-        def ask(broker_id: int) -> ReplicaLogEnd:
-            return STANDING.ask(peers, broker_id, question, timeout_s=ASK_WITHIN_S)
-
-        return is_whole_elsewhere(held.value, self._host.broker_id, ask)
+    # --- replicas ----------------------------------------------------------------------------------------------------
 
     def _publish(self, topic: Topic, partition: Partition) -> None:
-        if not self._is_wanted(topic, partition.number):
-            partition.close(saves=False)
-            return
         _configure(partition, topic.state)
         partition.on_leading = lambda it: self._leading(topic, it)
         partition.on_stepped_down = lambda it: self.on_stepped_down(topic, it)
-        partition.on_damaged = lambda it: self._repair(topic, it)
+        partition.on_damaged = lambda it: self._opener.repair(topic, it)
         topic.local[partition.number] = partition
         held = self._host.membership.mirror.partitions.get((topic.state.topic_id, partition.number))
         if held is not None:
@@ -405,31 +240,6 @@ class Topics:
             self.on_leading(topic, partition)
         self._notify_changed()
 
-    def _repair(self, topic: Topic, partition: Partition) -> None:
-        """Rebuild a damaged replica once another one is known to be whole. Until then it serves what can be read."""
-        key = (topic.state.topic_id, partition.number)
-        while not self._closed and topic.local.get(partition.number) is partition:
-            if not self._is_alone(key) and self._is_whole_elsewhere(key):
-                self._rebuild(topic, partition)
-                return
-            gevent.sleep(ASK_AGAIN_S)
-
-    def _rebuild(self, topic: Topic, partition: Partition) -> None:
-        """Set a damaged replica aside. An empty one, of another store, resigns and copies the leader's log."""
-        key = (topic.state.topic_id, partition.number)
-        log.critical("%s is damaged, and will be rebuilt from another replica: %s", partition, partition.fault)
-        partition.rebuild_reason = partition.fault
-        self._opening.add(key)  # no other greenlet opens what is about to be moved
-        try:
-            if topic.local.get(partition.number) is partition:
-                del topic.local[partition.number]
-            partition.close(saves=False)
-            self._replicas.set_aside(topic.state, partition.number)
-        finally:
-            self._opening.discard(key)
-        if self.holds(topic):
-            self._open_soon(topic, partition.number)
-
     @property
     def is_settled(self) -> bool:
         """Whether every replica assigned to this broker is open, and serves where no other broker is needed for that.
@@ -438,12 +248,12 @@ class Topics:
         for key, held in tuple(self._host.membership.mirror.partitions.items()):
             if mine in held.value.replicas:
                 partition = self.local(*key)
-                if key in self._unusable:
+                if key in self._opener.unusable:
                     continue
                 alone = held.value.leader == mine and held.value.isr == (mine,)
                 if partition is None or (alone and not partition.serves):
                     return False
-        return not self._opening - self._unusable.keys()
+        return not self._opener.opening - self._opener.unusable.keys()
 
     def wait_settled(self, timeout_s: float) -> bool:
         return self._wait_for(lambda: self.is_settled, timeout_s)
@@ -459,51 +269,10 @@ class Topics:
             return True
         return is_so()
 
-    # --- files of no topic --------------------------------------------------------------------------------------------
-
     def start(self) -> None:
         """Start the ticker. Look for files of unknown topics once, as soon as the control plane can be read."""
         self.ticker.start()
-        gevent.spawn(self._look_for_strays)
-
-    def has_files(self, topic_id: str) -> bool:
-        """Whether any file of the topic is on this broker's disk."""
-        known = topic_id in self._by_id or topic_id in self._ending or topic_id in self._removing
-        return known or self._replicas.files.exist(topic_id)
-
-    def _remove_files(self, topic_id: str) -> None:
-        """Remove the files of a topic with a tombstone. For a topic that is still closing this runs again later."""
-        if topic_id in self._by_id or topic_id in self._ending or topic_id in self._removing or self._closed:
-            return
-        self._removing.add(topic_id)
-        gevent.spawn(self._remove, topic_id)
-
-    def _remove(self, topic_id: str) -> None:
-        try:
-            self._host.pool.apply(self._replicas.files.remove, (topic_id,))
-        finally:
-            self._removing.discard(topic_id)
-            self._notify_changed()
-
-    def _look_for_strays(self) -> None:
-        while not self._closed and not self.set_aside_strays():
-            gevent.sleep(STRAYS_AGAIN_S)
-
-    def set_aside_strays(self) -> bool:
-        """Move files of unknown topics to lost+found. A topic is known by the control plane, read after a sync, or by
-        a tombstone. Return False, and touch nothing, while the control plane cannot be read."""
-        with self._strays_lock:
-            folders = self._host.pool.apply(self._replicas.files.folders)
-            try:
-                self._catalog.plane.sync()
-                explained = self._catalog.topic_ids()
-                deleted = set(self._catalog.tombstones())
-            except (PlaneError, PortalMQError) as error:
-                log.info("files of unknown topics cannot be looked for now: %s", error)
-                return False
-            explained |= {*self._by_id, *self._removing, *self._ending}
-            self._host.pool.apply(self._replicas.files.clean_up, (folders, explained, deleted))
-            return True
+        gevent.spawn(self.files.look_for_strays)
 
     # --- finding -----------------------------------------------------------------------------------------------------
 
@@ -592,7 +361,7 @@ class Topics:
         """Delete the topic: first its name, leaving a tombstone, then its files on every broker."""
         with self._change_lock(name):
             state = self._catalog.delete_topic(name, now_ms=self._host.clock.wall_ms())
-            self._wait_for(lambda: not self.has_files(state.topic_id), SETTLE_WITHIN_S)
+            self._wait_for(lambda: not self.files.exist(state.topic_id), SETTLE_WITHIN_S)
 
     def _wait_applied(self, state: TopicState) -> Topic:
         """Return the topic once this broker sees it as `state` has it, with leaders. Raises Unavailable (unknown) when
@@ -621,7 +390,7 @@ class Topics:
 
     def close(self) -> None:
         """Write pending records, save the folds, close the files."""
-        self._closed = True
+        self._closed = self._opener.closed = self.files.closed = True
         self.ticker.close()
         gevent.joinall([gevent.spawn(partition.close) for partition in self.partitions()])
 

@@ -13,7 +13,7 @@ from portalmq.broker.cluster.metadata_cache import MetadataCache
 from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, one_by_one, place_of
 from portalmq.broker.cluster.rpc import TopicPartition
 from portalmq.broker.cluster.rpc.messages import BROWSE, PURGE, Browse, Browsed, PurgeCall
-from portalmq.broker.cluster.topics import Topic
+from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.partition.answer_size import first_of
 from portalmq.broker.partition.long_poll import LongPolls, Peer
 from portalmq.broker.partition.partition import Partition

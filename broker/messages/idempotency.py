@@ -25,7 +25,7 @@ from portalmq.broker.cluster.metadata_cache import MetadataCache
 from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, one_by_one
 from portalmq.broker.cluster.rpc import TopicPartition
 from portalmq.broker.cluster.rpc.messages import FIRST, FindFirst
-from portalmq.broker.cluster.topics import Topic
+from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.yielding import give_way
 from portalmq.broker.storage.batch import Record

@@ -9,7 +9,7 @@ from __future__ import annotations
 from portalmq.broker.cluster.metadata_cache import MetadataCache
 from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, one_by_one
 from portalmq.broker.cluster.rpc.queues import KNOWN, GroupBegunCall
-from portalmq.broker.cluster.topics import Topic
+from portalmq.broker.cluster.topic import Topic
 from portalmq.control_plane.mirror import Mirror
 from portalmq.errors import KeyOrder, PortalMQError
 

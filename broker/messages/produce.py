@@ -19,7 +19,7 @@ import msgspec
 from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, PartitionWork, as_unavailable, place_of
 from portalmq.broker.cluster.rpc import Outcomes, TopicPartition
 from portalmq.broker.cluster.rpc.messages import PRODUCE, AppendResult, Produce, Share
-from portalmq.broker.cluster.topics import Topic
+from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.core.replica.events import Stamp
 from portalmq.broker.messages.idempotency import AsSent, Keyed, RepeatFinder, are_many, each_once, identified, known_in
 from portalmq.broker.partition.partition import Partition

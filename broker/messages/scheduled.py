@@ -29,7 +29,7 @@ from portalmq.broker.cluster.rpc.messages import (
     Rows,
     SchedulePosition,
 )
-from portalmq.broker.cluster.topics import Topic
+from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.core.queue.lanes import DELAYED
 from portalmq.broker.core.queue.records import Cancel
 from portalmq.broker.messages.browse import StoredMessage

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from time import perf_counter
 from weakref import WeakKeyDictionary
 
-from portalmq.broker.cluster.topics import Topic
+from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.core.replica.stamp import Stamp
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.partition import Partition

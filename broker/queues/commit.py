@@ -24,7 +24,7 @@ from portalmq import wire
 from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, one_by_one
 from portalmq.broker.cluster.rpc import TopicPartition
 from portalmq.broker.cluster.rpc.queues import COMMIT, CommitCall, CommitResult, LeaseOffsets, MemberOffset
-from portalmq.broker.cluster.topics import Topic
+from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.core.fold import SpanFold
 from portalmq.broker.core.queue.delivery import GroupDelivery
 from portalmq.broker.core.queue.receipts import ReceiptSigner

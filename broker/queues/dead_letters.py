@@ -31,7 +31,7 @@ from portalmq.broker.cluster.rpc.queues import (
     DeadPage,
     DeadShare,
 )
-from portalmq.broker.cluster.topics import Topic
+from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.core.fold import DeadFold
 from portalmq.broker.core.queue.delivery import OUTSTANDING_MAX, GroupDelivery
 from portalmq.broker.core.queue.predicate import Candidate, Predicate, parse

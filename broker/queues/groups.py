@@ -21,7 +21,8 @@ from portalmq.broker.cluster.metadata_cache import MetadataCache
 from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, one_by_one
 from portalmq.broker.cluster.rpc import TopicPartition
 from portalmq.broker.cluster.rpc.queues import KNOWN, START, BeginGroup, GroupBegunCall
-from portalmq.broker.cluster.topics import Topic, Topics
+from portalmq.broker.cluster.topic import Topic
+from portalmq.broker.cluster.topics import Topics
 from portalmq.broker.core.queue.receipts import ReceiptSigner, topic_tag
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.long_poll import LongPolls

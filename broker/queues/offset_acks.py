@@ -14,7 +14,7 @@ from itertools import compress, repeat
 from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, place_of, together
 from portalmq.broker.cluster.rpc import TopicPartition
 from portalmq.broker.cluster.rpc.queues import FINISH, Finish, FinishShare
-from portalmq.broker.cluster.topics import Topic
+from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.core.queue.receipts import mark_in, topic_mark
 from portalmq.broker.queues.groups import Groups
 from portalmq.broker.queues.settle import Verdict

@@ -29,7 +29,8 @@ import gevent
 import msgspec
 from gevent.lock import BoundedSemaphore
 
-from portalmq.broker.cluster.topics import Topic, Topics
+from portalmq.broker.cluster.topic import Topic
+from portalmq.broker.cluster.topics import Topics
 from portalmq.broker.core.queue.records import Commit, Dead, Done
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.storage.batch import Batch, BatchKind, Record

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, one_by_one
 from portalmq.broker.cluster.rpc import Outcomes, TopicPartition
 from portalmq.broker.cluster.rpc.queues import LOOK, SIZES, LookAt, QueueSize, SizeOf
-from portalmq.broker.cluster.topics import Topic
+from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.queues.groups import Groups
 from portalmq.broker.queues.partition_counts import tallied, untouched

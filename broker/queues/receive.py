@@ -16,7 +16,7 @@ from portalmq import wire
 from portalmq.broker.cluster.routing import PATIENCE_S, PAUSE_FIRST_S, PAUSE_MAX_S, place_of
 from portalmq.broker.cluster.rpc import PeerCaller
 from portalmq.broker.cluster.rpc.queues import Interest, Interested, Receive, ReceiveResult
-from portalmq.broker.cluster.topics import Topic
+from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.partition.long_poll import (
     LeasedMessage,
     Peer,

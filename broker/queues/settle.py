@@ -14,7 +14,7 @@ from typing import Protocol
 from portalmq.broker.cluster.routing import LeaderRouter, LocalWork
 from portalmq.broker.cluster.rpc import Outcomes, TopicPartition
 from portalmq.broker.cluster.rpc.queues import SETTLE, Settle, SettleShare, Verb
-from portalmq.broker.cluster.topics import Topic
+from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.core.queue.receipts import HEAD_LENGTH, Lease, ReceiptSigner, offset_of, tag_of
 from portalmq.broker.partition.yielding import give_way, in_short_turns, in_turns
 from portalmq.broker.queues.group_partition import GroupPartition, ReceiptSpan, Verdicts

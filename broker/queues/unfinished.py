@@ -17,7 +17,7 @@ from portalmq.broker.cluster.metadata_cache import MetadataCache
 from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, one_by_one, place_of
 from portalmq.broker.cluster.rpc import TopicPartition
 from portalmq.broker.cluster.rpc.queues import UNFINISHED, ListUnfinished, MessageState, UnfinishedRow, UnfinishedRows
-from portalmq.broker.cluster.topics import Topic
+from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.core.queue.delivery import HELD_MS, GroupDelivery
 from portalmq.broker.core.queue.lanes import lane_position
 from portalmq.broker.messages.browse import StoredMessage

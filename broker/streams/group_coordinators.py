@@ -30,7 +30,7 @@ from portalmq import wire
 from portalmq.broker.cluster.peers import NotAnswered, NotReached, Peers
 from portalmq.broker.cluster.rpc import BrokerCall, TopicPartition
 from portalmq.broker.cluster.rpc.streams import COORDINATE, COORDINATE_SEEK, ClaimShare, Coordinate, Start
-from portalmq.broker.cluster.topics import Topic
+from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.core.stream import events as core
 from portalmq.broker.core.stream.membership import TICK_MS
 from portalmq.broker.partition.clock import Clock

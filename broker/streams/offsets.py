@@ -15,7 +15,7 @@ from portalmq import wire
 from portalmq.broker.cluster.routing import place_of
 from portalmq.broker.cluster.rpc import TopicPartition
 from portalmq.broker.cluster.rpc.streams import CommitShare, GroupPosition
-from portalmq.broker.cluster.topics import Topic
+from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.queues.groups import Groups
 from portalmq.broker.streams.stream_partitions import StreamPartitions, first_error, stream_group

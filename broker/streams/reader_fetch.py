@@ -28,7 +28,7 @@ from gevent.lock import BoundedSemaphore
 from portalmq import stream_wire as contract
 from portalmq.broker.cluster.routing import LeaderRouter
 from portalmq.broker.cluster.rpc import TopicPartition
-from portalmq.broker.cluster.topics import Topic
+from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.partition.long_poll import LongPolls, Peer
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.yielding import in_short_turns

@@ -18,7 +18,7 @@ from portalmq.broker.cluster.metadata_cache import MetadataCache
 from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, one_by_one, outcome_of
 from portalmq.broker.cluster.rpc import Outcomes, TopicPartition
 from portalmq.broker.cluster.rpc.streams import FRONTS, TURN, Fronts, SharedOffsetCall, SharedOffsetResult
-from portalmq.broker.cluster.topics import Topic
+from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.core.queue.records import Claim, CommitOffset
 from portalmq.broker.messages.browse import StoredMessage
 from portalmq.broker.partition.clock import Clock

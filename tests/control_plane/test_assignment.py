@@ -20,7 +20,7 @@ def spread(counted: Counter[int], over: set[int]) -> int:
 
 
 @given(counts, factors, brokers, firsts)
-def test_every_partition_stands_on_as_many_different_brokers_as_there_are(
+def test_every_partition_is_on_as_many_brokers_as_there_are(
     partitions: int, factor: int, live: set[int], first: int
 ) -> None:
     placed = place(partitions, factor, live, first=first)

@@ -35,7 +35,7 @@ class TestElections:
         elected = elect(HELD, {3: broker(3)})
         assert (elected.leader, elected.leader_epoch, elected.isr) == (None, 8, (1, 2))
 
-    def test_who_left_the_isr_as_gone_is_not_elected_when_it_is_back_and_the_last_member_is_gone(self) -> None:
+    def test_a_broker_that_left_the_isr_is_not_elected_when_the_last_member_is_gone(self) -> None:
         """The one that stayed may have led and acknowledged alone: without it nobody knows, and there is no leader."""
         alone = elect(HELD, {2: broker(2), 3: broker(3)}, configured_min_insync=1)
         assert (alone.leader, alone.leader_epoch, alone.isr) == (2, 8, (2,))
@@ -68,13 +68,13 @@ ANEW = {number: broker(number, incarnation=2) for number in (1, 2, 3)}
 class TestColdElections:
     """All that could lead have started anew: what they hold is what their disks kept."""
 
-    def test_an_election_is_cold_when_nobody_has_lived_on(self) -> None:
+    def test_an_election_is_cold_when_every_candidate_has_restarted(self) -> None:
         assert is_cold(ALL_IN_SYNC, ANEW)
         assert is_cold(ALL_IN_SYNC, {2: ANEW[2]})
         assert not is_cold(ALL_IN_SYNC, {**ANEW, 2: broker(2)}), "that one saw what was committed"
         assert not is_cold(ALL_IN_SYNC, {}), "there is nobody to ask"
 
-    def test_where_nobody_is_to_be_elected_or_one_alone_nothing_is_asked(self) -> None:
+    def test_an_election_with_at_most_one_candidate_is_not_cold(self) -> None:
         assert not is_cold(ALL_IN_SYNC, {**ANEW, 1: broker(1)})
         assert not is_cold(msgspec.structs.replace(HELD, isr=(1,)), ANEW)
 
@@ -82,16 +82,16 @@ class TestColdElections:
         assert elect(ALL_IN_SYNC, ANEW, log_ends={1: (7, 9), 2: (7, 10), 3: (6, 90)}).leader == 2
         assert elect(ALL_IN_SYNC, ANEW, log_ends={1: (7, 9), 3: (7, 9)}).leader == 1
 
-    def test_who_is_behind_leaves_the_isr_down_to_the_floor(self) -> None:
+    def test_replicas_behind_leave_the_isr_down_to_the_floor(self) -> None:
         assert elect(ALL_IN_SYNC, ANEW, log_ends={1: (7, 9), 2: (7, 10), 3: (7, 10)}).isr == (2, 3)
         assert elect(ALL_IN_SYNC, ANEW, log_ends={1: (7, 8), 2: (7, 10), 3: (7, 9)}).isr == (2, 3)
         assert elect(HELD, ANEW, log_ends={1: (7, 9), 2: (7, 10)}).isr == (1, 2)
 
-    def test_one_that_lacks_what_it_knew_to_be_committed_never_leads(self) -> None:
+    def test_a_replica_without_records_it_knew_committed_never_leads(self) -> None:
         assert elect(ALL_IN_SYNC, ANEW, log_ends={1: None, 2: (7, 10)}).leader == 2
         assert elect(ALL_IN_SYNC, {1: ANEW[1]}, log_ends={1: None}).leader is None
 
-    def test_a_draining_leader_hands_over_to_nobody_who_has_just_started_anew(self) -> None:
+    def test_a_draining_leader_hands_over_to_no_broker_that_has_just_restarted(self) -> None:
         draining = msgspec.structs.replace(broker(1), draining=True)
         assert elect(ALL_IN_SYNC, {1: draining, 2: broker(2, incarnation=2)}).leader == 1
         assert elect(ALL_IN_SYNC, {1: draining, 2: broker(2)}).leader == 2

@@ -1,4 +1,4 @@
-"""The controller's decisions: what has to change, and as much as that, what has not."""
+"""The controller's decisions: what changes, and what does not."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ def reach(**heard: str) -> dict[int, dict[int, bool]]:
     return {int(name[1:]): {abs(int(word)): int(word) > 0 for word in told.split()} for name, told in heard.items()}
 
 
-class TestLeadersWhomTooFewReach:
+class TestLeadersThatTooFewReach:
     """The controller reaches them; who is in sync with them may not."""
 
     def decided(self, held: PartitionState, told: Reach, *there: int, **fields: Any) -> tuple[int | None, int]:
         wanted = decide(held, live(*(there or (1, 2, 3))), reach=told, **fields) or held
         return wanted.leader, wanted.leader_epoch
 
-    def test_another_leads_whom_enough_reach(self) -> None:
+    def test_a_replica_that_enough_reach_leads_instead(self) -> None:
         told = reach(b1="-2 -3", b2="3 -1", b3="2 -1")
         assert self.decided(partition(), told) == (2, 6)
         wanted = decide(partition(), live(1, 2, 3), reach=told)
@@ -88,18 +88,18 @@ class TestLeadersWhomTooFewReach:
         assert wanted.isr == (2, 3), "as if the old one were gone: it may not fetch either"
         assert decide(wanted, live(1, 2, 3), reach=told) is None, "and it stays so"
 
-    def test_one_that_enough_reach_stays(self) -> None:
+    def test_a_leader_that_enough_reach_stays(self) -> None:
         assert self.decided(partition(), reach(b1="2 -3", b2="1 3", b3="1 2")) == (1, 5)
         assert self.decided(partition(), reach(b1="-2 -3", b2="1 3"), configured_min_insync=1) == (1, 5), (
             "it goes on alone"
         )
 
-    def test_who_cannot_tell_moves_nothing(self) -> None:
+    def test_replicas_that_cannot_answer_move_nothing(self) -> None:
         assert self.decided(partition(), reach(b1="-2", b2="1 3", b3="1 2")) == (1, 5)
         assert self.decided(partition(), reach(b1="-2 -3")) == (1, 5), "nobody was asked who reaches the others"
         assert self.decided(partition(), {}) == (1, 5)
 
-    def test_nobody_is_elected_whom_too_few_reach_as_well(self) -> None:
+    def test_a_replica_that_too_few_reach_is_not_elected(self) -> None:
         assert self.decided(partition(), reach(b1="-2 -3", b2="-1 -3", b3="-1 -2")) == (1, 5)
         assert self.decided(partition(), reach(b1="-2 -3", b2="-1 -3", b3="-1 2")) == (3, 6)
 
@@ -112,7 +112,7 @@ class TestLeadersWhomTooFewReach:
         assert decide(wanted, live(1, 2, 3), reach=told) is None
         assert self.decided(held, reach(b1="-2 3", b2="-1 3")) == (1, 5)
 
-    def test_one_that_is_dead_reaches_nobody(self) -> None:
+    def test_a_dead_broker_reaches_no_leader(self) -> None:
         told = reach(b1="-3", b3="1")
         assert self.decided(partition(), told, 1, 3) == (3, 6)
         wanted = decide(partition(), live(1, 3), reach=told)
@@ -145,11 +145,11 @@ class TestElections:
     def test_a_follower_that_is_gone_is_the_leaders_business(self) -> None:
         assert planned([partition()], live(1, 2)) == []
 
-    def test_a_leader_that_has_started_anew_is_elected_anew_when_nobody_else_can_lead(self) -> None:
+    def test_a_restarted_leader_is_reelected_when_no_other_can_lead(self) -> None:
         (change,) = planned([partition(isr=(1,))], live(2, 3, b1=broker(1, incarnation=2)))
         assert (change.state.leader, change.state.leader_epoch, change.state.incarnations[1]) == (1, 6, 2)
 
-    def test_one_that_is_still_opening_its_files_leads_only_when_nobody_else_can(self) -> None:
+    def test_a_broker_that_is_opening_its_files_leads_only_when_no_other_can(self) -> None:
         (change,) = planned([partition()], live(2, 3, b1=broker(1, incarnation=2)))
         assert (change.state.leader, change.state.isr) == (2, (1, 2, 3))
 
@@ -192,7 +192,7 @@ class TestElections:
         changes = planned([partition() for _ in range(10)], live(2, 3))
         assert Counter(change.state.leader for change in changes) == {2: 5, 3: 5}
 
-    def test_who_leads_less_gets_more(self) -> None:
+    def test_brokers_that_lead_less_get_more(self) -> None:
         changes = planned([partition(2)] * 4 + [partition(1)] * 4, live(2, 3))
         assert Counter(change.state.leader for change in changes) == {3: 4}
 
@@ -299,14 +299,14 @@ class TestReplicas:
         load = Counter(number for key in placed for number in [*placed[key], *added[key]])
         assert load == {1: 8, 2: 8, 3: 8}
 
-    def test_followers_of_one_leader_do_not_all_stand_together(self) -> None:
+    def test_followers_of_one_leader_are_spread(self) -> None:
         placed = {number: [1] for number in range(8)}
         added = add_replicas(placed, dict.fromkeys(placed, 3), [1, 2, 3, 4, 5])
         assert len({tuple(sorted(more)) for more in added.values()}) > 1
         assert Counter(number for more in added.values() for number in more) == {2: 4, 3: 4, 4: 4, 5: 4}
 
 
-class TestWhoCountsAsThere:
+class TestLiveBrokers:
     REGISTERED: Mapping[int, BrokerState] = live(1, 2)
 
     def test_the_registered_do_unless_a_probe_found_them_gone(self) -> None:
@@ -316,7 +316,7 @@ class TestWhoCountsAsThere:
     def test_a_later_incarnation_is_not_the_one_that_was_found_gone(self) -> None:
         assert live_brokers(live(1, b2=broker(2, incarnation=2)), {}, {(2, 1)}, in_grace=False).keys() == {1, 2}
 
-    def test_who_was_known_before_counts_only_in_the_grace_and_until_a_probe_says_otherwise(self) -> None:
+    def test_a_broker_known_before_counts_only_in_the_grace_and_until_a_probe_fails(self) -> None:
         before = live(2, 3, 4)
         assert live_brokers(self.REGISTERED, before, (), in_grace=False).keys() == {1, 2}
         assert live_brokers(self.REGISTERED, before, {(4, 1)}, in_grace=True).keys() == {1, 2, 3}
@@ -327,13 +327,13 @@ class TestWhoCountsAsThere:
 
 
 class TestStrays:
-    def test_only_old_ones_are_named(self) -> None:
+    def test_only_old_strays_are_returned(self) -> None:
         seen: dict[str, int] = {}
         assert old_strays(["a"], seen, 1_000) == []
         assert old_strays(["a", "b"], seen, 1_000 + STRAY_FOR_MS - 1) == []
         assert old_strays(["a", "b"], seen, 1_000 + STRAY_FOR_MS) == ["a"]
 
-    def test_one_that_became_a_topic_begins_anew(self) -> None:
+    def test_one_that_became_a_topic_begins_again(self) -> None:
         seen: dict[str, int] = {}
         old_strays(["a"], seen, 0)
         assert old_strays([], seen, STRAY_FOR_MS) == []
@@ -394,7 +394,7 @@ def partitions(draw: st.DrawFn) -> PartitionState:
     return PartitionState(leader, 5, isr, replicas, dict.fromkeys(replicas, "store"), dict.fromkeys(replicas, 1))
 
 
-class TestWhateverComes:
+class TestAnyInput:
     @given(partitions(), brokers_states, st.none() | st.integers(1, 4))
     def test_a_decision_is_safe_and_is_made_once(
         self, held: PartitionState, brokers: dict[int, BrokerState], configured: int | None
@@ -448,13 +448,13 @@ class TestRebalance:
         after = self.moved([2, 2, 2, 3, 3, 3], live(1, 2, 3))
         assert Counter(after) == {1: 2, 2: 2, 3: 2}
 
-    def test_one_that_started_anew_and_is_in_sync_takes_its_share(self) -> None:
+    def test_a_restarted_broker_that_is_in_sync_takes_its_share(self) -> None:
         assert set(self.moved([2, 2, 2], live(2, 3, b1=broker(1, incarnation=2)))) == {1, 2, 3}
 
     def test_what_is_even_stays(self) -> None:
         assert self.moved([1, 2, 3, 1], live(1, 2, 3)) == [1, 2, 3, 1]
 
-    def test_nobody_leads_who_is_not_in_sync_drains_or_is_not_there(self) -> None:
+    def test_a_broker_that_is_out_of_sync_drains_or_is_gone_never_leads(self) -> None:
         assert self.moved([2, 2, 2, 2], live(1, 2, 3), isr=(2,)) == [2, 2, 2, 2]
         assert set(self.moved([2, 2, 2, 2], live(2, 3, b1=broker(1, draining=True)))) == {2, 3}
         assert set(self.moved([2, 2, 2, 2], live(2, 3))) == {2, 3}

@@ -1,4 +1,4 @@
-"""Metadata takes memory for good: there is so much of it, and no more."""
+"""The limits on topics, partitions, groups and producers."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_segment_with_very_many_content_types_is_followed_by_another(fixture, 
     assert [each.record.content_type for each in found] == [f"text/x{n}-{e}" for n in range(10) for e in range(8)]
 
 
-def test_an_id_that_nobody_was_given_is_no_producers(fixture):
+def test_an_id_that_was_never_allocated_is_refused(fixture):
     made_up, given = 1 << 40, fixture.broker.new_producer(None).id
     for call in (
         lambda stamp: fixture.broker.produce("t", ProduceRequest(records("x"), partition=0, producer=stamp)),

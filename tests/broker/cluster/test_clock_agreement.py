@@ -1,4 +1,4 @@
-"""The time of day that brokers agree on: what one machine's wrong clock can do."""
+"""The time of day that brokers agree on, with wrong clocks among them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Calls:
         return answer
 
 
-def test_brokers_that_agree_go_by_their_machines():
+def test_brokers_that_agree_use_the_clocks_of_their_machines():
     cluster = Cluster(b1=0, b2=-900, b3=900)
     cluster.compare()
     assert [cluster.wrong_ms(n) for n in (1, 2, 3)] == [0, -900, 900]
@@ -90,7 +90,7 @@ def test_a_clock_that_jumps_is_not_followed_for_a_moment(jump_ms):
     assert not cluster.keepers[2].differs
 
 
-def test_a_broker_that_starts_with_a_wrong_clock_goes_by_the_others():
+def test_a_broker_that_starts_with_a_wrong_clock_uses_the_time_of_the_others():
     cluster = Cluster(b1=0, b2=0, b3=HOUR_MS)
     cluster.compare()
     assert cluster.wrong_ms(3) == 0
@@ -108,7 +108,7 @@ def test_a_jump_that_most_confirm_is_followed_by_all():
     assert [cluster.wrong_ms(n) for n in (1, 2, 3)] == [HOUR_MS] * 3
 
 
-def test_where_there_is_no_majority_each_goes_on_as_before_and_says_so():
+def test_without_a_majority_each_clock_continues_and_reports_it():
     cluster = Cluster(b1=0, b2=0)
     cluster.compare()
     cluster.clocks[2].off_ms = HOUR_MS
@@ -117,7 +117,7 @@ def test_where_there_is_no_majority_each_goes_on_as_before_and_says_so():
     assert all(keeper.differs for keeper in cluster.keepers.values())
 
 
-def test_who_is_cut_off_goes_on_by_what_was_agreed():
+def test_a_broker_that_is_cut_off_keeps_the_agreed_time():
     cluster = Cluster(b1=0, b2=0, b3=0)
     cluster.compare()
     cluster.away = {2, 3}
@@ -126,7 +126,7 @@ def test_who_is_cut_off_goes_on_by_what_was_agreed():
     assert cluster.wrong_ms(1) == 0
 
 
-def test_a_broker_that_is_the_only_one_goes_by_its_machine():
+def test_a_lone_broker_uses_the_clock_of_its_machine():
     cluster = Cluster(b1=0)
     cluster.compare()
     cluster.clocks[1].off_ms = HOUR_MS
@@ -135,7 +135,7 @@ def test_a_broker_that_is_the_only_one_goes_by_its_machine():
     assert not cluster.keepers[1].differs
 
 
-def test_an_answer_that_takes_long_makes_nobody_wrong():
+def test_a_slow_answer_makes_no_clock_wrong():
     cluster = Cluster(b1=0, b2=0, b3=0)
     cluster.compare()
     for cluster.slow_ms in (TOLERANCE_MS - 1, TOLERANCE_MS // 2, 10 * TOLERANCE_MS):

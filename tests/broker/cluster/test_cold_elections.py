@@ -1,4 +1,4 @@
-"""Who is asked before an election among replicas that have all started anew, and who is waited for."""
+"""Elections among replicas that have all restarted: which are asked, and how long the election waits."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Brokers:
         return [self.log_ends[broker_id]] * len(keys)
 
 
-def test_when_all_have_answered_it_is_decided_at_once():
+def test_the_election_is_held_at_once_when_all_have_answered():
     elections = ColdElections(Brokers(b1=(7, 9), b2=(7, 10), b3=(6, 30)), HandClock())
     assert elections.log_ends({KEY: HELD}, LIVE) == {KEY: {1: (7, 9), 2: (7, 10), 3: (6, 30)}}
 
 
-def test_one_that_is_away_cut_off_or_still_opening_is_waited_for_within_bounds():
+def test_the_election_waits_a_bounded_time_for_absent_replicas():
     for live, brokers in (
         ({n: LIVE[n] for n in (1, 2)}, Brokers(b1=(7, 9), b2=(7, 10), b3=(7, 10))),
         (LIVE, Brokers(b1=(7, 9), b2=(7, 10))),
@@ -56,7 +56,7 @@ def test_one_that_is_away_cut_off_or_still_opening_is_waited_for_within_bounds()
         assert not elections.is_waiting
 
 
-def test_one_that_is_damaged_or_of_another_store_says_so():
+def test_a_replica_that_is_damaged_or_of_another_store_never_leads():
     brokers = Brokers(b1=(7, 9), b2=(7, 10), b3=(7, 10))
     brokers.log_ends[1] = msgspec.structs.replace(brokers.log_ends[1], lossy="its log ends at 9")
     brokers.log_ends[2] = msgspec.structs.replace(brokers.log_ends[2], store_uuid="s2/1")

@@ -1,4 +1,4 @@
-"""The controller at work beside a mirror that goes on."""
+"""The controller's pass while the mirror changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who answers, who refuses, who is silent: what is concluded, and what a real socket shows."""
+"""Failure detection: the verdicts from answers, refusals and silence, and probes over real sockets."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def pulses(**found: ProbeHistory) -> dict[int, ProbeHistory]:
     return {int(name[1:]): history for name, history in found.items()}
 
 
-class TestConcluding:
-    def test_nobody_is_gone_without_a_reason(self) -> None:
+class TestVerdicts:
+    def test_no_broker_is_gone_without_a_reason(self) -> None:
         assert gone(pulses(b1=ProbeHistory(1), b2=ProbeHistory(1, silent=1)), refusals=1) == set()
 
     def test_one_refusal_is_enough_for_a_controller_and_two_against_one(self) -> None:
@@ -62,7 +62,7 @@ class TestConcluding:
         ) == {(1, 1), (2, 1)}
 
 
-class TestWatching:
+class TestDetector:
     @pytest.fixture
     def watching(self) -> Iterator[tuple[FailureDetector, dict[str, Probe], list[str]]]:
         answers: dict[str, Probe] = {}
@@ -90,7 +90,7 @@ class TestWatching:
         gevent.sleep(0.6)  # a turn in which nothing may come: there is no condition to wait for
         assert asked == []
 
-    def test_who_is_gone_stays_gone_until_it_answers_or_starts_anew(
+    def test_a_dead_broker_stays_dead_until_it_answers_or_restarts(
         self, watching: tuple[FailureDetector, dict[str, Probe], list[str]]
     ) -> None:
         detector, answers, _asked = watching
@@ -106,7 +106,7 @@ class TestWatching:
         answers.clear()
         until(lambda: detector.gone() == set())
 
-    def test_who_is_suspected_is_asked_at_once(
+    def test_a_suspected_broker_is_probed_at_once(
         self, watching: tuple[FailureDetector, dict[str, Probe], list[str]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("portalmq.broker.cluster.failure_detector.PROBE_EVERY_S", AN_HOUR_S)
@@ -118,7 +118,7 @@ class TestWatching:
         until(lambda: len(asked) == 2)
         detector.probe_now(7)  # nobody knows it
 
-    def test_a_second_question_follows_a_refusal_soon(
+    def test_a_second_probe_follows_a_refusal_soon(
         self, watching: tuple[FailureDetector, dict[str, Probe], list[str]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("portalmq.broker.cluster.failure_detector.PROBE_EVERY_S", AN_HOUR_S)
@@ -176,8 +176,8 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> list[gevent.Timeout]:
     return made
 
 
-class TestProbing:
-    def test_any_answer_is_life_and_the_connection_is_kept(
+class TestProber:
+    def test_any_answer_counts_and_the_connection_is_kept(
         self, prober: Prober, serve: Callable[[Handler], str]
     ) -> None:
         connections: list[None] = []
@@ -191,7 +191,7 @@ class TestProbing:
         assert [prober.probe(url) for _ in range(3)] == [Probe.ANSWERED] * 3
         assert len(connections) == 1
 
-    def test_a_kept_connection_that_was_closed_is_made_anew(
+    def test_a_kept_connection_that_was_closed_is_opened_again(
         self, prober: Prober, serve: Callable[[Handler], str]
     ) -> None:
         def answer_once(client: socket.socket, address: tuple[str, int]) -> None:
@@ -231,14 +231,14 @@ class TestProbing:
                 client.close()
             assert prober.probe(url) is Probe.REFUSED
 
-    def test_who_takes_connections_and_says_nothing_is_silent(self, hasty: Prober) -> None:
+    def test_a_port_that_accepts_and_does_not_answer_is_silent(self, hasty: Prober) -> None:
         with socket.create_server(("127.0.0.1", 0)) as paused:
             url = f"http://127.0.0.1:{paused.getsockname()[1]}"
             began = time.monotonic()
             assert hasty.probe(url) is Probe.SILENT
             assert 0.3 < time.monotonic() - began < 30, "the end of its time is noticed"
 
-    def test_half_an_answer_is_none(
+    def test_half_an_answer_is_no_answer(
         self,
         prober: Prober,
         serve: Callable[[Handler], str],
@@ -264,14 +264,16 @@ class TestProbing:
         assert asking.get() is Probe.SILENT
 
     @pytest.mark.parametrize("said", [b"", b"SSH-2.0-OpenSSH\r\n", b"\x00" * 100_000])
-    def test_what_is_no_broker_is_silent(self, prober: Prober, serve: Callable[[Handler], str], said: bytes) -> None:
+    def test_a_port_that_is_no_broker_is_silent(
+        self, prober: Prober, serve: Callable[[Handler], str], said: bytes
+    ) -> None:
         def talk(client: socket.socket, address: tuple[str, int]) -> None:
             client.recv(1000)
             client.sendall(said)
 
         assert prober.probe(serve(talk)) is Probe.SILENT
 
-    def test_an_answer_that_came_while_this_process_was_busy_counts(
+    def test_an_answer_that_arrived_while_this_process_was_busy_counts(
         self,
         prober: Prober,
         serve: Callable[[Handler], str],
@@ -294,7 +296,7 @@ class TestProbing:
         gevent.kill(asking, limits[0])
         assert asking.get() is Probe.ANSWERED
 
-    def test_silence_in_a_process_that_stood_still_proves_nothing(self) -> None:
+    def test_silence_during_a_pause_of_this_process_proves_nothing(self) -> None:
         prober = Prober(timeout_s=0.4)
         with socket.create_server(("127.0.0.1", 0)) as paused:
             url = f"http://127.0.0.1:{paused.getsockname()[1]}"

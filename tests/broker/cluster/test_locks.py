@@ -120,7 +120,7 @@ class TestHolding:
         brokers.release(3, "a", 1)
         assert brokers.ask(2, "b").fencing_token == 2
 
-    def test_a_lock_that_is_held_tells_by_whom_and_for_how_long_at_most(self, brokers: Brokers) -> None:
+    def test_a_refusal_names_the_holder_and_the_longest_wait(self, brokers: Brokers) -> None:
         brokers.ask(1, "a")
         brokers.advance(4_000)
         with pytest.raises(LockHeld) as caught:
@@ -131,7 +131,7 @@ class TestHolding:
     def test_a_retry_at_another_broker_gets_the_same_token(self, brokers: Brokers) -> None:
         assert [brokers.ask(number, "a").fencing_token for number in (1, 2, 3)] == [1, 1, 1]
 
-    def test_who_was_passed_by_is_fenced_at_every_broker(self, brokers: Brokers) -> None:
+    def test_a_former_holder_is_fenced_at_every_broker(self, brokers: Brokers) -> None:
         brokers.ask(1, "a")
         brokers.advance(TTL)
         assert brokers.ask(2, "b").fencing_token == 2
@@ -178,7 +178,7 @@ class TestHolding:
 
 
 class TestWaiting:
-    def test_turns_are_those_of_the_arrival_whichever_broker_one_waits_at(self, brokers: Brokers) -> None:
+    def test_waiters_at_all_brokers_get_the_lock_in_the_order_of_arrival(self, brokers: Brokers) -> None:
         brokers.ask(1, "a")
         order = [(2, "b"), (1, "c"), (3, "d"), (2, "e"), (2, "f"), (1, "g")]
         waiting = {owner: brokers.wait(number, owner) for number, owner in order}
@@ -191,7 +191,7 @@ class TestWaiting:
             holder, token = owner, token + 1
             assert brokers.locks[number].describe("l").owner == owner
 
-    def test_the_next_one_gets_it_when_the_holder_lets_his_ttl_pass(self, brokers: Brokers) -> None:
+    def test_the_next_waiter_gets_a_lock_that_was_not_renewed(self, brokers: Brokers) -> None:
         brokers.ask(1, "a")
         waiting = brokers.wait(2, "b")
         brokers.advance(TTL - 1)
@@ -221,7 +221,7 @@ class TestWaiting:
         brokers.advance(PATIENCE_MS)
         assert outcome(waiting) == wire.LockGrant("b", 2, TTL)
 
-    def test_who_was_passed_over_waits_on_from_the_end(self, brokers: Brokers) -> None:
+    def test_a_waiter_that_was_passed_over_waits_at_the_end(self, brokers: Brokers) -> None:
         brokers.ask(1, "a")
         late = brokers.wait(3, "late")
         plane, held = brokers.plane, brokers.locks[1]._table.read("l")
@@ -265,7 +265,7 @@ class TestWaiting:
         assert ended.extra["owner"] == "a"
         until(lambda: brokers.waiters() == 0)
 
-    def test_a_place_is_kept_for_a_moment_for_who_asks_again(self, brokers: Brokers) -> None:
+    def test_a_place_is_kept_for_a_moment_for_a_repeated_request(self, brokers: Brokers) -> None:
         brokers.ask(1, "a")
         first = brokers.wait(2, "b", wait_ms=30, keep_place_ms=60_000)
         brokers.wait(1, "c")
@@ -311,14 +311,14 @@ class TestWaiting:
         with pytest.raises(Unavailable):
             brokers.ask(2, "x")
 
-    def test_a_hundred_who_wait_get_it_one_after_the_other(self, brokers: Brokers) -> None:
+    def test_a_hundred_waiters_get_it_one_after_the_other(self, brokers: Brokers) -> None:
         brokers.ask(1, "w-0")
         waiting = [brokers.wait(1 + number % 3, f"w-{number}") for number in range(1, 101)]
         for number, greenlet in enumerate(waiting, start=1):
             brokers.release(1 + number % 3, f"w-{number - 1}", number)
             assert outcome(greenlet) == wire.LockGrant(f"w-{number}", number + 1, TTL)
 
-    def test_a_control_plane_that_does_not_answer_is_told_and_the_wait_ends(
+    def test_a_wait_ends_with_an_error_while_the_control_plane_is_away(
         self, brokers: Brokers, plane: Interrupted
     ) -> None:
         brokers.ask(1, "a")
@@ -330,8 +330,8 @@ class TestWaiting:
         assert "l" not in brokers.locks[2]._waiters
 
 
-class TestUpkeep:
-    def test_a_lock_that_nobody_uses_is_removed_and_tokens_rise_on(self, brokers: Brokers) -> None:
+class TestMaintenance:
+    def test_an_unused_lock_is_removed_and_tokens_go_on_rising(self, brokers: Brokers) -> None:
         brokers.ask(2, "a")
         brokers.advance(TTL + KEEP_UNUSED_MS - 1)
         gevent.sleep(0.02)

@@ -1,4 +1,4 @@
-"""A broker as a member: registered, informed, controller or not, on a real ZooKeeper and alone."""
+"""The membership of a broker: registration, sessions, controller; on a real ZooKeeper and alone."""
 
 from __future__ import annotations
 
@@ -65,20 +65,20 @@ class TestRegistering:
         assert time.monotonic() - began < cluster.session_timeout_s, "the first one answers: nothing is waited for"
         assert first.membership.registered
 
-    def test_the_entry_of_a_dead_broker_of_another_disk_is_waited_for(self, cluster: Members) -> None:
+    def test_registering_waits_for_the_entry_of_a_dead_broker_of_another_disk(self, cluster: Members) -> None:
         cluster.start(1)
         cluster.kill(1)
         gevent.spawn_later(0.5, cluster.expire, 1)
         again = cluster.start(1, store_uuid="an emptied disk")
         assert again.membership.registered
 
-    def test_an_entry_that_somebody_took_away_is_made_again(self, cluster: Members) -> None:
+    def test_a_removed_registration_is_made_again(self, cluster: Members) -> None:
         first, second = cluster.start_all(1, 2)
         second.plane.commit(Delete(state.broker_path(1), 0))
         until(lambda: (node := second.plane.get(state.broker_path(1))) and node.owner == first.plane.session_id)
         assert first.lost == 0
 
-    def test_a_ghost_that_was_replaced_by_a_later_start_ends(self, cluster: Members) -> None:
+    def test_a_broker_replaced_by_a_later_start_ends(self, cluster: Members) -> None:
         ghost = cluster.start(1)
         cluster.members.pop(1)
         later = cluster.start(1, incarnation=2)
@@ -100,7 +100,7 @@ def seen_from_elsewhere(hosts: str) -> Iterator[ZooKeeper]:
 
 @pytest.mark.cluster
 class TestSessions:
-    def test_a_lost_session_is_told_first_and_the_broker_registers_anew(
+    def test_a_lost_session_is_reported_first_and_the_broker_registers_again(
         self, zookeeper_server: EmbeddedZooKeeper
     ) -> None:
         port = int(zookeeper_server.hosts.rpartition(":")[2])
@@ -132,9 +132,7 @@ class TestSessions:
             until(lambda: member.is_controller, "the controller is elected anew")
             assert member.partition(topic).value.leader == 1
 
-    def test_a_plane_that_is_away_for_less_than_a_session_changes_nothing(
-        self, zookeeper_server: EmbeddedZooKeeper
-    ) -> None:
+    def test_an_outage_shorter_than_a_session_changes_nothing(self, zookeeper_server: EmbeddedZooKeeper) -> None:
         port = int(zookeeper_server.hosts.rpartition(":")[2])
         with Wire(port) as line, members(line.hosts + fresh_chroot()) as cluster:
             member = cluster.start(1)
@@ -187,7 +185,7 @@ class TestTheController:
         held = first.partition(topic, led).value
         assert (held.leader_epoch, 3 in held.isr) == (2, False)
 
-    def test_a_suspicion_reaches_the_controller_who_looks_for_himself(
+    def test_a_suspicion_reaches_the_controller_which_probes_itself(
         self, cluster: Members, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("portalmq.broker.cluster.failure_detector.PROBE_EVERY_S", 3_600.0)
@@ -227,9 +225,7 @@ class TestTheController:
         assert first.membership.failure_detector.gone() == set()
 
     @pytest.mark.parametrize("found", [Probe.REFUSED, Probe.SILENT])
-    def test_a_controller_that_is_gone_is_deposed_and_its_partitions_led_on(
-        self, cluster: Members, found: Probe
-    ) -> None:
+    def test_a_dead_controller_is_replaced_and_so_are_its_leaders(self, cluster: Members, found: Probe) -> None:
         cluster.start_all(1, 2, 3)
         assert cluster.controllers == [1]
         topic = cluster.create_topic(partitions=3)
@@ -243,7 +239,7 @@ class TestTheController:
         assert controller.value.epoch == 2
 
     @pytest.mark.parametrize("found", [Probe.REFUSED, Probe.SILENT])
-    def test_a_controller_that_others_hear_is_not_deposed(self, cluster: Members, found: Probe) -> None:
+    def test_a_controller_that_others_reach_is_not_removed(self, cluster: Members, found: Probe) -> None:
         asked: list[tuple[int, str]] = []
 
         def deaf(by: int, url: str) -> Probe:
@@ -259,7 +255,7 @@ class TestTheController:
         assert held is not None
         assert (held.value.broker_id, held.value.epoch) == (1, 1)
 
-    def test_two_alone_who_do_not_hear_each_other_do_not_depose_each_other_for_ever(
+    def test_two_brokers_that_do_not_reach_each_other_do_not_remove_each_other_for_ever(
         self, cluster: Members, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("portalmq.broker.cluster.controller_loop.REMOVE_AGAIN_MS", 3_600_000)
@@ -274,10 +270,10 @@ class TestTheController:
         assert held.value.epoch <= 3
 
     @pytest.mark.parametrize("alone", [1, 3])
-    def test_a_broker_whose_links_refuse_loses_what_it_leads_and_deposes_nobody(
+    def test_a_broker_that_is_cut_off_loses_its_partitions_and_removes_no_controller(
         self, cluster: Members, alone: int
     ) -> None:
-        """Whether it is the controller (1) or not: whom two others reach is there, and who reaches nobody is not."""
+        """Controller (1) or not: a broker that two others reach is live, one that reaches none is not."""
         cluster.start_all(1, 2, 3)
         other = cluster.members[2]
         topic = cluster.create_topic(partitions=3)
@@ -293,7 +289,7 @@ class TestTheController:
         assert [other.partition(topic, n).value.leader_epoch for n in range(3)] == epochs
         assert other.catalog.controller() == controller
 
-    def test_two_who_believe_to_be_controller_are_fenced_by_the_epoch(self, cluster: Members) -> None:
+    def test_of_two_brokers_that_believe_to_be_controller_the_epoch_fences_one(self, cluster: Members) -> None:
         first, second = cluster.start_all(1, 2)
         topic = cluster.create_topic()
         old = first.membership.controller_loop.held
@@ -324,7 +320,7 @@ class TestTheController:
         held = first.partition(topic).value
         assert (held.leader, held.leader_epoch, held.isr, held.store_uuids) == (1, 1, (1,), {1: "store-1"})
 
-    def test_draining_hands_over_leadership_and_the_office(
+    def test_draining_hands_over_leadership_and_the_controller_role(
         self, cluster: Members, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("portalmq.broker.cluster.membership.DRAIN_WITHIN_S", PATIENT_S)
@@ -371,8 +367,8 @@ class TestTheController:
 
 
 @pytest.mark.cluster
-class TestALeaderWhomItsFollowersDoNotReach:
-    """A firewall between them rejects, and the controller, who is none of them, reaches all."""
+class TestALeaderThatItsFollowersDoNotReach:
+    """A firewall between them rejects; the controller is another broker, and reaches all."""
 
     @pytest.fixture(autouse=True)
     def soon(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,7 +376,7 @@ class TestALeaderWhomItsFollowersDoNotReach:
 
     @pytest.fixture
     def led(self, cluster: Members) -> tuple[Members, state.TopicState, int, tuple[int, ...]]:
-        """The cluster with broker 4 as controller, a topic on the others, who leads it, and who follows."""
+        """The cluster with broker 4 as controller, a topic on the others, its leader, and its followers."""
         cluster.start_all(4, 1, 2, 3)
         catalog = cluster.members[4].catalog
         brokers = {number: broker for number, broker in catalog.brokers().items() if number != 4}
@@ -456,7 +452,7 @@ class TestALeaderWhomItsFollowersDoNotReach:
         assert cluster.members[4].partition(topic).value == held
 
     def test_is_replaced_where_it_is_the_controller_itself(self, cluster: Members) -> None:
-        """Nobody who misses it can tell it so: that their fetches are overdue does."""
+        """No broker that misses it can report that: their overdue fetches show it."""
         cluster.start_all(1, 2, 3, 4)
         catalog = cluster.members[1].catalog
         brokers = {number: broker for number, broker in catalog.brokers().items() if number != 4}
@@ -484,7 +480,7 @@ class TestALeaderWhomItsFollowersDoNotReach:
 
 
 @pytest.mark.cluster
-class TestTheReturnOfThePlane:
+class TestAfterAnOutage:
     def test_absence_proves_nothing_for_one_session(self, cluster: Members) -> None:
         first, _ = cluster.start_all(1, 2)
         topic = cluster.create_topic(partitions=2)
@@ -512,7 +508,7 @@ class TestTheReturnOfThePlane:
 
 
 class LosingPlane(Standalone):
-    """Loses answers, or is away, when a test says so."""
+    """Loses answers, or is unavailable, as the test sets it."""
 
     fault: Exception | None = None
 
@@ -569,19 +565,19 @@ class TestAlone:
         finally:
             member.close()
 
-    def test_a_subscriber_that_fails_keeps_nobody_from_hearing(self, alone: Membership) -> None:
+    def test_a_failing_subscriber_does_not_stop_the_others(self, alone: Membership) -> None:
         told: list[bool] = []
         alone.on_changed += [lambda changes: 1 / 0, lambda changes: told.append(True)]  # type: ignore[list-item,func-returns-value]
         alone.start()
         assert told == [True]
 
-    def test_a_suspicion_is_heard_whoever_is_controller(self, alone: Membership) -> None:
+    def test_a_suspicion_is_answered_by_any_broker(self, alone: Membership) -> None:
         alone.start()
         assert alone.peer_queries.on_report(Suspicion(9, 1, True)) == SuspicionNoted()
 
 
 class OldBrokers:
-    """Of a version that tells the standing of one partition at a time; number 1 is not open there."""
+    """Brokers of the previous version, which report one log end a call; number 1 is not open there."""
 
     def call(self, broker_id: int, name: str, asked: LogEndRequest, kind: object, *, timeout_s: float) -> ReplicaLogEnd:
         if name != "standing":
@@ -591,14 +587,14 @@ class OldBrokers:
         return ReplicaLogEnd("s2", 1, 7, asked.number, 0)
 
 
-def test_a_broker_of_the_version_before_tells_how_far_its_logs_go(alone: Membership) -> None:
+def test_a_broker_of_the_previous_version_reports_its_log_ends(alone: Membership) -> None:
     alone.peer_queries.peers = OldBrokers()  # type: ignore[assignment]
     told = alone.peer_queries.log_ends(2, [("id", 0), ("id", 1), ("id", 2)])
     assert [standing and standing.end for standing in told] == [0, None, 2]
 
 
-def test_a_broker_of_the_version_before_speaks_for_no_leader_and_for_no_controller(alone: Membership) -> None:
-    """It cannot tell whom it reaches: a leader is not taken for cut off by that, and a controller is not kept."""
+def test_a_broker_of_the_previous_version_has_no_vote_on_leaders_and_controllers(alone: Membership) -> None:
+    """It has no call for this: that makes no leader count as cut off, and keeps no controller."""
     alone.peer_queries.peers = OldBrokers()  # type: ignore[assignment]
     alone.mirror.brokers = {number: BrokerState(f"http://b{number}:5000", 1, f"s{number}") for number in (1, 2, 3)}
     assert alone.peer_queries.reachability_of([2]) == {2: {1: True}}
@@ -610,7 +606,9 @@ class TestChangingTheIsr:
         proposal = {"isr": frozenset({1}), "version": 1, "store_uuids": {}, "incarnations": {}, **fields}
         return member.change_isr(topic.topic_id, 0, ProposeIsr(**proposal), None)  # type: ignore[arg-type]
 
-    def test_what_fits_is_applied_and_answered_with_the_word(self, plane: LosingPlane, alone: Membership) -> None:
+    def test_a_change_that_fits_is_applied_and_answered_with_the_new_state(
+        self, plane: LosingPlane, alone: Membership
+    ) -> None:
         topic = make_topic(plane)
         alone.start()
         answered = self.propose(alone, topic, store_uuids={1: "store/1"}, incarnations={1: 9})
@@ -645,7 +643,7 @@ class TestChangingTheIsr:
     @pytest.mark.parametrize(
         "fault", [OutcomeUnknown("lost"), PlaneUnavailable("away"), RuntimeError("a mistake of ours")]
     )
-    def test_everything_else_is_unknown_and_nothing_is_raised(
+    def test_any_other_failure_is_an_unknown_outcome_and_raises_nothing(
         self, plane: LosingPlane, alone: Membership, fault: Exception
     ) -> None:
         topic = make_topic(plane)
@@ -665,7 +663,7 @@ class TestChangingTheIsr:
 
 
 class TestReadingAgain:
-    def test_the_word_carries_the_number_of_the_refresh(self, plane: LosingPlane, alone: Membership) -> None:
+    def test_the_state_carries_the_number_of_the_refresh(self, plane: LosingPlane, alone: Membership) -> None:
         topic = make_topic(plane)
         alone.start()
         word = alone.reread(topic.topic_id, 0, 7, None)

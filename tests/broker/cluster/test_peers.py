@@ -1,4 +1,4 @@
-"""What is known of a call between brokers that failed, and who hears of it."""
+"""Failed calls between brokers: the outcome that the error shows, and who is notified."""
 
 from __future__ import annotations
 

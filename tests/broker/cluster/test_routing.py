@@ -1,4 +1,4 @@
-"""Work is brought to the leaders: what is tried again, what is not, and what is known at the end."""
+"""Routing of calls to leaders: what is retried, what is not, and which outcome is known at the end."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_remote_leaders_are_asked_at_once_and_not_one_after_the_other() -> None:
     assert leaders(leads).run([A, B], Meeting()) == {A: "met", B: "met"}
 
 
-def test_one_that_leads_no_longer_is_left_for_the_one_that_does() -> None:
+def test_a_call_follows_the_leadership_to_the_new_leader() -> None:
     leads = Map({A: 2})
     leads.on_look = lambda: leads.leaders.update({A: 3})
     work = Ask(_2=[NotLeader("not me", leader=3)])
@@ -130,7 +130,7 @@ def test_an_unknown_outcome_of_what_is_the_same_twice_is_tried_again() -> None:
     assert leaders(Map({A: 2})).one(A, Ask(_2=[NotAnswered("cut"), "by 2"]), repeatable=True) == "by 2"
 
 
-def test_what_has_waited_for_its_commit_as_long_as_it_may_does_not_wait_so_long_again() -> None:
+def test_a_call_does_not_wait_for_its_commit_twice() -> None:
     work = Ask(_1=[NotCommittedYet("the followers are gone"), "by 1"])
     with pytest.raises(NotCommittedYet) as waited:
         leaders(Map({A: ME})).one(A, work, repeatable=True)
@@ -207,7 +207,7 @@ def test_what_is_asked_of_one_broker_alone_answers_or_raises_as_it_does() -> Non
     assert (asked, refused.value.outcome) == ([], "not_applied")
 
 
-def test_nothing_is_begun_for_a_client_that_has_gone() -> None:
+def test_no_call_begins_for_a_client_that_has_gone() -> None:
     leads = Map({A: 2})
     work = Ask()
     work.hangs = {2}
@@ -218,12 +218,12 @@ def test_nothing_is_begun_for_a_client_that_has_gone() -> None:
     assert len(work.asked) == 1
 
 
-def test_a_topic_that_was_deleted_is_told_at_once() -> None:
+def test_a_deleted_topic_is_reported_at_once() -> None:
     with pytest.raises(TopicNotFound):
         leaders(Map({})).one(A, Ask())
 
 
-def test_a_mistake_of_ours_is_not_swallowed() -> None:
+def test_a_programming_error_is_not_swallowed() -> None:
     class Broken(Ask):
         def there(self, broker_id: int, places: Sequence[TopicPartition]) -> dict[TopicPartition, str | PortalMQError]:
             raise ZeroDivisionError

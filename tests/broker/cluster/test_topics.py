@@ -1,4 +1,4 @@
-"""Topics as the mirror has them, and the files of their replicas: opened as a whole, removed by authority alone."""
+"""Topics as the mirror has them, and the files of their replicas: fully opened, removed only by authority."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_nobody_sees_a_replica_before_it_is_open(fixture, monkeypatch):
     assert fixture.broker.topics.get("t").partition(0).serves
 
 
-def test_a_partition_that_is_not_there_and_one_that_others_lead_are_told_apart(fixture):
+def test_a_missing_partition_and_one_led_elsewhere_raise_different_errors(fixture):
     send(fixture, "a")
     topic = fixture.broker.topics.get("t")
     with pytest.raises(PartitionNotFound):
@@ -120,7 +120,7 @@ def test_a_deleted_topics_files_go_and_a_new_one_of_its_name_is_another(fixture,
 
 
 def test_while_the_control_plane_cannot_be_read_nothing_is_moved(fixture, tmp_path, monkeypatch):
-    fixture.broker.topics.set_aside_strays()  # what begins with the broker has ended
+    fixture.broker.topics.files.set_aside_strays()  # what begins with the broker has ended
     stray = tmp_path / "partitions" / "stray@0123"
     stray.mkdir(parents=True)
 
@@ -129,9 +129,9 @@ def test_while_the_control_plane_cannot_be_read_nothing_is_moved(fixture, tmp_pa
 
     with monkeypatch.context() as patch:
         patch.setattr(fixture.plane, "sync", silent)
-        fixture.broker.topics.set_aside_strays()
+        fixture.broker.topics.files.set_aside_strays()
         assert stray.exists()
-    fixture.broker.topics.set_aside_strays()
+    fixture.broker.topics.files.set_aside_strays()
     assert not stray.exists()
     assert (tmp_path / "lost+found" / "stray@0123").exists()
 
@@ -149,17 +149,17 @@ def test_files_are_looked_through_once_the_control_plane_can_be_read(tmp_path, m
 
     started = gevent.getcurrent()
     monkeypatch.setattr(Standalone, "get_children", get_children)
-    monkeypatch.setattr("portalmq.broker.cluster.topics.STRAYS_AGAIN_S", 0.0)
+    monkeypatch.setattr("portalmq.broker.cluster.topic_files.STRAYS_AGAIN_S", 0.0)
     with running(tmp_path) as it:
         eventually(lambda: not stray.exists())
-        it.broker.topics.set_aside_strays()  # which waits for the one that begins with the broker
+        it.broker.topics.files.set_aside_strays()  # which waits for the one that begins with the broker
     assert next(faults, None) is None
     assert (tmp_path / "lost+found" / "stray@0123").exists()
 
 
 def test_a_topic_that_is_made_while_the_files_are_looked_through_stays(fixture, tmp_path, monkeypatch):
     topics = fixture.broker.topics
-    topics.set_aside_strays()
+    topics.files.set_aside_strays()
     listed = Files.folders
 
     def and_then_one_is_made(files: Files):
@@ -168,7 +168,7 @@ def test_a_topic_that_is_made_while_the_files_are_looked_through_stays(fixture, 
         return found
 
     monkeypatch.setattr(Files, "folders", and_then_one_is_made)
-    topics.set_aside_strays()
+    topics.files.set_aside_strays()
     assert (tmp_path / "partitions" / "late@1").exists()
 
 
@@ -185,7 +185,7 @@ def test_a_replica_that_is_being_set_aside_is_not_opened_before_that_is_done(fix
         close(**how)
 
     monkeypatch.setattr(damaged, "close", slowly)
-    topics._rebuild(topic, damaged)
+    topics._opener._rebuild(topic, damaged)
     eventually(lambda: 0 in topic.local)
     assert topic.local[0].store_uuid == "store/1"
     assert list((folder_of(tmp_path) / "0").glob("*.sqlite"))
@@ -197,9 +197,9 @@ def test_a_damaged_replica_that_is_alone_in_sync_asks_the_control_plane_for_noth
     topics, asked = fixture.broker.topics, []
     topic = topics.get("t")
     mirror, key = topics._host.membership.mirror, (topic.state.topic_id, 0)
-    monkeypatch.setattr("portalmq.broker.cluster.topics.ASK_AGAIN_S", 0.01)
-    monkeypatch.setattr(topics, "_is_whole_elsewhere", lambda key: asked.append(key))
-    mending = gevent.spawn(topics._repair, topic, topic.local[0])
+    monkeypatch.setattr("portalmq.broker.cluster.replica_opener.ASK_AGAIN_S", 0.01)
+    monkeypatch.setattr(topics._opener, "_is_whole_elsewhere", lambda key: asked.append(key))
+    mending = gevent.spawn(topics._opener.repair, topic, topic.local[0])
     gevent.sleep(0.05)
     assert not asked
     held = mirror.partitions[key]
@@ -221,7 +221,7 @@ def open_and_close(files: Files, number: int = 0) -> str:
     return store_uuid
 
 
-def test_each_replica_that_begins_anew_has_a_store_of_its_own(tmp_path):
+def test_each_replica_that_begins_again_has_a_store_of_its_own(tmp_path):
     files = Files(tmp_path, "cluster", "store")
     assert [open_and_close(files), open_and_close(files)] == ["store", "store"]
     for life in (1, 2, 3):
@@ -272,7 +272,7 @@ def test_a_damaged_partition_without_another_replica_is_kept_closed_and_the_othe
         eventually(lambda: mended.broker.topics.get("t").partition(0).log.message_count_total == 2)
 
 
-def test_what_lies_in_lost_and_found_of_a_partition_is_told(fixture, tmp_path):
+def test_what_lost_and_found_has_of_a_partition_is_described(fixture, tmp_path):
     send(fixture, "a")
     state = fixture.broker.topics.get("t").state
     aside = tmp_path / "lost+found" / f"t@{state.topic_id}" / "0"

@@ -1,4 +1,4 @@
-"""What a broker refuses by what it knows of the cluster: never by a view that may be older than the question."""
+"""Topics, partitions and groups that a broker does not know: never denied by a view older than the request."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_a_partition_that_may_have_been_added_just_now_is_not_denied(fixture, us
 
 
 def test_a_topic_that_this_broker_has_not_read_of_is_looked_for_before_it_is_denied(fixture, monkeypatch):
-    """Nothing of it is known here but the control plane's word: it is there, so it is waited for, and not denied."""
+    """Only the control plane knows the topic here: so the broker waits for it, and does not deny it."""
     topics = fixture.broker.topics
     monkeypatch.setattr(topics, "_auto_create", False)
     monkeypatch.setattr("portalmq.broker.cluster.topics.KNOWN_WITHIN_S", 60.0)
@@ -190,7 +190,7 @@ def test_a_group_of_another_mode_may_be_an_earlier_one_of_the_name(fixture):
         groups.ensure("s")
 
 
-def test_a_group_that_was_deleted_here_and_made_anew_elsewhere_is_there(fixture):
+def test_a_group_that_was_deleted_here_and_made_again_elsewhere_is_there(fixture):
     broker = fixture.broker
     broker.groups.ensure("g")
     broker.delete_group("g")

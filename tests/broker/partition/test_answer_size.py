@@ -1,4 +1,4 @@
-"""No answer brings more bytes than the broker has room for, and whoever goes on has it all in the end."""
+"""No answer has more bytes than the broker has room for, and repeated requests bring everything."""
 
 from __future__ import annotations
 

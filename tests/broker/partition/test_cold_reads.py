@@ -1,4 +1,4 @@
-"""Reading over HTTP what lies on disk: by turns, so that it takes no more of the broker than one reader would."""
+"""Reads from disk over HTTP run one at a time, so that they cost the broker no more than one reader would."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_what_was_read_ahead_from_files_that_have_changed_since_is_not_kept(tmp_
             assert (kept is None) is is_changed
 
 
-def test_of_many_who_read_what_is_on_disk_one_reads_at_a_time_and_all_get_it(cold, monkeypatch):
+def test_of_many_readers_of_the_disk_one_reads_at_a_time_and_all_are_served(cold, monkeypatch):
     at_once, most, order = 0, 0, []
     read = serving.LeaderReplication._read
 
@@ -119,7 +119,7 @@ def test_an_answer_that_takes_a_while_goes_out_with_a_piece_of_what_was_asked(co
     assert second.error is None
 
 
-def test_what_is_in_memory_waits_for_nobody_who_reads_from_disk(cold):
+def test_a_read_from_memory_does_not_wait_for_reads_from_disk(cold):
     fetch(cold, 1)
     with cold.broker.reader_fetch._turn, gevent.Timeout(60):
         assert len(fetch(cold, 1)[0].frames) == PIECES

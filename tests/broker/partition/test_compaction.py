@@ -139,7 +139,7 @@ def test_a_replica_that_is_rebuilt_from_a_compacted_log_equals_the_others(tmp_pa
         assert len(there(group.partition(3))) == 4
 
 
-def test_a_replica_that_was_down_carries_out_what_was_ordered_meanwhile(tmp_path):
+def test_a_replica_that_was_down_carries_out_what_was_ordered_in_between(tmp_path):
     with replicas(tmp_path, 3, least=2) as group:
         settle(group)
         everywhere = Everywhere(group)
@@ -154,7 +154,7 @@ def test_a_replica_that_was_down_carries_out_what_was_ordered_meanwhile(tmp_path
         assert len(there(group.partition(3))) == 4
 
 
-def test_a_replica_whose_log_begins_anew_compacts_alike(tmp_path):
+def test_a_replica_whose_log_begins_again_compacts_alike(tmp_path):
     with replicas(tmp_path, 3, least=2) as group:
         settle(group)
         everywhere = Everywhere(group)
@@ -493,7 +493,7 @@ def test_receipts_of_messages_that_are_gone_may_still_be_shown(fixture):
     assert [message.record.key for message in rest] == [b"key 2", b"key 3"]
 
 
-def test_a_damaged_file_is_told_and_nothing_is_compacted(fixture, tmp_path):
+def test_a_damaged_file_is_reported_and_nothing_is_compacted(fixture, tmp_path):
     partition = partition_of(fixture)
     rounds(partition)
     fixture.broker.compactor._order(partition)

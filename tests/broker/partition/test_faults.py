@@ -1,4 +1,4 @@
-"""What must hold when something else goes wrong, or on, at the same time: full disks, held disks, kills, deletions."""
+"""Behaviour during other faults or work: full disks, stalled disks, kills, deletions."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def test_a_start_on_a_full_disk_tries_again_at_leisure(tmp_path, monkeypatch):
             assert texts(receive(after)) == ["a"]
 
 
-def test_a_fault_met_on_the_way_is_told_in_the_terms_of_the_contract(fixture, monkeypatch):
+def test_a_storage_fault_is_raised_as_a_public_error(fixture, monkeypatch):
     send(fixture, "a")
     log = fixture.broker.topics.get("t").partition(0).log
 
@@ -255,7 +255,7 @@ def test_a_fault_met_on_the_way_is_told_in_the_terms_of_the_contract(fixture, mo
     assert len(fixture.faults) == 1, "and the broker ends"
 
 
-def test_what_storage_alone_knows_is_told_in_the_terms_of_the_contract_too(fixture):
+def test_errors_of_storage_are_raised_as_public_errors(fixture):
     purged = fixture.broker.explain(OffsetPurged(3, 7))
     assert isinstance(purged, OffsetOutOfRange)
     assert (purged.status, purged.outcome, purged.extra["log_start_offset"]) == (416, "unknown", 7)
@@ -264,7 +264,7 @@ def test_what_storage_alone_knows_is_told_in_the_terms_of_the_contract_too(fixtu
     assert (swapped.outcome, fixture.faults) == ("unknown", [])
 
 
-def test_a_file_that_another_took_the_place_of_is_damage_and_no_mistake_of_ours(fixture, monkeypatch):
+def test_a_replaced_file_is_damage_and_not_a_programming_error(fixture, monkeypatch):
     send(fixture, "a")
     partition = fixture.broker.topics.get("t").partition(0)
 
@@ -295,7 +295,7 @@ def test_a_purge_under_a_compaction_does_not_end_the_broker(fixture, monkeypatch
     assert fixture.faults == []
 
 
-def test_upkeep_on_a_full_disk_makes_room_for_itself_first(fixture):
+def test_maintenance_on_a_full_disk_makes_room_for_itself_first(fixture):
     fixture.disk.is_full = True
     fixture.broker.maintenance.retain()
     assert fixture.disk.released

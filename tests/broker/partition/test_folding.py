@@ -1,4 +1,4 @@
-"""What a log adds up to, found again from whichever snapshot is left."""
+"""The fold of a log, recovered from whichever snapshot is left."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_with_a_saved_fold_only_the_rest_is(files):
     assert (found.high_watermark, found.readable_end) == (7, 7)
 
 
-def test_a_state_record_that_stands_later_counts_more(files):
+def test_a_state_record_that_is_later_counts_more(files):
     log, state_file = files
     writer = filled(log)
     state_file.save(PartitionFold(7, 0, [(1, 0)], [], [GroupFold("g", 0, 3, [])]), 7)

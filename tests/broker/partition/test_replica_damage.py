@@ -1,4 +1,4 @@
-"""A replica whose files are damaged, or whose disk is full: never a wrong answer, and whole again by itself."""
+"""Replicas with damaged files or a full disk: never a wrong answer, and recovery without an operator."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_leader_with_a_damaged_batch_resigns_and_never_serves_it(tmp_path):
         assert group.state.store_uuids[1] == "store-1/1"
 
 
-def test_a_log_that_is_begun_anew_under_the_search_for_damage_is_not_a_fault(tmp_path, monkeypatch):
+def test_a_log_that_is_begun_again_under_the_search_for_damage_is_not_a_fault(tmp_path, monkeypatch):
     with replicas(tmp_path, 1) as group:
         eventually(lambda: group.leader.serves)
         log = group.leader.log
@@ -330,9 +330,7 @@ def test_a_leader_whose_disk_is_full_says_so_and_goes_on_when_there_is_room(tmp_
         assert all(values(partition) == ["a", "b"] for partition in group.partitions())
 
 
-def test_who_repeats_what_is_in_the_log_is_not_told_that_it_is_not_when_the_disk_refuses_something_else(
-    tmp_path, monkeypatch
-):
+def test_a_repeated_send_is_not_denied_when_the_disk_refuses_another(tmp_path, monkeypatch):
     with replicas(tmp_path, 3, lag_ms=HOUR_MS) as group:
         settle(group)
         group.cut(2)
@@ -417,7 +415,7 @@ def test_without_room_to_remember_an_epoch_a_replica_waits_and_does_not_act_in_i
         settle(group)
 
 
-def test_an_unclean_election_cuts_what_was_committed_once_and_only_then(tmp_path):
+def test_an_unclean_election_truncates_what_was_committed_once_and_only_then(tmp_path):
     with replicas(tmp_path, 3) as group:
         settle(group)
         send(group.leader, "a")

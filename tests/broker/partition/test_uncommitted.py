@@ -1,4 +1,4 @@
-"""Who waits for what was appended: answered in order, acks not before an earlier leader hands nothing out any more."""
+"""Waiters for appended records: answered in order, acks only once no earlier leader hands messages out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def appended(uncommitted: Uncommitted, offset: int, kind: BatchKind) -> Pending:
 
 
 @pytest.mark.parametrize("kind", sorted(SETTLEMENT_KINDS))
-def test_what_takes_messages_away_is_committed_and_answered_later(kind):
+def test_a_record_that_takes_messages_is_committed_and_answered_later(kind):
     uncommitted = Uncommitted()
     message, taken_away = appended(uncommitted, 0, BatchKind.MESSAGES), appended(uncommitted, 1, kind)
     assert uncommitted.advance(2, 0, settles=False) == 1
@@ -30,7 +30,7 @@ def test_what_takes_messages_away_is_committed_and_answered_later(kind):
     assert taken_away.error is None
 
 
-def test_whoever_waits_when_the_leadership_ends_does_not_know():
+def test_waiters_get_an_unknown_outcome_when_the_leadership_ends():
     uncommitted = Uncommitted()
     ack = appended(uncommitted, 0, BatchKind.ACK)
     uncommitted.advance(1, 0, settles=False)

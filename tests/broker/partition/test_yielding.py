@@ -1,4 +1,4 @@
-"""Long work on the event loop gives way, and the tests can see where it does not."""
+"""Long work on the event loop yields, and the tests can see where it does not."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def work() -> None:
     sum(number * number for number in range(20_000))
 
 
-def test_others_who_wait_at_the_clock_or_a_socket_have_their_turn_at_each_pause():
+def test_greenlets_waiting_for_a_timer_or_a_socket_run_at_each_pause():
     turns = []
     gevent.spawn_later(1e-6, turns.append, "timer")
     give_way()
@@ -94,7 +94,7 @@ def test_work_is_measured_in_processor_time_so_that_sleep_is_none():
     assert stretches.longest.ms > 0
 
 
-def test_others_have_their_turn_while_what_a_group_has_is_added_up(tmp_path, monkeypatch):
+def test_others_run_while_what_a_group_has_is_added_up(tmp_path, monkeypatch):
     """However many messages are leased one by one. Nobody looks at the partition after a pause: it may be gone."""
     pauses = []
     monkeypatch.setattr("portalmq.broker.partition.yielding.give_way", lambda: pauses.append(None))
@@ -193,7 +193,7 @@ def pauses(monkeypatch):
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_others_have_their_turn_between_the_partitions_that_a_call_concerns(spread, pauses, call):
+def test_others_run_between_the_partitions_that_a_call_concerns(spread, pauses, call):
     paused = pauses()
     call(spread)
     assert paused() >= PARTITIONS - (2 if call is CALLS["produce under a key"] else 1)
@@ -214,7 +214,7 @@ LISTS: dict[str, Callable[[Fixture], object]] = {
 
 
 @pytest.mark.parametrize("call", LISTS.values(), ids=LISTS)
-def test_others_have_their_turn_between_the_items_of_a_long_list(tmp_path, monkeypatch, pauses, call):
+def test_others_run_between_the_items_of_a_long_list(tmp_path, monkeypatch, pauses, call):
     monkeypatch.setattr("portalmq.broker.cluster.locks.LOCKS_A_READ", 1)
     with running(tmp_path) as fixture:
         for name in NAMES:
@@ -268,7 +268,7 @@ def test_a_consumer_that_ends_while_it_parks_sleeps_nowhere(spread, monkeypatch)
     assert (waiting(), list(long_polls.waiters)) == ([], [])
 
 
-def test_receipts_settle_nothing_of_a_group_that_was_made_anew_between_two_partitions(spread, monkeypatch):
+def test_receipts_settle_nothing_of_a_group_that_was_made_again_between_two_partitions(spread, monkeypatch):
     """The new group gives out receipts with the same numbers."""
     turned = False
 

@@ -1,4 +1,4 @@
-"""One long poll for all that a broker follows: bounded, fair, answered at once or not at all."""
+"""Fetch sessions: one long poll for all that a broker follows, bounded and fair."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_records_come_at_once_and_with_the_high_watermark(group):
     assert found.echo == (1, base, 1, 1)
 
 
-def test_a_poll_without_news_ends_after_its_time(group):
+def test_a_poll_without_records_ends_after_its_time(group):
     end = group.leader.replica.next_offset
     began = time.monotonic()
     answer = ask(group, request(1, asked(end, hw=end), wait_ms=300))
@@ -114,7 +114,7 @@ def test_a_high_watermark_alone_comes_within_a_moment(group):
     assert time.monotonic() - began < WITHIN_S, "it is not kept until the poll ends"
 
 
-def test_a_fetch_stands_until_it_is_answered_whatever_the_number_of_polls(group):
+def test_a_fetch_waits_until_it_is_answered_whatever_the_number_of_polls(group):
     end = group.leader.replica.next_offset
     ask(group, request(1, asked(end, hw=end)))
     ask(group, request(2))
@@ -131,7 +131,7 @@ def test_a_later_request_ends_the_poll_that_is_parked(group):
     assert poll.get(timeout=WITHIN_S).partitions == []
 
 
-def test_a_request_that_comes_late_says_nothing_any_more(group):
+def test_a_late_request_is_ignored(group):
     end = group.leader.replica.next_offset
     ask(group, request(1))
     ask(group, request(3, asked(end, 2, hw=end)))
@@ -202,14 +202,14 @@ def test_other_epochs_are_rejected_and_a_later_one_is_believed(group):
     assert group.leader.state_file.highest_epoch() == 2, "it is durable before it is answered"
 
 
-def test_a_log_that_parts_is_told_where(group):
+def test_a_follower_with_another_log_gets_the_offset_where_they_differ(group):
     base, _ = send(group.leader, "a")
     diverging = only(ask(group, request(1, asked(base + 5))))
     assert isinstance(diverging, DivergingAnswer)
     assert (diverging.epoch, diverging.end) == (1, base + 1)
 
 
-def test_what_is_gone_is_told_with_what_stands_before_it(group):
+def test_a_fetch_below_the_log_start_gets_the_start_and_what_precedes_it(group):
     for number in range(5):
         send(group.leader, f"m{number}")
     group.leader.purge(4)
@@ -240,7 +240,7 @@ def test_a_step_down_rejects_what_is_parked(group):
 
 
 @pytest.mark.parametrize("body", [b"", b"\xc1", b"\x90", encode([1, 2, 3])])
-def test_what_is_no_fetch_is_refused(group, body):
+def test_an_invalid_fetch_is_refused(group, body):
     with pytest.raises(InvalidRequest):
         group.hosts[1].replication.serve(body, None)
 
@@ -250,7 +250,7 @@ def test_another_cluster_is_refused(group):
         ask(group, request(1, cluster_id="another"))
 
 
-def test_what_waits_for_followers_is_bounded_in_bytes(tmp_path, monkeypatch):
+def test_appends_that_wait_for_followers_are_bounded_in_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr("portalmq.broker.partition.appending.UNCOMMITTED_BYTES_MAX", 1_000)
     with replicas(tmp_path, 2) as group:
         eventually(lambda: group.leader.serves and group.agree())
@@ -264,7 +264,7 @@ def test_what_waits_for_followers_is_bounded_in_bytes(tmp_path, monkeypatch):
         send(group.leader, "y")
 
 
-def test_a_poll_that_ends_while_news_of_the_high_watermark_linger_does_not_spin(group, monkeypatch):
+def test_a_poll_that_ends_during_the_linger_of_a_high_watermark_does_not_spin(group, monkeypatch):
     send(group.leader, "a")
     looks: list[int] = []
     collect = group.hosts[1].replication._collect
@@ -334,7 +334,7 @@ def said_after(group: Group, monkeypatch) -> list[int | None]:
     return told
 
 
-def test_a_request_vouches_for_the_time_of_the_answer_before(group, monkeypatch):
+def test_a_request_confirms_the_leader_at_the_time_of_the_previous_answer(group, monkeypatch):
     told = said_after(group, monkeypatch)
     end = group.leader.replica.next_offset
     first = ask(group, request(1, asked(end, 1, hw=end), answered_ms=0))
@@ -343,14 +343,14 @@ def test_a_request_vouches_for_the_time_of_the_answer_before(group, monkeypatch)
     assert told == [NEVER_MS, first.answered_ms]
 
 
-def test_a_broker_that_does_not_send_the_time_back_counts_as_heard_now(group, monkeypatch):
+def test_a_request_without_that_time_confirms_the_leader_now(group, monkeypatch):
     told = said_after(group, monkeypatch)
     end = group.leader.replica.next_offset
     ask(group, request(1, asked(end, hw=end)))
     assert told == [None]
 
 
-def test_followers_vouch_for_their_leader_as_long_as_they_poll(tmp_path):
+def test_followers_confirm_their_leader_as_long_as_they_poll(tmp_path):
     with replicas(tmp_path, 2, lag_ms=1_000_000) as group:  # the silent one stays in the ISR: alone, a leader hands out
         eventually(lambda: group.leader.serves)
         eventually(lambda: group.leader.replica.may_deliver(group.clock.now_ms()))
@@ -361,7 +361,7 @@ def test_followers_vouch_for_their_leader_as_long_as_they_poll(tmp_path):
         eventually(lambda: group.leader.replica.may_deliver(group.clock.now_ms()))
 
 
-def test_a_successor_knows_how_long_the_leader_before_was_vouched_for(tmp_path):
+def test_a_successor_knows_until_when_the_previous_leader_was_confirmed(tmp_path):
     with replicas(tmp_path, 2) as group:
         eventually(lambda: group.leader.serves)
         host = group.hosts[2]

@@ -1,4 +1,4 @@
-"""Replicas of one partition in one process: what is acknowledged is on all of them, whoever leads."""
+"""Replicas of one partition in one process: acknowledged records are on all of them, with any leader."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import gevent
 import pytest
 from support.replicas import CLUSTER, TOPIC_ID, contents, eventually, replicas, send, values
 
-from portalmq.broker.cluster.topics import Topic
+from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.core.queue.records import Ack, Grant, GroupStart
 from portalmq.broker.core.replica.events import Stamp
 from portalmq.broker.partition import serving
@@ -43,7 +43,7 @@ def test_what_is_acknowledged_is_on_every_replica_in_sync(tmp_path):
         settle(group)
 
 
-def test_a_follower_takes_no_messages_and_says_who_leads(tmp_path):
+def test_a_follower_refuses_messages_and_names_the_leader(tmp_path):
     with replicas(tmp_path) as group:
         settle(group)
         with pytest.raises(NotLeader) as refused:
@@ -65,7 +65,7 @@ def test_an_offset_past_the_end_is_denied_by_a_leader_that_has_not_been_succeede
             eventually(is_denied)
 
 
-def test_a_leader_that_has_not_heard_of_its_successor_does_not_deny_what_that_has_committed(tmp_path):
+def test_a_leader_that_does_not_know_its_successor_denies_nothing_that_it_committed(tmp_path):
     with replicas(tmp_path, 3, lag_ms=HOUR_MS) as group:
         settle(group)
         group.cut(1)
@@ -78,7 +78,7 @@ def test_a_leader_that_has_not_heard_of_its_successor_does_not_deny_what_that_ha
             late.check_offset(base + 1)
 
 
-def test_idle_replicas_hardly_talk(tmp_path):
+def test_idle_replicas_send_few_requests(tmp_path):
     with replicas(tmp_path) as group:
         settle(group)
         gevent.sleep(0.3)
@@ -110,7 +110,7 @@ def test_a_new_leader_has_everything_and_the_old_one_follows(tmp_path):
         assert all(partition.readable_end == group.leader.readable_end for partition in group.partitions())
 
 
-def test_who_waits_when_the_leadership_moves_learns_that_the_outcome_is_unknown(tmp_path):
+def test_waiters_get_an_unknown_outcome_when_the_leadership_moves(tmp_path):
     with replicas(tmp_path, 3) as group:
         settle(group)
         group.cut(2)
@@ -129,7 +129,7 @@ def test_who_waits_when_the_leadership_moves_learns_that_the_outcome_is_unknown(
         settle(group)
 
 
-def test_what_only_the_old_leader_had_is_cut_back(tmp_path):
+def test_what_only_the_old_leader_had_is_truncated(tmp_path):
     with replicas(tmp_path, 3) as group:
         settle(group)
         send(group.leader, "kept")
@@ -148,7 +148,7 @@ def test_what_only_the_old_leader_had_is_cut_back(tmp_path):
         assert values(group.partition(1)) == ["kept", "instead", "on"]
 
 
-def test_a_batch_within_which_the_logs_part_is_cut_back_as_a_whole(tmp_path):
+def test_a_batch_within_which_the_logs_part_is_truncated_as_a_whole(tmp_path):
     with replicas(tmp_path, 3, lag_ms=1_000_000) as group:
         settle(group)
         send(group.leader, "kept")
@@ -211,7 +211,7 @@ def test_with_too_few_in_sync_a_send_is_refused_and_not_applied(tmp_path):
 
 
 @pytest.mark.parametrize("saves", [True, False])
-def test_a_broker_that_starts_again_goes_on_where_its_log_ends(tmp_path, saves):
+def test_a_broker_that_starts_again_continues_where_its_log_ends(tmp_path, saves):
     with replicas(tmp_path, 3) as group:
         settle(group)
         send(group.leader, *map(str, range(100)))
@@ -277,7 +277,7 @@ def test_a_follower_that_comes_late_reads_from_the_disk_what_memory_forgot(tmp_p
         settle(group)
 
 
-def test_a_log_that_begins_above_a_followers_end_is_begun_anew_there(tmp_path):
+def test_a_log_that_begins_above_a_followers_end_is_begun_again_there(tmp_path):
     with replicas(tmp_path, 3, segment_bytes=64 * 1024) as group:
         settle(group)
         send(group.leader, "old", stamp=Stamp(7, 3, 0))
@@ -312,7 +312,7 @@ def settle_end(group) -> None:
     eventually(lambda: {p.high_watermark for p in group.partitions()} == {group.leader.replica.next_offset})
 
 
-def test_a_follower_that_began_anew_and_ends_before_it_has_the_fold_begins_there_again(tmp_path):
+def test_a_follower_that_began_again_and_ends_before_it_has_the_fold_begins_there_again(tmp_path):
     with replicas(tmp_path, 3) as group:
         settle(group)
         group.cut(3)
@@ -431,7 +431,7 @@ def test_the_same_log_is_there_after_many_failovers_under_load(tmp_path):
         assert len(set(map(contents, group.partitions()))) == 1
 
 
-def test_a_leader_that_stood_still_asks_whether_it_leads_before_it_answers(tmp_path):
+def test_a_leader_that_was_paused_asks_whether_it_leads_before_it_answers(tmp_path):
     with replicas(tmp_path, 3) as group:
         settle(group)
         leader = group.leader
@@ -447,7 +447,7 @@ def test_a_leader_that_stood_still_asks_whether_it_leads_before_it_answers(tmp_p
 
 
 @pytest.mark.parametrize("reads", [lambda topic: topic.partition(0), lambda topic: topic.led()[0]])
-def test_a_leader_that_stood_still_asks_whether_it_leads_before_anything_is_read_from_it(tmp_path, reads):
+def test_a_leader_that_was_paused_asks_whether_it_leads_before_anything_is_read_from_it(tmp_path, reads):
     """Browsing, stream fetches, offsets and counts look a partition up, and read it without another question."""
     with replicas(tmp_path, 3) as group:
         settle(group)
@@ -503,7 +503,7 @@ class Caller:
         return lambda: None
 
 
-def test_a_fetch_whose_sender_has_gone_says_nothing(tmp_path):
+def test_a_fetch_whose_sender_has_gone_is_ignored(tmp_path):
     with replicas(tmp_path, 3) as group:
         settle(group)
         host = group.hosts[1]

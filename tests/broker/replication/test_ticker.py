@@ -1,4 +1,4 @@
-"""Time for all partitions at once: told to each, at little cost; and followers that are overdue are looked after."""
+"""Ticks of all partitions at little cost, and the probes of overdue followers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def heard(partition, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return told
 
 
-def test_a_quiet_partition_hears_of_the_time_in_every_third_beat(group, monkeypatch):
+def test_a_quiet_partition_gets_every_third_tick(group, monkeypatch):
     ticker = ticker_of(group)
     eventually(lambda: group.leader.is_quiet)
     told = heard(group.leader, monkeypatch)
@@ -45,7 +45,7 @@ def test_a_quiet_partition_hears_of_the_time_in_every_third_beat(group, monkeypa
     assert sum(isinstance(event, Tick) for event in told) == 3
 
 
-def test_a_partition_that_waits_for_something_hears_of_it_in_every_beat(group, monkeypatch):
+def test_a_waiting_partition_gets_every_tick(group, monkeypatch):
     ticker = ticker_of(group)
     group.cut(3)
     eventually(lambda: group.state.isr == (1, 2))
@@ -56,7 +56,7 @@ def test_a_partition_that_waits_for_something_hears_of_it_in_every_beat(group, m
     assert sum(isinstance(event, Tick) for event in told) == 9
 
 
-def test_the_lease_is_told_when_it_was_renewed_and_only_then(group, monkeypatch):
+def test_partitions_get_the_lease_only_when_it_was_renewed(group, monkeypatch):
     ticker = ticker_of(group)
     group._beat.kill()
     told = heard(group.leader, monkeypatch)
@@ -83,8 +83,8 @@ def test_a_follower_that_is_gone_leaves_the_isr_before_its_lag_does(group):
     assert lag_ms < 60_000
 
 
-def test_a_follower_that_is_there_and_does_not_fetch_is_told_of_and_stays_in_sync(group):
-    """It may be the one that does not reach this broker: the controller asks around."""
+def test_a_live_follower_that_does_not_fetch_is_suspected_and_stays_in_sync(group):
+    """The follower may be unable to reach this broker: the controller asks the others."""
     ticker = ticker_of(group, polls=lambda broker_id: False, refuses=lambda url: False)
     group.leader.replica.in_sync.began_ms -= 10_000
     for known in group.leader.replica.in_sync._followers.values():
@@ -94,7 +94,7 @@ def test_a_follower_that_is_there_and_does_not_fetch_is_told_of_and_stays_in_syn
     assert group.state.isr == (1, 2, 3)
 
 
-def test_a_follower_whose_fetch_is_parked_is_not_asked_after(group):
+def test_a_follower_with_a_parked_fetch_is_not_probed(group):
     probed: list[str] = []
     ticker = ticker_of(group, polls=lambda broker_id: True, refuses=lambda url: bool(probed.append(url)))
     group.leader.replica.in_sync.began_ms -= 10_000
@@ -105,7 +105,7 @@ def test_a_follower_whose_fetch_is_parked_is_not_asked_after(group):
     assert probed == []
 
 
-def test_a_partition_that_fails_does_not_keep_the_lease_from_the_others(group, monkeypatch):
+def test_a_failing_partition_does_not_keep_the_lease_from_the_others(group, monkeypatch):
     def fail(event) -> None:
         raise RuntimeError("a bug")
 
@@ -117,7 +117,7 @@ def test_a_partition_that_fails_does_not_keep_the_lease_from_the_others(group, m
     assert any(isinstance(event, LeaseRenewed) for event in told)
 
 
-def test_a_beat_that_fails_is_not_the_last(group, monkeypatch):
+def test_a_tick_that_fails_is_not_the_last(group, monkeypatch):
     ticker = ticker_of(group)
     beats: list[int] = []
 
