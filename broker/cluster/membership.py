@@ -21,7 +21,6 @@ import random
 from collections.abc import Callable
 from functools import partial
 from math import ceil
-from typing import TypeVar
 
 import gevent
 import msgspec
@@ -58,8 +57,6 @@ DRAIN_WITHIN_S = 5.0
 POLL_S = 0.02
 # How long a leader serves without an answer of the control plane, as a fraction of the session timeout.
 LEASE_PART = 2 / 3
-
-T = TypeVar("T")
 
 
 class ClusterGone(PlaneError):
