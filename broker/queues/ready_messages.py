@@ -20,6 +20,8 @@ from portalmq.broker.storage.batch import Batch, Record
 
 # The most messages of lane 0 that one selection examines.
 LOOK_MAX = 20_000
+# Rows of a lane that one selection looks at: each costs more than a message of a batch.
+LANE_ROWS_MAX = 4_000
 # The cost of a message that is examined for its key, as a multiple of another one's.
 BY_KEY = 20
 # The most messages of other lanes that are skipped at a time, within a file.
@@ -70,7 +72,7 @@ class ReadyMessages:
         rows = self._partition.log.lanes.after(lane, due_ms, offset, self._partition.readable_end)
         return (
             Run(each, each + 1, None, due_ms, NEVER_MS if expires_at_ms is None else expires_at_ms, self._key(key))
-            for due_ms, each, expires_at_ms, key in islice(rows, LOOK_MAX)
+            for due_ms, each, expires_at_ms, key in islice(rows, LANE_ROWS_MAX)
         )
 
     def _lane_0(self, offset: int) -> Iterator[Run]:

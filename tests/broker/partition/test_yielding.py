@@ -242,6 +242,23 @@ def meanwhile(monkeypatch):
     return arrange
 
 
+def test_others_have_their_turn_while_a_receive_passes_over_the_expired_messages_of_a_lane(tmp_path, monkeypatch):
+    monkeypatch.setattr("portalmq.broker.queues.ready_messages.LANE_ROWS_MAX", 3)
+    pauses = []
+    monkeypatch.setattr("portalmq.broker.queues.group_receiver.give_way", lambda: pauses.append(None))
+    with running(tmp_path) as fixture:
+        fixture.broker.create_topic("t", wire.CreateTopic(partitions=1))
+        fixture.broker.put_group("g", {"start": "earliest"})
+        due_ms = fixture.clock.wall_ms() + 1_000
+        gone = records(*map(str, range(10)), deliver_at_ms=due_ms, expires_at_ms=due_ms + 1_000)
+        fixture.broker.produce("t", ProduceRequest([*gone, *records("last", deliver_at_ms=due_ms + 1)]))
+        assert received(fixture) == []
+        fixture.clock.advance(10_000)
+        pauses.clear()
+        assert len(received(fixture)) == 1
+        assert len(pauses) >= 3
+
+
 def test_a_message_that_comes_while_a_consumer_parks_wakes_it(spread, meanwhile):
     waiter = Waiter(["t"])
     meanwhile(lambda: spread.broker.produce("t", ProduceRequest(records("b"), [0])))
