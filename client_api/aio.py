@@ -20,10 +20,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
-from types import TracebackType
 from typing import Any, Literal, Self
 
 from portalmq import wire
+from portalmq.closeable import AsyncCloseable
 from portalmq.consumer import Consumer
 from portalmq.consumers.commit import Output
 from portalmq.errors import Backpressure, PortalMQError
@@ -42,7 +42,7 @@ CLOSE_TIMEOUT_S = 5.0
 # --- producing -------------------------------------------------------------------------------------------------------
 
 
-class AsyncProducer:
+class AsyncProducer(AsyncCloseable):
     """Sends messages to topics, with the arguments and guarantees of Producer. For one event loop.
 
         async with AsyncProducer("http://localhost:5000") as producer:
@@ -198,19 +198,11 @@ class AsyncProducer:
             self._flusher.close()
         await asyncio.shield(self._closing)
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.close()
-
 
 # --- consuming -------------------------------------------------------------------------------------------------------
 
 
-class AsyncConsumer:
+class AsyncConsumer(AsyncCloseable):
     """Receives messages, with the arguments and guarantees of Consumer. For one event loop.
 
         async with AsyncConsumer("orders", group="billing") as consumer:
@@ -433,11 +425,3 @@ class AsyncConsumer:
             self._receiver.close()
             self._settlers.close()
             self._closer.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.close()

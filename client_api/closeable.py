@@ -1,4 +1,4 @@
-"""A base class for objects that `with` closes."""
+"""A base class for objects that `with` and `async with` close."""
 
 from __future__ import annotations
 
@@ -20,3 +20,18 @@ class Closeable(ABC):
         self, kind: type[BaseException] | None, fault: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+class AsyncCloseable(ABC):
+    """`async with X(...) as x:` gives x, and awaits x.close() at the end, also after an error."""
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()

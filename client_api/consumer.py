@@ -251,7 +251,7 @@ class Consumer(Closeable):
         if self._stream is not None:
             return self._stream.commit_with(given, outputs)
         # Before anything can fail: after an error, asking for more must not ack messages without outputs.
-        self._leases.withdraw([message.receipt for message in given if message.receipt is not None])
+        self._leases.forget([message.receipt for message in given if message.receipt is not None])
         return commit_receipts(self._settle_transport, self.group, given, outputs)
 
     def _settle(self, verb: Verb, messages: Message | Iterable[Message], options: dict[str, object]) -> None:

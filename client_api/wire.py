@@ -234,15 +234,13 @@ class TopicConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cleanup: Literal["delete", "compact"] = "delete"
 
 
-class CreateTopic(msgspec.Struct, forbid_unknown_fields=True):
-    partitions: Annotated[int, msgspec.Meta(ge=1, le=PARTITIONS_MAX)] | None = None
-    replication_factor: Annotated[int, msgspec.Meta(ge=1, le=32)] | None = None
-    config: dict[str, Any] = {}
-
-
 class AlterTopic(msgspec.Struct, forbid_unknown_fields=True):
     partitions: Annotated[int, msgspec.Meta(ge=1, le=PARTITIONS_MAX)] | None = None
     config: dict[str, Any] = {}
+
+
+class CreateTopic(AlterTopic, kw_only=True):
+    replication_factor: Annotated[int, msgspec.Meta(ge=1, le=32)] | None = None
 
 
 class TopicSummary(msgspec.Struct):
@@ -467,23 +465,24 @@ class InputOffset(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True
     committed: NonNegative | None = None
 
 
-class JsonCommit(msgspec.Struct, forbid_unknown_fields=True):
+class CommitInput(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     """Finished input and its output: all or nothing. A queue group sends receipts, a member of a stream group one
     offset."""
 
+    ack: Receipts | None = None
+    member_id: str | None = None
+    generation: NonNegative | None = None
+    offsets: Annotated[list[InputOffset], msgspec.Meta(min_length=1, max_length=1)] | None = None
+
+
+class JsonCommit(CommitInput, kw_only=True):
+    """The output of a commit as JSON messages."""
+
     publish: Annotated[list[JsonOutput], msgspec.Meta(max_length=BATCH_MESSAGES_MAX)] = []
-    ack: Receipts | None = None
-    member_id: str | None = None
-    generation: NonNegative | None = None
-    offsets: Annotated[list[InputOffset], msgspec.Meta(min_length=1, max_length=1)] | None = None
 
 
-class PackCommit(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+class PackCommit(CommitInput, kw_only=True):
     publish: Annotated[list[PackOutput], msgspec.Meta(max_length=BATCH_MESSAGES_MAX)] = []
-    ack: Receipts | None = None
-    member_id: str | None = None
-    generation: NonNegative | None = None
-    offsets: Annotated[list[InputOffset], msgspec.Meta(min_length=1, max_length=1)] | None = None
 
 
 class Committed(msgspec.Struct, frozen=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any, Literal
 
 import click
@@ -18,7 +18,7 @@ import msgspec
 from portalmq import wire
 from portalmq.admin import Admin, Position
 from portalmq.cli.options import duration, future_time, past_time
-from portalmq.cli.output import message_row, show_rows, show_value
+from portalmq.cli.output import message_row, show_rows, show_value, time_text
 from portalmq.cli.session import Session, with_session
 from portalmq.consumer import Consumer
 from portalmq.errors import PortalMQError
@@ -312,6 +312,4 @@ def peek(
 
 
 def _row(message: Message) -> dict[str, Any]:
-    row = message_row(message)
-    time_of_day = datetime.fromtimestamp(message.timestamp_ms / 1000, UTC).isoformat(timespec="milliseconds")
-    return {**row, "time": time_of_day.replace("+00:00", "Z")}
+    return {**message_row(message), "time": time_text(message.timestamp_ms)}

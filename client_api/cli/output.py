@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from datetime import UTC, datetime
 from itertools import islice
 from typing import Any, Literal
 
@@ -78,6 +79,11 @@ def message_row(message: Message) -> dict[str, Any]:
         if getattr(message, name):
             row[name] = getattr(message, name)
     return row
+
+
+def time_text(unix_ms: int) -> str:
+    """Return a time as RFC 3339 text in UTC, with milliseconds."""
+    return datetime.fromtimestamp(unix_ms / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def show_value(message: Message) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from itertools import islice
 from typing import Any
 
 import click
 
 from portalmq.admin import Unfinished
-from portalmq.cli.output import message_row, show_one, show_rows
+from portalmq.cli.output import message_row, show_one, show_rows, time_text
 from portalmq.cli.session import Session, fields, with_session
 
 _COLUMNS = ["id", "state", "deliveries", "sent", "available", "key", "value"]
@@ -51,11 +50,7 @@ def _row(unfinished: Unfinished) -> dict[str, Any]:
         **row,
         "state": unfinished.state,
         "deliveries": unfinished.message.delivery_count,
-        "sent": _time_of(unfinished.message.timestamp_ms),
+        "sent": time_text(unfinished.message.timestamp_ms),
         "available_at_ms": unfinished.available_at_ms,
-        "available": None if unfinished.available_at_ms is None else _time_of(unfinished.available_at_ms),
+        "available": None if unfinished.available_at_ms is None else time_text(unfinished.available_at_ms),
     }
-
-
-def _time_of(unix_ms: int) -> str:
-    return datetime.fromtimestamp(unix_ms / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

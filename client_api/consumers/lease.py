@@ -17,7 +17,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Literal
 
 from portalmq import wire
@@ -98,7 +98,7 @@ class Leases:
             self._waiting_until = now + self._visibility_s
             self._received()  # from now on release() finds them
             is_late = self._closed
-            late = [message.receipt for message in self._waiting if is_late and message.receipt is not None]
+            late = _receipts_of(self._waiting) if is_late else []
             if is_late:
                 self._waiting.clear()
             elif messages:
@@ -251,21 +251,18 @@ class Leases:
         try:
             self._settle(verb, receipts, options)
         except StaleReceipt as error:
-            self._forget(_stale_among(error, receipts) if verb == "extend" else receipts)
+            self.forget(_stale_among(error, receipts) if verb == "extend" else receipts)
             raise
         if verb == "extend":
             with self._lock:
                 self._extended.update(receipt for receipt in receipts if receipt in self._handed)
         else:
-            self._forget(receipts)
+            self.forget(receipts)
         if self._closed:
             self._transport.rest()
 
-    def withdraw(self, receipts: Collection[str]) -> None:
-        """Drop receipts that the user commits: asking for more does not ack them, even if the commit fails."""
-        self._forget(receipts)
-
-    def _forget(self, receipts: Collection[str]) -> None:
+    def forget(self, receipts: Collection[str]) -> None:
+        """Drop receipts in hand that the user settles: asking for more does not ack them."""
         with self._lock:
             for receipt in receipts:
                 self._handed.pop(receipt, None)
@@ -289,7 +286,7 @@ class Leases:
                     return
                 now = self._clock()
                 acks_at = self._to_ack_since + ACK_DELAY_S_MAX if self._to_ack else math.inf
-                is_kept = bool(self._waiting) or self._may_renew(now)
+                is_kept = bool(self._waiting or self._renewable(now))
                 extension_at = self._waiting_until - self._visibility_s / 2 if is_kept else math.inf
                 spare_at = self._release_waiting_at()
                 self._wakes_at = min(acks_at, extension_at, spare_at)
@@ -334,7 +331,7 @@ class Leases:
 
     def _give_back_waiting(self, reason: str) -> None:
         with self._lock:
-            receipts = [message.receipt for message in self._waiting if message.receipt is not None]
+            receipts = _receipts_of(self._waiting)
             self._waiting.clear()
             self._is_giving_back = True
         try:
@@ -350,25 +347,23 @@ class Leases:
         with self._lock:
             return self._changed.wait_for(lambda: not self._is_giving_back or self._closed, within_s)
 
-    def _may_renew(self, now: float) -> bool:
-        """Return whether a message in hand has a lease that the keeper renews."""
+    def _renewable(self, now: float) -> list[str]:
+        """Return the receipts in hand whose leases the keeper renews."""
         if now >= self._handed_at + self._max_handling_s:
-            return False
-        return any(each not in self._extended and each not in self._lost for each in self._handed)
+            return []
+        return [each for each in self._handed if each not in self._extended and each not in self._lost]
 
     def _keep_waiting(self, now: float) -> None:
         with self._lock:
-            receipts = [message.receipt for message in self._waiting if message.receipt is not None]
+            receipts = _receipts_of(self._waiting)
             stuck = bool(self._handed) and now >= self._handed_at + max(self._visibility_s, self._max_handling_s)
-            in_hand = []
-            if self._may_renew(now):
-                in_hand = [each for each in self._handed if each not in self._extended and each not in self._lost]
-                if now + self._visibility_s / 2 >= self._handed_at + self._max_handling_s:
-                    _log.warning(
-                        "a message has been handled for %.0f s: its lease is not renewed after max_handling_s=%g",
-                        now - self._handed_at,
-                        self._max_handling_s,
-                    )
+            in_hand = self._renewable(now)
+            if in_hand and now + self._visibility_s / 2 >= self._handed_at + self._max_handling_s:
+                _log.warning(
+                    "a message has been handled for %.0f s: its lease is not renewed after max_handling_s=%g",
+                    now - self._handed_at,
+                    self._max_handling_s,
+                )
         if stuck:
             _log.warning("the message in hand took longer than its lease: %d waiting ones are returned", len(receipts))
             self._give_back_waiting("the consumer is stuck")
@@ -404,7 +399,7 @@ class Leases:
                 return
             self._closed = True
             self._changed.notify_all()
-            waiting = [message.receipt for message in self._waiting if message.receipt is not None]
+            waiting = _receipts_of(self._waiting)
             handed = list(self._handed)
             self._waiting.clear()
             self._handed = {}
@@ -442,6 +437,10 @@ class Leases:
     ) -> None:
         request = json_request("POST", wire.group_path(self._group, verb), {"receipts": receipts, **options})
         self._transport.call(request, timeout_s=RELEASE_TIMEOUT_S if self._closed else timeout_s)
+
+
+def _receipts_of(messages: Iterable[wire.PackMessageOut]) -> list[str]:
+    return [message.receipt for message in messages if message.receipt is not None]
 
 
 def _stale_among(error: StaleReceipt, receipts: list[str]) -> set[str]:

@@ -190,11 +190,7 @@ class ProducerBatch:
             self.messages = []
             watched, self._watched = self._watched, []
         for future in watched:
-            outcome = self.outcome(future._index)
-            if isinstance(outcome, PortalMQError):
-                future.set_exception(outcome)
-            else:
-                future.set_result(outcome)
+            _set_outcome(future, self.outcome(future._index))
 
     def fail_in_child(self, why: PortalMQError) -> None:
         """Fail the futures in the child of a fork, where the batch is not sent; callbacks run in the parent alone."""
@@ -234,11 +230,7 @@ class ProducerBatch:
             real: Future[RecordMetadata] = Future()
             real.set_running_or_notify_cancel()
             if self.settled:
-                outcome = self.outcome(future._index)
-                if isinstance(outcome, PortalMQError):
-                    real.set_exception(outcome)
-                else:
-                    real.set_result(outcome)
+                _set_outcome(real, self.outcome(future._index))
             else:
                 self._watched.append(future)
             # One step, so that other threads never see a partial state.
@@ -253,3 +245,10 @@ class ProducerBatch:
                     _log.error(
                         "%d messages to %s failed, and their futures were never read: %s", end - start, where, what
                     )
+
+
+def _set_outcome(future: Future[RecordMetadata], outcome: RecordMetadata | PortalMQError) -> None:
+    if isinstance(outcome, PortalMQError):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)

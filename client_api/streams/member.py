@@ -288,15 +288,14 @@ class StreamMember:
         """Commit all that was handed out; durable on return. Raises IllegalGeneration for partitions that were taken
         away."""
         with self._lock:
-            buffers = [buffer for buffer in self.buffers.by_partition.values() if not buffer.gone]
-            for buffer in buffers:
+            for buffer in self.buffers.by_partition.values():
                 buffer.done = buffer.handed
-        self._commits.commit(buffers)
+        self.commit_finished()
 
     def commit_finished(self) -> None:
         """Commit finished messages, not all that was handed out; durable on return. Raises IllegalGeneration."""
         with self._lock:
-            buffers = [buffer for buffer in self.buffers.by_partition.values() if not buffer.gone]
+            buffers = list(self.buffers.by_partition.values())
         self._commits.commit(buffers)
 
     def commit_with(self, messages: Sequence[Message], outputs: Iterable[Output]) -> wire.Committed:
