@@ -68,7 +68,7 @@ class LedgerFiles:
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """When a broker was killed (monotonic clock), and the topics that it led then."""
+    """The moment when a broker was killed (monotonic clock), and the topics that it led then."""
 
     killed_at: float
     topics: frozenset[str]

@@ -40,10 +40,10 @@ def list_some(session: Session, group: str, topic: str, count: int | None) -> No
 
 def _row(message: Message) -> dict[str, Any]:
     row = message_row(message)
-    told = message.headers
-    row["deliveries"] = _number(told.get("portalmq-delivery-count"))
-    row["reason"] = told.get("portalmq-dead-reason")
-    dead_at_ms = _number(told.get("portalmq-dead-at-ms"))
+    headers = message.headers
+    row["deliveries"] = _number(headers.get("portalmq-delivery-count"))
+    row["reason"] = headers.get("portalmq-dead-reason")
+    dead_at_ms = _number(headers.get("portalmq-dead-at-ms"))
     row["dead_at"] = None if dead_at_ms is None else datetime.fromtimestamp(dead_at_ms // 1000, UTC).isoformat()
     return row
 

@@ -1,4 +1,4 @@
-"""Whether brokers answer a client, for how long none has, and when to report it.
+"""The reachability of brokers for one client: whether any answers, how long none has, and when to report it.
 
     never heard --an answer--> heard --no broker answers--> silent --an answer--> heard
 
@@ -61,7 +61,7 @@ class Reachability:
 
     @property
     def silent_s(self) -> float:
-        """How long no broker has answered, in seconds."""
+        """The time since which no broker has answered, in seconds."""
         return 0.0 if self.failure is None else self._clock() - self._silent_since
 
     def limit(self, deadline: float, began: float) -> float:

@@ -5,6 +5,6 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scripted broker runs in the process of its client: where the machine stands still, both do, and it is the
-    client's time that runs out. A test that is about this limit sets its own."""
+    """Raise the client's time limits: the scripted broker runs in the client's process, and a paused machine stops
+    both. A test about such a limit sets its own."""
     monkeypatch.setattr("portalmq.cli.session.REACH_TIMEOUT_S", 20.0)

@@ -1,4 +1,4 @@
-"""The administrator's calls: what they ask for, and how pages become one reading."""
+"""The administrator's calls: their requests, and pages read as one listing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def reply(body: object, status: int = 200):  # type: ignore[no-untyped-def]
 
 
 def pages(end: int, size_max: int = 2):  # type: ignore[no-untyped-def]
-    """A partition whose readable offsets are 0 to end - 1, in small pages."""
+    """Return a partition whose readable offsets are 0 to end - 1, in small pages."""
 
     def step(broker: ScriptedBroker, call: Call) -> Reply:
         partition = int(call.path.split("/")[5])

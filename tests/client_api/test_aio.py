@@ -1,4 +1,5 @@
-"""AsyncProducer and AsyncConsumer: the loop goes on, a cancellation loses nothing, all else as in the sync ones."""
+"""AsyncProducer and AsyncConsumer: the loop is never blocked, a cancellation loses nothing, all else as in the sync
+ones."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def run(test: Coroutine[Any, Any, Any]) -> Any:
 
 
 def block_no_longer_than(producer: AsyncProducer, seconds: float) -> None:
-    """From now on: the first send has more time, to learn of the topic."""
+    """Set max_block_s from now on: the first send has more time, to learn of the topic."""
     producer._max_block_s = producer._producer._max_block_s = seconds
 
 
@@ -141,7 +142,7 @@ class TestProducing:
         run(test())
 
     def test_many_concurrent_waits_take_no_longer_than_one(self, broker: ScriptedBroker) -> None:
-        """They stand in line behind each other, and their time runs from when each was asked for."""
+        """They wait one behind the other, and the time of each counts from its call."""
         never = threading.Event()
         broker.fill("t", [])
         broker.script("POST", "/v1/topics/t/messages", [hold(never)] * 100)
@@ -284,7 +285,7 @@ class TestConsuming:
         assert broker.leased == {}
 
     def test_messages_of_a_cancelled_receive_go_to_the_next_receive(self, broker: ScriptedBroker) -> None:
-        """Not lost, and not taken for done."""
+        """They are neither lost nor acked."""
 
         async def test() -> None:
             async with AsyncConsumer("t", group="g", bootstrap=broker.url) as consumer:

@@ -1,4 +1,4 @@
-"""The command line: data on stdout, talk on stderr, exit codes that scripts can rely on."""
+"""The command line: data on stdout, messages for people on stderr, exit codes for scripts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def reply(body: object, status: int = 200):  # type: ignore[no-untyped-def]
 
 
 def browse(broker: ScriptedBroker, call: Call) -> Reply:
-    """Pages of what the scripted broker holds."""
+    """Return pages of the scripted broker's messages."""
     log = broker.topics["t"][0]
     given = call.query.get("offset", "earliest")
     start = 0 if given == "earliest" else len(log) if given == "latest" else int(given)
@@ -88,7 +88,7 @@ def test_every_command_explains_itself() -> None:
 def test_a_broker_that_is_silent_does_not_hide_one_that_answers(
     broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is paused, or just starting: the kernel takes the connection, and nobody answers."""
+    """A paused or starting broker: the kernel accepts the connection, and no answer comes."""
     for limit in ("cli.session.REACH_TIMEOUT_S", "transport.request.READ_TIMEOUT_S"):
         monkeypatch.setattr(f"portalmq.{limit}", 3.0)
     broker.script("GET", "/v1/topics", [reply({"topics": []})])
@@ -260,7 +260,7 @@ def test_consume_as_a_group_ends_at_the_end(broker: ScriptedBroker, monkeypatch:
 
 
 def test_consume_as_a_group_acks_what_is_printed_while_it_waits_for_more(broker: ScriptedBroker) -> None:
-    """Or the lease of a message would run out before the hundredth comes, and it would be printed again."""
+    """Otherwise the lease of a message would expire before the hundredth arrives, and it would be printed again."""
     broker.fill("t", [b"one"])
     program = [sys.executable, "-m", "portalmq.cli.main", "consume", "t", "-g", "g", "--server", broker.url]
     with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -276,7 +276,7 @@ def test_consume_as_a_group_acks_what_is_printed_while_it_waits_for_more(broker:
 def test_consume_as_a_group_gives_back_what_could_not_be_printed(
     broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The reader went away (`| head`): what it can have seen is done, and no more."""
+    """The reader has ended (`| head`): only messages that it can have read are acked."""
 
     def show(message: Message, form: str) -> None:
         if message.value == b"three":

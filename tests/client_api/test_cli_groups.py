@@ -1,4 +1,4 @@
-"""`portalmq group`, `dlq`, `scheduled`, and what `produce` and `topic` have for them: what is asked, what is shown."""
+"""`portalmq group`, `dlq`, `scheduled`, and the like options of `produce` and `topic`: their requests and output."""
 
 from __future__ import annotations
 

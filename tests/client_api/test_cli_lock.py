@@ -165,7 +165,8 @@ main()
 
 
 def test_ctrl_c_on_a_terminal_reaches_the_command_once(broker: LockBroker) -> None:
-    """The terminal tells all that run in front, the command too; who hears it twice may think that it is urgent."""
+    """The terminal signals all foreground processes, the command too; a second signal could mean an urgent end to
+    it."""
     count = "import signal, time; n = []; signal.signal(signal.SIGINT, lambda *_: n.append(1)); print('on', flush=True)"
     wait = (
         "[time.sleep(0.01) for _ in iter(lambda: bool(n), True)]; time.sleep(0.5); print('heard', len(n), flush=True)"

@@ -1,4 +1,4 @@
-"""What a message may do to a terminal."""
+"""Terminal output of messages that contain control characters."""
 
 from __future__ import annotations
 

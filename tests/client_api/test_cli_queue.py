@@ -1,4 +1,4 @@
-"""`portalmq queue`: what is asked, what is shown."""
+"""`portalmq queue`: its requests and output."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def message(offset: int, state: str, **more: Any) -> dict[str, Any]:
 
 
 def script(broker: ScriptedBroker, *pages: dict[str, Any]) -> None:
-    """The first answer is about the counts, whatever page it carries."""
+    """Script the pages; the first answer gives the counts."""
     replies = [Reply(200, msgspec.json.encode(page)) for page in ({"messages": [], "counts": COUNTS}, *pages)]
     broker.script("GET", "/v1/groups/g/messages", [lambda broker, call, reply=reply: reply for reply in replies])
 

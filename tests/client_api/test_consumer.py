@@ -1,4 +1,4 @@
-"""What a consumer of a queue group promises: when a message is acked, and what happens to the ones that are not."""
+"""A consumer of a queue group: when messages are acked, and what happens to unacked ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def receipts(broker: ScriptedBroker, path: str) -> list[list[str]]:
 
 
 def until(what: Callable[[], bool]) -> None:
-    """Wait, bounded, for what a thread of the client does."""
+    """Wait, bounded, for a thread of the client."""
     deadline = time.monotonic() + WITHIN_S
     while not what():
         assert time.monotonic() < deadline
@@ -44,7 +44,7 @@ def until(what: Callable[[], bool]) -> None:
 
 
 def riding(broker: ScriptedBroker) -> list[list[str]]:
-    """The acks that came with a receive."""
+    """Return the acks that came with a receive."""
     return [acks for call in broker.calls_of("POST", RECEIVE) if (acks := call.json().get("ack"))]
 
 
@@ -460,7 +460,7 @@ def test_an_ack_of_the_keeper_that_is_refused_for_good_is_raised_in_the_loop() -
 
 
 class Broker:
-    """Stands for the transport of Leases: notes what is sent."""
+    """A transport for Leases that records requests."""
 
     def __init__(self, fail: Exception | None = None) -> None:
         self.sent: list[tuple[str, list[str]]] = []
@@ -656,7 +656,7 @@ def test_release_does_not_fail_without_a_broker() -> None:
 
 
 def test_a_release_right_after_an_answer_returns_its_messages() -> None:
-    """The one that closes has waited for the lock, and has it at the first moment that it is free."""
+    """The closing thread waits for the lock, and gets it at the first moment that it is free."""
     broker = Broker()
     held = Leases(broker, "g", 30.0, lambda: 0.0)  # type: ignore[arg-type]
     held._keeper = threading.current_thread()

@@ -1,4 +1,4 @@
-"""docs/ASYNC.md and docs/LOCKS.md: their programs run as they stand, but for the address of the broker."""
+"""The programs of docs/ASYNC.md and docs/LOCKS.md run unchanged, except for the broker's address."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Lock: tokens, renewals, losses; a broker that forgets, hangs up and gives the lock to others."""
+"""The Lock: tokens, renewals, losses; a broker that forgets, hangs up and grants the lock to others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WITHIN_S = 20.0
 
 
 class HandClock:
-    """Of the holder. Where it stands still, a machine that is slow loses no lock."""
+    """The holder's clock. It advances only by hand, so that a slow machine loses no lock."""
 
     def __init__(self) -> None:
         self.now = 1_000.0
@@ -106,7 +106,7 @@ class TestHolding:
     def test_a_paused_broker_costs_a_part_of_the_ttl_and_not_the_lock(
         self, broker: LockBroker, make: Callable[..., Lock]
     ) -> None:
-        """A renewal that is not answered is tried at another broker while there is time."""
+        """A renewal without an answer is retried at another broker while there is time."""
         never = threading.Event()
         broker.script("PUT", PATH, [hold(never)])
         try:

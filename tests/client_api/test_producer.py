@@ -1,4 +1,4 @@
-"""Promises of `send()`: order, exactly once, batching, bounds, and futures that cost nothing until they are asked."""
+"""`send()`: order, exactly once, batching, bounds, and futures that cost nothing until they are queried."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the objects of the client are in a debugger or a log: short, and without secrets."""
+"""The repr of the client's objects: short, and without secrets."""
 
 from __future__ import annotations
 

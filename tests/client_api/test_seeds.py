@@ -1,4 +1,4 @@
-"""Portal MQ's classes and the design notes' two calls, against a broker that can be told to misbehave."""
+"""Portal MQ's classes and the design notes' two calls, against a broker that misbehaves on request."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NOBODY = "http://127.0.0.1:1"  # no free port, which another process may take
 
 
 class PortalBroker(ScriptedBroker):
-    """It has Portal MQ's doors as well, over lists."""
+    """A scripted broker with Portal MQ's routes, over lists."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -436,7 +436,7 @@ def test_a_child_process_publishes_by_a_producer_of_its_own(broker: PortalBroker
 
 
 def test_base64_is_that_of_the_http_api() -> None:
-    """What /read shows for bytes, /publish takes."""
+    """/publish accepts what /read shows for bytes."""
     with PortalBroker() as broker, PortalClient(broker.url) as client:
         client.publish("t", bytearray(b"\xff"), producer_id="p", sequence="1")
         assert broker.messages["t"] == [{"message_base64": base64.b64encode(b"\xff").decode()}]

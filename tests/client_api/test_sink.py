@@ -1,4 +1,4 @@
-"""A sink with transactions of its own: the effect of a message is there once, however often the message comes."""
+"""A transactional sink: the effect of a message is applied once, however often the message is delivered."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def database(tmp_path: Path):
 
 
 def handle(sink: TransactionalSink, *messages: Message) -> list[bool]:
-    """Write each message's effect if it is new; which were."""
+    """Apply each message's effect if it is new; return the new ones."""
     new = []
     for each in messages:
         with sink.handle(each) as cursor:
@@ -110,7 +110,7 @@ def test_a_stream_group_stores_one_offset_for_each_partition(database) -> None:
 
 
 class Recorder:
-    """A DB-API connection that notes what it is asked, in another paramstyle."""
+    """A DB-API connection that records statements, in another paramstyle."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, object]] = []

@@ -1,4 +1,4 @@
-"""`portalmq status`: the cluster on one screen, and what of it needs attention."""
+"""`portalmq status`: the cluster on one screen, and what needs attention."""
 
 from __future__ import annotations
 

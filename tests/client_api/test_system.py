@@ -1,4 +1,4 @@
-"""What differs between systems: the way of Linux and, forced here, the way of the others give the same."""
+"""System calls: Linux's own and the fallbacks, forced here, give the same results."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class TestSync:
 
     @pytest.fixture
     def darwin(self, monkeypatch: pytest.MonkeyPatch, calls: list[str]) -> list[OSError]:
-        """macOS; the error of its F_FULLFSYNC, if there is one in the list."""
+        """A macOS; the list may hold an error of its F_FULLFSYNC."""
         errors: list[OSError] = []
 
         def answer(_: int, command: int) -> None:

@@ -1,4 +1,4 @@
-"""The contract's Structs, as threads use them."""
+"""The contract's Structs, used by several threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of the demo that need no broker, and what its last line says."""
+"""The parts of the demo that need no broker, and its last line."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class TestControllers:
 
 
 class ProducerStandIn:
-    """Acknowledges every reading at once, but those in `refused`."""
+    """Acknowledges every reading at once, except those in `refused`."""
 
     def __init__(self, refused: set[int]) -> None:
         self._refused = refused
@@ -189,7 +189,7 @@ class TestTheCrew:
 
 
 def is_running(pid: int) -> bool:
-    """Neither gone, nor a zombie that waits for init."""
+    """Return True unless the process has ended or is a zombie."""
     try:
         os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

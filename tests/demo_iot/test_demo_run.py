@@ -1,4 +1,4 @@
-"""The demo with real processes: the whole of it, small, and its scripts as users start them."""
+"""The demo with real processes: a small complete run, and its scripts as users start them."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_the_demo_kills_a_leader_loses_nothing_and_reports(tmp_path: Path) -> No
 
 @pytest.fixture
 def data_directory(tmp_path: Path) -> Path:
-    """A broker's that has ended: 20 messages."""
+    """The data directory of a stopped broker: 20 messages."""
     with ProcessGroup(tmp_path) as processes:
         broker = DemoBroker(processes, "data", "dev")
         broker.wait_until_ready()

@@ -1,4 +1,4 @@
-"""commit_with: what it sends, what it repeats, and what is not acked beside it."""
+"""commit_with: its requests, its retries, and the messages that it does not ack."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def consumer(broker: ScriptedBroker, **options: object) -> Consumer:
 
 
 def acked(broker: ScriptedBroker) -> list[str]:
-    """All receipts that were acked, by themselves or with a receive."""
+    """Return all receipts that were acked, alone or with a receive."""
     calls = [call.json() for call in broker.calls if call.path.endswith(("/receive", "/ack"))]
     return [receipt for call in calls for receipt in (*call.get("ack", ()), *call.get("receipts", ()))]
 
@@ -83,7 +83,7 @@ def test_a_stale_receipt_is_raised_and_the_message_is_not_acked() -> None:
 
 
 def test_a_commit_that_fails_leaves_its_messages_unacked() -> None:
-    """Going on must not ack them: then the input would be done, and the output nowhere."""
+    """Asking for more must not ack them: the input would be done without its output."""
     with ScriptedBroker() as broker:
         broker.fill("t", [b"1", b"2"])
         broker.script("POST", COMMIT, [refuse(503, "unavailable", outcome="unknown", retryable=False)])
@@ -151,7 +151,7 @@ def test_messages_of_two_partitions_none_or_browsed_ones_are_refused() -> None:
 
 
 def test_messages_of_a_partition_that_was_elsewhere_in_between_are_not_committed() -> None:
-    """Somebody else has published for the first of them."""
+    """Another member has published for the first of them."""
 
     def message(offset: int) -> Message:
         return Message("t", 0, offset, None, b"", {}, wire.BYTES, 0)

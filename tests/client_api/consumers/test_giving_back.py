@@ -1,4 +1,4 @@
-"""What a consumer's keeper gives back is on its way for a while: a receive that comes before it finds nothing."""
+"""Messages that the keeper returns are in flight for a while: a receive before their arrival finds nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from portalmq.transport.request import Request
 
 
 class Transport:
-    """Notes for each request whether what was given back still counts as on its way."""
+    """Records for each request whether returned messages are still in flight."""
 
     def __init__(self, fail: Exception | None) -> None:
         self.fail = fail

@@ -1,4 +1,4 @@
-"""The lease of a message in hand has an end of its own, whatever becomes of those that wait behind it."""
+"""The lease of a message in hand ends at its own time, independent of the messages that wait behind it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VISIBILITY_S = 30.0
 
 
 class Broker:
-    """Stands for the transport of Leases: notes what is sent."""
+    """A transport for Leases that records requests."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[str, list[str]]] = []
@@ -28,7 +28,7 @@ class Broker:
 
 
 def held_at(now: list[float], broker: Broker, max_handling_s: float) -> Leases:
-    """Three messages with a lease, and no keeper but the test."""
+    """Return leases of three messages, without a keeper thread."""
     held = Leases(broker, "g", VISIBILITY_S, lambda: now[0], max_handling_s)  # type: ignore[arg-type]
     held._keeper = threading.current_thread()
     held._group_leases = True

@@ -1,4 +1,5 @@
-"""A process that has used its clients forks: the child is somebody else to the brokers, and the parent goes on."""
+"""A process that has used its clients forks: the child has another identity to the brokers, and the parent
+continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers of brokers, and of whatever else speaks HTTP/1.1, read from their first bytes."""
+"""Answers of brokers, and of other HTTP/1.1 servers, read from their first bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 def read(sent: bytes, method: str = "POST", first_bytes: int = PIECE_BYTES) -> tuple[HttpAnswer, bool]:
-    """What is read when all of this is sent, and the first piece of it has no more than so many bytes."""
+    """Return the answer read from these bytes, whose first piece has at most so many of them."""
     here, there = socket.socketpair()
     with here, there:
         here.settimeout(60)
@@ -36,7 +36,7 @@ def read(sent: bytes, method: str = "POST", first_bytes: int = PIECE_BYTES) -> t
 
 @pytest.fixture
 def by_library(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """The first pieces of what was left to http.client."""
+    """The first pieces of answers that http.client read."""
     left: list[bytes] = []
     read_by_library: Callable[..., tuple[HttpAnswer, bool]] = http_answer._read_by_library
 

@@ -1,4 +1,4 @@
-"""Who is shown a token, whose certificates are believed, and what is said of a token in plain text."""
+"""The hosts that get a token, trusted certificates, and warnings about plain text."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_hosts_that_may_receive_a_token(advertised: str, named: list[str], told:
 
 @pytest.fixture
 def stranger() -> Iterator[ScriptedBroker]:
-    """Advertised under a host that nobody has named; it is this machine."""
+    """A broker on this machine, advertised under a host that was not named."""
     with ScriptedBroker() as broker:
         yield broker
 
@@ -97,7 +97,7 @@ def test_a_plain_text_token_is_warned_of_once_except_on_loopback(caplog: pytest.
 
 @pytest.fixture
 def secure(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A broker behind TLS, by a certificate that the system does not know."""
+    """A broker behind TLS, with a certificate that the system does not know."""
     with ScriptedBroker() as broker, TlsFront(int(broker.url.rpartition(":")[2]), "server") as front:
         topics = Reply(body=msgspec.json.encode({"topics": [wire.TopicSummary("t", 1, 1)]}))
         broker.script("GET", "/v1/topics", [lambda broker, call: topics] * 9)

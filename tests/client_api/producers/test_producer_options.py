@@ -1,4 +1,4 @@
-"""What a producer does about options that make no sense, a topic that is full, and a name that others may take."""
+"""A producer with invalid options, a full topic, or a name that other producers use."""
 
 from __future__ import annotations
 

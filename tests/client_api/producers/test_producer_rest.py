@@ -1,4 +1,4 @@
-"""Senders that rest: whoever is woken for a message sees that it leaves, whoever else is asleep."""
+"""Idle senders: a sender that is woken for a message sends it, even while others sleep."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from portalmq import Producer
 
 
 def rest(producer: Producer) -> None:
-    """Until every sender sleeps with no time to wake up at."""
+    """Wait until every sender sleeps without a timeout."""
     deadline = time.monotonic() + 20
     nudge = threading.Event()
     while True:
@@ -23,7 +23,7 @@ def rest(producer: Producer) -> None:
 
 
 def test_a_message_after_an_idle_time_is_sent_without_reading_its_future() -> None:
-    """Two senders: the one that keeps watch sleeps deep, the other is the first to be woken."""
+    """Two senders: the one that watches the clock sleeps without a limit, the other one is woken first."""
     with ScriptedBroker() as broker, Producer(broker.url, linger_ms=2) as producer:
         for topic in ("one", "two"):
             producer.send(topic, b"first").result(10)

@@ -1,4 +1,4 @@
-"""What a stream consumer reads ahead: in order, bounded, from the leader, and from where there is something."""
+"""A stream consumer's read-ahead: in order, bounded, from the leader, and from offsets that exist."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def frame(base: int, *values: str, expires_at_ms: int | None = None) -> contract
 
 
 class Leader:
-    """A transport that answers fetches from a script, the last answer for ever."""
+    """A transport that answers fetches from a script; the last answer repeats."""
 
     def __init__(self) -> None:
         self.asked: list[contract.FetchRequest] = []
@@ -84,7 +84,7 @@ def begin(feeds: FetchBuffer, offset: int = 0, since: int = 1) -> None:
 
 
 def batch(feeds: FetchBuffer) -> list[str]:
-    """The next batch, as soon as there is one; all of it handed out."""
+    """Return the next batch, as soon as there is one, and hand out all of it."""
 
     def one() -> list[str]:
         with feeds.lock:

@@ -1,4 +1,4 @@
-"""A member of a stream group whose turns a test decides."""
+"""A member of a stream group whose steps are made by a test."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_member_with_a_generated_id_rejoins_when_its_duplicate_join_fences_it(
 
 
 class ClosingWhileJoining:
-    """Brokers whose answer to a join comes when the consumer is closed already."""
+    """Brokers whose answer to a join arrives after the consumer is closed."""
 
     def __init__(self) -> None:
         self.member: StreamMember | None = None
@@ -84,7 +84,7 @@ def test_a_consumer_that_is_closed_while_it_joins_leaves_its_partitions_to_other
 
 
 class ChangingLeaders:
-    """Brokers that take no commit at first."""
+    """Brokers that accept no commit at first."""
 
     def __init__(self) -> None:
         self.reachability = Reachability(lambda: 0.0)

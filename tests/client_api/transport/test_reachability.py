@@ -1,4 +1,4 @@
-"""A client whose brokers do not answer says so, in the time that it was given, and in the log."""
+"""A client whose brokers do not answer reports it in time, and in the log."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ ACK = "/v1/groups/g/ack"
 
 @pytest.fixture
 def nobody() -> Iterator[str]:
-    """The URL of a port at which nobody listens."""
+    """The URL of a port without a listener."""
     with closing(kept_port()) as place:
         yield f"http://127.0.0.1:{number_of(place)}"
 
 
 def nobody_instead_of(broker: ScriptedBroker) -> closing[socket.socket]:
-    """While it is open no other test's server gets the port of one that has ended."""
+    """Reserve the port, so that no other test's server gets it."""
     return closing(kept_port(int(broker.url.rpartition(":")[2])))
 
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is not bounded by the time that is given takes an hour."""
+    """Every limit that the caller does not give is an hour."""
     for name in (
         "transport.reachability.FIRST_CONTACT_S", "streams.member.FIRST_CONTACT_S", "consumers.receiver.CALL_TIMEOUT_S",
         "streams.member.CALL_TIMEOUT_S",
@@ -100,7 +100,7 @@ def test_settling_the_group_first_counts_to_the_timeout(delivery: str, nobody: s
 
 
 def try_timeouts(monkeypatch: pytest.MonkeyPatch, transport: Transport) -> list[float]:
-    """How long each request of the transport may take from now on."""
+    """Record the time limits of the transport's requests from now on."""
     noted: list[float] = []
     attempt = transport.attempt
 
@@ -184,7 +184,7 @@ def test_a_poll_raises_when_no_broker_answers_for_long(monkeypatch: pytest.Monke
 
 
 def test_a_close_does_not_wait_for_acks_that_get_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever sends them tries for minutes, and an end has seconds."""
+    """A thread retries the acks for minutes, and close() has seconds."""
     monkeypatch.setattr("portalmq.consumers.lease.RELEASE_TIMEOUT_S", 0.05)
     answer = threading.Event()
     with ScriptedBroker() as broker:

@@ -1,4 +1,4 @@
-"""Where calls go, when they are repeated, and what is said of the outcome."""
+"""The destination of calls, their retries, and their outcomes."""
 
 from __future__ import annotations
 
@@ -471,7 +471,7 @@ def test_every_public_name_is_there() -> None:
 
 @pytest.fixture
 def two_brokers(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ScriptedBroker, ScriptedBroker]]:
-    """The first leads as far as clients know; a request of theirs that hangs would hang for an hour."""
+    """Two brokers; metadata names the first as leader. A request that hangs would hang for an hour."""
     for name in ("TO_LEADER_TIMEOUT_S", "LONG_POLL_GRACE_S", "REQUEST_TIMEOUT_S"):
         monkeypatch.setattr(f"portalmq.transport.request.{name}", 3_600.0)
     monkeypatch.setattr("portalmq.transport.transport.METADATA_TIMEOUT_S", 3_600.0)
@@ -528,7 +528,7 @@ def test_a_receive_at_a_paused_leader_continues_at_the_next_one(
 
 
 class Watched(Network):
-    """The first broker answers nothing, until whoever watches gives that up; meanwhile the client learns of leaders."""
+    """The first broker is silent until the watch gives up; meanwhile the client learns of leaders."""
 
     def __init__(self, *learned: HttpAnswer) -> None:
         super().__init__(answer())

@@ -1,4 +1,4 @@
-"""zk:// stands for the brokers that are registered in a ZooKeeper."""
+"""zk:// stands for the brokers that are registered in ZooKeeper."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from portalmq.transport.zookeeper_bootstrap import ZooKeeperBootstrap
 
 
 class FakeZooKeeper(ZooKeeperBootstrap):
-    """Knows the brokers that a test says."""
+    """A ZooKeeper with the brokers of a test."""
 
     def __init__(self, *answers: list[str]) -> None:
         super().__init__("zk://fake")
@@ -145,7 +145,7 @@ def test_of_concurrent_look_ups_one_asks_a_lost_zookeeper() -> None:
         told.append(caught.value.detail)
 
     class Waited:
-        """Is had when another thread has looked for a while, and found nothing."""
+        """A lock that is acquired after another thread's look-up has failed."""
 
         def __enter__(self) -> None:
             book._resolving = threading.Lock()
