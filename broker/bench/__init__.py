@@ -1,1 +1,1 @@
-"""Every benchmark, each beside a yardstick measured in the same run."""
+"""Benchmarks. Each figure is compared with a yardstick measured in the same run."""

@@ -1,9 +1,8 @@
-"""How fast a cluster of three brokers on this one machine is: replication beside no replication, in the same run.
+"""Benchmark of a cluster of three brokers on one machine: with replication and without, in the same run.
 
 produce     the same producer to a topic of one replica and to one of three (acks=all), in turns
 send        one message at a time to three replicas, beside a bare POST to the same server software
-partitions  what 300 partitions cost while nothing happens, and how long the ones that a killed broker led are
-            without a leader
+partitions  the cost of 300 idle partitions, and how long the partitions of a killed leader are without one
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ POLL_S = 0.02
 
 
 def measured(directory: Path, messages: int, sends: int, partitions: int, rounds: int) -> dict[str, float]:
-    """All figures, each the median over `rounds`; the last part, with its kill, is run once."""
+    """Return all figures, each the median over `rounds`; the last part, with its kill, runs once."""
     directory.mkdir(parents=True, exist_ok=True)
     with _cluster(directory / "traffic") as record:
         taken = [_round(record.urls, number, messages, sends) for number in range(rounds)]
@@ -74,7 +73,7 @@ def _many_partitions(record: ClusterRecord, partitions: int) -> dict[str, float]
     with Admin(record.urls) as admin:
         admin.create_topic("many", partitions=partitions, replication_factor=3)
         _until_led(admin, partitions, set())
-        time.sleep(2)  # what creating them costs is not the question
+        time.sleep(2)  # excludes the cost of creating them
         before, begin = [harness.cpu_s(broker.pid) for broker in brokers], time.perf_counter()
         time.sleep(IDLE_S)
         seconds = time.perf_counter() - begin
@@ -90,7 +89,7 @@ def _many_partitions(record: ClusterRecord, partitions: int) -> dict[str, float]
 
 
 def _until_led(admin: Admin, partitions: int, gone: set[int]) -> None:
-    """Until every partition is led by a broker that is not gone, and that leader answers for it."""
+    """Wait until every partition has a leader other than the killed broker, and the leader answers for it."""
     deadline = time.monotonic() + ELECTED_WITHIN_S
     while time.monotonic() < deadline:
         topic = admin.describe("many")
@@ -108,7 +107,7 @@ _ready_s = 0.0
 
 @contextmanager
 def _cluster(data_dir: Path) -> Iterator[ClusterRecord]:
-    """ZooKeeper and three brokers on free ports, ended in any case."""
+    """Run ZooKeeper and three brokers on free ports."""
     command = [sys.executable, "-m", "portalmq.cli.main"]
     ports = ["--base-port", "0", "--zookeeper-port", "0"]
     environment = {**os.environ, "PORTALMQ_LOG_LEVEL": "warning"}

@@ -1,10 +1,10 @@
-"""How fast messages are delivered, by one broker without replicas: each rate beside produce, in the same run.
+"""Benchmark of delivery by one broker without replicas; each rate is compared with produce in the same run.
 
 receive     queue mode: receive and ack in batches of 100 by four consumers, beside produce in batches of exactly 100
 fetch       stream mode: reading a topic from its beginning, beside the fastest produce
-scheduled   what a million messages that wait for their time cost in memory
-ack         one message, acked by itself
-wake        from the call of send() to the message in the hands of a consumer that was waiting
+scheduled   the memory of a million scheduled messages
+ack         the ack of a single message
+wake        the time from send() until a waiting consumer has the message
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PARKED_EVERY_S = 0.002
 
 
 def measured(directory: Path, messages: int, singles: int, rounds: int) -> dict[str, float]:
-    """All figures, each the median over `rounds`; the memory is measured once."""
+    """Return all figures, each the median over `rounds`; the memory is measured once."""
     taken = [_round(directory / str(number), messages, singles) for number in range(rounds)]
     figures = {name: median(each[name] for each in taken) for name in taken[0]}
     figures |= _scheduled(directory / "scheduled")
@@ -59,7 +59,7 @@ def _round(directory: Path, messages: int, singles: int) -> dict[str, float]:
 
 
 def _fetch_rate(url: str, topic: str, messages: int) -> float:
-    """Messages a second that come over HTTP as a stream consumer gets them: all of the topic, from its beginning."""
+    """Return the messages per second of a stream reader over HTTP: the whole topic, from its beginning."""
     host, _, port = url.removeprefix("http://").partition(":")
     connection = HTTPConnection(host, int(port), timeout=30)
     offset, begin = 0, time.perf_counter()
@@ -78,7 +78,7 @@ def _fetch_rate(url: str, topic: str, messages: int) -> float:
 
 
 def _stream_rate(url: str, topic: str, messages: int) -> float:
-    """The same by the client's Consumer, with its messages made and its offsets committed."""
+    """Return the same rate for the client's Consumer, which decodes messages and commits offsets."""
     with Consumer(topic, group="bench-stream", bootstrap=url, mode="stream") as consumer:
         count = len(consumer.poll(timeout_s=WITHIN_S, max_messages=1))
         begin = time.perf_counter()
@@ -105,7 +105,7 @@ def _ack_p50_ms(url: str, topic: str, times: int) -> float:
 
 
 def _wake_p50_ms(url: str, topic: str, times: int) -> float:
-    """The consumer is parked before each send: the broker says so."""
+    """Return the latency from send to receive. Before each send, the broker reports that the consumer waits."""
     arrived: list[float] = []
     wakeup = threading.Semaphore(0)
 
@@ -133,7 +133,7 @@ def _wake_p50_ms(url: str, topic: str, times: int) -> float:
 
 
 def _scheduled(directory: Path) -> dict[str, float]:
-    """Memory of a broker with a million messages that are due in an hour and a group that waits for them."""
+    """Return the memory of a broker with a million messages due in an hour, and a group that waits for them."""
     with harness.broker(directory) as (url, pid):
         idle_mb = harness.rss_mb(pid)
         with Producer(url, batch_messages=harness.BATCH_MESSAGES) as producer:

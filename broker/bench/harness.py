@@ -34,7 +34,7 @@ NOTHING = "nothing"
 
 
 def produce_rate(url: str | list[str], topic: str, messages: int, batch_messages: int, *, grow: bool = True) -> float:
-    """Messages a second, all acked. A batch grows while a request is on its way, unless its bytes are full."""
+    """Return acked messages per second. A batch grows while a request is running, up to its limit of bytes."""
     batch_bytes = 1_000_000 if grow else batch_messages * (len(VALUE) + MESSAGE_OVERHEAD_BYTES)
     with Producer(url, batch_messages=batch_messages, batch_bytes=batch_bytes, linger_ms=50) as producer:
         producer.send(topic, VALUE).result(timeout=30)
@@ -46,7 +46,7 @@ def produce_rate(url: str | list[str], topic: str, messages: int, batch_messages
 
 
 def receive_rate(url: str, topic: str, messages: int, consumers: int = 8) -> float:
-    """Queue mode: messages a second received in batches of 100 and acked, a batch durably before the next is given."""
+    """Return messages per second in queue mode: batches of 100, each acked durably before the next receive."""
     counts = [0] * consumers
     failures: list[BaseException] = []
 
@@ -55,7 +55,7 @@ def receive_rate(url: str, topic: str, messages: int, consumers: int = 8) -> flo
             with Consumer(topic, group="bench", bootstrap=url, max_messages=RECEIVE_MESSAGES) as consumer:
                 while batch := consumer.poll(timeout_s=0, max_messages=RECEIVE_MESSAGES):
                     counts[index] += len(batch)
-        except Exception as failure:  # noqa: BLE001 - told at the end, whatever it was
+        except Exception as failure:  # noqa: BLE001 - any error is reported at the end
             failures.append(failure)
 
     threads = [threading.Thread(target=consume, args=(index,)) for index in range(consumers)]
@@ -84,7 +84,7 @@ def bare_post(url: str) -> Callable[[], None]:
 
 
 def interleaved(bare: Callable[[], None], send: Callable[[], None], times: int) -> tuple[float, float]:
-    """Median milliseconds of both, taken in turns so that a noisy neighbour hits them alike."""
+    """Return the median milliseconds of both, measured alternately so that other load affects them alike."""
     durations: tuple[list[float], list[float]] = ([], [])
     for _ in range(times):
         for call, taken in zip((bare, send), durations, strict=True):
@@ -110,12 +110,12 @@ def until_parked(url: str, parked: int, every_s: float = 0.05) -> None:
 
 
 def _usage_of_family(pid: int) -> list[Usage]:
-    """Of the process and its children."""
+    """Return the processor time of a process and its children."""
     return [usage_of(each) for each in (pid, *children_of(pid))]
 
 
 def rss_mb(pid: int) -> float:
-    """Resident megabytes of the broker's processes together; what they share counts in each."""
+    """Return the resident megabytes of the broker's processes; shared pages count in each."""
     return sum(usage.resident_bytes for usage in _usage_of_family(pid)) / 1e6
 
 
@@ -174,7 +174,7 @@ def _until_listening(port: int, process: subprocess.Popen[bytes]) -> None:
 
 
 def serve_nothing(port: int) -> None:
-    """The same gunicorn worker and Flask, answering every request with nothing."""
+    """Run the same gunicorn worker and Flask with an empty answer to every request."""
     from flask import Flask
     from gunicorn.app.base import BaseApplication
 

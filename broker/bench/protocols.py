@@ -1,12 +1,12 @@
-"""The older queues' doors side by side, in front of one broker on one disk: a message in, and a message out and done.
+"""Benchmark of the older queues' protocols, side by side on one broker: producing and consuming single messages.
 
 zeromq      MiniQ's ports: MiniQService to `portalmq zeromq`
 message     MiniQ over HTTP: POST /message; GET /message and POST /confirm
-topics      the API of today: POST /v1/topics/{topic}/messages; receive with max_messages=1 and ack
+topics      the current API: POST /v1/topics/{topic}/messages; receive with max_messages=1 and ack
 
-Each client has one request on its way, as a program has that waits for its answer. They run as threads in PROCESSES
-processes, so that one interpreter's lock is not what is measured. One client alone goes from door to door every few
-calls: what else the machine does meanwhile is done to all of them, and their ratios hold.
+Each client has one request at a time. Clients are threads in PROCESSES processes, so that one interpreter's lock is not
+the limit. A single client alternates between the protocols every few calls, so that other load affects all of them
+alike, and the ratios hold.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Where(NamedTuple):
     queue: str
 
 
-# --- the doors -------------------------------------------------------------------------------------------------------
+# --- the protocols ---------------------------------------------------------------------------------------------------
 
 
 class _Http:
@@ -58,7 +58,7 @@ class _Http:
         self._connection = HTTPConnection(at.hostname or "", at.port, timeout=WITHIN_S)
 
     def ask(self, method: str, path: str, body: bytes = b"", content_type: str = "application/json") -> Any:
-        """The answer; None for 404."""
+        """Return the answer; None for 404."""
         self._connection.request(method, path, body, {"Content-Type": content_type})
         answer = self._connection.getresponse()
         said = answer.read()
@@ -124,7 +124,7 @@ DOORS: dict[str, Callable[[Where], tuple[Call, Call]]] = {"zeromq": _zeromq, "me
 
 
 def _clients(role: str, where: Where, verb: int, threads: int, ready: Any, results: Any) -> None:
-    """One process: each thread calls until the time is over. Only calls that moved a message count."""
+    """Run one process: each thread calls until the time is over. Only calls that moved a message count."""
     durations: list[float] = []
     faults: list[str] = []
     together = threading.Barrier(threads + 1)
@@ -138,7 +138,7 @@ def _clients(role: str, where: Where, verb: int, threads: int, ready: Any, resul
             while (begin := time.perf_counter()) < end:
                 if call():
                     durations.append(time.perf_counter() - begin)
-        except Exception as fault:  # noqa: BLE001 - told by the parent
+        except Exception as fault:  # noqa: BLE001 - reported by the parent
             faults.append(repr(fault))
             together.abort()
 
@@ -156,7 +156,7 @@ def _clients(role: str, where: Where, verb: int, threads: int, ready: Any, resul
 
 
 def _measure(role: str, where: Where, verb: int, clients: int) -> tuple[float, float]:
-    """(calls a second, median milliseconds of one)."""
+    """Return (calls per second, median milliseconds of one)."""
     context = multiprocessing.get_context("spawn")
     processes = min(clients, PROCESSES)
     ready, results = context.Barrier(processes), context.Queue()
@@ -180,7 +180,7 @@ def _measure(role: str, where: Where, verb: int, clients: int) -> tuple[float, f
 
 
 def _measure_alone(wheres: dict[str, Where], verb: int) -> dict[str, tuple[float, float]]:
-    """The same for one client at each door, by turns."""
+    """Return the same for one client that alternates between the protocols."""
     calls = {role: DOORS[role](where)[verb] for role, where in wheres.items()}
     durations: dict[str, list[float]] = {role: [] for role in calls}
     for call in calls.values():
@@ -193,7 +193,7 @@ def _measure_alone(wheres: dict[str, Where], verb: int) -> dict[str, tuple[float
                 if call():
                     durations[role].append(time.perf_counter() - begin)
     if not all(durations.values()):
-        raise click.ClickException("one client alone: at one of the doors nothing was done")
+        raise click.ClickException("single client: one of the protocols completed no call")
     return {role: (len(took) / sum(took), median(took) * 1000) for role, took in durations.items()}
 
 
@@ -201,7 +201,7 @@ def _measure_alone(wheres: dict[str, Where], verb: int) -> dict[str, tuple[float
 
 
 def measured(directory: Path, rounds: int) -> dict[str, float]:
-    """All figures, each the median over `rounds`."""
+    """Return all figures, each the median over `rounds`."""
     taken = [_round(directory / str(number)) for number in range(rounds)]
     return {name: median(each[name] for each in taken) for name in taken[0]}
 
@@ -215,7 +215,7 @@ def _round(directory: Path) -> dict[str, float]:
                 wheres = {role: Where(url, ports, f"{role}-{clients}") for role in DOORS}
                 if verb:
                     for where in wheres.values():
-                        # Enough for the fastest: what is left over does not count.
+                        # Enough for the fastest protocol; the rest stays in the queue.
                         harness.produce_rate(url, where.queue, 40_000, harness.BATCH_MESSAGES)
                 if clients == 1:
                     taken = _measure_alone(wheres, verb)

@@ -1,7 +1,7 @@
-"""How fast PortalMQ is on this machine, always beside a yardstick measured in the same run.
+"""`portalmq bench`: the speed of PortalMQ on this machine, compared with yardsticks measured in the same run.
 
-Absolute figures mean little on a shared machine, ratios hold: the producer is held against bare `executemany` into the
-same schema with the same fsyncs, the synchronous send against a bare POST to the same gunicorn and Flask.
+On a shared machine only ratios are meaningful: the producer is compared with bare `executemany` into the same schema
+with the same fsyncs, the synchronous send with a bare POST to the same gunicorn and Flask.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ WAITING_MESSAGES = 1_000_000
 @click.option("--data-dir", type=click.Path(path_type=Path), help="Where to measure (default: a temporary directory).")
 @click.option("--cluster", is_flag=True, help="Measure three brokers with ZooKeeper, instead of one without.")
 @click.option("--delivery", is_flag=True, help="Measure the ways of delivery: queue, stream, scheduled, one by one.")
-@click.option("--seeds", is_flag=True, help="Measure the older queues' doors, ZeroMQ and HTTP side by side.")
+@click.option("--seeds", is_flag=True, help="Measure the older queues' protocols, ZeroMQ and HTTP side by side.")
 @click.option("--partitions", default=300, show_default=True, help="With --cluster: of the topic with many.")
 @click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table")
 def bench(
@@ -62,7 +62,7 @@ def bench(
     delivery: bool,
     seeds: bool,
 ) -> None:
-    """Measure this machine: produce, synchronous send, receive and ack, beside bare SQLite and a bare POST."""
+    """Measure produce, synchronous send, receive and ack on this machine, compared with bare SQLite and a bare POST."""
     if delivery:
         from portalmq.broker.bench import delivery as bench_delivery
 
@@ -112,7 +112,7 @@ def _synchronous_send(url: str) -> Callable[[], None]:
 
 
 def _discard(_: object) -> None:
-    """Only the time counts."""
+    """Send a request and read its answer."""
 
 
 # --- the footprint of a broker ---------------------------------------------------------------------------------------

@@ -1,15 +1,15 @@
-"""How fast Spark reads, on this machine: `python -m portalmq.spark.bench [--messages 10000000] [--live | --sink]`.
+"""Benchmark of Spark's reader: `python -m portalmq.spark.bench [--messages 10000000] [--live | --sink]`.
 
-A broker of its own (`portalmq dev`, a free port, a temporary directory) is filled over HTTP and stopped. Then, in one
-Spark session at local[2], by turns, so that whatever else runs here slows all of them down alike:
+A new broker (`portalmq dev`, a free port, a temporary directory) is filled over HTTP and stopped. Then these run
+alternately in one Spark session at local[2], so that other load affects all of them alike:
 
     spark     spark.read.format("portalmq"), a count and a sum over all rows, with all columns and with two
     tuples    the same by a reader that yields Python tuples from sqlite3 (over a part of the rows: it is slow)
     plain     the same columns by ADBC, without Spark, in one process and in two
 
-Medians of `--rounds` are printed, with the ratios, the peak memory of Spark's Python workers, and how many segment
-files a query for a sixtieth of the time reads. `--live` measures what reading costs a broker that is being written to:
-see spark_live; `--sink` how fast Spark writes: see bench_sink.
+The output has the medians of `--rounds`, the ratios, the peak memory of Spark's Python workers, and how many segment
+files a query for a sixtieth of the time reads. `--live` measures the cost of reading for a broker that is written to
+(spark_live.py), `--sink` the speed of writing (spark_sink.py).
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from portalmq.system import children_of, cores, peak_resident_bytes
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-# Of each segment file, for the rival that would take minutes otherwise.
+# The part of each segment file for the slow tuple reader.
 TUPLE_OFFSETS = 250_000
 SEGMENT_BYTES = 1024 * 1024
 LARGE_BYTES = 1024 * 1024 - 1024
 
 
 def aggregate(spark: SparkSession, name: str, columns: Sequence[str], **options: str) -> tuple[int, int]:
-    """Messages, and the bytes of their values: every row is looked at."""
+    """Return the number of messages and the bytes of their values, from every row."""
     from pyspark.sql import functions
 
     frame = spark.read.format(name).options(columns=",".join(columns), **options).load()
@@ -53,7 +53,7 @@ def aggregate(spark: SparkSession, name: str, columns: Sequence[str], **options:
 
 
 def plain(directory: Path, columns: tuple[str, ...], pool: ProcessPoolExecutor, processes: int) -> tuple[int, int]:
-    """ADBC's own scan of the files, dealt out to so many processes."""
+    """Scan the files with ADBC, in several processes."""
     found = [(piece.path, piece.start, piece.end) for piece in pieces(directory)]
     shares = [found[number::processes] for number in range(processes)]
     counted = list(pool.map(plain_rows, shares, [columns] * processes))
@@ -67,7 +67,7 @@ class Contestant:
 
 
 def contest(contestants: Sequence[Contestant], rounds: int, expected: tuple[int, int]) -> dict[str, float]:
-    """Rows a second: medians over rounds in which each runs once. What each counts is checked."""
+    """Return rows per second: medians over rounds in which each reader runs once. Their counts are checked."""
     rates: dict[str, list[float]] = {each.name: [] for each in contestants}
     for number in range(rounds):
         for each in contestants:
@@ -83,7 +83,7 @@ def contest(contestants: Sequence[Contestant], rounds: int, expected: tuple[int,
 
 
 def workers_peak_mb(spark: SparkSession) -> float:
-    """The highest resident memory that one of Spark's Python workers ever had (Linux)."""
+    """Return the peak resident memory of one of Spark's Python workers (Linux)."""
     gateway = spark.sparkContext._gateway
     assert gateway is not None
     java = gateway.proc.pid
@@ -108,8 +108,8 @@ class Selected:
 
 
 def sixtieth(spark: SparkSession, directory: Path, topic: str) -> Selected:
-    """A query for a sixtieth of the time that the topic spans, as a minute is of an hour: how many of the segment files
-    are opened for it by a task, and whether it finds what a scan of everything does."""
+    """Query a sixtieth of the topic's time span. Return how many segment files its tasks open, and whether the result
+    equals that of a full scan."""
     from pyspark.sql import functions
     from pyspark.sql.datasource import GreaterThanOrEqual, LessThan
 
@@ -187,8 +187,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--messages", type=int, help="default: 10,000,000; with --sink 1,000,000")
     parser.add_argument("--rounds", type=int, default=3)
     kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("--live", action="store_true", help="what reading costs a broker that is being written to")
-    kind.add_argument("--sink", action="store_true", help="how fast Spark writes")
+    kind.add_argument("--live", action="store_true", help="the cost of reading for a broker that is written to")
+    kind.add_argument("--sink", action="store_true", help="the speed of Spark's sink")
     parser.add_argument("--seconds", type=float, default=5.0, help="of one window of --live")
     parser.add_argument("--folder", type=Path, help="where to put the data (default: a temporary directory)")
     parser.add_argument("--json", type=Path, help="write the figures there, too")

@@ -22,7 +22,7 @@ BATCH_MESSAGES = 5_000
 
 
 def fill(url: str, topic: str, values: Iterator[bytes], messages: int, **config: int) -> float:
-    """Messages a second, over HTTP, each batch to the next partition."""
+    """Fill a topic over HTTP, each batch to the next partition; return messages per second."""
     with closing(Admin(url)) as admin:
         admin.create_topic(topic, partitions=PARTITIONS, replication_factor=1, config=config)
     began = time.monotonic()
@@ -35,7 +35,7 @@ def fill(url: str, topic: str, values: Iterator[bytes], messages: int, **config:
 
 @contextmanager
 def session(folder: Path) -> Iterator[SparkSession]:
-    """Spark as it comes, at local[2]."""
+    """Return a Spark session with default settings, at local[2]."""
     from pyspark.sql import SparkSession
 
     import portalmq.spark

@@ -1,17 +1,17 @@
-"""What reading costs a broker that is being written to: `python -m portalmq.spark.bench --live`.
+"""Benchmark of reading from a broker that is written to: `python -m portalmq.spark.bench --live`.
 
-One producer sends as fast as it can; two processes read whatever is committed, from the beginning, over and over, as
-Spark's workers do. Windows with and without them take turns, and what the broker acknowledged in each is compared:
+One producer sends as fast as it can; two processes read all committed messages repeatedly, as Spark's workers do.
+Windows with and without readers alternate, and the messages that the broker acknowledged in each are compared:
 
     as it is    everything on all cores: the readers take CPU from the broker, as any program would
-    apart       the broker and the producer on one half of the cores, the readers on the other: what is left is waiting
+    apart       broker and producer on one half of the cores, readers on the other: only waiting remains
 
-Reading goes by both doors: of the files, and over HTTP, where the broker itself does the work. What the readers took is
-counted too, so that a loss can be held against what was read. For comparison another broker's messages are read by the
-same door: that takes the same CPU, and takes nothing else from the broker that is written to.
+Readers read the files, and over HTTP, where the broker does the work. The messages read are counted too, to weigh a
+loss against them. For comparison, the messages of another broker are read in the same way: that takes the same CPU, and
+nothing else from the measured broker.
 
-Meanwhile the write-ahead logs are measured, and how long a full segment waits to be sealed. The offsets that each pass
-of a reader gave are checked: every message once, up to where it was committed when the pass began.
+The sizes of the write-ahead logs are recorded, and how long a full segment waits to be sealed. The offsets of each pass
+of a reader are checked: every message once, up to the high watermark at its start.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ OTHER_MESSAGES = 2_000_000
 
 
 class Load:
-    """Sends for ever, in a thread, and counts what was acknowledged."""
+    """Sends continuously in a thread, and counts acknowledged messages."""
 
     def __init__(self, url: str) -> None:
         self.acknowledged = 0
@@ -79,7 +79,7 @@ class Load:
 
 
 class FileWatch:
-    """Looks at the files, in a thread: how long the longest write-ahead log gets, and how long a full segment waits."""
+    """Samples the files in a thread: the size of the longest write-ahead log, and how long a full segment waits."""
 
     def __init__(self, directory: Path) -> None:
         self.wal_bytes_max = 0
@@ -103,7 +103,7 @@ class FileWatch:
                         self.seal_wait_max_s = max(self.seal_wait_max_s, now - since)
 
     def take(self) -> tuple[int, float]:
-        """What was seen since it was taken last: (bytes, seconds)."""
+        """Return the maxima since the last call: (bytes, seconds)."""
         found = self.wal_bytes_max, self.seal_wait_max_s
         self.wal_bytes_max, self.seal_wait_max_s = 0, 0.0
         return found
@@ -121,7 +121,7 @@ def _size(path: Path) -> int:
 
 
 def _is_writable(path: Path) -> bool:
-    """A sealed file has mode 0444."""
+    """Return whether a segment is sealed: its file has mode 0444 then."""
     try:
         return bool(path.stat().st_mode & 0o200)
     except FileNotFoundError:
@@ -129,7 +129,7 @@ def _is_writable(path: Path) -> bool:
 
 
 def read_on(where: str, share: int) -> None:
-    """Pass after pass over the share of a reader, until it is killed. Tells how much it has read."""
+    """Read a reader's partitions repeatedly until it is killed, and write how much it has read."""
     count = 0
     while True:
         try:
@@ -141,13 +141,13 @@ def read_on(where: str, share: int) -> None:
 
 
 def one_pass(where: str | Path, share: int = 0, readers: int = 1) -> int:
-    """How many messages there are in a reader's partitions."""
+    """Return the number of messages in a reader's partitions."""
     return sum(passed(str(where), share, readers))
 
 
 def passed(where: str, share: int, readers: int) -> Iterator[int]:
-    """The messages in a reader's partitions, batch by batch. Each must come once: their offsets rise by one, but where
-    the leader's own records stand. `where`: a data directory, or a broker's URL."""
+    """Yield the batch sizes of a reader's partitions. Checks that each message comes once: offsets rise by one, apart
+    from the leader's own records. `where`: a data directory, or a broker's URL."""
     origin: Origin = Brokers([where], [TOPIC]) if "://" in where else Directories([where], [TOPIC])
     for log in origin.logs():
         if log.partition % readers != share:
@@ -163,7 +163,7 @@ def passed(where: str, share: int, readers: int) -> Iterator[int]:
 
 
 class LiveReaders:
-    """Readers at work on these cores, each telling into a file of its own."""
+    """Readers on these cores, each of which writes its count to its own file."""
 
     def __init__(self, where: str, cores: Sequence[int], said: Path) -> None:
         command = [sys.executable, "-m", "portalmq.broker.bench.spark_live", where]
@@ -178,14 +178,14 @@ class LiveReaders:
             system.pin(process.pid, cores)
 
     def rows(self) -> int:
-        """How many messages they have read so far, about."""
+        """Return approximately how many messages they have read."""
         last = [path.read_bytes().rpartition(b"\n")[0].rpartition(b"\n")[2] for path in self._said]
         return sum(int(line) for line in last if line.isdigit())
 
 
 @contextmanager
 def reading(where: str | None, cores: Sequence[int], said: Path) -> Iterator[Callable[[], int]]:
-    """Readers at work, ended at the end: how many messages they have read. None: nobody reads."""
+    """Run readers; yield a function that returns how many messages they have read. None: no readers."""
     if where is None:
         yield lambda: 0
         return
@@ -203,7 +203,7 @@ def reading(where: str | None, cores: Sequence[int], said: Path) -> Iterator[Cal
 
 
 def pin(pid: int, cores: Sequence[int]) -> None:
-    """The process, all its threads, and its children."""
+    """Pin a process, all its threads and its children to cores."""
     for thread in system.threads_of(pid):
         system.pin(thread, cores)
     for child in system.children_of(pid):
@@ -242,7 +242,7 @@ def run(rounds: int, seconds: float, folder: Path) -> dict[str, float]:
 def windows(
     url: str, data: Path, kinds: dict[str, str | None], rounds: int, seconds: float, reading_cores: Sequence[int]
 ) -> dict[str, float]:
-    """`data` is the broker's directory; `kinds`: what is read meanwhile, by the name of the window."""
+    """Run the windows. `data` is the broker's directory; `kinds` maps the name of a window to what is read in it."""
     with closing(Admin(url)) as admin:
         config = {"segment_bytes": SEGMENT_BYTES, "retention_bytes": RETENTION_BYTES}
         admin.create_topic(TOPIC, partitions=PARTITIONS, replication_factor=1, config=config)
@@ -252,11 +252,11 @@ def windows(
     waits: dict[str, float] = dict.fromkeys(kinds, 0.0)
     load, watch = Load(url), FileWatch(data)
     try:
-        time.sleep(seconds)  # the first segments, and what a start costs
+        time.sleep(seconds)  # excludes the start, and the first segments
         for _ in range(rounds):
             for kind, where in kinds.items():
                 with reading(where, reading_cores, data.parent) as rows:
-                    time.sleep(READERS_START_S)  # the readers' own start is not what is measured
+                    time.sleep(READERS_START_S)  # excludes the start of the readers
                     before = rows()
                     rates[kind].append(_rate(load, watch, seconds))
                     read[kind].append((rows() - before) / seconds)

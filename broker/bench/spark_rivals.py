@@ -1,10 +1,10 @@
-"""What the source is measured against: the reader that everybody would write first, and the files without Spark.
+"""Yardsticks for Spark's data source: a simple reader, and a scan of the files without Spark.
 
-    Tuples       a Spark data source that yields a Python tuple a message, from the standard library's sqlite3
-    plain_rows   ADBC's own scan of the same columns, and a sum over it, without Spark
+    Tuples       a Spark data source that yields a Python tuple per message, from the standard library's sqlite3
+    plain_rows   ADBC's scan of the same columns, and a sum over it, without Spark
 
-Both read segment files that nobody writes any more, so without locks (immutable: who closes a file last would lock it
-for a moment, and the other process would be refused), and know nothing of what is committed.
+Both read segment files that are no longer written, without locks (immutable: otherwise the last process to close a file
+locks it for a moment, and the other one is refused), and ignore the high watermark.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class FilePiece(InputPartition):
 
 
 def pieces(directory: Path, offsets_max: int | None = None) -> list[FilePiece]:
-    """All segment files below a data directory, in pieces; of each file `offsets_max` offsets at most."""
+    """Return all segment files below a data directory, in pieces; at most `offsets_max` offsets of each file."""
     found = []
     for path in sorted(directory.glob("partitions/*/*/0*.sqlite")):
         with closing(sqlite3.connect(f"file:{path}?mode=ro&immutable=1", uri=True)) as connection:
@@ -136,7 +136,7 @@ def _moment(ms: int | None) -> datetime | None:
 
 
 def plain_rows(found: list[tuple[str, int, int]], columns: tuple[str, ...]) -> tuple[int, int]:
-    """Messages, and the bytes of their values, in pieces given as (path, start, end)."""
+    """Return the messages, and the bytes of their values, of pieces given as (path, start, end)."""
     rows = size = 0
     for path, start, end in found:
         with adbc.connect(f"file:{path}?mode=ro&immutable=1") as connection, connection.cursor() as cursor:

@@ -1,8 +1,8 @@
-"""How fast Spark writes: `python -m portalmq.spark.bench --sink`.
+"""Benchmark of Spark's sink: `python -m portalmq.spark.bench --sink`.
 
-By turns, into a broker of its own each round, so that none of them finds the files of those before: a Producer, which
-numbers its own messages; Spark's sink, whose rows each carry an identity; and the same rows again, which the broker
-knows and does not append. What is in the topic at the end is counted.
+These run alternately, each round with a new broker: a Producer, which numbers its own messages; Spark's sink, whose
+rows carry identities; and the same rows again, which the broker recognizes and does not append. The messages in the
+topic are counted at the end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KINDS = ("producer", "sink", "sink again")
 
 
 def written(spark: SparkSession, url: str, rows: int) -> float:
-    """Rows a second of one batch write. Its name is always the same: a second one writes nothing new."""
+    """Return rows per second of one batch write. Its name is always the same: a second write appends nothing."""
     numbers = spark.range(0, rows, 1, TASKS)
     frame = numbers.selectExpr(f"cast(lpad(cast(id AS string), {MESSAGE_BYTES}, 'x') AS binary) AS value")
     began = time.monotonic()
@@ -37,7 +37,7 @@ def written(spark: SparkSession, url: str, rows: int) -> float:
 
 
 def stored(url: str) -> int:
-    """How many messages the topic has; those of the leaders themselves are left out."""
+    """Return the number of messages in the topic, without the leaders' own records."""
     origin = Brokers([url], [TOPIC])
     spans = [span for log in origin.logs() for span in origin.spans(log, log.start_offset, log.end_offset)]
     return sum(batch.num_rows for span in spans for batch in span.batches(("offset",)))
@@ -52,7 +52,7 @@ def run(rows: int, rounds: int, folder: Path) -> dict[str, float]:
                 rates["producer"].append(fill(url, "bench", iter(lambda: payload, None), rows))
                 with closing(Admin(url)) as admin:
                     admin.create_topic(TOPIC, partitions=PARTITIONS, replication_factor=1)
-                if not number:  # Spark's own start, and that of its workers, is not what is measured
+                if not number:  # excludes the start of Spark and its workers
                     spark.range(TASKS).selectExpr("'warm' AS value").write.format("portalmq").options(
                         bootstrap=url, topic="warm"
                     ).mode("append").save()

@@ -1,6 +1,6 @@
-"""`portalmq elect`, `adopt` and `partitions`: what an operator does by hand, knowing what may be lost.
+"""`portalmq elect`, `adopt` and `partitions`: manual operations, some of which may lose data.
 
-This module is loaded for every `portalmq` command, so what they need to run is imported when they are to run.
+This module is loaded for every `portalmq` command, so the imports for a run are inside the commands.
 """
 
 from __future__ import annotations
@@ -23,29 +23,31 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def _in_zookeeper(command: Command) -> Command:
-    """Adds the options that say which ZooKeeper. Each may stand in the environment and in portalmq.toml, too."""
+    """Add the options for ZooKeeper. Each may also be set in the environment and in portalmq.toml."""
     own_root = click.option(
-        "--zookeeper-own-root", is_flag=True, default=None, help="that user owns the whole ZooKeeper, its root included"
+        "--zookeeper-own-root", is_flag=True, default=None, help="the user owns the whole ZooKeeper, its root included"
     )
     command = own_root(command)
     for name, meaning in (
         ("zookeeper-tls-key", "private key of that certificate (PEM)"),
         ("zookeeper-tls-cert", "certificate chain (PEM) to show to ZooKeeper"),
         ("zookeeper-tls-ca", "authorities (PEM) to trust for ZooKeeper"),
-        ("zookeeper-password", "password of the user whom the nodes belong to; @FILE reads it from a file"),
-        ("zookeeper-user", "user whom the nodes belong to"),
+        ("zookeeper-password", "password of the user that owns the nodes; @FILE reads it from a file"),
+        ("zookeeper-user", "user that owns the nodes"),
         ("zookeeper", "host:port,host:port/chroot [PORTALMQ_ZOOKEEPER; default localhost:2181]"),
     ):
         command = click.option(f"--{name}", name.replace("-", "_"), help=meaning)(command)
     return command
 
 
-@click.command(short_help="Elect a leader that is not in sync, and lose what it does not have.")
+@click.command(short_help="Elect a leader that is not in sync, and lose the records that it lacks.")
 @click.argument("topic")
 @click.argument("partition", type=click.IntRange(0))
 @click.option("--unclean", is_flag=True, help="elect among replicas that are not in sync")
-@click.option("--i-accept-data-loss", "accepted", is_flag=True, help="what only the others had is lost for good")
-@click.option("--broker", type=int, help="who is to lead; default: who holds most")
+@click.option(
+    "--i-accept-data-loss", "accepted", is_flag=True, help="records that only other replicas hold are lost for good"
+)
+@click.option("--broker", type=int, help="the new leader; default: the replica with most records")
 @click.option("--cluster-secret-file", help="as the brokers' [PORTALMQ_CLUSTER_SECRET_FILE]")
 @click.option("--tls-cert", help="the brokers' certificate, when they speak HTTPS [PORTALMQ_TLS_CERT]")
 @click.option("--tls-key", help="its private key, where brokers ask for a certificate [PORTALMQ_TLS_KEY]")
@@ -54,18 +56,18 @@ def _in_zookeeper(command: Command) -> Command:
 def elect(topic: str, partition: int, unclean: bool, accepted: bool, broker: int | None, **options: Any) -> None:
     """Make a replica that is not in sync the leader of a PARTITION of TOPIC that has none.
 
-    Only when no replica that is in sync will ever come back: everything that the new leader does not hold is lost,
-    acknowledged messages included. Refused while a replica that is in sync is there.
+    Only when no in-sync replica will ever come back: records that the new leader does not hold are lost, acknowledged
+    messages included. Refused while an in-sync replica is available.
 
     Example: portalmq elect orders 0 --unclean --i-accept-data-loss
     """
-    with _told():
+    with _reporting_errors():
         if not (unclean and accepted):
             raise UsageError(
-                "this loses messages that were acknowledged. If no replica that is in sync will come back, say so: "
+                "this loses acknowledged messages. If no in-sync replica will come back, confirm it with "
                 "--unclean --i-accept-data-loss"
             )
-        # A certificate without its key is there to be believed, and is not shown.
+        # A certificate without its key is only trusted, not shown.
         alone = options.pop("tls_cert") if options["tls_key"] is None else None
         config = load_config(options)
         with _catalog(config) as catalog:
@@ -94,12 +96,12 @@ def _elect(
     for broker_id, why in sorted(elected.silent.items()):
         click.echo(f"broker {broker_id}: {why}", err=True)
     click.echo(
-        f"broker {elected.broker_id} leads {topic}/{partition} in epoch {elected.leader_epoch} with what it has; "
-        "what only others had is lost"
+        f"broker {elected.broker_id} leads {topic}/{partition} in epoch {elected.leader_epoch} with its records; "
+        "records that only others had are lost"
     )
 
 
-@click.command(short_help="Write a lost ZooKeeper back from the data directories.")
+@click.command(short_help="Restore a lost ZooKeeper from the data directories.")
 @click.option(
     "--data-dir",
     "directories",
@@ -112,14 +114,14 @@ def _elect(
 @click.option("--i-accept-data-loss", "accepted", is_flag=True, help="go on although a directory is missing or damaged")
 @_in_zookeeper
 def adopt(directories: tuple[Path, ...], replace_cluster: bool, accepted: bool, **options: Any) -> None:
-    """Write cluster, topics and partitions into a ZooKeeper that was emptied, from the brokers' data directories.
+    """Write cluster, topics and partitions into an empty ZooKeeper, from the brokers' data directories.
 
-    All brokers have to be stopped. With the directories of all of them nothing that was acknowledged is lost; the
-    settings of groups and the names of producers stood in ZooKeeper alone, and have to be made again.
+    All brokers have to be stopped. With the directories of all of them no acknowledged message is lost. The settings of
+    groups and the names of producers were only in ZooKeeper, and have to be created again.
 
     Example: portalmq adopt --data-dir data/5000 --data-dir data/5001 --data-dir data/5002
     """
-    with _told():
+    with _reporting_errors():
         from portalmq.broker.server.adoption import read_directories, write_back
 
         config = load_config(options)
@@ -133,20 +135,20 @@ def adopt(directories: tuple[Path, ...], replace_cluster: bool, accepted: bool, 
 
 @click.group()
 def partitions() -> None:
-    """See to the partitions of a cluster as a whole."""
+    """Manage the partitions of a cluster."""
 
 
 @partitions.command("rebalance")
 @click.option("--dry-run", is_flag=True, help="show what would move, and change nothing")
 @_in_zookeeper
 def rebalance_leaders(dry_run: bool, **options: Any) -> None:
-    """Spread leaders evenly over the brokers, as after one that was away is back in sync.
+    """Spread leaders evenly over the brokers, for example after a returned broker is in sync again.
 
-    Only leaders move, and only to replicas in sync: no data is copied, and clients follow within a moment.
+    Only leaders move, and only to in-sync replicas: no data is copied, and clients follow within a moment.
 
     Example: portalmq partitions rebalance --dry-run
     """
-    with _told():
+    with _reporting_errors():
         from portalmq.control_plane.controller import View, rebalance
         from portalmq.control_plane.mirror import Mirror
         from portalmq.control_plane.plane import Conflict
@@ -163,7 +165,7 @@ def rebalance_leaders(dry_run: bool, **options: Any) -> None:
                     if not dry_run:
                         catalog.set_partition(change.topic_id, change.number, change.state, change.version)
                 except Conflict:
-                    click.echo(f"{name} has changed meanwhile, and stays as it is", err=True)
+                    click.echo(f"{name} has changed in the meantime, and is left unchanged", err=True)
                     continue
                 moved += 1
                 click.echo(f"{name}  broker {before} -> {change.state.leader}")
@@ -171,8 +173,8 @@ def rebalance_leaders(dry_run: bool, **options: Any) -> None:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """What goes wrong as one sentence, with its exit code."""
+def _reporting_errors() -> Iterator[None]:
+    """Print errors as one sentence, and exit with their exit code."""
     from portalmq.errors import PortalMQError
 
     try:
@@ -190,9 +192,9 @@ def _told() -> Iterator[None]:
 
 @contextmanager
 def _catalog(config: BrokerConfig) -> Iterator[Catalog]:
-    """The catalog of the cluster in ZooKeeper."""
+    """Yield the catalog of the cluster in ZooKeeper."""
     if not config.is_clustered:
-        raise UsageError("this is done in a ZooKeeper: name it with --zookeeper HOST:PORT")
+        raise UsageError("this command needs ZooKeeper: name it with --zookeeper HOST:PORT")
     from portalmq.broker.server.preflight import connected
     from portalmq.control_plane.catalog import Catalog
 

@@ -1,19 +1,18 @@
-"""A whole cluster on one machine, as processes of one supervisor: what `portalmq up` runs.
+"""A whole cluster on one machine, as processes of one supervisor (`portalmq up`).
 
-The supervisor starts what a person would start by hand, with the same commands: `portalmq zookeeper`, unless there is
-one already, then `portalmq broker` as often as asked for. It decides nothing about the cluster: which broker leads,
-and what happens when one dies, is settled between the brokers. So a process that ends is reported and not started
-again: a supervisor that brings brokers back would hide what a cluster does without one, and in production systemd or
-an orchestrator does that better.
+The supervisor starts the same commands that a person would: `portalmq zookeeper`, unless one is running, then `portalmq
+broker` for each broker. It decides nothing about the cluster: the brokers agree on leaders and handle failures. A
+process that ends is reported and not restarted: a supervisor that restarts brokers would hide how a cluster behaves
+without one, and in production systemd or an orchestrator does that better.
 
-    <data>/cluster.json   what runs: pids with their start times, so that `down` ends these processes and no others
-    <data>/up.lock        held by the supervisor for as long as it lives
-    <data>/<name>.log     what a process says; <data>/<name> is its data directory
-    <data>/zookeeper.password   of the user whom the nodes of its own ZooKeeper belong to, so that no other user of the
-                          machine reads the cluster's secret there
+    <data>/cluster.json   the running processes: pids with start times, so that `down` ends only these
+    <data>/up.lock        held by the supervisor while it lives
+    <data>/<name>.log     the output of a process; <data>/<name> is its data directory
+    <data>/zookeeper.password   password of the user that owns the nodes of this ZooKeeper, so that no other user of the
+                          machine can read the cluster's secret there
 
-The processes die with the supervisor (system.py), even with one that is killed; each is in a group of its own,
-so that Ctrl-C reaches the supervisor alone, which ends brokers first and ZooKeeper last.
+The processes die with the supervisor (system.py), even when it is killed. Each has its own process group, so Ctrl-C
+reaches only the supervisor, which ends brokers first and ZooKeeper last.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from portalmq.broker.server.config import BrokerConfig
 from portalmq.system import boot_id, dies_with_this_process, start_of
 
 READY_WITHIN_S = 60.0
-# Longer than a broker takes at most: it hands leadership over, and lets running calls end.
+# Longer than a broker needs to transfer leadership and to complete running calls.
 BROKER_ENDS_WITHIN_S = 30.0
 ZOOKEEPER_ENDS_WITHIN_S = 10.0
 PROBE_TIMEOUT_S = 2.0
@@ -55,11 +54,11 @@ _SERVES_AT = re.compile(r"ZooKeeper serves at (\S+)")
 Tell = Callable[[str], None]
 
 
-# --- what is known of processes --------------------------------------------------------------------------------------
+# --- records of processes --------------------------------------------------------------------------------------------
 
 
 class ProcessRecord(msgspec.Struct, frozen=True):
-    """A process, told from any later one with the same pid by when it started (system.start_of)."""
+    """A process; its start time (system.start_of) distinguishes it from later ones with the same pid."""
 
     name: str
     pid: int
@@ -72,7 +71,7 @@ class ProcessRecord(msgspec.Struct, frozen=True):
 
 
 class ClusterRecord(msgspec.Struct, frozen=True):
-    """What stands in cluster.json. `boot_id` names this run of the machine: pids of an earlier one mean nothing."""
+    """The content of cluster.json. `boot_id` names the boot of the machine: pids of an earlier boot are invalid."""
 
     boot_id: str
     supervisor: ProcessRecord
@@ -89,7 +88,7 @@ class ClusterRecord(msgspec.Struct, frozen=True):
 
 
 def read_record(data_dir: Path) -> ClusterRecord | None:
-    """What the latest supervisor of this directory wrote; None without one."""
+    """Return the record of the latest supervisor of this directory; None without one."""
     try:
         return msgspec.json.decode((data_dir / "cluster.json").read_bytes(), type=ClusterRecord)
     except (FileNotFoundError, msgspec.DecodeError):
@@ -100,7 +99,7 @@ def read_record(data_dir: Path) -> ClusterRecord | None:
 
 
 class Supervised:
-    """One process that was started from here. `arguments` are those of `portalmq`."""
+    """A process started by the supervisor. `arguments` are those of `portalmq`."""
 
     def __init__(self, name: str, arguments: list[str], log: Path, environment: dict[str, str]) -> None:
         self.name = name
@@ -137,11 +136,11 @@ class Supervised:
 
     def ask_to_end(self) -> None:
         self._process.send_signal(signal.SIGTERM)
-        # A stopped one would hear nothing.
+        # A stopped process handles no signal.
         self._process.send_signal(signal.SIGCONT)
 
     def end_by(self, deadline: float) -> bool:
-        """Wait for the end, and force it at the deadline; False when that was needed."""
+        """Wait for the end, and kill the process at the deadline; return False when that was needed."""
         try:
             self._process.wait(max(0.0, deadline - time.monotonic()))
             return True
@@ -160,7 +159,7 @@ def _how(code: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to start: `brokers` by name, and `zookeepers` servers, or with 0 of them none but the one at `zookeeper`."""
+    """The processes to start: `brokers` by name, and `zookeepers` servers; with 0 the ZooKeeper at `zookeeper`."""
 
     data_dir: Path
     brokers: dict[str, BrokerConfig]
@@ -171,7 +170,7 @@ class Plan:
 
 @dataclass
 class Supervisor:
-    """Runs a plan in the foreground, until it is told to stop."""
+    """Runs a plan in the foreground, until SIGINT or SIGTERM."""
 
     plan: Plan
     tell: Tell
@@ -184,9 +183,9 @@ class Supervisor:
     _reported: set[str] = field(default_factory=set)
 
     def run(self) -> int:
-        """Start everything, say where it is, watch, and end everything in order. Answers the exit code.
+        """Start everything, print the addresses, watch, and end everything in order. Return the exit code.
 
-        Raises StartupError, when nothing is left running, for what keeps the cluster from starting.
+        Raises StartupError when the cluster cannot start; nothing is left running then.
         """
         self._take_directory()
         previous = {each: signal.signal(each, self._on_signal) for each in (signal.SIGINT, signal.SIGTERM)}
@@ -207,7 +206,7 @@ class Supervisor:
                 signal.signal(each, handler)
 
     def _on_signal(self, number: int, frame: object) -> None:
-        if self.stopping:  # the second one: whoever sends it has waited long enough
+        if self.stopping:  # a second signal ends everything at once
             for process in self._running:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.record.pid, signal.SIGKILL)
@@ -233,7 +232,7 @@ class Supervisor:
             ) from None
 
     def _start(self, name: str, *arguments: str) -> Supervised:
-        # What differs from broker to broker is given to each; the rest of PORTALMQ_… holds for all.
+        # Settings that differ between brokers are given as options; the other PORTALMQ_… variables apply to all.
         inherited = {key: value for key, value in os.environ.items() if key not in _OWN_OF_A_BROKER}
         if self.plan.zookeepers:
             inherited = {key: inherited[key] for key in inherited if not key.startswith("PORTALMQ_ZOOKEEPER_")}
@@ -268,7 +267,7 @@ class Supervisor:
                 name,
                 *("broker", str(config.port), "--broker-id", str(config.broker_id)),
                 *("--zookeeper", self._zookeeper, *self._credentials, "--data-dir", str(config.data_dir)),
-                # A person waits, and is to hear soon that the ZooKeeper they named is not there.
+                # A person waits: report soon that the named ZooKeeper does not answer.
                 *(() if self.plan.zookeepers else ("--zookeeper-wait-s", "5")),
             ): config
             for name, config in self.plan.brokers.items()
@@ -276,7 +275,7 @@ class Supervisor:
         self._wait(list(brokers), lambda process: _is_ready(brokers[process]))
 
     def _wait(self, processes: list[Supervised], is_ready: Callable[[Supervised], bool]) -> None:
-        """Until all are ready, or we are to stop. Raises StartupError when one ends, or takes too long."""
+        """Wait until all are ready, or a signal. Raises StartupError when one ends, or takes too long."""
         deadline = time.monotonic() + READY_WITHIN_S
         waiting = list(processes)
         while waiting and not self.stopping:
@@ -301,14 +300,14 @@ class Supervisor:
     # --- watching and ending -----------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Until we are to stop, or nothing is left. One that ends is reported, with the command that starts it."""
+        """Wait for a signal, or the end of all processes. Report each end, with the command that starts it again."""
         while not self.stopping and len(self._reported) < len(self._running):
             for process in self._running:
                 code = process.exit_code
                 if code is not None and process.name not in self._reported:
                     self._reported.add(process.name)
                     self.tell(
-                        f"{process.name} ended {_how(code)}, and is not started again by itself "
+                        f"{process.name} ended {_how(code)}, and is not restarted automatically "
                         f"(see {process.log}). This starts it: {process.command}"
                     )
             time.sleep(POLL_S)
@@ -348,7 +347,7 @@ _OWN_OF_A_BROKER = {
 
 
 def _kept_password(file: Path) -> Path:
-    """The file of the password, made at the first start."""
+    """Return the file of the password, created at the first start."""
     if not file.exists():
         fresh = file.with_suffix(".new")
         fresh.unlink(missing_ok=True)
@@ -359,7 +358,7 @@ def _kept_password(file: Path) -> Path:
 
 
 def check_ports(plan: Plan) -> None:
-    """Raises StartupError when a port that the plan names is taken."""
+    """Raise StartupError when a port of the plan is taken."""
     brokers = [(name, config.host, config.port, "--base-port") for name, config in plan.brokers.items()]
     servers = range(plan.zookeepers if plan.zookeeper_port else 0)
     zookeepers = [("zookeeper", "127.0.0.1", plan.zookeeper_port + n, "--zookeeper-port") for n in servers]
@@ -370,14 +369,14 @@ def check_ports(plan: Plan) -> None:
         except OSError as fault:
             hint = ", or use the ZooKeeper that is there: --zookeeper HOST:PORT" if name == "zookeeper" else ""
             raise StartupError(
-                f"port {port} of {host}, for {name}, cannot be had ({fault.strerror}): stop the other program, "
+                f"port {port} of {host}, for {name}, is not available ({fault.strerror}): stop the other program, "
                 f"choose other ports with {option}{hint}",
                 EX_CANTCREAT,
             ) from None
 
 
 def free_ports(host: str, number: int) -> list[int]:
-    """Ports that are free now, all different."""
+    """Return `number` different ports that are free now."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with contextlib.ExitStack() as held:
         sockets = [held.enter_context(socket.create_server((host, 0), family=family)) for _ in range(number)]
@@ -390,7 +389,7 @@ def _is_ready(config: BrokerConfig) -> bool:
     if config.tls_cert is None:
         connection = http.client.HTTPConnection(host, config.port, timeout=PROBE_TIMEOUT_S)
     else:
-        # It is ours and on this machine: whom the certificate names does not matter.
+        # Our own broker on this machine: the name in the certificate does not matter.
         context = ssl._create_unverified_context()
         if config.shown_to_brokers is not None:
             context.load_cert_chain(*config.shown_to_brokers)

@@ -64,7 +64,7 @@ def up(
     zookeeper: str | None,
     detach: bool,
 ) -> None:
-    """Run ZooKeeper and some brokers until Ctrl-C, and say where they are.
+    """Run ZooKeeper and some brokers until Ctrl-C, and print their addresses.
 
     They are the processes that `portalmq zookeeper` and `portalmq broker` start, and take the same PORTALMQ_ settings.
     One that ends is reported, and is not started again by itself.
@@ -94,7 +94,7 @@ def up(
 
 
 def _settings(brokers: int, base_port: int, data_dir: Path) -> dict[str, BrokerConfig]:
-    """Each broker's settings: those of the environment and portalmq.toml, but its own port, number and directory."""
+    """Return the settings of each broker: environment and portalmq.toml, with its own port, id and directory."""
     from portalmq.broker.ops.supervisor import free_ports
 
     shared = load_config({})
@@ -110,7 +110,7 @@ def _settings(brokers: int, base_port: int, data_dir: Path) -> dict[str, BrokerC
 
 
 def _detached(data_dir: Path, options: list[str]) -> None:
-    """Run `portalmq up` with these options in a session of its own, and wait until it is ready."""
+    """Run `portalmq up` with these options in its own session, and wait until it is ready."""
     log = data_dir / "up.log"
     try:
         data_dir.mkdir(parents=True, exist_ok=True)
@@ -140,7 +140,7 @@ def _detached(data_dir: Path, options: list[str]) -> None:
 
 
 def _wait_ready(process: subprocess.Popen[bytes], data_dir: Path) -> None:
-    """Until the cluster is ready, or its supervisor has ended. Raises StartupError when neither comes."""
+    """Wait until the cluster is ready, or its supervisor has ended. Raises StartupError at the timeout."""
     from portalmq.broker.ops.supervisor import read_record
 
     deadline = time.monotonic() + STARTED_WITHIN_S
@@ -168,7 +168,7 @@ def down(data_dir: Path) -> None:
         click.echo(f"no cluster runs from {data_dir}", err=True)
         _check_others(data_dir)
         return
-    # The supervisor ends the others in order; without one they are ended from here.
+    # The supervisor ends the others in order; without a supervisor this command ends them.
     _end([record.supervisor], signal.SIGTERM, ENDED_WITHIN_S)
     _end(record.processes[::-1], signal.SIGTERM, ENDED_WITHIN_S)
     _end([record.supervisor, *record.processes], signal.SIGKILL, KILLED_WITHIN_S)
@@ -183,7 +183,7 @@ def down(data_dir: Path) -> None:
 
 
 def _check_others(data_dir: Path) -> None:
-    """Exit with a sentence when brokers that somebody started by hand still run from this directory."""
+    """Exit with a sentence when brokers started by hand still run from this directory."""
     from portalmq.broker.storage.disk import holder_of
 
     found = ((directory.name, holder_of(directory)) for directory in sorted(data_dir.glob("broker-*")))
@@ -198,7 +198,7 @@ def _check_others(data_dir: Path) -> None:
 
 
 def _end(processes: list[ProcessRecord], by: signal.Signals, within_s: float) -> None:
-    """Signal those that are still the recorded ones, and wait for their end, bounded."""
+    """Signal the recorded processes that still run, and wait for their end up to a limit."""
     for process in processes:
         if process.is_there:
             try:

@@ -1,25 +1,25 @@
-"""Writing a lost control plane back from the brokers' data directories: what `portalmq adopt` does.
+"""Restores a lost control plane from the brokers' data directories (`portalmq adopt`).
 
-ZooKeeper holds who leads, who is in sync and which topics there are; the messages are in the directories, and beside
-them stands what is needed to begin again: `identity.json` (cluster, broker, store), `brokers.json` (who else there
-was), `topic.json` in each topic's folder, and in each replica its records with their leader epochs.
+ZooKeeper holds the leaders, the ISRs and the topics. The messages are in the data directories, with all that is needed
+to restore the rest: `identity.json` (cluster, broker, store), `brokers.json` (the other brokers), `topic.json` in each
+topic's folder, and in each replica its records with their leader epochs.
 
-    in sync again = the replicas with the highest (epoch of the last record, end); leader: none, the controller elects
+    new ISR = the replicas with the highest (epoch of the last record, end); no leader: the controller elects one
 
-Why nothing that was acknowledged is lost, as long as the directories of all brokers are there. Of two logs the one with
-the higher last epoch was written by a later leader, who held all that had been committed before (an election takes who
-is in sync). Within one epoch all logs are prefixes of the leader's. What is committed stands on every member of the ISR
-of that time. So the longest log of the highest epoch that anybody holds contains all of it, and so does each log that
-is equal to it. Records behind what was committed may come back to life: of those nobody was told an outcome.
+No acknowledged record is lost as long as the directories of all brokers are given. Of two logs, the one with the higher
+last epoch was written by a later leader, which held every record committed before (only in-sync replicas are elected).
+Within one epoch all logs are prefixes of the leader's. A committed record is on every member of the ISR of its time. So
+the longest log of the highest epoch contains all committed records, and so does every log equal to it. Uncommitted
+records may come back: no client has an outcome for them.
 
-That argument needs every replica: one that is missing or damaged could be the longest. Hence a broker that
-`brokers.json` knows, and whose directory is not given, stops the adoption. So does a damaged replica, unless what was
-committed must be on others as well: fewer are damaged than had to hold a record before it was acknowledged, and as many
-whole ones hold the same. Only an operator who accepts the loss by name goes on.
+This needs every replica: a missing or damaged one could be the longest. So a broker in `brokers.json` whose directory
+is not given stops the adoption. A damaged replica stops it too, unless committed records must be on others: fewer
+replicas are damaged than had to hold a record before it was acknowledged, and as many whole ones hold the same.
+Otherwise an operator has to accept the loss explicitly.
 
-The leader epoch goes on above every one that any replica has seen, so nothing of the time before is mistaken for now.
-Producer ids go on far above those in the logs: a new producer must not be taken for an old one, and its messages for
-repeats. What is nowhere but in ZooKeeper does not come back: the settings of groups, and the names of producers.
+The new leader epoch is above every epoch that any replica has seen, so nothing from before is mistaken for current.
+Producer ids continue far above those in the logs: a new producer must not get an old id, which would turn its messages
+into repeats. State that is only in ZooKeeper is not restored: the settings of groups, and the names of producers.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ from portalmq.control_plane.state import PartitionState, TopicState, decode
 log = logging.getLogger(__name__)
 
 BROKERS_FILE = "brokers.json"
-# Ids are taken in blocks, and may be used without being in a log yet.
+# Ids are allocated in blocks, and may be in use without being in a log yet.
 PRODUCER_IDS_APART = 1_000_000
 
 
 class NotAdopted(StartupError):
-    """Nothing was written. The sentence says why, and what to do."""
+    """Refused without writing anything. The sentence gives the reason and the remedy."""
 
     def __init__(self, sentence: str, exit_code: int = EX_CANTCREAT) -> None:
         super().__init__(sentence, exit_code)
 
 
-# --- who else there was ----------------------------------------------------------------------------------------------
+# --- the other brokers -----------------------------------------------------------------------------------------------
 
 
 def remember_brokers(data_dir: Path, urls: Mapping[int, str]) -> None:
-    """Keep in the directory which brokers the cluster has had; those that are away stay in it."""
+    """Save the cluster's brokers in the directory; brokers that are gone stay in the file."""
     before = known_brokers(data_dir)
     now = {**before, **urls}
     if now != before:
@@ -75,12 +75,12 @@ def known_brokers(data_dir: Path) -> dict[int, str]:
         return {}
 
 
-# --- what is decided -------------------------------------------------------------------------------------------------
+# --- decisions -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFound:
-    """A replica on a disk. `fault` says why its log may not be all that it once was."""
+    """A replica on a disk. `fault` says why its log may be incomplete."""
 
     broker_id: int
     store_uuid: str = ""
@@ -91,7 +91,7 @@ class ReplicaFound:
 
 
 def state_of(found: Collection[ReplicaFound]) -> PartitionState:
-    """The partition's state with these replicas; nobody is in it who is damaged. Empty ISR: none can be trusted."""
+    """Return the state of a partition with these replicas, damaged ones excluded. An empty ISR: none can be trusted."""
     whole = sorted((each for each in found if not each.fault), key=lambda each: each.broker_id)
     newest = max(((each.last_epoch, each.end) for each in whole), default=(0, 0))
     return PartitionState(
@@ -105,16 +105,16 @@ def state_of(found: Collection[ReplicaFound]) -> PartitionState:
 
 
 def topic_of(candidates: Iterable[TopicState]) -> TopicState:
-    """What the directories say of one topic: partitions are only ever added, so who knows of most knows it last."""
+    """Return the latest state of a topic: the one with most partitions, since partitions are only added."""
     return max(candidates, key=lambda topic: topic.partitions)
 
 
-# --- what is found ---------------------------------------------------------------------------------------------------
+# --- reading the directories -----------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class Adoption:
-    """What the directories hold together."""
+    """The contents of all directories together."""
 
     cluster_id: str = ""
     topics: dict[str, TopicState] = field(default_factory=dict)
@@ -125,7 +125,7 @@ class Adoption:
     next_producer_id: int = 1
 
     def partitions(self, topic: TopicState) -> list[PartitionState]:
-        """One that no directory holds was never opened, or is lost: it begins empty."""
+        """Return the state of each partition. One that is in no directory, never opened or lost, begins empty."""
         placed = place(topic.partitions, topic.replication_factor, self.brokers, first=first_for(topic.name))
         return [
             state_of(found) if (found := self.replicas.get((topic.topic_id, number))) else self._empty(placed[number])
@@ -143,7 +143,7 @@ class Adoption:
         )
 
     def losses(self) -> list[str]:
-        """Why something that was acknowledged may be missing in it; empty when nothing can be."""
+        """Return the reasons why acknowledged messages may be missing; empty when none can be."""
         messages = [
             f"the data directory of broker {number} ({url}) is not among them" for number, url in self.missing.items()
         ]
@@ -160,8 +160,8 @@ class Adoption:
 
 
 def _may_lack(found: Collection[ReplicaFound], topic: TopicState) -> bool:
-    """Whether a damaged replica may have held what was committed and is on no whole one. The ISR of the time is not
-    known: those that hold the same may be behind together, so there have to be enough of them to commit anything."""
+    """Return whether only a damaged replica may have held a committed record. The last ISR is unknown: equal whole
+    replicas may all be behind, so there must be enough of them to have committed a record."""
     damaged = sum(bool(each.fault) for each in found)
     whole = [(each.last_epoch, each.end) for each in found if not each.fault]
     replicas = max(len(found), topic.replication_factor)
@@ -170,7 +170,7 @@ def _may_lack(found: Collection[ReplicaFound], topic: TopicState) -> bool:
 
 
 def read_directories(directories: Iterable[Path]) -> Adoption:
-    """What stands in the data directories, which no broker may be using. Raises NotAdopted."""
+    """Return the contents of the data directories, which no broker may be using. Raises NotAdopted."""
     adoption = Adoption()
     with ExitStack() as stack:
         opened = [_opened(path, stack) for path in directories]
@@ -229,7 +229,7 @@ def _topic_folders(directory: DataDirectory) -> list[Path]:
 
 
 def _topic_in(folder: Path) -> TopicState:
-    """The topic that a folder is of; without a description, as much as its name and contents tell."""
+    """Return the topic of a folder. Without a readable description, derive it from the folder's name and contents."""
     try:
         return decode((folder / TOPIC_FILE).read_bytes(), TopicState)
     except (FileNotFoundError, msgspec.DecodeError):
@@ -245,7 +245,7 @@ def _read_topic(adoption: Adoption, directory: DataDirectory, folder: Path) -> N
     files = Files(directory.path, identity.cluster_id, identity.store_uuid)
     for replica in folder.iterdir():
         if not replica.name.isdigit() or not any(SEGMENT_NAME.match(entry.name) for entry in replica.iterdir()):
-            continue  # it never came to hold a log
+            continue  # no log was ever created here
         found = _read_replica(adoption, files, topic, int(replica.name), identity.broker_id)
         adoption.replicas.setdefault((topic.topic_id, int(replica.name)), []).append(found)
 
@@ -273,17 +273,17 @@ def _check_names(topics: Iterable[TopicState]) -> None:
         other = by_name.setdefault(topic.name, topic.topic_id)
         if other != topic.topic_id:
             raise NotAdopted(
-                f"two topics are named {topic.name!r} (ids {other} and {topic.topic_id}): one was deleted and made "
-                "anew while a broker was away; move the older one's folder out of the data directory, and repeat"
+                f"two topics are named {topic.name!r} (ids {other} and {topic.topic_id}): it was deleted and created "
+                "again while a broker was away; move the older one's folder out of the data directory, and repeat"
             )
 
 
-# --- what is written -------------------------------------------------------------------------------------------------
+# --- writing the control plane ---------------------------------------------------------------------------------------
 
 
 def write_back(catalog: Catalog, adoption: Adoption, *, accept_loss: bool, replace_cluster: bool) -> list[str]:
-    """Write what was found into the control plane; answers sentences of what was done. What is there already stays, so
-    an adoption that broke off can be repeated. Raises NotAdopted."""
+    """Write the contents into the control plane; return sentences about each step. Existing nodes stay, so an
+    interrupted adoption can be repeated. Raises NotAdopted."""
     losses = adoption.losses()
     if losses and not accept_loss:
         raise NotAdopted(

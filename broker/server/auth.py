@@ -1,7 +1,7 @@
-"""Who may call: whoever shows one of the broker's secrets.
+"""Authentication by one of the broker's secrets.
 
-A secret comes as `Authorization: Bearer <secret>` or bare. Only digests of the secrets are kept, and every one of them
-is compared in constant time, so neither an answer's duration nor a log line tells anything about a secret.
+A secret is sent as `Authorization: Bearer <secret>`, or bare. Only digests of the secrets are kept, and all are
+compared in constant time, so neither the duration of an answer nor a log line reveals anything about a secret.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _BEARER = b"bearer "
 
 
 class Auth:
-    """Checks the `Authorization` header. Without any secret everyone is let in."""
+    """Checks the `Authorization` header. Without configured secrets every caller is allowed."""
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
         self._digests = tuple(_digest(secret.encode("utf-8")) for secret in secrets)
         self.needed = bool(self._digests)
 
     def allows(self, authorization: str | None) -> bool:
-        """True when the header's value (as WSGI gives it: bytes read as latin-1) shows a secret of ours."""
+        """Return whether the header's value (bytes decoded as Latin-1, as in WSGI) holds a known secret."""
         if not self._digests:
             return True
         if authorization is None:
@@ -44,15 +44,15 @@ def _digest(secret: bytes) -> bytes:
 
 
 def has_open_zookeeper(config: BrokerConfig) -> bool:
-    """Whether whoever reaches this broker's ZooKeeper reads the secrets in it."""
+    """Return whether every client that reaches this broker's ZooKeeper can read the secrets in it."""
     return config.is_clustered and config.zookeeper_user is None
 
 
 def auth_from(config: BrokerConfig) -> Auth:
-    """The check that the settings ask for.
+    """Return the authentication for the settings.
 
-    Raises UsageError when a token file cannot be read or holds no secret, and when a broker that the network can reach
-    would be open to everyone, be it by way of its ZooKeeper.
+    Raises UsageError when a token file cannot be read or holds no secret, and when a broker reachable from the network
+    would be open to everyone, directly or through its ZooKeeper.
     """
     secrets = [config.secret] if config.secret else []
     if config.token_file is not None:
@@ -71,8 +71,8 @@ def auth_from(config: BrokerConfig) -> Auth:
         )
     if secrets and has_open_zookeeper(config) and not config.zookeeper_is_local and not config.insecure_zookeeper:
         raise UsageError(
-            f"a token keeps nobody out who reaches ZooKeeper at {config.zookeeper}: without a user it shows everyone "
-            "what brokers prove themselves with. Give --zookeeper-user and --zookeeper-password @FILE, the same for "
-            "every broker (stop them all first), or --insecure-zookeeper if only brokers reach it"
+            f"a token does not protect from clients that reach ZooKeeper at {config.zookeeper}: without a user, they "
+            "can read the brokers' credentials there. Give --zookeeper-user and --zookeeper-password @FILE, the same "
+            "for every broker (stop them all first), or --insecure-zookeeper if only brokers reach it"
         )
     return Auth(secrets)

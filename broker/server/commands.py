@@ -1,7 +1,7 @@
-"""`portalmq broker` and `portalmq dev`: the settings as options, and the exit code with a sentence when they are wrong.
+"""`portalmq broker` and `portalmq dev`: settings as options, and an exit code with a sentence for wrong ones.
 
-The options are made from the fields of BrokerConfig, so the two cannot differ. The server is imported only when it is
-to run: this module is loaded for every `portalmq` command.
+The options are generated from the fields of BrokerConfig. The server is imported only when it runs: this module is
+loaded for every `portalmq` command.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import click
 from portalmq.broker.cluster.exits import StartupError
 from portalmq.broker.server.config import ENVIRONMENT_PREFIX, SETTINGS, BrokerConfig, load_config
 
-# As programs that were written for MiniQ start it.
+# Short options for scripts that start MiniQ.
 SHORT = {"no_confirm": "-c"}
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-# What means nothing to a broker that is alone.
+# Settings without effect on a single broker.
 _OF_CLUSTERS = {
     "session_timeout_ms",
     "broker_id",
@@ -35,8 +35,8 @@ _OF_CLUSTERS = {
 
 
 def _with_settings(*left_out: str, is_alone: bool = False) -> Callable[[Command], Command]:
-    """Adds an option for every setting but those `left_out`; a broker that `is_alone` takes those of clusters as well,
-    so that it reads the same configuration, but its help does not name them."""
+    """Add an option for every setting but those `left_out`. A broker that `is_alone` accepts cluster settings too, so
+    it can read the same configuration, but hides them from its help."""
 
     def add(command: Command) -> Command:
         for name, setting in reversed(SETTINGS.items()):
@@ -79,7 +79,7 @@ def broker(file: Path | None, **options: Any) -> None:
 @click.command(short_help="Run a single broker for development: no ZooKeeper, no Java.")
 @_with_settings("zookeeper", is_alone=True)
 def dev(file: Path | None, **options: Any) -> None:
-    """Run a single broker on PORT (default 5000; 0 takes a free one), with the same API, and say when it is ready.
+    """Run a single broker on PORT (default 5000; 0 takes a free one), with the same API, and print when it is ready.
 
     Example: portalmq dev 5000
     """

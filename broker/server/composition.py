@@ -1,11 +1,11 @@
-"""The composition root: from settings to a running broker. Nothing but the commands imports it.
+"""The composition root: from settings to a running broker. Only the commands import it.
 
-    serve     in the arbiter, before the fork: every check that can refuse the start, each with its exit code and a
-              sentence; then gunicorn. Imports stay light here, since the arbiter lives as long as the broker.
-    BrokerProcess   in the worker: builds the domain and the application, starts, drains and closes them.
+    serve           in the arbiter, before the fork: all checks that can refuse the start, each with an exit code and a
+                    sentence; then gunicorn. Imports stay light, since the arbiter lives as long as the broker.
+    BrokerProcess   in the worker: builds the broker and the application, starts, drains and closes them.
 
-Checked before the fork, because a worker that cannot start must not leave a port that answers nothing: settings (2),
-ZooKeeper (69), the port and the data directory (73).
+The checks come before the fork so that a worker that cannot start leaves no open port without answers: settings (exit
+code 2), ZooKeeper (69), the port and the data directory (73).
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ BACKLOG = 2048
 IN_USE_PATIENCE_S = 1.0
 IN_USE_RETRY_S = 0.05
 ANSWER_BEFORE_EXIT_S = 0.25
-# File descriptors beside the connections: segments, state files, the server's own.
+# File descriptors besides connections: segments, state files, the server's own.
 DESCRIPTORS_BESIDE = 2_000
 
 
 def serve(config: BrokerConfig, *, announce: bool = False) -> NoReturn:
-    """Run one broker until it is told to end. Does not return: the process ends with the broker's exit code.
+    """Run one broker until SIGTERM. Does not return: the process ends with the broker's exit code.
 
-    With `announce`, one line with the URL goes to stderr when it is ready. Raises StartupError.
+    With `announce`, a line with the URL is printed to stderr when the broker is ready. Raises StartupError.
     """
     auth = auth_from(config)
     preflight = Preflight.begin(config) if config.is_clustered else None
@@ -77,7 +77,7 @@ def serve(config: BrokerConfig, *, announce: bool = False) -> NoReturn:
         start_logging(config)
         if auth.needed and has_open_zookeeper(config):
             log.warning(
-                "a token keeps nobody out who reaches ZooKeeper at %s, its nodes are everyone's: see --zookeeper-user",
+                "tokens do not protect from clients that reach ZooKeeper at %s, which is open: see --zookeeper-user",
                 config.zookeeper,
             )
         if config.secret is not None and len(config.secret) < SECRET_LENGTH_MIN:
@@ -85,7 +85,7 @@ def serve(config: BrokerConfig, *, announce: bool = False) -> NoReturn:
                 "the secret has %d characters, and could be guessed: `openssl rand -hex 32`", len(config.secret)
             )
         if auth.needed and config.tls_cert is None and not is_loopback(config.host):
-            log.warning("tokens come here in plain text: give --tls-cert and --tls-key, or TLS in front")
+            log.warning("tokens arrive in plain text: give --tls-cert and --tls-key, or use TLS in front")
         config = within_limit(config)
         directory = lock_data_directory(config, preflight)
         if preflight is not None:
@@ -97,11 +97,11 @@ def serve(config: BrokerConfig, *, announce: bool = False) -> NoReturn:
     sys.exit(EX_SOFTWARE)  # not reached: run() ends the process itself
 
 
-# --- what can refuse the start ---------------------------------------------------------------------------------------
+# --- checks before the start -----------------------------------------------------------------------------------------
 
 
 def bind(config: BrokerConfig) -> socket.socket:
-    """The listening socket. Raises StartupError when the port is taken, UsageError when the host is not ours."""
+    """Return the listening socket. Raises StartupError when the port is taken, UsageError for a foreign host."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
         return _while_in_use(lambda fault: isinstance(fault, OSError) and fault.errno == errno.EADDRINUSE)(
@@ -118,7 +118,7 @@ def bind(config: BrokerConfig) -> socket.socket:
 
 
 def reachable(config: BrokerConfig) -> BrokerConfig:
-    """The settings with a URL that clients can use when the broker listens on every address of the machine."""
+    """Return the settings, with a URL that clients can use if the broker listens on every address of the machine."""
     if config.advertised_url or config.host not in {"0.0.0.0", "::"}:
         return config
     name = socket.gethostname()
@@ -130,9 +130,9 @@ def reachable(config: BrokerConfig) -> BrokerConfig:
 
 
 def lock_data_directory(config: BrokerConfig, preflight: Preflight | None = None) -> DataDirectory:
-    """The data directory, ours for as long as this process lives. Raises StartupError when it cannot be.
+    """Return the data directory, locked while this process lives. Raises StartupError.
 
-    In a cluster the `preflight` says whose it has to be; alone, a broker is whoever its directory says.
+    In a cluster the `preflight` gives the broker's identity; a single broker takes it from the directory.
     """
 
     def join(held: StoreIdentity | None, store_uuid: str) -> tuple[str, int]:
@@ -156,20 +156,20 @@ def lock_data_directory(config: BrokerConfig, preflight: Preflight | None = None
 
 
 def _while_in_use(in_use: Callable[[Exception], bool]) -> RetryBudget:
-    """Try for a moment longer: a broker that was killed just now lets go of its port and lock a little later."""
+    """Retry for a moment: a broker that was just killed releases its port and lock a little later."""
     return RetryBudget(IN_USE_PATIENCE_S, in_use, again_s=IN_USE_RETRY_S)
 
 
 def within_limit(config: BrokerConfig) -> BrokerConfig:
-    """The settings with as many connections as the limit of open files leaves room for, beside a third for logs and a
-    third for the rest. The soft limit becomes the hard one."""
+    """Return the settings with as many connections as the limit of open files allows: a third, beside a third for logs
+    and a third for the rest. Raises the soft limit to the hard one."""
     raise_open_files_limit()
     limit = descriptor_limit()
     if limit >= config.worker_connections + DESCRIPTORS_BESIDE:
         return config
     connections = min(config.worker_connections, max(10, limit // 3))
     log.warning(
-        "this process may have %d files open, and %d connections with their files want %d: it takes %d connections;"
+        "this process may open %d files, and %d connections with their files need %d: it accepts %d connections;"
         " raise the limit (ulimit -n)",
         *(limit, config.worker_connections, config.worker_connections + DESCRIPTORS_BESIDE, connections),
     )
@@ -181,13 +181,13 @@ def within_limit(config: BrokerConfig) -> BrokerConfig:
 
 
 class _Application(BaseApplication):  # type: ignore[misc]
-    """gunicorn, embedded: its settings come from ours and from nowhere else."""
+    """gunicorn, embedded: its settings come only from the broker's."""
 
     def __init__(
         self, config: BrokerConfig, auth: Auth, directory: DataDirectory, listener: socket.socket, *, announce: bool
     ) -> None:
         self.config = config
-        self._listener_fd = listener.detach()  # gunicorn takes the descriptor over, and closes it
+        self._listener_fd = listener.detach()  # gunicorn closes the descriptor
         self.broker_process = BrokerProcess(config, auth, directory, announce=announce)
         super().__init__()
 
@@ -198,13 +198,13 @@ class _Application(BaseApplication):  # type: ignore[misc]
             "worker_class": f"{BrokerWorker.__module__}.{BrokerWorker.__qualname__}",
             "worker_connections": self.config.worker_connections,
             "keepalive": self.config.keepalive_s,
-            "timeout": 0,  # a heartbeat file would have the arbiter kill a worker that waits for a slow disk
+            "timeout": 0,  # with a heartbeat file, the arbiter would kill a worker that waits for a slow disk
             "graceful_timeout": int(self.config.drain_timeout_s) + 5,
-            "control_socket_disable": True,  # it would stand at one path for all brokers of a user
+            "control_socket_disable": True,  # its path is the same for all brokers of a user
             "accesslog": None,
             "errorlog": "-",
             "logger_class": ServerLogger,
-            "forwarded_allow_ips": "",  # no header may pretend another client or scheme
+            "forwarded_allow_ips": "",  # no header changes the client's address or the scheme
             "http_protocols": "h1",
             "limit_request_line": LINE_BYTES_MAX,
             "limit_request_fields": 100,
@@ -240,10 +240,10 @@ class BrokerProcess:
         self._plane: ControlPlane
 
     def build(self) -> Flask:
-        """Put the broker together. The heavy imports are here, so that the arbiter stays small."""
+        """Build the broker and its application. The heavy imports are here, so the arbiter stays small."""
         try:
             return self._build()
-        except Exception as fault:  # noqa: BLE001 - whatever it was, the process ends with its exit code
+        except Exception as fault:  # noqa: BLE001 - any error ends the process with its exit code
             self._end(fault)
 
     def _build(self) -> Flask:
@@ -286,7 +286,7 @@ class BrokerProcess:
         return create_app(broker, self.config, metrics, self._auth, more=PROTOCOL_ROUTES)
 
     def _started_plane(self) -> ControlPlane:
-        """The cluster's ZooKeeper, or this broker's own journal."""
+        """Return the started control plane: the cluster's ZooKeeper, or this broker's own journal."""
         if self.config.is_clustered:
             from portalmq.control_plane.zookeeper import ZooKeeper
 
@@ -308,7 +308,7 @@ class BrokerProcess:
         return standalone
 
     def _next_incarnation(self, catalog: Catalog) -> int:
-        """A number above that of every earlier start: of this disk's, which a file tells, and of this broker id's."""
+        """Return a number above that of every earlier start, of this disk (from a file) and of this broker id."""
         identity, file = self._directory.identity, self._directory.path / "incarnation"
         with faults_of(file):
             before = int(file.read_text("ascii")) if file.exists() else 0
@@ -323,14 +323,14 @@ class BrokerProcess:
         urls = {number: broker.url for number, broker in self._broker.membership.mirror.brokers.items()}
         try:
             remember_brokers(self._directory.path, urls)
-        except OSError as error:  # it serves an adoption alone: the cluster's changes go on
-            log.warning("which brokers the cluster has could not be noted: %s", error)
+        except OSError as error:  # the file serves only `portalmq adopt`: go on
+            log.warning("the list of the cluster's brokers could not be saved: %s", error)
 
     def start(self) -> None:
-        """Open what is on disk and begin to serve. Runs as a greenlet: /livez answers meanwhile."""
+        """Open the replicas and begin to serve. Runs as a greenlet, so /livez already answers."""
         try:
             self._broker.start(self._patience)
-        except Exception as fault:  # noqa: BLE001 - whatever it was, the process ends with its exit code
+        except Exception as fault:  # noqa: BLE001 - any error ends the process with its exit code
             self._end(fault)
         ready = f"PortalMQ broker {self._broker.broker_id} is ready at {self.config.url}"
         if self._announce:
@@ -339,7 +339,7 @@ class BrokerProcess:
             log.info("%s (data in %s)", ready, self.config.data_directory)
 
     def drain(self) -> None:
-        """Not ready any more; waiting calls end."""
+        """Become unready and end waiting calls."""
         log.info("draining")
         self._broker.drain()
 
@@ -347,21 +347,21 @@ class BrokerProcess:
         try:
             self._broker.close()
             self._plane.close()
-        except Exception as fault:  # noqa: BLE001 - whatever it was, the process ends with its exit code
+        except Exception as fault:  # noqa: BLE001 - any error ends the process with its exit code
             self._end(fault)
 
     def _on_fatal(self, fault: BaseException) -> None:
-        """Nothing can be promised any more. The calls that wait for the disk are answered `unknown` first."""
+        """End the process after a fatal fault. Calls that wait for the disk are answered `unknown` first."""
         log.critical("the broker ends: %s", fault, exc_info=fault)
         gevent.spawn_later(ANSWER_BEFORE_EXIT_S, _exit, self._exit_code(fault))
 
     def _on_journal_changed(self, plane: ControlPlane) -> None:
-        """The plane of one broker is lost only when its journal cannot be written."""
+        """End the broker when its journal cannot be written, the only way to lose a standalone control plane."""
         if plane.state is PlaneState.LOST:
             self._on_fatal(StorageFault("the journal of the metadata cannot be written"))
 
     def _end(self, fault: Exception) -> NoReturn:
-        """The broker cannot start, or cannot end well."""
+        """End the process after an error at start or close."""
         code = self._exit_code(fault)
         log.critical("the broker failed: %s", fault, exc_info=fault if code == EX_SOFTWARE else None)
         _exit(code)
@@ -373,16 +373,16 @@ class BrokerProcess:
             case StorageError():
                 return EX_STORAGE
             case PlaneError() if not self.config.is_clustered:
-                return EX_STORAGE  # the plane of one broker is a file
+                return EX_STORAGE  # a standalone control plane is a file
             case Unavailable():
                 return EX_UNAVAILABLE
             case PlaneError():
-                return EX_CANTCREAT  # the id is another's now, or the cluster is
+                return EX_CANTCREAT  # another broker has the id, or ZooKeeper is another cluster's
         return EX_SOFTWARE
 
 
 def _join_cluster(plane: ControlPlane, cluster_id: str) -> None:
-    """The cluster of one takes its id from the data directory. Raises StartupError when it has another already."""
+    """Give a standalone control plane the data directory's cluster id. Raises StartupError when it has another."""
     from portalmq.control_plane.plane import Create
     from portalmq.control_plane.state import CLUSTER_ID
 
@@ -392,14 +392,14 @@ def _join_cluster(plane: ControlPlane, cluster_id: str) -> None:
     elif held.data != cluster_id.encode("ascii"):
         raise StartupError(
             f"the data directory is of cluster {cluster_id}, the metadata in it of cluster {held.data.decode()}: "
-            "one of them was copied here from elsewhere; put back what belongs together",
+            "one of them was copied here from elsewhere; restore the pair that belongs together",
             EX_CANTCREAT,
         )
 
 
 def _check_cluster(plane: ControlPlane, cluster_id: str) -> None:
-    """Raises StartupError when ZooKeeper has become another cluster's, or was emptied, since it was asked before the
-    fork: nothing may be written into it then."""
+    """Raise StartupError when ZooKeeper has become another cluster's, or empty, since the preflight: nothing may be
+    written into it then."""
     from portalmq.control_plane.state import CLUSTER_ID
 
     plane.sync()
@@ -418,7 +418,7 @@ def _tell_waiting(away: Exception, left_s: float) -> None:
 
 
 def _exit(code: int) -> NoReturn:
-    """End this process at once: within a greenlet, sys.exit would end the greenlet alone."""
+    """End this process at once: within a greenlet, sys.exit would end only the greenlet."""
     logging.shutdown()
     sys.stderr.flush()
     os._exit(code)

@@ -1,8 +1,8 @@
-"""Every setting of a broker, with its unit, its default and where it may come from.
+"""The settings of a broker, with units, defaults and sources.
 
-A setting is looked for in this order: command-line option, `PORTALMQ_<NAME>` in the environment, `portalmq.toml` in the
-working directory (or `--config FILE`), default. One table, the fields of `BrokerConfig`, feeds all four, so a new
-setting is one new field. This module is imported before the fork: it stays light.
+The sources of a setting, in this order: command-line option, `PORTALMQ_<NAME>` in the environment, `portalmq.toml` in
+the working directory (or `--config FILE`), default. All four are derived from the fields of `BrokerConfig`, so a new
+setting is one new field. This module is imported before the fork and stays light.
 """
 
 # ruff: noqa: RUF009 - `_setting` makes a dataclasses.field
@@ -31,7 +31,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 def _setting(default: Any, meaning: str, *, at_least: float | None = None, secret: bool = False) -> Any:
     if secret:
-        meaning += "; @FILE reads it from a file: every user of the machine sees options in the list of processes"
+        meaning += "; @FILE reads it from a file: options are visible to every user in the list of processes"
     return field(default=default, repr=not secret, metadata={"help": meaning, "at_least": at_least})
 
 
@@ -41,54 +41,52 @@ class BrokerConfig:
 
     host: str = _setting("127.0.0.1", "address to listen on")
     port: int = _setting(5000, "port to listen on; 0 takes a free one", at_least=0)
-    data_dir: Path = _setting(Path("data/{port}"), "directory of the messages; {port} stands for the port")
+    data_dir: Path = _setting(Path("data/{port}"), "directory of the messages; {port} is replaced by the port")
     zookeeper: str = _setting(
         "localhost:2181", "ZooKeeper as host:port,host:port/chroot, or 'none' for a single broker"
     )
     zookeeper_wait_s: float = _setting(
-        20.0, "how long a broker that starts waits for ZooKeeper, in all; then it ends, with 69", at_least=0
+        20.0, "how long a starting broker waits for ZooKeeper in all; then it ends with exit code 69", at_least=0
     )
     zookeeper_user: str | None = _setting(
-        None, "user whom ZooKeeper's nodes belong to, and nobody else; needs a chroot, or zookeeper_own_root"
+        None, "user that alone may access ZooKeeper's nodes; needs a chroot, or zookeeper_own_root"
     )
     zookeeper_password: str | None = _setting(None, "password of that user", secret=True)
     zookeeper_own_root: bool = _setting(False, "that user owns the whole ZooKeeper, its root included")
-    zookeeper_tls_ca: Path | None = _setting(
-        None, "authorities (PEM) to trust for ZooKeeper: it is reached by TLS then"
-    )
+    zookeeper_tls_ca: Path | None = _setting(None, "authorities (PEM) to trust for ZooKeeper; enables TLS to it")
     zookeeper_tls_cert: Path | None = _setting(None, "certificate chain (PEM) to show to ZooKeeper")
     zookeeper_tls_key: Path | None = _setting(None, "private key of that certificate (PEM)")
     insecure_zookeeper: bool = _setting(
-        False, "allow tokens though everyone who reaches ZooKeeper can read the cluster's secret"
+        False, "allow tokens although every client that reaches ZooKeeper can read the cluster's secret"
     )
     session_timeout_ms: int = _setting(
-        6_000, "how long ZooKeeper takes a silent broker for alive; see replica_lag_ms", at_least=1_000
+        6_000, "how long ZooKeeper considers a silent broker alive; see replica_lag_ms", at_least=1_000
     )
     broker_id: int | None = _setting(
-        None, "number of this broker, kept in the data directory; default: the smallest that is free", at_least=0
+        None, "number of this broker, kept in the data directory; default: the smallest free one", at_least=0
     )
     advertised_url: str | None = _setting(None, "URL that clients reach this broker at (default http://HOST:PORT)")
     allowed_hosts: str | None = _setting(
-        None, "more names, with commas between, that clients call a broker without a token by"
+        None, "further host names, separated by commas, by which clients may call a broker without a token"
     )
-    token_file: Path | None = _setting(None, "file with one secret a line; calls must carry one of them")
+    token_file: Path | None = _setting(None, "file with one secret per line; calls must carry one of them")
     secret: str | None = _setting(None, "one secret, instead of a token file", secret=True)
-    no_confirm: bool = _setting(False, "MiniQ's GET /message takes a message out of the queue without a confirmation")
+    no_confirm: bool = _setting(False, "MiniQ's GET /message removes the message from the queue without a confirmation")
     insecure: bool = _setting(False, "allow an address other than loopback without a token")
     cluster_secret_file: Path | None = _setting(
-        None, "file with what brokers show to each other; default: a secret made once, kept in ZooKeeper"
+        None, "file with the secret that brokers show to each other; default: one generated and kept in ZooKeeper"
     )
-    tls_cert: Path | None = _setting(None, "certificate chain (PEM): the broker then speaks HTTPS")
+    tls_cert: Path | None = _setting(None, "certificate chain (PEM); enables HTTPS")
     tls_key: Path | None = _setting(None, "private key of the certificate (PEM)")
-    tls_client_ca: Path | None = _setting(None, "authorities (PEM); every client must show a certificate of theirs")
+    tls_client_ca: Path | None = _setting(None, "authorities (PEM) of which every client must show a certificate")
     tls_peer_ca: Path | None = _setting(
-        None, "authorities (PEM) that other brokers' certificates must be of; default: those in tls_cert"
+        None, "authorities (PEM) of other brokers' certificates; default: those in tls_cert"
     )
-    log_format: LogFormat = _setting("text", "form of the log on stderr")
+    log_format: LogFormat = _setting("text", "format of the log on stderr")
     log_level: LogLevel = _setting("info", "least severity that is logged")
 
     auto_create_topics: bool = _setting(True, "create a topic when it is first used")
-    default_replication_factor: int = _setting(3, "replicas of a topic that names no number", at_least=1)
+    default_replication_factor: int = _setting(3, "replicas of a topic created without a number", at_least=1)
 
     topics_max: int = _setting(10_000, "most topics of the cluster; more are refused with 429", at_least=1)
     partitions_max: int = _setting(
@@ -97,28 +95,28 @@ class BrokerConfig:
     groups_max: int = _setting(10_000, "most groups of the cluster; more are refused with 429", at_least=1)
 
     replica_lag_ms: int = _setting(3_000, "how long a replica may lag before it is out of sync", at_least=500)
-    fetch_wait_ms: int = _setting(500, "how long a follower's fetch waits for something new", at_least=10)
-    fetch_bytes_max: int = _setting(4 * MIB, "most that one fetch brings, over all partitions", at_least=64 * 1024)
+    fetch_wait_ms: int = _setting(500, "how long a follower's fetch waits for new records", at_least=10)
+    fetch_bytes_max: int = _setting(4 * MIB, "most bytes of one fetch, over all partitions", at_least=64 * 1024)
 
     body_bytes_max: int = _setting(8 * MIB, "largest request body", at_least=1024)
     body_bytes_in_flight_max: int = _setting(
-        64 * MIB, "most bytes of all bodies that are read or worked on; beyond that 429", at_least=64 * 1024
+        64 * MIB, "most bytes of all bodies being read or processed; beyond that 429", at_least=64 * 1024
     )
     answer_bytes_in_flight_max: int = _setting(
-        64 * MIB, "most bytes of all answers with messages that are not sent yet; beyond that 429", at_least=64 * 1024
+        64 * MIB, "most bytes of all answers with messages not sent yet; beyond that 429", at_least=64 * 1024
     )
     body_timeout_s: float = _setting(
         30.0,
-        "longest pause of a client within a request or an answer; a body has as long, and 1 s for each 64 KiB",
+        "longest pause of a client within a request or an answer; a body may take as long, plus 1 s for each 64 KiB",
         at_least=0.1,
     )
     keepalive_s: int = _setting(75, "how long an idle connection is kept", at_least=1)
     worker_connections: int = _setting(10_000, "most connections at a time", at_least=10)
     connections_per_address_max: int = _setting(
-        6_000, "most connections of one address at a time; 0 for as many as there are", at_least=0
+        6_000, "most connections of one address at a time; 0 for no limit", at_least=0
     )
     connections_per_address_loopback: bool = _setting(
-        False, "bound this machine's own connections as well: without a proxy on it"
+        False, "limit this machine's own connections too; not with a proxy on it"
     )
     parked_receives_max: int = _setting(5_000, "most waiting calls at a time; more are answered 429", at_least=1)
     drain_timeout_s: float = _setting(10.0, "how long running calls may take after SIGTERM", at_least=0.1)
@@ -153,7 +151,7 @@ class BrokerConfig:
 
     @property
     def is_clustered(self) -> bool:
-        """Whether brokers meet in a ZooKeeper; without one this broker is alone."""
+        """Whether this broker is part of a cluster, with ZooKeeper."""
         return self.zookeeper.strip().lower() != "none"
 
     @property
@@ -169,21 +167,21 @@ class BrokerConfig:
 
     @property
     def shown_to_brokers(self) -> tuple[Path, Path] | None:
-        """The certificate and key that this broker shows to others as their client, where they ask for one. They may
-        ask before it does itself, while a cluster is told one broker after the other to ask."""
+        """The certificate and key that this broker shows to other brokers that ask for one. They may ask before it asks
+        itself, while the setting is changed one broker at a time."""
         if self.tls_cert is None or self.tls_key is None:
             return None
         return self.tls_cert, self.tls_key
 
     @property
     def zookeeper_is_local(self) -> bool:
-        """Whether only this machine reaches every server of ZooKeeper."""
+        """Whether all ZooKeeper servers are reachable from this machine only."""
         places = self.zookeeper.partition("/")[0].split(",")
         return all(is_loopback(place.strip().rpartition(":")[0].strip("[]")) for place in places)
 
     @property
     def url(self) -> str:
-        """Where clients reach this broker."""
+        """The URL at which clients reach this broker."""
         if self.advertised_url:
             return self.advertised_url.rstrip("/")
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -191,16 +189,16 @@ class BrokerConfig:
 
     @property
     def data_directory(self) -> Path:
-        """`data_dir` with the port put in."""
+        """`data_dir` with {port} replaced."""
         return Path(str(self.data_dir).replace("{port}", str(self.port)))
 
     def at_port(self, port: int) -> BrokerConfig:
-        """The same settings with the port that was really bound."""
+        """Return the settings with the port that was bound."""
         return replace(self, port=port)
 
 
 def check_zookeeper_hosts(hosts: str, *, needs_chroot: bool = False) -> None:
-    """Raises UsageError for what names no ZooKeeper."""
+    """Raise UsageError when `hosts` is not an address of ZooKeeper."""
     places, slash, chroot = hosts.partition("/")
     for place in places.split(","):
         host, _, port = place.strip().rpartition(":")
@@ -213,7 +211,7 @@ def check_zookeeper_hosts(hosts: str, *, needs_chroot: bool = False) -> None:
 
 
 def check_url(url: str) -> None:
-    """Raises UsageError for what is no URL of a broker. Others connect to it, so it may not hide where it leads."""
+    """Raise UsageError when `url` is not a plain URL of a broker."""
     parts = urlsplit(url)
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
         raise UsageError("advertised_url must have no user, password, query or fragment: secrets go into a token file")
@@ -226,7 +224,7 @@ def check_url(url: str) -> None:
 
 
 def cluster_secret_in(config: BrokerConfig) -> str | None:
-    """The secret of the file that is named for it. Raises UsageError when there is none in it."""
+    """Return the secret in `cluster_secret_file`, None without the setting. Raises UsageError for a bad file."""
     if config.cluster_secret_file is None:
         return None
     try:
@@ -236,13 +234,13 @@ def cluster_secret_in(config: BrokerConfig) -> str | None:
     if len(secret) < SECRET_LENGTH_MIN:
         raise UsageError(
             f"the cluster's secret in {config.cluster_secret_file} has {len(secret)} characters, and needs"
-            f" {SECRET_LENGTH_MIN} at least: write for instance what `openssl rand -hex 32` prints, on every broker"
+            f" {SECRET_LENGTH_MIN} at least: use the output of `openssl rand -hex 32`, for instance, on every broker"
         )
     return secret
 
 
 def is_loopback(host: str) -> bool:
-    """True when only this machine can reach `host`."""
+    """Return whether only this machine can reach `host`."""
     if host.lower() in {"localhost", "ip6-localhost"}:
         return True
     try:
@@ -283,7 +281,7 @@ def _read_float(text: str) -> float:
         raise ValueError("a number") from None
 
 
-# How the text of a setting is read, by the annotation of its field.
+# Parsers of the text of a setting, by the annotation of its field.
 READERS: dict[str, Any] = {
     "str": str,
     "str | None": str,
@@ -301,7 +299,8 @@ SETTINGS = {each.name: each for each in fields(BrokerConfig)}
 
 
 def read_setting(name: str, value: Any, source: str) -> Any:
-    """`value` of setting `name` in its own type; text is parsed, a value of TOML must have the right type already."""
+    """Return the value of a setting in its type. Text is parsed; a TOML value must have the right type already. Raises
+    UsageError."""
     reader = READERS[str(SETTINGS[name].type)]
     try:
         return reader(value if isinstance(value, str) else _toml_text(value))
@@ -320,9 +319,9 @@ def _toml_text(value: Any) -> str:
 def load_config(
     options: Mapping[str, Any], *, environ: Mapping[str, str] | None = None, file: Path | None = None
 ) -> BrokerConfig:
-    """The settings from `options` (None means not given), the environment, the file and the defaults, in this order.
+    """Return the settings from `options` (None: not given), the environment, the file and the defaults, in this order.
 
-    Raises UsageError with the name and the source of the setting that is wrong.
+    Raises UsageError with the name and the source of a wrong setting.
     """
     environ = os.environ if environ is None else environ
     values = _from_file(file)
@@ -340,7 +339,7 @@ def load_config(
 
 
 def _secret_in(file: Path, option: str) -> str:
-    """The only line of the file. Raises UsageError when there is none."""
+    """Return the only line of the file. Raises UsageError."""
     try:
         secret = file.read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as fault:

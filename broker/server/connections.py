@@ -1,10 +1,10 @@
-"""Which connections a broker keeps when there are many: nobody shuts the others out by holding connections open.
+"""Limits on connections: no client excludes the others by holding connections open.
 
-An idle one is between two requests, or has not sent the head of one. When nearly all places are taken, a new connection
-takes the place of an idle one: of the address that has the most, the one that has been idle longest. An address that
-has as many as it may gives up one of its own, and gets no new one while all are at work.
+A connection is idle between two requests, or before the head of one. Near the limit, a new connection replaces an idle
+one: of the address with the most, the one that has been idle longest. An address at its own limit replaces one of its
+own, and gets no new connection while all of its connections are busy.
 
-What is closed is closed for reading: a request that came in this very moment is served still.
+Connections are closed for reading: a request that has just arrived is still served.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RESERVE = 100
 
 
 class ClientConnection:
-    """One connection of a client. `hang_up` ends it when it has nothing more to be read."""
+    """One connection of a client. `hang_up` ends it after the bytes received so far."""
 
     __slots__ = ("address", "counts", "hang_up", "is_open", "owner")
 
@@ -30,14 +30,14 @@ class ClientConnection:
         self.address = address
         self.hang_up = hang_up
         self.is_open = False
-        # Whether it is among those of its address that are bounded.
+        # Whether it counts towards the limit of its address.
         self.counts = False
         self.owner: _Address
 
 
 class _Address:
-    """What one address has: `open` connections, of which so many are `bounded`; and the idle ones of them, the longest
-    idle first."""
+    """The connections of one address: how many are `open`, how many of these count as `bounded`, and the idle ones, the
+    longest idle first."""
 
     __slots__ = ("bounded", "idle", "open")
 
@@ -49,8 +49,8 @@ class _Address:
 class Connections:
     """Invariant: `_homes` has the addresses with open connections, and no other; idle connections are open.
 
-    `per_address_max` is 0 where an address may have as many as there are. Loopback's are bounded `with_loopback` only:
-    a proxy on this machine brings many clients."""
+    `per_address_max` is 0 without a limit for each address. Loopback is limited only `with_loopback`: a proxy on this
+    machine has many clients."""
 
     def __init__(self, at_most: int, per_address_max: int, *, with_loopback: bool = False) -> None:
         self._full_from = at_most - min(RESERVE, at_most // 10)
@@ -63,7 +63,7 @@ class Connections:
         return self._open
 
     def enter(self, connection: ClientConnection) -> bool:
-        """Whether the connection is taken. It is idle then."""
+        """Admit a connection, as idle; return False when it is refused."""
         address = connection.address
         if self._is_bounded(address):
             owner = self._addresses.get(address)
@@ -99,12 +99,12 @@ class Connections:
         connection.owner.idle.pop(connection, None)
 
     def trust(self, connection: ClientConnection) -> None:
-        """It is another broker's, which needs as many as it makes."""
+        """Exempt another broker's connection from the limit of its address."""
         connection.owner.bounded -= connection.counts
         connection.counts = False
 
     def make_room(self) -> bool:
-        """Close an idle connection, of the address that has the most. False when all are at work."""
+        """Close an idle connection of the address with the most. Return False when all are busy."""
         most = max(self._addresses.values(), key=lambda owner: len(owner.idle), default=None)
         return most is not None and self._close_idle(most)
 
@@ -121,6 +121,6 @@ class Connections:
 
 
 def hang_up(client: gevent.socket.socket) -> None:
-    """Let the next read find the end. With TLS too it is the socket below that is shut."""
-    with suppress(OSError):  # it has gone
+    """Shut the socket for reading, so the next read finds its end; with TLS the socket below it."""
+    with suppress(OSError):  # already closed
         gevent.socket.socket.shutdown(client, SHUT_RD)

@@ -1,7 +1,7 @@
-"""The head of a request: no larger than any that this broker understands, and read once.
+"""Reading of request heads: with one limit on the whole head, and searched once.
 
-gunicorn bounds the fields and each of them, which is 800 KiB together, and looks through all that it has again with
-each piece that comes. So the head is gathered here, with a look at what is new alone, and parsed when it is whole.
+gunicorn limits the number of fields and the size of each, 800 KiB together, and searches all bytes again after each
+read. Here the head is collected, only new bytes are searched, and it is parsed when it is complete.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from gunicorn.http.errors import LimitRequestHeaders, NoMoreData
 from gunicorn.http.message import Request
 
-# A message's own headers may have 8 KiB, its key 4; and each line 8 KiB.
+# A message's own headers may have 8 KiB, its key 4 KiB, and each line 8 KiB.
 HEAD_BYTES_MAX = 64 * 1024
 LINE_BYTES_MAX = 8190
 
@@ -21,7 +21,7 @@ _bare_line_feed = re.compile(rb"(?<!\r)\n").search
 
 
 class BoundedRequest(Request):  # type: ignore[misc]
-    """A request whose head has HEAD_BYTES_MAX at the most. `came_with_head` are the bytes behind it that are here."""
+    """A request with a head of at most HEAD_BYTES_MAX. `came_with_head`: bytes of the body received with the head."""
 
     came_with_head = 0
 
@@ -32,7 +32,7 @@ class BoundedRequest(Request):  # type: ignore[misc]
         return rest
 
     def read_into(self, unreader: Any, buf: bytearray, stop: bool = False) -> None:
-        """Read the next piece. The first one (`stop`) is the whole head; mostly that is how it comes."""
+        """Read the next piece. The first one (`stop`) is the whole head, usually in one read."""
         piece = unreader.read()
         if stop and _END not in piece:
             piece = _gathered(piece, unreader)
@@ -41,13 +41,13 @@ class BoundedRequest(Request):  # type: ignore[misc]
         buf += piece
 
     def _peer_is_trusted_proxy(self) -> bool:
-        """None is, as the setting says (`composition.py`): that needs no look at each request's address."""
+        """No proxy is trusted (see `composition.py`), so the address of a request is not checked."""
         return False
 
 
 def _gathered(piece: bytes, unreader: Any) -> bytes:
-    """The whole head that begins with this piece, and what came with it; or as much as shows that it is none, which the
-    parser says."""
+    """Return the whole head that begins with this piece, and the bytes read with it. Stop early at bytes that cannot be
+    a head; the parser refuses them."""
     head = bytearray()
     has_line = False
     while piece:

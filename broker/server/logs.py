@@ -38,7 +38,7 @@ def _time(record: logging.LogRecord) -> str:
 
 
 def start_logging(config: BrokerConfig) -> None:
-    """Send what `portalmq` and gunicorn log to stderr. gunicorn's own chatter is left out below a warning."""
+    """Send the logs of `portalmq` and gunicorn to stderr; of gunicorn warnings and above."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if config.log_format == "json" else TextFormatter())
     for name in ("portalmq", "gunicorn.error"):
@@ -57,9 +57,9 @@ class ServerLogger(Logger):  # type: ignore[misc]
         self._access_log_enabled = False
 
     def exception(self, msg: Any, *args: Any, **kwargs: Any) -> None:
-        """A client that does not read its answer in time is its own fault, and worth no trace."""
+        """Log an exception, unless a client did not read its answer in time."""
         if not isinstance(sys.exc_info()[1], TimeoutError):
             super().exception(msg, *args, **kwargs)
 
     def access(self, *_: Any) -> None:
-        """Requests are counted in /metrics, not written."""
+        """Write no access log: requests are counted in /metrics."""

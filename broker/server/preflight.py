@@ -1,17 +1,17 @@
-"""Before the fork: is there a ZooKeeper, whose cluster is it, and which of its brokers is this?
+"""The check of ZooKeeper before the fork: does it answer, which cluster is it, and which of its brokers is this?
 
-A child process asks, and ends: kazoo, its threads and its session end with it, and the arbiter stays small and clean.
-The arbiter must not touch port and data directory before ZooKeeper has answered, nor may an id be claimed before the
-directory is locked. So they talk:
+A child process asks and ends: kazoo, its threads and its session end with it, and the arbiter stays small. The arbiter
+must not touch port and data directory before ZooKeeper has answered, and no id may be claimed before the directory is
+locked. So there are two steps:
 
     arbiter                              child
-    begin ------- fork ---------------->  a session, within 5 s or --zookeeper-wait-s
+    begin ------- fork ---------------->  opens a session, within 5 s or --zookeeper-wait-s
           <------ connected --------------
     (binds the port, locks the directory)
-    join  ------- whose directory it is ->  cluster ids compared, broker id claimed
+    join  ------- the store's identity ->   compares cluster ids, claims the broker id
           <------ cluster id, broker id ---
 
-Instead of either answer a refusal may come: the sentence and the exit code with which the broker does not start.
+Either answer may be a refusal: a sentence and an exit code with which the broker does not start.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from portalmq.control_plane.zookeeper.connection import Tls
 
 CONNECT_WITHIN_S = 5.0
-# How long the arbiter waits for a child that is asked something, beside what that waits for ZooKeeper. It has bounds of
-# its own, which are shorter.
+# The longest time that the arbiter waits for an answer of the child, beyond the child's wait for ZooKeeper. The child's
+# own limits are shorter.
 ANSWER_WITHIN_S = 60.0
 END_WITHIN_S = 1.0
 POLL_S = 0.01
@@ -52,8 +52,8 @@ PROBE_TIMEOUT_S = 1.0
 
 
 class IdentityRequest(msgspec.Struct, frozen=True):
-    """Of which cluster, and which of its brokers, is this data directory? `held` is None for a new one; `url` is where
-    this broker will listen."""
+    """Asks for the cluster and the broker id of a data directory. `held` is None for a new one; `url` is the URL of
+    this broker."""
 
     held: StoreIdentity | None
     store_uuid: str
@@ -82,7 +82,7 @@ Reply = Connected | IdentityAnswer | Refused
 
 
 class Preflight:
-    """The arbiter's end of the talk."""
+    """The arbiter's side of the check."""
 
     def __init__(self, child: int, connection: socket.socket, answer_within_s: float = ANSWER_WITHIN_S) -> None:
         self._child = child
@@ -93,8 +93,8 @@ class Preflight:
 
     @classmethod
     def begin(cls, config: BrokerConfig) -> Preflight:
-        """Returns once ZooKeeper has answered. Raises StartupError when it does not within `zookeeper_wait_s`, which is
-        5 s at least."""
+        """Fork the child, and return when ZooKeeper has answered. Raises StartupError when it does not answer within
+        `zookeeper_wait_s`, at least 5 s."""
         arbiter_end, child_end = socket.socketpair()
         arbiter = os.getpid()
         child = os.fork()
@@ -111,7 +111,7 @@ class Preflight:
         return preflight
 
     def join(self, question: IdentityRequest) -> tuple[str, int]:
-        """The cluster's id and the broker's. Raises StartupError when the directory does not belong here."""
+        """Return the cluster id and the broker id. Raises StartupError for a directory of another cluster or broker."""
         self._socket.sendall(msgspec.json.encode(question) + b"\n")
         reply = self._read_line()
         assert isinstance(reply, IdentityAnswer), reply
@@ -119,7 +119,7 @@ class Preflight:
         return reply.cluster_id, reply.broker_id
 
     def close(self) -> None:
-        """The child has nothing more to do: it ends, and is collected."""
+        """End the child, and reap it."""
         self._socket.close()
         deadline = time.monotonic() + END_WITHIN_S
         with contextlib.suppress(ChildProcessError):
@@ -150,14 +150,14 @@ class Preflight:
 def _run_child(config: BrokerConfig, connection: socket.socket, arbiter: int) -> NoReturn:
     code = EX_SOFTWARE
     try:
-        # Ctrl-C is the arbiter's to understand; the child ends with it.
+        # The arbiter handles Ctrl-C; the child ends with it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         die_with(arbiter)
-        # What it meets is said in the refusal.
+        # Errors are reported in the refusal.
         logging.disable(logging.ERROR)
         _answer_arbiter(config, connection)
         code = 0
-    except BaseException as fault:  # noqa: BLE001 - whatever it was, it must not go on as a second arbiter
+    except BaseException as fault:  # noqa: BLE001 - the child must never go on as a second arbiter
         sys.excepthook(type(fault), fault, fault.__traceback__)
     finally:
         sys.stderr.flush()
@@ -201,7 +201,7 @@ def _send(connection: socket.socket, reply: Reply) -> None:
 
 
 def _read_line_from(connection: socket.socket) -> bytes:
-    """What the other side said; nothing when it has ended."""
+    """Return the line that the other side sent; b"" when it has ended."""
     raw = b""
     while not raw.endswith(b"\n"):
         more = connection.recv(65_536)
@@ -212,7 +212,7 @@ def _read_line_from(connection: socket.socket) -> bytes:
 
 
 def patience_of(config: BrokerConfig) -> RetryBudget:
-    """Waits while ZooKeeper is away, and says so once."""
+    """Return a budget for waiting for ZooKeeper, which reports the wait once."""
 
     def tell(away: Exception, left_s: float) -> None:
         print(
@@ -226,7 +226,7 @@ def patience_of(config: BrokerConfig) -> RetryBudget:
 
 
 def connected(config: BrokerConfig) -> ZooKeeper:
-    """A session of its own, within 5 s. Raises StartupError with the exit code of what is wrong."""
+    """Open a session within 5 s. Raises StartupError with the exit code for the cause."""
     try:
         from portalmq.control_plane.plane import PlaneRefused, PlaneUnavailable
         from portalmq.control_plane.zookeeper import ZooKeeper
@@ -235,7 +235,7 @@ def connected(config: BrokerConfig) -> ZooKeeper:
 
     where = config.zookeeper.partition("/")[0]
     try:
-        # It waits for twice this time.
+        # ZooKeeper() waits for twice this time.
         plane = ZooKeeper(
             config.zookeeper,
             session_timeout_s=CONNECT_WITHIN_S / 2,
@@ -259,7 +259,7 @@ def connected(config: BrokerConfig) -> ZooKeeper:
 
 
 def tls_of(config: BrokerConfig) -> Tls | None:
-    """The files for TLS to ZooKeeper; None without any: then there is no TLS."""
+    """Return the files for TLS to ZooKeeper; None without TLS."""
     from portalmq.control_plane.zookeeper.connection import Tls
 
     tls = Tls(config.zookeeper_tls_ca, config.zookeeper_tls_cert, config.zookeeper_tls_key)
@@ -267,10 +267,10 @@ def tls_of(config: BrokerConfig) -> Tls | None:
 
 
 def close_tree(plane: ZooKeeper, *, patience_s: float) -> None:
-    """Make the tree our user's alone, if it was open before, and make the secrets anew that others could read.
+    """Restrict an open tree to our user, and replace the secrets that others could read.
 
-    Raises StartupError while brokers run that have no credentials, and would be shut out: those of a tree whose
-    topmost node is open. `patience_s` is for brokers that were killed, and are registered until their sessions end.
+    Raises StartupError while brokers without credentials run, which would lose access: those of a tree whose top node
+    is open. `patience_s` is for killed brokers, which stay registered until their sessions end.
     """
     from portalmq.control_plane.catalog import Catalog
     from portalmq.control_plane.state import BROKERS, CLUSTER_SECRET, RECEIPT_KEY
@@ -290,16 +290,16 @@ def close_tree(plane: ZooKeeper, *, patience_s: float) -> None:
         plane.close_to_others()
         if not catalog.renew_exposed():
             print(
-                "portalmq: others could read the cluster's secret in ZooKeeper, and brokers that run use it: it is "
-                "made anew when a broker starts while no other one runs",
+                "portalmq: others could read the cluster's secret in ZooKeeper, and running brokers use it: it is "
+                "replaced when a broker starts while no other one runs",
                 file=sys.stderr,
             )
 
 
 def joined(catalog: Catalog, question: IdentityRequest, wanted: int | None, *, patience_s: float) -> IdentityAnswer:
-    """The cluster and the id of the broker with this data directory. Raises StartupError when it does not fit.
+    """Return the cluster and the broker id of a data directory. Raises StartupError on a mismatch.
 
-    `patience_s` is for a broker that was killed, and is registered until its session ends.
+    `patience_s` is for a killed broker, which stays registered until its session ends.
     """
     with _startup_errors():
         cluster_id = _cluster_of(catalog, question)
@@ -315,7 +315,7 @@ def joined(catalog: Catalog, question: IdentityRequest, wanted: int | None, *, p
 
 @contextlib.contextmanager
 def _startup_errors() -> Iterator[None]:
-    """What the control plane raises becomes a StartupError; with EX_UNAVAILABLE, and no other, it may pass."""
+    """Turn errors of the control plane into StartupError. Only EX_UNAVAILABLE is worth a retry."""
     from portalmq.control_plane.plane import PlaneError, PlaneRefused
     from portalmq.errors import Unavailable
 
@@ -324,13 +324,13 @@ def _startup_errors() -> Iterator[None]:
     except PlaneRefused as refused:
         raise StartupError(f"{refused}: see --zookeeper-user and --zookeeper-password", EX_USAGE) from None
     except Unavailable as away:
-        raise StartupError(f"ZooKeeper answered, and then no more: {away}", EX_UNAVAILABLE) from None
+        raise StartupError(f"ZooKeeper stopped answering: {away}", EX_UNAVAILABLE) from None
     except PlaneError as fault:
         raise StartupError(str(fault), EX_CANTCREAT) from None
 
 
 def _cluster_of(catalog: Catalog, question: IdentityRequest) -> str:
-    """A new directory becomes one of the cluster that ZooKeeper holds, one with an id has to be of it."""
+    """Return the cluster id. A new directory joins ZooKeeper's cluster; one with an id must match it."""
     found, held = catalog.find_cluster_id(), question.held
     if held is None:
         return found or catalog.cluster_id()
@@ -360,7 +360,7 @@ def _claimed(catalog: Catalog, question: IdentityRequest, wanted: int | None, pa
         try:
             return catalog.claim_broker_id(question.store_uuid, wanted)
         except BrokerIdTaken as taken:
-            # At the URL of this broker nobody else can listen.
+            # No other broker can listen at this broker's own URL.
             if (taken.url != question.url and _answers(taken.url)) or time.monotonic() > deadline:
                 raise StartupError(
                     f"{taken}: choose another --broker-id, or stop that broker first", EX_CANTCREAT
@@ -376,7 +376,7 @@ def _answers(url: str) -> bool:
     connection = HTTPConnection(parts.hostname or "", parts.port, timeout=PROBE_TIMEOUT_S)
     try:
         if parts.scheme == "https":
-            connection.connect()  # whoever listens there lives, as far as this matters
+            connection.connect()  # a listening port counts as alive
         else:
             connection.request("GET", "/livez")
             connection.getresponse()

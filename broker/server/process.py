@@ -1,9 +1,9 @@
 """The two processes of a broker: an arbiter that holds the port and the data directory, and one worker that serves.
 
-gunicorn is made for many equal workers that may be replaced at any time. A broker is the opposite: the worker *is* the
-broker, so it is never respawned, and neither process outlives the other.
+gunicorn is made for many equal, replaceable workers. Here the one worker is the broker: it is never respawned, and
+neither process outlives the other.
 
-    arbiter  checks, binds, locks, forks; passes SIGTERM on; ends with the worker's exit code
+    arbiter  checks, binds, locks, forks; forwards SIGTERM; ends with the worker's exit code
     worker   gevent: all requests are greenlets of one thread; dies with the arbiter (system.die_with)
 """
 
@@ -42,17 +42,17 @@ from portalmq.system import die_with
 log = logging.getLogger("portalmq.process")
 
 PARENT_CHECK_S = 1.0
-# A client that still sends when it is refused is given this long to read why, before the connection is cut.
+# A refused client that still sends has this long to read the reason, before its connection is closed.
 LINGER_S = 2.0
 LINGER_BYTES_MAX = 64 * 1024 * 1024
 # A new connection has this long for its handshake and the head of its first request.
 FIRST_HEAD_S = 10.0
-# Without a free descriptor nobody is let in for so long, and the log says so once a minute.
+# Without a free descriptor no connection is accepted for so long; logged once a minute.
 ACCEPT_AGAIN_S = 0.5
 SHORTAGE_SAID_S = 60.0
 SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-# A native thread that has waited this long may take the interpreter. With CPython's 5 ms a commit that holds it for
-# 20 us at a time would wait 5 ms after each step while the hub is busy.
+# A native thread that has waited this long may take the interpreter. With CPython's 5 ms, a commit that needs it for
+# 20 us at a time would wait 5 ms before each step while the hub is busy.
 SWITCH_INTERVAL_S = 0.0002
 
 
@@ -68,21 +68,21 @@ class BrokerArbiter(Arbiter):  # type: ignore[misc]
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
     def handle_int(self) -> None:
-        """Ctrl-C drains as SIGTERM does; a second one ends at once (see Arbiter.stop)."""
+        """Drain on Ctrl-C as on SIGTERM; a second one ends at once (see Arbiter.stop)."""
         self.handle_term()
 
     def handle_hup(self) -> None:
-        """The terminal has gone. There is nothing to reload: settings are read at start."""
+        """Drain when the terminal has gone. Nothing is reloaded: settings are read at start."""
         self.handle_term()
 
     def handle_ttin(self) -> None:
-        """A broker has one worker."""
+        """Ignore the signal: a broker has one worker."""
 
     handle_ttou = handle_ttin
     handle_usr2 = handle_ttin
 
     def reap_workers(self) -> None:
-        """Remember how the worker ended, and let the main loop draw the consequence."""
+        """Store the worker's exit status; the main loop ends then."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -101,7 +101,7 @@ class BrokerArbiter(Arbiter):  # type: ignore[misc]
         super().manage_workers()
 
     def halt(self, reason: str | None = None, exit_status: int = 0) -> None:
-        """End with the worker's code, when it says more than ours."""
+        """End with `exit_status`, or else with the worker's exit code."""
         self.stop()
         code = exit_status or self.worker_status or 0
         if code:
@@ -115,7 +115,7 @@ def _exit_code(status: int) -> int:
 
 
 class BrokerWorker(GeventWorker):  # type: ignore[misc]
-    """Serves until told to end, then drains. `app.broker_process` is the `server.BrokerProcess` behind the requests."""
+    """Serves until SIGTERM, then drains. `app.broker_process` is the `composition.BrokerProcess` of the application."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -130,7 +130,7 @@ class BrokerWorker(GeventWorker):  # type: ignore[misc]
 
     def init_process(self) -> None:
         if not die_with(self.ppid):
-            log.info("the system does not end this worker with its arbiter: it looks for that itself")
+            log.info("the system does not end this worker with its arbiter: the worker checks for that itself")
         RequestParser.mesg_class = BoundedRequest
         join_responses()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -139,14 +139,14 @@ class BrokerWorker(GeventWorker):  # type: ignore[misc]
 
     def init_signals(self) -> None:
         super().init_signals()
-        # Ctrl-C reaches the whole foreground group; the arbiter passes on what it means.
+        # Ctrl-C reaches the whole foreground group; the arbiter forwards it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        self.alive = False  # from here on answers say `ClientConnection: close`
+        self.alive = False  # answers have `Connection: close` from now on
         if self._ending is None:
-            os._exit(0)  # it may still wait for ZooKeeper; nothing is promised yet
+            os._exit(0)  # it may still wait for ZooKeeper, and has acknowledged nothing
         self._ending.set()
 
     def run(self) -> None:
@@ -167,7 +167,7 @@ class BrokerWorker(GeventWorker):  # type: ignore[misc]
 
     def _serve(self, listener: Any) -> StreamServer:
         listener.setblocking(1)
-        # The handshake is left to `handle`, where a failed one is no more than a refused request.
+        # `handle` does the handshake, where a failure is only a refused request.
         tls = {"ssl_context": ssl_context(self.cfg), "do_handshake_on_connect": False} if self.cfg.is_ssl else {}
         server = Listener(listener, handle=partial(self.handle, listener), spawn=Pool(self.worker_connections), **tls)
         server.connections = self.connections
@@ -177,13 +177,13 @@ class BrokerWorker(GeventWorker):  # type: ignore[misc]
     def handle(self, listener: Any, client: Any, addr: Any) -> None:
         connection = ClientConnection(addr[0], partial(hang_up, client))
         if not self.connections.enter(connection):
-            log.debug("%s has as many connections as it may", addr[0])
+            log.debug("%s is at its limit of connections", addr[0])
             client.close()
             return
         here = gevent.getcurrent()
         here.connection = connection
-        # In gunicorn's eyes the client has gone: it closes quietly.
-        late = ConnectionResetError(errno.ECONNRESET, "the first request did not come in time")
+        # To gunicorn the client has disconnected, so it closes without logging.
+        late = ConnectionResetError(errno.ECONNRESET, "the first request did not arrive in time")
         here.first_head = gevent.Timeout.start_new(FIRST_HEAD_S, late)
         # Between requests gunicorn's own keep-alive timer is the shorter one.
         client.settimeout(idle_timeout_s(self))
@@ -194,7 +194,7 @@ class BrokerWorker(GeventWorker):  # type: ignore[misc]
             self.connections.leave(connection)
 
     def _idle_within(self, seconds: float) -> bool:
-        """Wait for running requests; idle connections are not waited for."""
+        """Wait for running requests, not for idle connections; return False after `seconds`."""
         with gevent.Timeout(seconds, False):
             while self.in_flight:
                 gevent.sleep(0.01)
@@ -215,7 +215,7 @@ class BrokerWorker(GeventWorker):  # type: ignore[misc]
             self.connections.idle(connection)
 
     def handle_error(self, req: Any, client: Any, addr: Any, exc: BaseException) -> None:
-        """What gunicorn refuses before Flask sees it (a broken request line, say) is a problem document too."""
+        """Answer requests that gunicorn refuses before Flask (a broken request line, say) with a problem document."""
         gevent.getcurrent().first_head.close()
         status, code, title = _refusal(exc)
         if status == 500:
@@ -225,12 +225,12 @@ class BrokerWorker(GeventWorker):  # type: ignore[misc]
         except OSError as fault:
             log.debug("the refusal could not be sent: %s", fault)
             return
-        if isinstance(exc, http_errors.ParseException):  # what was not read would destroy the answer
+        if isinstance(exc, http_errors.ParseException):  # closing with unread bytes would destroy the answer
             util.close_graceful(client, timeout=LINGER_S, max_drain=LINGER_BYTES_MAX)
 
 
 class Listener(StreamServer):  # type: ignore[misc]
-    """Takes connections in; where there is no descriptor for one it waits, and says so in the log."""
+    """Accepts connections. Without a free descriptor it pauses, and logs that."""
 
     connections: Connections
     _said_at = -SHORTAGE_SAID_S
@@ -248,13 +248,13 @@ class Listener(StreamServer):  # type: ignore[misc]
         now = time.monotonic()
         if now - self._said_at >= SHORTAGE_SAID_S:
             self._said_at = now
-            log.error("no connection is taken in for now, while %d are open: %s", len(self.connections), fault)
+            log.error("no connection is accepted for now, while %d are open: %s", len(self.connections), fault)
         self.connections.make_room()
         self.stop_accepting()
         gevent.spawn_later(ACCEPT_AGAIN_S, self._start_accepting_if_started)
 
 
-# Which answer a request gets that is not even HTTP as we speak it.
+# The answers to requests that gunicorn cannot parse.
 _REFUSALS: tuple[tuple[type[BaseException], tuple[int, str, str]], ...] = (
     (http_errors.LimitRequestLine, (414, "uri_too_long", "The request line is too long")),
     (http_errors.LimitRequestHeaders, (431, "headers_too_large", "The header fields are too many or too large")),
@@ -295,8 +295,8 @@ def _problem_response(status: int, code: str, title: str) -> bytes:
 
 
 def fix_settings(cfg: Any) -> None:
-    """Make each setting an attribute: none changes any more. A request reads some 25 of them, which gunicorn would look
-    up each time by a method of its own."""
+    """Make each setting an attribute, since none changes. A request reads some 25 of them, and gunicorn's lookup is a
+    method call for each."""
     vars(cfg).update({name: setting.get() for name, setting in cfg.settings.items()})
 
 
@@ -304,19 +304,19 @@ def fix_settings(cfg: Any) -> None:
 
 
 def pre_request(worker: BrokerWorker, req: Any) -> None:
-    """Bound the pauses of the client, and give the application a way to close the connection."""
+    """Limit the pauses of the client, and let the application close the connection."""
     req.body.close_connection = req.force_close
     req.body.came_with_head = req.came_with_head
     req.body.is_of_a_peer = partial(worker.connections.trust, gevent.getcurrent().connection)
     sock = req.unreader.sock
     sock.settimeout(worker.app.config.body_timeout_s)
     if req._expected_100_continue and _announced_length(req) > worker.app.config.body_bytes_max:
-        # Answer 413 at once, instead of inviting the body first.
+        # Answer 413 at once, without `100 Continue`.
         req._expected_100_continue = False
 
 
 def post_request(worker: BrokerWorker, req: Any, environ: dict[str, Any], resp: Any) -> None:
-    """Let the other connections have their turn: without this, one busy connection starves the rest."""
+    """Yield to other connections: without this, one busy connection starves the rest."""
     sock = req.unreader.sock
     if req.must_close:
         # Closing with unread bytes in the buffer sends RST, which can destroy the answer before the client reads it.
@@ -327,7 +327,7 @@ def post_request(worker: BrokerWorker, req: Any, environ: dict[str, Any], resp: 
 
 
 def idle_timeout_s(worker: BrokerWorker) -> float:
-    """How long a read between two requests may take; longer than the keep-alive timer that ends it quietly."""
+    """Return the timeout of a read between two requests: longer than the keep-alive timer, which closes quietly."""
     return float(worker.cfg.keepalive) + 5.0
 
 

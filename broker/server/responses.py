@@ -1,7 +1,6 @@
-"""Answers as they leave: the head and a small body in one piece.
+"""Sends the head and a small body of an answer together.
 
-gunicorn sends the head by itself. Two small segments cost a second call of the system here, and a second wake-up of
-whoever waits for them.
+gunicorn sends the head alone. Two small segments cost a second system call here, and a second wake-up of the client.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ JOIN_BYTES_MAX = 64 * 1024
 
 
 class JoinedResponse(Response):  # type: ignore[misc]
-    """A response whose first part leaves together with its head, where that is all of it and not large."""
+    """A response that sends its body together with its head, if the body is complete and small."""
 
     headers_sent: bool
     sent: int
@@ -40,7 +39,7 @@ class JoinedResponse(Response):  # type: ignore[misc]
         self.sock.sendall("".join(lines).encode("latin-1") + arg)
 
     def default_headers(self) -> list[str]:
-        """Return the status line, and what every answer says."""
+        """Return the status line, and the headers of every answer."""
         if self.upgrade or self.chunked:
             lines: list[str] = super().default_headers()
             return lines
@@ -53,7 +52,7 @@ class JoinedResponse(Response):  # type: ignore[misc]
 
 
 def join_responses() -> None:
-    """Have gunicorn answer by JoinedResponse."""
+    """Make gunicorn use JoinedResponse."""
     wsgi.Response = JoinedResponse
 
 
