@@ -97,6 +97,10 @@ class Wiring:
     """What a Broker is made of; also what partitions need of their host (partition/host.py). `on_fatal` is called once
     with a fault after which the process must end."""
 
+    membership: Membership
+    topics: Topics
+    replication: FetchServer
+
     def __init__(
         self,
         config: BrokerSettings,
@@ -141,6 +145,12 @@ class Wiring:
 
     def _join_cluster(self) -> None:
         """Who else is there, and how to reach them."""
+        self.peers = Peers(
+            lambda: self.mirror.brokers,
+            self.cluster_secret,
+            on_trouble=lambda other, incarnation, refused: self.membership.suspect(other, incarnation, refused=refused),
+            tls=trusting(self.config),
+        )
         self.membership = Membership(
             self._catalog,
             self.broker_id,
@@ -148,36 +158,33 @@ class Wiring:
             self.clock,
             cluster_id=self.cluster_id,
             on_fatal=self.storage_failed,
-            has_files=self._has_files,
+            has_files=lambda topic_id: self.topics.files.exist(topic_id),
+            peers=self.peers,
+            own_log_ends=lambda keys: [own_log_end(self.topics, *key) for key in keys],
             certificate=self.config.shown_to_brokers,
         )
+        self.mirror = self.membership.mirror
         self.lease_ms = self.membership.lease_ms
         self.began_ms = self.clock.now_ms()
-        self.mirror = self.membership.mirror
-        self.peers = Peers(self.mirror, self.cluster_secret, tls=trusting(self.config))
-        self.membership.peer_queries.peers = self.peers
         self.clock_agreement = ClockAgreement(self.clock, self.broker_id, lambda: self.mirror.brokers, self.peers)
-        self.peers.on_trouble = lambda other, incarnation, refused: self.membership.suspect(
-            other, incarnation, refused=refused
-        )
 
     def _hold_replicas(self) -> None:
         """The replicas that stand here; whom they follow, and who follows them."""
         config = self.config
         self.compactor = Compactor(self, self.metrics.compacted)
+        self.capacity = Capacity(config, self.mirror)
         self.topics = Topics(
             self,
             self._catalog,
             self.cluster_id,
             config.data_directory,
+            capacity=self.capacity,
+            polls=lambda broker_id: self.replication.polls(broker_id),
             auto_create=config.auto_create_topics,
             default_replication_factor=config.default_replication_factor if config.is_clustered else 1,
         )
-        self.topics.capacity = self.capacity = Capacity(config, self.mirror)
-        self.membership.peer_queries.own_log_ends = lambda keys: [own_log_end(self.topics, *key) for key in keys]
         self.fetchers = Fetchers(self, self.peers, wait_ms=config.fetch_wait_ms, max_bytes=config.fetch_bytes_max)
         self.replication = FetchServer(self, self.topics)
-        self.topics.ticker.polls = self.replication.polls
         self.metadata_cache = MetadataCache(self.topics, self.mirror)
         self.leaders = LeaderRouter(self.broker_id, self.metadata_cache, self.peers)
 
@@ -191,10 +198,11 @@ class Wiring:
             metadata_cache,
             leaders,
             clock,
+            self.metrics,
+            self.capacity,
             receipt_key=self._receipt_key,
             parked_receives_max=self.config.parked_receives_max,
         )
-        groups.capacity = self.capacity
         self.settlement = Settlement(groups, leaders)
         self.receive_handler = ReceiveHandler(groups, self.settlement, peers)
         self.offset_acks = OffsetAcks(groups, self.topics.known, self._catalog.find_topic, leaders)
@@ -248,9 +256,15 @@ class Wiring:
         outputs = OutputTopics(self.topics, self._catalog, self.topics.known, self.produce_handler.copies)
         self.outboxes = Outboxes(outputs)
         self.group_commits = GroupCommits(
-            self.groups, self.settlement, outputs, self.leaders, self.outboxes, self.clock
+            self.groups,
+            self.settlement,
+            outputs,
+            self.leaders,
+            self.outboxes,
+            self.clock,
+            self.metrics,
+            self.offsets.check_reached,
         )
-        self.group_commits.check_reached = self.offsets.check_reached
 
     def _oversee(self) -> None:
         """What is told of the cluster as a whole, kept for all of it, or done now and again."""
@@ -276,28 +290,17 @@ class Wiring:
     def committed(self, seconds: float) -> None:
         self.metrics.committed(seconds)
 
-    def _has_files(self, topic_id: str) -> bool:
-        return self.topics.files.exist(topic_id)
-
     # --- what changes -------------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
         """Who hears of what."""
-        self.topics.on_removed = self._topic_removed
-        self.topics.on_grown = lambda topic: self.groups.long_polls.move({topic.name})
-        self.topics.on_leading = self._leading
-        self.topics.on_stepped_down = self._stepped_down
-        self.groups.on_acked = self.metrics.acked
-        self.groups.on_delivered = self.metrics.delivered
-        self.groups.on_dead = self.metrics.dead
-        self.groups.on_expired = self.metrics.expired
         self.membership.on_changed += [
             self.producer_fencing.on_cluster_changed,
             self.topics.sync,
             self.groups.sync,
             self._changed,
+            self.group_coordinators.sync,
         ]
-        self.membership.on_changed.append(self.group_coordinators.sync)
         self.membership.on_session_lost += [self.topics.session_lost, self.group_coordinators.session_lost]
 
     def _changed(self, changes: Changes) -> None:
@@ -318,18 +321,21 @@ class Wiring:
         self._in_sync[key] = after
         self.metrics.in_sync_changed(len(before - after), len(after - before))
 
-    def _leading(self, topic: Topic, partition: Partition) -> None:
+    def on_leading(self, topic: Topic, partition: Partition) -> None:
         self.metrics.elected()
         self.groups.on_leading(topic, partition)
         self.outboxes.on_leading(topic, partition)
         self.leaders.changed()
 
-    def _stepped_down(self, topic: Topic, partition: Partition) -> None:
+    def on_stepped_down(self, topic: Topic, partition: Partition) -> None:
         self.groups.on_stepped_down(topic, partition)
         self.reader_fetch.moved(partition)
         self.outboxes.on_stepped_down(partition)
 
-    def _topic_removed(self, topic: Topic) -> None:
+    def on_topic_grown(self, topic: Topic) -> None:
+        self.groups.long_polls.move({topic.name})
+
+    def on_topic_removed(self, topic: Topic) -> None:
         self.groups.forget_topic(topic)
         self.outboxes.on_removed(topic)
         self.overview.forget_topic(topic)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import ceil
 
@@ -30,13 +30,15 @@ from portalmq.broker.cluster.controller_loop import ControllerLoop
 from portalmq.broker.cluster.failure_detector import CertificatePaths, FailureDetector, Probe, Prober, probe_once
 from portalmq.broker.cluster.peer_queries import PeerQueries
 from portalmq.broker.cluster.retry_budget import AT_ONCE, RetryBudget
+from portalmq.broker.cluster.rpc import PeerCaller
+from portalmq.broker.cluster.rpc.brokers import ReplicaLogEnd
 from portalmq.broker.core.replica.events import IsrAnswered, Outcome, PartitionStateChanged, ProposeIsr
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.partition_state import partition_state_of
 from portalmq.broker.partition.yielding import TimeSlice
 from portalmq.control_plane.catalog import BrokerIdTaken, Catalog, Versioned
 from portalmq.control_plane.controller import View, departures, elect
-from portalmq.control_plane.mirror import Changes, Mirror, SetBack
+from portalmq.control_plane.mirror import Changes, Mirror, PartitionKey, SetBack
 from portalmq.control_plane.plane import (
     Conflict,
     PlaneError,
@@ -84,6 +86,8 @@ class Membership:
         cluster_id: str = "",
         on_fatal: Callable[[BaseException], None],
         has_files: Callable[[str], bool] | None = None,
+        peers: PeerCaller | None = None,
+        own_log_ends: Callable[[Sequence[PartitionKey]], Sequence[ReplicaLogEnd | None]] | None = None,
         probe: Callable[[str], Probe] | None = None,
         chance: Callable[[], float] = random.random,
         certificate: CertificatePaths | None = None,
@@ -111,6 +115,8 @@ class Membership:
             self.failure_detector,
             clock,
             probe or partial(probe_once, certificate=certificate),
+            peers,
+            own_log_ends,
             is_controller=lambda: self.is_controller,
             on_suspicion=lambda suspect, incarnation: self.controller_loop.note_suspicion(suspect, incarnation),
         )

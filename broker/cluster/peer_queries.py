@@ -48,15 +48,14 @@ class PeerQueries:
         failure_detector: FailureDetector,
         clock: Clock,
         probe: Callable[[str], Probe],
+        peers: PeerCaller | None,
+        own_log_ends: Callable[[Sequence[PartitionKey]], Sequence[ReplicaLogEnd | None]] | None,
         *,
         is_controller: Callable[[], bool],
         on_suspicion: Callable[[int, int], None],
     ) -> None:
-        self.peers: PeerCaller | None = None
-        # Returns the log ends of this broker's own replicas.
-        self.own_log_ends: Callable[[Sequence[PartitionKey]], Sequence[ReplicaLogEnd | None]] = lambda keys: (
-            [None] * len(keys)
-        )
+        self.peers = peers
+        self.own_log_ends = own_log_ends or (lambda keys: [None] * len(keys))
         self._broker_id, self._incarnation = broker
         self._mirror = mirror
         self._failure_detector = failure_detector

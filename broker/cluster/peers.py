@@ -53,13 +53,6 @@ class NotAnswered(Unavailable):
         super().__init__(detail, outcome="unknown", retry_after_s=0.1)
 
 
-class BrokerAddresses(Protocol):
-    """Where the brokers are: the mirror of the control plane."""
-
-    @property
-    def brokers(self) -> Mapping[int, BrokerState]: ...
-
-
 class PeerConnections(Protocol):
     """What is needed of a pool of connections."""
 
@@ -69,18 +62,20 @@ class PeerConnections(Protocol):
 
 
 class Peers:
-    """The other brokers. `on_trouble(broker_id, incarnation, refused)` hears of each one that gave no answer; it must
-    not block."""
+    """The other brokers. `brokers` returns the registered ones. `on_trouble(broker_id, incarnation, refused)` is called
+    for each one that does not answer; it must not block."""
 
     def __init__(
         self,
-        registry: BrokerAddresses,
+        brokers: Callable[[], Mapping[int, BrokerState]],
         secret: str,
         *,
+        on_trouble: Callable[[int, int, bool], None] = lambda broker_id, incarnation, refused: None,
         tls: ssl.SSLContext | None = None,
         pool: PeerConnections | None = None,
     ) -> None:
-        self._registry = registry
+        self._brokers = brokers
+        self._on_trouble = on_trouble
         self._credential = credential(secret)
         self._pool: PeerConnections = pool or ConnectionPool(
             tls=tls,
@@ -88,7 +83,6 @@ class Peers:
             connect_timeout_s=CONNECT_TIMEOUT_S,
             poll=get_original("select", "poll"),
         )
-        self.on_trouble: Callable[[int, int, bool], None] = lambda broker_id, incarnation, refused: None
 
     def call(self, broker_id: int, name: str, request: msgspec.Struct, kind: type[T], *, timeout_s: float) -> T:
         """Ask a broker for `name` with a `request`; its answer as a `kind`.
@@ -103,7 +97,7 @@ class Peers:
 
     def call_bytes(self, broker_id: int, name: str, body: bytes, *, timeout_s: float) -> bytes:
         """The same with bytes. `timeout_s` bounds the call as a whole."""
-        state = self._registry.brokers.get(broker_id)
+        state = self._brokers().get(broker_id)
         if state is None:
             raise NotReached(f"broker {broker_id} is not registered now")
         try:
@@ -120,12 +114,12 @@ class Peers:
                 answer = self._pool.exchange(address, "POST", head, body, timeout_s)
         except NotSent as fault:
             refused = isinstance(fault.__cause__, ConnectionRefusedError)
-            self.on_trouble(broker_id, state.incarnation, refused)
+            self._on_trouble(broker_id, state.incarnation, refused)
             raise NotReached(
                 f"broker {broker_id} cannot be reached at {address.url}: {fault}", refused=refused
             ) from fault
         except (NoAnswer, TimeoutError) as fault:
-            self.on_trouble(broker_id, state.incarnation, False)
+            self._on_trouble(broker_id, state.incarnation, False)
             raise NotAnswered(f"broker {broker_id} gave no answer to {name}: {fault}") from fault
         if answer.status == 200:
             return answer.body

@@ -29,6 +29,17 @@ class TopicsHost(PartitionHost, Protocol):
     @property
     def peers(self) -> PeerCaller: ...
 
+    def on_topic_grown(self, topic: Topic) -> None:
+        """Called for a topic with more partitions than before."""
+        ...
+
+    def on_topic_removed(self, topic: Topic) -> None:
+        """Called for a topic that is gone from the cluster, before its files are removed."""
+        ...
+
+    def on_leading(self, topic: Topic, partition: Partition) -> None: ...
+    def on_stepped_down(self, topic: Topic, partition: Partition) -> None: ...
+
 
 class Topic:
     """A topic of the cluster. `local` are the replicas open on this broker, by number. `confirm` raises Unavailable for

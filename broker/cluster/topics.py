@@ -57,11 +57,8 @@ def _how_to_create(name: str) -> str:
 
 
 class Topics:
-    """The topics by name and id.
-
-    `on_opened`, `on_leading` and `on_stepped_down` are called for each partition; `on_removed` for a topic that is gone
-    from the cluster, before its files are removed; `on_grown` for a topic with more partitions than before.
-    """
+    """The topics by name and id. `on_opened` is called for each partition; `polls` returns True for a broker that has a
+    fetch parked here."""
 
     def __init__(
         self,
@@ -70,10 +67,12 @@ class Topics:
         cluster_id: str,
         data_dir: Path,
         *,
+        capacity: Capacity,
+        polls: Callable[[int], bool],
         auto_create: bool,
         default_replication_factor: int,
     ) -> None:
-        self.capacity: Capacity | None = None
+        self._capacity = capacity
         self._host = host
         self._catalog = catalog
         self._auto_create = auto_create
@@ -102,12 +101,8 @@ class Topics:
         self._describe_lock = BoundedSemaphore()
         self._changed = Event()
         self._closed = False
-        self.ticker = Ticker(host, self.partitions)
-        self.on_removed: Callable[[Topic], None] = lambda topic: None
-        self.on_grown: Callable[[Topic], None] = lambda topic: None
+        self.ticker = Ticker(host, self.partitions, polls=polls)
         self.on_opened: Callable[[Partition], None] = lambda partition: None
-        self.on_leading: Callable[[Topic, Partition], None] = lambda topic, partition: None
-        self.on_stepped_down: Callable[[Topic, Partition], None] = lambda topic, partition: None
 
     def __iter__(self) -> Iterator[Topic]:
         return iter(tuple(self._topics.values()))
@@ -184,7 +179,7 @@ class Topics:
             self._sync_partition(state.topic_id, number)
         gevent.spawn(self._describe, topic)
         if state.partitions > before.partitions:
-            self.on_grown(topic)
+            self._host.on_topic_grown(topic)
 
     def _describe(self, topic: Topic) -> None:
         """Write topic.json. One write at a time, so that the last state known is the last one written."""
@@ -207,7 +202,7 @@ class Topics:
         del self._topics[topic.name]
         self._by_id.pop(topic.state.topic_id, None)
         self._ending.add(topic.state.topic_id)
-        self.on_removed(topic)
+        self._host.on_topic_removed(topic)
         gevent.spawn(self._end, topic)
 
     def _end(self, topic: Topic) -> None:
@@ -227,7 +222,7 @@ class Topics:
     def _publish(self, topic: Topic, partition: Partition) -> None:
         _configure(partition, topic.state)
         partition.on_leading = lambda it: self._leading(topic, it)
-        partition.on_stepped_down = lambda it: self.on_stepped_down(topic, it)
+        partition.on_stepped_down = lambda it: self._host.on_stepped_down(topic, it)
         partition.on_damaged = lambda it: self._opener.repair(topic, it)
         topic.local[partition.number] = partition
         held = self._host.membership.mirror.partitions.get((topic.state.topic_id, partition.number))
@@ -237,7 +232,7 @@ class Topics:
 
     def _leading(self, topic: Topic, partition: Partition) -> None:
         if partition.serves:
-            self.on_leading(topic, partition)
+            self._host.on_leading(topic, partition)
         self._notify_changed()
 
     @property
@@ -340,9 +335,9 @@ class Topics:
     def _create(self, name: str, request: wire.CreateTopic) -> tuple[Topic, bool]:
         brokers, default = self._host.membership.mirror.brokers, self._default_replication_factor
         with ExitStack() as reserved:
-            if self.capacity is not None and name not in self._topics:
+            if name not in self._topics:
                 factor = min(request.replication_factor or default, max(1, len(brokers)))
-                reserved.enter_context(self.capacity.topic((request.partitions or 1) * factor))
+                reserved.enter_context(self._capacity.topic((request.partitions or 1) * factor))
             state, created = self._catalog.create_topic(
                 name, request, brokers=brokers, default_replication_factor=default
             )
@@ -351,9 +346,9 @@ class Topics:
     def alter(self, name: str, request: wire.AlterTopic) -> Topic:
         with self._change_lock(name), ExitStack() as reserved:
             topic = self._topics.get(name)
-            if self.capacity is not None and topic is not None and request.partitions is not None:
+            if topic is not None and request.partitions is not None:
                 more = request.partitions - topic.state.partitions
-                reserved.enter_context(self.capacity.replicas(max(0, more) * topic.state.replication_factor))
+                reserved.enter_context(self._capacity.replicas(max(0, more) * topic.state.replication_factor))
             state = self._catalog.alter_topic(name, request, brokers=self._host.membership.mirror.brokers)
             return self._wait_applied(state)
 

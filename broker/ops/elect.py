@@ -85,7 +85,7 @@ def _elect(
     mirror = Mirror(catalog.plane)
     mirror.refresh()
     tls = trusting_by_hand(config, tls_cert)
-    peers = Peers(mirror, cluster_secret_in(config) or catalog.cluster_secret(), tls=tls)
+    peers = Peers(lambda: mirror.brokers, cluster_secret_in(config) or catalog.cluster_secret(), tls=tls)
     try:
         elected = elect_unclean(catalog, peers, topic, partition, wanted=broker)
     finally:

@@ -31,6 +31,7 @@ from portalmq.broker.core.queue.receipts import ReceiptSigner
 from portalmq.broker.core.queue.records import Commit, LanePosition, Output, Range
 from portalmq.broker.core.stream.offsets import StreamOffsets
 from portalmq.broker.messages.produce import size_of, with_default_ttl
+from portalmq.broker.metrics import Metrics
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.yielding import give_way, in_turns
@@ -87,7 +88,6 @@ class CommitGroupLookup(Protocol):
     def book(self, group: GroupState, topic_id: str) -> ReceiptSigner: ...
     def at(self, group: GroupState, place: TopicPartition) -> GroupPartition: ...
     def partition(self, place: TopicPartition) -> Partition: ...
-    def acked(self, topic: str, group: str, messages: int) -> None: ...
 
 
 class Receipts(Protocol):
@@ -117,13 +117,16 @@ class GroupCommits:
         leaders: LeaderRouter,
         outboxes: Outboxes,
         clock: Clock,
+        metrics: Metrics,
+        check_reached: Callable[[GroupState, int], None],
     ) -> None:
         self._groups = groups
         self._receipts = receipts
         self._topics = topics
         self._leaders = leaders
         # Raises IllegalGeneration for a generation that a stream group has not reached.
-        self.check_reached: Callable[[GroupState, int], None] = lambda group, generation: None
+        self._check_reached = check_reached
+        self._metrics = metrics
         self._outboxes = outboxes
         self._clock = clock
 
@@ -170,7 +173,7 @@ class GroupCommits:
         partition, OffsetMoved when the input does not begin at the group's offset, OffsetOutOfRange for an offset that
         cannot be committed or is committed already. Then nothing is done."""
         group = self._of_mode(name, "stream")
-        self.check_reached(group, stream.generation)
+        self._check_reached(group, stream.generation)
         place = self._topics.known(topic).place(number)
         call = CommitCall(name, group.group_id, *place, self._outputs(publications), stream=stream)
         return self._forward(call, place, forward)
@@ -271,7 +274,7 @@ class GroupCommits:
             )
         record = Commit(commit_id, self._clock.now_ms(), tuple(call.outputs), checked.ranges, checked.ahead)
         offset = self._append(at.partition, call.group, record)
-        self._groups.acked(call.topic, call.group, len(offsets))
+        self._metrics.acked(call.topic, call.group, len(offsets))
         at.notify()
         return CommitResult(len(offsets), len(call.outputs), offset)
 

@@ -14,12 +14,14 @@ from typing import NamedTuple
 from portalmq.broker.core.queue.delivery import OUTSTANDING_MAX
 from portalmq.broker.core.queue.receipts import ReceiptSigner
 from portalmq.broker.core.queue.records import Ack, Extend, LanePosition, Nack, Range, ranges_of
+from portalmq.broker.metrics import Metrics
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.writer import Pending
 from portalmq.broker.queues.delivery_batch import backoff_ms, parts_of
 from portalmq.broker.queues.group_receiver import GroupReceiver
 from portalmq.broker.queues.partition_counts import counted
+from portalmq.control_plane.state import GroupState
 from portalmq.errors import Backpressure, PortalMQError
 from portalmq.wire import GroupConfig
 
@@ -44,12 +46,16 @@ class GroupPartition(GroupReceiver):
     """One group on one partition, while it is led here: receive and settle."""
 
     def __init__(
-        self, partition: Partition, group: str, book: ReceiptSigner, clock: Clock, *, group_id: str = ""
+        self,
+        partition: Partition,
+        group: GroupState,
+        book: ReceiptSigner,
+        clock: Clock,
+        metrics: Metrics,
+        settings: Callable[[], GroupConfig],
     ) -> None:
-        super().__init__(partition, group, book, clock, group_id=group_id)
+        super().__init__(partition, group, book, clock, metrics, settings)
         self._ahead_max = AHEAD_STEP
-        # Called with the number of acked messages when the acks are committed; each message counts once.
-        self.on_acked: Callable[[int], None] = lambda messages: None
 
     # --- ack ---------------------------------------------------------------------------------------------------------
 
@@ -112,7 +118,8 @@ class GroupPartition(GroupReceiver):
         messages += sum([not self.delivery.is_ahead(offset) for _, _, offset in ahead])
         pending = self.partition.append_group_record(self.group, Ack(ranges, self._clock.now_ms(), ahead))
         if messages:
-            pending.done.rawlink(lambda _: self.on_acked(messages) if pending.error is None else None)
+            count = partial(self._metrics.acked, self.partition.topic, self.group, messages)
+            pending.done.rawlink(lambda _: count() if pending.error is None else None)
         if ahead:
             self._pass_ahead()
         return self._then_others(pending)

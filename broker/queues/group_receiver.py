@@ -22,6 +22,7 @@ from portalmq.broker.core.queue.records import (
     GroupStart,
 )
 from portalmq.broker.core.queue.selection import NEVER_MS, DeliveryRange, Selection, read_keys, select, update_keys
+from portalmq.broker.metrics import Metrics
 from portalmq.broker.partition.answer_size import fitting, sizes_of
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.long_poll import LeasedMessage, ReceiveOptions, Waiter
@@ -32,6 +33,7 @@ from portalmq.broker.partition.yielding import give_way
 from portalmq.broker.queues.delivery_batch import DEAD_A_RECORD, Run, dead_letter_topic, runs_of
 from portalmq.broker.queues.ready_messages import ReadyMessages
 from portalmq.broker.queues.wakeup import Wakeup
+from portalmq.control_plane.state import GroupState
 from portalmq.errors import PortalMQError, Unavailable
 from portalmq.wire import GroupConfig
 
@@ -48,29 +50,30 @@ class GroupReceiver:
     is_remote = False
 
     def __init__(
-        self, partition: Partition, group: str, book: ReceiptSigner, clock: Clock, *, group_id: str = ""
+        self,
+        partition: Partition,
+        group: GroupState,
+        book: ReceiptSigner,
+        clock: Clock,
+        metrics: Metrics,
+        settings: Callable[[], GroupConfig],
     ) -> None:
         self.partition = partition
-        self.group = group
-        self.group_id = group_id
+        self.group = group.name
+        self.group_id = group.group_id
+        self.settings = settings
         self._book = book
         self._clock = clock
+        self._metrics = metrics
         self._ready_messages = ReadyMessages(partition)
         self._wakeup = Wakeup(
             partition,
-            group,
+            group.name,
             self._ready_messages,
             clock,
-            settings=lambda: self.settings(),
+            settings=settings,
             on_timer=self._on_timer,
         )
-        # Returns the group's current settings.
-        self.settings: Callable[[], GroupConfig] = GroupConfig
-        # Called with the number of delivered messages, and how many of them were redeliveries.
-        self.on_delivered: Callable[[int, int], None] = lambda messages, again: None
-        # Called with the number of dead messages, and with the number of expired ones.
-        self.on_dead: Callable[[int], None] = lambda messages: None
-        self.on_expired: Callable[[int], None] = lambda messages: None
 
     @property
     def delivery(self) -> GroupDelivery:
@@ -167,7 +170,8 @@ class GroupReceiver:
             raise
         self._wakeup.arm()
         again = sum([end - start for start, end, deliveries in ranges if deliveries > 1])
-        self.on_delivered(sum([end - start for start, end, _ in ranges]), again)
+        messages = sum([end - start for start, end, _ in ranges])
+        self._metrics.delivered(self.partition.topic, self.group, messages, again)
         delivered = self._delivered(runs, deadline_ms, granted.batch.leader_epoch)
         if at_most_once:
             done = tuple([(start, end) for start, end, _ in ranges])
@@ -248,7 +252,7 @@ class GroupReceiver:
         pending = self.partition.append_group_record(self.group, grant, is_soft=True, not_before_ms=not_before_ms)
         update_keys(self.delivery, selection)
         if selection.expired:
-            self.on_expired(selection.expired)
+            self._metrics.expired(self.partition.topic, self.group, selection.expired)
         return pending
 
     def _pass_over(self, selection: Selection) -> bool:
@@ -299,7 +303,8 @@ class GroupReceiver:
     def _give_up(self, ranges: tuple[tuple[int, int, int], ...], now_ms: int, reason: str) -> Pending:
         topic = dead_letter_topic(self.settings(), self.partition.topic)
         pending = self.partition.append_group_record(self.group, Dead(ranges, now_ms, reason, topic))
-        self.on_dead(sum([end - start for start, end, _ in ranges]))
+        messages = sum([end - start for start, end, _ in ranges])
+        self._metrics.dead(self.partition.topic, self.group, messages)
         return pending
 
     def sweep(self) -> None:

@@ -28,8 +28,8 @@ REMEMBERED_MAX = 10_000
 class GroupRegistry:
     """The groups of the cluster, as this broker knows them."""
 
-    def __init__(self, catalog: Catalog, mirror: Mirror) -> None:
-        self.capacity: Capacity | None = None
+    def __init__(self, catalog: Catalog, mirror: Mirror, capacity: Capacity) -> None:
+        self._capacity = capacity
         self._catalog = catalog
         self._mirror = mirror
         # The state that this broker wrote or read, what the mirror showed then, and until when the mirror may lag.
@@ -51,7 +51,7 @@ class GroupRegistry:
         return created
 
     def _making(self, held: GroupState | None) -> AbstractContextManager[None]:
-        return nullcontext() if self.capacity is None or held is not None else self.capacity.group(self.names)
+        return nullcontext() if held is not None else self._capacity.group(self.names)
 
     def find(self, name: str) -> GroupState | None:
         """Return the group from the mirror, or as this broker wrote it while the mirror lags; None for no group."""

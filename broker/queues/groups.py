@@ -12,11 +12,12 @@ partitions that existed then, and the others were added since.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 
 from portalmq import wire
+from portalmq.broker.cluster.capacity import Capacity
 from portalmq.broker.cluster.metadata_cache import MetadataCache
 from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, one_by_one
 from portalmq.broker.cluster.rpc import TopicPartition
@@ -24,6 +25,7 @@ from portalmq.broker.cluster.rpc.queues import KNOWN, START, BeginGroup, GroupBe
 from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.cluster.topics import Topics
 from portalmq.broker.core.queue.receipts import ReceiptSigner, topic_tag
+from portalmq.broker.metrics import Metrics
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.long_poll import LongPolls
 from portalmq.broker.partition.partition import Partition
@@ -59,20 +61,19 @@ class Groups(GroupRegistry):
         metadata_cache: MetadataCache,
         leaders: LeaderRouter,
         clock: Clock,
+        metrics: Metrics,
+        capacity: Capacity,
         *,
         receipt_key: bytes,
         parked_receives_max: int,
     ) -> None:
-        super().__init__(catalog, mirror)
+        super().__init__(catalog, mirror, capacity)
         self.topics = topics
         self.leaders = leaders
         self.long_polls = LongPolls(parked_receives_max)
-        self.on_acked: Callable[[str, str, int], None] = lambda topic, group, messages: None
-        self.on_delivered: Callable[[str, str, int, int], None] = lambda topic, group, messages, again: None
-        self.on_dead: Callable[[str, str, int], None] = lambda topic, group, messages: None
-        self.on_expired: Callable[[str, str, int], None] = lambda topic, group, messages: None
         self._metadata_cache = metadata_cache
         self._clock = clock
+        self._metrics = metrics
         self._key = receipt_key
         self._attached: dict[tuple[str, str, int], GroupPartition] = {}
         self._books: dict[tuple[str, str, str], ReceiptSigner] = {}
@@ -204,12 +205,8 @@ class Groups(GroupRegistry):
             attached = None
         if attached is None:
             book = self.book(group, topic_id)
-            attached = GroupPartition(partition, group.name, book, self._clock, group_id=group.group_id)
-            attached.settings = partial(self._settings, group)
-            attached.on_delivered = partial(self._delivered, partition.topic, group.name)
-            attached.on_acked = partial(self.acked, partition.topic, group.name)
-            attached.on_dead = partial(self._given_up, partition.topic, group.name)
-            attached.on_expired = partial(self._expired, partition.topic, group.name)
+            settings = partial(self._settings, group)
+            attached = GroupPartition(partition, group, book, self._clock, self._metrics, settings)
             self._attached[key] = attached
         return attached
 
@@ -252,18 +249,6 @@ class Groups(GroupRegistry):
         """Return the group's current settings; those of `group` when it is deleted."""
         now = self.find(group.name)
         return now.config if now is not None and now.group_id == group.group_id else group.config
-
-    def _delivered(self, topic: str, group: str, messages: int, again: int) -> None:
-        self.on_delivered(topic, group, messages, again)
-
-    def _given_up(self, topic: str, group: str, messages: int) -> None:
-        self.on_dead(topic, group, messages)
-
-    def _expired(self, topic: str, group: str, messages: int) -> None:
-        self.on_expired(topic, group, messages)
-
-    def acked(self, topic: str, group: str, messages: int) -> None:
-        self.on_acked(topic, group, messages)
 
     # --- beginning ---------------------------------------------------------------------------------------------------
 

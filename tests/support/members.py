@@ -64,8 +64,8 @@ class Member:
             Clock(),
             on_fatal=self.fatal.append,
             probe=lambda url: cluster.probe(broker_id, url),
+            peers=Line(cluster, broker_id),
         )
-        self.membership.peer_queries.peers = Line(cluster, broker_id)
         self.membership.on_changed.append(self.told.append)
         self.membership.on_session_lost.append(self._count_lost)
 

@@ -19,16 +19,9 @@ PATH = "/internal/v1/known"
 ASK = EndGroup("g", "id")
 
 
-class Registry:
-    def __init__(self, **urls: str) -> None:
-        self.brokers = {int(name[1:]): BrokerState(url, 7, "store") for name, url in urls.items()}
-
-
 def peers_of(url: str, trouble: list[tuple[int, int, bool]] | None = None) -> Peers:
-    peers = Peers(Registry(_2=url), SECRET)
-    if trouble is not None:
-        peers.on_trouble = lambda broker_id, incarnation, refused: trouble.append((broker_id, incarnation, refused))
-    return peers
+    brokers, noted = {2: BrokerState(url, 7, "store")}, [] if trouble is None else trouble
+    return Peers(lambda: brokers, SECRET, on_trouble=lambda *reported: noted.append(reported))
 
 
 def echo(broker: ScriptedBroker, call: Call) -> Reply:
