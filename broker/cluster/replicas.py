@@ -14,11 +14,12 @@ import os
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from portalmq.broker.cluster.rpc.brokers import ReplicaLogEnd
 from portalmq.broker.partition.folding import Recovered, recover
 from portalmq.broker.partition.host import PartitionHost
+from portalmq.broker.partition.native import attempt
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.storage.errors import CorruptBatch, CorruptFile, Shortage, faults_of
 from portalmq.broker.storage.files import make_directory, sync_directory, write_atomically
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 TOPIC_FILE = "topic.json"
 STORE_FILE = "store.id"
 
+P = ParamSpec("P")
 T = TypeVar("T")
 Opened = tuple[Log, StateFile, Recovered, str]
 
@@ -163,7 +165,7 @@ class Replicas:
         self.files = files
 
     def describe(self, topic: TopicState) -> None:
-        failed = self._host.pool.apply(_attempt, (self.files, self.files.describe, topic))
+        failed = attempt(self._host.pool, _naming_faults, self.files, self.files.describe, topic)
         if isinstance(failed, Exception):
             log.warning("%s of topic %r is not up to date: %s", TOPIC_FILE, topic.name, failed)
 
@@ -176,7 +178,7 @@ class Replicas:
         when another ISR member says that it is whole. Otherwise its files stay, it stays closed, and its log end is
         returned, which says why. The only member of the ISR opens with what it has, if that can be read.
         """
-        opened = self._host.pool.apply(_attempt, (self.files, self.files.open, topic, number))
+        opened = attempt(self._host.pool, _naming_faults, self.files, self.files.open, topic, number)
         closed = self._unusable(opened)
         if closed is not None:
             elsewhere = is_whole_elsewhere()
@@ -189,7 +191,7 @@ class Replicas:
                 self._close(opened)
                 if not self.set_aside(topic, number):
                     return None
-                opened = self._host.pool.apply(_attempt, (self.files, self.files.open, topic, number))
+                opened = attempt(self._host.pool, _naming_faults, self.files, self.files.open, topic, number)
         if isinstance(opened, Shortage):
             log.warning("partition %d of topic %r cannot be opened yet: %s", number, topic.name, opened)
             return None
@@ -229,7 +231,7 @@ class Replicas:
             opened[1].close()
 
     def set_aside(self, topic: TopicState, number: int) -> bool:
-        target = self._host.pool.apply(_attempt, (self.files, self.files.set_aside, topic, number))
+        target = attempt(self._host.pool, _naming_faults, self.files, self.files.set_aside, topic, number)
         if isinstance(target, Shortage):
             log.warning("partition %d of topic %r cannot be set aside yet: %s", number, topic.name, target)
             return False
@@ -248,10 +250,6 @@ def _described(place: Path) -> str:
     return f"{place} ({size:,} bytes, offsets {int(files[0].stem)} to {int(files[-1].stem)} and on)"
 
 
-def _attempt(files: Files, work: Callable[..., T], *arguments: object) -> T | Exception:
-    """Run work on a native thread. Return an error instead of raising it, since gevent would print it."""
-    try:
-        with faults_of(files.root):
-            return work(*arguments)
-    except Exception as error:  # noqa: BLE001
-        return error
+def _naming_faults(files: Files, work: Callable[P, T], *arguments: P.args, **more: P.kwargs) -> T:
+    with faults_of(files.root):
+        return work(*arguments, **more)

@@ -14,8 +14,8 @@ import gevent
 
 from portalmq.broker.core.replica.events import Action, Append, RememberEpoch
 from portalmq.broker.partition.host import Replica
-from portalmq.broker.storage.errors import Shortage, StorageError
-from portalmq.broker.storage.state import StateFile
+from portalmq.broker.partition.native import attempt
+from portalmq.broker.storage.errors import Shortage
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class ActionQueue:
         """Make the epoch durable, then perform what waits for that. A shortage delays it."""
         partition = self._partition
         while not partition.closed:
-            failed = partition.host.pool.apply(_remembered, (partition.state_file, action.leader_epoch))
+            failed = attempt(partition.host.pool, partition.state_file.save_highest_epoch, action.leader_epoch)
             if failed is None:
                 break
             if not isinstance(failed, Shortage):
@@ -71,12 +71,3 @@ class ActionQueue:
         self.remembering = None
         self._perform()
         self._on_remembered()
-
-
-def _remembered(state_file: StateFile, leader_epoch: int) -> StorageError | None:
-    """Run on a native thread. Return an error instead of raising it, since gevent would print it."""
-    try:
-        state_file.save_highest_epoch(leader_epoch)
-    except StorageError as error:
-        return error
-    return None

@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import gevent
@@ -29,6 +29,7 @@ import msgspec
 
 from portalmq.broker.core.queue.records import Compact, ranges_of
 from portalmq.broker.partition.clock import Clock
+from portalmq.broker.partition.native import attempt
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.storage.batch import BatchKind
 from portalmq.broker.storage.compaction import Compaction, CompactionOrder
@@ -48,6 +49,7 @@ PAUSES_A_STEP = 3
 PAUSES_A_STEP_BEHIND = 1
 PAUSE_S_MIN = 0.001
 
+T = TypeVar("T")
 _decode = msgspec.msgpack.Decoder(Compact).decode
 
 
@@ -191,9 +193,9 @@ class Compactor:
         self._orders[partition] = found
         return found
 
-    def _done(self, partition: Partition, work: object, *arguments: object) -> object:
+    def _done(self, partition: Partition, work: Callable[..., T], *arguments: object) -> T | None:
         """Return the result of `work` on a native thread; None where it failed. A damaged file is reported."""
-        found = self._host.pool.apply(_answered, (work, arguments))
+        found = attempt(self._host.pool, work, *arguments)
         if not isinstance(found, Exception):
             return found
         if isinstance(found, DAMAGE):
@@ -206,14 +208,6 @@ class Compactor:
 
 
 # --- on native threads ------------------------------------------------------------------------------------------------
-
-
-def _answered(work: object, arguments: tuple[object, ...]) -> object:
-    """Return errors instead of raising them, since gevent would print them."""
-    try:
-        return work(*arguments)  # type: ignore[operator]
-    except Exception as error:  # noqa: BLE001
-        return error
 
 
 def _stepped(work: Compaction) -> bool:

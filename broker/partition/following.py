@@ -42,6 +42,7 @@ from portalmq.broker.partition.fetch_answers import (
 )
 from portalmq.broker.partition.folding import Recovered, StateRecord, recover
 from portalmq.broker.partition.host import FollowedPartition, Replica
+from portalmq.broker.partition.native import attempt
 from portalmq.broker.partition.writer import ReplicatedBatches
 from portalmq.broker.storage.batch import BadFrame, BatchFrame, BatchKind, FrameHeader, verified_header
 from portalmq.broker.storage.errors import CorruptBatch, CorruptFile, Shortage
@@ -158,13 +159,15 @@ class FollowerReplication:
 
     def _state(self, head: FrameHeader, frame: BatchFrame) -> StateRecord:
         """Load a STATE record. Raises BadFrame for one that is none."""
-        if len(frame.body) < LARGE_BYTES:
-            state = _loaded(frame.body)
-        else:
-            state = self._partition.host.pool.apply(_loaded, (frame.body,))
-        if isinstance(state, StateRecord):
+        try:
+            if len(frame.body) < LARGE_BYTES:
+                return StateRecord(frame.body)
+            state = attempt(self._partition.host.pool, StateRecord, frame.body)
+            if isinstance(state, Exception):
+                raise state
             return state
-        raise BadFrame(f"the STATE record at {head.base_offset} is unreadable: {state}") from state
+        except msgspec.MsgspecError as error:
+            raise BadFrame(f"the STATE record at {head.base_offset} is unreadable: {error}") from error
 
     def _checked(self, fetch: Fetch, frames: Sequence[BatchFrame]) -> list[FrameHeader]:
         """Return the heads of frames with correct checksums that continue this log. Raises BadFrame."""
@@ -213,13 +216,13 @@ class FollowerReplication:
 
     def _reshape(
         self,
-        change: Callable[..., Recovered | Exception],
+        change: Callable[..., Recovered],
         arguments: tuple[object, ...],
         done: Callable[[Recovered], None],
     ) -> None:
         partition = self._partition
         while True:
-            found = partition.host.pool.apply(change, (partition.log, partition.state_file, *arguments))
+            found = attempt(partition.host.pool, change, partition.log, partition.state_file, *arguments)
             if partition.closed:
                 return
             if not isinstance(found, Shortage):
@@ -234,43 +237,27 @@ class FollowerReplication:
             done(found)
 
 
-def _loaded(body: bytes) -> StateRecord | msgspec.MsgspecError:
-    """An error is answered and not raised, as gevent would print it."""
-    try:
-        return StateRecord(body)
-    except msgspec.MsgspecError as error:
-        return error
-
-
-def _truncated(files: Log, state_file: StateFile, to_offset: int, high_watermark: int) -> Recovered | Exception:
+def _truncated(files: Log, state_file: StateFile, to_offset: int, high_watermark: int) -> Recovered:
     """Truncate the log at `to_offset` and fold the rest, on a native thread. A batch that contains `to_offset` goes as
     a whole: if the leader had any of it, it would have all."""
-    try:
-        border = files.batch_boundary_at(to_offset)
-        if border < high_watermark <= to_offset:
-            raise ValueError(f"the batch at offset {border} cannot be committed up to {high_watermark} alone")
-        to_offset = border
-        saved = state_file.load()
-        if saved is not None and saved[1] > to_offset:  # an unclean election: what was committed no longer is
-            state_file.forget()
-        if to_offset < files.log_start_offset:
-            files.reset(0, 0, 0)
-        else:
-            files.truncate(to_offset)
-        return recover(files, state_file, min(to_offset, high_watermark))
-    except Exception as error:  # noqa: BLE001 - returned to the waiting greenlet, since gevent would print it
-        return error
+    border = files.batch_boundary_at(to_offset)
+    if border < high_watermark <= to_offset:
+        raise ValueError(f"the batch at offset {border} cannot be committed up to {high_watermark} alone")
+    to_offset = border
+    saved = state_file.load()
+    if saved is not None and saved[1] > to_offset:  # an unclean election: what was committed no longer is
+        state_file.forget()
+    if to_offset < files.log_start_offset:
+        files.reset(0, 0, 0)
+    else:
+        files.truncate(to_offset)
+    return recover(files, state_file, min(to_offset, high_watermark))
 
 
-def _reset(
-    files: Log, state_file: StateFile, start: ReplicaStart, epochs: list[tuple[int, int]]
-) -> Recovered | Exception:
+def _reset(files: Log, state_file: StateFile, start: ReplicaStart, epochs: list[tuple[int, int]]) -> Recovered:
     """Begin an empty log at `start`, on a native thread. The epochs below it are in no record that this replica will
     get, so they are on disk before the log is."""
-    try:
-        fold = PartitionFold(applied=start.offset, log_start_offset=start.offset, epochs=epochs)
-        state_file.save(fold, start.offset, durable=True)
-        files.reset(*start)
-        return recover(files, state_file)
-    except Exception as error:  # noqa: BLE001 - returned to the waiting greenlet, since gevent would print it
-        return error
+    fold = PartitionFold(applied=start.offset, log_start_offset=start.offset, epochs=epochs)
+    state_file.save(fold, start.offset, durable=True)
+    files.reset(*start)
+    return recover(files, state_file)

@@ -23,6 +23,7 @@ from portalmq.broker.core.queue.records import Purge
 from portalmq.broker.core.replica.age import Age
 from portalmq.broker.partition.folding import GroupsFold
 from portalmq.broker.partition.host import Replica
+from portalmq.broker.partition.native import attempt
 from portalmq.broker.partition.writer import Pending
 from portalmq.broker.storage.batch import BatchKind
 from portalmq.broker.storage.errors import DAMAGE, OffsetPurged, Shortage
@@ -178,7 +179,7 @@ class Retention:
         partition = self._partition
         if partition.closed or upto <= partition.log.log_start_offset:
             return None
-        moved: ReplicaStart | Exception = partition.host.pool.apply(_advance, (partition.log, upto))
+        moved = attempt(partition.host.pool, _advance, partition.log, upto)
         if not isinstance(moved, ReplicaStart):
             return moved
         self._moved(moved)
@@ -215,7 +216,7 @@ class Retention:
     def _on_files(self, work: Callable[P, T], *arguments: P.args, **more: P.kwargs) -> T:
         """Return the result of `work` on a native thread. Raises its error; Unavailable for a damaged file, which is
         noted."""
-        found: T | Exception = self._partition.host.pool.apply(_answered, (work, *arguments), more)
+        found = attempt(self._partition.host.pool, work, *arguments, **more)
         if isinstance(found, DAMAGE):
             self._partition.report_damage(str(found))
             raise Unavailable(f"a file is damaged on this broker: {found}") from found
@@ -253,7 +254,7 @@ class Retention:
     def scrub(self) -> bool:
         """Check the next part of the log. False after the last part; then the check begins again."""
         partition = self._partition
-        found = partition.host.pool.apply(_scrub, (partition.log, self._scrub_at, SCRUB_BYTES))
+        found = attempt(partition.host.pool, partition.log.scrub, self._scrub_at, SCRUB_BYTES)
         if isinstance(found, int):
             ended, self._scrub_at = found <= self._scrub_at, found
             return not ended
@@ -265,7 +266,7 @@ class Retention:
         return False
 
 
-# --- on native threads: errors are returned and not raised, as gevent would print them --------------------------------
+# --- on native threads ------------------------------------------------------------------------------------------------
 
 
 def _save(
@@ -284,23 +285,6 @@ def _save_high_watermark(state_file: StateFile, high_watermark: int, messages_be
         state_file.save_high_watermark(high_watermark, messages_before)
 
 
-def _answered(work: Callable[P, T], *arguments: P.args, **more: P.kwargs) -> T | Exception:
-    try:
-        return work(*arguments, **more)
-    except Exception as error:  # noqa: BLE001
-        return error
-
-
-def _advance(log: Log, upto: int) -> ReplicaStart | Exception:
-    try:
-        log.advance_log_start(upto)
-        return log.replica_start()
-    except Exception as error:  # noqa: BLE001
-        return error
-
-
-def _scrub(log: Log, offset: int, bytes_max: int) -> int | Exception:
-    try:
-        return log.scrub(offset, bytes_max)
-    except Exception as error:  # noqa: BLE001
-        return error
+def _advance(log: Log, upto: int) -> ReplicaStart:
+    log.advance_log_start(upto)
+    return log.replica_start()
