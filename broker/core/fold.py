@@ -13,6 +13,8 @@ from msgspec import structs
 
 # The rows of a fold that is larger are decoded one by one.
 LARGE_BYTES = 256 * 1024
+# `available_at_ms` of messages that wait for an earlier one of their key.
+HELD_MS = 1 << 62
 
 
 class ProducerFold(msgspec.Struct, array_like=True):

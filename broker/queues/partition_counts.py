@@ -15,8 +15,8 @@ from itertools import islice
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from portalmq.broker.core.fold import GroupFold, SpanFold
-from portalmq.broker.core.queue.delivery import HELD_MS, GroupDelivery
+from portalmq.broker.core.fold import HELD_MS, GroupFold, SpanFold
+from portalmq.broker.core.queue.delivery import GroupDelivery
 from portalmq.broker.core.queue.lanes import DELAYED
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.folding import GroupsFold

@@ -18,7 +18,8 @@ from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, one_by_one,
 from portalmq.broker.cluster.rpc import TopicPartition
 from portalmq.broker.cluster.rpc.queues import UNFINISHED, ListUnfinished, MessageState, UnfinishedRow, UnfinishedRows
 from portalmq.broker.cluster.topic import Topic
-from portalmq.broker.core.queue.delivery import HELD_MS, GroupDelivery
+from portalmq.broker.core.fold import HELD_MS
+from portalmq.broker.core.queue.delivery import GroupDelivery
 from portalmq.broker.core.queue.lanes import lane_position
 from portalmq.broker.messages.browse import StoredMessage
 from portalmq.broker.partition.clock import Clock

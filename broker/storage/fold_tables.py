@@ -14,11 +14,9 @@ from typing import Any
 import apsw
 import msgspec
 
-from portalmq.broker.core.fold import DeadFold, GroupFold, PartitionFold, ProducerFold, SpanFold, StreamFold
+from portalmq.broker.core.fold import HELD_MS, DeadFold, GroupFold, PartitionFold, ProducerFold, SpanFold, StreamFold
 
 _NOW_MS = "CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)"
-# core.queue.delivery.HELD_MS: not a time, but the mark of messages that wait for an earlier one of their key.
-_HELD_MS = 1 << 62
 
 STATE_DDL = f"""
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
@@ -167,7 +165,7 @@ FROM spans WHERE leased AND available_at_ms > {_NOW_MS};
 
 CREATE VIEW scheduled AS
 SELECT group_name, start_offset, end_offset, deliveries, available_at_ms
-FROM spans WHERE NOT leased AND available_at_ms > {_NOW_MS} AND available_at_ms < {_HELD_MS};
+FROM spans WHERE NOT leased AND available_at_ms > {_NOW_MS} AND available_at_ms < {HELD_MS};
 
 CREATE VIEW dead AS
 SELECT group_name, start_offset, end_offset, end_offset - start_offset AS messages, deliveries, reason, dead_at_ms

@@ -21,6 +21,7 @@ from portalmq.broker.core.queue.delivery import GroupDelivery
 from portalmq.broker.core.queue.key_order import KeyQueues
 from portalmq.broker.core.queue.records import Claim, CommitOffset, Grant
 from portalmq.broker.core.queue.selection import NEVER_MS
+from portalmq.broker.core.queue.spans import GroupSpans
 from portalmq.broker.core.stream import offsets as streams
 from portalmq.broker.core.stream.offsets import StreamOffsets
 from portalmq.broker.core.stream.rebalance import Draft
@@ -62,7 +63,7 @@ def _(original: Any, self: Any, batch: Any) -> None:
         original(self, batch)
 
 
-@mutant("looks at no lease", 7, (GroupDelivery, "_live"))
+@mutant("looks at no lease", 7, (GroupSpans, "_live"))
 def _(original: Any, self: Any, starts: list[int], now_ms: int) -> Any:
     return original(self, starts, now_ms + 200)
 

@@ -20,15 +20,14 @@ Offsets are numbers here; payloads, clocks and settings never enter.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from heapq import heapify, heappop, heappush, merge
+from collections.abc import Callable, Iterable, Sequence
+from heapq import heappop, heappush
 from sys import intern
 
 import msgspec
 
-from portalmq.broker.core.fold import DeadFold, GroupFold, SpanFold
+from portalmq.broker.core.fold import HELD_MS, DeadFold, GroupFold, SpanFold
 from portalmq.broker.core.queue.key_order import KeyQueues
-from portalmq.broker.core.queue.lanes import priority_of
 from portalmq.broker.core.queue.records import (
     Ack,
     Commit,
@@ -44,33 +43,21 @@ from portalmq.broker.core.queue.records import (
     Redrive,
     remember_commit,
 )
-from portalmq.broker.core.queue.spans import length_of, take_out
+from portalmq.broker.core.queue.spans import GroupSpans, start_of
 
 EXPIRIES_BEFORE_ALONE = 2
 ATTEMPTS_MAX = 10_000
 OUTSTANDING_MAX = 100_000
-STALE_WAKEUPS_MAX = 1_000
-# Heap rows that each new wakeup checks while too many may be stale, and those that one query discards.
-SWEPT_AT_ONCE = 4
-STALE_AT_ONCE = 1_500
-# Due heap rows that one query takes, and returned messages that it checks.
-RETURNED_AT_ONCE = 1_000
-# From this many ranges on, they are cut out of the spans in one pass.
-RANGES_IN_A_PASS = 100
 COMMITS_REMEMBERED = 50_000
 # Ranges of dead messages that a group remembers on a partition; beyond it the oldest are dropped (their copies are
 # not).
 DEAD_MAX = 100_000
-# `available_at_ms` of messages that wait for an earlier one of their key.
-HELD_MS = 1 << 62
 
 
-class GroupDelivery:
+class GroupDelivery(GroupSpans):
     """State of one group on one partition. Times are the leader's, in Unix milliseconds.
 
-    Invariants: spans are disjoint and sorted; `outstanding` is the sum of their lengths; no span of lane 0 reaches past
-    `next`, and no message is in a span and in `dead`, or in a span and ahead. Spans are replaced, never modified:
-    snapshots share them.
+    Invariants: no span of lane 0 reaches past `next`; no message is in a span and in `dead`, or in a span and ahead.
     """
 
     def __init__(self, fold: GroupFold) -> None:
@@ -96,21 +83,7 @@ class GroupDelivery:
         self._ahead_offsets: set[int] = set()
         for spot in fold.ahead:
             self._put_ahead(spot)
-        self._spans: dict[int, SpanFold] = {span.start: span for span in fold.spans}
-        self._starts: list[int] = list(self._spans)
-        self.outstanding = length_of(fold.spans)
-        self.held = length_of([span for span in fold.spans if span.available_at_ms >= HELD_MS])
-        # heap of (available_at_ms, start); rows may be stale
-        self._wakeups = [(span.available_at_ms, span.start) for span in fold.spans if span.available_at_ms < HELD_MS]
-        heapify(self._wakeups)
-        # A second such heap, of rows not yet checked for being stale, and the starts that were found live in it.
-        self._unswept: list[tuple[int, int]] = []
-        self._swept: set[int] = set()
-        self._available: dict[int, list[int]] = {}  # priority -> sorted starts of available spans; some may be stale
-        self._returned: list[int] = []  # those not yet checked for being overdue
-        self._overdue_by = 0
-        # True if the last search for overdue messages left some out.
-        self.may_be_overdue = False
+        self._load_spans(fold.spans)
 
     def snapshot(self) -> GroupFold:
         return GroupFold(
@@ -157,7 +130,7 @@ class GroupDelivery:
                 for start, end, deliveries in record.ranges:
                     for span in self._cut(start, end):
                         where, why = (span.start, span.end), (record.at_ms, record.reason)
-                        insort(self.dead, DeadFold(*where, deliveries, *why, span.lane, span.earlier), key=_start_of)
+                        insort(self.dead, DeadFold(*where, deliveries, *why, span.lane, span.earlier), key=start_of)
                 self._done([(start, end) for start, end, _ in record.ranges], offset)
                 del self.dead[: max(0, len(self.dead) - DEAD_MAX)]
             case Redrive():
@@ -284,93 +257,7 @@ class GroupDelivery:
         while places and self.has_passed((lane, *places[0])):
             self._ahead_offsets.discard(heappop(places)[1])
 
-    # --- spans -------------------------------------------------------------------------------------------------------
-
-    def _insert(self, span: SpanFold) -> None:
-        insort(self._starts, span.start)
-        self._put(span)
-
-    def _put(self, span: SpanFold) -> None:
-        """Store a span whose start is in `_starts` already."""
-        self._spans[span.start] = span
-        self.outstanding += span.end - span.start
-        if span.available_at_ms < HELD_MS:
-            heappush(self._wakeups, (span.available_at_ms, span.start))
-        else:
-            self.held += span.end - span.start
-        if self._unswept or len(self._wakeups) > 2 * len(self._spans) + STALE_WAKEUPS_MAX:
-            self._sweep_wakeups()
-
-    def _sweep_wakeups(self) -> None:
-        """Check some rows for being stale. Rows of acked leases would otherwise stay until the leases had ended,
-        perhaps twelve hours; checking all at once would block the event loop."""
-        if not self._unswept:
-            self._unswept, self._wakeups, self._swept = self._wakeups, [], set()
-        for _ in range(min(SWEPT_AT_ONCE, len(self._unswept))):
-            row = self._unswept.pop()  # the last one: the rest is still a heap
-            if row[1] not in self._swept and self._is_live(row):
-                self._swept.add(row[1])
-                heappush(self._wakeups, row)
-
-    def _is_live(self, row: tuple[int, int]) -> bool:
-        span = self._spans.get(row[1])
-        return span is not None and span.available_at_ms == row[0]
-
-    def _parts(self, start: int, end: int) -> list[SpanFold]:
-        """Return copies of the spans within [start, end), to be changed and `_put` one by one. Parts outside stay."""
-        span = self._spans.get(start)
-        if span is not None and span.end == end:  # exactly one span: nothing moves
-            self._forget((span,))
-            return [msgspec.structs.replace(span)]
-        parts = [msgspec.structs.replace(part) for part in self._cut(start, end)]
-        for part in parts:
-            insort(self._starts, part.start)
-        return parts
-
-    def _forget(self, spans: Sequence[SpanFold]) -> None:
-        self.outstanding -= length_of(spans)
-        if self.held:
-            self.held -= length_of([span for span in spans if span.available_at_ms >= HELD_MS])
-
-    def _cut(self, start: int, end: int) -> list[SpanFold]:
-        """Remove [start, end) from the spans and return the removed parts."""
-        first = bisect_right(self._starts, start) - 1
-        if first < 0 or self._spans[self._starts[first]].end <= start:
-            first += 1
-        last = bisect_left(self._starts, end)
-        taken = [self._spans.pop(at) for at in self._starts[first:last]]
-        if not taken:
-            return taken
-        self._forget(taken)
-        del self._starts[first:last]
-        head, tail = taken[0], taken[-1]
-        if head.start < start:
-            self._insert(msgspec.structs.replace(head, end=start))
-            taken[0] = msgspec.structs.replace(head, start=start)
-        if tail.end > end:
-            self._insert(msgspec.structs.replace(tail, start=end))
-            taken[-1] = msgspec.structs.replace(taken[-1], end=end)
-        return taken
-
-    def _cut_out(self, ranges: Sequence[Range]) -> None:
-        """Remove each range from the spans. Many are removed in one pass, since each change of a long list moves what
-        follows."""
-        if len(ranges) < RANGES_IN_A_PASS:
-            for start, end in ranges:
-                self._cut(start, end)
-            return
-        taken, rests = take_out(self._spans, self._starts, sorted(ranges))
-        if not taken:
-            return
-        self._forget(taken)
-        first = bisect_left(self._starts, taken[0].start)
-        last = bisect_right(self._starts, taken[-1].start)
-        kept = [start for start in self._starts[first:last] if start in self._spans]
-        kept += [rest.start for rest in rests]
-        kept.sort()
-        self._starts[first:last] = kept
-        for rest in rests:
-            self._put(rest)
+    # --- dead messages, and a new leader ------------------------------------------------------------------------------
 
     def _cut_dead(self, start: int, end: int) -> list[DeadFold]:
         """Remove [start, end) from the dead and return the removed parts."""
@@ -388,10 +275,10 @@ class GroupDelivery:
 
     def _dead_within(self, start: int, end: int) -> tuple[int, int]:
         """Return the first and the last index, exclusive, of the dead that overlap [start, end)."""
-        first = bisect_right(self.dead, start, key=_start_of) - 1
+        first = bisect_right(self.dead, start, key=start_of) - 1
         if first < 0 or self.dead[first].end <= start:
             first += 1
-        return first, bisect_left(self.dead, end, key=_start_of)
+        return first, bisect_left(self.dead, end, key=start_of)
 
     def take_over(self, now_ms: int, paced: Callable[[list[SpanFold]], Iterable[SpanFold]] = iter) -> None:
         """Adjust the state to a new leader's clock, and forget the keys read in an earlier leadership.
@@ -416,32 +303,6 @@ class GroupDelivery:
         return not 0 < self.last_active_ms <= now_ms
 
     # --- decisions ---------------------------------------------------------------------------------------------------
-
-    def overdue(self, now_ms: int, max_deliveries: int, limit: int) -> list[tuple[int, int, int]]:
-        """Return at most `limit` messages, as (start, end, deliveries), that are free and used up their deliveries:
-        they are to be given up.
-
-        One call checks only some of the returned messages; `may_be_overdue` is true if the caller should call again.
-        """
-        self._note_returned(now_ms)
-        if max_deliveries < self._overdue_by or self._overdue_by == 0:
-            self._returned = [start for starts in self._available.values() for start in starts]
-        self._overdue_by = max_deliveries
-        found: list[tuple[int, int, int]] = []
-        kept: list[int] = []
-        left = self._returned[RETURNED_AT_ONCE:]
-        for start in dict.fromkeys(self._returned[:RETURNED_AT_ONCE]):
-            span = self._spans.get(start)
-            if span is None or span.available_at_ms > now_ms or span.deliveries < max_deliveries:
-                continue
-            end = min(span.end, start + limit)
-            if end > start:
-                found.append((start, end, span.deliveries))
-                limit -= end - start
-            kept.append(start)
-        self._returned = kept + left
-        self.may_be_overdue = limit <= 0 or bool(left) or self.has_unnoted(now_ms)
-        return sorted(found)
 
     def replay(self, attempt_id: str, now_ms: int) -> list[SpanFold] | None:
         """Return the spans of an attempt's first receive that it still leases, for a repeated receive; None if it is
@@ -477,11 +338,6 @@ class GroupDelivery:
                 return attempt_id.startswith(f"{holder}:")
         return False
 
-    def _span_of_all(self, offsets: Sequence[int]) -> SpanFold | None:
-        """Return the span that holds all offsets, if one does: the usual case for messages of one lease."""
-        span = self.at(offsets[0]) if offsets else None
-        return span if span is not None and span.start <= min(offsets) and max(offsets) < span.end else None
-
     def ackable(self, offsets: Sequence[int], delivery: int, leader_epoch: int = 0) -> tuple[list[bool], list[int]]:
         """Return whether each receipt of lease number `delivery` counts, and the offsets that count and are unfinished.
 
@@ -511,7 +367,7 @@ class GroupDelivery:
         return verdicts, unfinished
 
     def is_dead(self, offset: int) -> bool:
-        at = bisect_right(self.dead, offset, key=_start_of) - 1
+        at = bisect_right(self.dead, offset, key=start_of) - 1
         return at >= 0 and offset < self.dead[at].end
 
     def dead_from(self, start: int) -> list[DeadFold]:
@@ -522,37 +378,6 @@ class GroupDelivery:
         """Return how many messages of [start, end) are dead."""
         first, last = self._dead_within(start, end)
         return sum([min(end, dead.end) - max(start, dead.start) for dead in self.dead[first:last]])
-
-    def has_span(self, offset: int) -> bool:
-        """Return whether the message was delivered, as far as this log knows, and is unfinished."""
-        return self.at(offset) is not None
-
-    def with_span(self, offsets: Sequence[int]) -> list[int]:
-        """Return the messages that were delivered, as far as this log knows, and are unfinished."""
-        if self._span_of_all(offsets) is not None:
-            return list(offsets)
-        found: list[int] = []
-        span: SpanFold | None = None
-        for offset in offsets:
-            if span is None or not span.start <= offset < span.end:
-                span = self.at(offset)
-            if span is not None:
-                found.append(offset)
-        return found
-
-    def spans_of(self, offsets: Iterable[int]) -> list[SpanFold]:
-        """Return the spans of the sorted messages, for those that have one."""
-        found: list[SpanFold] = []
-        end = -1
-        for offset in offsets:
-            if offset >= end and (span := self.at(offset)) is not None:
-                found.append(span)
-                end = span.end
-        return found
-
-    def are_unchanged(self, spans: Iterable[SpanFold]) -> bool:
-        """Return whether these spans are unchanged since they were looked up."""
-        return all(self._spans.get(span.start) is span for span in spans)
 
     def holds(self, offset: int, delivery: int, leader_epoch: int = 0) -> bool:
         """Return whether the lease is the latest, and neither given back nor superseded."""
@@ -574,103 +399,9 @@ class GroupDelivery:
         ended = span is not None and span.available_at_ms <= now_ms
         return self.holds(offset, delivery, leader_epoch) and not (ended and by_key)
 
-    def has_returned(self, now_ms: int) -> bool:
-        """Return whether a delivered message is free again, or may be: of very many only some are noted."""
-        return next(self.available(now_ms), None) is not None or self.has_unnoted(now_ms)
-
-    def is_free(self, span: SpanFold, now_ms: int) -> bool:
-        """Return whether only the order of keys keeps the messages back, if anything does."""
-        return span.available_at_ms <= now_ms or span.available_at_ms >= HELD_MS
-
-    def next_wakeup_ms(self) -> int | None:
-        """Return the end of the next lease or back-off, None if none is running. It may be too early after very many
-        acks; the caller then asks again."""
-        looks = STALE_AT_ONCE
-        for rows in (self._wakeups, self._unswept):
-            while rows and looks > 0 and not self._is_live(rows[0]):
-                heappop(rows)
-                looks -= 1
-        return min([rows[0][0] for rows in (self._wakeups, self._unswept) if rows], default=None)
-
-    def spans(self) -> list[SpanFold]:
-        return [self._spans[start] for start in self._starts]
-
     def floor(self) -> int:
         """Return the offset below which everything is finished, except messages of other lanes."""
         return min(self._starts[0], self.next) if self._starts else self.next
 
-    def available(self, now_ms: int, priority: int | None = None) -> Iterator[SpanFold]:
-        """Yield the available spans (of one priority) by offset, as far as they are noted. Do not change the state
-        while iterating."""
-        self._note_returned(now_ms)
-        if priority is not None:
-            return self._live(self._available.get(priority, []), now_ms)
-        return merge(*(self._live(starts, now_ms) for starts in self._available.values()), key=_start_of)
-
-    def _note_returned(self, now_ms: int) -> None:
-        """Note spans that became available; of very many, the first ones."""
-        noted: dict[int, list[int]] = {}
-        looks = RETURNED_AT_ONCE
-        for rows in (self._wakeups, self._unswept):
-            while rows and rows[0][0] <= now_ms and looks > 0:
-                looks -= 1
-                available_at_ms, start = heappop(rows)
-                span = self._spans.get(start)
-                if span is not None and span.available_at_ms == available_at_ms:
-                    noted.setdefault(priority_of(span.lane), []).append(start)
-        for priority, starts in noted.items():
-            self._returned += starts
-            available = self._available.setdefault(priority, [])
-            if len(starts) < RANGES_IN_A_PASS:
-                for start in starts:
-                    insort(available, start)
-            else:
-                available += sorted(starts)
-                available.sort()  # a merge
-
-    def has_unnoted(self, now_ms: int) -> bool:
-        """Return whether leases or back-offs have ended that are not noted yet."""
-        return any(rows and rows[0][0] <= now_ms for rows in (self._wakeups, self._unswept))
-
-    def _live(self, starts: list[int], now_ms: int) -> Iterator[SpanFold]:
-        at = seen = 0  # those from `at` to `seen` are stale
-        last = -1
-        while seen < len(starts):
-            start = starts[seen]
-            span = self._spans.get(start)
-            if start == last or span is None or span.available_at_ms > now_ms:
-                seen += 1
-                continue
-            del starts[at:seen]
-            at = seen = at + 1
-            last = start
-            yield span
-        del starts[at:seen]
-
-    def at(self, offset: int) -> SpanFold | None:
-        at = bisect_right(self._starts, offset) - 1
-        if at < 0:
-            return None
-        span = self._spans[self._starts[at]]
-        return span if offset < span.end else None
-
-    def parts_within(self, start: int, end: int) -> Iterator[tuple[int, int, SpanFold]]:
-        """Yield the parts of spans within [start, end), by offset. Do not change the state while iterating."""
-        for at in range(max(0, bisect_right(self._starts, start) - 1), len(self._starts)):
-            span = self._spans[self._starts[at]]
-            if span.start >= end:
-                return
-            if span.end > start:
-                yield max(start, span.start), min(end, span.end), span
-
-    def _overlapping(self, start: int, end: int) -> list[SpanFold]:
-        first = max(0, bisect_right(self._starts, start) - 1)
-        spans = (self._spans[at] for at in self._starts[first : bisect_left(self._starts, end)])
-        return [span for span in spans if span.end > start]
-
     def _check(self) -> None:
         assert self.outstanding >= 0
-
-
-def _start_of(span: DeadFold | SpanFold) -> int:
-    return span.start

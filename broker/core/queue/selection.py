@@ -25,11 +25,12 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from portalmq.broker.core.fold import SpanFold
-from portalmq.broker.core.queue.delivery import EXPIRIES_BEFORE_ALONE, HELD_MS, OUTSTANDING_MAX, GroupDelivery
+from portalmq.broker.core.fold import HELD_MS, SpanFold
+from portalmq.broker.core.queue.delivery import EXPIRIES_BEFORE_ALONE, OUTSTANDING_MAX, GroupDelivery
 from portalmq.broker.core.queue.key_order import HELD_MAX, KeyQueues
 from portalmq.broker.core.queue.lanes import DELAYED, PRIORITY_MAX
 from portalmq.broker.core.queue.records import LanePosition, Range
+from portalmq.broker.core.queue.spans import start_of
 
 # `expires_at_ms` of a message that does not expire.
 NEVER_MS = 1 << 62
@@ -224,7 +225,7 @@ def _spans_in_turn(delivery: GroupDelivery, queues: KeyQueues, now_ms: int) -> I
         for offset in range(span.start, span.end)
     )
     last = -1
-    for span in merge(available, _freed(delivery, queues, now_ms), key=_start_of):
+    for span in merge(available, _freed(delivery, queues, now_ms), key=start_of):
         if span.start > last and _is_in_turn(delivery, queues, span.start, now_ms):
             yield span
         last = span.start
@@ -469,7 +470,3 @@ class _KeyOrderSelector(_Selector):
         self.chosen.add(run.key)
         self.selection.keys.append((start, run.key))
         return super()._take(run, start, end, lane)
-
-
-def _start_of(span: SpanFold) -> int:
-    return span.start

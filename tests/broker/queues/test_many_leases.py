@@ -21,7 +21,7 @@ def fixture(tmp_path):
 @pytest.fixture
 def few_at_once(monkeypatch):
     """What is done at once is little; each pause is noted with the dead messages that there are then."""
-    monkeypatch.setattr("portalmq.broker.core.queue.delivery.RETURNED_AT_ONCE", 3)
+    monkeypatch.setattr("portalmq.broker.core.queue.spans.RETURNED_AT_ONCE", 3)
     monkeypatch.setattr("portalmq.broker.queues.group_receiver.DEAD_A_RECORD", 2)
 
     def watch(fixture: Fixture, meanwhile=lambda: None) -> list[int]:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support.log_files import IDENTITY, Writer, crash_image, numbered, open_log
 
 from portalmq.broker.core.fold import (
+    HELD_MS,
     DeadFold,
     GroupFold,
     PartitionFold,
@@ -20,7 +21,6 @@ from portalmq.broker.core.fold import (
     StreamFold,
     encode_fold,
 )
-from portalmq.broker.core.queue.delivery import HELD_MS
 from portalmq.broker.storage.batch import BatchKind
 from portalmq.broker.storage.errors import DiskFull
 from portalmq.broker.storage.schema import LogIdentity

@@ -14,12 +14,11 @@ from portalmq.broker.core.fold import GroupFold
 from portalmq.broker.core.queue.delivery import (
     ATTEMPTS_MAX,
     OUTSTANDING_MAX,
-    STALE_WAKEUPS_MAX,
-    SWEPT_AT_ONCE,
     GroupDelivery,
 )
 from portalmq.broker.core.queue.key_order import KeyQueues
 from portalmq.broker.core.queue.records import Ack, Dead, Extend, Grant, GroupStart, Nack, Redrive, ranges_of
+from portalmq.broker.core.queue.spans import STALE_WAKEUPS_MAX, SWEPT_AT_ONCE
 from portalmq.broker.partition.folding import GroupsFold
 
 
@@ -503,7 +502,7 @@ def test_messages_with_a_span_are_found_together_as_one_by_one(offsets):
 
 
 def test_the_next_wakeup_is_known_while_stale_ones_are_looked_for(monkeypatch):
-    monkeypatch.setattr("portalmq.broker.core.queue.delivery.STALE_WAKEUPS_MAX", 5)
+    monkeypatch.setattr("portalmq.broker.core.queue.spans.STALE_WAKEUPS_MAX", 5)
     chance = random.Random(7)
     group = new_group()
     grant(group, *((offset, offset + 3, 1) for offset in range(0, 60, 3)))
@@ -570,7 +569,7 @@ def test_many_ranges_are_cut_out_in_one_pass_as_one_by_one(first, second, ranges
         folds = []
         for at_once in (1, 1_000):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("portalmq.broker.core.queue.delivery.RANGES_IN_A_PASS", at_once)
+                patch.setattr("portalmq.broker.core.queue.spans.RANGES_IN_A_PASS", at_once)
                 group = new_group()
                 grant(group, (0, 20, 1), (20, 21, 2), (21, 22, 2), (22, 40, 1), (45, 60, 3))
                 group.apply(Ack(ranges_of(first), 1))
@@ -598,8 +597,8 @@ def test_a_snapshot_stays_as_it_was_taken():
 
 
 def test_of_very_many_leases_that_end_at_once_a_question_notes_a_few(monkeypatch):
-    monkeypatch.setattr("portalmq.broker.core.queue.delivery.RETURNED_AT_ONCE", 10)
-    monkeypatch.setattr("portalmq.broker.core.queue.delivery.RANGES_IN_A_PASS", 5)
+    monkeypatch.setattr("portalmq.broker.core.queue.spans.RETURNED_AT_ONCE", 10)
+    monkeypatch.setattr("portalmq.broker.core.queue.spans.RANGES_IN_A_PASS", 5)
     group = new_group()
     grant(group, *((offset, offset + 1, 1 + offset % 2) for offset in range(100)))
     group.apply(Ack(ranges_of(list(range(15))), 1))

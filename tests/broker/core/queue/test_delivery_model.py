@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.supply import ListSupply, Message, chosen, granted, offsets_of
 
-from portalmq.broker.core.fold import GroupFold
-from portalmq.broker.core.queue.delivery import EXPIRIES_BEFORE_ALONE, HELD_MS, GroupDelivery
+from portalmq.broker.core.fold import HELD_MS, GroupFold
+from portalmq.broker.core.queue.delivery import EXPIRIES_BEFORE_ALONE, GroupDelivery
 from portalmq.broker.core.queue.lanes import DELAYED
 from portalmq.broker.core.queue.records import Ack, Dead, Drop, Extend, Nack, Redrive, ranges_of
 
