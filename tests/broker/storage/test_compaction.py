@@ -100,7 +100,7 @@ def test_below_the_offset_the_last_message_of_each_key_stays_at_its_offset(tmp_p
     assert log.is_compacted(8, 0)
 
 
-def test_what_is_compacted_again_stays_as_it_is(tmp_path):
+def test_a_second_compaction_changes_nothing(tmp_path):
     log = three_values(tmp_path)
     compact(log, order(8))
     entries = log.sealed_segments
@@ -108,7 +108,7 @@ def test_what_is_compacted_again_stays_as_it_is(tmp_path):
     assert log.sealed_segments == entries
 
 
-def test_a_later_order_judges_what_an_earlier_one_has_left(tmp_path):
+def test_a_later_compaction_judges_what_an_earlier_one_left(tmp_path):
     log = three_values(tmp_path)
     compact(log, order(6))
     log.roll()
@@ -162,7 +162,7 @@ def test_a_message_that_is_not_due_stays_and_supersedes_nothing(tmp_path):
     assert sorted(found(log)) == [2, 3, 4]
 
 
-def test_a_message_that_was_taken_back_supersedes_nothing(tmp_path):
+def test_a_cancelled_message_supersedes_nothing(tmp_path):
     log = open_log(tmp_path)
     put(log, (b"a", b"1"), (b"b", b"2"), (b"a", b"cancelled"), (b"b", b"3"))
     log.roll()
@@ -247,7 +247,7 @@ def test_counts_runs_and_times_are_right_with_holes(tmp_path):
     assert log.scrub(0, 1 << 20) == 6
 
 
-def test_what_is_copied_to_a_replica_is_alike(tmp_path):
+def test_a_copied_replica_has_the_same_batches(tmp_path):
     """A replica that begins late gets batches with holes; one that compacts what it has gets the same."""
     log = three_values(tmp_path / "leader")
     complete = open_log(tmp_path / "complete")
@@ -264,7 +264,7 @@ def test_what_is_copied_to_a_replica_is_alike(tmp_path):
         assert replica.messages_before(9) == log.messages_before(9)
 
 
-def test_a_batch_that_has_lost_everything_keeps_its_offsets_and_its_producer(tmp_path):
+def test_a_batch_without_messages_keeps_its_offsets_and_its_producer(tmp_path):
     log = open_log(tmp_path)
     writer = Writer(log)
     log.append([writer.messages_batch([Record(b"1", key=b"a")] * 3, stamp=(7, 0, 0))])
@@ -279,7 +279,7 @@ def test_a_batch_that_has_lost_everything_keeps_its_offsets_and_its_producer(tmp
     assert list(log.control_records()) == []
 
 
-def test_a_truncated_segment_with_holes_goes_on(tmp_path):
+def test_a_truncated_segment_with_holes_can_be_appended_to(tmp_path):
     log = open_log(tmp_path)
     put(log, (b"a", b"1"), (b"b", b"2"))
     put(log, (b"a", b"3"), (b"b", b"4"))
@@ -298,7 +298,7 @@ def test_a_truncated_segment_with_holes_goes_on(tmp_path):
     assert log.messages_before(5) - log.messages_before(0) == 1
 
 
-def test_what_was_judged_by_messages_that_were_cut_is_judged_anew(tmp_path):
+def test_messages_superseded_by_truncated_ones_are_judged_again(tmp_path):
     log = open_log(tmp_path)
     for number in range(3):
         put(log, (b"%d" % number, b"old"))
@@ -336,7 +336,7 @@ def test_compacted_files_are_sealed_smaller_and_as_the_manifest_says(tmp_path):
     assert {path.suffix.partition("-")[0] for path in tmp_path.iterdir()} == {".sqlite", ".json"}
 
 
-def test_whoever_reads_the_old_file_reads_on(tmp_path):
+def test_readers_of_the_old_file_continue(tmp_path):
     log = three_values(tmp_path)
     log.seal(9)
     reader = apsw.Connection(f"file:{tmp_path}/{0:020d}.sqlite?immutable=1", flags=apsw.SQLITE_OPEN_READONLY | 64)
@@ -374,7 +374,7 @@ def test_appends_reads_and_drops_go_on_between_the_steps(tmp_path, monkeypatch):
     assert [offset for offset in found(log) if offset < 600] == list(range(590, 600))
 
 
-def test_batches_that_are_empty_are_not_read_without_a_bound(tmp_path):
+def test_reading_empty_batches_is_bounded(tmp_path):
     log = open_log(tmp_path)
     writer = Writer(log)
     log.append([writer.messages_batch([Record(b"v", key=b"k")]) for _ in range(500)])
@@ -388,7 +388,7 @@ def test_batches_that_are_empty_are_not_read_without_a_bound(tmp_path):
 
 
 @pytest.mark.parametrize("count", [1, 2, 15, 16, 200, 70_000])
-def test_a_batch_is_hollow_when_nothing_is_left_of_it(tmp_path, count):
+def test_a_batch_is_all_holes_when_nothing_is_left_of_it(tmp_path, count):
     batch = Writer(open_log(tmp_path)).messages_batch([Record(b"", "")] * count)
     hollow = msgspec.structs.replace(batch, records=(HOLE,) * count, holes=count)
     almost = msgspec.structs.replace(batch, records=(*hollow.records[1:], Record(b"", "")), holes=count - 1)
@@ -397,7 +397,7 @@ def test_a_batch_is_hollow_when_nothing_is_left_of_it(tmp_path, count):
         assert is_all_holes(frame, verified_header(frame)) is expected
 
 
-def test_sealing_goes_on_meanwhile_and_the_manifest_tells_the_files_that_are_there(tmp_path):
+def test_sealing_continues_during_compaction_and_the_manifest_stays_true(tmp_path):
     log = open_log(tmp_path)
     for number in range(30):
         put(log, *[(b"key %d" % n, b"%d" % number) for n in range(20)])
@@ -461,7 +461,7 @@ def test_a_row_that_vanishes_from_a_batch_with_holes_is_found(tmp_path):
         shutil.rmtree(copy)
 
 
-def test_what_is_not_sealed_is_not_compacted(tmp_path):
+def test_unsealed_segments_are_not_compacted(tmp_path):
     log = three_values(tmp_path)
     work = Compaction(log, order(8))
     assert not work.step()
@@ -488,7 +488,7 @@ def test_a_full_disk_leaves_the_log_as_it_was(tmp_path, monkeypatch):
     assert len(found(log)) == 7
 
 
-def test_a_closed_log_ends_the_work_and_nothing_is_left_behind(tmp_path):
+def test_closing_the_log_ends_a_compaction_without_leftovers(tmp_path):
     log = three_values(tmp_path)
     log.seal(9)
     work = Compaction(log, order(8))
@@ -580,7 +580,7 @@ class Model:
 
 @settings(max_examples=80, deadline=None)
 @given(actions)
-def test_any_log_holds_what_the_model_says(tmp_path_factory, todo):
+def test_any_compacted_log_agrees_with_the_model(tmp_path_factory, todo):
     """And a replica of it that carries out nothing but the last order holds the same, though its files are others."""
     directory = tmp_path_factory.mktemp("log")
     late = open_log(tmp_path_factory.mktemp("late"))

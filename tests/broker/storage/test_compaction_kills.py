@@ -62,7 +62,7 @@ def check(directory: Path, acknowledged: int) -> int:
     return gone
 
 
-def test_what_compaction_leaves_survives_kill_9(tmp_path):
+def test_compacted_messages_survive_kill_9(tmp_path):
     directory, chance, gone = tmp_path / "log", random.Random(20_261_121), 0
     for kill in range(KILLS):
         acknowledged = run_until_killed(directory, kill, chance.randint(150, 1_500), chance.uniform(0.0, 0.02))

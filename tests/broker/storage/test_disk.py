@@ -32,7 +32,7 @@ def test_two_directories_are_two_stores(tmp_path):
 
 
 @pytest.mark.parametrize("asked", [{"cluster_id": "c2"}, {"broker_id": 2}])
-def test_another_clusters_or_brokers_data_is_refused_and_the_lock_given_back(tmp_path, asked):
+def test_another_clusters_or_brokers_data_is_refused_and_the_lock_released(tmp_path, asked):
     DataDirectory.open(tmp_path, cluster_id="c1", broker_id=1).close()
     for _ in range(2):
         with pytest.raises(WrongCluster, match="data-dir"):
@@ -40,7 +40,7 @@ def test_another_clusters_or_brokers_data_is_refused_and_the_lock_given_back(tmp
     DataDirectory.open(tmp_path, cluster_id="c1", broker_id=1).close()
 
 
-def test_a_second_user_is_told_who_the_first_is(tmp_path):
+def test_a_second_user_learns_the_pid_of_the_first(tmp_path):
     first = DataDirectory.open(tmp_path)
     with pytest.raises(DirectoryInUse, match=str(os.getpid())):
         DataDirectory.open(tmp_path)

@@ -73,7 +73,7 @@ def before(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_that_fails_at_any_step_leaves_a_log_that_goes_on_and_opens(tmp_path, monkeypatch, before, name, kind):
+def test_a_change_that_fails_at_any_step_leaves_a_usable_log(tmp_path, monkeypatch, before, name, kind):
     image, sent = before
     change, keeps = CHANGES[name]
     with unsynced_disk(monkeypatch) as disk:
@@ -104,7 +104,7 @@ def test_a_change_that_fails_at_any_step_leaves_a_log_that_goes_on_and_opens(tmp
 
 
 @pytest.mark.parametrize("name", ["truncate", "truncate to a border of segments", "truncate more than that", "reset"])
-def test_whoever_reads_waits_for_no_file_that_a_cut_syncs_or_removes(tmp_path, monkeypatch, before, name):
+def test_readers_do_not_wait_for_files_that_a_truncation_syncs_or_removes(tmp_path, monkeypatch, before, name):
     image, sent = before
     directory = tmp_path / "log"
     shutil.copytree(image, directory)
@@ -162,7 +162,7 @@ def own_mounts(place):
     return None
 
 
-def test_a_change_on_a_disk_that_is_really_full_is_refused_and_can_be_made_later(tmp_path):
+def test_a_change_on_a_full_disk_is_refused_and_can_be_repeated(tmp_path):
     command = own_mounts(tmp_path)
     if command is None:
         pytest.skip("this user may not mount a small disk")
@@ -176,7 +176,7 @@ def test_a_change_on_a_disk_that_is_really_full_is_refused_and_can_be_made_later
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
-def test_an_empty_segment_that_an_earlier_release_left_behind_is_taken_away(tmp_path):
+def test_an_empty_segment_left_by_an_earlier_release_is_removed(tmp_path):
     log, sent = three_segments(tmp_path)
     stray = Segment.create(
         tmp_path, IDENTITY, base_offset=90, messages_before=90, timestamp_before_ms=0, log_start_offset=0

@@ -81,7 +81,7 @@ def before(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", USES)
-def test_a_use_that_fails_at_any_step_leaves_a_state_that_can_be_used(tmp_path, monkeypatch, before, name, kind):
+def test_a_use_that_fails_at_any_step_leaves_a_usable_state_file(tmp_path, monkeypatch, before, name, kind):
     meddling, use, folds, epoch = USES[name]
     with unsynced_disk(monkeypatch) as disk:
         for at in range(1, 1_000):

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from portalmq.broker.storage.fair_lock import FairLock
 
 
-def test_only_one_thread_has_the_turn():
+def test_only_one_thread_holds_the_lock():
     turn, counts = FairLock(), [0]
 
     def add():
@@ -22,7 +22,7 @@ def test_only_one_thread_has_the_turn():
     assert counts == [8_000]
 
 
-def test_the_turn_is_given_back_after_an_error():
+def test_the_lock_is_released_after_an_error():
     turn = FairLock()
     for _ in range(2):
         try:
@@ -32,7 +32,7 @@ def test_the_turn_is_given_back_after_an_error():
             pass
 
 
-def test_waiting_for_a_turn_runs_no_other_greenlet():
+def test_waiting_for_the_lock_runs_no_other_greenlet():
     code = """
 from gevent import monkey
 monkey.patch_all()
@@ -58,7 +58,7 @@ with turn:
     assert done.stdout == "['held']\n"
 
 
-def test_a_thread_that_wants_the_turn_again_and_again_lets_others_in():
+def test_a_thread_that_reacquires_the_lock_lets_others_in():
     turn, stop = FairLock(), []
 
     def hog():

@@ -68,12 +68,12 @@ def test_a_frame_with_any_bit_flipped_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "header", [b"", b"\xc1", msgspec.msgpack.encode([1, 2]), msgspec.msgpack.encode([0, 0, 0, 0, 1, -1, -1, -1, 0, ""])]
 )
-def test_a_frame_that_fits_its_checksum_and_says_nothing_is_refused(header):
+def test_a_frame_with_a_valid_checksum_and_an_unreadable_header_is_refused(header):
     with pytest.raises(BadFrame):
         verified_header(BatchFrame(header, zlib.crc32(b"", zlib.crc32(header)), b""))
 
 
-def test_records_that_are_not_what_the_header_counts_are_refused():
+def test_a_frame_with_another_number_of_records_than_its_header_is_refused():
     body = frame_of(_batch(1)).body
     frame = frame_of(_batch(2))
     wrong = BatchFrame(frame.header, zlib.crc32(body, zlib.crc32(frame.header)), body)

@@ -83,7 +83,7 @@ def test_the_next_plain_message_is_found_behind_many_others(tmp_path):
     assert log.lanes.next_plain(52, 52, 20) == 52
 
 
-def test_a_reopened_a_sealed_and_a_cut_log_know_their_lanes(tmp_path):
+def test_reopened_sealed_and_truncated_logs_know_their_lanes(tmp_path):
     log = open_log(tmp_path)
     writer = Writer(log)
     writer.put(delayed(5_000), Record(b"x", expires_at_ms=9))

@@ -26,7 +26,7 @@ def test_a_new_log_is_empty(tmp_path):
     assert log.offset_for_time(0) == 0
 
 
-def test_what_was_appended_is_there_after_reopening(tmp_path):
+def test_appended_batches_are_there_after_reopening(tmp_path):
     log = open_log(tmp_path)
     sent = Writer(log, at_ms=5_000).put(*numbered(3))
     log.close()
@@ -49,7 +49,7 @@ def test_appending_nothing_changes_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", ["hole", "overlap", "messages", "time", "count"])
-def test_a_batch_that_does_not_carry_on_is_refused_whole(tmp_path, wrong):
+def test_a_batch_that_does_not_continue_the_log_is_refused_whole(tmp_path, wrong):
     log = open_log(tmp_path)
     writer = Writer(log)
     writer.put(*numbered(5))
@@ -77,7 +77,7 @@ def test_a_value_that_sqlite_cannot_hold_leaves_nothing_behind(tmp_path):
     assert everything(log) == [first, second]
 
 
-def test_a_full_disk_applies_nothing_and_the_log_goes_on(tmp_path):
+def test_a_full_disk_applies_nothing_and_the_log_continues(tmp_path):
     log = open_log(tmp_path)
     writer = Writer(log)
     first = writer.put(b"1")
@@ -92,7 +92,7 @@ def test_a_full_disk_applies_nothing_and_the_log_goes_on(tmp_path):
     assert everything(open_log(tmp_path)) == [first, second]
 
 
-def test_after_a_fault_nothing_is_written_any_more(tmp_path, monkeypatch):
+def test_after_a_fault_nothing_is_written(tmp_path, monkeypatch):
     log = open_log(tmp_path)
     writer = Writer(log)
     first = writer.put(b"1")
@@ -146,7 +146,7 @@ def test_a_rolled_log_remembers_time_and_count_in_its_empty_segment(tmp_path):
     assert (log.end_offset, log.message_count_total, log.last_timestamp_ms) == (90, 90, 1_800)
 
 
-def test_a_checkpoint_is_due_when_the_wal_is_large_and_then_not_any_more(tmp_path):
+def test_a_checkpoint_is_due_when_the_wal_is_large(tmp_path):
     log = open_log(tmp_path)
     writer = Writer(log)
     assert not log.checkpoint_due
@@ -159,7 +159,7 @@ def test_a_checkpoint_is_due_when_the_wal_is_large_and_then_not_any_more(tmp_pat
     assert (tmp_path / f"{0:020d}.sqlite-wal").stat().st_size == wal_bytes
 
 
-def test_the_wal_is_bounded_even_if_nobody_checkpoints(tmp_path, monkeypatch):
+def test_the_wal_is_bounded_without_checkpoints(tmp_path, monkeypatch):
     monkeypatch.setattr("portalmq.broker.storage.log.WAL_BYTES_MAX", 1_000_000)
     log = open_log(tmp_path)
     writer = Writer(log)
@@ -180,7 +180,7 @@ def test_a_read_begins_with_the_batch_that_contains_the_offset(tmp_path):
     assert log.read(90) == log.read(900) == []
 
 
-def test_a_read_stops_after_its_limits_but_gives_at_least_one_batch(tmp_path):
+def test_a_read_stops_at_its_limits_with_at_least_one_batch(tmp_path):
     log, sent = three_segments(tmp_path)
     assert log.read(0, max_messages=1) == sent[:1]
     assert log.read(0, max_messages=11) == sent[:2]
@@ -336,7 +336,7 @@ def test_control_records_come_in_order_from_any_offset(tmp_path):
     ]  # fmt: skip
 
 
-def test_a_long_scan_goes_on_over_its_steps_and_over_segments(tmp_path, monkeypatch):
+def test_a_long_scan_continues_over_steps_and_segments(tmp_path, monkeypatch):
     monkeypatch.setattr("portalmq.broker.storage.reading.SCAN_BATCHES", 3)
     log = open_log(tmp_path)
     writer = Writer(log)
@@ -412,7 +412,7 @@ def test_of_batches_with_the_same_time_the_first_is_found(tmp_path):
 # --- idling -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_parked_log_holds_no_file_and_wakes_by_itself(tmp_path):
+def test_a_parked_log_holds_no_file_and_reopens_by_itself(tmp_path):
     log, sent = three_segments(tmp_path)
     log.seal(30)
     log.read(0)

@@ -16,7 +16,7 @@ from portalmq.broker.storage.reading import ReplicaStart
 
 @pytest.mark.parametrize("sealed", [False, True])
 @pytest.mark.parametrize("base", [0, 30, 45, 60, 65, 90, 1_000])
-def test_a_reset_log_is_empty_and_goes_on_from_its_base(tmp_path, base, sealed):
+def test_a_reset_log_is_empty_and_continues_from_its_base(tmp_path, base, sealed):
     log, _ = three_segments(tmp_path)
     if sealed:
         log.seal(90)
@@ -118,7 +118,7 @@ def scrubbed(log) -> list[int]:
         at = following
 
 
-def test_the_scrub_passes_every_part_of_a_whole_log_once(tmp_path):
+def test_the_scrub_passes_every_part_of_an_intact_log_once(tmp_path):
     log, _ = three_segments(tmp_path)
     assert scrubbed(log) == [10, 20, 30, 40, 50, 60, 70, 80, 90]
     log.seal(90)

@@ -30,7 +30,7 @@ def logs_of(directory, count, open_files):
     return [Log.open(directory / str(n), identity=IDENTITY, open_files=open_files) for n in range(count)]
 
 
-def test_of_many_logs_only_so_many_are_open_and_all_can_be_used(tmp_path):
+def test_of_many_logs_a_bounded_number_is_open_and_all_can_be_used(tmp_path):
     open_files = OpenFiles(20)
     logs = logs_of(tmp_path, 12, open_files)
     states = [StateFile(tmp_path / str(n), identity=IDENTITY, open_files=open_files) for n in range(12)]
@@ -46,7 +46,7 @@ def test_of_many_logs_only_so_many_are_open_and_all_can_be_used(tmp_path):
     assert held_under(tmp_path) == 0
 
 
-def test_what_was_used_last_stays_open(tmp_path):
+def test_the_log_used_last_stays_open(tmp_path):
     first, second, third = logs_of(tmp_path, 3, OpenFiles(10))
     Writer(second).put(b"1")
     Writer(first).put(b"1")
@@ -67,7 +67,7 @@ def test_a_log_in_use_is_not_closed_under_its_user(tmp_path):
     assert len(everything(log)) == 1
 
 
-def test_logs_that_make_way_for_each_other_do_not_wait_for_each_other(tmp_path):
+def test_logs_that_close_for_each_other_do_not_wait_for_each_other(tmp_path):
     logs = logs_of(tmp_path, 2, OpenFiles(1))
 
     def write(log):

@@ -105,7 +105,7 @@ def test_open_makes_recovered_frames_durable_even_when_a_reader_is_in_the_way(tm
     reader.close()
 
 
-def test_leftovers_are_removed_and_strangers_are_left_alone(tmp_path):
+def test_leftovers_are_removed_and_unknown_files_stay(tmp_path):
     log, sent = three_segments(tmp_path)
     log.close()
     leftovers = [
@@ -172,7 +172,7 @@ def run_until_killed(directory, seed, words, after_s):
     return [tuple(map(int, line.split())) for line in said.decode().splitlines(keepends=True) if line.endswith("\n")]
 
 
-def test_whatever_was_acknowledged_survives_kill_9(tmp_path):
+def test_everything_acknowledged_survives_kill_9(tmp_path):
     """The writer says `start floor end` after every change: messages [start, floor) are settled, [floor, end) may still
     be truncated by the change that is under way."""
     directory = tmp_path / "log"

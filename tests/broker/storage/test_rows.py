@@ -66,7 +66,7 @@ def test_batches_of_every_size_come_back(tmp_path, size):
 @pytest.mark.parametrize(
     "odd", [{}, {"message_id": None}, {"body_hash": None}, {"message_id": b"short"}, {"key": b"k"}]
 )
-def test_identities_come_back_though_one_of_them_is_odd(tmp_path, content_type, odd):
+def test_identities_come_back_if_one_has_another_length(tmp_path, content_type, odd):
     log = open_log(tmp_path)
     identities = [(b"%016d" % n, b"%08d" % n) for n in range(20)]
     batch = [
@@ -114,7 +114,7 @@ def test_json_and_text_stand_as_text_and_the_rest_as_blob(tmp_path):
     assert rows(tmp_path, "SELECT json_extract(value, '$.a') FROM messages WHERE offset = 0") == [(1,)]
 
 
-def test_a_batch_alike_but_for_one_bad_value_keeps_every_value(tmp_path):
+def test_a_batch_with_one_invalid_text_keeps_every_value(tmp_path):
     log = open_log(tmp_path)
     values = [b'{"n":%d}' % n for n in range(50)] + [b"\xff\xfe"]
     sent = Writer(log).put(*[Record(value, JSON) for value in values])
@@ -150,7 +150,7 @@ def test_a_content_type_is_written_once(tmp_path):
     assert everything(log)[1].records[1].content_type == "image/gif"
 
 
-def test_what_is_not_used_takes_no_room(tmp_path):
+def test_unused_columns_take_no_room(tmp_path):
     writer = Writer(open_log(tmp_path))
     writer.put(Record(b"v"), Record(b"v", key=b"k"))
     unused = "key, headers, deliver_at_ms, expires_at_ms, message_id, body_hash, priority"
@@ -167,7 +167,7 @@ def test_a_message_of_100_bytes_takes_at_most_150_on_disk(tmp_path, content_type
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 150 * 30_000
 
 
-def test_text_is_what_media_types_call_text():
+def test_text_media_types_are_stored_as_text():
     assert all(
         map(is_text, ["text/html", "TEXT/plain; charset=x", JSON, "application/json; a=b", "application/x+json"])
     )

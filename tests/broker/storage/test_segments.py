@@ -61,7 +61,7 @@ def test_sealed_segments_are_known_after_reopening_without_opening_them(tmp_path
     assert everything(log) == sent
 
 
-def test_a_segment_that_somebody_reads_is_sealed_later(tmp_path):
+def test_a_segment_read_by_another_process_is_sealed_later(tmp_path):
     log, sent = three_segments(tmp_path)
     reader = reading_from(file_of(tmp_path, 0))
     assert log.seal(90) == 0
@@ -91,7 +91,7 @@ def test_a_damaged_manifest_is_a_fault_that_says_what_to_do(tmp_path):
         open_log(tmp_path)
 
 
-def test_without_its_manifest_a_log_is_whole_and_is_sealed_anew(tmp_path):
+def test_without_its_manifest_a_log_is_complete_and_is_sealed_again(tmp_path):
     log, sent = three_segments(tmp_path)
     log.seal(90)
     before = manifest(tmp_path)
@@ -137,7 +137,7 @@ def test_a_truncated_log_is_the_log_as_it_was_then(tmp_path, to_offset, sealed):
     assert everything(log) == [*kept, again]
 
 
-def test_a_batch_is_never_cut(tmp_path):
+def test_a_batch_is_never_split(tmp_path):
     log, sent = three_segments(tmp_path)
     for offset in (1, 35, 89):
         with pytest.raises(ValueError, match="inside a batch"):
@@ -195,7 +195,7 @@ def test_only_whole_sealed_segments_are_dropped(tmp_path):
     assert (log.log_start_offset, log.end_offset, log.message_count_total) == (60, 90, 90)
 
 
-def test_everything_can_be_purged_and_offsets_go_on(tmp_path):
+def test_everything_can_be_purged_and_offsets_continue(tmp_path):
     log, _ = three_segments(tmp_path)
     log.advance_log_start(90)
     log.roll()
@@ -208,7 +208,7 @@ def test_everything_can_be_purged_and_offsets_go_on(tmp_path):
     assert Writer(log).put(b"new").base_offset == 90
 
 
-def test_the_log_start_is_carried_into_new_segments(tmp_path):
+def test_the_log_start_is_copied_into_new_segments(tmp_path):
     log, _ = three_segments(tmp_path)
     log.advance_log_start(15)
     log.roll()
@@ -303,7 +303,7 @@ def test_no_room_for_a_new_segment_leaves_the_log_as_it_was(tmp_path, monkeypatc
     ("unlink", lambda log: log.truncate(30)),
     ("fsync", lambda log: log.truncate(30)),
 ])  # fmt: skip
-def test_an_error_in_the_middle_of_a_change_ends_the_log_until_it_is_reopened(tmp_path, monkeypatch, function, change):
+def test_an_error_during_a_change_stops_the_log_until_it_is_reopened(tmp_path, monkeypatch, function, change):
     log, _ = three_segments(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(os, function, fail_with(OSError(5, "Input/output error")))

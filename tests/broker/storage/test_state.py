@@ -72,7 +72,7 @@ def view(directory, name):
     return [dict(zip(names, row, strict=True)) for row in connection.execute(f"SELECT * FROM {name}")]
 
 
-def test_nothing_is_loaded_where_nothing_was_saved(tmp_path):
+def test_without_a_save_nothing_is_loaded(tmp_path):
     state = StateFile(tmp_path, identity=IDENTITY)
     assert state.load() is None
     assert state.highest_epoch() == -1
@@ -231,7 +231,7 @@ def test_a_damaged_file_is_not_loaded_and_is_replaced(tmp_path, damage):
     "DROP TABLE attempts",
     "DROP TABLE meta",
 ])  # fmt: skip
-def test_a_state_that_does_not_add_up_is_not_loaded(tmp_path, meddling):
+def test_an_inconsistent_state_is_not_loaded(tmp_path, meddling):
     state = StateFile(tmp_path, identity=IDENTITY)
     state.save(fold_of_two_groups(), 95)
     state.park()
@@ -299,7 +299,7 @@ def test_an_epoch_that_a_kill_left_in_the_wal_is_on_disk_before_it_is_known(tmp_
     assert (image / "state.sqlite-wal").stat().st_size == 0
 
 
-def test_a_file_of_an_older_version_gives_up_its_fold_and_keeps_the_highest_epoch(tmp_path):
+def test_a_file_of_an_older_version_loses_its_fold_and_keeps_the_highest_epoch(tmp_path):
     state = StateFile(tmp_path, identity=IDENTITY)
     state.save_highest_epoch(7)
     state.save(fold_of_two_groups(), 95)
@@ -350,7 +350,7 @@ def test_a_parked_state_holds_no_file(tmp_path):
 # --- the views --------------------------------------------------------------------------------------------------------
 
 
-def test_the_views_tell_what_is_where(tmp_path):
+def test_the_views_show_the_messages_by_state(tmp_path):
     StateFile(tmp_path, identity=IDENTITY).save(fold_of_two_groups(), 95)
     assert view(tmp_path, "in_flight") == [{
         "group_name": "workers", "start_offset": 10, "end_offset": 12, "messages": 2, "deliveries": 1,
@@ -409,7 +409,7 @@ def test_the_high_watermark_rises_without_a_new_fold_and_never_falls(tmp_path):
     assert (lag["high_watermark"], lag["never_delivered"]) == (50, 24)
 
 
-def test_the_view_of_streams_tells_their_lag_in_messages(tmp_path):
+def test_the_view_of_streams_shows_their_lag_in_messages(tmp_path):
     log = open_log(tmp_path)
     writer = Writer(log)
     for _ in range(10):

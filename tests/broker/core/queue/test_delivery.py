@@ -42,11 +42,11 @@ def spans(group: GroupDelivery) -> list[tuple[int, int, int]]:
     return [(span.start, span.end, span.deliveries) for span in group.spans()]
 
 
-def test_a_new_group_hands_out_from_its_start():
+def test_a_new_group_delivers_from_its_start():
     assert handed(new_group(start=7), now=0, end=10) == [7, 8, 9]
 
 
-def test_granted_messages_are_not_handed_out_again_under_their_lease():
+def test_granted_messages_are_not_delivered_again_under_their_lease():
     group = new_group()
     grant(group, (0, 10, 1))
     assert handed(group, now=99, end=12) == [10, 11]
@@ -59,14 +59,14 @@ def test_an_expired_lease_returns_its_messages_with_their_count():
     assert (span.start, span.end, span.deliveries, span.expiries) == (0, 10, 1, 0)
 
 
-def test_no_more_than_asked_for_is_handed_out_and_the_oldest_first():
+def test_at_most_the_requested_number_is_delivered_oldest_first():
     group = new_group()
     grant(group, (0, 3, 1), now=5, lease=10)
     grant(group, (3, 6, 1), now=0, lease=1)
     assert handed(group, now=50, max_messages=4, end=10) == [0, 1, 2, 3]
 
 
-def test_choosing_changes_nothing():
+def test_selecting_changes_nothing():
     group = new_group()
     grant(group, (0, 4, 1), lease=1)
     before = group.snapshot()
@@ -122,7 +122,7 @@ def test_an_extended_lease_ends_later():
     assert handed(group, 300) == [0, 1, 2, 3]
 
 
-def test_a_message_that_expired_twice_is_delivered_alone():
+def test_a_message_whose_lease_expired_twice_is_delivered_alone():
     group = new_group()
     grant(group, (0, 3, 1), now=0, lease=10)
     assert handed(group, 10, end=5) == [0, 1, 2, 3, 4]
@@ -172,7 +172,7 @@ def test_a_receipt_counts_until_a_later_delivery_is_out():
     assert group.ackable([0], delivery=2) == ([True], [0])
 
 
-def test_a_receipt_that_was_refused_stays_refused_whatever_becomes_of_the_message():
+def test_a_refused_receipt_stays_refused():
     group = new_group()
     grant(group, (0, 1, 1), now=0, lease=10)
     grant(group, (0, 1, 2), now=10, lease=10)
@@ -186,7 +186,7 @@ def test_a_receipt_that_was_refused_stays_refused_whatever_becomes_of_the_messag
     assert group.ackable([0], delivery=1) == ([False], [])
 
 
-def test_a_receipt_whose_grant_a_full_disk_took_away_counts_though_its_message_was_redriven():
+def test_a_receipt_whose_grant_a_full_disk_refused_counts_though_its_message_was_redriven():
     """Found by the simulator: it was refused while the log had nothing but the redrive, and the leader, still of the
     same epoch, then gave its number out again."""
     group = new_group()
@@ -264,7 +264,7 @@ def test_a_nack_or_extend_needs_the_latest_delivery():
     assert not group.holds(0, delivery=2)
 
 
-def test_an_ack_whose_grant_was_lost_leaves_the_rest_to_be_handed_out():
+def test_an_ack_whose_grant_was_lost_leaves_the_rest_to_be_delivered():
     group = new_group()
     group.apply(Ack((), 1, ahead=((0, 0, 5),)))
     assert (group.next, spans(group), group.is_ahead(5)) == (0, [], True)
@@ -286,7 +286,7 @@ def test_a_repeated_attempt_finds_its_messages_while_the_lease_lasts():
     assert group.replay("other", now_ms=50) is None
 
 
-def test_a_repeated_attempt_finds_nothing_of_what_somebody_else_has_now():
+def test_a_repeated_attempt_gets_nothing_that_another_consumer_holds():
     group = new_group()
     grant(group, (0, 2, 1), (2, 3, 1), lease=100, attempt_id="a")
     group.apply(Nack(((0, 1, 10), (2, 3, 10)), 10))
@@ -296,7 +296,7 @@ def test_a_repeated_attempt_finds_nothing_of_what_somebody_else_has_now():
         assert [(span.start, span.end) for span in again.replay("b", now_ms=50) or []] == [(0, 1)]
 
 
-def test_a_repeated_attempt_finds_nothing_under_the_number_that_a_later_leader_gave_anew():
+def test_a_repeated_attempt_gets_nothing_under_a_lease_number_reused_by_a_later_leader():
     group = new_group()
     group.apply(Grant(((0, 1, 1),), 1, 0, 100, attempt_id="a"), 0, leader_epoch=4)
     group.apply(Nack(((0, 1, 5),), 5, unseen=True))
@@ -304,7 +304,7 @@ def test_a_repeated_attempt_finds_nothing_under_the_number_that_a_later_leader_g
     assert group.replay("a", now_ms=50) == []
 
 
-def test_of_an_attempt_that_an_older_version_has_kept_nothing_is_given_again():
+def test_an_attempt_stored_by_an_older_version_repeats_nothing():
     group = new_group()
     grant(group, (0, 1, 1), lease=100, attempt_id="a")
     fold = group.snapshot()
@@ -312,7 +312,7 @@ def test_of_an_attempt_that_an_older_version_has_kept_nothing_is_given_again():
     assert GroupDelivery(fold).replay("a", now_ms=50) == []
 
 
-def test_the_fold_knows_who_holds_a_message_however_many_receives_come_after_his():
+def test_the_fold_knows_a_holder_however_many_receives_follow():
     group = new_group()
     grant(group, (0, 2, 1), lease=100, attempt_id="7:one")
     for number in range(2, ATTEMPTS_MAX + 10):
@@ -323,7 +323,7 @@ def test_the_fold_knows_who_holds_a_message_however_many_receives_come_after_his
     assert not group.is_delivered_to(1, "7", 100), "his lease has ended"
 
 
-def test_a_holder_keeps_what_he_extends_and_loses_what_comes_back():
+def test_a_holder_keeps_what_it_extends_and_loses_what_is_returned():
     group = new_group()
     grant(group, (0, 4, 1), lease=100, attempt_id="7:one")
     group.apply(Extend(((0, 1),), 200, 50))
@@ -337,7 +337,7 @@ def test_a_holder_keeps_what_he_extends_and_loses_what_comes_back():
     assert [span.holder for span in group.spans()] == ["7", "", "8", ""]
 
 
-def test_a_receive_without_a_holder_s_name_leaves_none():
+def test_a_receive_without_a_name_has_no_holder():
     group = new_group()
     grant(group, (0, 1, 1), attempt_id="just an id")
     grant(group, (1, 2, 1), consumer="printer")
@@ -351,7 +351,7 @@ def test_attempts_are_bounded():
     assert len(group.attempts) <= ATTEMPTS_MAX
 
 
-def test_no_more_is_handed_out_than_the_bound():
+def test_no_more_is_delivered_than_the_bound():
     group = new_group()
     grant(group, (0, OUTSTANDING_MAX, 1))
     supply = ListSupply(pieces=True)
@@ -359,7 +359,7 @@ def test_no_more_is_handed_out_than_the_bound():
     assert offsets_of(chosen(group, supply, 1)) == []
 
 
-def test_a_purge_forgets_what_lies_below():
+def test_a_purge_drops_everything_below():
     group = new_group()
     grant(group, (0, 10, 1))
     group.purge(4)
@@ -395,7 +395,7 @@ def test_a_new_leader_shortens_leases_that_its_clock_would_prolong():
     assert group.next_wakeup_ms() == 600
 
 
-def test_a_lease_that_has_ended_is_not_prolonged_where_keys_are_in_order():
+def test_an_ended_lease_is_not_extended_in_order_by_key():
     """Found by the simulator: an earlier message of the key, redriven, had been handed out meanwhile."""
     group = new_group()
     grant(group, (0, 1, 1), now=0, lease=10)
@@ -404,7 +404,7 @@ def test_a_lease_that_has_ended_is_not_prolonged_where_keys_are_in_order():
     assert group.may_extend(0, delivery=1, now_ms=9, by_key=True)
 
 
-def test_a_leader_that_leads_again_finds_out_anew_whose_turn_it_is():
+def test_a_leader_elected_again_reads_the_keys_again():
     """Found by the simulator: records that came by replication meanwhile are in no book."""
     group = new_group()
     group.keys = KeyQueues()
@@ -428,7 +428,7 @@ def test_a_group_that_starts_again_forgets_everything():
     assert (spans(group), group.next, group.attempts) == ([], 3, {})
 
 
-def test_a_snapshot_goes_on_where_it_was_taken():
+def test_a_restored_snapshot_continues_where_it_was_taken():
     group = new_group()
     grant(group, (0, 10, 1), attempt_id="a")
     group.apply(Nack(((2, 3, 60),), 10))
@@ -445,7 +445,7 @@ def test_ranges_of_joins_neighbours_and_drops_repeats():
     assert ranges_of([]) == ()
 
 
-def test_a_span_that_comes_back_as_it_is_stands_once_and_is_counted_once():
+def test_a_span_returned_unchanged_is_stored_and_counted_once():
     group = new_group()
     grant(group, (0, 1, 1), (2, 5, 1), (7, 8, 1))
     group.apply(Extend(((2, 5),), 200, 10))
@@ -472,7 +472,7 @@ def test_a_new_leader_leaves_leases_as_they_are_where_the_clocks_agree():
     assert group.next_wakeup_ms() == 700
 
 
-def test_wakeups_of_leases_that_were_prolonged_again_and_again_do_not_pile_up():
+def test_wakeups_of_repeatedly_extended_leases_do_not_pile_up():
     group = new_group()
     grant(group, (0, 1, 1), (2, 3, 1))
     for now in range(3 * STALE_WAKEUPS_MAX):
@@ -481,7 +481,7 @@ def test_wakeups_of_leases_that_were_prolonged_again_and_again_do_not_pile_up():
     assert group.next_wakeup_ms() == 1_000 + 3 * STALE_WAKEUPS_MAX - 1
 
 
-def test_stale_wakeups_are_looked_for_a_few_at_a_time():
+def test_stale_wakeups_are_checked_a_few_at_a_time():
     group = new_group()
     messages = 2 * STALE_WAKEUPS_MAX
     grant(group, *((offset, offset + 1, 1) for offset in range(0, 2 * messages, 2)))
@@ -494,14 +494,14 @@ def test_stale_wakeups_are_looked_for_a_few_at_a_time():
 
 
 @given(st.lists(st.integers(0, 30), max_size=60))
-def test_messages_with_a_span_are_found_together_as_one_by_one(offsets):
+def test_messages_with_a_span_are_found_together_and_one_by_one_alike(offsets):
     group = new_group()
     grant(group, (2, 9, 1), (9, 12, 2), (20, 25, 1))
     group.apply(Ack(((4, 6), (21, 22)), 1))
     assert group.with_span(offsets) == [offset for offset in offsets if group.has_span(offset)]
 
 
-def test_the_next_wakeup_is_known_while_stale_ones_are_looked_for(monkeypatch):
+def test_the_next_wakeup_is_known_while_stale_ones_are_checked(monkeypatch):
     monkeypatch.setattr("portalmq.broker.core.queue.spans.STALE_WAKEUPS_MAX", 5)
     chance = random.Random(7)
     group = new_group()
@@ -563,7 +563,7 @@ offsets_of_sixty = st.lists(st.integers(0, 60), max_size=40)
 
 
 @given(offsets_of_sixty, offsets_of_sixty, st.lists(st.tuples(st.integers(0, 60), st.integers(1, 8)), max_size=12))
-def test_many_ranges_are_cut_out_in_one_pass_as_one_by_one(first, second, ranges):
+def test_many_ranges_are_cut_in_one_pass_and_one_by_one_alike(first, second, ranges):
     """However they lie, though records have them sorted and disjoint."""
     for done in (ranges_of(second), tuple((start, start + length) for start, length in ranges)):
         folds = []
@@ -596,7 +596,7 @@ def test_a_snapshot_stays_as_it_was_taken():
     assert again.snapshot() == group.snapshot()
 
 
-def test_of_very_many_leases_that_end_at_once_a_question_notes_a_few(monkeypatch):
+def test_of_very_many_leases_that_end_at_once_one_query_notes_a_few(monkeypatch):
     monkeypatch.setattr("portalmq.broker.core.queue.spans.RETURNED_AT_ONCE", 10)
     monkeypatch.setattr("portalmq.broker.core.queue.spans.RANGES_IN_A_PASS", 5)
     group = new_group()

@@ -8,7 +8,7 @@ from portalmq.broker.core.queue.key_order import KeyQueues
 from portalmq.broker.core.queue.records import Ack
 
 
-def test_a_delayed_message_that_comes_before_one_that_is_out_is_looked_at_again():
+def test_a_delayed_message_before_a_leased_one_is_checked_again():
     """Else it waited for the later one, whose lease had ended, and that one waited for it."""
     queues = KeyQueues()
     queues.add(32, key=2)
@@ -19,7 +19,7 @@ def test_a_delayed_message_that_comes_before_one_that_is_out_is_looked_at_again(
     assert queues.freed == [17]
 
 
-def test_a_message_behind_others_of_its_key_is_not_looked_at():
+def test_a_message_behind_others_of_its_key_is_not_checked():
     queues = KeyQueues()
     queues.add(17, key=2)
     queues.add(32, key=2)
@@ -37,7 +37,7 @@ def test_an_ack_whose_grant_was_lost_holds_all_keys_back_until_it_is_committed()
     assert queues.knows_turns
 
 
-def test_a_book_that_is_being_built_counts_what_is_finished_meanwhile():
+def test_queues_being_read_count_messages_finished_during_the_reading():
     """Whether it has read the message already or will find it gone: the next of the key waits for the end's commit."""
     for finished in (0, 7):
         queues = KeyQueues([(0, 100)])
@@ -54,7 +54,7 @@ def test_a_book_that_is_being_built_counts_what_is_finished_meanwhile():
         assert queues.is_first(1) == (finished == 0)
 
 
-def test_what_is_unfinished_again_is_not_taken_out_by_the_end_that_it_had_before():
+def test_a_redriven_message_is_not_removed_by_its_earlier_end():
     queues = KeyQueues()
     queues.add(3, key=1)
     queues.finish(3, 4, record=50)

@@ -79,7 +79,7 @@ def test_values_of_different_kinds_never_match(name: str) -> None:
                 assert not matches({"value": {name: operand}}, letter(value)), (value, name, operand)
 
 
-def test_a_value_that_is_text_is_looked_at_as_text() -> None:
+def test_a_text_value_is_compared_as_text() -> None:
     plain = letter(b"boom: timeout", is_json=False)
     assert matches({"value": {"contains": "timeout"}}, plain)
     assert not matches({"value.a": {"exists": True}}, plain)
@@ -151,7 +151,7 @@ wheres = st.dictionaries(
 
 
 @given(wheres | values, values, st.text(), st.binary())
-def test_whatever_comes_is_refused_clearly_or_answered(where: object, value: object, reason: str, key: bytes) -> None:
+def test_any_predicate_is_refused_clearly_or_answered(where: object, value: object, reason: str, key: bytes) -> None:
     candidate = letter(value, reason=reason, key=key, headers={"a": reason})
     refused = ""
     try:

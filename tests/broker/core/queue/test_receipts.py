@@ -33,7 +33,7 @@ def read(signer: ReceiptSigner, text: str) -> tuple[int, int, int, int]:
     st.integers(0, 2**32 - 1),
     st.integers(0, 2**32 - 1),
 )
-def test_a_receipt_says_what_was_written(partition, first, nth, delivery, epoch):
+def test_a_receipt_reads_as_it_was_written(partition, first, nth, delivery, epoch):
     text = SIGNER.head(partition, first, nth + 1, delivery, epoch) + nth_text(nth)
     assert len(text) == 64
     assert read(SIGNER, text) == (partition, first + nth, delivery, epoch)

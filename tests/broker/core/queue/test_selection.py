@@ -38,7 +38,7 @@ def test_a_cursor_that_passes_a_time_asks_for_a_later_record():
     assert choice.lane_positions() == ((DELAYED, 500, 1),)
 
 
-def test_what_is_due_but_not_all_readable_is_left_alone():
+def test_due_messages_wait_until_all_due_by_then_are_readable():
     """A message that is due earlier may be on its way to the disk: passing its time would lose it."""
     group, supply = new_group(), ListSupply()
     supply.add(deliver_at_ms=500)
@@ -49,7 +49,7 @@ def test_what_is_due_but_not_all_readable_is_left_alone():
     assert choice.cursors == {}
 
 
-def test_a_message_on_its_last_delivery_whose_lease_has_ended_before_goes_alone():
+def test_a_message_on_its_last_delivery_after_an_expired_lease_is_delivered_alone():
     group, supply = new_group(), ListSupply()
     supply.add(3)
     assert receive(group, supply, 0, max_deliveries=2) == [0, 1, 2]
@@ -57,7 +57,7 @@ def test_a_message_on_its_last_delivery_whose_lease_has_ended_before_goes_alone(
     assert receive(group, supply, 101, max_deliveries=2) == [1]
 
 
-def test_what_was_delivered_often_enough_is_not_handed_out_but_overdue():
+def test_a_message_without_deliveries_left_is_overdue_and_not_delivered():
     group, supply = new_group(), ListSupply(pieces=True)
     supply.add(2)
     receive(group, supply, 0, max_deliveries=1)
@@ -69,7 +69,7 @@ def test_what_was_delivered_often_enough_is_not_handed_out_but_overdue():
     assert group.overdue(100, 1, 10) == [(0, 2, 1)]
 
 
-def test_what_is_gone_from_the_log_is_done():
+def test_messages_gone_from_the_log_are_finished():
     group, supply = new_group(), ListSupply()
     supply.add(4)
     receive(group, supply, 0)
@@ -79,7 +79,7 @@ def test_what_is_gone_from_the_log_is_done():
     assert choice.gone == [(1, 3)]
 
 
-def test_looking_moves_the_cursors_over_what_has_expired_and_hands_out_nothing():
+def test_selecting_none_moves_cursors_over_expired_messages():
     group, supply = new_group(), ListSupply()
     supply.add(2, expires_at_ms=50)
     supply.add(priority=4, expires_at_ms=50)
@@ -100,7 +100,7 @@ def test_the_next_of_a_key_waits_until_the_end_of_the_one_before_is_committed():
     assert receive(group, supply, 1, committed=8) == [1]
 
 
-def test_a_book_that_is_built_anew_waits_for_the_same():
+def test_rebuilt_queues_wait_for_the_same_record():
     group, supply = new_group(), ListSupply(by_key=True)
     supply.add(2, key=1)
     receive(group, supply, 0)
@@ -123,7 +123,7 @@ def test_after_a_purge_the_next_of_a_key_waits_until_what_finished_the_one_befor
         assert receive(group, supply, 1, committed=9 if is_acked else 10) == [1]
 
 
-def test_a_leader_that_leads_again_knows_what_another_handed_out_and_held_meanwhile():
+def test_a_leader_elected_again_knows_what_another_delivered_and_held():
     """Grants that came by replication are in no queues of the time before."""
     group, supply = new_group(), ListSupply(by_key=True)
     supply.add(key=1)
@@ -136,7 +136,7 @@ def test_a_leader_that_leads_again_knows_what_another_handed_out_and_held_meanwh
     assert receive(group, supply, 30, committed=22) == [2], "what was held there is next"
 
 
-def test_a_book_is_built_a_few_messages_at_a_time():
+def test_keys_are_read_a_few_at_a_time():
     """Whatever the backlog, so that others have their turn between."""
     group, supply, steps = new_group(), ListSupply(by_key=True), [0]
     supply.add(1_200, key=1)
@@ -185,7 +185,7 @@ def test_a_span_of_very_many_messages_is_read_in_parts():
     assert len(group.keys) == KEYS_PER_STEP
 
 
-def test_what_is_redriven_takes_its_place_in_a_book_that_is_kept():
+def test_a_redriven_message_takes_its_place_in_the_queues():
     group, supply = new_group(), ListSupply(by_key=True)
     supply.add(3, key=1)
     supply.add(600, key=2)
@@ -219,7 +219,7 @@ def test_a_back_off_keeps_the_key_and_not_the_others():
     assert receive(group, supply, 50) == [0]
 
 
-def test_a_book_forgets_what_is_done():
+def test_queues_forget_finished_messages():
     queues = KeyQueues()
     for offset in range(10):
         queues.add(offset, 1 + offset % 2)
@@ -232,7 +232,7 @@ def test_a_book_forgets_what_is_done():
 
 
 @pytest.mark.parametrize("by_key", [False, True])
-def test_what_has_no_room_in_an_answer_is_left_as_it_was(by_key):
+def test_messages_without_room_in_the_answer_stay_unchanged(by_key):
     """It is not read, so nothing is known of it: neither is it passed over, nor taken for gone."""
     group, supply = new_group(), ListSupply(by_key=by_key)
     supply.add(5, size=40)
@@ -245,7 +245,7 @@ def test_what_has_no_room_in_an_answer_is_left_as_it_was(by_key):
     assert group.outstanding == 5
 
 
-def test_of_a_batch_that_is_larger_than_an_answer_no_more_is_looked_for():
+def test_selecting_stops_when_the_answer_is_full():
     group, supply = new_group(), ListSupply(pieces=True)
     supply.add(4, size=40)
     supply.add(1, size=1, expires_at_ms=1_000)

@@ -9,7 +9,7 @@ DAY_MS = 24 * HOUR_MS
 START_MS = 1_700_000_000_000
 
 
-def test_a_log_that_nothing_is_appended_to_ages_as_time_goes_by():
+def test_a_log_without_appends_ages_with_time():
     age = Age(START_MS, START_MS)
     assert age.time_ms(START_MS, START_MS + HOUR_MS, START_MS + HOUR_MS) == START_MS + HOUR_MS
     assert age.time_ms(START_MS, START_MS + 3 * DAY_MS, START_MS + 3 * DAY_MS) == START_MS + 3 * DAY_MS
@@ -33,7 +33,7 @@ def test_a_log_that_follows_a_wrong_clock_ages_by_a_day_an_hour():
     assert age.time_ms(wrong_ms, mended_ms, mended_ms) == mended_ms
 
 
-def test_what_a_long_rest_kept_is_old_within_hours():
+def test_after_a_long_stop_messages_are_old_within_hours():
     age, now_ms = Age(START_MS, 0), START_MS + 3 * DAY_MS
     assert age.time_ms(now_ms, 3 * HOUR_MS, now_ms) == now_ms
 

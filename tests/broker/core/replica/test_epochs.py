@@ -36,7 +36,7 @@ def test_a_log_without_epochs_ends_where_it_ends():
     assert empty.end_of(7, 5) == (0, 5)
 
 
-def test_a_truncation_forgets_what_began_there():
+def test_a_truncation_drops_the_epochs_that_began_there():
     epochs = Epochs(KNOWN)
     epochs.truncate(90)
     assert epochs.entries == [(1, 0), (3, 57)]

@@ -25,7 +25,7 @@ def fetch(broker_id: int, durable: int, *, incarnation: int = 1, store: str | No
     return Fetch(broker_id, incarnation, store or STORES[broker_id], 5, durable, durable, 5)
 
 
-def test_the_high_watermark_is_what_every_member_has():
+def test_the_high_watermark_is_the_smallest_durable_end_of_the_members():
     insync = book(1, 2, 3)
     insync.fetched(fetch(2, 8), 10, 100)
     assert insync.committed_end(10, BROKERS, 100) == -1  # of 3 nothing is known
@@ -40,7 +40,7 @@ def test_with_too_few_members_nothing_is_committed():
     assert insync.committed_end(10, BROKERS, 100) == -1
 
 
-def test_who_is_proposed_counts_and_who_is_proposed_away_does_too():
+def test_proposed_and_leaving_members_both_count():
     insync = book(1, 2)
     insync.fetched(fetch(2, 10), 10, 100)
     insync.fetched(fetch(3, 7), 10, 100)
@@ -52,7 +52,7 @@ def test_who_is_proposed_counts_and_who_is_proposed_away_does_too():
     assert insync.committed_end(10, BROKERS, 100) == 10
 
 
-def test_a_replica_joins_with_all_that_is_committed_and_the_epochs_start():
+def test_a_replica_joins_with_everything_committed_and_the_epoch_start():
     insync = book(1, 2, epoch_start=4)
     insync.fetched(fetch(2, 10), 10, 100)
     insync.fetched(fetch(3, 4), 10, 100)
@@ -63,7 +63,7 @@ def test_a_replica_joins_with_all_that_is_committed_and_the_epochs_start():
     assert insync.joiner(3) == (1, "c")
 
 
-def test_a_replica_joins_only_as_what_is_registered():
+def test_a_replica_joins_only_with_its_registered_incarnation_and_store():
     insync = book(1, 2)
     insync.fetched(fetch(2, 10), 10, 100)
     insync.fetched(fetch(3, 10), 10, 100)
@@ -98,7 +98,7 @@ def test_a_member_that_lags_leaves():
     assert insync.wanted(0, BROKERS, LAG_MS + 1) == {1, 2}
 
 
-def test_a_member_that_fetches_and_never_arrives_leaves():
+def test_a_member_that_fetches_and_never_catches_up_leaves():
     insync = book(1, 2, 3)
     for now_ms in range(0, 4_000, 100):
         insync.fetched(fetch(2, now_ms + 100), now_ms + 100, now_ms)
@@ -106,7 +106,7 @@ def test_a_member_that_fetches_and_never_arrives_leaves():
     assert insync.wanted(0, BROKERS, 4_000) == {1, 2}
 
 
-def test_a_member_that_has_what_was_there_a_fetch_ago_keeps_step():
+def test_a_member_that_has_the_end_of_its_last_fetch_is_caught_up():
     insync = book(1, 2, 3)
     for now_ms in range(0, 4_000, 100):
         insync.fetched(fetch(2, now_ms), now_ms + 100, now_ms)
@@ -122,7 +122,7 @@ def test_a_dead_member_at_the_floor_stays_until_another_takes_its_place():
     assert insync.wanted(5, BROKERS, LAG_MS + 1) == {1, 3}
 
 
-def test_of_two_dead_members_the_one_heard_of_longest_ago_leaves():
+def test_of_two_dead_members_the_one_with_the_older_fetch_leaves():
     insync = book(1, 2, 3)
     insync.fetched(fetch(2, 10), 10, 100)
     assert insync.wanted(0, BROKERS, LAG_MS + 200) == {1, 2}
@@ -167,7 +167,7 @@ def test_a_pause_of_the_leader_is_not_its_followers_lag():
     assert insync.heard_from_all_ms() == 100
 
 
-def test_who_would_leave_at_once_does_not_join():
+def test_a_replica_that_would_leave_at_once_does_not_join():
     """It was caught up long ago, and then it died: with the high watermark standing it would come and go for ever."""
     insync = book(1, 2, least=1)
     insync.fetched(fetch(2, 9), 10, 100)
@@ -177,7 +177,7 @@ def test_who_would_leave_at_once_does_not_join():
     assert insync.wanted(9, BROKERS, LAG_MS + 200) == {1}
 
 
-def test_a_leader_alone_waits_for_the_replica_that_keeps_step():
+def test_a_leader_alone_waits_for_a_replica_in_step():
     """Its own disk is always one batch ahead of whoever fetches: without waiting nobody could ever join."""
     insync = book(1, least=1)
     insync.fetched(fetch(2, 1), 10, 100)
@@ -195,12 +195,12 @@ def test_live_members_are_those_that_fetch():
     assert insync.live_members(6_000) == 2
 
 
-def test_a_sole_member_waits_for_nobody():
+def test_a_sole_member_waits_for_no_other():
     assert book(1, least=1).heard_from_all_ms() is None
     assert book(1, least=1).committed_end(7, {}, 0) == 7
 
 
-def test_a_member_that_has_started_anew_is_counted_anew_when_it_has_all_that_is_committed():
+def test_a_restarted_member_is_recorded_again_when_it_has_everything_committed():
     insync = book(1, 2, 3)
     insync.state = replace(insync.state, incarnations={1: 1, 2: 1, 3: 1})
     anew = {**BROKERS, 3: (2, "c")}
@@ -213,7 +213,7 @@ def test_a_member_that_has_started_anew_is_counted_anew_when_it_has_all_that_is_
     assert insync.renewed(10, BROKERS, 100) == set(), "only as what is registered"
 
 
-def test_an_isr_that_is_settled_at_a_glance_is_the_one_that_is_wanted():
+def test_the_quick_check_agrees_with_the_isr_to_propose():
     chance, settled = Random(1), 0
     for _ in range(2_000):
         isr = [1, *(replica for replica in (2, 3) if chance.random() < 0.8)]
@@ -235,7 +235,7 @@ def test_an_isr_that_is_settled_at_a_glance_is_the_one_that_is_wanted():
     assert settled > 20, settled
 
 
-def test_what_follows_from_the_word_changes_with_it():
+def test_derived_sets_change_with_the_state():
     insync = book(1, 2, 3)
     for replica, durable in ((2, 8), (3, 4)):
         insync.fetched(fetch(replica, durable), 10, 100)

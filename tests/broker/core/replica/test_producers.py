@@ -30,7 +30,7 @@ def test_the_next_batch_continues_the_last():
     assert caught.value.extra["expected_sequence"] == 5
 
 
-def test_a_repeated_batch_is_answered_with_its_first_place():
+def test_a_repeated_batch_is_answered_with_its_first_offset():
     producers = with_batches((0, 5), (5, 5), (10, 1))
     assert producers.find_duplicate(Stamp(1, 0, 5), 5) == (101, 1_001)
     assert producers.find_duplicate(Stamp(1, 0, 0), 5) == (100, 1_000)
@@ -79,7 +79,7 @@ def test_a_snapshot_restores_everything_and_shares_nothing():
     assert twin.find_duplicate(Stamp(1, 0, 6), 1) == (300, 3_000)
 
 
-def test_of_very_many_producers_those_are_forgotten_that_were_heard_of_least_lately(monkeypatch):
+def test_of_very_many_producers_the_least_recent_are_forgotten(monkeypatch):
     monkeypatch.setattr("portalmq.broker.core.replica.producers.PRODUCERS_MAX", 3)
     known = Producers([])
     for number in range(6):

@@ -75,7 +75,7 @@ def test_timestamps_never_fall_when_the_clock_does():
     assert append.appended_at_ms == 500
 
 
-def test_who_does_not_lead_takes_nothing():
+def test_a_follower_accepts_no_appends():
     replica = new_replica()
     (refusal,) = replica.step(AppendRequested("a", 1), 1)
     assert isinstance(refusal, Refuse)
@@ -85,7 +85,7 @@ def test_who_does_not_lead_takes_nothing():
     assert refusal.error.extra["leader"] == 2
 
 
-def test_with_too_few_in_sync_nothing_is_taken_but_our_own_records():
+def test_with_too_few_in_sync_only_control_records_are_accepted():
     replica = new_replica()
     replica.step(word(isr=(1,), least=2), 1)
     (refusal,) = replica.step(AppendRequested("a", 1), 1)
@@ -94,7 +94,7 @@ def test_with_too_few_in_sync_nothing_is_taken_but_our_own_records():
     assert isinstance(append, Append)
 
 
-def test_with_too_few_in_sync_the_high_watermark_stands():
+def test_with_too_few_in_sync_the_high_watermark_does_not_move():
     replica = new_replica()
     replica.step(word(isr=(1,), least=2), 1)
     assert replica.step(Appended(1), 1) == []
@@ -108,12 +108,12 @@ def test_the_same_leader_elected_again_raises_its_epoch_and_steps_down_in_betwee
     assert replica.epochs == [(1, 0), (2, 1)]
 
 
-def test_a_word_repeated_in_the_same_epoch_changes_nothing():
+def test_a_state_repeated_in_the_same_epoch_changes_nothing():
     replica = leader()
     assert replica.step(word(epoch=1), 10) == []
 
 
-def test_an_older_epoch_is_not_believed():
+def test_a_state_of_an_older_epoch_is_ignored():
     replica = leader(highest_epoch=4)
     assert replica.leader_epoch == 5
     assert replica.step(word(leader=2, epoch=4), 10) == []
@@ -126,7 +126,7 @@ def test_a_leader_that_is_replaced_steps_down():
     assert not replica.leading
 
 
-def test_a_replica_reloaded_within_its_epoch_goes_on_without_a_second_start():
+def test_a_replica_reloaded_within_its_epoch_writes_no_second_epoch_start():
     replica = new_replica(end=5, epochs=[(3, 2)], highest_epoch=3, high_watermark=4)
     assert replica.step(word(epoch=3), 10) == [Refresh(1)]
     assert not replica.leading

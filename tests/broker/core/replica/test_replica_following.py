@@ -69,7 +69,7 @@ def answered(replica: PartitionReplica, reply):
     return replica.step(FetchReplied(replica.fetch, reply), 0)
 
 
-def test_it_remembers_the_epoch_and_asks_from_its_end():
+def test_it_stores_the_epoch_and_fetches_from_its_end():
     replica = follower(said=word(epoch=2))
     assert replica.step(word(version=1), 0) == [
         RememberEpoch(3),
@@ -77,7 +77,7 @@ def test_it_remembers_the_epoch_and_asks_from_its_end():
     ]
 
 
-def test_what_it_is_given_it_asks_on_from_when_it_is_on_disk():
+def test_it_fetches_on_when_the_fetched_records_are_on_disk():
     replica = follower()
     fetch = replica.fetch
     assert answered(replica, Records((start(10, 3), BatchHead(11, 2, 3, 60)), 6)) == [Replicate(fetch)]
@@ -87,7 +87,7 @@ def test_what_it_is_given_it_asks_on_from_when_it_is_on_disk():
     assert (asked.fetch.fetch_offset, asked.fetch.durable_offset, asked.fetch.last_epoch) == (13, 13, 3)
 
 
-def test_its_high_watermark_follows_the_leaders_as_far_as_its_own_disk_goes():
+def test_its_high_watermark_follows_the_leaders_up_to_its_own_durable_end():
     replica = follower()
     fetch = replica.fetch
     records = Records((start(10, 3), BatchHead(11, 2, 3, 60)), 12)
@@ -95,7 +95,7 @@ def test_its_high_watermark_follows_the_leaders_as_far_as_its_own_disk_goes():
     assert replica.step(Appended(13), 0)[0] == HighWatermarkAdvanced(12)
 
 
-def test_a_diverging_tail_is_cut_step_by_step_until_the_logs_match():
+def test_a_diverging_tail_is_truncated_step_by_step_until_the_logs_match():
     """Two fail-overs apart (KIP-279): one step back is not enough."""
     replica = follower(epochs=((1, 0), (2, 7)), high_watermark=3, highest_epoch=2)
     assert answered(replica, Diverging(1, 9)) == [Truncate(7)]  # its own records of epoch 1 end there
@@ -106,7 +106,7 @@ def test_a_diverging_tail_is_cut_step_by_step_until_the_logs_match():
     assert answered(replica, Diverging(1, 5)) == [Truncate(5)]
 
 
-def test_a_late_or_repeated_answer_cuts_nothing():
+def test_a_late_or_repeated_reply_truncates_nothing():
     replica = follower(high_watermark=0)
     late = replica.fetch
     answered(replica, Records((), 0))
@@ -121,7 +121,7 @@ def test_a_late_or_repeated_answer_cuts_nothing():
         lambda replica: replica.step(FetchReceived("t", Fetch(3, 1, "c", 4, 0, 0, 0)), 0),
     ],
 )
-def test_an_answer_of_an_epoch_that_is_over_has_no_authority(teach):
+def test_a_reply_of_an_earlier_epoch_is_ignored(teach):
     replica = follower(high_watermark=0)
     late = replica.fetch
     teach(replica)
@@ -129,7 +129,7 @@ def test_an_answer_of_an_epoch_that_is_over_has_no_authority(teach):
     assert replica.step(FetchReplied(late, Diverging(0, 0)), 0) == []
 
 
-def test_a_cut_below_the_high_watermark_is_refused():
+def test_a_truncation_below_the_high_watermark_is_refused():
     replica = follower()
     (quarantine,) = answered(replica, Diverging(1, 5))
     assert isinstance(quarantine, Quarantine)
@@ -149,7 +149,7 @@ def test_a_quarantined_replica_resigns_from_the_isr():
     assert replica.step(IsrAnswered(8, Outcome.APPLIED, word(version=9)), 0) == []
 
 
-def test_an_operators_election_lifts_the_quarantine_and_the_cut_is_made():
+def test_an_unclean_election_lifts_the_quarantine_and_the_log_is_truncated():
     replica = follower()
     answered(replica, Diverging(1, 5))
     unclean = word(leader=3, epoch=4, isr=frozenset({3}), version=1, unclean_epochs=(4,))
@@ -160,13 +160,13 @@ def test_an_operators_election_lifts_the_quarantine_and_the_cut_is_made():
     assert replica.high_watermark == 5
 
 
-def test_an_operators_election_that_this_log_has_followed_excuses_nothing():
+def test_an_unclean_election_that_this_log_has_followed_excuses_nothing():
     replica = follower(epochs=((1, 0), (4, 2)), highest_epoch=4, said=word(epoch=5, unclean_epochs=(4,)))
     (quarantine,) = answered(replica, Diverging(4, 5))
     assert isinstance(quarantine, Quarantine)
 
 
-def test_what_the_leader_has_no_more_is_not_asked_for_again():
+def test_records_that_the_leader_no_longer_has_are_not_fetched_again():
     replica = follower(end=0, epochs=(), high_watermark=0, highest_epoch=0)
     epochs = ((1, 0), (2, 30), (3, 80))
     assert answered(replica, BelowStart(40, epochs)) == [ResetLog(40, epochs)]
@@ -175,7 +175,7 @@ def test_what_the_leader_has_no_more_is_not_asked_for_again():
     assert (replica.log_start_offset, replica.high_watermark, replica.next_offset) == (40, 40, 40)
 
 
-def test_a_state_record_tells_of_producers_whose_batches_were_dropped():
+def test_a_state_record_holds_producers_whose_batches_were_dropped():
     replica = follower()
     known = ProducerFold(9, 2, [(0, 3, 4, 20)])
     state = BatchHead(11, 1, 3, 60, producers=(known,))
@@ -184,7 +184,7 @@ def test_a_state_record_tells_of_producers_whose_batches_were_dropped():
     assert replica.producers.find_duplicate(Stamp(9, 2, 3), 2) == (12, 70)
 
 
-def test_who_is_rejected_asks_the_control_plane_and_waits_a_tick():
+def test_a_rejected_follower_refreshes_its_state_and_waits_a_tick():
     replica = follower()
     assert answered(replica, Rejected(3)) == [Refresh(1)]
     assert replica.step(Tick(), 100)[0].fetch.number == 2
@@ -192,7 +192,7 @@ def test_who_is_rejected_asks_the_control_plane_and_waits_a_tick():
     assert isinstance(replica.step(Tick(), 200)[0], SendFetch)
 
 
-def test_who_is_rejected_by_a_later_epoch_fetches_in_it_or_not_at_all():
+def test_a_follower_rejected_by_a_later_epoch_fetches_in_it_or_not_at_all():
     replica = follower()
     assert answered(replica, Rejected(4)) == [RememberEpoch(4), Refresh(1)]
     assert replica.step(Tick(), 100) == []
@@ -201,7 +201,7 @@ def test_who_is_rejected_by_a_later_epoch_fetches_in_it_or_not_at_all():
     assert asked.fetch.leader_epoch == 4
 
 
-def test_a_question_to_the_control_plane_is_repeated_and_any_later_answer_will_do():
+def test_a_refresh_is_repeated_and_any_later_answer_counts():
     """Answers that take longer than the repetition would never be the newest."""
     replica = follower(said=word(leader=1, isr=frozenset({1, 2})))
     replica.step(Appended(11), 0)
@@ -213,7 +213,7 @@ def test_a_question_to_the_control_plane_is_repeated_and_any_later_answer_will_d
     assert replica.step(Tick(), 9_000)[:1] != [Refresh(4)]
 
 
-def test_elected_in_the_middle_of_a_cut_it_leads_when_the_cut_is_done():
+def test_a_replica_elected_during_a_truncation_leads_after_it():
     replica = follower(epochs=((1, 0), (2, 8)), high_watermark=3, highest_epoch=2, said=word(isr=frozenset({1, 2})))
     assert answered(replica, Diverging(1, 8)) == [Truncate(8)]
     elected = word(leader=1, epoch=4, isr=frozenset({1, 2}), version=1)
@@ -222,7 +222,7 @@ def test_elected_in_the_middle_of_a_cut_it_leads_when_the_cut_is_done():
     assert replica.epochs == [(1, 0), (4, 8)]
 
 
-def test_elected_while_it_begins_anew_it_leads_when_that_is_done():
+def test_a_replica_elected_during_a_reset_leads_after_it():
     replica = follower(end=0, epochs=(), high_watermark=0, highest_epoch=0)
     answered(replica, BelowStart(40, ((1, 0),)))
     replica.step(word(leader=1, epoch=4, isr=frozenset({1}), version=1, unclean_epochs=(4,)), 0)
@@ -248,18 +248,18 @@ def test_a_replica_on_another_store_does_not_lead():
     assert not replica.leading
 
 
-def test_a_follower_without_a_leader_or_a_replica_asks_nobody():
+def test_without_a_leader_or_a_replica_nothing_is_fetched():
     assert follower(said=word(leader=None)).fetch is None
     assert follower(said=word(replicas=(2, 3))).fetch is None
 
 
-def test_who_does_not_lead_answers_no_fetch():
+def test_a_follower_answers_no_fetch():
     replica = follower()
     fetch = Fetch(3, 1, "c", 3, 0, 0, 0)
     assert replica.step(FetchReceived("t", fetch), 0) == [ReplyFetch("t", 0, Rejected(3))]
 
 
-def test_what_the_disk_refuses_is_asked_for_again():
+def test_records_that_the_disk_refused_are_fetched_again():
     replica = follower()
     answered(replica, Records((start(10, 3), BatchHead(11, 2, 3, 60, stamp=Stamp(5, 0, 0))), 6))
     (asked,) = replica.step(Truncated(10, NOBODY), 0)
@@ -267,7 +267,7 @@ def test_what_the_disk_refuses_is_asked_for_again():
     assert replica.epochs == [(1, 0)]
 
 
-def test_a_log_that_does_not_continue_its_own_is_our_mistake():
+def test_batches_that_do_not_continue_the_log_fail_an_assertion():
     replica = follower()
     with pytest.raises(AssertionError):
         answered(replica, Records((start(12, 3),), 6))

@@ -93,7 +93,7 @@ def test_it_counts_itself_when_its_own_disk_has_it():
     assert fetched(replica, 2, 15)[0] == HighWatermarkAdvanced(15)
 
 
-def test_a_tail_that_others_do_not_take_is_bounded():
+def test_the_uncommitted_tail_is_bounded():
     replica = leader()
     replica.step(AppendRequested("a", UNCOMMITTED_MAX), 0)
     (refusal,) = replica.step(AppendRequested("b", 1), 0)
@@ -116,21 +116,21 @@ def test_with_members_that_do_not_fetch_a_batch_is_refused_at_once():
 # --- whom it answers -------------------------------------------------------------------------------------------------
 
 
-def test_logs_that_part_are_told_where():
+def test_diverging_logs_learn_their_common_end():
     replica = leader()
     assert fetched(replica, 2, 12, last_epoch=2) == [ReplyFetch("t", 12, Diverging(1, 10))]
     assert fetched(replica, 2, 12, last_epoch=1) == [ReplyFetch("t", 12, Diverging(1, 10))]
     assert replica.high_watermark == 6
 
 
-def test_what_is_dropped_is_told_with_the_epochs_below():
+def test_a_fetch_below_the_log_start_gets_the_start_and_its_epochs():
     replica = leader()
     fetched(replica, 2, 11)
     replica.log_start_offset = 8
     assert fetched(replica, 3, 0, last_epoch=0) == [ReplyFetch("t", 0, BelowStart(8, ((1, 0), (3, 10))))]
 
 
-def test_a_lower_epoch_is_rejected_and_a_higher_one_ends_this():
+def test_a_lower_epoch_is_rejected_and_a_higher_one_ends_leadership():
     replica = leader()
     assert fetched(replica, 2, 11, leader_epoch=2) == [ReplyFetch("t", 11, Rejected(3))]
     assert fetched(replica, 2, 11, leader_epoch=4) == [
@@ -144,7 +144,7 @@ def test_a_lower_epoch_is_rejected_and_a_higher_one_ends_this():
     assert isinstance(replica.step(word(leader=2, epoch=4, version=2), 0)[-1], SendFetch)
 
 
-def test_a_stranger_is_rejected_and_looked_up():
+def test_an_unknown_replica_is_rejected_and_the_state_refreshed():
     replica = leader()
     fetch = Fetch(9, 1, "z", 3, 11, 11, 3)
     assert replica.step(FetchReceived("t", fetch), 1_000) == [Refresh(1), ReplyFetch("t", 11, Rejected(3))]
@@ -176,11 +176,11 @@ def commits_without_3(replica: PartitionReplica) -> bool:
     return replica.high_watermark == replica.next_offset
 
 
-def test_who_joins_counts_before_it_is_asked_for():
+def test_a_joining_replica_counts_before_the_proposal_is_sent():
     assert not commits_without_3(joining())
 
 
-def test_an_unknown_outcome_stays_unknown_until_a_synced_word():
+def test_an_unknown_outcome_stays_unknown_until_a_synced_state():
     replica = joining()
     assert replica.step(IsrAnswered(0, Outcome.UNKNOWN), 0) == [Refresh(1)]
     replica.step(word(version=0), 0)  # what a watch brought may be older
@@ -190,14 +190,14 @@ def test_an_unknown_outcome_stays_unknown_until_a_synced_word():
     assert replica.in_sync.proposed is None
 
 
-def test_a_conflict_is_looked_up_and_what_stands_then_counts():
+def test_after_a_conflict_the_refreshed_state_counts():
     replica = joining()
     assert replica.step(IsrAnswered(0, Outcome.CONFLICT), 0) == [Refresh(1)]
     replica.step(word(version=4, refresh=1), 0)
     assert replica.in_sync.state.version == 4
 
 
-def test_what_was_applied_counts_at_once():
+def test_an_applied_proposal_counts_at_once():
     replica = joining()
     replica.step(IsrAnswered(0, Outcome.APPLIED, word(isr=(1, 2, 3), version=1)), 0)
     assert replica.in_sync.proposed is None
@@ -205,7 +205,7 @@ def test_what_was_applied_counts_at_once():
     assert replica.step(IsrAnswered(0, Outcome.UNKNOWN), 0) == []  # answered twice
 
 
-def test_who_is_removed_counts_until_that_stands():
+def test_a_removed_replica_counts_until_the_removal_is_confirmed():
     replica = leader(isr=(1, 2, 3))
     fetched(replica, 2, 11)
     for now_ms in range(200, 3_200, 200):
@@ -218,14 +218,14 @@ def test_who_is_removed_counts_until_that_stands():
     assert replica.step(applied, 3_200) == [HighWatermarkAdvanced(11)]
 
 
-def test_a_refused_port_is_proposed_away_at_once():
+def test_a_member_whose_port_refuses_is_removed_at_once():
     replica = leader(isr=(1, 2, 3))
     fetched(replica, 2, 11, now_ms=600)
     (proposal,) = replica.step(FollowerRefused(3), 600)
     assert proposal.isr == {1, 2}
 
 
-def test_a_refused_port_is_nothing_to_who_does_not_lead():
+def test_a_follower_ignores_a_refused_port():
     replica = leader()
     replica.step(word(leader=2, epoch=4, version=1), 0)
     assert replica.step(FollowerRefused(3), 600) == []
@@ -234,7 +234,7 @@ def test_a_refused_port_is_nothing_to_who_does_not_lead():
 # --- what comes late -------------------------------------------------------------------------------------------------
 
 
-def test_an_older_word_of_the_same_epoch_takes_nothing_back():
+def test_an_older_state_of_the_same_epoch_is_ignored():
     """A reading of everything may tell the version before the one that a compare-and-set has answered with."""
     replica = leader()
     replica.step(word(isr=(1, 2, 3), version=1), 0)
@@ -245,7 +245,7 @@ def test_an_older_word_of_the_same_epoch_takes_nothing_back():
     assert replica.in_sync.state.isr == {1, 3}, "a later one counts"
 
 
-def test_an_answer_to_another_compare_and_set_says_nothing_of_the_one_on_its_way():
+def test_the_answer_to_another_compare_and_set_does_not_resolve_the_current_one():
     replica = joining()
     assert replica.step(IsrAnswered(7, Outcome.UNKNOWN), 0) == []
     assert replica.step(IsrAnswered(7, Outcome.APPLIED, word(version=8)), 0) == []
@@ -256,7 +256,7 @@ def test_an_answer_to_another_compare_and_set_says_nothing_of_the_one_on_its_way
 # --- when it is over -------------------------------------------------------------------------------------------------
 
 
-def test_it_serves_as_long_as_the_control_plane_or_all_others_are_heard_of():
+def test_it_serves_while_the_control_plane_answers_or_all_others_fetch():
     replica = leader()
     assert replica.may_serve(LEASE_MS)
     assert not replica.may_serve(LEASE_MS + 1)
@@ -266,7 +266,7 @@ def test_it_serves_as_long_as_the_control_plane_or_all_others_are_heard_of():
     assert replica.may_serve(2 * LEASE_MS)
 
 
-def test_a_leader_that_nobody_else_is_in_sync_with_serves_alone():
+def test_a_leader_alone_in_the_isr_serves_alone():
     assert leader(isr=(1,)).may_serve(1 << 40)
     assert leader(isr=(1,)).may_deliver(1 << 40)
 
@@ -279,7 +279,7 @@ def vouched(replica: PartitionReplica, broker_id: int, sent_after_ms: int | None
     replica.step(FetchReceived("t", fetch, sent_after_ms), now_ms)
 
 
-def test_messages_are_handed_out_while_all_who_could_succeed_have_vouched_a_moment_ago():
+def test_messages_are_delivered_while_all_possible_successors_vouched_recently():
     replica = leader(isr=(1, 2, 3))
     replica.step(LeaseRenewed(1 << 40), 0)
     assert not replica.may_deliver(0), "the control plane's word alone does not do"
@@ -295,7 +295,7 @@ def test_messages_are_handed_out_while_all_who_could_succeed_have_vouched_a_mome
     assert isinstance(own, Append), "an ack is taken all the same"
 
 
-def test_a_gap_in_the_sequence_is_told_only_while_followers_vouch():
+def test_a_gap_in_the_sequence_is_reported_only_while_followers_vouch():
     """What is missing may stand with a successor of whom this leader has not heard."""
     replica = leader()
     replica.step(LeaseRenewed(1 << 40), 0)
@@ -307,7 +307,7 @@ def test_a_gap_in_the_sequence_is_told_only_while_followers_vouch():
         assert isinstance(refusal.error, error)
 
 
-def test_nobody_else_led_at_a_time_that_all_who_could_succeed_have_vouched_for():
+def test_no_other_broker_led_at_a_time_that_all_possible_successors_vouched_for():
     replica = leader(isr=(1, 2, 3))
     replica.step(LeaseRenewed(1 << 40), 0)
     vouched(replica, 2, 200, 250)
@@ -318,7 +318,7 @@ def test_nobody_else_led_at_a_time_that_all_who_could_succeed_have_vouched_for()
     assert leader(isr=(1,)).led_at(1 << 40)
 
 
-def test_a_fetch_that_lay_on_the_way_vouches_for_the_time_after_which_it_was_sent():
+def test_a_delayed_fetch_vouches_for_the_time_after_which_it_was_sent():
     replica = leader()
     vouched(replica, 2, 100, 5_000)
     assert replica.may_serve(5_000)
@@ -329,14 +329,14 @@ def test_a_fetch_that_lay_on_the_way_vouches_for_the_time_after_which_it_was_sen
     assert replica.may_deliver(4_900 + VOUCHED_FOR_MS), "an older copy takes nothing away"
 
 
-def test_a_follower_that_does_not_say_when_vouches_as_it_is_heard():
+def test_a_fetch_without_a_send_time_vouches_for_its_arrival():
     replica = leader()
     vouched(replica, 2, None, 500)
     assert replica.may_deliver(500 + VOUCHED_FOR_MS)
     assert not replica.may_deliver(501 + VOUCHED_FOR_MS)
 
 
-def test_a_successor_answers_no_ack_before_the_one_before_hands_nothing_out_any_more():
+def test_a_successor_answers_no_ack_while_its_predecessor_may_deliver():
     replica = leader()
     replica.step(word(leader=2, epoch=4, version=1), 100)
     replica.step(LeaderAnswered(700), 700)
@@ -348,14 +348,14 @@ def test_a_successor_answers_no_ack_before_the_one_before_hands_nothing_out_any_
     assert replica.may_settle(700 + SUCCESSOR_WAITS_MS)
 
 
-def test_a_leader_that_has_followed_nobody_answers_acks_at_once():
+def test_a_leader_that_followed_no_other_answers_acks_at_once():
     replica = leader()
     assert replica.may_settle(0)
     replica.step(word(leader=1, epoch=4, version=1), 100)
     assert replica.may_settle(100)
 
 
-def test_what_an_earlier_life_has_vouched_for_is_waited_for_too():
+def test_a_leader_waits_for_what_its_earlier_incarnation_vouched_for():
     replica = PartitionReplica(
         1,
         producers=Producers([]),
@@ -375,7 +375,7 @@ def test_what_an_earlier_life_has_vouched_for_is_waited_for_too():
     assert replica.may_settle(500 + SUCCESSOR_WAITS_MS)
 
 
-def test_a_session_that_was_lost_ends_it_until_a_synced_word_says_that_nobody_else_was_elected():
+def test_a_lost_session_ends_leadership_until_a_synced_state_shows_no_other_election():
     replica = leader()
     replica.step(AppendRequested("a", 1), 0)
     assert replica.step(SessionLost(), 100) == [StepDown(None), Refresh(1)]
@@ -388,14 +388,14 @@ def test_a_session_that_was_lost_ends_it_until_a_synced_word_says_that_nobody_el
     assert replica.epochs == [(1, 0), (3, 10)]  # no second start
 
 
-def test_what_an_earlier_life_was_elected_to_is_not_led():
+def test_an_election_of_an_earlier_incarnation_is_not_followed_by_leadership():
     replica = leader()
     replica.step(word(epoch=4, version=1, incarnations={1: 0}), 0)
     assert not replica.leading
     assert replica.highest_epoch == 4
 
 
-def test_a_transaction_that_the_disk_refused_leaves_the_leader_and_its_book():
+def test_a_refused_transaction_keeps_the_leader_and_its_tracker():
     replica = leader()
     fetched(replica, 2, 11)
     replica.step(AppendRequested("a", 4, Stamp(7, 0, 0)), 0)
@@ -414,7 +414,7 @@ def test_an_epoch_whose_start_the_disk_refused_starts_again():
     assert replica.epochs == [(1, 0), (3, 10), (5, 11)]
 
 
-def test_a_log_opened_anew_leads_on_only_after_a_synced_word():
+def test_a_reopened_log_leads_only_after_a_synced_state():
     """What the replica had proposed before may stand by now."""
     before = leader()
     replica = PartitionReplica(

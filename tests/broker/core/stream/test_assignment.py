@@ -28,14 +28,14 @@ def test_partitions_are_dealt_out_evenly() -> None:
     assert sorted(loads({"a": set(), "b": set(), "c": set()}, shares).values()) == [2, 3, 3]
 
 
-def test_a_newcomer_takes_his_share_and_the_others_keep_the_rest() -> None:
+def test_a_new_member_takes_its_share_and_the_others_keep_the_rest() -> None:
     before = assign({"a": {"t"}, "b": {"t"}}, {"t": 9}, {})
     after = assign({"a": {"t"}, "b": {"t"}, "c": {"t"}}, {"t": 9}, before)
     assert sum(after[partition] != before[partition] for partition in before) == 3
     assert set(loads({"a": set(), "b": set(), "c": set()}, after).values()) == {3}
 
 
-def test_what_a_member_leaves_behind_is_all_that_moves() -> None:
+def test_only_the_partitions_of_a_leaving_member_move() -> None:
     before = assign({"a": {"t"}, "b": {"t"}, "c": {"t"}}, {"t": 9}, {})
     after = assign({"a": {"t"}, "b": {"t"}}, {"t": 9}, before)
     assert all(after[partition] == owner for partition, owner in before.items() if owner != "c")
@@ -47,7 +47,7 @@ def test_topics_are_spread_over_the_members_too() -> None:
         assert {topic for (topic, _), owner in shares.items() if owner == member} == {"t", "u"}
 
 
-def test_a_partition_that_is_on_its_way_moves_rather_than_one_that_is_read() -> None:
+def test_a_partition_already_moving_moves_rather_than_one_being_read() -> None:
     before: dict[Partition, str] = {("t", number): "a" for number in range(4)}
     after = assign({"a": {"t"}, "b": {"t"}}, {"t": 4}, before, moving=[("t", 0), ("t", 2)])
     assert {partition for partition, owner in after.items() if owner == "b"} == {("t", 0), ("t", 2)}
@@ -84,7 +84,7 @@ def test_with_equal_subscriptions_no_more_moves_than_it_takes(count: int, partit
     assert sum(after[partition] != current[partition] for partition in current) == needed
 
 
-def test_a_thousand_members_and_ten_thousand_partitions_are_shared_in_a_moment() -> None:
+def test_a_thousand_members_and_ten_thousand_partitions_are_assigned_quickly() -> None:
     members = {f"m{number}": {"t", "u"} for number in range(1_000)}
     began = time.process_time()
     shares = assign(members, {"t": 5_000, "u": 5_000}, {("t", number): "m1" for number in range(5_000)})

@@ -148,7 +148,7 @@ def test_the_first_member_has_all_partitions_as_soon_as_it_has_joined(group: Coo
     assert set(group.leaders.claims.values()) == {("a", 2)}
 
 
-def test_a_newcomer_is_given_partitions_only_when_their_owner_has_let_go_of_them(group: Coordinator) -> None:
+def test_a_new_member_gets_partitions_only_after_their_owner_released_them(group: Coordinator) -> None:
     group.join("a")
     newcomer = group.join("b")
     assert numbers(newcomer) == []
@@ -161,14 +161,14 @@ def test_a_newcomer_is_given_partitions_only_when_their_owner_has_let_go_of_them
     assert not group.leaders.may_commit(("t", 3), "a", 99)
 
 
-def test_who_keeps_his_partitions_goes_on_in_the_generation_that_he_knows(group: Coordinator) -> None:
+def test_a_member_that_keeps_its_partitions_continues_in_its_generation(group: Coordinator) -> None:
     first = group.join("a")
     group.join("b")
     assert [assigned.since for assigned in group.beat("a", first.generation).assignment] == [first.generation] * 2
     assert group.leaders.may_commit(("t", 0), "a", first.generation)
 
 
-def test_while_partitions_are_on_their_way_members_are_asked_to_come_soon(group: Coordinator) -> None:
+def test_while_partitions_move_members_heartbeat_sooner(group: Coordinator) -> None:
     group.join("a")
     assert group.join("b").heartbeat_interval_ms == 200
     assert group.beat("a", 2).heartbeat_interval_ms == 200
@@ -194,12 +194,12 @@ def test_a_member_that_leaves_gives_its_partitions_up_at_once(group: Coordinator
     assert numbers(group.beat("b", 3)) == [0, 1, 2, 3]
 
 
-def test_leaving_a_group_that_one_is_not_in_changes_nothing(group: Coordinator) -> None:
+def test_leaving_without_being_a_member_changes_nothing(group: Coordinator) -> None:
     generation = group.join("a").generation
     assert group.ask(Leave(object(), "nobody")).generation == generation
 
 
-def test_a_member_id_that_comes_back_in_time_keeps_its_partitions_and_nobody_is_disturbed(group: Coordinator) -> None:
+def test_a_member_id_that_returns_in_time_keeps_its_partitions_and_disturbs_no_other(group: Coordinator) -> None:
     group.join("a")
     group.join("b")
     group.beat("a", 3)
@@ -225,7 +225,7 @@ def test_new_partitions_of_a_topic_are_given_to_members(group: Coordinator) -> N
     assert numbers(group.beat("a", answer.generation)) == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_topic_that_was_made_anew_is_claimed_anew(group: Coordinator) -> None:
+def test_a_recreated_topic_is_claimed_again(group: Coordinator) -> None:
     before = group.join("a")
     group.tell(TopicsChanged({"t": SubscribedTopic("another", 4)}), 0)
     after = group.beat("a", before.generation)
@@ -233,7 +233,7 @@ def test_a_topic_that_was_made_anew_is_claimed_anew(group: Coordinator) -> None:
     assert after.generation > before.generation
 
 
-def test_another_broker_takes_over_and_loses_nobody(group: Coordinator) -> None:
+def test_another_broker_takes_over_without_losing_members(group: Coordinator) -> None:
     before = group.join("a")
     other = Coordinator(group.plane, group.leaders, 2, {"t": 4}, 5_000)
     assert group.plane.held is not None
@@ -243,7 +243,7 @@ def test_another_broker_takes_over_and_loses_nobody(group: Coordinator) -> None:
     assert after.generation == before.generation + 1
 
 
-def test_a_member_is_not_made_to_let_go_while_a_new_coordinator_claims_what_it_has(group: Coordinator) -> None:
+def test_a_member_keeps_its_partitions_while_a_new_coordinator_claims_them(group: Coordinator) -> None:
     before = group.join("a")
     core = GroupMembership("g", (2, 1))
     core.step(Loaded(group.plane.held, group.plane.version), 0)
@@ -268,7 +268,7 @@ def test_a_coordinator_that_was_replaced_can_change_nothing_and_says_so(group: C
     assert group.resigned
 
 
-def test_a_coordinator_that_lost_its_session_looks_whether_it_still_is_one(group: Coordinator) -> None:
+def test_a_coordinator_that_lost_its_session_verifies_its_role(group: Coordinator) -> None:
     group.join("a")
     group.tell(SessionLost(), 0)
     assert not group.resigned
@@ -277,7 +277,7 @@ def test_a_coordinator_that_lost_its_session_looks_whether_it_still_is_one(group
     assert group.resigned
 
 
-def test_a_heartbeat_from_the_future_makes_the_coordinator_look_again(group: Coordinator) -> None:
+def test_a_heartbeat_of_a_later_generation_makes_the_coordinator_verify_its_role(group: Coordinator) -> None:
     answer = group.join("a")
     with pytest.raises(IllegalGeneration):
         group.beat("a", answer.generation + 1)
@@ -297,7 +297,7 @@ def test_an_unknown_outcome_that_had_been_applied_is_recognised() -> None:
     assert core.coordinates
 
 
-def test_an_unknown_outcome_that_comes_to_pass_late_is_built_upon() -> None:
+def test_an_unknown_outcome_that_is_applied_late_is_built_upon() -> None:
     core = GroupMembership("g", (1, 1))
     core.step(Loaded(None, -1), 0)
     (first,) = core.step(TopicsChanged({"t": SubscribedTopic("i", 1)}), 0)
@@ -314,7 +314,7 @@ def test_an_unknown_outcome_that_comes_to_pass_late_is_built_upon() -> None:
     assert "a" in third.membership.members
 
 
-def test_a_seek_fences_what_is_under_way_and_the_members_go_on_from_there(group: Coordinator) -> None:
+def test_a_seek_fences_earlier_calls_and_members_continue_from_there(group: Coordinator) -> None:
     before = group.join("a")
     seek = group.ask(SeekRequested(object(), "t"))
     assert seek.generation == before.generation + 1
@@ -359,7 +359,7 @@ def test_a_claim_that_fails_is_tried_again_and_the_join_does_not_wait_for_it_for
     assert numbers(answer) == [0, 1]
 
 
-def test_a_group_takes_so_many_members_and_no_more() -> None:
+def test_the_number_of_members_is_bounded() -> None:
     group = Coordinator(Plane(), Leaders(), 1, {"t": 1})
     core = group.core
     core.step(SeekRequested("blocks the plane", "t"), 0)
@@ -372,7 +372,7 @@ def test_a_group_takes_so_many_members_and_no_more() -> None:
     assert isinstance(refused.error, Backpressure)
 
 
-def test_a_coordinator_that_stood_still_looks_whether_it_still_is_one(group: Coordinator) -> None:
+def test_a_paused_coordinator_verifies_its_role(group: Coordinator) -> None:
     group.join("a")
     group.tell(Tick(), 0)
     Coordinator(group.plane, group.leaders, 2, {"t": 4})
@@ -380,7 +380,7 @@ def test_a_coordinator_that_stood_still_looks_whether_it_still_is_one(group: Coo
     assert group.resigned
 
 
-def test_time_in_which_this_process_stood_still_is_not_the_members_silence(group: Coordinator) -> None:
+def test_a_pause_of_this_process_extends_the_members_sessions(group: Coordinator) -> None:
     group.join("a")
     group.tell(Tick(), 0)
     group.tell(Tick(), 60_000)
@@ -556,7 +556,7 @@ class Counted(dict[Partition, PartitionOwner]):
         return super().items()
 
 
-def test_many_who_join_again_are_found_in_one_pass_over_the_owners():
+def test_many_rejoining_members_are_found_in_one_pass_over_the_owners():
     members = {name: Member(name, ("t",), SESSION_MS, 1) for name in ("a", "b", "c", "d")}
     owners = {("t", number): PartitionOwner(name, 1) for number, name in enumerate(members)}
     draft = Draft(GroupMembers(1, (1, 1), members, owners, {"t": "id"}), 2, {"t": SubscribedTopic("id", 4)})
