@@ -34,34 +34,28 @@ change or keeps a leader whose session is lost.
 
 from __future__ import annotations
 
-import logging
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from kazoo.exceptions import (
     AuthFailedError,
     BadArgumentsError,
     BadVersionError,
-    ConnectionLoss,
     NoAuthError,
     NoChildrenForEphemeralsError,
     NodeExistsError,
     NoNodeError,
     NotEmptyError,
     RolledBackError,
-    SessionExpiredError,
     SessionMovedError,
     ThrottledOpError,
-    UnimplementedError,
     ZookeeperError,
 )
 from kazoo.protocol import serialization as jute
-from kazoo.protocol.states import Callback, KazooState, KeeperState, ZnodeStat
+from kazoo.protocol.states import ZnodeStat
 from kazoo.security import OPEN_ACL_UNSAFE, make_acl, make_digest_acl
 
 from portalmq.control_plane.plane import (
-    ChangeCallback,
     Check,
     Create,
     Delete,
@@ -71,49 +65,25 @@ from portalmq.control_plane.plane import (
     NodeNotEmpty,
     Op,
     OutcomeUnknown,
-    PlaneRefused,
-    PlaneState,
     PlaneUnavailable,
     Set,
     VersionMismatch,
     check_commit,
     check_path,
-    clock_s,
     parent_of,
 )
 from portalmq.control_plane.state import BROKERS
-from portalmq.control_plane.zookeeper.connection import (
-    AddWatch,
-    Handler,
-    NotSentError,
-    ReadMany,
-    SessionRequest,
-    Tls,
-    make_client,
-)
+from portalmq.control_plane.zookeeper.connection import Handler, NotSentError, ReadMany, Tls
+from portalmq.control_plane.zookeeper.session import REQUESTS_AT_ONCE_MAX, Session, UnansweredError
 
-log = logging.getLogger(__name__)
-
-READ_MANY_MAX = 200
-NOTES_MAX = 1_000
 PARENT_ATTEMPTS = 3
-RETRY_PAUSE_S = 0.02
-WATCH_PAUSE_S = 0.5
 
 _CREATE_EPHEMERAL = 1
 _ANY_VERSION = -1
 _ZOOKEEPERS_OWN = "/zookeeper"
 
 
-class _UnansweredError(Exception):
-    """The request was sent, and no answer came in time."""
-
-
-# A read that meets one of these is repeated. The last three mean that a commit was not applied: they are refusals.
-_REPEATABLE = (ConnectionLoss, SessionExpiredError, SessionMovedError, ThrottledOpError, NotSentError)
-
-
-class ZooKeeper:
+class ZooKeeper(Session):
     """A `ControlPlane` on ZooKeeper 3.6 or newer.
 
     `hosts` is `host:port,host:port/chroot`; a missing chroot is created. `auth` is a user and a password: then all
@@ -133,159 +103,19 @@ class ZooKeeper:
         closes: bool = True,
     ) -> None:
         """Raise ValueError for malformed hosts, and for credentials without a chroot to protect."""
-        self._servers, slash, chroot = hosts.partition("/")
-        if not all(self._servers.split(",")):
+        servers, slash, path = hosts.partition("/")
+        if not all(servers.split(",")):
             raise ValueError(f"not ZooKeeper's hosts: {hosts!r}; write HOST:PORT,HOST:PORT/CHROOT")
-        self._chroot = check_path(slash + chroot) if chroot else ""
-        if auth and not self._chroot and not owns_root:
+        chroot = check_path(slash + path) if path else ""
+        if auth and not chroot and not owns_root:
             raise ValueError(f"credentials protect a chroot: write {hosts}/portalmq, for instance")
-        self._handler = handler
-        self._auth = auth
-        self._tls = tls
+        super().__init__(servers, chroot, session_timeout_s=session_timeout_s, handler=handler, auth=auth, tls=tls)
         self._closes = closes
         self._acl = [make_digest_acl(*auth, all=True)] if auth else OPEN_ACL_UNSAFE
         self._acl_of_brokers = [*self._acl, make_acl("world", "anyone", read=True)] if auth else OPEN_ACL_UNSAFE
-        self._asked_timeout_s = session_timeout_s
-        self._callbacks: list[ChangeCallback] = []
-        self._lock = threading.Lock()
-        self._forget()
 
-    def _forget(self) -> None:
-        self._client: Any = None
-        self._state = PlaneState.LOST
-        self._session_id = 0
-        self._granted_timeout_s = self._asked_timeout_s
-        self._last_answered = 0.0
-        self._refused = ""
-        self._connections = 0
-        self._noted: set[str | None] = set()
-        self._set_back = False
-
-    @property
-    def state(self) -> PlaneState:
-        return self._state
-
-    @property
-    def session_id(self) -> int:
-        return self._session_id
-
-    @property
-    def session_timeout_s(self) -> float:
-        return self._granted_timeout_s
-
-    @property
-    def last_answered(self) -> float:
-        return self._last_answered
-
-    @property
-    def set_back(self) -> bool:
-        return self._set_back
-
-    def watch(self, callback: ChangeCallback) -> None:
-        self._callbacks.append(callback)
-
-    # --- the session ---
-
-    def start(self) -> None:
-        assert self._client is None, "started twice"
-        client = make_client(
-            self._servers,
-            self,
-            handler=self._handler,
-            session_timeout_s=self._asked_timeout_s,
-            auth=self._auth,
-            tls=self._tls,
-        )
-        client.add_listener(self._on_state)
-        # Set at each change of the connection: connected, refused, or closed.
-        self._news = client.handler.event_object()
-        self._watching = client.handler.event_object()
-        self._client = client
-        try:
-            deadline = clock_s() + 2 * self._asked_timeout_s
-            client.start_async()
-            self._await_connection(deadline)
-            self._make_chroot()
-            self._watching.wait(max(0.0, deadline - clock_s()))
-            if not self._watching.is_set():
-                self._await_connection(clock_s())
-                raise PlaneUnavailable(f"ZooKeeper at {self._servers} sets no watch; is it older than 3.6?")
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        client = self._client
-        if client is None:
-            return
-        self._client = None
-        try:
-            client.stop()
-            client.close()
-        finally:
-            self._forget()
-            self._news.set()
-
-    def _on_state(self, state: str) -> None:
-        """Follow kazoo's state. Runs on the connection routine: no call to ZooKeeper may wait here."""
-        client = self._client
-        if client is None:
-            return  # closing
-        if state == KazooState.CONNECTED:
-            same = self._session_id == client._session_id
-            self._session_id = client._session_id
-            self._connections += 1
-            self._state = PlaneState.CONNECTED
-            log.info("ZooKeeper session %s %s", self._session_name(), "goes on" if same else "begins")
-            client.handler.spawn(self._lay_watch, self._connections)
-            self._news.set()
-        elif state == KazooState.SUSPENDED:
-            self._state = PlaneState.SUSPENDED
-            self._news.clear()
-            log.warning("no connection to ZooKeeper at %s; session %s waits", self._servers, self._session_name())
-            self._note(None)
-        else:
-            refused = client.client_state == KeeperState.AUTH_FAILED
-            log.error("ZooKeeper session %s %s", self._session_name(), "is refused" if refused else "is lost")
-            self._state = PlaneState.LOST
-            self._session_id = 0
-            self._news.clear()
-            if refused:
-                self._refuse("does not take the credentials: start again with those that its nodes were made with")
-            self._note(None)
-
-    def _refuse(self, why: str) -> None:
-        self._refused = f"ZooKeeper at {self._servers} {why}"
-        self._news.set()
-
-    def _session_name(self) -> str:
-        return f"{self._session_id & (2**64 - 1):#x}"
-
-    def on_granted(self, timeout_s: float, began: float) -> None:
-        self._granted_timeout_s = timeout_s
-        self.on_answered(began)
-
-    def on_answered(self, began: float) -> None:
-        self._last_answered = max(self._last_answered, began)
-
-    def on_set_back(self) -> None:
-        self._set_back = True
-
-    def _await_connection(self, deadline: float) -> int:
-        """Return the session once connected. Raises PlaneUnavailable after `deadline`, PlaneRefused."""
-        while True:
-            if self._client is None:
-                raise PlaneUnavailable(f"the session with ZooKeeper at {self._servers} is closed")
-            if self._refused:
-                raise PlaneRefused(self._refused)
-            if self._state is PlaneState.CONNECTED:
-                return self._session_id
-            remaining = deadline - clock_s()
-            if remaining <= 0:
-                raise PlaneUnavailable(f"ZooKeeper at {self._servers} does not answer")
-            self._news.wait(remaining)
-
-    def _make_chroot(self) -> None:
+    def _prepare(self) -> None:
+        """Create the chroot if it is missing, close it to others, and check that it is readable."""
         if self._chroot and self._read(lambda: jute.Exists(self._chroot, None)) is None:
             deadline = self._deadline()
             for path in [*_ancestors(self._chroot), self._chroot]:
@@ -347,83 +177,6 @@ class ZooKeeper:
     def _is_closed(self, path: str, acl: Sequence[Any]) -> bool:
         return set(acl) == set(self._acl_for(path))
 
-    def _each(self, paths: Sequence[str], make: Callable[[str], Any]) -> list[tuple[str, Any]]:
-        """Return the answer for each node that exists. Many requests are in flight at a time."""
-        answers = []
-        for start in range(0, len(paths), READ_MANY_MAX):
-            some = paths[start : start + READ_MANY_MAX]
-            answers += self._each_of(some, make)
-        return answers
-
-    def _each_of(self, paths: Sequence[str], make: Callable[[str], Any]) -> list[tuple[str, Any]]:
-        client = self._client
-        if client is None:
-            raise PlaneUnavailable(f"the session with ZooKeeper at {self._servers} is closed")
-        self._await_connection(self._deadline())
-        results = [client.handler.async_result() for _ in paths]
-        for path, result in zip(paths, results, strict=True):
-            client._call(SessionRequest(make(path), 0), result)
-        deadline = self._deadline()
-        answers = []
-        for path, result in zip(paths, results, strict=True):
-            result.wait(max(0.0, deadline - clock_s()))
-            fault = result.exception if result.ready() else _UnansweredError()
-            if fault is None:
-                answers.append((path, result.value))
-            elif not isinstance(fault, NoNodeError):  # a node that was deleted is left out
-                if isinstance(fault, ZookeeperError):
-                    self._raise_refused(fault)
-                raise PlaneUnavailable(f"{path}: ZooKeeper answers {fault!r}")
-        return answers
-
-    # --- change notifications ---
-
-    def _lay_watch(self, connection: int) -> None:
-        """Watch the whole tree while this connection lasts, then report that anything may have changed."""
-        # Each connection sets its own watch. A request given up unsent (a paused process) does not mean that the
-        # connection is gone, so only its state ends the attempts, or close(): until kazoo has ended, the state stays.
-        while self._client is not None and self._state is PlaneState.CONNECTED and self._connections == connection:
-            try:
-                self._ask(AddWatch(self._chroot or "/"), self._deadline())
-            except UnimplementedError:
-                self._refuse("is older than 3.6, which this needs: run a newer one")
-                return
-            except (NotSentError, _UnansweredError, ZookeeperError) as fault:
-                log.info("no watch on ZooKeeper yet: %r", fault)
-                self._pause(WATCH_PAUSE_S)
-            else:
-                self._watching.set()
-                self._note(None)
-                return
-
-    def _note(self, path: str | None) -> None:
-        """Record a change for the watchers. No callback may run here."""
-        client = self._client
-        if client is None:
-            return
-        with self._lock:
-            first = not self._noted
-            if len(self._noted) < NOTES_MAX:
-                self._noted.add(path)
-            else:
-                self._noted = {None}
-        if first:
-            client.handler.dispatch_callback(Callback("watch", self._ring, ()))
-
-    def on_changed(self, path: str) -> None:
-        if path.startswith(f"{self._chroot}/") and path != "/":
-            self._note(path[len(self._chroot) :])
-
-    def _ring(self) -> None:
-        with self._lock:
-            noted, self._noted = self._noted, set()
-        for path in noted:
-            for callback in self._callbacks:
-                try:
-                    callback(path)
-                except Exception:
-                    log.exception("a watcher of the control plane failed")
-
     # --- reading ---
 
     def get(self, path: str) -> Node | None:
@@ -431,8 +184,8 @@ class ZooKeeper:
 
     def get_many(self, paths: Sequence[str]) -> list[Node | None]:
         nodes: list[Node | None] = []
-        for start in range(0, len(paths), READ_MANY_MAX):
-            nodes += self._get_some(paths[start : start + READ_MANY_MAX])
+        for start in range(0, len(paths), REQUESTS_AT_ONCE_MAX):
+            nodes += self._get_some(paths[start : start + REQUESTS_AT_ONCE_MAX])
         return nodes
 
     def _get_some(self, paths: Sequence[str]) -> list[Node | None]:
@@ -462,23 +215,6 @@ class ZooKeeper:
             raise PlaneUnavailable(f"{path}: ZooKeeper answers {found!r}")
         data, stat = found
         return Node(path, data or b"", stat.version, stat.ephemeralOwner != 0, stat.ephemeralOwner)
-
-    def _read(self, make: Callable[[], Any]) -> Any:
-        """Return the answer to a request that may be repeated. ZookeeperErrors about the node itself pass through."""
-        deadline = self._deadline()
-        while True:
-            self._await_connection(deadline)
-            try:
-                return self._ask(make(), deadline)
-            except _REPEATABLE:
-                if clock_s() >= deadline:  # the connection came back too late to send a request
-                    raise PlaneUnavailable(f"ZooKeeper at {self._servers} does not answer") from None
-                self._pause(RETRY_PAUSE_S)
-            except _UnansweredError:
-                raise PlaneUnavailable(f"ZooKeeper at {self._servers} does not answer") from None
-            except (NoAuthError, AuthFailedError) as fault:
-                self._raise_refused(fault)
-                raise
 
     # --- committing ---
 
@@ -514,7 +250,7 @@ class ZooKeeper:
         except (NoAuthError, AuthFailedError) as fault:
             self._raise_refused(fault)
             raise
-        except (_UnansweredError, ZookeeperError, RuntimeError) as fault:
+        except (UnansweredError, ZookeeperError, RuntimeError) as fault:
             raise OutcomeUnknown(f"ZooKeeper's answer to a commit was lost: {fault!r}") from None
         if len(results) != len(ops):
             raise OutcomeUnknown(f"ZooKeeper answered {len(results)} of {len(ops)} operations")
@@ -550,7 +286,7 @@ class ZooKeeper:
             raise ValueError(f"{full_path}: an ephemeral node has no children") from None
         except (NoAuthError, AuthFailedError) as fault:
             self._raise_refused(fault)
-        except (ZookeeperError, NotSentError, _UnansweredError) as fault:
+        except (ZookeeperError, NotSentError, UnansweredError) as fault:
             raise PlaneUnavailable(f"ZooKeeper at {self._servers} did not make {full_path}: {fault!r}") from None
 
     def _raise_conflict(self, op: Op, fault: ZookeeperError) -> NoReturn:
@@ -563,36 +299,6 @@ class ZooKeeper:
         if isinstance(fault, BadArgumentsError):
             raise ValueError(f"not a path of the control plane: {op.path!r}")
         raise PlaneUnavailable(f"{op.path}: ZooKeeper refuses with {fault!r}")
-
-    def _raise_refused(self, fault: ZookeeperError) -> None:
-        if isinstance(fault, (NoAuthError, AuthFailedError)):
-            raise PlaneRefused(self._refused or f"ZooKeeper at {self._servers} keeps {self._chroot or '/'} for others")
-
-    # --- one request ---
-
-    def _deadline(self) -> float:
-        return clock_s() + self._granted_timeout_s
-
-    def _pause(self, seconds: float) -> None:
-        client = self._client
-        if client is not None:
-            client.handler.sleep_func(seconds)
-
-    def _ask(self, inner: Any, deadline: float, *, session_id: int = 0) -> Any:
-        """Return the answer. Raises kazoo's errors, NotSentError for one never sent, _UnansweredError if it is late."""
-        client = self._client
-        if client is None:
-            raise NotSentError
-        request = SessionRequest(inner, session_id)
-        result = client.handler.async_result()
-        client._call(request, result)
-        result.wait(max(0.0, deadline - clock_s()))
-        fault = result.exception if result.ready() else _UnansweredError()
-        if fault is None:
-            return result.value
-        if isinstance(fault, (_UnansweredError, ConnectionLoss, SessionExpiredError)) and request.claim():
-            raise NotSentError
-        raise fault
 
 
 _CONFLICTS = {

@@ -644,7 +644,7 @@ class TestServersThatGo:
         """On greenlets, one that tried on without a pause would let kazoo never end."""
         client, plane._client = plane._client, None  # as close() has it while kazoo ends
         try:
-            assert Call(plane._lay_watch, plane._connections).ended()
+            assert Call(plane._set_watch, plane._connections).ended()
         finally:
             plane._client = client
 
