@@ -1,17 +1,16 @@
-"""What the control plane holds, as this process read it last; kept up by the plane's bell.
+"""A copy of the control plane's state as this process last read it, kept up to date by change notifications.
 
-    bell ----> note(path)        from wherever the plane calls: leaves a note, never blocks
-    one reader ----> refresh()   reads what was noted in one round trip, and tells what is different now
+    notification --> note(path)  called by the plane on any routine: records the path, never blocks
+    one reader ----> refresh()   reads the recorded paths in one round trip, and returns the changes
 
 So a change of one partition costs one read of one node, and any number of changes between two refreshes cost one round
-trip. A bell without a path, and every half minute a caller who trusts no bell, has everything read again: hundreds of
-nodes in a handful of requests, of which only the changed ones are decoded.
+trip. A notification without a path, and a caller's check every half minute in case one was lost, make it read all:
+hundreds of nodes in a handful of requests. Only changed nodes are decoded.
 
-Invariants: `partitions` holds nodes of the topics in `topics` only, and the version of one never falls: when everything
-is read, which is after a sync, and one has fallen, or a topic has gone without a tombstone, the control plane was set
-back. Nor does the version of a topic or a group (of one id), a broker's incarnation, or the controller's epoch: what is
-told late is passed over. What is read in one refresh need not be of one moment: who acts on it does so by
-compare-and-set.
+Invariants: `partitions` only has nodes of the topics in `topics`, and their versions never fall. A full read follows a
+sync: when it finds a lower version, or a topic gone without a tombstone, the control plane was set back. The versions
+of topics and groups (of one id), brokers' incarnations, and the controller's epoch never fall either: stale reads are
+ignored. The nodes of one refresh need not be of one moment, so changes are made by compare-and-set.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from portalmq.control_plane.tree import Versioned
 log = logging.getLogger(__name__)
 
 NOTES_MAX = 2_000
-# So many nodes are asked for at a time: a plane that answers from memory takes a while for more.
+# Nodes are read in batches of this size: a plane that answers from memory would take long for more.
 NODES_A_READ = 1_000
 
 PartitionKey = tuple[str, int]
@@ -46,13 +45,13 @@ StateT = TypeVar("StateT", bound=msgspec.Struct)
 
 
 class SetBack(PlaneError):
-    """The control plane knows less than was seen in it."""
+    """The control plane has lost state that was seen in it."""
 
 
 @dataclass(slots=True)
 class Changes:
-    """What a refresh found different. `topics` and `groups` are names, `partitions` (topic id, number); all three tell
-    of what came, changed or went. `everything`: all was read, so what is not named is as it was known."""
+    """The changes of a refresh: `topics` and `groups` by name, `partitions` by (topic id, number), each added, changed
+    or removed. `everything`: all was read, so what is not named is unchanged."""
 
     brokers: bool = False
     controller: bool = False
@@ -63,12 +62,12 @@ class Changes:
     everything: bool = False
 
     def __bool__(self) -> bool:
-        """False when nothing is different, and not all was read."""
+        """False when nothing changed in a partial read."""
         flags = self.brokers or self.controller or self.tombstones or self.everything
         return flags or bool(self.topics or self.partitions or self.groups)
 
     def add(self, later: Changes) -> None:
-        """Tell of these too."""
+        """Include these changes too."""
         self.brokers |= later.brokers
         self.controller |= later.controller
         self.tombstones |= later.tombstones
@@ -79,9 +78,9 @@ class Changes:
 
 
 class Mirror:
-    """`on_noted` is called after each note, from wherever the plane's bell rang: it must not block. `new_pace` is
-    called at the beginning of each refresh. Its answer is passed each long list; it may let others run between two
-    items, and they find the invariants kept there."""
+    """A reader of the control plane's state. The plane's notification calls `on_noted` after each note: it must not
+    block. Each refresh calls `new_pace`, and passes each long list to its result, which may let other routines run
+    between two items; they find the invariants kept."""
 
     def __init__(
         self,
@@ -102,14 +101,14 @@ class Mirror:
         self._plane = plane
         self._noted: set[str | None] = {None}
         self._topics_by_id: dict[str, TopicState] = {}
-        self._untold = Changes()
+        self._unreported = Changes()
         self._set_back: SetBack | None = None
-        # The bytes each named node had, so that one that did not change is not decoded again.
+        # The bytes of each named node, so that unchanged ones are not decoded again.
         self._bytes: dict[str, bytes] = {}
         self._versions: dict[str, int] = {}
 
     def note(self, path: str | None) -> None:
-        """The plane's bell: what to read again at the next refresh; None for everything."""
+        """Record a path for the next refresh; None for everything."""
         if path is None or len(self._noted) >= NOTES_MAX:
             self._noted = {None}
         elif None not in self._noted:
@@ -117,15 +116,15 @@ class Mirror:
         self.on_noted()
 
     def refresh(self) -> Changes:
-        """Read what was noted, and answer what is different. One caller at a time.
+        """Read the recorded paths, and return the changes. One caller at a time.
 
-        Raises PlaneUnavailable: then the notes are kept, and what was found different until then is told next time.
-        Raises SetBack, from then on always.
+        Raises PlaneUnavailable: the paths are kept, and the next call reports the changes found so far. Raises SetBack,
+        from then on always.
         """
         if self._set_back is not None:
             raise self._set_back
         noted, self._noted = self._noted, set()
-        changes = self._untold
+        changes = self._unreported
         self._paced = self._new_pace()
         try:
             if None in noted:
@@ -135,11 +134,11 @@ class Mirror:
         except BaseException:
             self._noted |= noted
             raise
-        self._untold = Changes()
+        self._unreported = Changes()
         return changes
 
     def reread(self, topic_id: str, number: int) -> Versioned[PartitionState] | None:
-        """The partition's node as it stands now, after a sync; the next refresh tells when that is news.
+        """Return the partition's current node, read after a sync. The next refresh reports a change.
 
         Raises PlaneUnavailable.
         """
@@ -156,7 +155,7 @@ class Mirror:
         return Versioned(state.decode(node.data, PartitionState), node.version)
 
     def url_of(self, broker_id: int) -> str | None:
-        """Where the broker is reached; None when it is not registered."""
+        """Return the broker's address; None when it is not registered."""
         broker = self.brokers.get(broker_id)
         return broker.url if broker else None
 
@@ -184,8 +183,8 @@ class Mirror:
         topics, partitions = dict(self._topics_by_id), dict(self.partitions)
         self._plane.sync()
         found = {state.CONTROLLER: self._plane.get(state.CONTROLLER)}
-        # The order matters. A deletion makes the tombstone and takes the topic in one commit: with the tombstones read
-        # last, a topic that is not there has its tombstone.
+        # The order matters. A deletion creates the tombstone and removes the topic in one commit: with the tombstones
+        # read last, a missing topic has its tombstone.
         for parent in (state.BROKERS, state.GROUPS, state.TOPICS, state.DELETED):
             nodes = self._paced(self._plane.get_children(parent))
             found.update((node.path, node) for node in nodes if self._is_ours(node.path))
@@ -212,7 +211,7 @@ class Mirror:
         partitions: Mapping[PartitionKey, Versioned[PartitionState]],
         read: Mapping[str, Node | None],
     ) -> str:
-        """What the control plane knew before, as `topics` and `partitions` tell, and does not know any more."""
+        """Describe what `topics` and `partitions` have and the control plane has lost; "" when it lost nothing."""
         for topic_id, topic in self._paced(topics.items()):
             if topic_id not in self._topics_by_id and topic_id not in self.tombstones:
                 return f"topic {topic.name!r} is gone from ZooKeeper, and nothing says that it was deleted"
@@ -234,8 +233,8 @@ class Mirror:
         ]
 
     def _read_beside(self, partitions: Mapping[str, Node | None], gone: list[str], changes: Changes) -> None:
-        """Take `partitions`, and read what belongs to the topics that changed: the partitions of one that is new or has
-        grown, the tombstone of one that is gone."""
+        """Take `partitions`, and read the nodes that depend on changed topics: the partitions of a new or grown one,
+        the tombstone of a removed one."""
         missing = [
             path
             for topic in (self.topics.get(name) for name in self._paced(changes.topics))
@@ -258,7 +257,7 @@ class Mirror:
         return found
 
     def _is_ours(self, path: str) -> bool:
-        """Whether a node at this path is mirrored here. Partitions of a topic that is not known yet come with it."""
+        """True for the path of a mirrored node. Partitions of an unknown topic are read together with it."""
         match path.split("/")[1:]:
             case ["controller"] | ["topics" | "groups" | "deleted", _]:
                 return True
@@ -268,7 +267,7 @@ class Mirror:
                 return number.isdigit()
         return False
 
-    # --- taking what was read ----------------------------------------------------------------------------------------
+    # --- updating the copy -------------------------------------------------------------------------------------------
 
     def _take(self, path: str, node: Node | None, changes: Changes) -> None:
         name = path.rpartition("/")[2]
@@ -323,7 +322,7 @@ class Mirror:
                     changes.partitions.add(key)
 
     def _put(self, known: dict[Any, Any], name: Any, path: str, node: Node | None, kind: type[msgspec.Struct]) -> bool:
-        """Whether what is known under this name is different now."""
+        """Update the entry with this name. Return True when it changed."""
         before = known.get(name)
         now = self._decoded(path, node, kind, before)
         if now is None:
@@ -348,16 +347,16 @@ class Mirror:
         return held
 
     def _decode(self, path: str, node: Node, kind: type[StateT]) -> StateT | None:
-        """None for what is no such state: somebody's hand, or a broker much newer than this one, wrote it."""
+        """Decode a node; None for malformed content, written by hand or by a much newer broker."""
         try:
             return state.decode(node.data, kind)
         except (msgspec.DecodeError, AssertionError, TypeError, KeyError) as fault:
-            log.critical("%s in the control plane cannot be read, and is passed over: %s", path, fault)
+            log.critical("%s in the control plane cannot be read, and is skipped: %s", path, fault)
             return None
 
 
 def _is_older(found: msgspec.Struct, version: int, known: msgspec.Struct, known_version: int) -> bool:
-    """Whether a node is told as it was before it became what is known. One that was made anew begins at 0 again."""
+    """True for a read older than the known state. A node that was created again starts at version 0 again."""
     match found, known:
         case BrokerState(), BrokerState():
             return found.incarnation < known.incarnation

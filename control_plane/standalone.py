@@ -4,13 +4,13 @@ The tree lives in memory. `<directory>/journal` holds each commit as one record,
 
     MAGIC 4 | length 4 | crc32(payload) 4 | payload: msgpack [[path, data, version] or [path, nil, -1] for gone, …]
 
-So a commit is on disk whole or not at all. kill -9 can tear only the last record, which was then never answered; it
-is dropped at the next start. A damaged record with a whole one behind it is no torn tail but a damaged disk: then the
-start is refused, because going on would forget answered commits. When the journal has outgrown the tree, it is written
-anew (the tree as records, then the commits of that time) beside the old one and renamed over it.
+So a commit is on disk in full or not at all. kill -9 can tear only the last record, whose commit was never answered;
+the next start drops it. A damaged record before an intact one means a damaged disk: the start fails, since it would
+lose answered commits. A journal that has outgrown the tree is rewritten (the tree as records, then the commits made
+during the rewrite) beside the old one and renamed over it.
 
-Ephemeral nodes are not written, since they end with the process. Rejected: SQLite (apsw belongs to the storage room,
-and this tree is small), and a new snapshot for each commit (a thousand topics would cost a thousand times their size).
+Ephemeral nodes are not written, since they end with the process. Rejected: SQLite (only the storage room uses apsw, and
+this tree is small), and a new snapshot for each commit (a thousand topics would cost a thousand times their size).
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ from portalmq.system import sync, sync_data
 _MAGIC = b"PMQ1"
 _HEADER = struct.Struct(">4sII")
 _COMPACT_BYTES_MIN = 1024 * 1024
-# A commit of so many operations, which may be one of many, takes a while.
+# A commit of this many operations, which may be one of many, takes a while.
 _LONG_OPS = 50
-# So many nodes are looked up between two pauses.
+# The number of nodes to look up between two pauses.
 _NODES_A_TURN = 5_000
-# The one session there is. It cannot run out while the process lives, so its timeout is a number to compute with.
+# The only session. It lasts as long as the process; its timeout only serves computations.
 _SESSION_ID = 1
 _SESSION_TIMEOUT_S = 6.0
 
@@ -70,15 +70,15 @@ class JournalInUse(PlaneError):
 
 
 class JournalDamaged(PlaneError):
-    """The journal holds a damaged record with whole ones behind it: answered commits would be lost by going on."""
+    """The journal has a damaged record before intact ones: to continue would lose answered commits."""
 
 
 class Standalone:
-    """A `ControlPlane` for one broker; `directory` is made when it is missing.
+    """A `ControlPlane` for one broker; a missing `directory` is created.
 
-    It belongs to one thread: every method does its work without yielding, a commit's fsync included. After a long
-    commit, and between the parts of a rewrite of the journal or of the answer to `get_children`, it calls `give_way`,
-    which may let others run.
+    It belongs to one thread: each method completes without yielding, a commit's fsync included. After a long commit,
+    and between the parts of a rewrite of the journal or of `get_children`, it calls `give_way`, which may let other
+    routines run.
     """
 
     def __init__(self, directory: Path, *, give_way: Callable[[], None] = lambda: None) -> None:
@@ -91,10 +91,10 @@ class Standalone:
         self._state = PlaneState.LOST
         self._lock = -1
         self._journal = -1
-        # Invariant: the journal's file is this long, and all of it is fsynced.
+        # Invariant: the length of the journal, all of it fsynced.
         self._journal_bytes = 0
         self._compact_at_bytes = _COMPACT_BYTES_MIN
-        # The records that were appended since the rewrite under way began; None without one.
+        # The records appended since the current rewrite began; None without one.
         self._since: list[bytes] | None = None
 
     @property
@@ -118,7 +118,7 @@ class Standalone:
         return False
 
     def start(self) -> None:
-        """Raises JournalInUse, JournalDamaged, and OSError when the directory cannot be used."""
+        """Open the journal. Raises JournalInUse, JournalDamaged, and OSError when the directory cannot be used."""
         assert self._lock == -1, "started twice"
         self._directory.mkdir(parents=True, exist_ok=True)
         self._lock = _locked(self._directory / "lock")
@@ -130,7 +130,7 @@ class Standalone:
         self._state = PlaneState.CONNECTED
 
     def close(self) -> None:
-        """The tree ends with the session: what is read afterwards is what stands on disk, after the next start."""
+        """End the session and forget the tree; the next start reads it from disk."""
         self._state = PlaneState.LOST
         for descriptor in (self._journal, self._lock):
             if descriptor != -1:
@@ -157,7 +157,7 @@ class Standalone:
                 self._give_way()
                 self._check_connected()
             node = self._nodes.get(f"{path}/{name}")
-            if node is not None:  # it was not deleted during a pause
+            if node is not None:  # not deleted during a pause
                 found.append(node)
         return found
 
@@ -174,7 +174,7 @@ class Standalone:
         versions = [draft.apply(op) for op in ops]
         if not draft.changed:
             return versions
-        # Ephemeral nodes are not the journal's business; one that takes a lasting node's place means that it is gone.
+        # The journal has no ephemeral nodes; one that replaces a persistent node is recorded as its removal.
         lasting: list[Change] = [
             (path, None, -1) if node is None or node.ephemeral else (path, node.data, node.version)
             for path, node in draft.changed.items()
@@ -222,7 +222,7 @@ class Standalone:
             _write_all(self._journal, record)
             sync_data(self._journal)
         except OSError as fault:
-            # After a failed fsync the kernel may have dropped the pages: only a new start, which reads the file, knows.
+            # After a failed fsync the kernel may have dropped the pages: only a restart, which reads the file, knows.
             self._lose()
             raise OutcomeUnknown(
                 f"cannot write {self._path}: {fault}; mend the disk and start the broker again"
@@ -232,8 +232,8 @@ class Standalone:
             self._since.append(record)
 
     def _compact(self) -> None:
-        """Write the journal anew, from the tree. Failing at that is no harm: the old journal stands, and grows on."""
-        # As it is now: what others commit between two parts follows.
+        """Rewrite the journal from the tree. A failure is harmless: the old journal remains, and grows."""
+        # As of now: commits made between two parts follow.
         lasting: Iterator[Change] = (
             (node.path, node.data, node.version) for node in list(self._nodes.values()) if not node.ephemeral
         )
@@ -268,7 +268,7 @@ class Standalone:
         try:
             _sync_directory(self._directory)
         except OSError:
-            # A crash could bring the old journal back, without the commits that would follow: take none.
+            # A crash could bring the old journal back, without later commits: accept none.
             self._lose()
 
     def _load(self) -> None:
@@ -288,7 +288,7 @@ class Standalone:
             )
         if end < len(data):
             os.ftruncate(self._journal, end)
-        # The tail that was read may have been written but not fsynced by a process that was killed.
+        # A killed process may have written the tail without an fsync.
         sync(self._journal)
         _sync_directory(self._directory)
         _sync_directory(self._directory.parent)
@@ -297,7 +297,7 @@ class Standalone:
 
 
 class _Draft:
-    """The tree as it will be if the commit goes through; `changed` holds what differs, None for a node that goes."""
+    """The tree after the commit; `changed` has the differences, None for a removed node."""
 
     def __init__(self, nodes: dict[str, Node], children: dict[str, set[str]]) -> None:
         self._nodes = nodes
@@ -305,7 +305,7 @@ class _Draft:
         self.changed: dict[str, Node | None] = {}
 
     def apply(self, op: Op) -> int:
-        """Apply one operation; answers the node's version after it, -1 when it is gone."""
+        """Apply one operation. Return the node's version after it, -1 for a removed node."""
         match op:
             case Create(path, data, ephemeral):
                 if self._get(path) is not None:
@@ -368,7 +368,7 @@ def _record(changes: list[Change]) -> bytes:
 
 
 def _record_at(data: bytes, start: int) -> tuple[list[Change], int] | None:
-    """The whole record that begins at `start` and where it ends, or None."""
+    """Return the intact record at `start` and its end, or None."""
     if len(data) - start < _HEADER.size:
         return None
     magic, length, crc = _HEADER.unpack_from(data, start)
@@ -391,7 +391,7 @@ def _whole_record_behind(data: bytes, bad: int) -> bool:
 
 
 def _batched(changes: Iterator[Change]) -> Iterator[list[Change]]:
-    """The changes in lists of bounded size, so that no record of a rewritten journal is huge."""
+    """Yield the changes in lists of bounded size, which bounds the records of a rewritten journal."""
     batch: list[Change] = []
     size = 0
     for change in changes:
@@ -405,7 +405,7 @@ def _batched(changes: Iterator[Change]) -> Iterator[list[Change]]:
 
 
 def _write_all(descriptor: int, data: bytes) -> int:
-    """Return how many bytes were written: all of them."""
+    """Write all bytes. Return their number."""
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]

@@ -74,7 +74,7 @@ from portalmq.control_plane.plane import (
 )
 from portalmq.control_plane.state import BROKERS
 from portalmq.control_plane.zookeeper.connection import Handler, NotSentError, ReadMany, Tls
-from portalmq.control_plane.zookeeper.session import REQUESTS_AT_ONCE_MAX, Session, UnansweredError
+from portalmq.control_plane.zookeeper.session import REQUESTS_AT_ONCE_MAX, UnansweredError, ZooKeeperSession
 
 PARENT_ATTEMPTS = 3
 
@@ -83,7 +83,7 @@ _ANY_VERSION = -1
 _ZOOKEEPERS_OWN = "/zookeeper"
 
 
-class ZooKeeper(Session):
+class ZooKeeper(ZooKeeperSession):
     """A `ControlPlane` on ZooKeeper 3.6 or newer.
 
     `hosts` is `host:port,host:port/chroot`; a missing chroot is created. `auth` is a user and a password: then all

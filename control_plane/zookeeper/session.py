@@ -49,7 +49,7 @@ class UnansweredError(Exception):
 _REPEATABLE = (ConnectionLoss, SessionExpiredError, SessionMovedError, ThrottledOpError, NotSentError)
 
 
-class Session:
+class ZooKeeperSession:
     """The session of one client, from `start` to `close`. `_prepare` runs when it is connected."""
 
     def __init__(
