@@ -32,7 +32,7 @@ from portalmq.message import Message, RecordMetadata
 from portalmq.network.forking import reset_in_children
 from portalmq.producer import Producer
 from portalmq.producers.batching import SendFuture
-from portalmq.streams.member import Delivery
+from portalmq.streams.group_calls import Delivery
 from portalmq.transport.transport import Bootstrap
 
 SETTLERS_MAX = 4

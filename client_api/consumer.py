@@ -24,7 +24,8 @@ from portalmq.message import Message
 from portalmq.network.forking import reset_in_children
 from portalmq.network.tls import TlsFiles
 from portalmq.stream_wire import SESSION_TIMEOUT_MS_MAX
-from portalmq.streams.member import Delivery, StreamMember
+from portalmq.streams.group_calls import Delivery
+from portalmq.streams.member import StreamMember
 from portalmq.transport.transport import Bootstrap, Transport
 
 VISIBILITY_TIMEOUT_S = 30.0

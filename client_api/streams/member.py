@@ -18,9 +18,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
-
-import msgspec
+from typing import Any
 
 from portalmq import stream_wire as contract
 from portalmq import wire
@@ -29,7 +27,6 @@ from portalmq.errors import (
     Fenced,
     GroupNotFound,
     IllegalGeneration,
-    InvalidRequest,
     OffsetOutOfRange,
     PortalMQError,
     Unavailable,
@@ -37,9 +34,8 @@ from portalmq.errors import (
 from portalmq.message import Message
 from portalmq.streams.commits import OffsetCommitter
 from portalmq.streams.fetch_buffer import DecodedBatch, FetchBuffer, PartitionBuffer, TopicPartition
-from portalmq.transport.answers import decode_answer
+from portalmq.streams.group_calls import CLOSE_WITHIN_S, Delivery, GroupCalls
 from portalmq.transport.reachability import FIRST_CONTACT_S, SILENT_S_MAX
-from portalmq.transport.request import Request, json_request, with_query
 from portalmq.transport.retries import may_repeat
 from portalmq.transport.transport import CALL_TIMEOUT_S, Transport
 
@@ -50,14 +46,10 @@ COMMIT_EVERY_S = 1.0
 RELEASE_WITHIN_S = 5.0
 RELEASE_POLL_S = 0.05
 AGAIN_S = 0.3
-HEARTBEAT_S_MIN = 1.0
 # While no coordinator is reachable, no other member gets these partitions, and a new coordinator allows one session
 # more. So the member continues for a while; after this time it is more likely that the member itself is disconnected.
 SESSIONS_WITHOUT_ANSWER = 3
-CLOSE_WITHIN_S = 5.0
 WAIT_S = 1.0
-
-Delivery = Literal["at_least_once", "at_most_once", "exactly_once"]
 
 
 class StreamMember:
@@ -84,8 +76,6 @@ class StreamMember:
         self._reading = reading
         self._settle_transport = settle_transport
         self._group = group
-        self._topics = list(topics)
-        self._settings = settings
         self._delivery = delivery
         self._auto = not manual_ack
         self._session_s = session_timeout_s
@@ -93,6 +83,7 @@ class StreamMember:
         self._lock = self.buffers.lock
         self._wake = threading.Event()
         self._commits = OffsetCommitter(settle_transport, group, self.member_id, self.buffers, self._wake.set)
+        self._calls = GroupCalls(settle_transport, group, self.member_id, topics, settings, delivery, session_timeout_s)
         self._thread: threading.Thread | None = None
         self._failure: PortalMQError | None = None
         # The error of the member thread's latest step.
@@ -308,8 +299,7 @@ class StreamMember:
     def seek(self, topic: str, to: str | dict[str, int], partition: int | None) -> contract.SeekAnswer:
         """Move the group to another position; messages that this member has read ahead are discarded."""
         self._start()
-        request = contract.SeekRequest(topic, dict(to) if isinstance(to, dict) else to, partition)
-        answer = self._settle_transport.send_once(wire.group_path(self._group, "seek"), request, contract.SeekAnswer)
+        answer = self._calls.seek(topic, to, partition)
         with self._lock:
             self.buffers.drop([place for place in self.buffers.by_partition if place[0] == topic])
             self._released_offsets.clear()
@@ -369,7 +359,7 @@ class StreamMember:
 
     def _step(self) -> float:
         """Join or send a heartbeat, adopt the answer, commit. Return the seconds until the next step."""
-        answer = self._heartbeat() if self._joined else self._join()
+        answer = self._calls.heartbeat(self._commits.generation) if self._joined else self._join()
         self._answered_at = time.monotonic()
         interval_s = answer.heartbeat_interval_ms / 1000
         adopted = self._adopt(answer)
@@ -380,46 +370,17 @@ class StreamMember:
         return min(interval_s, self._commit_done())
 
     def _join(self) -> contract.MemberAnswer:
-        self._create_group()
-        request = contract.JoinRequest(self._topics, self.member_id, round(self._session_s * 1000))
-        answer = self._call(contract.members_path(self._group), request, self._session_s)
+        self._calls.create_group()
+        answer = self._calls.join()
         with self._lock:
             self._joined, is_late = True, self._left
         if is_late:
             # close() came before the answer, and could not leave. No thread would read what is assigned here.
             if not self._is_static:
-                self._leave()
+                self._calls.leave()
             raise Unavailable("the consumer is closed", retryable=False)
         _log.info("joined group %s as %s in generation %d", self._group, self.member_id, answer.generation)
         return answer
-
-    def _create_group(self) -> None:
-        """Create the group with these settings, or check that it has them. Raises GroupModeMismatch, InvalidRequest."""
-        path = wire.group_path(self._group)
-        # One call creates it with its delivery: between two calls other members could see another one, or a crash leave
-        # it.
-        made = with_query(path, {"delivery": self._delivery})
-        request = json_request("PUT", made, {"mode": "stream", **self._settings})
-        answer = self._settle_transport.call(request, timeout_s=self._session_s)
-        delivery = decode_answer(answer, wire.GroupDescription).config.delivery
-        if delivery == self._delivery:
-            return
-        if answer.status != 201:  # with 201 an older broker has created it, which ignores the parameter
-            raise InvalidRequest(
-                f"group {self._group!r} delivers {delivery!r}, and this consumer asks for {self._delivery!r}: change"
-                " one of them, or take another group"
-            )
-        self._settle_transport.send_json("PUT", path, {"delivery": self._delivery}, object)
-
-    def _heartbeat(self) -> contract.MemberAnswer:
-        path = contract.member_path(self._group, self.member_id, "heartbeat")
-        # A silent broker is given up in time to ask another one within the session.
-        timeout_s = max(HEARTBEAT_S_MIN, self._session_s / 3)
-        return self._call(path, contract.HeartbeatRequest(self._commits.generation), timeout_s)
-
-    def _call(self, path: str, body: msgspec.Struct, timeout_s: float) -> contract.MemberAnswer:
-        answer = self._settle_transport.call(json_request("POST", path, body), timeout_s=timeout_s)
-        return decode_answer(answer, contract.MemberAnswer)
 
     def _adopt(self, answer: contract.MemberAnswer) -> bool | None:
         """Apply this assignment. Return True if partitions were released, None if that has to wait for a message in
@@ -514,15 +475,8 @@ class StreamMember:
             except PortalMQError as error:
                 _log.warning("the last messages could not be committed and will be read again: %s", error)
         if joined and not self._is_static:
-            self._leave()
+            self._calls.leave()
         self._settle_transport.rest()
-
-    def _leave(self) -> None:
-        request = Request("DELETE", contract.member_path(self._group, self.member_id), repeatable=True)
-        try:
-            self._settle_transport.call(request, timeout_s=CLOSE_WITHIN_S)
-        except PortalMQError as error:
-            _log.debug("could not leave group %s, its session will time out: %s", self._group, error)
 
 
 def _message(

@@ -203,7 +203,7 @@ def test_a_stream_group_is_created_with_its_delivery_by_one_call(status, deliver
             session_timeout_s=10, max_messages=10,
         )  # fmt: skip
         with pytest.raises(InvalidRequest) if refused else contextlib.nullcontext():
-            member._create_group()
+            member._calls.create_group()
         made = broker.calls_of("PUT", "/v1/groups/g")
         assert len(made) == calls
         assert made[0].query == {"delivery": "exactly_once"}

@@ -1,0 +1,89 @@
+"""The calls of a member of a stream group to its coordinator: create, join, heartbeat, seek, leave."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from portalmq import stream_wire as contract
+from portalmq import wire
+from portalmq.errors import InvalidRequest, PortalMQError
+from portalmq.transport.answers import decode_answer
+from portalmq.transport.request import Request, json_request, with_query
+from portalmq.transport.transport import Transport
+
+_log = logging.getLogger("portalmq.consumer")
+
+HEARTBEAT_S_MIN = 1.0
+CLOSE_WITHIN_S = 5.0
+
+Delivery = Literal["at_least_once", "at_most_once", "exactly_once"]
+
+
+class GroupCalls:
+    """Calls in the name of one member. Every call raises the PortalMQError of the answer, except leave."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        group: str,
+        member_id: str,
+        topics: Sequence[str],
+        settings: dict[str, object],
+        delivery: Delivery,
+        session_s: float,
+    ) -> None:
+        self._transport = transport
+        self._group = group
+        self._member_id = member_id
+        self._topics = list(topics)
+        self._settings = settings
+        self._delivery = delivery
+        self._session_s = session_s
+
+    def create_group(self) -> None:
+        """Create the group with these settings, or check that it has them. Raises GroupModeMismatch, InvalidRequest."""
+        path = wire.group_path(self._group)
+        # One call creates it with its delivery: between two calls other members could see another one, or a crash leave
+        # it.
+        request = json_request(
+            "PUT", with_query(path, {"delivery": self._delivery}), {"mode": "stream", **self._settings}
+        )
+        answer = self._transport.call(request, timeout_s=self._session_s)
+        delivery = decode_answer(answer, wire.GroupDescription).config.delivery
+        if delivery == self._delivery:
+            return
+        if answer.status != 201:  # with 201 an older broker has created it, which ignores the parameter
+            raise InvalidRequest(
+                f"group {self._group!r} delivers {delivery!r}, and this consumer asks for {self._delivery!r}: change"
+                " one of them, or take another group"
+            )
+        self._transport.send_json("PUT", path, {"delivery": self._delivery}, object)
+
+    def join(self) -> contract.MemberAnswer:
+        request = contract.JoinRequest(self._topics, self._member_id, round(self._session_s * 1000))
+        return self._call(contract.members_path(self._group), request, self._session_s)
+
+    def heartbeat(self, generation: int) -> contract.MemberAnswer:
+        path = contract.member_path(self._group, self._member_id, "heartbeat")
+        # A silent broker is given up in time to ask another one within the session.
+        return self._call(path, contract.HeartbeatRequest(generation), max(HEARTBEAT_S_MIN, self._session_s / 3))
+
+    def _call(self, path: str, body: msgspec.Struct, timeout_s: float) -> contract.MemberAnswer:
+        answer = self._transport.call(json_request("POST", path, body), timeout_s=timeout_s)
+        return decode_answer(answer, contract.MemberAnswer)
+
+    def seek(self, topic: str, to: str | dict[str, int], partition: int | None) -> contract.SeekAnswer:
+        request = contract.SeekRequest(topic, dict(to) if isinstance(to, dict) else to, partition)
+        return self._transport.send_once(wire.group_path(self._group, "seek"), request, contract.SeekAnswer)
+
+    def leave(self) -> None:
+        """Leave the group; after a failure the session times out."""
+        request = Request("DELETE", contract.member_path(self._group, self._member_id), repeatable=True)
+        try:
+            self._transport.call(request, timeout_s=CLOSE_WITHIN_S)
+        except PortalMQError as error:
+            _log.debug("could not leave group %s, its session will time out: %s", self._group, error)
