@@ -142,8 +142,8 @@ def encode_fold(fold: PartitionFold) -> bytes:
 
 
 def decode_fold(body: bytes) -> PartitionFold:
-    """Return the fold of a STATE record. On a native thread, no step of it keeps the interpreter from others for long,
-    however large the groups are. Raises msgspec.MsgspecError."""
+    """Return the fold of a STATE record. Raise msgspec.MsgspecError. On a native thread no step of it holds the
+    interpreter for long, however large the groups are."""
     if len(body) < LARGE_BYTES:
         return _decode(body)
     split = structs.asdict(_split(body))

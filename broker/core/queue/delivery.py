@@ -55,10 +55,8 @@ DEAD_MAX = 100_000
 
 
 class GroupDelivery(GroupSpans):
-    """State of one group on one partition. Times are the leader's, in Unix milliseconds.
-
-    Invariants: no span of lane 0 reaches past `next`; no message is in a span and in `dead`, or in a span and ahead.
-    """
+    """State of one group on one partition. Times are the leader's, in Unix milliseconds. Invariants: no span of lane
+    0 reaches past `next`; no message is in a span and in `dead`, or in a span and ahead."""
 
     def __init__(self, fold: GroupFold) -> None:
         self.group = fold.group
@@ -298,7 +296,7 @@ class GroupDelivery(GroupSpans):
                     heappush(self._wakeups, (latest_ms, span.start))
 
     def may_be_ahead_of(self, now_ms: int) -> bool:
-        """Return False where no lease or back-off began after `now_ms`. Each begins with a record that sets
+        """Return False if no lease or back-off began after `now_ms`. Each begins with a record that sets
         `last_active_ms`, which old snapshots do not hold."""
         return not 0 < self.last_active_ms <= now_ms
 
@@ -390,11 +388,8 @@ class GroupDelivery(GroupSpans):
         return 0 if span is None else span.earlier
 
     def may_extend(self, offset: int, delivery: int, now_ms: int, leader_epoch: int = 0, *, by_key: bool) -> bool:
-        """Return whether that lease may be extended.
-
-        A lease that has ended may be, while no other holds the message. With order by key another message may be in
-        turn by then.
-        """
+        """Return whether that lease may be extended. A lease that has ended may be, while no other holds the
+        message. With order by key another message may be in turn by then."""
         span = self.at(offset)
         ended = span is not None and span.available_at_ms <= now_ms
         return self.holds(offset, delivery, leader_epoch) and not (ended and by_key)

@@ -125,7 +125,7 @@ class IsrTracker:
         return life_of(incarnation, (self.state.store_uuids or {}).get(broker_id, ""))
 
     def refused(self, broker_id: int, now_ms: int) -> None:
-        """Take the news that a broker's port refuses connections."""
+        """Take that a broker's port refuses connections."""
         known = self._followers.get(broker_id)
         if known is None:
             known = self._followers[broker_id] = Follower(-1, "", self.began_ms, self.began_ms)

@@ -143,7 +143,8 @@ class PartitionReplica(LeadingReplica, FollowingReplica):
             return []
         if event.outcome is Outcome.APPLIED and event.partition_state is not None:
             return self._on_state_changed(event.partition_state, now_ms, wall_ms)
-        # Somebody else was faster, or nobody knows. Until a word settles it the maximal ISR stands.
+        # Another change came first, or the outcome is unknown: the maximal ISR counts until a refreshed state resolves
+        # it.
         self._proposal_unknown = True
         return self._refresh_now(now_ms)
 

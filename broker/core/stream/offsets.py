@@ -82,7 +82,7 @@ class StreamOffsets:
     def check_owner(self, member: str, generation: int) -> None:
         """Raise IllegalGeneration for a member that does not own the partition (any more)."""
         if member != self.member or generation < self.generation:
-            owner = f"{self.member!r} does" if self.member else "nobody does"
+            owner = f"{self.member!r} does" if self.member else "no member does"
             raise IllegalGeneration(
                 f"member {member!r} of generation {generation} does not own this partition: {owner}, since generation"
                 f" {self.generation}. Send a heartbeat to learn the assignment"
