@@ -127,15 +127,15 @@ class RequestInProgress(PortalMQError):
 
 
 class GroupModeMismatch(PortalMQError):
-    code, status, title = "group_mode_mismatch", 409, "The group works in the other mode"
+    code, status, title = "group_mode_mismatch", 409, "The group has the other mode"
 
 
 class KeyOrder(PortalMQError):
-    code, status, title = "key_order", 409, "A group reads the topic in the order of its keys"
+    code, status, title = "key_order", 409, "A group reads the topic in key order"
 
 
 class StaleReceipt(PortalMQError):
-    code, status, title = "stale_receipt", 409, "The lease has passed on"
+    code, status, title = "stale_receipt", 409, "The lease was lost"
 
 
 class LeaseLost(StaleReceipt):
@@ -144,7 +144,7 @@ class LeaseLost(StaleReceipt):
     Only a consumer raises this, when it is asked for the next message. `extra["messages"]` is the number of messages.
     """
 
-    title = "The lease of a message has passed on while it was handled"
+    title = "The lease of a message was lost while it was handled"
 
 
 class Fenced(PortalMQError):
@@ -184,7 +184,7 @@ class IdempotencyKeyReused(PortalMQError):
 
 
 class Backpressure(PortalMQError):
-    code, status, title, retryable_by_default = "backpressure", 429, "Too much at once", True
+    code, status, title, retryable_by_default = "backpressure", 429, "Too many messages or requests", True
 
 
 class NotEnoughReplicas(PortalMQError):

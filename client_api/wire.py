@@ -217,9 +217,9 @@ class TopicConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Settings of a topic; None means no limit, or the cluster's default. docs/SETTINGS.md is generated from the
     comments."""
 
-    # replicas that must hold a message before it is acknowledged; by default a majority of those the partition has
+    # replicas that must store a message before it is acknowledged; by default a majority of the partition's replicas
     min_insync_replicas: Positive | None = None
-    # age at which messages are deleted; a compacted topic keeps them unless it is set by name
+    # age at which messages are deleted; a compacted topic keeps them unless it is set explicitly
     retention_ms: Positive | None = 7 * DAY_MS
     retention_bytes: Positive | None = None  # size of a partition above which its oldest messages are deleted
     # size at which a partition begins a new file; retention deletes whole files
@@ -228,7 +228,7 @@ class TopicConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_message_bytes: Annotated[int, msgspec.Meta(ge=1, le=BODY_BYTES_MAX)] = MESSAGE_BYTES_MAX
     dedup_window_ms: Positive = DAY_MS  # how long producers' sequences and Idempotency-Keys are remembered
     default_ttl_ms: Positive | None = None  # time to live of a message that names none
-    # messages that the slowest queue group may have before it; more are refused with 429
+    # largest backlog of the slowest queue group; more messages are refused with 429
     max_backlog_messages: Positive | None = None
     # `compact` keeps the last message of each key instead of all messages of an age
     cleanup: Literal["delete", "compact"] = "delete"
@@ -396,8 +396,8 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # how long a lease lasts, unless a receive says otherwise
     visibility_timeout_ms: Annotated[int, msgspec.Meta(ge=1, le=VISIBILITY_TIMEOUT_MS_MAX)] = 30_000
     max_deliveries: Positive = 5  # deliveries without an ack after which a message becomes a dead letter
-    # how long a nacked message waits after its first, second, … delivery; the last one holds for all that follow. A
-    # nack with `delay_ms` says it itself. A lease that runs out returns its message at once
+    # how long a nacked message waits after its first, second, … delivery; the last value holds for all later ones.
+    # `delay_ms` of a nack takes precedence. A lease that expires returns its message at once
     retry_backoff_ms: Annotated[tuple[NonNegative, ...], msgspec.Meta(min_length=1, max_length=100)] = (0,)
     dead_letter_topic: str = "{topic}.dlq"  # where copies of dead letters go; `""` for nowhere
     # `key`: one message of a key at a time, in order. Fixed when the group is made
@@ -409,12 +409,12 @@ class ReceiveRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
     # most messages of one answer
     max_messages: Annotated[int, msgspec.Meta(ge=1, le=RECEIVE_MESSAGES_MAX)] = 10
     wait_ms: Annotated[int, msgspec.Meta(ge=0, le=WAIT_MS_MAX)] = 0  # how long to wait for the first message
-    # how long the leases last; by default as the group is set
+    # how long the leases last; by default the group's setting
     visibility_timeout_ms: Annotated[int, msgspec.Meta(ge=1, le=VISIBILITY_TIMEOUT_MS_MAX)] | None = None
     consumer: Annotated[str, msgspec.Meta(max_length=190)] = ""  # name of the consumer, for others to see
-    # name of this receive: a repeat under it brings the same messages under the same leases
+    # id of this receive: a repeat under it returns the same messages under the same leases
     attempt_id: Annotated[str, msgspec.Meta(min_length=1, max_length=190)] | None = None
-    # receipts that are acked first: one request for a consumer's whole turn
+    # receipts that are acked first, so that a consumer needs one request a turn
     ack: Annotated[list[str], msgspec.Meta(max_length=RECEIVE_MESSAGES_MAX)] = []
 
 

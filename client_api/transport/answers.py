@@ -21,7 +21,7 @@ def decode_answer(answer: HttpAnswer, kind: type[T]) -> T:
             return msgspec.msgpack.decode(answer.body, type=kind)
         return msgspec.json.decode(answer.body or b"null", type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as fault:
-        raise Unavailable(f"the answer is none of PortalMQ's: {fault}", retryable=False, outcome="unknown") from fault
+        raise Unavailable(f"the answer is not PortalMQ's: {fault}", retryable=False, outcome="unknown") from fault
 
 
 def error_of_answer(answer: HttpAnswer) -> PortalMQError:

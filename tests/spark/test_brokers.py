@@ -337,7 +337,7 @@ def test_a_server_that_is_no_broker_is_told_so() -> None:
                         connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello")
 
         threading.Thread(target=serve, daemon=True).start()
-        with pytest.raises(SourceError, match="none of PortalMQ's"):
+        with pytest.raises(SourceError, match="not PortalMQ's"):
             Brokers([f"http://127.0.0.1:{server.getsockname()[1]}"], patience_s=60).logs()
 
 

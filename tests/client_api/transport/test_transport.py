@@ -195,7 +195,7 @@ def test_a_status_without_a_problem_document_is_judged_by_the_status(
 
 
 def test_an_answer_that_is_not_json_raises() -> None:
-    with pytest.raises(errors.Unavailable, match="none of PortalMQ's"):
+    with pytest.raises(errors.Unavailable, match="not PortalMQ's"):
         Network(answer(200, b"<html>")).transport().get("/v1/cluster", wire.ClusterDescription)
 
 
