@@ -323,24 +323,24 @@ def elect(
     """
     live = _current(held, live)
     clean = [broker_id for broker_id in held.replicas if _is_clean(held, broker_id, live)]
-    told = log_ends or {}
+    answers = log_ends or {}
 
     def length(broker_id: int) -> tuple[int, int]:
-        return told.get(broker_id) or (-1, -1)
+        return answers.get(broker_id) or (-1, -1)
 
     def rank(broker_id: int) -> tuple[int, int, bool, bool, int]:
         broker, (last_epoch, end) = live[broker_id], length(broker_id)
         started_anew = held.incarnations.get(broker_id) != broker.incarnation
         return -last_epoch, -end, started_anew, broker.draining, led.get(broker_id, 0) if led else 0
 
-    leader = min((id for id in clean if told.get(id, ()) is not None), key=rank, default=None)
+    leader = min((id for id in clean if answers.get(id, ()) is not None), key=rank, default=None)
     if leader is None:
         return msgspec.structs.replace(held, leader=None, leader_epoch=held.leader_epoch + 1)
     least = min_insync(held, configured_min_insync)
     gone = [broker_id for broker_id in held.isr if broker_id not in live]
     gone.sort(key=lambda broker_id: broker_id == held.leader)  # the old leader stays last, if at all
     kept = {*clean, *gone[: max(0, least - len(clean))]}
-    for broker_id in sorted(told.keys() & kept, key=length):
+    for broker_id in sorted(answers.keys() & kept, key=length):
         if len(kept) > least and length(broker_id) < length(leader):
             kept.discard(broker_id)
     return msgspec.structs.replace(

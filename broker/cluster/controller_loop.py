@@ -291,8 +291,8 @@ class ControllerLoop:
             self._suspected_ms[broker_id, incarnation] = self._clock.now_ms()
 
     def _replace_cut_off(self, held: Versioned[ControllerState]) -> None:
-        """Elect anew where too few reach a leader that is there, if that stays so. Whoever leads then is reached by
-        enough, so that the links that there are move a partition once."""
+        """Replace live leaders that too few replicas reach, if that stays so. Enough replicas reach the new leader:
+        links that stay as they are move a partition once."""
         now_ms = self._clock.now_ms()
         self._suspected_ms = {key: at_ms for key, at_ms in self._suspected_ms.items() if now_ms - at_ms < SUSPICION_MS}
         if now_ms < self._ask_reach_ms:
@@ -317,13 +317,13 @@ class ControllerLoop:
         if not changes:
             return
         applied = self._catalog.commit_as_controller(held, changes)
-        # What did not fit has changed meanwhile: it is read, and decided anew.
+        # A change that did not fit is read again, and decided in the next pass.
         for change in changes:
             self._mirror.note(change.path)
         for change in applied[:LOGGED_MAX]:
             self._log_change(change)
         if len(applied) > LOGGED_MAX:
-            self._log_election("and %d partitions more were changed likewise", len(applied) - LOGGED_MAX)
+            self._log_election("and %d more partitions were changed likewise", len(applied) - LOGGED_MAX)
 
     def _log_change(self, change: PartitionChange) -> None:
         topic = self._mirror.topic_by_id(change.topic_id)

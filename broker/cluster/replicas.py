@@ -187,7 +187,7 @@ class Replicas:
                 return closed
             if elsewhere:
                 why = closed.fault or closed.lossy
-                log.critical("partition %d of topic %r is damaged, and begins anew: %s", number, topic.name, why)
+                log.critical("partition %d of topic %r is damaged, and is begun again: %s", number, topic.name, why)
                 self._close(opened)
                 if not self.set_aside(topic, number):
                     return None

@@ -34,7 +34,7 @@ class WaitingFetch(Protocol):
         ...
 
     @property
-    def stands(self) -> bool:
+    def is_waiting(self) -> bool:
         """False once it is answered, replaced or withdrawn."""
         ...
 
@@ -57,43 +57,43 @@ class LeaderReplication:
         self._cache_key = cache_key
         self.parked: dict[int, WaitingFetch] = {}
 
-    def received(self, ask: WaitingFetch) -> None:
+    def on_fetch(self, pending: WaitingFetch) -> None:
         """Handle a follower's fetch, new or still waiting."""
-        self._partition.step(FetchReceived(ask, ask.fetch, ask.sent_after_ms))
+        self._partition.step(FetchReceived(pending, pending.fetch, pending.sent_after_ms))
 
-    def withdrawn(self, ask: WaitingFetch) -> None:
-        if self.parked.get(ask.fetch.broker_id) is ask:
-            del self.parked[ask.fetch.broker_id]
+    def on_withdrawn(self, pending: WaitingFetch) -> None:
+        if self.parked.get(pending.fetch.broker_id) is pending:
+            del self.parked[pending.fetch.broker_id]
 
     def answer(self, action: ReplyFetch) -> None:
-        ask: WaitingFetch = action.token  # type: ignore[assignment]
-        if not ask.stands:
+        pending: WaitingFetch = action.token  # type: ignore[assignment]
+        if not pending.is_waiting:
             return
         if action.reply is not None:
-            self.withdrawn(ask)
-            ask.reply(action.reply)
+            self.on_withdrawn(pending)
+            pending.reply(action.reply)
             return
         replica = self._partition.replica
-        self.parked[ask.fetch.broker_id] = ask
+        self.parked[pending.fetch.broker_id] = pending
         if replica.durable_end > action.offset:
-            ask.has_records()
+            pending.has_records()
         else:
-            ask.high_watermark_moved()
+            pending.high_watermark_moved()
 
     def written(self, durable_end: int) -> None:
-        for ask in self.parked.values():
-            if ask.fetch.fetch_offset < durable_end:
-                ask.has_records()
+        for pending in self.parked.values():
+            if pending.fetch.fetch_offset < durable_end:
+                pending.has_records()
 
     def high_watermark_moved(self) -> None:
-        for ask in self.parked.values():
-            ask.high_watermark_moved()
+        for pending in self.parked.values():
+            pending.high_watermark_moved()
 
     def end(self) -> None:
         """End the leadership: none of these fetches is answered, since they belong to its epoch."""
         parked, self.parked = self.parked, {}
-        for ask in parked.values():
-            ask.reply(Rejected(self._partition.replica.highest_epoch))
+        for pending in parked.values():
+            pending.reply(Rejected(self._partition.replica.highest_epoch))
 
     def frames(
         self, offset: int, bytes_max: int, *, end: int | None = None, turn: AbstractContextManager[object] | None = None

@@ -73,7 +73,7 @@ class LocalPartitions(Protocol):
 class SessionFetch:
     """A fetch in a session. It waits until it is answered once, with `answer` or with records, or withdrawn."""
 
-    __slots__ = ("answer", "fetch", "key", "known_hw", "partition", "session", "stands")
+    __slots__ = ("answer", "fetch", "is_waiting", "key", "known_hw", "partition", "session")
 
     def __init__(self, session: FetchSession, asked: AskedPartition, fetch: Fetch, partition: Partition | None) -> None:
         self.session = session
@@ -82,7 +82,7 @@ class SessionFetch:
         self.known_hw = asked.known_hw
         self.partition = partition
         self.answer: Reply | None = None
-        self.stands = True
+        self.is_waiting = True
 
     @property
     def echo(self) -> Echo:
@@ -94,24 +94,24 @@ class SessionFetch:
 
     def reply(self, reply: Reply) -> None:
         self.answer = reply
-        self.session.is_ready(self)
+        self.session.mark_ready(self)
 
     def has_records(self) -> None:
-        self.session.is_ready(self)
+        self.session.mark_ready(self)
 
     def high_watermark_moved(self) -> None:
         assert self.partition is not None
         if min(self.partition.high_watermark, self.fetch.fetch_offset) > self.known_hw:
-            self.session.has_moved(self)
+            self.session.mark_moved(self)
 
     def withdraw(self) -> None:
-        self.stands = False
+        self.is_waiting = False
         if self.partition is not None:
-            self.partition.serving.withdrawn(self)
+            self.partition.serving.on_withdrawn(self)
 
 
 class FetchSession:
-    """One follower's broker. `asks` are its fetches, answered ones included, until they are replaced or left."""
+    """One follower's broker. `fetches` are its fetches, answered ones included, until they are replaced or left."""
 
     def __init__(self, broker_id: int, incarnation: int, number: int, clock: Clock) -> None:
         self.broker_id = broker_id
@@ -120,7 +120,7 @@ class FetchSession:
         self.turn = 0
         # What the last request says is from after this time; None for a broker without this field.
         self.sent_after_ms: int | None = NEVER_MS
-        self.asks: dict[PartitionKey, SessionFetch] = {}
+        self.fetches: dict[PartitionKey, SessionFetch] = {}
         self.ready: dict[SessionFetch, None] = {}
         self.moved: dict[SessionFetch, None] = {}
         self.moved_ms = 0
@@ -130,29 +130,29 @@ class FetchSession:
         self.ended = False
         self._clock = clock
 
-    def is_ready(self, ask: SessionFetch) -> None:
-        if ask.stands:
-            self.ready[ask] = None
+    def mark_ready(self, pending: SessionFetch) -> None:
+        if pending.is_waiting:
+            self.ready[pending] = None
             self.wakeup.set()
 
-    def has_moved(self, ask: SessionFetch) -> None:
-        if not ask.stands:
+    def mark_moved(self, pending: SessionFetch) -> None:
+        if not pending.is_waiting:
             return
         if not self.moved:
             self.moved_ms = self._clock.now_ms()
             self.wakeup.set()
-        self.moved[ask] = None
+        self.moved[pending] = None
 
     def forget(self, key: PartitionKey) -> None:
-        ask = self.asks.pop(key, None)
-        if ask is not None:
-            ask.withdraw()
-            self.ready.pop(ask, None)
-            self.moved.pop(ask, None)
+        pending = self.fetches.pop(key, None)
+        if pending is not None:
+            pending.withdraw()
+            self.ready.pop(pending, None)
+            self.moved.pop(pending, None)
 
     def end(self) -> None:
         self.ended = True
-        for key in tuple(self.asks):
+        for key in tuple(self.fetches):
             self.forget(key)
         self.wakeup.set()
 
@@ -186,12 +186,13 @@ class FetchServer:
         if request.cluster_id != self._host.cluster_id:
             raise InvalidRequest(f"this is cluster {self._host.cluster_id}, the fetch is of {request.cluster_id}")
         if peer is not None and peer.gone():
-            return self._said(True)  # it was buffered while this process was paused: what it says is out of date
+            # The request was buffered while this process was paused: what it says is out of date.
+            return self._encode_answer(True)
         session = self._session_of(request)
         if session is None:
-            return self._said(False)
+            return self._encode_answer(False)
         if request.turn <= session.turn:
-            return self._said(True)
+            return self._encode_answer(True)
         session.turn = request.turn
         session.sent_after_ms = request.answered_ms or (None if request.answered_ms is None else NEVER_MS)
         session.wakeup.set()  # ends the poll of the earlier turn
@@ -202,7 +203,7 @@ class FetchServer:
             self._ask(session, request, asked)
         return self._poll(session, request, peer)
 
-    def _said(self, known: bool, answers: Sequence[PartitionAnswer] = ()) -> bytes:
+    def _encode_answer(self, known: bool, answers: Sequence[PartitionAnswer] = ()) -> bytes:
         return encode(ReplicaFetchAnswer(known, list(answers), self._host.clock.now_ms()))
 
     def close(self) -> None:
@@ -228,31 +229,31 @@ class FetchServer:
 
     def _ask(self, session: FetchSession, request: ReplicaFetchRequest, asked: AskedPartition) -> None:
         fetch = fetch_of(request, asked)
-        before = session.asks.get(asked.key)
+        before = session.fetches.get(asked.key)
         if before is not None:
             if before.fetch == fetch:
                 return  # repeated: the follower cannot know whether it arrived
             session.forget(asked.key)
-        ask = session.asks[asked.key] = SessionFetch(session, asked, fetch, self._partitions.local(*asked.key))
-        self._submit(ask)
+        pending = session.fetches[asked.key] = SessionFetch(session, asked, fetch, self._partitions.local(*asked.key))
+        self._submit(pending)
 
-    def _submit(self, ask: SessionFetch) -> None:
+    def _submit(self, pending: SessionFetch) -> None:
         """Pass a fetch to its partition. A partition that is not open yet will be, or loses the leadership: wait."""
-        partition = ask.partition
+        partition = pending.partition
         if partition is None:
             return
         if partition.closed or partition.rebuild_reason:
-            ask.reply(Rejected(0))
+            pending.reply(Rejected(0))
         else:
-            partition.serving.received(ask)
+            partition.serving.on_fetch(pending)
 
     def opened(self, partition: Partition) -> None:
         """Pass waiting fetches to a partition that was opened, or opened again."""
         for session in tuple(self._sessions.values()):
-            ask = session.asks.get((partition.topic_id, partition.number))
-            if ask is not None and ask.stands and ask.answer is None:
-                ask.partition = partition
-                self._submit(ask)
+            pending = session.fetches.get((partition.topic_id, partition.number))
+            if pending is not None and pending.is_waiting and pending.answer is None:
+                pending.partition = partition
+                self._submit(pending)
 
     def _repeat_fetches(self, session: FetchSession) -> None:
         """Pass all fetches of a session to their partitions again: they are current as long as the follower polls."""
@@ -260,9 +261,9 @@ class FetchServer:
         if now_ms - session.affirmed_ms < AFFIRM_EVERY_MS:
             return
         session.affirmed_ms = now_ms
-        for ask in tuple(session.asks.values()):
-            if ask.stands and ask.answer is None:
-                self._submit(ask)
+        for pending in tuple(session.fetches.values()):
+            if pending.is_waiting and pending.answer is None:
+                self._submit(pending)
 
     # --- the poll ----------------------------------------------------------------------------------------------------
 
@@ -275,16 +276,16 @@ class FetchServer:
             while True:
                 session.wakeup.clear()
                 if session.ended or session.turn != request.turn or (peer is not None and peer.gone()):
-                    return self._said(True)
+                    return self._encode_answer(True)
                 answers = self._collect(session, request.max_bytes)
                 if answers:
-                    return self._said(True, answers)
+                    return self._encode_answer(True, answers)
                 patience_ms = session.patience_ms(deadline_ms)
                 if patience_ms == 0 and not session.moved:
-                    return self._said(True)
+                    return self._encode_answer(True)
                 session.wakeup.wait(patience_ms / 1000)
                 if self._host.clock.now_ms() >= deadline_ms and not session.ready and not session.moved:
-                    return self._said(True)
+                    return self._encode_answer(True)
         finally:
             session.polls -= 1
             if unwatch is not None:
@@ -295,15 +296,15 @@ class FetchServer:
         answers: list[PartitionAnswer] = []
         left = min(max_bytes, REPLY_BYTES_MAX)
         share = max(SHARE_BYTES_MIN, left // max(1, len(session.ready)))
-        for ask in tuple(session.ready):
+        for pending in tuple(session.ready):
             if left <= 0:
                 break
-            if session.ready.pop(ask, 0) == 0:
+            if session.ready.pop(pending, 0) == 0:
                 continue  # another poll of this session was faster
-            answer = self._answer(ask, min(left, share))
-            if not ask.stands:
+            answer = self._answer(pending, min(left, share))
+            if not pending.is_waiting:
                 continue
-            self._answered(session, ask)
+            self._answered(session, pending)
             answers.append(answer)
             if isinstance(answer, RecordsAnswer):
                 left -= sum([frame.size_bytes for frame in answer.frames])
@@ -311,42 +312,47 @@ class FetchServer:
             answers += self._moved(session)
         return answers
 
-    def _answered(self, session: FetchSession, ask: SessionFetch) -> None:
-        ask.withdraw()
-        session.ready.pop(ask, None)
-        session.moved.pop(ask, None)
+    def _answered(self, session: FetchSession, pending: SessionFetch) -> None:
+        pending.withdraw()
+        session.ready.pop(pending, None)
+        session.moved.pop(pending, None)
 
     def _moved(self, session: FetchSession) -> Iterator[PartitionAnswer]:
         moved, session.moved = session.moved, {}
-        for ask in moved:
-            partition = ask.partition
-            if ask.stands and ask not in session.ready and partition is not None and _still_leads(partition, ask):
-                self._answered(session, ask)
-                yield RecordsAnswer(*ask.key, ask.echo, [], partition.high_watermark)
+        for pending in moved:
+            partition = pending.partition
+            if (
+                pending.is_waiting
+                and pending not in session.ready
+                and partition is not None
+                and _still_leads(partition, pending)
+            ):
+                self._answered(session, pending)
+                yield RecordsAnswer(*pending.key, pending.echo, [], partition.high_watermark)
 
-    def _answer(self, ask: SessionFetch, max_bytes: int) -> PartitionAnswer:
+    def _answer(self, pending: SessionFetch, max_bytes: int) -> PartitionAnswer:
         """Return the answer to a ready fetch: the one it was given, or the records for it."""
-        partition = ask.partition
-        if ask.answer is None and partition is not None:
-            frames = partition.serving.frames(ask.fetch.fetch_offset, max_bytes)
-            if frames is not None and _still_leads(partition, ask):
-                return RecordsAnswer(*ask.key, ask.echo, frames, partition.high_watermark)
-            if ask.answer is None and not partition.closed:
-                partition.serving.received(ask)  # the fetch may have to continue elsewhere: at the log's start, say
-        match ask.answer:
+        partition = pending.partition
+        if pending.answer is None and partition is not None:
+            frames = partition.serving.frames(pending.fetch.fetch_offset, max_bytes)
+            if frames is not None and _still_leads(partition, pending):
+                return RecordsAnswer(*pending.key, pending.echo, frames, partition.high_watermark)
+            if pending.answer is None and not partition.closed:
+                partition.serving.on_fetch(pending)  # the fetch may have to continue elsewhere: at the log's start, say
+        match pending.answer:
             case Diverging(epoch, end):
-                return DivergingAnswer(*ask.key, ask.echo, epoch, end)
+                return DivergingAnswer(*pending.key, pending.echo, epoch, end)
             case BelowStart(offset, epochs) if partition is not None:
                 start = partition.start
                 return BelowStartAnswer(
-                    *ask.key, ask.echo, offset, list(epochs), start.messages_before, start.timestamp_before_ms
+                    *pending.key, pending.echo, offset, list(epochs), start.messages_before, start.timestamp_before_ms
                 )
             case Rejected(leader_epoch):
-                return RejectedAnswer(*ask.key, ask.echo, leader_epoch)
+                return RejectedAnswer(*pending.key, pending.echo, leader_epoch)
             case _:
-                return RejectedAnswer(*ask.key, ask.echo, 0)
+                return RejectedAnswer(*pending.key, pending.echo, 0)
 
 
-def _still_leads(partition: Partition, ask: SessionFetch) -> bool:
+def _still_leads(partition: Partition, pending: SessionFetch) -> bool:
     replica = partition.replica
-    return replica.leading and replica.leader_epoch == ask.fetch.leader_epoch and ask.answer is None
+    return replica.leading and replica.leader_epoch == pending.fetch.leader_epoch and pending.answer is None

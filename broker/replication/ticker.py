@@ -107,7 +107,7 @@ class Ticker:
         renewed = LeaseRenewed(answered_ms) if answered_ms > self._answered_ms else None
         self._answered_ms = max(answered_ms, self._answered_ms)
         tick = Tick()
-        told = 0
+        notified = 0
         for index, partition in enumerate(self._partitions(), self._ticks):
             if partition.closed:
                 continue
@@ -116,11 +116,11 @@ class Ticker:
                     partition.step(renewed)
                 if index % QUIET_EVERY_TICKS == 0 or not partition.is_quiet:
                     partition.step(tick)
-                    told += 1
+                    notified += 1
             except Exception:  # the other partitions need their leases
                 log.exception("%s: its tick failed", partition)
-            if told >= PARTITIONS_AT_A_TIME:
-                told = 0
+            if notified >= PARTITIONS_AT_A_TIME:
+                notified = 0
                 give_way()
 
     def probe_overdue_followers(self) -> None:
