@@ -1,7 +1,7 @@
-"""The invariants (I1 to I10, I13, I14), checked where something moves, so that they hold after every event.
+"""The invariants I1 to I10, I13 and I14, checked at each change, so that they hold after every event.
 
-`committed` is the log as the world was promised it: what a leader of the day declared to be below its high watermark.
-It is never taken back, but for an election that an operator forced.
+`committed` is the log as clients have seen it: the records that a leader declared to be below its high watermark. It
+never loses records, except by an unclean election that an operator ordered.
 """
 
 from __future__ import annotations

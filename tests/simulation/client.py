@@ -1,4 +1,5 @@
-"""Producers and readers outside of the cluster: they retry anywhere, give up, fork into zombies, and look closely."""
+"""Producers and readers outside the cluster: they retry at any broker, give up, continue as zombies, and check what
+they read."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a batch says to the groups: the properties of its messages, or a record that changes a group's state.
+"""The content of a batch as groups see it: the properties of its messages, or a record that changes a group's state.
 
-Payloads are left out as everywhere in the simulation: `Batch.uid` stands for them.
+Payloads are left out, as everywhere in the simulation: `Batch.uid` stands for them.
 """
 
 from __future__ import annotations

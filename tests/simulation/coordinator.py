@@ -1,7 +1,8 @@
-"""The coordinator of the stream group, as a broker has it: the core decides, this asks ZooKeeper and the leader for it.
+"""The coordinator of the stream group, as in a broker: the core decides, and its requests go to ZooKeeper and the
+leader.
 
-Whoever is asked by a member looks who coordinates. If that is a broker that is there, it says so; else, and now and
-then out of a wrong suspicion, it takes over by compare-and-set.
+A broker that a member asks looks up the coordinator. If that broker is alive, it names it. Otherwise, and now and then
+out of a false suspicion, it takes over by compare-and-set.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Bugs of delivery, planted one at a time, as in mutants.py: in the folds of groups, in the choice of what is handed
-out, in what a leader does about it, in the coordinator. They are hunted in the seeds that have groups."""
+"""Bugs of delivery, planted one at a time, as in mutants.py: in the folds of groups, the selection of messages, the
+leader's shell and the coordinator. They are hunted in the seeds that have groups."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""A broker's disk, as far as one partition goes: what is fsynced, and what a crash may leave of the rest.
+"""A broker's disk with one partition: what is fsynced, and what a crash may leave of the rest.
 
     synced batches ........ | written, not synced
     a crash keeps all       | and any prefix of these
 
-Persisted: the log, the epochs and producers of what was dropped below its start, the highest epoch seen, and the high
-watermark of some time ago. Nothing else.
+Persisted: the log, the epochs and producers of what was dropped below its start, the highest epoch seen, and an earlier
+high watermark. Nothing else.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What goes wrong, and when it stops. The world is never made worse than what was promised to survive: the last clean
-copy of the log among the in-sync replicas is not destroyed (but in a disaster, which an operator has to clear up)."""
+"""The faults, and when they stop. They stay within what the brokers promise to survive: the last clean copy of the log
+among the in-sync replicas is not destroyed (except in a disaster, which an operator has to resolve)."""
 
 from __future__ import annotations
 

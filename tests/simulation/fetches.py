@@ -1,5 +1,5 @@
-"""Fetches of one replica, in both roles: its own, sent until it is answered or replaced; and those of its followers,
-which wait for data, or for the high watermark to move, half a second at most."""
+"""The fetches of one replica in both roles: its own, sent until they are answered or replaced; and those of its
+followers, which wait for data, or for the high watermark to move, half a second at most."""
 
 from __future__ import annotations
 

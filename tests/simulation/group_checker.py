@@ -1,6 +1,6 @@
-"""I11, I12, and I13 of commit calls, checked where something moves: when a record is committed (group_model.py), when a
-leader hands out or accepts a receipt, when a client is answered, when an output arrives, when a broker begins to lead.
-"""
+"""The invariants I11, I12, and I13 of commit calls, checked at each change: when a record is committed
+(group_model.py), when a leader delivers messages or accepts a receipt, when a client is answered, when an output
+arrives, when a broker begins to lead."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Consumers of queue groups and an operator, outside of the cluster. They ack and nack, vanish, come back with receipts
-of long ago, repeat a call whose outcome they do not know, and ask the wrong broker."""
+"""Consumers of queue groups and an operator, outside the cluster. They ack and nack, vanish, return with old receipts,
+repeat calls of unknown outcome, and ask the wrong broker."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The groups of one replica: the fold over its log, as a broker keeps it, and the door through which it is asked.
+"""The groups of one replica: the fold over its log, as a broker keeps it, and the entry of all their requests.
 
-On a leader the fold runs ahead of the high watermark, from the moment a record is appended; on a follower from the
-moment it is durable. What a truncation or a refused transaction takes away is folded anew from what is left, as at a
-start: from the newest STATE record in the log, or from its very beginning.
+On a leader the fold runs ahead of the high watermark, from the append of a record on; on a follower from the time it is
+durable. After a truncation or a refused transaction the rest is folded again, as at a start: from the newest STATE
+record in the log, or from its beginning.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A queue group and a stream group as anyone would describe them, message by message: the log that was committed is
-told to them, record by record, and whatever a record does that it must not is a violation of I11, I12 or I13.
+"""A model of a queue group and a stream group, message by message. It takes the committed log record by record; a
+record with a forbidden effect violates I11, I12 or I13.
 
-A record is a decision of a leader that had exactly the log before it, so the log alone says whether it was right.
+A record is a decision of a leader that had exactly the log before it, so the log alone shows whether it was right.
 
-                 +--- passed over: expired, taken back, or done ahead
+                 +--- passed over: expired, cancelled, or finished ahead
     fresh -------+--- out (leased, back, or held) ---+--- acked
                                  ^                   +--- expired
                                  +------ redriven ------- dead --- dropped

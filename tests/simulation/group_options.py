@@ -1,5 +1,5 @@
-"""What a seed decides about the groups of its run. A quarter of the seeds have groups: those that 4 divides with a rest
-of 3. What else such a seed decides is drawn apart, so the other three quarters are as they would be without."""
+"""The options of a run's groups, drawn from its seed. A quarter of the seeds have groups: those with remainder 3 modulo
+4. Their options are drawn separately, so the other seeds are the same as without groups."""
 
 from __future__ import annotations
 

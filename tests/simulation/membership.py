@@ -1,7 +1,7 @@
-"""A broker's part in the cluster, in the simulation: its session, what it read last, its turns as controller.
+"""A simulated broker's membership in the cluster: its session, its last reading of the state, its turns as controller.
 
-As thin as the broker's own membership is meant to be: decisions are the controller's pure functions and the core's.
-Requests of the partition (a compare-and-set, a synced read) go one at a time and in order.
+It is as thin as the broker's own: decisions are the controller's pure functions and the core's. Requests of the
+partition (a compare-and-set, a synced read) are sent one at a time and in order.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Links between brokers, clients and ZooKeeper: each message takes its own time, gets lost, or comes twice.
+"""Links between brokers, clients and ZooKeeper: each message has a delay of its own, gets lost, or arrives twice.
 
-A link has two directions. A direction that is cut loses what is sent; one that is clogged holds it back until it opens
-again, and then everything comes at once, in any order.
+A link has two directions. One that is cut loses what is sent; one that is clogged holds it until it opens again, and
+then delivers everything at once, in any order.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A broker of the simulation: a process that starts, is paused, crashes, and a disk that stays.
+"""A simulated broker: a process that starts, pauses and crashes, and a disk that stays.
 
-What is meant for one life of the process (a timer, an answer) does not reach another.
+Timers and answers of one life of the process do not reach the next.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a seed decides before its run begins: the cluster, its settings, how bad the world is."""
+"""The options of a run, drawn from its seed: the cluster, its settings, the severity of the faults."""
 
 from __future__ import annotations
 

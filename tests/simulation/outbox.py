@@ -1,8 +1,7 @@
-"""What Dead and Commit records have ordered to be appended elsewhere, and the place where it arrives.
+"""The output that Dead and Commit records order, and its destination.
 
-The leader works on what is committed, sends each output under an id that the record's place gives it, again and again
-until it is answered, and logs Done. The destination is another partition with its message ids, as far as that matters
-here: it takes each id once.
+The leader works on committed records, sends each output under an id derived from the record's offset, repeats it until
+it is answered, and logs Done. The destination is another partition with message ids: it accepts each id once.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A leader's queue groups, as thin as the broker's own: it lays what is asked before the core, makes a record of what
-the core decides, appends it, and answers when that is committed (a grant is soft, and not waited for)."""
+"""A leader's queue groups, as thin as the broker's own: a request goes to the core, its decision becomes a record,
+which is appended and answered when it is committed (except a grant, which is not waited for)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Joins one core and one disk, as the broker's partition does: performs the core's actions, in order, and tells it.
+"""The shell that joins one core and one disk, as the broker's partition does: it performs the core's actions, in order,
+and sends it their results.
 
-RememberEpoch takes time; what comes after it waits. Events meanwhile wait too, or are stepped with their actions
-queued behind: both are right, and a seed chooses.
+RememberEpoch takes time, and what follows waits. Events in the meantime wait too, or are stepped with their actions
+queued: both are right, and a seed chooses.
 """
 
 from __future__ import annotations

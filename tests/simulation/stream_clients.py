@@ -1,5 +1,5 @@
-"""Members of the stream group: they join, heartbeat, read, commit and leave, and sometimes go silent while they read
-on; then they come back under their name, or another client does. After a commit of unknown outcome some repeat it, and
+"""Members of the stream group: they join, heartbeat, read, commit and leave, and sometimes stop heartbeating while they
+read on; later they return under their id, or another client does. After a commit of unknown outcome some repeat it, and
 some read again from the committed offset that they know, and commit other batches with other outputs."""
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A leader's stream groups: claims of the group's coordinator, commits of members, seeks, and reading.
 
-The log of the simulation is one; a stream group reads it as if it were several partitions that hold the same, each
-under a name of its own: "stream/0", "stream/1". So members have something to share, and every claim and commit is
-replicated under all faults.
+The simulation has one log; a stream group reads it as several partitions with the same content, each under a name of
+its own: "stream/0", "stream/1". So members have partitions to share, and every claim and commit is replicated under all
+faults.
 """
 
 from __future__ import annotations

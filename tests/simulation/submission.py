@@ -1,4 +1,4 @@
-"""What a client asks a broker to append."""
+"""A client's request to append."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A broker's domain under random work and crashes: a seed is a run, and a crash is what stood on disk at that moment.
+"""A broker's domain under random work and crashes: a seed is a run, and a crash keeps what is on disk at that moment.
 
-Messages that were acknowledged are there, once, in the order of each partition; what a group acked never comes again;
-what it did not ack comes, however often the broker fell. A failing seed is replayed by its number.
+Acknowledged messages are there, once, in the order of each partition. What a group acked is never delivered again; what
+it did not ack is delivered, however often the broker crashes. A failing seed is replayed by its number.
 """
 
 from __future__ import annotations

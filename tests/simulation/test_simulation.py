@@ -1,8 +1,8 @@
 """The core under every fault, over seeds; and the proof that bugs would be found.
 
-A failing seed is replayed, with its trace, by `make simulate SEED=n`. What a seed has found once is kept as a mutant
-(mutants.py), which must be found again, and as a scenario in tests/broker/core: the numbers of seeds change their
-meaning whenever the simulator draws one number more.
+A failing seed is replayed, with its trace, by `make simulate SEED=n`. A bug that a seed found is kept as a mutant
+(mutants.py), which must be found again, and as a scenario in tests/broker/core: seeds change their meaning whenever the
+simulator draws one number more.
 """
 
 from __future__ import annotations

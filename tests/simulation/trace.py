@@ -1,4 +1,4 @@
-"""An event of the core and what it asked for, on one line that a person can read."""
+"""An event of the core and its actions, on one readable line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One seed, one run: a heap of (time, tie, action), one source of chance, and everything that stands on them."""
+"""One seed, one run: a heap of (time, tie, action), one source of randomness, and everything that uses them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""ZooKeeper as brokers see it: one history of trees; each session reads somewhere in it, never backwards.
+"""ZooKeeper as brokers see it: one history of trees; each session reads at some point of it, never backwards.
 
-A request travels, is carried out in the order its client sent it, and its answer travels back. Either way may get
-lost: the client hears of a lost connection, and the request may have been carried out, or may yet be, before the next
-one of the same client. A session ends when nothing was heard of it for its timeout, or when the seed says so; its
-ephemerals may outlive it a while. Bells ring late, twice, or not at all.
+A request has a delay, is carried out in the order its client sent it, and its answer has a delay. Either may get lost:
+the client sees a lost connection, and the request may have been carried out, or may still be, before the next one of
+the same client. A session ends after its timeout without a request, or when the seed says so; its ephemerals may
+outlive it for a while. Watches fire late, twice, or not at all.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A kill at any step of a change of the files: the run ends there, and the files are copied as they stand."""
+"""A kill at any step of a change of files: the run ends there, and the files are copied as they are."""
 
 from __future__ import annotations
 

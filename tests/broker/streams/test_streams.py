@@ -458,7 +458,7 @@ def test_who_has_left_may_not_commit_though_nobody_comes_after_him(fixture: Fixt
     answer = join(fixture)
     commit(fixture, answer, 0, 1)
     fixture.broker.group_coordinators.leave("g", "a")
-    with pytest.raises(IllegalGeneration, match="nobody does"):
+    with pytest.raises(IllegalGeneration, match="no member does"):
         commit(fixture, answer, 0, 2)
     again = join(fixture)
     assert [each.offset for each in again.assignment] == [1, 0]
