@@ -11,7 +11,7 @@ from gevent.event import Event
 
 from portalmq.broker.cluster.metadata_cache import MetadataCache
 from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, one_by_one, place_of
-from portalmq.broker.cluster.rpc import TopicPartition
+from portalmq.broker.cluster.rpc import TopicPartition, first_error
 from portalmq.broker.cluster.rpc.messages import BROWSE, PURGE, Browse, Browsed, PurgeCall
 from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.partition.answer_size import first_of
@@ -19,7 +19,7 @@ from portalmq.broker.partition.long_poll import LongPolls, Peer
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.yielding import in_short_turns
 from portalmq.broker.storage.batch import Record
-from portalmq.errors import InvalidRequest, NotFound, PortalMQError, Unavailable
+from portalmq.errors import InvalidRequest, NotFound, Unavailable
 
 PAGE_MESSAGES = 1_000
 
@@ -195,10 +195,9 @@ class MessageBrowser:
         request = PurgeCall(topic.name, topic.state.topic_id, list(numbers), before_offset)
         local, repeatable = self.local_purge(request), before_offset is not None
         outcomes = self._leaders.call(PURGE, request, local, forward=forward, repeatable=repeatable)
-        errors = [outcome for outcome in outcomes.values() if isinstance(outcome, PortalMQError)]
-        if errors:
-            error = next((error for error in errors if error.outcome == "unknown"), errors[0])
-            if len(errors) < len(outcomes):
+        error = first_error(outcomes.values())
+        if error is not None:
+            if True in outcomes.values():
                 error.outcome = "unknown"  # some partitions were purged
             raise error
 

@@ -17,7 +17,7 @@ from typing import Protocol
 import msgspec
 
 from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, PartitionWork, as_unavailable, place_of
-from portalmq.broker.cluster.rpc import Outcomes, TopicPartition
+from portalmq.broker.cluster.rpc import Outcomes, TopicPartition, raise_if_all_failed
 from portalmq.broker.cluster.rpc.messages import PRODUCE, AppendResult, Produce, Share
 from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.core.replica.events import Stamp
@@ -325,7 +325,9 @@ class ProduceHandler:
             for index, result in zip(own, _produced(number, len(own), outcomes[places[number]]), strict=True):
                 results[index] = result
         answers = results if at_of is None else [results[at] for at in at_of]
-        return _unless_all_failed([result for result in answers if result is not None])
+        produced = [result for result in answers if result is not None]
+        raise_if_all_failed(produced)
+        return produced
 
     def copies(self, topic: Topic, shares: dict[int, list[Record]]) -> dict[int, PortalMQError]:
         """Append the messages of an outbox, by partition; return the errors of the partitions that failed. The records
@@ -364,14 +366,6 @@ def _produced(number: int, size: int, outcome: AppendResult | PortalMQError) -> 
         return [Produced(number, offset, timestamp_ms) for offset, timestamp_ms in outcome.places]
     step = 0 if outcome.base_offset < 0 else 1
     return [Produced(number, outcome.base_offset + rank * step, outcome.timestamp_ms) for rank in range(size)]
-
-
-def _unless_all_failed(results: list[Produced | PortalMQError]) -> list[Produced | PortalMQError]:
-    """Return the results. Raises an error when all failed: one with an unknown outcome if there is one."""
-    errors = [result for result in results if isinstance(result, PortalMQError)]
-    if errors and len(errors) == len(results):
-        raise next((error for error in errors if error.outcome == "unknown"), errors[0])
-    return results
 
 
 def _stamp(producer: ProducerStamp | None) -> Stamp | None:

@@ -84,7 +84,8 @@ class OutputMessage:
 class CommitGroupLookup(Protocol):
     """The part of `Groups` that commits need."""
 
-    def get(self, name: str, *, mode: str = "", group_id: str = "") -> GroupState: ...
+    def get(self, name: str, *, mode: str = "") -> GroupState: ...
+    def get_by_id(self, name: str, group_id: str) -> GroupState: ...
     def book(self, group: GroupState, topic_id: str) -> ReceiptSigner: ...
     def at(self, group: GroupState, place: TopicPartition) -> GroupPartition: ...
     def partition(self, place: TopicPartition) -> Partition: ...
@@ -239,12 +240,7 @@ class GroupCommits:
         return self._apply_stream(self._groups.partition(place), call, call.stream)
 
     def _group_of(self, call: CommitCall) -> GroupState:
-        """Return the group of a call. Raises InvalidRequest when a newer group has the name: the delivery numbers of
-        its receipts are the same."""
-        group = self._groups.get(call.group, group_id=call.group_id)
-        if group.group_id != call.group_id:
-            raise InvalidRequest(f"the commit is of an earlier group {call.group!r}")
-        return group
+        return self._groups.get_by_id(call.group, call.group_id)
 
     def _apply_queue(self, call: CommitCall, place: TopicPartition) -> CommitResult:
         shown = [
@@ -427,8 +423,8 @@ def _numbered(shown: list[LeaseOffsets]) -> list[ReceiptSpan]:
 
 
 def _partition_of(topic: Topic, publication: OutputMessage) -> int | None:
-    """Where the output goes: fixed here when it has a key, so that partitions that are added later move none of a
-    commit's outputs. Raises PartitionNotFound."""
+    """Return the partition of an output. One with a key is fixed here, so that later growth of the topic does not move
+    it. Raises PartitionNotFound."""
     if publication.partition is not None:
         return topic.place(publication.partition).number
     if publication.record.key is not None:

@@ -45,7 +45,7 @@ from portalmq.broker.queues.group_partition import GroupPartition
 from portalmq.broker.queues.outbox import provenance
 from portalmq.broker.storage.batch import Record
 from portalmq.control_plane.state import GroupState
-from portalmq.errors import GroupModeMismatch, InvalidRequest, PortalMQError, Unavailable
+from portalmq.errors import InvalidRequest, PortalMQError, Unavailable
 
 PAGE_MESSAGES_MAX = 1_000
 PAGE_BYTES_MAX = 4 * 1024 * 1024
@@ -74,7 +74,9 @@ class Listed:
 class DeadLetterGroupLookup(Protocol):
     """The part of `Groups` that dead letters need."""
 
-    def get(self, name: str, *, mode: str = "", group_id: str = "") -> GroupState: ...
+    def get(self, name: str) -> GroupState: ...
+    def get_queue(self, name: str) -> GroupState: ...
+    def get_same(self, name: str, group_id: str) -> GroupState: ...
     def partition(self, place: TopicPartition) -> Partition: ...
     def attach(self, group: GroupState, partition: Partition, topic_id: str) -> GroupPartition: ...
 
@@ -98,7 +100,7 @@ class DeadLetters:
 
     def page(self, name: str, topic_name: str, *, limit: int, after: str | None, forward: bool = True) -> Listed:
         """Return dead letters of the group on a topic, by partition and offset, after the one with id `after`."""
-        group, topic = self._of_queue(name), self._find(topic_name)
+        group, topic = self._groups.get_queue(name), self._find(topic_name)
         first, offset = _place_of_id(after, topic) if after is not None else (0, -1)
         shares = [
             DeadShare(number, offset if number == first else -1) for number in range(first, topic.state.partitions)
@@ -162,18 +164,12 @@ class DeadLetters:
         self, name: str, topic_name: str, ids: Sequence[str] | None, where: object, forward: bool
     ) -> tuple[GroupState, Topic, list[DeadShare]]:
         """Return the matching dead letters, by partition, for the partitions that have any."""
-        group, topic = self._of_queue(name), self._find(topic_name)
+        group, topic = self._groups.get_queue(name), self._find(topic_name)
         named = _named(ids, topic) if ids is not None else dict.fromkeys(range(topic.state.partitions))
         shares = [DeadShare(number, offsets=offsets) for number, offsets in named.items()]
         call = DeadCall(name, group.group_id, topic.name, topic.state.topic_id, shares, where=where)
         found = self._run(MATCH_DEAD, call, self.local_match(call), forward=forward) if shares else {}
         return group, topic, [DeadShare(number, ranges=ranges) for number, ranges in sorted(found.items()) if ranges]
-
-    def _of_queue(self, name: str) -> GroupState:
-        group = self._groups.get(name, mode="queue")
-        if group.config.mode != "queue":
-            raise GroupModeMismatch(f"group {name!r} is a stream group: only queue groups give messages up")
-        return group
 
     def _run(
         self,
@@ -205,9 +201,7 @@ class DeadLetters:
 
     def _delivery(self, call: DeadCall, place: TopicPartition) -> tuple[Partition, GroupDelivery | None]:
         """Return the partition, and the group's fold on it if it has begun there; its log is committed on return."""
-        group = self._groups.get(call.group, group_id=call.group_id)
-        if group.group_id != call.group_id:
-            raise Unavailable(f"group {call.group!r} was just deleted", retry_after_s=0.1)
+        self._groups.get_same(call.group, call.group_id)
         partition = self._groups.partition(place)
         partition.wait_committed(partition.replica.next_offset - 1)
         return partition, partition.delivery.get(call.group)

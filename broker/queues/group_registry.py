@@ -112,6 +112,23 @@ class GroupRegistry:
             raise Unavailable(f"group {name!r} was just deleted", retry_after_s=0.1)
         return group
 
+    def get_by_id(self, name: str, group_id: str, *, mode: str = "") -> GroupState:
+        """Return the group of this id. Raises InvalidRequest when a newer one has the name: receipts of both have the
+        same delivery numbers."""
+        group = self.get(name, mode=mode, group_id=group_id)
+        if group.group_id != group_id:
+            raise InvalidRequest(f"the call is for an earlier group {name!r}")
+        return group
+
+    def get_queue(self, name: str) -> GroupState:
+        """Return a queue group. Raises GroupNotFound, GroupModeMismatch, Unavailable."""
+        return check_queue(self.get(name, mode="queue"))
+
+    def find_queue(self, name: str) -> GroupState | None:
+        """Return a queue group, None for no group. Raises GroupModeMismatch."""
+        group = self.find_of(name, "queue")
+        return None if group is None else check_queue(group)
+
     def check_same(self, group: GroupState) -> None:
         """Raise Unavailable when the group was deleted since `group` was read."""
         now = self.find(group.name)
@@ -164,6 +181,15 @@ class GroupRegistry:
 
 def _is_being_deleted(name: str) -> Unavailable:
     return Unavailable(f"group {name!r} is being deleted: repeat to create it again", retry_after_s=0.1)
+
+
+def check_queue(group: GroupState) -> GroupState:
+    """Return the group. Raises GroupModeMismatch for a stream group."""
+    if group.config.mode != "queue":
+        raise GroupModeMismatch(
+            f"group {group.name!r} is a stream group: it commits offsets, and has no leases, receipts or dead letters"
+        )
+    return group
 
 
 def check_settings(patch: dict[str, object], held: GroupState | None) -> None:

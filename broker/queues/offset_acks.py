@@ -12,14 +12,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import compress, repeat
 
 from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, place_of, together
-from portalmq.broker.cluster.rpc import TopicPartition
+from portalmq.broker.cluster.rpc import TopicPartition, raise_if_all_failed
 from portalmq.broker.cluster.rpc.queues import FINISH, Finish, FinishShare
 from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.core.queue.receipts import mark_in, topic_mark
+from portalmq.broker.queues.group_registry import check_queue
 from portalmq.broker.queues.groups import Groups
 from portalmq.broker.queues.settle import Verdict
 from portalmq.control_plane.state import GroupState, TopicState
-from portalmq.errors import GroupModeMismatch, InvalidRequest, PortalMQError, Unavailable
+from portalmq.errors import PortalMQError, Unavailable
 
 
 class OffsetAcks:
@@ -94,9 +95,7 @@ class OffsetAcks:
         outcomes = self._leaders.call(
             FINISH, request, self._local_finish(group, shares, holder), forward=forward, repeatable=True
         )
-        errors = [outcome for outcome in outcomes.values() if isinstance(outcome, PortalMQError)]
-        if errors and len(errors) == len(outcomes):
-            raise next((error for error in errors if error.outcome == "unknown"), errors[0])
+        raise_if_all_failed(outcomes.values())
         left: dict[TopicPartition, Iterator[Verdict]] = {
             place: repeat(outcome) if isinstance(outcome, PortalMQError) else iter(outcome)
             for place, outcome in outcomes.items()
@@ -104,11 +103,7 @@ class OffsetAcks:
         return [next(left[place_of(topic.state, number)]) for number, _ in places]
 
     def local_finish(self, request: Finish) -> LocalWork[list[bool]]:
-        group = self._groups.get(request.group, mode="queue", group_id=request.group_id)
-        if group.group_id != request.group_id:
-            raise InvalidRequest(f"the call is for an earlier group {request.group!r}")
-        if group.config.mode != "queue":
-            raise GroupModeMismatch(f"group {request.group!r} is a stream group: it commits offsets")
+        group = check_queue(self._groups.get_by_id(request.group, request.group_id, mode="queue"))
         shares = {place: share.offsets for place, share in request.by_place().items()}
         return self._local_finish(group, shares, request.holder)
 

@@ -16,7 +16,7 @@ from portalmq.broker.partition.clock import Clock
 from portalmq.broker.queues.groups import Groups
 from portalmq.broker.queues.partition_counts import tallied, untouched
 from portalmq.control_plane.state import GroupState
-from portalmq.errors import GroupModeMismatch, InvalidRequest, PortalMQError
+from portalmq.errors import PortalMQError
 
 
 class QueueSizes:
@@ -41,18 +41,13 @@ class QueueSizes:
     def look(self, name: str, topic_name: str, *, forward: bool = True) -> QueueSize:
         """Return the same counts without creating the group or letting it begin."""
         topic = self._topic(topic_name)
-        group = self._groups.find_of(name, "queue")
-        if group is not None and group.config.mode != "queue":
-            raise GroupModeMismatch(f"group {name!r} is a stream group: all messages from its offset on are unfinished")
+        self._groups.find_queue(name)
         request = LookAt(name, topic.state.name, topic.state.topic_id, list(range(topic.state.partitions)))
         local = self.local_look(request)
         return _sum(self._leaders.call(LOOK, request, local, forward=forward, repeatable=True))
 
     def local_sizes(self, request: SizeOf) -> LocalWork[QueueSize]:
-        group = self._groups.get(request.group, group_id=request.group_id)
-        if group.group_id != request.group_id:
-            raise InvalidRequest(f"the call is for an earlier group {request.group!r}")
-        return self._local_sizes(group)
+        return self._local_sizes(self._groups.get_by_id(request.group, request.group_id))
 
     def _local_sizes(self, group: GroupState) -> LocalWork[QueueSize]:
         def size(place: TopicPartition) -> QueueSize:

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from portalmq.broker.cluster.routing import LeaderRouter, LocalWork
-from portalmq.broker.cluster.rpc import Outcomes, TopicPartition
+from portalmq.broker.cluster.rpc import Outcomes, TopicPartition, raise_if_all_failed
 from portalmq.broker.cluster.rpc.queues import SETTLE, Settle, SettleShare, Verb
 from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.core.queue.receipts import HEAD_LENGTH, Lease, ReceiptSigner, offset_of, tag_of
 from portalmq.broker.partition.yielding import give_way, in_short_turns, in_turns
 from portalmq.broker.queues.group_partition import GroupPartition, ReceiptSpan, Verdicts
 from portalmq.control_plane.state import GroupState
-from portalmq.errors import GroupModeMismatch, InvalidRequest, PortalMQError, Unavailable
+from portalmq.errors import InvalidRequest, PortalMQError, Unavailable
 
 # Receipts that are checked, or used by one record, before other greenlets run.
 RECEIPTS_A_TURN = 500
@@ -31,9 +31,8 @@ Verdict = bool | PortalMQError
 class SettleGroupLookup(Protocol):
     """The part of `Groups` that settlement needs."""
 
-    def get(self, name: str, *, mode: str = "", group_id: str = "") -> GroupState:
-        """Raises GroupNotFound."""
-        ...
+    def get_queue(self, name: str) -> GroupState: ...
+    def get_by_id(self, name: str, group_id: str) -> GroupState: ...
 
     def check_same(self, group: GroupState) -> None:
         """Raise Unavailable when the group was deleted since `group` was read."""
@@ -69,18 +68,18 @@ class _SettleWork:
     begun: dict[TopicPartition, tuple[list[bool], Callable[[], None]]] = field(default_factory=dict)
 
     def begin(self, places: Sequence[TopicPartition]) -> Outcomes[list[bool]]:
-        """Append what is to be done at these partitions, and wait for nothing yet; answers the refusals."""
+        """Append the records of these partitions without a wait; return the refusals."""
         refused: Outcomes[list[bool]] = {}
         for place in in_short_turns(places):
             try:
-                self.groups.check_same(self.group)  # one that was made anew meanwhile gives out receipts like these
+                self.groups.check_same(self.group)  # receipts of a group that replaced it look the same
                 self.begun[place] = self._apply(place)
             except PortalMQError as error:
                 refused[place] = error
         return refused
 
     def finish(self) -> Outcomes[list[bool]]:
-        """Wait until what was begun is committed."""
+        """Wait until the appended records are committed."""
         outcomes: Outcomes[list[bool]] = {}
         begun, self.begun = self.begun, {}
         for place, (verdicts, wait) in in_short_turns(begun.items()):
@@ -104,7 +103,7 @@ class _SettleWork:
         return Settle(request.verb, self.group.name, self.group.group_id, shares, request.time_ms, request.reason)
 
     def _apply(self, place: TopicPartition) -> tuple[list[bool], Callable[[], None]]:
-        """Append what is to be done, in a record for each part: others have their turn in between."""
+        """Append one record for each part of the receipts, with pauses for other greenlets."""
         shown = self.shares[place]
         verdicts = [False] * sum([len(each.offsets) for each in shown])
         waits: list[Callable[[], None]] = []
@@ -114,7 +113,7 @@ class _SettleWork:
                 give_way()
             try:
                 at = self.groups.at(self.group, place)
-                if waits and at.delivery is not delivery:  # as above
+                if waits and at.delivery is not delivery:  # receipts of a new fold look the same
                     raise Unavailable("the group has changed: repeat", retry_after_s=0.1)
                 delivery = at.delivery
                 found, wait = self._settle(at, part)
@@ -150,7 +149,7 @@ def _parts(shown: list[ReceiptSpan]) -> Iterator[list[ReceiptSpan]]:
         places = range(first, first + len(each.offsets))
         first = places.stop
         numbered: list[tuple[int, int]] = []
-        if size + len(places) < RECEIPTS_A_TURN:  # mostly all that there is
+        if size + len(places) < RECEIPTS_A_TURN:  # usually the whole share
             part.append(each._replace(indexes=list(places)))
             size += len(places)
         else:
@@ -182,7 +181,7 @@ class Settlement:
     ) -> list[Verdict]:
         """Return one verdict for each receipt, in order. Raises when nothing was done: InvalidRequest for a receipt of
         another group, NotLeader without `forward`, and the error of the partitions when all refuse."""
-        group = self._queue_group(name)
+        group = self._groups.get_queue(name)
         work = _SettleWork(group, settle_request, self.checked(group, receipts), self._groups)
         if not forward:
             self._leaders.check_led_here(work.shares)
@@ -194,7 +193,7 @@ class Settlement:
         """Begin the acks of an ack-and-receive. On return, those for partitions led here are appended, and go to the
         disk together with the receive's records; the others are settled. The returned function waits for the
         verdicts."""
-        group = self._queue_group(name)
+        group = self._groups.get_queue(name)
         work = _SettleWork(group, SettleRequest("ack"), self.checked(group, receipts), self._groups)
         if not forward:
             self._leaders.check_led_here(work.shares)
@@ -223,20 +222,12 @@ class Settlement:
 
     def local_settle(self, call: Settle) -> LocalWork[list[bool]]:
         """Settle receipts that another broker has checked, on partitions that this one leads."""
-        group = self._groups.get(call.group, group_id=call.group_id)
-        if group.group_id != call.group_id:
-            raise InvalidRequest(f"the receipts are of an earlier group {call.group!r}")
+        group = self._groups.get_by_id(call.group, call.group_id)
         shares = {
             place: [ReceiptSpan(delivery, leader_epoch, [], offsets) for delivery, leader_epoch, offsets in share.shown]
             for place, share in call.by_place().items()
         }
         return _SettleWork(group, SettleRequest(call.verb, call.time_ms, call.reason), shares, self._groups).here
-
-    def _queue_group(self, name: str) -> GroupState:
-        group = self._groups.get(name, mode="queue")
-        if group.config.mode != "queue":
-            raise GroupModeMismatch(f"group {name!r} is a stream group: it commits offsets and has no receipts")
-        return group
 
     # --- receipts ----------------------------------------------------------------------------------------------------
 
@@ -275,9 +266,7 @@ class Settlement:
 
 
 def _verdicts(work: _SettleWork, outcomes: Outcomes[list[bool]], size: int) -> list[Verdict]:
-    errors = [outcome for outcome in outcomes.values() if isinstance(outcome, PortalMQError)]
-    if errors and len(errors) == len(outcomes):
-        raise next((error for error in errors if error.outcome == "unknown"), errors[0])
+    raise_if_all_failed(outcomes.values())
     verdicts: list[Verdict] = [False] * size
     for place, shown in work.shares.items():
         indexes = [index for each in shown for index in each.indexes]

@@ -27,7 +27,6 @@ from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.yielding import TimeSlice, in_short_turns
 from portalmq.broker.queues.groups import Groups
 from portalmq.broker.storage.batch import Record
-from portalmq.errors import GroupModeMismatch
 
 PAGE_BYTES = 4 * 1024 * 1024
 # A page ends after this many examined messages.
@@ -68,9 +67,7 @@ class UnfinishedMessages:
         each page read when it is needed. A group that was never used has finished nothing. Raises TopicNotFound,
         GroupModeMismatch, and the error of a leader."""
         topic = self._topic(topic_name)
-        group = self._groups.find_of(name, "queue")
-        if group is not None and group.config.mode != "queue":
-            raise GroupModeMismatch(f"group {name!r} is a stream group: all messages from its offset on are unfinished")
+        self._groups.find_queue(name)
         first, behind = after or (0, -1)
         topic.place(first)
         for number in in_short_turns(range(first, topic.state.partitions)):

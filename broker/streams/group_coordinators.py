@@ -28,7 +28,7 @@ from gevent.event import AsyncResult, Event
 from portalmq import stream_wire as contract
 from portalmq import wire
 from portalmq.broker.cluster.peers import NotAnswered, NotReached, Peers
-from portalmq.broker.cluster.rpc import BrokerCall, TopicPartition
+from portalmq.broker.cluster.rpc import BrokerCall, TopicPartition, first_error
 from portalmq.broker.cluster.rpc.streams import COORDINATE, COORDINATE_SEEK, ClaimShare, Coordinate, Start
 from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.core.stream import events as core
@@ -38,7 +38,7 @@ from portalmq.broker.partition.long_poll import Peer
 from portalmq.broker.queues.groups import Groups
 from portalmq.broker.streams.checkpoints import Checkpoints
 from portalmq.broker.streams.coordinator import Coordinator, roster_of
-from portalmq.broker.streams.stream_partitions import SOUGHT, StreamPartitions, check_mode, first_error, stream_group
+from portalmq.broker.streams.stream_partitions import SOUGHT, StreamPartitions, check_mode, stream_group
 from portalmq.control_plane.mirror import Changes, Mirror
 from portalmq.control_plane.plane import PlaneUnavailable
 from portalmq.control_plane.state import GroupState

@@ -13,12 +13,12 @@ import msgspec
 from portalmq import stream_wire as contract
 from portalmq import wire
 from portalmq.broker.cluster.routing import place_of
-from portalmq.broker.cluster.rpc import TopicPartition
+from portalmq.broker.cluster.rpc import TopicPartition, first_error
 from portalmq.broker.cluster.rpc.streams import CommitShare, GroupPosition
 from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.queues.groups import Groups
-from portalmq.broker.streams.stream_partitions import StreamPartitions, first_error, stream_group
+from portalmq.broker.streams.stream_partitions import StreamPartitions, stream_group
 from portalmq.control_plane.mirror import Mirror
 from portalmq.control_plane.plane import PlaneState, PlaneUnavailable
 from portalmq.control_plane.state import GroupState

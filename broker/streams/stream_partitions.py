@@ -7,7 +7,7 @@ so that they share a transaction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from portalmq import wire
@@ -283,9 +283,3 @@ def check_mode(group: GroupState) -> None:
         raise GroupModeMismatch(
             f"group {group.name!r} is a queue group: receive from it, or use another name for a stream group"
         )
-
-
-def first_error(outcomes: Iterable[object]) -> PortalMQError | None:
-    """Return the error to raise: one with an unknown outcome if there is one; None without errors."""
-    errors = [outcome for outcome in outcomes if isinstance(outcome, PortalMQError)]
-    return next((error for error in errors if error.outcome == "unknown"), errors[0] if errors else None)

@@ -53,7 +53,7 @@ comes last and has a default.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -103,6 +103,19 @@ class Result(msgspec.Struct, Generic[T], array_like=True):
 
 def result_of(outcome: T | PortalMQError) -> Result[T]:
     return Result(None, refusal(outcome)) if isinstance(outcome, PortalMQError) else Result(outcome)
+
+
+def first_error(outcomes: Iterable[object]) -> PortalMQError | None:
+    """Return the error to raise: one with an unknown outcome if there is one; None without errors."""
+    errors = [outcome for outcome in outcomes if isinstance(outcome, PortalMQError)]
+    return next((error for error in errors if error.outcome == "unknown"), errors[0] if errors else None)
+
+
+def raise_if_all_failed(outcomes: Collection[object]) -> None:
+    """Raise the first error when all outcomes are errors."""
+    error = first_error(outcomes)
+    if error is not None and all(isinstance(outcome, PortalMQError) for outcome in outcomes):
+        raise error
 
 
 def refusal(error: PortalMQError) -> Refusal:
