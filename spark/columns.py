@@ -12,7 +12,7 @@ producer_id, sequence        of the idempotent producer, for this message; null 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pyarrow as pa
 from pyspark.sql.types import (
@@ -51,27 +51,39 @@ COLUMNS: dict[str, tuple[DataType, pa.DataType]] = {
 }
 
 
-def schema_of(names: Sequence[str]) -> StructType:
-    """Return the schema for Spark. Raises BadOption for an unknown column."""
-    unknown = [name for name in names if name not in COLUMNS]
-    if unknown:
-        raise BadOption(f"no column {', '.join(map(repr, unknown))}: the columns are {', '.join(COLUMNS)}")
-    if len(set(names)) != len(names) or not names:
-        raise BadOption("columns: name each column once, and at least one")
-    return StructType([StructField(name, COLUMNS[name][0]) for name in names])
+class Table:
+    """A table's columns: names, and their types in Spark and in Arrow."""
 
+    def __init__(self, name: str, columns: Mapping[str, tuple[DataType, pa.DataType]]) -> None:
+        self.name = name
+        self._columns = columns
 
-def columns_of(schema: StructType) -> tuple[str, ...]:
-    """Return the columns of a schema. Raises BadOption when it differs from ours other than by leaving columns out."""
-    ours = schema_of(schema.names)
-    for asked, own in zip(schema.fields, ours.fields, strict=True):
-        if asked.dataType != own.dataType:
+    def schema_of(self, names: Sequence[str] | None) -> StructType:
+        """Return the schema of these columns, or of all. Raises BadOption for unknown, repeated and no columns."""
+        wanted = tuple(self._columns if names is None else names)
+        unknown = [name for name in wanted if name not in self._columns]
+        if unknown:
             raise BadOption(
-                f"column {asked.name!r} is {own.dataType.simpleString()}, not {asked.dataType.simpleString()}:"
-                " read it as it is and cast it in the query"
+                f"no column {', '.join(map(repr, unknown))} in table {self.name}: its columns are"
+                f" {', '.join(self._columns)}"
             )
-    return tuple(schema.names)
+        if len(set(wanted)) != len(wanted) or not wanted:
+            raise BadOption("columns: name each column once, and at least one")
+        return StructType([StructField(name, self._columns[name][0]) for name in wanted])
+
+    def columns_of(self, schema: StructType) -> tuple[str, ...]:
+        """Return the schema's columns. Raises BadOption when it differs from the table's other than by omissions."""
+        own = self.schema_of(schema.names)
+        for asked, ours in zip(schema.fields, own.fields, strict=True):
+            if asked.dataType != ours.dataType:
+                raise BadOption(
+                    f"column {asked.name!r} is {ours.dataType.simpleString()}, not {asked.dataType.simpleString()}:"
+                    " read it as it is and cast it in the query"
+                )
+        return tuple(schema.names)
+
+    def arrow_schema(self, names: Sequence[str]) -> pa.Schema:
+        return pa.schema([(name, self._columns[name][1]) for name in names])
 
 
-def arrow_schema(names: Sequence[str]) -> pa.Schema:
-    return pa.schema([(name, COLUMNS[name][1]) for name in names])
+MESSAGES_TABLE = Table("messages", COLUMNS)

@@ -29,29 +29,29 @@ class PortalMQ(DataSource):
         return "portalmq"
 
     def schema(self) -> StructType:
-        from portalmq.spark.columns import COLUMNS, schema_of
+        from portalmq.spark.columns import MESSAGES_TABLE
 
         reading = options.schema_options(self.options)
         if reading.table != "messages":
             schema: StructType = _table(reading).schema_of(reading.columns)
             return schema
-        return schema_of(reading.columns or tuple(COLUMNS))
+        return MESSAGES_TABLE.schema_of(reading.columns)
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        from portalmq.spark.columns import columns_of
+        from portalmq.spark.columns import MESSAGES_TABLE
         from portalmq.spark.reading.batch import FilteringReader, MessagesReader
 
         reading = options.batch_options(self.options)
         if reading.table != "messages":
             reader: DataSourceReader = _table(reading).reader(reading, schema)
             return reader
-        return (FilteringReader if reading.pushes_down else MessagesReader)(reading, columns_of(schema))
+        return (FilteringReader if reading.pushes_down else MessagesReader)(reading, MESSAGES_TABLE.columns_of(schema))
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
-        from portalmq.spark.columns import columns_of
+        from portalmq.spark.columns import MESSAGES_TABLE
         from portalmq.spark.reading.stream import MessagesStream
 
-        return MessagesStream(options.stream_options(self.options), columns_of(schema))
+        return MessagesStream(options.stream_options(self.options), MESSAGES_TABLE.columns_of(schema))
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         from portalmq.spark.writing.sink import BatchWriter

@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 from pyspark.sql.types import StructType
 
-from portalmq.spark.columns import COLUMNS, schema_of
+from portalmq.spark.columns import COLUMNS, MESSAGES_TABLE
 
 TWO = ("offset", "value")
 ALL = tuple(COLUMNS)
@@ -66,7 +66,7 @@ class Tuples(DataSource):
         return "portalmq_tuples"
 
     def schema(self) -> StructType:
-        return schema_of(self.options["columns"].split(","))
+        return MESSAGES_TABLE.schema_of(self.options["columns"].split(","))
 
     def reader(self, schema: StructType) -> DataSourceReader:
         offsets_max = self.options.get("offsets_max")

@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from portalmq.spark.errors import DamagedFile, SourceError
-from portalmq.spark.files.segment import ATTEMPTS, is_at_rest, opened
+from portalmq.spark.files.segment import ATTEMPTS, is_at_rest, opened, rest_state
 
 T = TypeVar("T")
 
@@ -190,11 +190,11 @@ def _asked(path: Path, ask: Callable[[sqlite3.Connection], T]) -> T:
     """Return the answer to a small query. Repeats it when a broker has begun to write to the file in the meantime.
     Raises FileNotFoundError, DamagedFile, SourceError."""
     for attempt in range(1, ATTEMPTS + 1):
-        before = _quiet_state(path)
+        before = rest_state(path)
         try:
             with opened(path) as connection:
                 answer = ask(connection)
-            if before is None or before == _quiet_state(path):
+            if before is None or before == rest_state(path):
                 return answer
         except DamagedFile as fault:
             if _may_not_recover(path):
@@ -203,7 +203,7 @@ def _asked(path: Path, ask: Callable[[sqlite3.Connection], T]) -> T:
                     f" not write to {path.parent}. Copy the data directory with its -shm files, or to a place where"
                     " this user may write"
                 ) from fault
-            if attempt == ATTEMPTS or before is None or before == _quiet_state(path):
+            if attempt == ATTEMPTS or before is None or before == rest_state(path):
                 raise
     raise SourceError(f"{path} was changed each time it was read: try again")
 
@@ -215,11 +215,3 @@ def _rows(query: str) -> Callable[[sqlite3.Connection], list[tuple[Any, ...]]]:
 def _may_not_recover(path: Path) -> bool:
     has_index = os.path.exists(f"{path}-shm")
     return not is_at_rest(path) and not has_index and not os.access(path.parent, os.W_OK)
-
-
-def _quiet_state(path: Path) -> tuple[int, int, int] | None:
-    """Return a value that changes with the file; None while a process may write to it, and SQLite's locks apply."""
-    if not is_at_rest(path):
-        return None
-    state = path.stat()
-    return state.st_ino, state.st_size, state.st_mtime_ns

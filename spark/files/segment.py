@@ -36,7 +36,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from portalmq.spark.columns import arrow_schema
+from portalmq.spark.columns import MESSAGES_TABLE
 from portalmq.spark.errors import DamagedFile, NotReadable, SourceError
 from portalmq.spark.origin import PartitionLog
 
@@ -87,7 +87,7 @@ def is_at_rest(path: Path) -> bool:
     return not os.path.exists(f"{path}-wal")
 
 
-def _rest(path: Path) -> tuple[int, int, int] | None:
+def rest_state(path: Path) -> tuple[int, int, int] | None:
     """Return a fingerprint of the file at rest; None when it is live. Raises FileNotFoundError."""
     state = os.stat(path)
     return (state.st_ino, state.st_size, state.st_mtime_ns) if is_at_rest(path) else None
@@ -218,7 +218,7 @@ class SegmentRows:
     def __init__(self, path: Path, log: PartitionLog, columns: Sequence[str]) -> None:
         self._path = path
         self._log = log
-        self._schema = arrow_schema(columns)
+        self._schema = MESSAGES_TABLE.arrow_schema(columns)
         self._columns = frozenset(columns)
         self._of_batches = [name for name in columns if name in _OF_BATCHES]
         self._weight = " + ".join(f"coalesce(octet_length({name}), 0)" for name in _HEAVY if name in self._columns)
@@ -247,16 +247,16 @@ class SegmentRows:
     def _chunk(self, start: int, end: int) -> pa.RecordBatch | None:
         """Return the rows; None when there is no message among these offsets."""
         for _ in range(ATTEMPTS):
-            rest = _rest(self._path)
+            rest = rest_state(self._path)
             try:
                 batch = self._read(start, end, immutable=rest is not None)
             except _FAULTS as fault:
-                if rest is not None and _rest(self._path) != rest:
+                if rest is not None and rest_state(self._path) != rest:
                     continue  # a broker has opened it, or compaction replaced it: discard the result
                 if isinstance(fault, DamagedFile):
                     raise
                 raise sqlite_fault(self._path, fault) from fault
-            if rest is None or _rest(self._path) == rest:
+            if rest is None or rest_state(self._path) == rest:
                 return batch
         raise SourceError(f"{self._path} was opened and closed by a broker again and again: read it again later")
 

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from portalmq.spark.columns import arrow_schema
+from portalmq.spark.columns import MESSAGES_TABLE
 from portalmq.spark.origin import PartitionLog
 from portalmq.stream_wire import Frame, FrameHead, FrameRecord
 
@@ -47,7 +47,7 @@ class _Rows:
 
     def __init__(self, log: PartitionLog, columns: Sequence[str]) -> None:
         self._log = log
-        self._schema = arrow_schema(columns)
+        self._schema = MESSAGES_TABLE.arrow_schema(columns)
         self._empty()
 
     def _empty(self) -> None:

@@ -27,10 +27,11 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.types import IntegerType, LongType, MapType, StringType, StructType, TimestampType
 
+from portalmq.spark.columns import Table
 from portalmq.spark.errors import DamagedFile
 from portalmq.spark.files.segment import arrow_cursor, is_at_rest, sqlite_fault
 from portalmq.spark.options import ReadOptions
-from portalmq.spark.tables.table import CHUNK_OFFSETS, Piece, Table, Task, directories_of, packed, pieces_of
+from portalmq.spark.tables.table import CHUNK_OFFSETS, Piece, Task, directories_of, packed, pieces_of
 
 MESSAGES, EPOCH_START = 0, 1
 _SIZE_BITS = 40  # a value has fewer than 2**40 bytes

@@ -35,6 +35,7 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.types import IntegerType, LongType, StringType, StructType, TimestampType
 
+from portalmq.spark.columns import Table
 from portalmq.spark.errors import DamagedFile
 from portalmq.spark.files.segment import opened
 from portalmq.spark.options import ReadOptions
@@ -59,7 +60,7 @@ from portalmq.spark.tables.bodies import (
     SeekBody,
     decoded,
 )
-from portalmq.spark.tables.table import Piece, Table, Task, directories_of, packed, pieces_of
+from portalmq.spark.tables.table import Piece, Task, directories_of, packed, pieces_of
 
 TABLE = Table(
     "deliveries",

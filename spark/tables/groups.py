@@ -25,6 +25,7 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.types import IntegerType, LongType, StringType, StructType, TimestampType
 
+from portalmq.spark.columns import Table
 from portalmq.spark.errors import DamagedFile, NothingThere
 from portalmq.spark.files.directories import missing_file
 from portalmq.spark.files.replica import STATE_NAME
@@ -32,7 +33,7 @@ from portalmq.spark.files.segment import opened
 from portalmq.spark.options import ReadOptions
 from portalmq.spark.origin import PartitionLog
 from portalmq.spark.tables.availability import DELAYED, Availability
-from portalmq.spark.tables.table import Piece, Table, directories_of, pieces_of
+from portalmq.spark.tables.table import Piece, directories_of, pieces_of
 
 TABLE = Table(
     "groups",

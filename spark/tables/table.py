@@ -7,14 +7,12 @@ replace a missing or damaged file without duplicate rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-import pyarrow as pa
 from pyspark.sql.datasource import InputPartition
-from pyspark.sql.types import DataType, StructField, StructType
 
 from portalmq.spark.errors import BadOption, DamagedFile
 from portalmq.spark.files.directories import Directories, FileSpan, missing_file
@@ -27,39 +25,6 @@ CHUNK_OFFSETS = 65_536
 PIECES_IN_A_TASK = 64
 
 T = TypeVar("T")
-
-
-class Table:
-    """A table's columns: names, and their types in Spark and in Arrow."""
-
-    def __init__(self, name: str, columns: Mapping[str, tuple[DataType, pa.DataType]]) -> None:
-        self.name = name
-        self._columns = columns
-
-    def schema_of(self, names: Sequence[str] | None) -> StructType:
-        """Return the schema. Raises BadOption for an unknown column."""
-        wanted = tuple(names or self._columns)
-        unknown = [name for name in wanted if name not in self._columns]
-        if unknown:
-            raise BadOption(
-                f"no column {', '.join(map(repr, unknown))} in table {self.name}: its columns are"
-                f" {', '.join(self._columns)}"
-            )
-        return StructType([StructField(name, self._columns[name][0]) for name in wanted])
-
-    def columns_of(self, schema: StructType) -> tuple[str, ...]:
-        """Return the schema's columns. Raises BadOption when it differs from the table's other than by omissions."""
-        own = self.schema_of(schema.names)
-        for asked, ours in zip(schema.fields, own.fields, strict=True):
-            if asked.dataType != ours.dataType:
-                raise BadOption(
-                    f"column {asked.name!r} is {ours.dataType.simpleString()}, not {asked.dataType.simpleString()}:"
-                    " read it as it is and cast it in the query"
-                )
-        return tuple(schema.names)
-
-    def arrow_schema(self, names: Sequence[str]) -> pa.Schema:
-        return pa.schema([(name, self._columns[name][1]) for name in names])
 
 
 @dataclass(frozen=True, slots=True)

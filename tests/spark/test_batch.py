@@ -438,7 +438,7 @@ def test_what_is_wrong_reaches_the_user_as_a_sentence(spark, data, tmp_path):
     assert "there is no option 'topics': did you mean topic?" in told(data, topics="t")
     assert "there is no directory" in told(tmp_path / "nowhere")
     assert "there is no topic 'x' in" in told(data, topic="x")
-    assert "no column 'values': the columns are topic" in told(data, columns="values")
+    assert "no column 'values' in table messages: its columns are topic" in told(data, columns="values")
     assert "column 'offset' is bigint, not int" in told(data, schema="offset int")
     path = sorted(data.glob("partitions/t@*/0/0*.sqlite"))[1]
     path.chmod(0o644)

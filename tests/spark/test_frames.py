@@ -15,7 +15,7 @@ from portalmq import wire
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.partition import compaction
 from portalmq.broker.storage.batch import Record
-from portalmq.spark.columns import COLUMNS, arrow_schema
+from portalmq.spark.columns import COLUMNS, MESSAGES_TABLE
 from portalmq.spark.files.directories import Directories
 from portalmq.spark.http_api import frames as frames_module
 from portalmq.spark.http_api.frames import batches_of
@@ -37,7 +37,7 @@ def text(value: str, **more: object) -> contract.FrameRecord:
 
 def rows(*frames: contract.Frame, start: int = 0, end: int = 1_000, columns: tuple[str, ...] = ("offset", "value")):
     batches = list(batches_of(frames, LOG, start, end, columns))
-    return pa.Table.from_batches(batches, arrow_schema(columns)).to_pylist()
+    return pa.Table.from_batches(batches, MESSAGES_TABLE.arrow_schema(columns)).to_pylist()
 
 
 def test_offsets_outside_the_range_are_left_out() -> None:
@@ -64,7 +64,7 @@ def test_control_records_are_no_rows() -> None:
 
 def test_columns_come_in_the_order_that_was_asked_for_with_their_types() -> None:
     (batch,) = batches_of([frame(0, text("a"))], LOG, 0, 1, ("value", "topic", "partition", "leader_epoch"))
-    assert batch.schema == arrow_schema(("value", "topic", "partition", "leader_epoch"))
+    assert batch.schema == MESSAGES_TABLE.arrow_schema(("value", "topic", "partition", "leader_epoch"))
     assert batch.to_pylist() == [{"value": b"a", "topic": "t", "partition": 3, "leader_epoch": 4}]
 
 

@@ -20,7 +20,7 @@ from support.log_files import IDENTITY, Writer, everything, numbered, open_log
 from portalmq.broker.storage.batch import HOLE, BatchKind, Record
 from portalmq.broker.storage.compaction import Compaction, CompactionOrder
 from portalmq.broker.storage.log import Log as BrokerLog
-from portalmq.spark.columns import COLUMNS, arrow_schema
+from portalmq.spark.columns import COLUMNS, MESSAGES_TABLE
 from portalmq.spark.errors import DamagedFile, SourceError
 from portalmq.spark.files import segment
 from portalmq.spark.files.segment import SegmentRows
@@ -106,7 +106,7 @@ def read_back(directory: Path, log: PartitionLog, columns: list[str], start: int
         low, high = max(start, base), min(end, following)
         if low < high:
             batches = list(SegmentRows(path, log, columns).batches(low, high))
-            assert all(batch.schema == arrow_schema(columns) for batch in batches)
+            assert all(batch.schema == MESSAGES_TABLE.arrow_schema(columns) for batch in batches)
             rows += rows_of(batches)
     return rows
 
