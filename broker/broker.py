@@ -1,8 +1,8 @@
-"""The broker as the API sees it: one call a route, in the terms of the field, raising the errors of the contract.
+"""The broker as the API uses it: a method for each route, which raises the errors of the contract.
 
-Broker -> wiring.py                what it is made of, and who hears of what
-       -> cluster/maintenance.py   what it does beside its traffic, now and again
-       -> peer_dispatch.py         what other brokers may ask of it
+Broker -> wiring.py                its parts, and the events between them
+       -> cluster/maintenance.py   periodic work
+       -> peer_dispatch.py         the calls of other brokers
        -> ProduceHandler, MessageBrowser, ReceiveHandler, Settlement, GroupAdmin, ...   one for each kind of call
 """
 
@@ -32,17 +32,17 @@ from portalmq.errors import MessageNotFound, NotFound, OffsetOutOfRange, PortalM
 
 log = logging.getLogger(__name__)
 
-# A replica that cannot be opened (a disk without room) holds up the others no longer than this.
+# A replica that cannot be opened, as on a full disk, delays the start no longer than this.
 OPEN_WITHIN_S = 30.0
 
 
 class Broker(Wiring):
-    """One broker, at work."""
+    """One broker."""
 
     # --- life --------------------------------------------------------------------------------------------------------
 
     def start(self, patience: RetryBudget = AT_ONCE) -> None:
-        """Become a member of the cluster, open what this broker holds, and begin to serve."""
+        """Join the cluster, open the replicas of this broker, and begin to serve."""
         wire.prepare()  # from here on native threads decode too
         self.membership.start(patience)
         self.clock_agreement.start()
@@ -55,7 +55,7 @@ class Broker(Wiring):
         self.ready = True
 
     def drain(self) -> None:
-        """Take no new waits, end those there are, and hand the leadership over."""
+        """Refuse new waits, end the present ones, and hand the leadership over."""
         self.ready = False
         self._draining.set()
         self.groups.long_polls.close()
@@ -64,7 +64,7 @@ class Broker(Wiring):
         self.membership.drain()
 
     def close(self) -> None:
-        """Write what waits, save the folds, close the files, leave the cluster."""
+        """Write pending records, save the folds, close the files, leave the cluster."""
         if not self._draining.is_set():
             self.drain()
         self.maintenance.close()
@@ -79,8 +79,8 @@ class Broker(Wiring):
         self.peers.close()
 
     def explain(self, fault: Exception) -> PortalMQError | None:
-        """Return the contract's error for what a call met, whichever room it was in; None for a mistake of ours. A
-        storage fault ends the broker. What was applied before is not known."""
+        """Return the contract's error for an exception of any room; None for a bug. Its outcome is unknown where a part
+        of the call may be applied. A storage fault ends the broker."""
         match fault:
             case NoSuchPartition():
                 try:
@@ -102,11 +102,11 @@ class Broker(Wiring):
 
     @cached_property
     def calls(self) -> dict[str, PeerCall]:
-        """What other brokers may ask of this one, by name."""
+        """The answers to other brokers, by the name of the call."""
         return peer_calls(self)
 
     def serve_peer(self, name: str, body: bytes, peer: Peer | None) -> bytes:
-        """Answer another broker. What it asks for is done here or refused: nothing is forwarded a second time."""
+        """Answer another broker, or refuse: nothing is forwarded a second time."""
         call = self.calls.get(name)
         if call is None:
             raise NotFound(f"brokers do not ask each other for {name[:100]!r}: is one of another version?")
@@ -119,8 +119,8 @@ class Broker(Wiring):
         return self.overview.describe_topic(topic), created
 
     def use_topic(self, name: str) -> int:
-        """The number of its partitions. A missing topic is made if the cluster makes topics at their first use, else
-        raises TopicNotFound."""
+        """Return the number of its partitions. Create a missing topic if the cluster creates topics at their first use;
+        raise TopicNotFound otherwise."""
         try:
             return self.topics.known(name).state.partitions
         except TopicNotFound:
@@ -137,7 +137,7 @@ class Broker(Wiring):
         return self.overview.describe_topic(self.topics.known(name))
 
     def alter_topic(self, name: str, request: wire.AlterTopic, *, force: bool = False) -> wire.TopicDescription:
-        """Change settings, add partitions. Raises KeyOrder, unless by `force`, where that breaks a group's order."""
+        """Change settings, add partitions. Raises KeyOrder where that breaks a group's order, unless `force`."""
         topic = self.topics.known(name)
         if not force:
             self.partition_growth.check(topic, request.partitions)
@@ -148,13 +148,13 @@ class Broker(Wiring):
         self.topics.delete(name)
 
     def purge(self, name: str, *, partition: int | None, before_offset: int | None, forward: bool = True) -> None:
-        """Remove messages below `before_offset`, or all that can be read."""
+        """Remove messages below `before_offset`, or all that can be read now."""
         self.browser.purge(self.topics.known(name), partition=partition, before_offset=before_offset, forward=forward)
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
     def produce(self, topic: str, request: ProduceRequest) -> list[wire.Produced | PortalMQError]:
-        """Append messages; one result each, in order. Raises when the whole request is refused: nothing is applied."""
+        """Append messages; return a result for each, in order. Raises when the whole request is refused."""
         self._check_producer(request.producer)
         return self.produce_handler.batch(self.topics.get_or_create(topic), request)
 
@@ -164,8 +164,8 @@ class Broker(Wiring):
         return self.produce_handler.range(self.topics.get_or_create(topic), request)
 
     def new_producer(self, name: str | None, *, instance: str = "", renews: bool = False) -> wire.ProducerIdentity:
-        """An identity for an idempotent producer; a named one gets its id again, with the next epoch, and from then on
-        no leader takes an older one."""
+        """Return an identity for an idempotent producer. A named one gets its id again with the next epoch; from then
+        on leaders refuse older ones."""
         if name is None:
             return self._catalog.next_producer(None)
         return self.producer_fencing.take_over(name, instance, renews=renews)
@@ -183,7 +183,7 @@ class Broker(Wiring):
         peer: Peer | None,
         forward: bool = True,
     ) -> StoredPage:
-        """Read on from a place, consuming nothing; waits up to `wait_ms` for the first message."""
+        """Read from an offset, position or time on, consuming nothing; wait up to `wait_ms` for the first message."""
         return self.browser.browse(
             self.topics.known(name),
             number,
@@ -197,17 +197,17 @@ class Broker(Wiring):
         )
 
     def read_all(self, name: str, limit: int | None, *, forward: bool = True) -> Iterator[StoredMessage]:
-        """The whole queue as it stands now, partition by partition."""
+        """Yield all messages that are in the queue now, partition by partition."""
         return self.browser.read_all(self.topics.known(name), limit, forward=forward)
 
     def scheduled(
         self, name: str, *, after: SchedulePosition = BEGINNING, limit: int, forward: bool = True
     ) -> SchedulePage:
-        """The messages that are still to come, by the time at which they are due."""
+        """Return scheduled messages in the order of their due times."""
         return self.scheduled_messages.page(self.topics.known(name), after=after, limit=limit, forward=forward)
 
     def cancel_scheduled(self, name: str, partition: int, offset: int, *, forward: bool = True) -> None:
-        """Take back a message whose time is still to come. Raises MessageNotFound."""
+        """Cancel a scheduled message. Raises MessageNotFound."""
         try:
             self.scheduled_messages.cancel(self.topics.known(name), partition, offset, forward=forward)
         except NoSuchPartition as missing:
@@ -246,7 +246,7 @@ class Broker(Wiring):
         is_first: bool = False,
         portion: Portion | None = None,
     ) -> list[LeasedMessage]:
-        """Lease messages, waiting for the first one up to the request's `wait_ms`."""
+        """Lease messages; wait for the first one up to the request's `wait_ms`."""
         self._check_open()
         return self.receive_handler.receive(group, request, peer, forward=forward, is_first=is_first, portion=portion)
 
@@ -260,15 +260,15 @@ class Broker(Wiring):
         is_first: bool = False,
         portion: Portion | None = None,
     ) -> tuple[list[LeasedMessage], list[Verdict]]:
-        """Ack the request's receipts, then receive; also answers which receipts counted."""
+        """Ack the request's receipts, then receive; return the verdicts of the receipts too."""
         self._check_open()
         return self.receive_handler.ack_and_receive(
             group, request, peer, forward=forward, is_first=is_first, portion=portion
         )
 
     def ack(self, group: str, receipts: list[str], *, forward: bool = True) -> list[Verdict]:
-        """Which receipts count (done, durably); False for a stale one, an error for one whose leader cannot be asked.
-        Raises InvalidRequest for a foreign one."""
+        """Ack, durably: True for each valid receipt, False for a stale one, an error where the leader cannot be asked.
+        Raises InvalidRequest for a receipt of another group."""
         return self.settlement.settle(group, receipts, SettleRequest("ack"), forward=forward)
 
     def nack(
@@ -295,14 +295,14 @@ class Broker(Wiring):
         return self.overview.cluster()
 
     def metadata(self, names: list[str] | None) -> wire.Metadata:
-        """Who leads what. Topics that do not exist are left out."""
+        """Return the leaders. Topics that do not exist are left out."""
         for name in names or ():
             with contextlib.suppress(TopicNotFound):
                 self.topics.known(name)
         return self.overview.metadata(names)
 
     def health(self) -> dict[str, object]:
-        """How it stands with this broker, and with what it leads and follows."""
+        """Return the state of this broker and of its replicas."""
         led = followed = under_replicated = quarantined = 0
         for partition in in_short_turns(self.topics.partitions()):
             led += partition.replica.leading
@@ -329,9 +329,6 @@ class Broker(Wiring):
             "clocks_differ": self.clock_agreement.differs,
         }
 
-    def offline_partitions(self) -> int:
-        return self.overview.offline_partitions()
-
     def wall_ms(self) -> int:
         return self.clock.wall_ms()
 
@@ -346,6 +343,6 @@ class Broker(Wiring):
 
 
 def is_under_replicated(partition: Partition) -> bool:
-    """Whether a replica of a partition that is led here is not in sync."""
+    """Return True when a replica of this partition, which is led here, is not in sync."""
     state = partition.replica.state
     return state is not None and len(state.isr) < len(state.replicas)

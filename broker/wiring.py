@@ -1,13 +1,14 @@
-"""The rooms of a broker, put together: nothing runs yet, and every room has what it needs of the others.
+"""The parts of a broker, constructed and connected. Nothing runs yet.
 
-    membership, mirror, peers             the cluster: who is there, how to reach them
-    topics, fetchers, replication         the replicas that stand here; whom they follow, who follows them
-    atlas, leaders                        who serves what, here or in one hop
-    producing, browsing, fetching, ...    what producers and readers ask for
-    groups, receiving, settling, ...      what consumers of queue groups ask for
-    streams, offsets                      what members of stream groups ask for
+    membership, mirror, peers                       the other brokers, and calls to them
+    topics, fetchers, replication                   the replicas on this broker, and their replication
+    metadata_cache, leaders                         the leaders of all partitions, and calls to them
+    produce_handler, browser, reader_fetch, ...     the calls of producers and readers
+    groups, receive_handler, settlement, ...        the calls of consumers in queue groups
+    group_coordinators, stream_partitions, offsets  the calls of members of stream groups
 
-Who hears of what, when the cluster or a partition here has changed, stands here as well.
+Each part gets what it needs in its constructor. A part that is constructed later is passed as a function. The events of
+the cluster and of partitions are connected here as well.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ CACHE_BYTES = 32 * 1024 * 1024
 
 
 class BrokerSettings(Limits, TLSFiles, Protocol):
-    """The settings of what a broker is made of."""
+    """The settings that a broker's parts need."""
 
     @property
     def data_directory(self) -> Path: ...
@@ -94,8 +95,8 @@ class BrokerSettings(Limits, TLSFiles, Protocol):
 
 
 class Wiring:
-    """What a Broker is made of; also what partitions need of their host (partition/host.py). `on_fatal` is called once
-    with a fault after which the process must end."""
+    """The parts of a Broker, and the host of its partitions (partition/host.py). `on_fatal` is called once with a fault
+    after which the process must end."""
 
     membership: Membership
     topics: Topics
@@ -144,7 +145,7 @@ class Wiring:
         self._listen()
 
     def _join_cluster(self) -> None:
-        """Who else is there, and how to reach them."""
+        """The other brokers, and calls to them."""
         self.peers = Peers(
             lambda: self.mirror.brokers,
             self.cluster_secret,
@@ -169,7 +170,7 @@ class Wiring:
         self.clock_agreement = ClockAgreement(self.clock, self.broker_id, lambda: self.mirror.brokers, self.peers)
 
     def _hold_replicas(self) -> None:
-        """The replicas that stand here; whom they follow, and who follows them."""
+        """The replicas on this broker, and their replication."""
         config = self.config
         self.compactor = Compactor(self, self.metrics.compacted)
         self.capacity = Capacity(config, self.mirror)
@@ -189,7 +190,7 @@ class Wiring:
         self.leaders = LeaderRouter(self.broker_id, self.metadata_cache, self.peers)
 
     def _serve_groups(self) -> None:
-        """What consumers of queue groups ask for."""
+        """The calls of consumers in queue groups."""
         metadata_cache, leaders, peers, clock = self.metadata_cache, self.leaders, self.peers, self.clock
         self.groups = groups = Groups(
             self._catalog,
@@ -213,7 +214,7 @@ class Wiring:
         self.group_admin = GroupAdmin(self.broker_id, groups, self.mirror, peers)
 
     def _take_messages(self) -> None:
-        """What producers and readers ask for."""
+        """The calls of producers and readers."""
         metadata_cache, leaders, peers = self.metadata_cache, self.leaders, self.peers
         self.producer_fencing = ProducerFencing(self.broker_id, self._catalog, self.membership, peers, self.clock)
         self.repeat_finder = RepeatFinder(metadata_cache, leaders)
@@ -227,7 +228,7 @@ class Wiring:
         self.reader_fetch = ReaderFetch(self.topics.known, metadata_cache.partition, leaders, self.groups.long_polls)
 
     def _share_streams(self) -> None:
-        """What members of stream groups ask for."""
+        """The calls of members of stream groups."""
         store = StreamGroups(self._catalog.plane)
         self.stream_partitions = StreamPartitions(self.groups, self.metadata_cache, self.leaders, self.clock)
         self.group_coordinators = GroupCoordinators(
@@ -252,7 +253,7 @@ class Wiring:
         )
 
     def _commit_and_order(self) -> None:
-        """Acks and outputs as one; what the log orders to be appended elsewhere."""
+        """Commits of input and outputs, and the outboxes that append the outputs."""
         outputs = OutputTopics(self.topics, self._catalog, self.topics.known, self.produce_handler.copies)
         self.outboxes = Outboxes(outputs)
         self.group_commits = GroupCommits(
@@ -267,7 +268,7 @@ class Wiring:
         )
 
     def _oversee(self) -> None:
-        """What is told of the cluster as a whole, kept for all of it, or done now and again."""
+        """Descriptions of the cluster, its registry and locks, and periodic work."""
         plane, me = self._catalog.plane, (self.broker_id, self.incarnation)
         self.overview = Overview(self.cluster_id, self.topics, self.metadata_cache, self.leaders, self.mirror)
         self.registry = Registry(plane)
@@ -283,7 +284,7 @@ class Wiring:
         return self._disk.release()
 
     def storage_failed(self, fault: BaseException) -> None:
-        """What this broker stands on has given way: it ends."""
+        """End the broker: its storage has failed."""
         self.ready = False
         self._on_fatal(fault)
 
@@ -293,7 +294,7 @@ class Wiring:
     # --- what changes -------------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        """Who hears of what."""
+        """Subscribe to the changes of the cluster."""
         self.membership.on_changed += [
             self.producer_fencing.on_cluster_changed,
             self.topics.sync,

@@ -3,9 +3,9 @@
     POST /internal/v1/<name>                    the body and the answer are MessagePack, or the bytes of a fetch
     Authorization: PortalMQ-Broker <hex>        the SHA-256 of the cluster's secret
 
-A call goes to the broker it names and no further: whoever is asked answers for itself or says `not_leader`. What is
-known of a call that failed is told by the error: NotReached (it did not leave, so nothing was applied), NotAnswered (it
-left and may have been applied), or the error that the other broker answered.
+A call is never forwarded: the broker that receives it answers, or refuses with `not_leader`. The error of a failed call
+tells what is known: NotReached (the call was not sent, so nothing was applied), NotAnswered (it was sent, and may have
+been applied), or the error that the other broker answered.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from portalmq.network.http_answer import HttpAnswer
 from portalmq.network.tls import NO_FILES, context_of
 
 CREDENTIAL_SCHEME = "PortalMQ-Broker"
-# Long polls hold a connection each: one for every broker that fetches here, one for every group that waits elsewhere.
+# A long poll holds a connection: one for every broker that fetches here, one for every group that waits elsewhere.
 CONNECTIONS_PER_BROKER_MAX = 1_000
 CONNECT_TIMEOUT_S = 1.0
 
@@ -39,7 +39,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class NotReached(Unavailable):
-    """The other broker could not be reached; nothing was applied. `refused`: nobody listens at its address."""
+    """The other broker could not be reached; nothing was applied. `refused`: no process listens at its address."""
 
     def __init__(self, detail: str, *, refused: bool = False) -> None:
         super().__init__(detail, retry_after_s=0.1)
@@ -47,14 +47,14 @@ class NotReached(Unavailable):
 
 
 class NotAnswered(Unavailable):
-    """The other broker was asked and gave no whole answer: what was asked for may have been done."""
+    """The other broker gave no complete answer: the call may have been applied."""
 
     def __init__(self, detail: str) -> None:
         super().__init__(detail, outcome="unknown", retry_after_s=0.1)
 
 
 class PeerConnections(Protocol):
-    """What is needed of a pool of connections."""
+    """The part of a connection pool that calls need."""
 
     def exchange(self, address: Address, method: str, head: bytes, body: bytes, timeout_s: float) -> HttpAnswer: ...
     def rest(self) -> None: ...
@@ -85,25 +85,25 @@ class Peers:
         )
 
     def call(self, broker_id: int, name: str, request: msgspec.Struct, kind: type[T], *, timeout_s: float) -> T:
-        """Ask a broker for `name` with a `request`; its answer as a `kind`.
-
-        Raises NotReached, NotAnswered, and the PortalMQError that it answered.
-        """
+        """Call `name` on a broker and return its answer, decoded as `kind`. Raises NotReached, NotAnswered, and the
+        PortalMQError that it answered."""
         body = self.call_bytes(broker_id, name, _encode(request), timeout_s=timeout_s)
         try:
             return msgspec.msgpack.decode(body, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError) as fault:
-            raise NotAnswered(f"broker {broker_id} answered {name} in another form: {fault}") from fault
+            raise NotAnswered(
+                f"broker {broker_id} answered {name} with a body that cannot be decoded: {fault}"
+            ) from fault
 
     def call_bytes(self, broker_id: int, name: str, body: bytes, *, timeout_s: float) -> bytes:
-        """The same with bytes. `timeout_s` bounds the call as a whole."""
+        """Call with encoded bodies. `timeout_s` bounds the whole call."""
         state = self._brokers().get(broker_id)
         if state is None:
             raise NotReached(f"broker {broker_id} is not registered now")
         try:
             address = parse_address(state.url)
         except ValueError as fault:
-            raise NotReached(f"broker {broker_id} is registered with a URL that is none: {fault}") from None
+            raise NotReached(f"broker {broker_id} is registered with an invalid URL: {fault}") from None
         head = (
             f"POST {address.prefix}{wire.INTERNAL_PATH}{name} HTTP/1.1\r\nHost: {address.netloc}\r\n"
             f"Authorization: {self._credential}\r\nContent-Type: {wire.MSGPACK}\r\n"
@@ -126,17 +126,17 @@ class Peers:
         raise _error_of(answer, broker_id, name)
 
     def close(self) -> None:
-        """Close the connections; calls that wait for an answer end with NotAnswered."""
+        """Close the connections. Calls without an answer yet end with NotAnswered."""
         self._pool.close()
 
 
 def credential(secret: str) -> str:
-    """The value of `Authorization` that shows the cluster's secret, whatever characters that has: its SHA-256."""
+    """Return the value of `Authorization` for the cluster's secret: its SHA-256, since it may have any characters."""
     return f"{CREDENTIAL_SCHEME} {sha256(secret.encode()).hexdigest()}"
 
 
 def check_credential(authorization: str | None, secret: str) -> None:
-    """Raises Unauthorized without a credential, Forbidden with a wrong one, a client's token for instance."""
+    """Raise Unauthorized without a credential, Forbidden with a wrong one, such as a client's token."""
     if not authorization:
         raise Unauthorized("this path is for the cluster's brokers alone")
     if not hmac.compare_digest(authorization.encode("latin-1", "replace"), credential(secret).encode("latin-1")):
@@ -144,7 +144,7 @@ def check_credential(authorization: str | None, secret: str) -> None:
 
 
 class TLSFiles(Protocol):
-    """The settings of TLS between brokers: certificates in PEM, and what a broker shows of its own."""
+    """The settings of TLS between brokers: certificates in PEM, and the certificate and key that a broker presents."""
 
     @property
     def tls_cert(self) -> Path | None: ...
@@ -155,19 +155,17 @@ class TLSFiles(Protocol):
 
 
 def trusting(config: TLSFiles) -> ssl.SSLContext | None:
-    """With TLS, brokers trust certificates of the authorities that are named for it, or those that stand in their own
-    file. Of a certificate without its authority that cannot be told: then the system's authorities count, too.
-
-    Raises UsageError for files that cannot be used.
-    """
+    """Return the context for calls between brokers, None without TLS. It trusts the configured authorities, or those in
+    the broker's own certificate file; the system's as well when that file has none. Raises UsageError for files that
+    cannot be used."""
     if config.tls_cert is None:
         return None
     return _context(config.tls_peer_ca or config.tls_cert, config.tls_peer_ca is None, config.shown_to_brokers)
 
 
 def trusting_by_hand(config: TLSFiles, tls_cert: Path | None = None) -> ssl.SSLContext | None:
-    """The same for a command that calls brokers: by their files where its settings name them, or by their certificate
-    alone, and else as clients do, whose files the environment names. Raises UsageError."""
+    """Return the context for a command that calls brokers: from the brokers' files when its settings name them, from
+    their certificate alone, or else from the files that the environment names for clients. Raises UsageError."""
     if tls_cert is not None:
         return _context(tls_cert, True, config.shown_to_brokers)
     if config.tls_cert is not None:
@@ -199,7 +197,7 @@ def _error_of(answer: HttpAnswer, broker_id: int, name: str) -> PortalMQError:
             problem = {}
         if "code" in problem:
             return error_from_problem(problem, retry_after_s=_seconds(answer.headers.get("Retry-After")))
-    return NotAnswered(f"broker {broker_id} answered {name} with HTTP {answer.status}, not in PortalMQ's form")
+    return NotAnswered(f"broker {broker_id} answered {name} with HTTP {answer.status} and no problem document")
 
 
 def _seconds(text: str | None) -> float | None:

@@ -1,7 +1,7 @@
-"""Waiting for ZooKeeper while a broker starts: one limit for everything that the start asks of it.
+"""Waiting for ZooKeeper during the start of a broker: one limit for all requests of the start.
 
-Only the time that fails counts, so that a slow machine is not taken for a ZooKeeper that is away. An attempt is
-repeated as a whole: it must be harmless to repeat after an unknown outcome.
+Only failed attempts count, so that a slow machine does not look like an unavailable ZooKeeper. An attempt is repeated
+as a whole: it must be safe to repeat after an unknown outcome.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ AGAIN_S = 0.5
 
 
 def passes(fault: Exception) -> bool:
-    """Whether a fault may be over at the next attempt: what does not answer may, what refuses does not."""
+    """Return True for a fault that the next attempt may not meet: no answer, rather than a refusal."""
     return isinstance(fault, Unavailable) and fault.retryable
 
 
 class RetryBudget:
-    """Repeats attempts while they fail with faults that pass, for `limit_s` in all. `tell` hears of the first one, and
-    of the seconds that are left."""
+    """Repeats attempts while they fail with faults that pass, for `limit_s` in all. `tell` is called with the first
+    fault and the seconds that are left."""
 
     def __init__(
         self,
@@ -37,11 +37,11 @@ class RetryBudget:
         self.left_s = limit_s
         self._passes = passes
         self._tell = tell
-        self._told = False
+        self._has_notified = False
         self._again_s = again_s
 
     def __call__(self, attempt: Callable[[], T]) -> T:
-        """The outcome of the attempt. Raises its last fault when the limit is reached, and any that does not pass."""
+        """Return the value of the attempt. Raises its last fault at the limit, and any fault that does not pass."""
         while True:
             began = time.monotonic()
             try:
@@ -50,9 +50,9 @@ class RetryBudget:
                 self.left_s -= time.monotonic() - began
                 if not self._passes(fault) or self.left_s <= 0:
                     raise
-                if not self._told:
+                if not self._has_notified:
                     self._tell(fault, self.left_s)
-                self._told = True
+                self._has_notified = True
             pause_s = min(self._again_s, self.left_s)
             time.sleep(pause_s)
             self.left_s -= pause_s

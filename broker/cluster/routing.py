@@ -91,14 +91,14 @@ def outcome_of(do: Callable[..., T], *arguments: object) -> T | PortalMQError:
 
 
 class Work(Protocol[T]):
-    """A call with a share at each of several partitions. Both halves answer for every place they are given."""
+    """A call with a share at each of several partitions. Both methods return an outcome for every partition."""
 
     def here(self, places: Sequence[TopicPartition]) -> dict[TopicPartition, T | PortalMQError]:
-        """Do the shares of partitions that this broker leads."""
+        """Apply the shares of partitions that this broker leads."""
         ...
 
     def there(self, broker_id: int, places: Sequence[TopicPartition]) -> dict[TopicPartition, T | PortalMQError]:
-        """Have another broker do the shares of partitions that it leads. May raise for all of them at once."""
+        """Call another broker for the shares of partitions that it leads. May raise for all of them at once."""
         ...
 
 
@@ -126,21 +126,21 @@ class RoutingOptions(TypedDict, total=False):
 
 
 class LeaderLookup(Protocol):
-    """Who leads what, as this broker knows it now."""
+    """The leaders, as this broker knows them."""
 
     def leader_of(self, place: TopicPartition) -> int | None:
-        """None while nobody leads. Raises TopicNotFound, PartitionNotFound."""
+        """Return None without a leader. Raises TopicNotFound, PartitionNotFound."""
         ...
 
     def url_of(self, broker_id: int) -> str | None: ...
 
     def look_again(self, place: TopicPartition) -> None:
-        """What is known of this partition may be old: have it read again. Does not block."""
+        """Have the partition's state read again: it may be outdated. Does not block."""
         ...
 
 
 class WaitingClient(Protocol):
-    """The client behind a call."""
+    """The client of a call; it may disconnect."""
 
     def gone(self) -> bool: ...
     def watch(self, on_gone: Callable[[], None]) -> Callable[[], None]: ...
@@ -148,7 +148,7 @@ class WaitingClient(Protocol):
 
 @dataclass(slots=True)
 class _Asked(Generic[T]):
-    """A broker that was asked, for what, and the greenlet that waits for its answer."""
+    """A call to another broker, its partitions, and the greenlet that waits for the answer."""
 
     broker_id: int
     places: Sequence[TopicPartition]
@@ -159,7 +159,7 @@ class _Asked(Generic[T]):
 
 
 class LeaderRouter:
-    """Brings work to the leaders. `changed` is to be called when the leadership of anything has moved."""
+    """Brings work to the leaders. Call `changed` when any leader has changed."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class LeaderRouter:
         return self._map.leader_of(place) == self.broker_id
 
     def not_leader(self, place: TopicPartition, leader: int) -> NotLeader:
-        """The error that tells a client where to go."""
+        """Return the error that names the leader to a client."""
         return NotLeader(
             f"broker {leader} leads partition {place.number} of topic {place.topic!r}",
             leader=leader,
@@ -196,7 +196,7 @@ class LeaderRouter:
         )
 
     def check_led_here(self, places: Iterable[TopicPartition]) -> None:
-        """What is not to be forwarded is done whole or not at all: raises NotLeader for what another broker leads."""
+        """Raise NotLeader when another broker leads any: without forwarding, a call is applied as a whole or not."""
         for place in places:
             leader = self._map.leader_of(place)
             if leader is not None and leader != self.broker_id:
@@ -265,10 +265,7 @@ class LeaderRouter:
         patience_s: float | None = None,
         waiting: WaitingClient | None = None,
     ) -> Outcomes[T]:
-        """The outcome at each partition, a value or an error; tried for `patience_s` where the leadership is moving.
-
-        `waiting`: the client that all this is for; once it has gone nothing more is begun.
-        """
+        """Return the outcome at each partition, a value or an error. See RoutingOptions."""
         outcomes: Outcomes[T] = {}
         doubtful: set[TopicPartition] = set()
         pending = list(places)
@@ -286,7 +283,7 @@ class LeaderRouter:
                 pending = [place for place in pending if self._may_mend(outcomes[place], forward, repeatable)]
                 if not pending or (waiting is not None and waiting.gone()):
                     break
-                if wakeup is None:  # patience counts from the first failure: some work waits
+                if wakeup is None:  # patience counts from the first failure: some calls wait
                     wakeup = Event()
                     self._wakeups.add(wakeup)
                     if patience_s is None:
@@ -304,7 +301,7 @@ class LeaderRouter:
                 self._wakeups.discard(wakeup)
         for place in doubtful:
             outcome = outcomes[place]
-            if isinstance(outcome, PortalMQError):  # the last try was refused; what became of an earlier one, who knows
+            if isinstance(outcome, PortalMQError):  # the last try was refused, an earlier one may have been applied
                 outcome.outcome = "unknown"
         if forward:
             outcomes |= {
@@ -367,7 +364,7 @@ class LeaderRouter:
         return outcomes
 
     def _why_left(self, asked: _Asked[T], waiting: WaitingClient | None) -> str:
-        """Wait for the answer; why that is given up, or nothing when it is there."""
+        """Wait for the answer. Return why the wait was abandoned; an empty text when the answer is there."""
         wakeup = Event()
         self._wakeups.add(wakeup)
         asked.greenlet.link(lambda _: wakeup.set())
@@ -383,11 +380,11 @@ class LeaderRouter:
                 if asked.greenlet.ready():
                     break
                 if waiting is not None and waiting.gone():
-                    return "the client has gone"
+                    return "the client has disconnected"
                 if not abandon_at and self._has_moved(asked):
                     abandon_at = time.monotonic() + ABANDON_AFTER_S
                 elif abandon_at and time.monotonic() >= abandon_at:
-                    return "another broker leads meanwhile"
+                    return "another broker leads now"
         finally:
             self._wakeups.discard(wakeup)
             if unwatch is not None:
@@ -395,7 +392,7 @@ class LeaderRouter:
         return ""
 
     def _has_moved(self, asked: _Asked[T]) -> bool:
-        """Whether somebody else leads all that this broker was asked for."""
+        """Return True when other brokers lead all partitions of this call now."""
         try:
             return all(self._map.leader_of(place) not in {None, asked.broker_id} for place in asked.places)
         except PortalMQError:
@@ -410,7 +407,7 @@ def _ask(work: Work[T], broker_id: int, places: Sequence[TopicPartition]) -> Out
 
 
 def as_unavailable(error: PortalMQError) -> PortalMQError:
-    """To whoever leaves it to us to find the leader, `not_leader` would say nothing."""
+    """Replace NotLeader: clients that do not track leaders cannot use it."""
     if not isinstance(error, NotLeader):
         return error
     return Unavailable(error.detail, outcome=error.outcome, retry_after_s=error.retry_after_s or 0.1)

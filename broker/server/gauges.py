@@ -242,7 +242,7 @@ def gauges_of(broker: Broker, disk: DiskGuard, *, connected: bool) -> Gauges:
         {"log": size},
         connected,
         is_controller=broker.membership.is_controller,
-        offline_partitions=broker.offline_partitions(),
+        offline_partitions=broker.overview.offline_partitions(),
         open_orders=broker.outboxes.open,
         clock_off_ms=broker.clock_agreement.off_ms if broker.clock_agreement.differs else 0,
         clocks_differ=broker.clock_agreement.differs,
