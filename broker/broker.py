@@ -22,7 +22,7 @@ from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.messages.scheduled import BEGINNING, SchedulePage
 from portalmq.broker.partition.long_poll import LeasedMessage, Peer, Portion
 from portalmq.broker.partition.partition import Partition
-from portalmq.broker.partition.shortages import refusal_of
+from portalmq.broker.partition.refusals import refusal_of
 from portalmq.broker.partition.yielding import in_short_turns
 from portalmq.broker.peer_dispatch import PeerCall, peer_calls
 from portalmq.broker.queues.settle import SettleRequest, Verdict

@@ -10,6 +10,7 @@ from portalmq.broker.cluster.rpc import PeerCaller, TopicPartition
 from portalmq.broker.core.queue.receipts import topic_tag
 from portalmq.broker.partition.host import PartitionHost, PartitionMembership
 from portalmq.broker.partition.partition import Partition
+from portalmq.broker.partition.refusals import not_serving_yet
 from portalmq.control_plane.mirror import Mirror
 from portalmq.control_plane.state import TopicState
 from portalmq.errors import NotEnoughReplicas, NotLeader, Unavailable
@@ -79,7 +80,7 @@ class Topic:
         if leader is None:
             raise Unavailable(f"partition {number} of topic {self.name!r} has no leader just now", retry_after_s=0.1)
         if leader == self._host.broker_id:
-            raise Unavailable("this broker was elected, and has not begun to lead yet", retry_after_s=0.1)
+            raise not_serving_yet()
         raise NotLeader(
             f"broker {leader} leads partition {number} of topic {self.name!r}",
             leader=leader,
@@ -95,7 +96,7 @@ class Topic:
         live, needed = isr_tracker.live_members(now_ms), isr_tracker.state.min_insync_replicas
         if live < needed:
             raise NotEnoughReplicas(f"{live} replicas are in sync, {needed} are needed", retry_after_s=1.0)
-        raise Unavailable("this broker was elected, and has not begun to lead yet", retry_after_s=0.1)
+        raise not_serving_yet()
 
     def leader_of(self, number: int) -> int | None:
         """Return the leader, as far as this broker knows. Raises PartitionNotFound."""

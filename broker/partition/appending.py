@@ -22,11 +22,12 @@ from portalmq.broker.core.stream.offsets import StreamOffsets
 from portalmq.broker.partition.action_queue import ActionQueue
 from portalmq.broker.partition.folding import KIND_OF, GroupsFold
 from portalmq.broker.partition.readable import ReadablePartition
+from portalmq.broker.partition.refusals import closing, leadership_changing, not_serving_yet
 from portalmq.broker.partition.retention import Retention
 from portalmq.broker.partition.serving import LeaderReplication
 from portalmq.broker.partition.writer import Entry, Pending, ReplicatedBatches, Writer
 from portalmq.broker.storage.batch import Batch, BatchKind, Record
-from portalmq.errors import Backpressure, NotLeader, PortalMQError, StorageFull, Unavailable
+from portalmq.errors import Backpressure, NotLeader, PortalMQError, StorageFull
 from portalmq.wire import Acks
 
 QUEUED_BYTES_MAX = 64 * 1024 * 1024
@@ -138,9 +139,9 @@ class AppendingPartition(ReadablePartition, ABC):
         self, pending: Pending, size: int, *, is_control: bool, not_before_ms: int = 0, delivers: bool = False
     ) -> Pending:
         if self.closed:
-            raise Unavailable("the partition is being closed", retry_after_s=0.5)
+            raise closing()
         if self.action_queue.remembering is not None:
-            raise Unavailable("the partition's leadership is just changing", retry_after_s=0.1)
+            raise leadership_changing()
         self.step(AppendRequested(pending, size, pending.stamp, is_control, not_before_ms, delivers))
         if pending.error is not None:
             raise self.located(pending.error)
@@ -152,7 +153,7 @@ class AppendingPartition(ReadablePartition, ABC):
             return error
         leader = error.extra.get("leader")
         if leader == self.host.broker_id and error.outcome == "not_applied":
-            return Unavailable("this broker was elected, and has not begun to lead yet", retry_after_s=0.1)
+            return not_serving_yet()
         if leader is not None:
             error.extra["leader_url"] = self.host.membership.mirror.url_of(leader)
         return error
@@ -164,7 +165,7 @@ class AppendingPartition(ReadablePartition, ABC):
         if pending is None:
             pending = Pending(Batch(0, 1, 0, BatchKind.EPOCH_START, 0, 0))
         if self.closed:
-            pending.finish(Unavailable("the partition is being closed", retry_after_s=0.5))
+            pending.finish(closing())
             return
         stamp = pending.stamp
         pending.base_offset, pending.appended_at_ms = action.base_offset, action.appended_at_ms

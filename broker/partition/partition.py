@@ -59,9 +59,9 @@ from portalmq.broker.partition.following import FollowerReplication
 from portalmq.broker.partition.host import PartitionHost
 from portalmq.broker.partition.isr_updates import IsrUpdates
 from portalmq.broker.partition.reader import Reader
+from portalmq.broker.partition.refusals import refusal_of
 from portalmq.broker.partition.retention import Retention
 from portalmq.broker.partition.serving import LeaderReplication
-from portalmq.broker.partition.shortages import refusal_of
 from portalmq.broker.partition.uncommitted import Uncommitted
 from portalmq.broker.partition.writer import Entry, Pending, Writer
 from portalmq.broker.partition.yielding import TimeSlice

@@ -6,7 +6,7 @@ committed, only the ids and times are known here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import gevent
@@ -17,6 +17,7 @@ from portalmq.broker.core.queue.records import LanePosition
 from portalmq.broker.core.replica.replica import PartitionReplica
 from portalmq.broker.partition.host import PartitionHost
 from portalmq.broker.partition.reader import BatchSlice, Reader
+from portalmq.broker.partition.refusals import leadership_changing, not_serving_yet
 from portalmq.broker.partition.uncommitted import Uncommitted
 from portalmq.broker.partition.writer import Pending
 from portalmq.broker.storage.batch import Batch
@@ -78,7 +79,7 @@ class ReadablePartition:
         try:
             found = self._find_ids(message_ids)
             if not self.replica.leading or self.replica.leader_epoch != epoch:
-                raise Unavailable("the partition's leadership is just changing", retry_after_s=0.1)
+                raise leadership_changing()
             yield found
         finally:
             self._uncommitted.sought(message_ids)
@@ -88,7 +89,7 @@ class ReadablePartition:
         held, and are written as frames, whose ids are not read."""
         isr_tracker = self.replica.in_sync
         if isr_tracker is not None and self.log.end_offset < isr_tracker.epoch_start:
-            raise Unavailable("this broker was elected, and has not begun to lead yet", retry_after_s=0.1)
+            raise not_serving_yet()
 
     def _find_ids(self, message_ids: Sequence[bytes]) -> dict[bytes, tuple[int, bytes | None, int]]:
         since_ms = max(self.replica.last_timestamp_ms, self.host.clock.wall_ms()) - self.dedup_window_ms
@@ -125,21 +126,19 @@ class ReadablePartition:
         """Return when messages may be handed out. Raises Unavailable when that takes too long; if not `patient`, at
         once."""
         now_ms = self.host.clock.now_ms
-        at_ms = now_ms()
-        until_ms = at_ms + (VOUCHED_WITHIN_MS if patient else 0)
-        while not self.replica.may_deliver(at_ms):
-            if not self.replica.leading or now_ms() >= until_ms:
-                raise Unavailable("its followers do not vouch for the partition's leader just now", retry_after_s=0.2)
-            gevent.sleep(VOUCHED_EVERY_S)
-            at_ms = now_ms()
+        self._wait_vouched(lambda: self.replica.may_deliver(now_ms()), VOUCHED_WITHIN_MS if patient else 0)
 
     def wait_led(self, within_ms: int = VOUCHED_WITHIN_MS) -> None:
         """Return when it is certain that no other leader had been elected at the time of the call: then this broker may
         deny what it does not know. Raises Unavailable when that takes too long."""
+        asked_ms = self.host.clock.now_ms()
+        self._wait_vouched(lambda: self.replica.led_at(asked_ms), within_ms)
+
+    def _wait_vouched(self, is_sure: Callable[[], bool], within_ms: int) -> None:
         now_ms = self.host.clock.now_ms
-        asked_ms = now_ms()
-        while not self.replica.led_at(asked_ms):
-            if not self.replica.leading or now_ms() >= asked_ms + within_ms:
+        until_ms = now_ms() + within_ms
+        while not is_sure():
+            if not self.replica.leading or now_ms() >= until_ms:
                 raise Unavailable("its followers do not vouch for the partition's leader just now", retry_after_s=0.2)
             gevent.sleep(VOUCHED_EVERY_S)
 

@@ -9,7 +9,7 @@ import msgspec
 from gevent.threadpool import ThreadPool
 
 from portalmq.broker.partition.cache import BatchCache, payload_bytes
-from portalmq.broker.partition.shortages import refusal_of
+from portalmq.broker.partition.refusals import refusal_of
 from portalmq.broker.storage.batch import Batch, BatchKind, Record
 from portalmq.broker.storage.errors import DAMAGE, OffsetPurged, Shortage, StorageError, StorageFault
 from portalmq.broker.storage.log import Log

@@ -1,4 +1,4 @@
-"""The errors that callers get when a resource has run out: room on the disk, or file descriptors."""
+"""Errors for callers that a partition or the disk refuses for now."""
 
 from __future__ import annotations
 
@@ -14,3 +14,15 @@ def refusal_of(shortage: Shortage, outcome: Outcome = "not_applied") -> PortalMQ
     if isinstance(shortage, TooManyOpenFiles):
         return Unavailable(NO_DESCRIPTOR, outcome=outcome, retry_after_s=1)
     return StorageFull(DISK_FULL, outcome=outcome, retry_after_s=5)
+
+
+def not_serving_yet() -> Unavailable:
+    return Unavailable("this broker was elected, and has not begun to lead yet", retry_after_s=0.1)
+
+
+def leadership_changing() -> Unavailable:
+    return Unavailable("the partition's leadership is just changing", retry_after_s=0.1)
+
+
+def closing() -> Unavailable:
+    return Unavailable("the partition is being closed", retry_after_s=0.5)
