@@ -160,18 +160,18 @@ def modules() -> dict[str, Path]:
     return {module_name(file): file for file in files}
 
 
+@cache
+def nodes_of(file: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(file.read_text(), str(file))))
+
+
 def imports_of(file: Path, *, types: bool = False) -> Iterator[str]:
     """Yield what a file imports, as absolute names; imports for type checkers alone count with `types`."""
-    tree = ast.parse(file.read_text(), str(file))
     skipped: set[int] = set()
-    for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.If)
-            and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}
-            and not types
-        ):
+    for node in nodes_of(file):
+        if isinstance(node, ast.If) and not types and "TYPE_CHECKING" in ast.dump(node.test):
             skipped |= {id(inner) for statement in node.body for inner in ast.walk(statement)}
-    for node in ast.walk(tree):
+    for node in nodes_of(file):
         if id(node) in skipped:
             continue
         if isinstance(node, ast.Import):
@@ -240,7 +240,7 @@ SHARED_NAMES = {"ClusterClient", "Portion"}
 
 def identifiers_of(file: Path) -> Iterator[str]:
     """Yield the names that a file defines or uses, those of modules apart."""
-    for node in ast.walk(ast.parse(file.read_text(), str(file))):
+    for node in nodes_of(file):
         if isinstance(node, ast.Name):
             yield node.id
         elif isinstance(node, ast.Attribute):
@@ -266,7 +266,7 @@ def test_the_words_are_the_fields() -> None:
 def test_no_two_classes_share_a_name() -> None:
     homes: dict[str, list[str]] = {}
     for module, file in modules().items():
-        for node in ast.walk(ast.parse(file.read_text(), str(file))):
+        for node in nodes_of(file):
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(module)
     assert {name: found for name, found in homes.items() if len(found) > 1 and name not in SHARED_NAMES} == {}
