@@ -125,7 +125,7 @@ def _is_last_delayed(data: DataDirectory, offset: int) -> bool:
 
 def _stream(data: DataDirectory) -> None:
     streams, offsets = data.fixture.broker.group_coordinators, data.fixture.broker.offsets
-    answer = streams.join("readers", stream_wire.IdentityRequest(["orders"], "one"))
+    answer = streams.join("readers", stream_wire.JoinRequest(["orders"], "one"))
     end = {each.partition: each for each in answer.assignment}
     assert set(end) == {0, 1}
 
