@@ -35,7 +35,7 @@ from portalmq.wire import Acks, Produced, message_id_of, message_ids_of
 IN_PROGRESS_RETRY_S = 0.2
 
 # Headers of the request, not of the message: tracing sends other values with each repeat.
-_OF_THE_REQUEST = frozenset({"traceparent", "tracestate"})
+_REQUEST_HEADERS = frozenset({"traceparent", "tracestate"})
 
 _encode = msgspec.msgpack.Encoder().encode
 # The options of a message as the client sent them.
@@ -45,7 +45,7 @@ Keyed = tuple[str, AsSent]
 # (offset, body hash, timestamp_ms) of the first message of an id.
 First = tuple[int, bytes | None, int]
 # An index finds this many ids in less time than a switch to another thread takes.
-SOUGHT_HERE_MAX = 8
+SEARCHED_HERE_MAX = 8
 # About 3 ms of hashing.
 HASHED_AT_ONCE = 1_000
 
@@ -58,7 +58,7 @@ def identified(record: Record, key: str, as_sent: AsSent) -> Record:
 
 
 def _identified(record: Record, message_id: bytes, as_sent: AsSent) -> Record:
-    headers = record.headers and sorted(item for item in record.headers.items() if item[0] not in _OF_THE_REQUEST)
+    headers = record.headers and sorted(item for item in record.headers.items() if item[0] not in _REQUEST_HEADERS)
     body = _encode((record.value, record.key, record.content_type, headers or (), *as_sent))
     return Record(
         record.value,
@@ -118,7 +118,7 @@ def _all_identified(
     ]
 
 
-def first_in(partition: Partition, message_id: bytes, body_hash: bytes | None) -> tuple[int, int] | None:
+def find_first(partition: Partition, message_id: bytes, body_hash: bytes | None) -> tuple[int, int] | None:
     """Return (offset, timestamp_ms) of the message of this id, None if the partition does not have it. Raises
     IdempotencyKeyReused for a different message, RequestInProgress while another request searches for the id."""
     if partition.is_sought(message_id):
@@ -147,11 +147,11 @@ def _in_progress(partition: Partition, where: str) -> RequestInProgress:
 
 def are_many(shares: Iterable[Sequence[Record]]) -> bool:
     """Return True for a request with more ids, over all its partitions, than may be searched on the event loop."""
-    return sum([1 for records in shares for record in records if record.message_id is not None]) > SOUGHT_HERE_MAX
+    return sum([1 for records in shares for record in records if record.message_id is not None]) > SEARCHED_HERE_MAX
 
 
 @contextmanager
-def known_in(
+def find_known(
     partition: Partition, records: Sequence[Record], acks: Acks, *, are_many: bool
 ) -> Iterator[dict[bytes, tuple[int, int]]]:
     """Yield the records that the partition has already: id -> (offset, timestamp_ms). The caller appends the others
@@ -170,7 +170,7 @@ def known_in(
     else:
         for record in keyed:
             message_id = record.message_id or b""
-            found_here = first_in(partition, message_id, record.body_hash)
+            found_here = find_first(partition, message_id, record.body_hash)
             if found_here is not None:
                 check_done(partition, found_here[0], acks)
                 known[message_id] = found_here
@@ -224,7 +224,7 @@ class RepeatFinder:
     def local_find(self, request: FindFirst) -> LocalWork[list[int]]:
         def find(place: TopicPartition) -> list[int]:
             partition = self._metadata_cache.partition(place)
-            found = first_in(partition, request.message_id, request.body_hash)
+            found = find_first(partition, request.message_id, request.body_hash)
             if found is not None:
                 check_done(partition, found[0], request.acks)
             return list(found or ())

@@ -21,7 +21,15 @@ from portalmq.broker.cluster.rpc import Outcomes, TopicPartition, raise_if_all_f
 from portalmq.broker.cluster.rpc.messages import PRODUCE, AppendResult, Produce, Share
 from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.core.replica.events import Stamp
-from portalmq.broker.messages.idempotency import AsSent, Keyed, RepeatFinder, are_many, each_once, identified, known_in
+from portalmq.broker.messages.idempotency import (
+    AsSent,
+    Keyed,
+    RepeatFinder,
+    are_many,
+    each_once,
+    find_known,
+    identified,
+)
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.writer import NotCommittedYet, Pending
 from portalmq.broker.partition.yielding import in_short_turns
@@ -110,7 +118,7 @@ class _Order:
 
 
 @dataclass(slots=True)
-class _Entry:
+class _PendingShare:
     """The messages of a call for one partition: the new ones, and those that the log has already (`known`)."""
 
     partition: Partition
@@ -130,7 +138,7 @@ class Admission:
     check_room: Callable[[Topic, Partition, int, Stamp | None], None]
 
 
-def _entered(
+def _begin_append(
     topic: Topic,
     partition: Partition,
     records: Sequence[Record],
@@ -138,12 +146,12 @@ def _entered(
     admission: Admission,
     *,
     are_many_keyed: bool,
-) -> _Entry:
+) -> _PendingShare:
     """Assign offsets to the new records. Raises the partition's refusal; nothing is applied then."""
-    entry = _Entry(partition)
-    # Repeats of copies wait for their firsts later, in _appended.
+    entry = _PendingShare(partition)
+    # Repeats of copies wait for their firsts later, in _finish_append.
     acks: Acks = "none" if order.is_copies else order.acks
-    with known_in(partition, records, acks, are_many=are_many_keyed) as known:
+    with find_known(partition, records, acks, are_many=are_many_keyed) as known:
         if order.stamp is not None:
             admission.check_fence(order.stamp)
         if not known:
@@ -164,7 +172,7 @@ def _entered(
     return entry
 
 
-def _appended(entry: _Entry, order: _Order) -> AppendResult:
+def _finish_append(entry: _PendingShare, order: _Order) -> AppendResult:
     """Wait until the share is as durable as its acks ask. Raises its error."""
     for _, offset, _ in entry.known if order.is_copies else ():
         entry.partition.wait_committed(offset)  # other repeats are refused while their first is not committed
@@ -203,7 +211,7 @@ class _ProduceWork:
         )
 
     def here(self, places: Sequence[TopicPartition]) -> Outcomes[AppendResult]:
-        entries: dict[TopicPartition, _Entry] = {}
+        entries: dict[TopicPartition, _PendingShare] = {}
         outcomes: Outcomes[AppendResult] = {}
         published = published_bytes = 0
         shares = [self.shares[place.number] for place in places]
@@ -211,14 +219,14 @@ class _ProduceWork:
         for place, share in in_short_turns(zip(places, shares, strict=True)):
             try:
                 partition = self.topic.partition(place.number)
-                entries[place] = _entered(
+                entries[place] = _begin_append(
                     self.topic, partition, share, self.order, self.admission, are_many_keyed=are_many_keyed
                 )
             except PortalMQError as error:
                 outcomes[place] = error
         for place, entry in in_short_turns(entries.items()):
             try:
-                outcomes[place] = _appended(entry, self.order)
+                outcomes[place] = _finish_append(entry, self.order)
             except PortalMQError as error:
                 outcomes[place] = error
             else:

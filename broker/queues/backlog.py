@@ -19,7 +19,7 @@ from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.core.replica.stamp import Stamp
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.partition import Partition
-from portalmq.broker.queues.partition_counts import kept_for
+from portalmq.broker.queues.partition_counts import backlog_of
 from portalmq.errors import Backpressure, MessageTooLarge
 
 COUNT_EVERY_MS = 1_000
@@ -95,6 +95,6 @@ class Backlog:
 
 def slowest(partition: Partition, clock: Clock) -> int:
     """Return the backlog of the slowest queue group, including messages not yet written; 0 without a group."""
-    kept = [kept_for(partition, group, clock) for group in partition.delivery]
+    kept = [backlog_of(partition, group, clock) for group in partition.delivery]
     unread = partition.messages_next - partition.log.messages_before(partition.high_watermark)
     return max([unread + messages for messages in kept], default=0)

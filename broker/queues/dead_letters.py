@@ -139,7 +139,7 @@ class DeadLetters:
             raise InvalidRequest("give ids or where, not both")
         if where is not None:
             parse(where)
-        group, topic, shares = self._meant(name, topic_name, ids, where, forward)
+        group, topic, shares = self._matching(name, topic_name, ids, where, forward)
         matched = sum([_count(share.ranges) for share in shares])
         if rate_per_s is not None and matched * 1000 / rate_per_s > REDRIVE_MS_MAX:
             raise InvalidRequest(
@@ -154,13 +154,13 @@ class DeadLetters:
 
     def drop(self, name: str, topic_name: str, *, ids: Sequence[str] | None, forward: bool = True) -> int:
         """Drop dead letters, those with `ids` or all; return how many. Copies in the dead-letter topic stay."""
-        group, topic, shares = self._meant(name, topic_name, ids, None, forward)
+        group, topic, shares = self._matching(name, topic_name, ids, None, forward)
         if not shares:
             return 0
         call = DeadCall(name, group.group_id, topic.name, topic.state.topic_id, shares)
         return sum(self._run(DROP_DEAD, call, self.local_drop(call), forward=forward).values())
 
-    def _meant(
+    def _matching(
         self, name: str, topic_name: str, ids: Sequence[str] | None, where: object, forward: bool
     ) -> tuple[GroupState, Topic, list[DeadShare]]:
         """Return the matching dead letters, by partition, for the partitions that have any."""
@@ -213,7 +213,7 @@ class DeadLetters:
             nonlocal left, size_left, is_empty
             partition, delivery = self._delivery(call, place)
             found: list[tuple[int, int, Record]] = []
-            for dead, offset, at_ms, record in in_short_turns(_letters(partition, delivery, share.after + 1)):
+            for dead, offset, at_ms, record in in_short_turns(_dead_messages(partition, delivery, share.after + 1)):
                 if left <= 0 or (size_left <= 0 and not is_empty):
                     return DeadPage(found, complete=False)
                 is_empty = False
@@ -230,7 +230,7 @@ class DeadLetters:
 
     def local_match(self, call: DeadCall) -> LocalWork[tuple[Range, ...]]:
         predicate = parse(call.where) if call.where is not None else None
-        patience = _Patience()
+        budget = _MatchBudget()
 
         def do(place: TopicPartition, share: DeadShare) -> tuple[Range, ...]:
             partition, delivery = self._delivery(call, place)
@@ -241,7 +241,7 @@ class DeadLetters:
             elif predicate is None:
                 ranges = tuple([(dead.start, dead.end) for dead in in_turns(tuple(delivery.dead), OFFSETS_A_TURN)])
             else:
-                ranges = ranges_of(list(_matches(partition, delivery, predicate, patience)))
+                ranges = ranges_of(list(_matches(partition, delivery, predicate, budget)))
             _check_same(partition, call.group, delivery)
             return ranges
 
@@ -257,7 +257,7 @@ class DeadLetters:
             offsets = offsets[: max(0, REDRIVEN_MAX - delivery.outstanding)]
             ranges = _timed(offsets, now_ms + share.first_ms, share.step_ms)
             _check_same(partition, call.group, delivery)
-            redriven = _written(partition, call.group, ranges, lambda part: Redrive(part, now_ms))
+            redriven = _append_records(partition, call.group, ranges, lambda part: Redrive(part, now_ms))
             self._groups.attach(self._groups.get(call.group), partition, place.topic_id).notify()
             return redriven
 
@@ -269,7 +269,7 @@ class DeadLetters:
             if delivery is None or not share.ranges:
                 return 0
             now_ms = self._clock.now_ms()
-            return _written(partition, call.group, share.ranges, lambda part: Drop(part, now_ms))
+            return _append_records(partition, call.group, share.ranges, lambda part: Drop(part, now_ms))
 
         return _share_by_share(call, do)
 
@@ -279,7 +279,7 @@ def _share_by_share(call: DeadCall, do: Callable[[TopicPartition, DeadShare], T]
     return one_by_one(lambda place: do(place, by_place[place]))
 
 
-def _written(
+def _append_records(
     partition: Partition,
     group: str,
     ranges: Sequence[T],
@@ -307,7 +307,7 @@ def _written(
     return done
 
 
-class _Patience:
+class _MatchBudget:
     """The time limit of one call's matching, over all of its partitions."""
 
     def __init__(self) -> None:
@@ -326,7 +326,7 @@ class _Patience:
         self._turn.pause_if_over()
 
 
-def _letters(
+def _dead_messages(
     partition: Partition, delivery: GroupDelivery | None, start: int
 ) -> Iterator[tuple[DeadFold, int, int, Record]]:
     """Yield the dead messages from `start` on that are still in the log: (dead, offset, timestamp_ms, record)."""
@@ -337,9 +337,11 @@ def _letters(
                 yield dead, offset, piece.batch.appended_at_ms, record
 
 
-def _matches(partition: Partition, delivery: GroupDelivery, predicate: Predicate, patience: _Patience) -> Iterator[int]:
-    for dead, offset, _, record in _letters(partition, delivery, 0):
-        patience.spend()
+def _matches(
+    partition: Partition, delivery: GroupDelivery, predicate: Predicate, budget: _MatchBudget
+) -> Iterator[int]:
+    for dead, offset, _, record in _dead_messages(partition, delivery, 0):
+        budget.spend()
         candidate = Candidate(
             record.value,
             wire.is_json_type(record.content_type),

@@ -44,8 +44,8 @@ log = logging.getLogger(__name__)
 
 # Orders that are processed together, and the bounds of one append call.
 ORDERS_AT_ONCE = 200
-SHIPMENT_MESSAGES_MAX = 1_000
-SHIPMENT_BYTES_MAX = 1024 * 1024
+OUTPUT_BATCH_MESSAGES_MAX = 1_000
+OUTPUT_BATCH_BYTES_MAX = 1024 * 1024
 # Partitions whose orders are processed concurrently.
 PARTITIONS_AT_ONCE = 16
 PAUSE_FIRST_S = 0.05
@@ -119,7 +119,7 @@ def stable_partition(topic: Topic, record: Record, wanted: int | None) -> int:
 
 
 @dataclass(slots=True)
-class _Shipment:
+class _OutputBatch:
     """Messages for one append call to each topic: (wanted partition, record, offset of the order)."""
 
     by_topic: dict[str, list[tuple[int | None, Record, int]]] = field(default_factory=dict)
@@ -134,7 +134,7 @@ class _Shipment:
 
     @property
     def is_full(self) -> bool:
-        return self.messages >= SHIPMENT_MESSAGES_MAX or self.size_bytes >= SHIPMENT_BYTES_MAX
+        return self.messages >= OUTPUT_BATCH_MESSAGES_MAX or self.size_bytes >= OUTPUT_BATCH_BYTES_MAX
 
 
 class Outbox:
@@ -238,17 +238,17 @@ class Outbox:
             log.warning("%s: %d outbox orders wait: %s", self._partition, self.open, failed)
 
     def _process(self, orders: list[tuple[int, str]]) -> None:
-        shipment = _Shipment()
+        batch = _OutputBatch()
         finished: list[tuple[int, str]] = []
         for offset, group in orders:
-            for topic, wanted, record in self._messages_of(offset, group, shipment):
-                shipment.add(topic, wanted, record, offset)
-                if shipment.is_full:
-                    self._ship(shipment)
-                    shipment = _Shipment(made=shipment.made)
+            for topic, wanted, record in self._messages_of(offset, group, batch):
+                batch.add(topic, wanted, record, offset)
+                if batch.is_full:
+                    self._append(batch)
+                    batch = _OutputBatch(made=batch.made)
                     self._done(finished)
             finished.append((offset, group))
-        self._ship(shipment)
+        self._append(batch)
         self._done(finished)
 
     def _done(self, finished: list[tuple[int, str]]) -> None:
@@ -260,13 +260,13 @@ class Outbox:
             self._appended.pop(offset, None)
         finished.clear()
 
-    def _messages_of(self, offset: int, group: str, shipment: _Shipment) -> Iterator[tuple[str, int | None, Record]]:
+    def _messages_of(self, offset: int, group: str, batch: _OutputBatch) -> Iterator[tuple[str, int | None, Record]]:
         """Yield what the record at `offset` orders: topic, wanted partition, record with its id."""
         order = self._partition.control_at(offset)
         if order is not None and order.kind == BatchKind.COMMIT:
             yield from self._outputs(order)
         elif order is not None and order.kind == BatchKind.DEAD:
-            yield from self._copies(order, group, shipment)
+            yield from self._copies(order, group, batch)
         else:
             log.error("%s: the order at offset %d is gone and cannot be processed", self._partition, offset)
 
@@ -276,12 +276,12 @@ class Outbox:
             record = msgspec.convert(output.record, Record)
             yield output.topic, output.partition, self._identified(record, order, index)
 
-    def _copies(self, order: Batch, group: str, shipment: _Shipment) -> Iterator[tuple[str, int | None, Record]]:
+    def _copies(self, order: Batch, group: str, batch: _OutputBatch) -> Iterator[tuple[str, int | None, Record]]:
         dead = _decode_dead(order.body)
         topic = self._topic
-        if dead.topic not in shipment.made:
+        if dead.topic not in batch.made:
             try:
-                shipment.made[dead.topic] = self._destinations.make(dead.topic, topic)
+                batch.made[dead.topic] = self._destinations.make(dead.topic, topic)
             except InvalidRequest as error:
                 log.error("%s: dead letters of group %r cannot be copied: %s", self._partition, group, error)
                 return
@@ -299,8 +299,8 @@ class Outbox:
         message_id = output_id(self._topic.state.topic_id, self._partition.number, order, index)
         return msgspec.structs.replace(record, message_id=message_id)
 
-    def _ship(self, shipment: _Shipment) -> None:
-        for name, messages in shipment.by_topic.items():
+    def _append(self, batch: _OutputBatch) -> None:
+        for name, messages in batch.by_topic.items():
             topic = self._destinations.find(name)
             if topic is None:
                 log.warning(

@@ -41,7 +41,7 @@ def counted(partition: Partition, group: str, clock: Clock) -> dict[str, int]:
     return dict(NOTHING) if delivery is None else tallied(partition, delivery, clock)
 
 
-def kept_for(partition: Partition, group: str, clock: Clock) -> int:
+def backlog_of(partition: Partition, group: str, clock: Clock) -> int:
     """Return the number of the group's unfinished and dead messages, without a switch of greenlets."""
     delivery = partition.delivery.get(group)
     if delivery is None:
@@ -118,7 +118,7 @@ def _place(delivery: GroupDelivery, lane: int) -> tuple[int, int]:
 def _cancelled_before(partition: Partition, delivery: GroupDelivery, wall_ms: int) -> tuple[int, int]:
     """Return the number of cancelled messages that the cursors have not passed: (due, not due)."""
     due = waiting = 0
-    for lane, places in _taken_back(partition).items():
+    for lane, places in _cancelled_positions(partition).items():
         places = places[bisect_left(places, delivery.cursors.get(lane, (0, 0))) :]
         if delivery.start > partition.log.base_offset:
             places = [place for place in places if place[1] >= delivery.start]
@@ -128,7 +128,7 @@ def _cancelled_before(partition: Partition, delivery: GroupDelivery, wall_ms: in
     return due, waiting
 
 
-class _TakenBack(NamedTuple):
+class _CancelledPositions(NamedTuple):
     """The sorted (due_ms, offset) of the offsets in `known`, by lane. `cancelled` is the set that they come from."""
 
     cancelled: set[int]
@@ -136,15 +136,15 @@ class _TakenBack(NamedTuple):
     places: dict[int, list[tuple[int, int]]]
 
 
-_taken_back_of: WeakKeyDictionary[GroupsFold, _TakenBack] = WeakKeyDictionary()
+_cancelled_positions_of: WeakKeyDictionary[GroupsFold, _CancelledPositions] = WeakKeyDictionary()
 
 
-def _taken_back(partition: Partition) -> dict[int, list[tuple[int, int]]]:
+def _cancelled_positions(partition: Partition) -> dict[int, list[tuple[int, int]]]:
     """Return (due_ms, offset) of the cancelled messages, by lane. Each is looked up once, as there may be many."""
     groups = partition.groups
-    found = _taken_back_of.get(groups)
+    found = _cancelled_positions_of.get(groups)
     if found is None or found.cancelled is not groups.cancelled:
-        found = _taken_back_of[groups] = _TakenBack(groups.cancelled, set(), {})
+        found = _cancelled_positions_of[groups] = _CancelledPositions(groups.cancelled, set(), {})
     if len(found.known) < len(groups.cancelled):
         for lane, due_ms, offset in partition.log.lanes.lane_positions(groups.cancelled - found.known):
             found.places.setdefault(lane, []).append((due_ms, offset))

@@ -35,7 +35,7 @@ from portalmq.control_plane.state import GroupState
 from portalmq.errors import Backpressure, NotLeader, PortalMQError, Unavailable
 
 # The time that a broker with an answered interest has to receive, before the next waiter is woken.
-COMING_S = 0.05
+INTEREST_GRACE_S = 0.05
 # The most groups whose last first leader is remembered.
 TURNS_MAX = 10_000
 
@@ -72,7 +72,7 @@ class ReceiveHandler:
         partition with a leader has nothing. Else raises Unavailable. Without `forward`, raises NotLeader when nothing
         is led here.
         """
-        group, topics, options = self._prepared(name, request, is_first, portion)
+        group, topics, options = self._prepare(name, request, is_first, portion)
         if not forward:
             self._check_leads_some(topics)
         plan = partial(self._plan, group, [topic.name for topic in topics], forward)
@@ -84,7 +84,7 @@ class ReceiveHandler:
             try:
                 self._begin(group, topics, forward)
                 messages = receive(plan, request.topics, options, wait_s, peer, self._groups.long_polls)
-                if messages or self._answered(self._refreshed(topics), forward, waited=wait_s > 0):
+                if messages or self._is_complete(self._refreshed(topics), forward, waited=wait_s > 0):
                     return messages
                 raise Unavailable("a partition has no leader now, and the others are empty", retry_after_s=0.1)
             except (NotLeader, Unavailable) as error:
@@ -114,7 +114,7 @@ class ReceiveHandler:
 
         After the acks are appended, no error is raised that would call them not applied: the receive is empty instead.
         """
-        group, topics, options = self._prepared(name, request, is_first, portion)
+        group, topics, options = self._prepare(name, request, is_first, portion)
         if not forward:
             self._check_leads_some(topics)
         self._begin(group, topics, forward)
@@ -134,7 +134,7 @@ class ReceiveHandler:
                 messages = []
         return messages, verdicts
 
-    def _prepared(
+    def _prepare(
         self, name: str, request: wire.ReceiveRequest, is_first: bool, portion: Portion | None
     ) -> tuple[GroupState, list[Topic], ReceiveOptions]:
         group = self._groups.ensure(name)
@@ -164,7 +164,7 @@ class ReceiveHandler:
             if leader is not None:
                 raise self._groups.leaders.not_leader(place, leader)
 
-    def _answered(self, topics: Sequence[Topic], forward: bool, *, waited: bool) -> bool:
+    def _is_complete(self, topics: Sequence[Topic], forward: bool, *, waited: bool) -> bool:
         """Return True when an empty answer is complete: all partitions have a leader; after a wait, one of them."""
         leaders = [topic.leader_of(number) for topic in topics for number in range(topic.state.partitions)]
         if waited or not forward:
@@ -188,7 +188,7 @@ class ReceiveHandler:
         if not topics:
             raise Unavailable(f"topic {names[0]!r} was just deleted: repeat the request", retry_after_s=0.1)
         parts: list[Sequence[Source]] = []
-        here, _ = self._here(group, topics)
+        here, _ = self._local_sources(group, topics)
         turn = self._turn.get(group.name, -1) + 1
         if len(self._turn) >= TURNS_MAX:
             self._turn.clear()
@@ -203,7 +203,9 @@ class ReceiveHandler:
                 for broker_id in {topic.leader_of(number) for number in range(topic.state.partitions)} - {None, me}:
                     assert broker_id is not None
                     wanted.setdefault(broker_id, []).append(topic.name)
-            parts += [[self._there(broker_id, group, tuple(sorted(of)))] for broker_id, of in sorted(wanted.items())]
+            parts += [
+                [self._remote_source(broker_id, group, tuple(sorted(of)))] for broker_id, of in sorted(wanted.items())
+            ]
         if parts:
             first = turn % len(parts)
             parts = parts[first:] + parts[:first]
@@ -216,7 +218,7 @@ class ReceiveHandler:
     def _find(self, name: str) -> Topic | None:
         return self._groups.topics.get(name)
 
-    def _here(self, group: GroupState, topics: Sequence[Topic]) -> tuple[list[GroupPartition], bool]:
+    def _local_sources(self, group: GroupState, topics: Sequence[Topic]) -> tuple[list[GroupPartition], bool]:
         """Return the group on the partitions led here, and True if it has begun on all of them. A partition that
         refuses its begin is left out: its leadership is moving."""
         found: list[GroupPartition] = []
@@ -235,7 +237,7 @@ class ReceiveHandler:
                 found.append(self._groups.attach(group, partition, place.topic_id))
         return found, has_begun
 
-    def _there(self, broker_id: int, group: GroupState, topics: tuple[str, ...]) -> RemoteGroup:
+    def _remote_source(self, broker_id: int, group: GroupState, topics: tuple[str, ...]) -> RemoteGroup:
         key = (broker_id, group.group_id, topics)
         source = self._remote.get(key)
         if source is None:
@@ -266,21 +268,21 @@ class ReceiveHandler:
             max_bytes=call.max_bytes,
             patient=call.patient,
         )
-        sources, has_begun = self._asked(call)
+        sources, has_begun = self._sources_of(call)
         if peer is not None and peer.gone():
             return ReceiveResult([])
         return ReceiveResult(take(sources, options, insist=True), not has_begun)
 
     def replay(self, call: Receive) -> ReceiveResult:
         assert call.attempt_id is not None
-        sources, _ = self._asked(call)
+        sources, _ = self._sources_of(call)
         found = [source.replay(call.attempt_id) for source in sources]
         known = [messages for messages in found if messages is not None]
         return ReceiveResult([message for messages in known for message in messages], known=bool(known))
 
     def await_messages(self, call: Interest, peer: Peer | None) -> Interested:
         """Wait until messages are available. Nothing is leased: the other broker may receive them then."""
-        sources, has_begun = self._asked(call)
+        sources, has_begun = self._sources_of(call)
         if not has_begun or any(source.has_messages() for source in sources):
             return Interested(True)
         waiter = Waiter(call.topics, is_interest=True)
@@ -298,18 +300,18 @@ class ReceiveHandler:
                 source.leave(waiter)
         is_ready = not waiter.cancelled and any(source.has_messages() for source in sources)
         if is_ready:
-            gevent.spawn_later(COMING_S, _notify, sources)
+            gevent.spawn_later(INTEREST_GRACE_S, _notify, sources)
         else:
             _notify(sources)
         return Interested(is_ready)
 
-    def _asked(self, call: Receive | Interest) -> tuple[list[GroupPartition], bool]:
+    def _sources_of(self, call: Receive | Interest) -> tuple[list[GroupPartition], bool]:
         """Return the group on the topics' partitions led here. Raises NotLeader when there are none."""
         group = self._groups.find(call.group)
         if group is None or group.group_id != call.group_id or self._groups.is_ending(group):
             raise Unavailable(f"this broker does not know group {call.group!r} of this id (yet)", retry_after_s=0.1)
         topics = [topic for name in call.topics if (topic := self._find(name)) is not None]
-        sources, has_begun = self._here(group, topics)
+        sources, has_begun = self._local_sources(group, topics)
         if not sources and has_begun:
             raise NotLeader(f"broker {self._groups.leaders.broker_id} leads nothing of {', '.join(call.topics)[:200]}")
         return sources, has_begun

@@ -200,7 +200,7 @@ class Coordinator:
             return
         else:
             answered = Answered(Outcome.APPLIED, version)
-            gone = left_behind(known, action.membership) if known else []
+            gone = claims_of_gone_members(known, action.membership) if known else []
             if gone:
                 gevent.spawn(self._fence, gone).join(FENCE_WITHIN_S)
         self.tell(answered)
@@ -242,7 +242,7 @@ def _moved(group: str) -> Unavailable:
     return Unavailable(f"the coordinator of group {group!r} is changing", outcome="unknown", retry_after_s=0.2)
 
 
-def left_behind(before: GroupMembers, after: GroupMembers) -> list[ClaimPartition]:
+def claims_of_gone_members(before: GroupMembers, after: GroupMembers) -> list[ClaimPartition]:
     """Return claims without an owner for the partitions of members that are gone: they fence those members, also when
     no other member follows. Claims of `after` have a later generation, so they win in any order."""
     claims = []

@@ -12,7 +12,7 @@ from support.domain import HandClock, running
 from support.replicas import eventually, replicas
 
 from portalmq import wire
-from portalmq.broker.messages.idempotency import SOUGHT_HERE_MAX, identified, known_in
+from portalmq.broker.messages.idempotency import SEARCHED_HERE_MAX, find_known, identified
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.partition.readable import IDS_SOUGHT_AT_ONCE
 from portalmq.broker.storage.batch import Record
@@ -29,7 +29,7 @@ from portalmq.errors import (
 )
 
 # Few ids are looked for on the hub, many on native threads.
-SIZES = (SOUGHT_HERE_MAX // 2, 4 * SOUGHT_HERE_MAX)
+SIZES = (SEARCHED_HERE_MAX // 2, 4 * SEARCHED_HERE_MAX)
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_of_a_batch_that_is_partly_known_the_rest_is_appended_in_its_order(fixtu
 
 def test_a_repeat_may_be_cut_into_other_batches_and_come_in_another_order(fixture):
     fixture.broker.create_topic("t", wire.CreateTopic(partitions=4))
-    rows = names(3 * SOUGHT_HERE_MAX)
+    rows = names(3 * SEARCHED_HERE_MAX)
     first = dict(zip(rows, send(fixture, rows), strict=True))
     random.Random(7).shuffle(rows)
     for start in range(0, len(rows), 7):
@@ -188,7 +188,7 @@ def test_a_producers_stamp_and_keys_are_two_identities_and_refused(fixture):
 
 def test_a_key_may_be_used_again_after_the_window(fixture):
     fixture.broker.create_topic("t", wire.CreateTopic(config={"dedup_window_ms": 1_000}))
-    many = names(2 * SOUGHT_HERE_MAX)
+    many = names(2 * SEARCHED_HERE_MAX)
     send(fixture, many)
     fixture.clock.advance(1_001)
     send(fixture, many)
@@ -198,10 +198,10 @@ def test_a_key_may_be_used_again_after_the_window(fixture):
 def test_what_stands_in_older_segments_is_found(fixture):
     fixture.broker.create_topic("t", wire.CreateTopic())
     partition = fixture.broker.topics.get("t").partition(0)
-    rows = names(5 * SOUGHT_HERE_MAX)
+    rows = names(5 * SEARCHED_HERE_MAX)
     first = []
-    for start in range(0, len(rows), SOUGHT_HERE_MAX):
-        first += send(fixture, rows[start : start + SOUGHT_HERE_MAX])
+    for start in range(0, len(rows), SEARCHED_HERE_MAX):
+        first += send(fixture, rows[start : start + SEARCHED_HERE_MAX])
         partition.log.roll()
     assert send(fixture, rows) == first
 
@@ -217,10 +217,10 @@ def test_many_messages_over_many_partitions_do_not_hold_up_the_broker(fixture, m
 
     monkeypatch.setattr(Log, "find_message_id", noted)
     fixture.broker.create_topic("t", wire.CreateTopic(partitions=10))
-    rows = names(10 * SOUGHT_HERE_MAX)
+    rows = names(10 * SEARCHED_HERE_MAX)
     spread = [number % 10 for number in range(len(rows))]
     first = send(fixture, rows, partitions=spread)
-    assert len(on_the_hub) <= SOUGHT_HERE_MAX
+    assert len(on_the_hub) <= SEARCHED_HERE_MAX
     assert send(fixture, rows, partitions=spread) == first
     assert sorted(stored(fixture)) == sorted(rows)
 
@@ -241,7 +241,7 @@ def test_what_is_ordered_elsewhere_is_looked_for_as_a_batch_is(fixture, monkeypa
     for _ in range(2):
         assert fixture.broker.produce_handler.copies(fixture.broker.topics.get("t"), {0: copies}) == {}
     assert stored(fixture) == names(size)
-    assert len(on_the_hub) <= 2 * SOUGHT_HERE_MAX
+    assert len(on_the_hub) <= 2 * SEARCHED_HERE_MAX
 
 
 def test_more_ids_than_one_query_takes_are_found(fixture):
@@ -289,7 +289,7 @@ def test_batches_that_overlap_at_the_same_time_leave_each_message_once(fixture, 
 def test_nobody_appends_what_somebody_else_is_looking_for(fixture, monkeypatch):
     fixture.broker.create_topic("t", wire.CreateTopic())
     partition = fixture.broker.topics.get("t").partition(0)
-    many = names(2 * SOUGHT_HERE_MAX)
+    many = names(2 * SEARCHED_HERE_MAX)
     met = []
     find = partition._reader.find_ids
 
@@ -318,7 +318,7 @@ def attempt_single(fixture, name):
 def test_what_was_looked_for_is_free_again_after_a_failure(fixture, monkeypatch, failing):
     fixture.broker.create_topic("t", wire.CreateTopic())
     partition = fixture.broker.topics.get("t").partition(0)
-    many = names(2 * SOUGHT_HERE_MAX)
+    many = names(2 * SEARCHED_HERE_MAX)
 
     def fail(*arguments, **options):
         raise Unavailable("just now", outcome="not_applied", retryable=False)
@@ -344,7 +344,7 @@ def test_a_full_disk_refuses_a_search_and_one_that_failed_ends_the_broker(fixtur
     def fail(*arguments):
         raise failure
 
-    many = names(2 * SOUGHT_HERE_MAX)
+    many = names(2 * SEARCHED_HERE_MAX)
     with monkeypatch.context() as patch:
         patch.setattr(partition.log, "find_message_ids", fail)
         assert isinstance(attempt(fixture, many), told)
@@ -375,7 +375,7 @@ def test_a_search_that_outlasts_the_leadership_appends_nothing(fixture, monkeypa
 
     monkeypatch.setattr(partition._reader, "find_ids", find_across_an_election)
     monkeypatch.setattr(partition, "submit", note_submit)
-    many = names(2 * SOUGHT_HERE_MAX)
+    many = names(2 * SEARCHED_HERE_MAX)
     assert send(fixture, many)
     assert seen.index("append") > seen.index("search") > seen.index("election")
     assert seen.count("append") == 1
@@ -387,7 +387,7 @@ def test_a_new_leader_is_asked_again_while_it_writes_down_what_the_one_before_se
     records = tuple(identified(Record(name.encode()), name, ()) for name in names(size))
 
     def known(partition):
-        with known_in(partition, records, "none", are_many=size > SOUGHT_HERE_MAX) as found:
+        with find_known(partition, records, "none", are_many=size > SEARCHED_HERE_MAX) as found:
             return found
 
     with replicas(tmp_path, 3, lag_ms=3_600_000) as group:

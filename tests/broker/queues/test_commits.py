@@ -424,7 +424,7 @@ def test_retention_spares_what_the_outbox_has_to_read(fixture):
 
 
 def test_large_outputs_go_in_several_shipments(fixture, monkeypatch):
-    monkeypatch.setattr(outbox, "SHIPMENT_BYTES_MAX", 2_000)
+    monkeypatch.setattr(outbox, "OUTPUT_BATCH_BYTES_MAX", 2_000)
     send(fixture, "a", "b")
     shipped: list[int] = []
     real = fixture.broker.outboxes._destinations.copies

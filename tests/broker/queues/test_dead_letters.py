@@ -152,7 +152,7 @@ def test_dead_letters_and_commits_stand_in_one_outbox(fixture):
 
 
 def test_many_dead_messages_of_one_record_are_copied_in_shipments(fixture, monkeypatch):
-    monkeypatch.setattr(outbox, "SHIPMENT_MESSAGES_MAX", 7)
+    monkeypatch.setattr(outbox, "OUTPUT_BATCH_MESSAGES_MAX", 7)
     dead(fixture, *(str(n) for n in range(50)))
     settled(fixture)
     assert there(fixture, "in.dlq") == [str(n) for n in range(50)]
@@ -505,7 +505,9 @@ def test_a_pause_after_which_the_group_has_another_fold_refuses_the_call(fixture
     do = {
         "match": lambda: letters.local_match(call(offsets=offsets))([place])[place],
         "redrive": lambda: letters.local_redrive(call(ranges=ranges))([place])[place],
-        "write": lambda: outcome_of(lambda: dead_letters._written(partition, "g", ranges, lambda part: Drop(part, 0))),
+        "write": lambda: outcome_of(
+            lambda: dead_letters._append_records(partition, "g", ranges, lambda part: Drop(part, 0))
+        ),
     }[step]
     pauses(anew)
     with pytest.raises(Unavailable, match="has changed"):
@@ -528,5 +530,5 @@ def test_a_redrive_whose_second_record_is_refused_is_of_unknown_outcome(fixture,
 
     monkeypatch.setattr(partition, "append_group_record", append)
     with pytest.raises(NotLeader) as refused:
-        dead_letters._written(partition, "g", [(0, 1), (2, 3)], lambda part: Drop(part, 0))
+        dead_letters._append_records(partition, "g", [(0, 1), (2, 3)], lambda part: Drop(part, 0))
     assert refused.value.outcome == "unknown"
