@@ -66,7 +66,7 @@ ANEW = {number: broker(number, incarnation=2) for number in (1, 2, 3)}
 
 
 class TestColdElections:
-    """All that could lead have started anew: what they hold is what their disks kept."""
+    """All candidates have restarted: they have what their disks kept."""
 
     def test_an_election_is_cold_when_every_candidate_has_restarted(self) -> None:
         assert is_cold(ALL_IN_SYNC, ANEW)

@@ -44,11 +44,11 @@ class Brokers:
             self.settle()
 
     def settle(self) -> None:
-        """Until every broker has read what it heard of."""
+        """Wait until every broker has read all noted changes."""
         until(lambda: not any(locks._noted and not locks._closed for locks in self.locks.values()))
 
     def wait(self, number: int, owner: str, peer: FakePeer | None = None, **more: int) -> gevent.Greenlet:
-        """A request that waits; returns once it has its place."""
+        """Start a request that waits; return once it has its place."""
         before = self.waiters()
         request = wire.LockRequest(owner, **{"ttl_ms": TTL, "wait_ms": 60_000, **more})
         waiting = gevent.spawn(_told, self.locks[number].acquire, "l", request, peer)
@@ -60,7 +60,7 @@ class Brokers:
         return len(held.value.queue) if held else 0
 
     def advance(self, ms: int) -> None:
-        """Time passes, and everybody notices."""
+        """Advance all clocks, and let every broker notice."""
         for number, clock in self.clocks.items():
             clock.advance(ms)
             self.locks[number].brokers_changed()

@@ -20,7 +20,7 @@ ME = 1
 
 
 class Map:
-    """Who leads what, as a test sets it; `on_look` is called when somebody doubts it."""
+    """Leaders as a test sets them; `on_look` is called when a call asks for them again."""
 
     def __init__(self, leaders: dict[TopicPartition, int | None]) -> None:
         self.leaders = leaders

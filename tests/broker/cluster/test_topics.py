@@ -180,7 +180,7 @@ def test_a_replica_that_is_being_set_aside_is_not_opened_before_that_is_done(fix
     close = damaged.close
 
     def slowly(**how) -> None:
-        topics._sync_partition(topic.state.topic_id, 0)  # the mirror has something new meanwhile
+        topics._sync_partition(topic.state.topic_id, 0)  # the mirror changes during that
         gevent.sleep(0.2)
         close(**how)
 

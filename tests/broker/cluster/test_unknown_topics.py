@@ -170,7 +170,7 @@ def test_a_topic_that_this_broker_has_not_read_of_is_looked_for_before_it_is_den
     monkeypatch.setattr(topics, "_auto_create", False)
     monkeypatch.setattr("portalmq.broker.cluster.topics.KNOWN_WITHIN_S", 60.0)
     has_not_read_yet(fixture)
-    fixture.broker.mirror.note(None)  # everything is read again, and told
+    fixture.broker.mirror.note(None)  # everything is read again, and the subscribers are called
     assert topics.get_or_create("t").name == "t"
     with pytest.raises(TopicNotFound, match="auto_create_topics"):
         topics.get_or_create("u")
@@ -202,7 +202,7 @@ def test_a_group_that_was_deleted_here_and_made_again_elsewhere_is_there(fixture
 
 
 def test_what_the_mirror_shows_later_is_newer_than_what_this_broker_wrote(fixture):
-    """The group was made here, and then deleted and made anew elsewhere: by another id, and in another mode."""
+    """The group was created here, then deleted and created again elsewhere with another id and another mode."""
     broker = fixture.broker
     broker.groups.ensure("g")
     broker._catalog.delete_group("g")

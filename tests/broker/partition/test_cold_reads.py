@@ -97,7 +97,7 @@ def test_of_many_readers_of_the_disk_one_reads_at_a_time_and_all_are_served(cold
         most = max(most, at_once)
         order.append(self._partition.number)
         try:
-            gevent.sleep(0)  # whoever else would read now does
+            gevent.sleep(0)  # any other reader would read now
             self._partition.forget_read()
             return read(self, *arguments)
         finally:

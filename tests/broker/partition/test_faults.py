@@ -356,8 +356,8 @@ def test_a_message_that_is_on_its_way_to_the_disk_is_known_to_whoever_repeats_it
 
 
 def test_a_delayed_message_that_nobody_waits_for_is_not_passed_over_before_it_is_committed(fixture, monkeypatch):
-    """Who leads, loses touch and leads on has told its waiters that the outcome is unknown. What they waited for still
-    comes: until then no cursor may pass the time of its append."""
+    """A leader that loses its session and leads on has answered its waiters with an unknown outcome. Their records
+    still come: until then no cursor may pass the time of the append."""
     receive(fixture)
     partition = fixture.broker.topics.get("t").partition(0)
     due_ms = fixture.clock.wall_ms() + 1_000

@@ -321,7 +321,7 @@ def test_an_answer_that_one_replica_cannot_take_is_not_lost_to_the_others(tmp_pa
 
 
 def said_after(group: Group, monkeypatch) -> list[int | None]:
-    """The times after which the fetches that reach the leader's core were sent, as it is told."""
+    """The times after which the fetches were sent, as the leader's core gets them."""
     told: list[int | None] = []
     step = group.leader.step
 

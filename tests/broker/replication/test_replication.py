@@ -435,7 +435,7 @@ def test_a_leader_that_was_paused_asks_whether_it_leads_before_it_answers(tmp_pa
     with replicas(tmp_path, 3) as group:
         settle(group)
         leader = group.leader
-        leader._last_step_ms -= 5_000  # nothing was heard, as the process did not run
+        leader._last_step_ms -= 5_000  # the process did not run
         with pytest.raises(Unavailable) as refused:
             send(leader, "m", acks="leader")
         assert refused.value.outcome == "not_applied"
@@ -456,7 +456,7 @@ def test_a_leader_that_was_paused_asks_whether_it_leads_before_anything_is_read_
         topic = Topic(TopicState("t", TOPIC_ID, 1, 1, 3, TopicConfig()), host, lambda missing: None)
         topic.local[0] = leader
         assert reads(topic) is leader
-        leader._last_step_ms -= 5_000  # nothing was heard, as the process did not run
+        leader._last_step_ms -= 5_000  # the process did not run
         with pytest.raises((Unavailable, IndexError)):
             reads(topic)
         assert not leader.replica.leading
@@ -466,7 +466,7 @@ def test_a_leader_that_was_paused_asks_whether_it_leads_before_anything_is_read_
 
 
 def test_what_was_read_before_another_epoch_does_not_enter_the_cache(tmp_path, monkeypatch):
-    """The log may be cut, and written anew, while a native thread reads from it."""
+    """The log may be truncated, and written again, while a native thread reads from it."""
     read_frames = serving._read_frames
     with replicas(tmp_path, 3) as group:
         settle(group)
@@ -494,7 +494,7 @@ def test_what_was_read_before_another_epoch_does_not_enter_the_cache(tmp_path, m
 
 
 class Caller:
-    """The connection of a broker that has given up meanwhile."""
+    """The connection of a broker that has given up."""
 
     def gone(self) -> bool:
         return True
