@@ -44,7 +44,7 @@ class Violation(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A log that stood, durably, on a disk that was lost since."""
+    """A log that was durable on a disk that was lost since."""
 
     start: int
     ends: dict[int, int]  # end offset -> uid
@@ -175,10 +175,10 @@ class Checker:
             self.fail("I14", "{} begins anew at {}, which is not committed", shell.node.id, action.offset)
 
     def _check_authority(self, shell: ReplicaShell, does: str, fetch: Fetch) -> None:
-        """A leader of an epoch that is over has no say, whether it gives records or takes them."""
+        """A leader of an earlier epoch has no authority, whether it sends records or accepts them."""
         known = shell.replica.highest_epoch
         if fetch.leader_epoch != known:
-            self.fail("I14", "{} {} records on the word of epoch {}, {} is known", shell.node.id, does,
+            self.fail("I14", "{} {} records on the authority of epoch {}, {} is known", shell.node.id, does,
                       fetch.leader_epoch, known)  # fmt: skip
 
     def acts(self, shell: ReplicaShell, epoch: int) -> None:
@@ -197,14 +197,14 @@ class Checker:
     # --- logs --------------------------------------------------------------------------------------------------------
 
     def writes(self, shell: ReplicaShell, batch: Batch) -> None:
-        """A leader is about to write what it made."""
+        """A leader is about to write the batches that it created."""
         epoch = batch.head.leader_epoch
         self.acts(shell, epoch)
         if batch.head.is_epoch_start and self._is_settled and epoch >= self.committed_epoch:
             self._check_holds("I3", shell.disk, self.high_watermark, f"new leader {shell.node.id} of epoch {epoch}")
 
     def drops(self, shell: ReplicaShell, upto: int) -> None:
-        """A replica lets its log begin at `upto`: never ahead of what the committed log says, so of its leader."""
+        """A replica moves its log start to `upto`: never beyond the start that the committed log states."""
         said = max((batch.log_start for batch in self.committed), default=0)
         if self.authority:
             return
@@ -214,7 +214,7 @@ class Checker:
             self.groups.drops(shell.host, upto)
 
     def appends(self, shell: ReplicaShell, batches: list[Batch]) -> None:
-        """These batches are about to stand, durably, at the end of that disk's log."""
+        """These batches are about to become durable at the end of that disk's log."""
         disk = shell.disk
         end = disk.end
         before = disk.batches[-1] if disk.batches else None
@@ -297,7 +297,7 @@ class Checker:
                 self.fail("I6", "ISR {} is not within {} of leader {}", after.isr, set(maximal), leader.id)
 
     def _check_calm(self, before: PartitionState, after: PartitionState) -> None:
-        """A replica that leaves and joins, again and again, costs ZooKeeper what it is there for."""
+        """A replica that leaves and joins again and again overloads ZooKeeper."""
         if before.leader_epoch == after.leader_epoch and before.isr != after.isr:
             self._isr_changes.append(self.world.now)
             if len(self._isr_changes) > 10 and self._isr_changes[-10] > self.world.now - 500:
@@ -358,7 +358,7 @@ class Checker:
     def _held_at(self, version: int) -> PartitionState:
         return self.world.partitions[version]
 
-    # --- what clients are told ---------------------------------------------------------------------------------------
+    # --- answers to clients -----------------------------------------------------------------------------------------
 
     def answered(self, shell: ReplicaShell, submission: Submission, error: PortalMQError | None) -> None:
         if error is not None:
@@ -397,7 +397,8 @@ class Checker:
     # --- an operator's election --------------------------------------------------------------------------------------
 
     def overruled(self, epoch: int) -> None:
-        """From `epoch` on, what its leader holds when it begins is the log; what only others have is given up."""
+        """From `epoch` on, the log of its leader at the beginning is the log; records that only others hold are given
+        up."""
         self.authority = epoch
         self._is_settled = False
 

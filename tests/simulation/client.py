@@ -112,7 +112,7 @@ class Producer:
 
 
 class Consumer:
-    """Reads on from where it was, from whoever serves."""
+    """A reader that continues at its position, at any broker that serves."""
 
     def __init__(self, world: World) -> None:
         self.world = world

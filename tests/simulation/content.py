@@ -41,11 +41,11 @@ class Control(NamedTuple):
     high_watermark: int
 
     def __str__(self) -> str:
-        """On one line: what is not as it always is."""
+        """Return the fields that differ from their defaults, on one line."""
         fields = msgspec.structs.fields(self.record)
         said = [(each.name, getattr(self.record, each.name)) for each in fields if each.name not in _UNTOLD]
-        told = " ".join(f"{name}={_short(value)}" for name, value in said if value not in ((), "", None, -1))
-        return f"{self.group} {type(self.record).__name__} {told}".strip()
+        shown = " ".join(f"{name}={_short(value)}" for name, value in said if value not in ((), "", None, -1))
+        return f"{self.group} {type(self.record).__name__} {shown}".strip()
 
 
 _UNTOLD = {"at_ms", "granted_at_ms", "reason", "commit_id"}

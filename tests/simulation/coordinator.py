@@ -47,7 +47,7 @@ class Elsewhere:
 
 
 class Seeking:
-    """The token of a seek: one answer from each partition, then the core hears that it is done."""
+    """The token of a seek: after an answer from each partition the core gets SeekDone."""
 
     def __init__(self, left: int) -> None:
         self.left = left
@@ -113,14 +113,14 @@ class GroupCoordinator:
     # --- what the core asks for --------------------------------------------------------------------------------------
 
     def _step(self, event: core.Event, of: GroupMembership | None = None) -> None:
-        """What is meant for an earlier one of this broker's turns is dropped."""
+        """Drop calls for an earlier term of this broker as coordinator."""
         if self.core is not None and of in (None, self.core):
             self._perform(self.core, self.core.step(event, self.node.now_ms))
 
     def _perform(self, of: GroupMembership, actions: list[core.Action]) -> None:
         for action in actions:
             if self.world.tracing:
-                self.world.note(self.node.id, "group: {}", _told(action))
+                self.world.note(self.node.id, "group: {}", _described(action))
             match action:
                 case core.Propose():
                     self._propose(of, action)
@@ -228,7 +228,7 @@ class GroupCoordinator:
             self.world.network.send(self.node.id, leader, other.call, refused, "request", name, content, answered)
 
 
-def _told(action: core.Action) -> str:
+def _described(action: core.Action) -> str:
     match action:
         case core.Propose():
             places = " ".join(

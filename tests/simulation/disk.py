@@ -21,10 +21,12 @@ from portalmq.broker.core.replica.producers import Producers
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """A batch as it was made, once; replicas share the object. `uid` stands for its payload, `parent` is the uid of
-    what stood before it in the log it was made for, 0 at the very beginning. `mail` are its messages, or `control` is
-    the record that it is; `state` the groups' part of a STATE record, encoded; once that is committed the log may
-    begin at `log_start`."""
+    """A batch, created once; replicas share the object.
+
+    `uid` stands for its payload; `parent` is the uid of the batch before it in the log it was created for, 0 at the
+    beginning. `mail` are its messages, or `control` its record. `state` is the groups' part of a STATE record, encoded;
+    once that is committed the log may begin at `log_start`.
+    """
 
     head: BatchHead
     uid: int
@@ -114,7 +116,8 @@ class Disk:
         self.base_producers = []
 
     def forget(self, batches: int) -> None:
-        """The last of what was fsynced is gone. A replica that lacks what it knew to be committed begins anew."""
+        """The last fsynced batches are lost. A replica that lacks records it knew to be committed starts from
+        nothing."""
         self.forgot_upto = max(self.forgot_upto, self.end)
         del self.batches[-batches:]
         if self.saved_high_watermark > self.end:

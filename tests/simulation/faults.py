@@ -191,7 +191,7 @@ class Faults:
         disk.slow_ms = 0
 
     def fsync_fails(self) -> None:
-        """COMMIT raises: the process ends, and what it wrote may be there again at the next start."""
+        """COMMIT raises: the process ends, and its write may be there at the next start."""
         self.kill(self._some())
 
     def disk_replaced(self) -> None:

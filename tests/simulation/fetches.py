@@ -20,7 +20,7 @@ FETCH_TIMEOUT_MS = 1_500
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """A follower's fetch whose log matches: what follows `offset` is to be sent."""
+    """A follower's fetch whose log matches: the batches from `offset` on are to be sent."""
 
     fetch: Fetch
     offset: int
@@ -114,7 +114,7 @@ class Fetches:
             self.world.network.send(self.node.id, leader.id, leader.call, self._on_refused(asked), "fetch", *content)
 
     def heard(self, fetch: Fetch, answered_ms: int) -> None:
-        """An answer came. Whoever gets the next fetch learns that it was sent after this."""
+        """An answer arrived. The next fetch states that it was sent after this."""
         asked = self._asked
         if asked is not None and asked.fetch == fetch:
             self._heard = (asked.leader, answered_ms)

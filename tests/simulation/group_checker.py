@@ -47,7 +47,7 @@ class GroupChecker:
         self._answered: defaultdict[str, dict[int, int]] = defaultdict(dict)  # group -> offset -> its ack was answered
 
     def dropped_below(self) -> int:
-        """A committed record says that what lies below is gone; nobody remembers the dead there."""
+        """A committed record purges everything below; dead messages there are forgotten."""
         return self._purged
 
     # --- what is committed -------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ class GroupChecker:
         *,
         alone: bool,
     ) -> None:
-        """A leader hands these out."""
+        """A leader delivers these."""
         if attempt is not None:
             self._attempts[group, attempt].update(receipts)
         model, now_ms, wall_ms = self.queues[group], host.node.now_ms, host.node.wall_ms
@@ -181,7 +181,7 @@ class GroupChecker:
                           offset, other, model.state.get(other, "fresh"))  # fmt: skip
 
     def repeated(self, host: GroupHost, group: str, attempt: str, receipts: list[Receipt]) -> None:
-        """A leader hands these out once more, to who has them."""
+        """A leader delivers these again to their holder."""
         if not self._attempts[group, attempt].issuperset(receipts):
             self.fail("I12", "{}: {} of {} are handed out again to {!r}", group, receipts,
                       self._attempts[group, attempt], attempt)  # fmt: skip
@@ -193,7 +193,7 @@ class GroupChecker:
                 self.fail("I12", "{}: {} is handed out again, {} is another's", group, receipt, lease)
 
     def _check_unanswered(self, host: GroupHost, group: str, offset: int) -> None:
-        """Whoever was told that his ack stands sees nobody receive the message afterwards, at whichever leader."""
+        """After an ack is answered, its messages are delivered to no consumer, by no leader."""
         if offset in self._answered[group]:
             self.fail("I16", "{}: message {} is handed out in epoch {}, and its ack was answered at {}", group, offset,
                       host.epoch, self._answered[group][offset])  # fmt: skip
@@ -223,10 +223,10 @@ class GroupChecker:
             if (receipt.leader_epoch, receipt.lease) < (lease[1].leader_epoch, lease[1].lease):
                 self.fail("I12", "{}: stale {} is accepted, {} is live", group, receipt, lease)
 
-    # --- what clients are told ---------------------------------------------------------------------------------------
+    # --- answers to clients -----------------------------------------------------------------------------------------
 
     def settled(self, group: str, receipts: list[Receipt], verdicts: list[bool], *, by_commit: bool = False) -> None:
-        """A client is told that its acks stand. An ack of what has expired meanwhile is as good, a commit is not."""
+        """A client's acks succeed. An ack of a message that expired since is fine, a commit is not."""
         model = self.queues[group]
         good_states = ("acked",) if by_commit else ("acked", "expired", "dropped")
         for receipt, good in zip(receipts, verdicts, strict=True):
@@ -239,13 +239,13 @@ class GroupChecker:
                           model.state.get(receipt.offset, "fresh"))  # fmt: skip
 
     def refused(self, group: str, call: str) -> None:
-        """A client is told that its commit call, repeated or not, did nothing: nothing will come of it later either."""
+        """A client's commit call, repeated or not, is refused: it must have no effect later either."""
         self.queues[group].refused_calls.add(call)
         if call in self.queues[group].calls:
             self.fail("I13", "{}: {} is refused, and has been committed", group, call)
 
     def has_ordered(self, group: str, receipts: list[Receipt], call: str, outputs: int) -> None:
-        """A client is told that its commit call stands, or that of another with the same receipts."""
+        """A client's commit call succeeds, or another one with the same receipts."""
         model = self.queues[group]
         if model.call_of.get(receipts[0].offset, "") not in (call, ""):
             return
@@ -254,12 +254,12 @@ class GroupChecker:
                 self.fail("I13", "{} is answered, and output {} was not ordered", call, number)
 
     def transforms(self, stream: str, call: str, inputs: list[int]) -> None:
-        """A member is about to commit what it made of these messages."""
+        """A member is about to commit the output of these messages."""
         if stream in self.streams:
             self.streams[stream].inputs_of[call] = inputs
 
     def stream_refused(self, stream: str, call: str) -> None:
-        """A member is told that its commit did nothing, and never will."""
+        """A member's commit is refused for good."""
         if stream in self.streams:
             self.streams[stream].refuse(call)
 
@@ -268,7 +268,7 @@ class GroupChecker:
             self.streams[stream].fetched.update(offsets)
 
     def named(self, stream: str, member: str, generation: int) -> None:
-        """A member is told that it owns a partition."""
+        """A member learns that it owns a partition."""
         model = self.streams.get(stream)
         if model is None or model.owners.get(generation) != member:
             self.fail("I11", "{} is named to {}, for whom it was not claimed in generation {}", stream, member,
@@ -281,7 +281,7 @@ class GroupChecker:
         self.world.count("generation")
 
     def arrived(self, id: tuple[int, ...], topic: str, content: str) -> None:
-        """An output stands in its log."""
+        """An output is in its log."""
         if (topic, content) not in self.ordered:
             self.fail("I13", "output {} of {} arrives, and nothing committed has ordered it", content, id)
         if (topic, content) in self.arrived_outputs:
@@ -292,7 +292,7 @@ class GroupChecker:
     # --- what a leader knows -----------------------------------------------------------------------------------------
 
     def agrees(self, host: GroupHost) -> None:
-        """The fold of a leader that has appended nothing beyond what is committed says what the models say."""
+        """Compare the fold of a leader that has appended nothing beyond the committed log with the models."""
         checker = self.world.checker
         if host.shell.replica.next_offset != checker.high_watermark or host.epoch < checker.committed_epoch:
             return
@@ -330,7 +330,7 @@ class GroupChecker:
     # --- at the end --------------------------------------------------------------------------------------------------
 
     def missing(self, host: GroupHost, upto: int) -> str | None:
-        """What of the messages and orders below `upto` is not yet as it is to be; None when all is."""
+        """Return the messages and orders below `upto` that are not finished; None if all are."""
         if not host.serves():
             return "the groups are not served"
         wall_ms = host.node.wall_ms

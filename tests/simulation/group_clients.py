@@ -31,7 +31,7 @@ class Caller:
         self._knows: int | None = None
 
     def leader(self) -> int:
-        """Who leads, or who led when it was asked last."""
+        """The leader, or the last known one."""
         if self._knows is None or not self.world.chance(0.4):
             self._knows = self.world.zookeeper.tree.partition.leader
         if self._knows is None or self.world.chance(0.05):
@@ -56,7 +56,7 @@ class Caller:
     def call_until_known(
         self, name: str, content: tuple[Any, ...], then: Callable[[Any], None], tries: int = TRIES
     ) -> None:
-        """Again and again while the outcome is unknown, to whoever leads by then."""
+        """Repeat the call while its outcome is unknown, at the current leader."""
 
         def answered(result: Any) -> None:
             is_unknown = isinstance(result, PortalMQError) and not isinstance(result, StaleReceipt)
@@ -186,7 +186,7 @@ class Operator(Caller):
         self._rest()
 
     def _use_kept(self) -> None:
-        """Receipts of whatever age, by somebody who does not know what became of them since."""
+        """Use receipts of any age, without knowing the state of their messages."""
         world = self.world
         if not world.kept_receipts:
             return

@@ -95,13 +95,13 @@ class GroupHost:
         self.world.checker.groups.forgets(self)
 
     def state(self, offset: int) -> tuple[bytes, int]:
-        """What a STATE record at `offset` says of the groups, and where it lets the log begin."""
+        """Return the groups' part of a STATE record at `offset`, and its log start."""
         log_start = max(self.shell.disk.start, self.groups.purged_upto)
         fold = self.groups.snapshot_into(PartitionFold(applied=offset, log_start_offset=log_start))
         return encode_fold(fold), log_start
 
     def fold(self, batch: Batch) -> None:
-        """A leader has appended this. A STATE record says what it knows already."""
+        """A leader has appended this. It knows the content of a STATE record already."""
         if batch.state is None:
             self._take(batch)
         else:
@@ -109,7 +109,7 @@ class GroupHost:
         self._own.add(batch.uid)
 
     def written(self, batches: list[Batch]) -> None:
-        """A follower folds what is durable."""
+        """A follower folds durable batches."""
         for batch in batches:
             if batch.uid not in self._own:
                 self._take(batch)
@@ -139,7 +139,7 @@ class GroupHost:
         return self._unreadable[0][1] if self._unreadable else NEVER_MS
 
     def record_at(self, offset: int) -> GroupRecord | None:
-        """The record that stands there, as the log has it."""
+        """Return the record at that offset of the log."""
         disk = self.shell.disk
         index = disk.index_from(offset)
         if index == len(disk.batches) or disk.batches[index].base != offset:
@@ -148,8 +148,8 @@ class GroupHost:
         return control.record if control is not None else None
 
     def purge(self, upto: int) -> None:
-        """What lies below `upto` and no group needs, nor the outbox, is gone for all: the log says so, to everybody.
-        Nothing but whole batches goes."""
+        """Purge what lies below `upto` and neither a group nor the outbox needs, by a record. Only whole batches are
+        purged."""
         if not self.serves():
             return
         delivery = [each.floor() for each in self.groups.delivery.values()]
@@ -173,7 +173,8 @@ class GroupHost:
         return self.shell.replica.leader_epoch
 
     def serves(self) -> bool:
-        """Whether it leads, may serve, and has committed the start of its epoch; then all before is known to it."""
+        """Return whether it leads, may serve, and has committed the start of its epoch: then it knows everything
+        before."""
         replica = self.shell.replica
         book = replica.in_sync
         if book is None or book.epoch_start < 0 or replica.high_watermark <= book.epoch_start:
@@ -191,7 +192,7 @@ class GroupHost:
         return True
 
     def request(self, name: str, content: tuple[Any, ...], answer: Answer) -> None:
-        """Someone asks; `answer` is called over there, with what comes out or with what is refused."""
+        """Take a request; `answer` is called at the sender, with the result or the refusal."""
 
         def back(result: Any) -> None:
             self.world.network.send(self.node.id, CLIENTS, answer, result)
@@ -217,7 +218,8 @@ class GroupHost:
         not_before_ms: int = 0,
         delivers: bool = False,
     ) -> int:
-        """Append and fold a record; `then` hears when it is committed, or that nobody knows. Returns its offset."""
+        """Append and fold a record; `then` is called when it is committed, or its outcome unknown. Return its
+        offset."""
         control = Control(group, record, self.node.now_ms, self.node.wall_ms, self.high_watermark)
         submission = Submission(
             self.world.next_uid(),
@@ -240,7 +242,8 @@ class GroupHost:
         self.shell.wait_for(self.shell.replica.next_offset, settled)
 
     def refuse(self, error: PortalMQError, back: Answer) -> None:
-        """For good: when it is sure that nobody else led when this was asked, and all that is appended is committed."""
+        """Answer for good: when no other broker can have led at the time of the request, and all that is appended is
+        committed."""
         self._refuse(error, back, self.world.now)
 
     def _refuse(self, error: PortalMQError, back: Answer, asked_ms: int) -> None:
@@ -254,16 +257,16 @@ class GroupHost:
     def _when_settled(
         self, then: Callable[[PortalMQError | None], None] | None
     ) -> Callable[[PortalMQError | None], None] | None:
-        """What was done is told when no leader before this one hands anything out any more."""
+        """Answer when no leader before this one delivers any more."""
 
-        def told(error: PortalMQError | None) -> None:
+        def answer(error: PortalMQError | None) -> None:
             assert then is not None
             if error is None and not self.shell.replica.may_settle(self.world.now):
-                self.shell.soon(100, told, None)
+                self.shell.soon(100, answer, None)
             else:
                 then(error)
 
-        return told if then is not None else None
+        return answer if then is not None else None
 
     def committed(self, high_watermark: int) -> None:
         self.outbox.committed(high_watermark)

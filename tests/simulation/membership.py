@@ -45,7 +45,7 @@ class Membership:
         self.refused: set[int] = set()
         self.believed_until = 0
         self.last_live: dict[int, BrokerState] = {}
-        self._brokers: Mapping[int, tuple[BrokerState, int]] | None = None  # as told
+        self._brokers: Mapping[int, tuple[BrokerState, int]] | None = None  # as delivered
         self._reading = False
         self._read_again = False
         self._deciding = False
@@ -88,7 +88,7 @@ class Membership:
         self.beat()
 
     def _register(self) -> None:
-        """Replace one's own earlier registration, by its version; then read all anew."""
+        """Replace this broker's earlier registration, by its version; then read everything again."""
         session = self.session
         assert session is not None
 
@@ -160,23 +160,25 @@ class Membership:
                     self.refused.discard(broker_id)
             self.node.brokers_changed({id: (b.incarnation, b.store_uuid) for id, (b, _) in tree.brokers.items()})
         if before is None or before.version != tree.version or self.world.chance(0.05):
-            self.node.told(partition_state_of(tree.partition, tree.version, self.world.options.min_insync))
+            self.node.on_state(partition_state_of(tree.partition, tree.version, self.world.options.min_insync))
         if self.world.chance(self.world.options.stale_words):
             older = partition_state_of(tree.partition, tree.version, self.world.options.min_insync)
-            self.node.soon(self.world.random.randint(1, 500), self._tell_late, older)
+            self.node.soon(self.world.random.randint(1, 500), self._deliver_late, older)
         if self.world.options.groups is not None:
             self.node.coordinator.rang(tree)
         self._campaign()
         self._decide()
 
-    def _tell_late(self, word: PartitionStateChanged) -> None:
-        """Somebody on this broker had read this, and passes it on when newer words have been told already."""
-        self.world.count("word told late")
-        self.node.told(word)
+    def _deliver_late(self, state: PartitionStateChanged) -> None:
+        """Deliver a state that was read earlier, after newer ones were delivered."""
+        self.world.count("state delivered late")
+        self.node.on_state(state)
 
     def tell_again(self) -> None:
         if self.tree is not None:
-            self.node.told(partition_state_of(self.tree.partition, self.tree.version, self.world.options.min_insync))
+            self.node.on_state(
+                partition_state_of(self.tree.partition, self.tree.version, self.world.options.min_insync)
+            )
 
     # --- the partition's requests ------------------------------------------------------------------------------------
 
@@ -202,8 +204,8 @@ class Membership:
         me = self.node.id
 
         def answered(outcome: Outcome, now: Tree | None = None) -> None:
-            word = partition_state_of(now.partition, now.version, configured) if now is not None else None
-            shell.tell_if_current(IsrAnswered(proposal.version, outcome, word))
+            state = partition_state_of(now.partition, now.version, configured) if now is not None else None
+            shell.tell_if_current(IsrAnswered(proposal.version, outcome, state))
             self._next()
 
         if self.session is None or tree is None or tree.version != proposal.version:
@@ -289,7 +291,7 @@ class Membership:
         self.zookeeper.write(session, request, done, "controller election")
 
     def _decide(self) -> None:
-        """What the partition should become, in the eyes of a controller that may have been deposed long ago."""
+        """Return the next partition state for a controller that may have been replaced long ago."""
         tree, epoch, session = self.tree, self.controller_epoch, self.session
         if tree is None or epoch is None or session is None or self._deciding:
             return
@@ -331,9 +333,9 @@ class Membership:
         self.zookeeper.write(session, request, done, f"election {_short(wanted)}", of_partition=True)
 
     def _log_ends(self, held: PartitionState, live: Mapping[int, BrokerState]) -> dict[int, controller.LogEnd] | None:
-        """What the members of the ISR that can be reached say of their logs; None while others are waited for. Who
-        holds what a disk forgot is back in time: that is where the promise ends."""
-        world, told = self.world, dict[int, controller.LogEnd]()
+        """Return the log ends of the reachable ISR members; None while others are waited for. Members whose disk lost
+        synced records are beyond what is promised."""
+        world, log_ends = self.world, dict[int, controller.LogEnd]()
         for member in held.isr:
             node = world.nodes[member]
             reached = member == self.node.id or (
@@ -342,15 +344,15 @@ class Membership:
             if member in live and node.alive and not node.paused and reached:
                 replica = node.shell.replica
                 is_whole = node.store == held.store_uuids.get(member)
-                told[member] = (replica.last_epoch, replica.durable_end) if is_whole else None
+                log_ends[member] = (replica.last_epoch, replica.durable_end) if is_whole else None
         if self._cold_since is None:
             self._cold_since = world.now
         in_time = world.now - self._cold_since < WAIT_FOR_ABSENT_MS
-        forgotten = all(world.nodes[member].disk.is_forgetful for member, end in told.items() if end is not None)
-        if len(told) < len(held.isr) and (in_time or forgotten):
+        forgotten = all(world.nodes[member].disk.is_forgetful for member, end in log_ends.items() if end is not None)
+        if len(log_ends) < len(held.isr) and (in_time or forgotten):
             return None
         world.count("cold election")
-        return told
+        return log_ends
 
     def check_version(self, found: Tree, version: int) -> None:
         if found.version != version:

@@ -141,20 +141,20 @@ def _(original: Any, self: Any, event: Any, *now: int) -> Any:
     return original(self, event, *now)
 
 
-@mutant("follows a word of a lower epoch", 1, (PartitionReplica, "_on_state_changed"))
-def _(original: Any, self: Any, word: core.PartitionStateChanged, *more: Any) -> Any:
+@mutant("follows a state of a lower epoch", 1, (PartitionReplica, "_on_state_changed"))
+def _(original: Any, self: Any, state: core.PartitionStateChanged, *more: Any) -> Any:
     self.highest_epoch, self.state = (
-        min(self.highest_epoch, word.leader_epoch),
-        self.state and replace(self.state, version=min(self.state.version, word.version)),
+        min(self.highest_epoch, state.leader_epoch),
+        self.state and replace(self.state, version=min(self.state.version, state.version)),
     )
-    return original(self, word, *more)
+    return original(self, state, *more)
 
 
-@mutant("follows an older word of its epoch", 49, (PartitionReplica, "_on_state_changed"))
-def _(original: Any, self: Any, word: core.PartitionStateChanged, *more: Any) -> Any:
-    if self.state is not None and word.leader_epoch == self.highest_epoch:
-        self.state = replace(self.state, version=min(self.state.version, word.version))
-    return original(self, word, *more)
+@mutant("follows an older state of its epoch", 49, (PartitionReplica, "_on_state_changed"))
+def _(original: Any, self: Any, state: core.PartitionStateChanged, *more: Any) -> Any:
+    if self.state is not None and state.leader_epoch == self.highest_epoch:
+        self.state = replace(self.state, version=min(self.state.version, state.version))
+    return original(self, state, *more)
 
 
 @mutant("does not compare logs", 3, (LeadingReplica, "_on_fetch_received"))
@@ -276,19 +276,19 @@ def _(original: Any, self: Any, event: core.IsrAnswered, now_ms: int, wall_ms: i
     return original(self, event, now_ms, wall_ms)
 
 
-@mutant("leads on without a synced word", 59, (LeadingReplica, "_begin_leading"))
-def _(original: Any, self: Any, word: core.PartitionStateChanged, now_ms: int, wall_ms: int) -> Any:
+@mutant("leads on without a synced state", 59, (LeadingReplica, "_begin_leading"))
+def _(original: Any, self: Any, state: core.PartitionStateChanged, now_ms: int, wall_ms: int) -> Any:
     self._resigned = False
-    return original(self, word, now_ms, wall_ms)
+    return original(self, state, now_ms, wall_ms)
 
 
 @mutant("leads with what an earlier life was elected to", 0, (LeadingReplica, "_begin_leading"))
-def _(original: Any, self: Any, word: core.PartitionStateChanged, now_ms: int, wall_ms: int) -> Any:
-    return original(self, replace(word, incarnations={}), now_ms, wall_ms)
+def _(original: Any, self: Any, state: core.PartitionStateChanged, now_ms: int, wall_ms: int) -> Any:
+    return original(self, replace(state, incarnations={}), now_ms, wall_ms)
 
 
 @mutant("keeps to the ISR that it has lost", 41, (FollowingReplica, "_must_resign"))
-def _(original: Any, self: Any, word: core.PartitionStateChanged) -> bool:
+def _(original: Any, self: Any, state: core.PartitionStateChanged) -> bool:
     return False
 
 
@@ -307,7 +307,7 @@ def _(original: Any, self: Any, now_ms: int) -> bool:
     return True
 
 
-# --- what clients are told -------------------------------------------------------------------------------------------
+# --- answers to clients ---------------------------------------------------------------------------------------------
 
 
 @mutant("answers a duplicate before it is committed", 1, (ReplicaShell, "_answer_duplicate"))

@@ -54,7 +54,7 @@ class Network:
         return self._cuts[source, target] > 0
 
     def is_open(self, source: Place, target: Place) -> bool:
-        """Whether a call from `source` would be answered in time."""
+        """Return whether a call from `source` would be answered in time."""
         there, back = (source, target), (target, source)
         return not (self._cuts[there] or self._cuts[back] or self._clogs[there] or self._clogs[back])
 

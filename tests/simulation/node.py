@@ -43,7 +43,7 @@ class Node:
     # --- the process -------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """What a crash left is made durable before anything is claimed (rule 12)."""
+        """Make what a crash left durable before any of it is claimed (rule 12)."""
         if self.alive:
             return
         if self.disk.flipped and self.world.chance(0.5):
@@ -137,8 +137,8 @@ class Node:
 
     # --- what membership tells ---------------------------------------------------------------------------------------
 
-    def told(self, word: PartitionStateChanged) -> None:
-        self._tell(word)
+    def on_state(self, state: PartitionStateChanged) -> None:
+        self._tell(state)
 
     def lease_renewed(self, answered_ms: int) -> None:
         self._answered_ms = answered_ms
@@ -165,8 +165,8 @@ class Node:
         self.world.note(self.id, "finds its replica damaged and begins anew as {}", self.store)
 
     def reopen(self, high_watermark: int) -> None:
-        """Another replica object over the same disk, within this life, told what is known. It may lead on in its epoch,
-        so it goes on with the numbers of leases; a broker makes no new one before it leads on."""
+        """Create another replica object over the same disk, within this life, with the known state. It may continue to
+        lead in its epoch, so it continues the lease numbers; a broker creates no new one before it leads on."""
         before, self.shell = self.shell, ReplicaShell(self, high_watermark)
         if before is not None and before.host is not None and self.shell.host is not None:
             self.shell.host.groups.go_on_after(before.host.groups)

@@ -45,7 +45,7 @@ class Destination:
 
 
 class Outbox:
-    """Of one replica. It keeps nothing that a new leader would miss: what is open is in the fold."""
+    """The outbox of one replica. It keeps nothing that a new leader would miss: open records are in the fold."""
 
     def __init__(self, host: GroupHost) -> None:
         self.host = host
@@ -71,7 +71,7 @@ class Outbox:
             self.host.shell.soon(0, self.host.tick)
 
     def work(self) -> None:
-        """Send what is committed and not answered, now and then again."""
+        """Send committed output without an answer, now and then again."""
         for offset, group in list(self.host.groups.outbox.items()):
             if not self.is_committed(offset):
                 continue

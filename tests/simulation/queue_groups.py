@@ -40,8 +40,8 @@ KEYS_PER_STEP = 2
 
 
 class Receipt(NamedTuple):
-    """What a consumer holds: the message, the number of its delivery, the epoch of the leader that handed it out, and
-    the number of its lease, which goes on where a redrive lets deliveries begin anew."""
+    """A consumer's receipt: the message, the number of its delivery, the epoch of the leader that delivered it, and the
+    number of its lease, which continues where a redrive resets deliveries."""
 
     offset: int
     delivery: int
@@ -337,7 +337,7 @@ class QueueGroups:
         self.host.append("", Cancel(((offset, offset + 1),)), self._when_committed(back, offset))
 
     def sweep(self) -> None:
-        """What was delivered often enough is given up, what has expired unseen is passed over."""
+        """Give up messages without deliveries left, and pass over expired ones."""
         for group, delivery in self.host.groups.delivery.items():
             config = self.world.queue_groups[group]
             overdue = delivery.overdue(self.node.now_ms, config.max_deliveries, GIVEN_UP_MAX)

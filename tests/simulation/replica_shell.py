@@ -16,7 +16,7 @@ from simulation.fetches import Fetches
 from simulation.group_host import GroupHost
 from simulation.network import CLIENTS
 from simulation.submission import Submission
-from simulation.trace import is_worth_telling, told
+from simulation.trace import is_worth_tracing, line_of
 
 from portalmq.broker.core.replica.events import (
     Action,
@@ -134,8 +134,8 @@ class ReplicaShell:
             elif isinstance(action, Append) and isinstance(action.token, Submission) and action.token.is_state:
                 action.token.fold = tuple(self.replica.producers.snapshot())
         self._actions += actions
-        if self.world.tracing and (actions or is_worth_telling(event)):
-            self.world.note(self.node.id, "{}", told(event, actions))
+        if self.world.tracing and (actions or is_worth_tracing(event)):
+            self.world.note(self.node.id, "{}", line_of(event, actions))
         self.world.checker.stepped(self, event, actions)
 
     def _perform(self, action: Action) -> None:
@@ -364,7 +364,7 @@ class ReplicaShell:
             self.host.committed(high_watermark)
 
     def _on_step_down(self, leader: int | None) -> None:
-        """Those on their way to the disk as well: what stands at their place later may be another's."""
+        """Return batches, including those being written: other ones may take their place later."""
         unknown = NotLeader("moved", leader=leader, outcome="unknown")
         on_their_way = [submission for _, submission in self._writing + self._queue if submission is not None]
         for submission in [*self._uncommitted, *on_their_way, *self._duplicates]:
@@ -377,7 +377,7 @@ class ReplicaShell:
 
     @property
     def is_busy(self) -> bool:
-        """Whether what is asked for now would not be done at once."""
+        """Return whether an action requested now would wait."""
         return bool(self._pumping or self._stalled or self._actions or self._events)
 
     def request(self, name: str, content: tuple[Any, ...], answer: Callable[[Any], None]) -> None:
@@ -386,12 +386,12 @@ class ReplicaShell:
         self.host.request(name, content, answer)
 
     def arrived(self, id: tuple[int, ...]) -> None:
-        """An output of the outbox stands where it belongs."""
+        """An output of the outbox arrived at its destination."""
         assert self.host is not None
         self.host.outbox.arrived(id)
 
     def wait_for(self, end: int, then: Callable[[PortalMQError | None], None]) -> None:
-        """`then` hears when everything below `end` is committed, or that nobody knows whether it will be."""
+        """Call `then` when everything below `end` is committed, or its outcome unknown."""
         if end <= self.replica.high_watermark:
             then(None)
         else:
@@ -430,8 +430,8 @@ class ReplicaShell:
             self.disk.saved_high_watermark = min(self.replica.high_watermark, self.disk.end)
 
     def retain(self) -> None:
-        """A leader says in the log what may go. Everybody drops what a committed STATE record lets go, and nothing
-        else: no replica's log begins where the log itself does not say so."""
+        """A leader states in the log what may be dropped. Every replica drops what a committed STATE record allows, and
+        nothing else."""
         if self.replica.leading:
             upto = self.world.random.randint(self.disk.start, max(self.disk.start, self.replica.high_watermark))
             if self.host is not None:
@@ -450,14 +450,15 @@ class ReplicaShell:
             self.world.note(self.node.id, "drops all below {}", self.disk.start)
 
     def droppable(self) -> int:
-        """Where the log is to begin, by what is committed as far as this replica knows."""
+        """Return the log start stated by the committed log, as far as this replica knows it."""
         committed = (batch for batch in self.disk.batches if batch.end <= self.replica.high_watermark)
         return max((batch.log_start for batch in committed), default=0)
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def damaged(self) -> None:
-        """A batch does not fit its CRC. It is never served: the replica begins anew, if it is not the last copy."""
+        """A batch does not match its CRC. It is never served: the replica starts from nothing, unless it is the last
+        copy."""
         if not self.world.may_lose(self.node):
             self.disk.flipped.clear()
             return
@@ -474,7 +475,7 @@ class ReplicaShell:
         self._on_step_down(None)
 
     def crash(self, *, cleanly: bool) -> None:
-        """Keep what is synced, and any prefix of what was on its way."""
+        """Keep what is synced, and any prefix of what was being written."""
         if self._writing:
             survivors = [batch for batch, _ in self._writing][: self.world.random.randint(0, len(self._writing))]
             if survivors:
@@ -488,7 +489,7 @@ class ReplicaShell:
         self.closed = True
 
     def read(self, offset: int) -> list[Batch] | None:
-        """What a consumer gets from `offset` on; None when this broker does not serve."""
+        """Return the batches for a consumer from `offset` on; None if this broker does not serve."""
         if self.closed or not self.replica.may_serve(self.world.now):
             return None
         first = self.disk.index_from(offset)

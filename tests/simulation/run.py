@@ -21,7 +21,7 @@ LAST_LINES = 60
 
 
 def failure_of(seed: int, events: int = EVENTS) -> tuple[str | None, Counter[str]]:
-    """What went wrong in a run, None if nothing did; and what it reached."""
+    """Return the failure of a run, None without one; and what it reached."""
     world = World(seed, events)
     try:
         world.run()
@@ -43,7 +43,7 @@ def replay(seed: int, events: int, lines: int | None) -> bool:
     error = ""
     try:
         world.run()
-    except Exception:  # noqa: BLE001 - told below
+    except Exception:  # noqa: BLE001 - reported below
         error = traceback.format_exc(limit=-6)
     trace = list(world.trace)
     print("\n".join(trace if lines is None else trace[-lines:]))

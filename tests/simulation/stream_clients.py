@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Reading:
-    """A partition that the member was given, how far it has got, what is committed as far as it knows, and the newest
-    generation in which it was his."""
+    """A partition of the member, its position, the committed offset as far as the member knows, and the newest
+    generation in which it owned the partition."""
 
     name: str
     since: int
@@ -133,7 +133,7 @@ class Member(Caller):
             self.call(self.leader(), "stream.fetch", (reading.name, reading.position), fetched)
 
     def _commit(self, reading: Reading, result: tuple[list[int], int]) -> None:
-        """What was read, alone or with outputs."""
+        """Commit what was read, alone or with outputs."""
         inputs, offset = result
         call = f"call {self.world.next_uid()}"
         self.world.checker.groups.transforms(reading.name, call, inputs)
@@ -141,7 +141,7 @@ class Member(Caller):
         self._try(reading, offset, content, (*content, reading.committed, call, self.world.random.randint(0, 2)))
 
     def _try(self, reading: Reading, offset: int, commit: tuple[Any, ...], transform: tuple[Any, ...]) -> None:
-        """The very same again while nobody knows, or another cut of what is not committed as far as it knows."""
+        """Repeat the same commit while its outcome is unknown, or commit other batches from the committed offset."""
         with_outputs = self.world.chance(self.world.groups.commit)
 
         def answered(result: Any) -> None:

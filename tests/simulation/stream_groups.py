@@ -35,7 +35,7 @@ class StreamGroups:
         return stream
 
     def claim(self, name: str, member: str, generation: int, back: Answer) -> None:
-        """The member owns it from this generation on; answered with the offset at which it goes on."""
+        """The member owns the partition from this generation on; the answer is the offset at which it continues."""
         stream = self.host.groups.streams.get(name)
         if stream is not None:
             try:
@@ -91,7 +91,7 @@ class StreamGroups:
         self.host.wait_appended(lambda error: back(error or offset))
 
     def fetch(self, name: str, offset: int, back: Answer) -> None:
-        """Messages from `offset` on, and where to go on."""
+        """Return messages from `offset` on, and the next offset."""
         disk = self.host.shell.disk
         first = disk.index_from(offset + 1) - 1
         at = disk.batches[first].base if first >= 0 and disk.batches else disk.start

@@ -27,7 +27,7 @@ PARTITIONS = 2
 
 
 class Run:
-    """One seed: a broker, what the world knows of it, and steps drawn by chance."""
+    """One seed: a broker, what its clients know of it, and random steps."""
 
     def __init__(self, directory: Path, seed: int) -> None:
         self.random = random.Random(seed)
@@ -130,7 +130,7 @@ class Run:
         self.held.clear()
 
     def crash(self) -> None:
-        """Go on from a copy of the files as they are now: nothing that was not fsynced is in it."""
+        """Continue from a copy of the files as they are now, without anything that was not fsynced."""
         before = self._home()
         self.lives += 1
         with self._at_one_moment():
@@ -144,8 +144,8 @@ class Run:
 
     @contextmanager
     def _at_one_moment(self) -> Iterator[None]:
-        """No native thread of the broker's writes meanwhile: of files that change while they are copied, one would have
-        what another lacks, which no kill does."""
+        """Stop the broker's native threads during a copy: otherwise files of different times would be mixed, which no
+        kill does."""
         with ExitStack() as held:
             for partition in self.fixture.broker.topics.get(TOPIC).local.values():
                 for turn in (partition.state_file._turn, partition.log._sealing, partition.log._writing):

@@ -42,7 +42,7 @@ def test_a_seed_is_a_run() -> None:
 
 
 def test_no_replica_is_lost_for_good_while_an_election_is_on_its_way() -> None:
-    """With min_insync_replicas 1 the election may leave the ISR to that one alone, and nobody could lead any more."""
+    """With min_insync_replicas 1 the election may leave the ISR to that one alone, and no broker could lead."""
     world = World(7)
     while (session := world.nodes[1].membership.session) is None or not world.is_quiet():
         world.step()

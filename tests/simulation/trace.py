@@ -5,22 +5,22 @@ from __future__ import annotations
 from portalmq.broker.core.replica import events as core
 
 
-def is_worth_telling(event: core.Event) -> bool:
-    """Whether a step that asked for nothing is told."""
+def is_worth_tracing(event: core.Event) -> bool:
+    """Return whether a step without actions is worth a line."""
     return not isinstance(event, core.Tick | core.LeaseRenewed | core.FetchReplied)
 
 
-def told(event: core.Event, actions: list[core.Action]) -> str:
+def line_of(event: core.Event, actions: list[core.Action]) -> str:
     return _event(event) + (" -> " + ", ".join(_action(action) for action in actions) if actions else "")
 
 
 def _event(event: core.Event) -> str:
     match event:
         case core.PartitionStateChanged():
-            return _word(event)
+            return _state(event)
         case core.IsrAnswered():
-            word = f": {_word(event.partition_state)}" if event.partition_state else ""
-            return f"isr change at v{event.version} {event.outcome.value}{word}"
+            state = f": {_state(event.partition_state)}" if event.partition_state else ""
+            return f"isr change at v{event.version} {event.outcome.value}{state}"
         case core.AppendRequested():
             return f"{event.token} x{event.count}{_stamp(event.stamp)} wanted"
         case core.Appended():
@@ -73,12 +73,12 @@ def _action(action: core.Action) -> str:
             return type(action).__name__
 
 
-def _word(word: core.PartitionStateChanged) -> str:
-    refresh = f" (refresh {word.refresh})" if word.refresh else ""
-    stores = " ".join(f"{id}@{store}" for id, store in (word.store_uuids or {}).items())
+def _state(state: core.PartitionStateChanged) -> str:
+    refresh = f" (refresh {state.refresh})" if state.refresh else ""
+    stores = " ".join(f"{id}@{store}" for id, store in (state.store_uuids or {}).items())
     return (
-        f"word v{word.version} leader {word.leader} e{word.leader_epoch} isr {sorted(word.isr)}"
-        f" min {word.min_insync_replicas} of {list(word.replicas)} {stores}{refresh}"
+        f"state v{state.version} leader {state.leader} e{state.leader_epoch} isr {sorted(state.isr)}"
+        f" min {state.min_insync_replicas} of {list(state.replicas)} {stores}{refresh}"
     )
 
 

@@ -146,8 +146,11 @@ class World:
     # --- what several need -------------------------------------------------------------------------------------------
 
     def may_lose(self, node: Node) -> bool:
-        """Whether a clean in-sync replica is left. Of those in sync on paper fewer than min_insync may be lost at once:
-        an election believes in the ephemerals of the others, and drops who is gone down to that number."""
+        """Return whether a clean in-sync replica is left.
+
+        Of the recorded ISR fewer than min_insync may be lost at once: an election trusts the ephemerals of the others,
+        and removes lost members down to that number.
+        """
         held = self.zookeeper.tree.partition
         if node.alive and node.shell.isr_changing:
             return False
@@ -163,7 +166,7 @@ class World:
         return disk.replica_store == held.store_uuids.get(member) and not disk.is_forgetful
 
     def replace_disk(self, node: Node) -> None:
-        """A new, empty disk. The process that stood on the old one is gone."""
+        """A new, empty disk. The process that used the old one is gone."""
         node.crash()
         self.checker.disk_lost(node.disk)
         node.disk = Disk(self._next_store())
@@ -204,7 +207,7 @@ class World:
                 self.step()
 
     def refuses(self, broker_id: int) -> bool:
-        """Whether connections of its peers are refused in its place."""
+        """Return whether another process refuses its peers' connections in its place."""
         return self.now < self.mistaken_until.get(broker_id, 0)
 
     def heal(self) -> None:
@@ -254,7 +257,7 @@ class World:
         return not on_its_way and not any(node.alive and node.shell.isr_changing for node in self.nodes.values())
 
     def missing(self) -> str | None:
-        """What is not yet as it should be in a world without faults; None when all is."""
+        """Return what is not yet as it should be in a world without faults; None if all is."""
         held = self.zookeeper.tree.partition
         if self.dying:
             return "one is to die yet"
@@ -275,8 +278,8 @@ class World:
         return self._unreadable(node) or self._unsettled(node)
 
     def _awaits_an_operator(self, held: PartitionState) -> bool:
-        """One copy was all that was promised (min_insync 1), an election left the ISR to one replica on the word of its
-        ephemeral, and its disk had been lost: clean copies elsewhere are not in sync any more."""
+        """Only one copy was promised (min_insync 1), an election trusted an ephemeral and left the ISR to one replica,
+        and its disk had been lost: clean copies elsewhere are no longer in sync."""
         if any(self.is_clean(member, held) for member in held.isr) or min_insync(held, self.options.min_insync) > 1:
             return False
         self.count("awaits an operator")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """What stands at one moment. Ephemerals carry the number of their session."""
+    """The state at one moment. Ephemerals carry the number of their session."""
 
     partition: PartitionState
     version: int

@@ -44,7 +44,7 @@ def run(work):
 
 
 def compact(log, wanted):
-    """Seal what can be, and carry the order out."""
+    """Seal the segments that can be sealed, and carry the order out."""
     log.seal(log.end_offset)
     work = Compaction(log, wanted)
     try:
@@ -559,7 +559,7 @@ actions = st.lists(
 
 
 class Model:
-    """What a log with compaction is to hold: offset -> (key, value, time, due). The last record counts."""
+    """The expected content of a compacted log: offset -> (key, value, time, due). The last record counts."""
 
     def __init__(self):
         self.there = {}

@@ -63,7 +63,7 @@ CHANGES = {
 
 @pytest.fixture(scope="module")
 def before(tmp_path_factory):
-    """A log as a kill leaves it, and what is in it."""
+    """A log as a kill leaves it, and its content."""
     directory = tmp_path_factory.mktemp("log") / "before"
     log, sent = three_segments(directory)
     shutil.copytree(directory, directory.with_name("image"))
@@ -133,7 +133,7 @@ def test_readers_do_not_wait_for_files_that_a_truncation_syncs_or_removes(tmp_pa
 
 
 def seen_at_steps(disk, see):
-    """What stands in for a step of the disk: `see` is called first, but not for steps of its own."""
+    """A substitute for a step of the disk: `see` is called first, but not for its own steps."""
     inside = []
 
     def step(code=None, *, takes_room=True):

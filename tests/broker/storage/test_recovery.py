@@ -157,7 +157,8 @@ KILLS = 18
 
 
 def run_until_killed(directory, seed, words, after_s):
-    """Runs the writer, kills it `after_s` after so many words; what it said: (log start, acknowledged end) at last."""
+    """Run the writer and kill it `after_s` seconds after so many lines; return its last (log start, acknowledged
+    end)."""
     with subprocess.Popen(
         [sys.executable, str(CHILD), str(directory), str(seed)], stdout=subprocess.PIPE, cwd=CHILD.parents[2]
     ) as child:

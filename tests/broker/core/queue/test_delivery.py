@@ -32,7 +32,7 @@ def grant(group: GroupDelivery, *ranges: tuple[int, int, int], now: int = 0, lea
 
 
 def handed(group: GroupDelivery, now: int, max_messages: int = 100, *, end: int = 0) -> list[int]:
-    """The offsets that would be handed out of a log of `end` messages."""
+    """Return the offsets that would be delivered from a log of `end` messages."""
     supply = ListSupply()
     supply.add(max(end, group.next))
     return offsets_of(chosen(group, supply, now, max_messages))
@@ -203,7 +203,7 @@ def test_a_receipt_whose_grant_a_full_disk_refused_counts_though_its_message_was
 
 
 def test_no_receipt_from_before_a_redrive_counts_after_it_though_its_number_is_higher():
-    """Leader 1 gave out deliveries that its successor never heard of."""
+    """Leader 1 granted leases whose records its successor does not have."""
     group = new_group()
     group.apply(Grant(((0, 1, 1),), 1, 0, 10), 0, leader_epoch=2)
     assert group.ackable([0], 5, leader_epoch=1) == ([False], [])
@@ -396,7 +396,7 @@ def test_a_new_leader_shortens_leases_that_its_clock_would_prolong():
 
 
 def test_an_ended_lease_is_not_extended_in_order_by_key():
-    """Found by the simulator: an earlier message of the key, redriven, had been handed out meanwhile."""
+    """Found by the simulator: an earlier message of the key, redriven, had been delivered since."""
     group = new_group()
     grant(group, (0, 1, 1), now=0, lease=10)
     assert group.may_extend(0, delivery=1, now_ms=50, by_key=False), "nobody else has it"
@@ -405,7 +405,7 @@ def test_an_ended_lease_is_not_extended_in_order_by_key():
 
 
 def test_a_leader_elected_again_reads_the_keys_again():
-    """Found by the simulator: records that came by replication meanwhile are in no book."""
+    """Found by the simulator: replicated records are in no key queue."""
     group = new_group()
     group.keys = KeyQueues()
     group.take_over(now_ms=500)

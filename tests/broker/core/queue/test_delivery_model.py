@@ -62,7 +62,7 @@ class Model:
             self.messages[message.offset] = message
 
     def expect(self, now: int, size: int) -> list[int]:
-        """What a receive is handed, in order. Nothing is changed."""
+        """Return the offsets that a receive gets, in order. Nothing changes."""
         handed: list[int] = []
         keys: set[int] = set()
         for offset in self._candidates(now):

@@ -27,7 +27,7 @@ def test_a_message_behind_others_of_its_key_is_not_checked():
 
 
 def test_an_ack_whose_grant_was_lost_holds_all_keys_back_until_it_is_committed():
-    """The message is in no queue of its key: what comes after it must not go while the ack may yet be lost."""
+    """The message is in no queue of its key: the next one must not be delivered while the ack may be lost."""
     group = GroupDelivery(GroupFold("g", 0, 0, []))
     group.keys = queues = KeyQueues()
     group.apply(Ack((), 1, ahead=((0, 0, 5),)), offset=9)
@@ -38,7 +38,7 @@ def test_an_ack_whose_grant_was_lost_holds_all_keys_back_until_it_is_committed()
 
 
 def test_queues_being_read_count_messages_finished_during_the_reading():
-    """Whether it has read the message already or will find it gone: the next of the key waits for the end's commit."""
+    """In both cases, whether the message was read or is gone, the next of the key waits for the commit of its end."""
     for finished in (0, 7):
         queues = KeyQueues([(0, 100)])
         queues.add(0, key=1)

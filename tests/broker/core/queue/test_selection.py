@@ -24,7 +24,7 @@ def receive(group: GroupDelivery, supply: ListSupply, now: int, max_messages: in
 
 
 def choose_now(group: GroupDelivery, supply: ListSupply, now: int):
-    """Without a look at what is unread."""
+    """Select without reading keys."""
     return select(group, supply, now_ms=now, wall_ms=now, due_by_ms=now, max_messages=10, max_deliveries=5, by_key=True)
 
 
@@ -124,7 +124,7 @@ def test_after_a_purge_the_next_of_a_key_waits_until_what_finished_the_one_befor
 
 
 def test_a_leader_elected_again_knows_what_another_delivered_and_held():
-    """Grants that came by replication are in no queues of the time before."""
+    """Replicated grants are not in the queues of an earlier leadership."""
     group, supply = new_group(), ListSupply(by_key=True)
     supply.add(key=1)
     assert receive(group, supply, 0) == [0]

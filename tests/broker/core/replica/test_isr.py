@@ -178,7 +178,7 @@ def test_a_replica_that_would_leave_at_once_does_not_join():
 
 
 def test_a_leader_alone_waits_for_a_replica_in_step():
-    """Its own disk is always one batch ahead of whoever fetches: without waiting nobody could ever join."""
+    """Its own disk is always one batch ahead of the fetching replica: without waiting none could ever join."""
     insync = book(1, least=1)
     insync.fetched(fetch(2, 1), 10, 100)
     assert insync.committed_end(10, BROKERS, 100) == 10  # it is far behind

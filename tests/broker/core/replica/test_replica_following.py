@@ -52,7 +52,7 @@ IN_SYNC = {"min_insync_replicas": 2, "store_uuids": {1: "a", 2: "b", 3: "c"}, "i
 
 
 def follower(end: int = 10, *, epochs: tuple = ((1, 0),), said: PartitionStateChanged | None = None, **more):
-    """A replica of epoch 1 that has been told of the leader of epoch 3."""
+    """A replica of epoch 1 that knows the leader of epoch 3."""
     settings = {"high_watermark": 6, "highest_epoch": 1, "last_timestamp_ms": 0, **more}
     replica = PartitionReplica(
         1, producers=NOBODY, epochs=list(epochs), end_offset=end, incarnation=1, store_uuid="a", **settings

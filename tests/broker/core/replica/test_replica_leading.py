@@ -235,7 +235,7 @@ def test_a_follower_ignores_a_refused_port():
 
 
 def test_an_older_state_of_the_same_epoch_is_ignored():
-    """A reading of everything may tell the version before the one that a compare-and-set has answered with."""
+    """A reading of the whole tree may have the version before the one that a compare-and-set answered with."""
     replica = leader()
     replica.step(word(isr=(1, 2, 3), version=1), 0)
     assert replica.step(word(isr=(1, 2), version=0), 0) == []
@@ -296,7 +296,7 @@ def test_messages_are_delivered_while_all_possible_successors_vouched_recently()
 
 
 def test_a_gap_in_the_sequence_is_reported_only_while_followers_vouch():
-    """What is missing may stand with a successor of whom this leader has not heard."""
+    """The missing batch may be with a successor that this leader does not know of."""
     replica = leader()
     replica.step(LeaseRenewed(1 << 40), 0)
     gap = AppendRequested("a", 1, Stamp(7, 0, 5))
@@ -415,7 +415,7 @@ def test_an_epoch_whose_start_the_disk_refused_starts_again():
 
 
 def test_a_reopened_log_leads_only_after_a_synced_state():
-    """What the replica had proposed before may stand by now."""
+    """An earlier proposal of the replica may have been applied."""
     before = leader()
     replica = PartitionReplica(
         1,

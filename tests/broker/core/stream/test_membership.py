@@ -64,7 +64,7 @@ class Plane:
 
 @dataclass
 class Leaders:
-    """What the partitions' leaders have folded: (member, generation), and the committed offset."""
+    """The state folded by the partitions' leaders: (member, generation), and the committed offset."""
 
     claims: dict[Partition, tuple[str, int]] = field(default_factory=dict)
     committed: dict[Partition, int] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class Leaders:
 
 
 class Coordinator:
-    """A membership with a shell that does at once what it asks for."""
+    """A membership with a shell that performs its actions at once."""
 
     def __init__(self, plane: Plane, leaders: Leaders, number: int, topics: Mapping[str, int], now_ms: int = 0) -> None:
         self.plane, self.leaders = plane, leaders
