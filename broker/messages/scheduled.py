@@ -20,7 +20,7 @@ import msgspec
 
 from portalmq.broker.cluster.metadata_cache import MetadataCache
 from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, one_by_one, place_of
-from portalmq.broker.cluster.rpc import Outcomes, TopicPartition
+from portalmq.broker.cluster.rpc import Outcomes, TopicPartition, values_of
 from portalmq.broker.cluster.rpc.messages import (
     CANCEL,
     SCHEDULED,
@@ -78,9 +78,7 @@ class ScheduledMessages:
         outcomes = self._leaders.call(SCHEDULED, request, local, forward=forward, repeatable=True)
         found: list[tuple[SchedulePosition, StoredMessage]] = []
         cuts: list[SchedulePosition] = []
-        for place, each in outcomes.items():
-            if isinstance(each, PortalMQError):
-                raise each
+        for place, each in values_of(outcomes).items():
             cuts += [each.cut_at] if each.cut_at is not None else []
             for due_ms, offset, timestamp_ms, record in each.rows:
                 stored = StoredMessage(place.topic, place.number, offset, timestamp_ms, record)

@@ -20,7 +20,7 @@ from portalmq import wire
 from portalmq.broker.cluster.capacity import Capacity
 from portalmq.broker.cluster.metadata_cache import MetadataCache
 from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, one_by_one
-from portalmq.broker.cluster.rpc import TopicPartition
+from portalmq.broker.cluster.rpc import TopicPartition, values_of
 from portalmq.broker.cluster.rpc.queues import KNOWN, START, BeginGroup, GroupBegunCall
 from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.cluster.topics import Topics
@@ -264,10 +264,7 @@ class Groups(GroupRegistry):
         start = "earliest" if has_begun else group.config.start
         for numbers in (list(range(1, state.partitions)), [0]):
             request = BeginGroup(group.name, group.group_id, state.name, state.topic_id, numbers, start)
-            outcomes = self.leaders.call(START, request, self._local_start(group, start), repeatable=True)
-            for outcome in outcomes.values():
-                if isinstance(outcome, PortalMQError):
-                    raise outcome
+            values_of(self.leaders.call(START, request, self._local_start(group, start), repeatable=True))
         if len(self._begun) >= BEGUN_MAX:
             self._begun.clear()  # the next calls ask the leaders again
         self._begun.add(mark)

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, one_by_one
-from portalmq.broker.cluster.rpc import Outcomes, TopicPartition
+from portalmq.broker.cluster.rpc import Outcomes, TopicPartition, values_of
 from portalmq.broker.cluster.rpc.queues import LOOK, SIZES, LookAt, QueueSize, SizeOf
 from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.queues.groups import Groups
 from portalmq.broker.queues.partition_counts import tallied, untouched
 from portalmq.control_plane.state import GroupState
-from portalmq.errors import PortalMQError
 
 
 class QueueSizes:
@@ -71,11 +70,7 @@ def _size_of(counts: Mapping[str, int]) -> QueueSize:
 
 
 def _sum(outcomes: Outcomes[QueueSize]) -> QueueSize:
-    sizes: list[QueueSize] = []
-    for outcome in outcomes.values():
-        if isinstance(outcome, PortalMQError):
-            raise outcome
-        sizes.append(outcome)
+    sizes = values_of(outcomes).values()
     return QueueSize(
         sum([size.ready for size in sizes]),
         sum([size.in_flight for size in sizes]),

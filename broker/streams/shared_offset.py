@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from portalmq.broker.cluster.metadata_cache import MetadataCache
 from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, one_by_one, outcome_of
-from portalmq.broker.cluster.rpc import Outcomes, TopicPartition
+from portalmq.broker.cluster.rpc import Outcomes, TopicPartition, values_of
 from portalmq.broker.cluster.rpc.streams import FRONTS, TURN, Fronts, SharedOffsetCall, SharedOffsetResult
 from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.core.queue.records import Claim, CommitOffset
@@ -86,12 +86,7 @@ class SharedOffsets:
                 outcome = outcomes[place]
                 if not isinstance(outcome, PortalMQError) and outcome.message is not None:
                     return QueueHead(StoredMessage(topic, place.number, *outcome.message), outcome.offset)
-        for outcome in outcomes.values():
-            if isinstance(outcome, PortalMQError):
-                raise outcome
-        first = outcomes[places[0]]
-        assert isinstance(first, SharedOffsetResult)
-        return QueueHead(None, first.offset)
+        return QueueHead(None, values_of(outcomes)[places[0]].offset)
 
     def advance(self, name: str, topic: str, number: int, offset: int, *, forward: bool = True) -> bool:
         """End the message at `offset`, durably; return False when it was not the head. After an error with an unknown

@@ -77,7 +77,7 @@ class TopicPartition(NamedTuple):
     number: int
 
 
-# What became of a call at each partition.
+# The outcome of a call at each partition.
 Outcomes = dict[TopicPartition, T | PortalMQError]
 
 
@@ -105,6 +105,16 @@ def result_of(outcome: T | PortalMQError) -> Result[T]:
     return Result(None, refusal(outcome)) if isinstance(outcome, PortalMQError) else Result(outcome)
 
 
+def values_of(outcomes: Outcomes[T]) -> dict[TopicPartition, T]:
+    """Return the values. Raises the error of the first partition that has one."""
+    values: dict[TopicPartition, T] = {}
+    for place, outcome in outcomes.items():
+        if isinstance(outcome, PortalMQError):
+            raise outcome
+        values[place] = outcome
+    return values
+
+
 def first_error(outcomes: Iterable[object]) -> PortalMQError | None:
     """Return the error to raise: one with an unknown outcome if there is one; None without errors."""
     errors = [outcome for outcome in outcomes if isinstance(outcome, PortalMQError)]
@@ -130,7 +140,7 @@ def error_of(refused: Refusal) -> PortalMQError:
 
 
 class PartitionRequest(Protocol):
-    """A request that names the partitions it is for. The three classes below are its forms."""
+    """A request that names the partitions it is for. The classes below are its forms."""
 
     @property
     def places(self) -> list[TopicPartition]: ...
