@@ -1,4 +1,4 @@
-"""The older queues' doors where it gets tight: other brokers, dying and standing leaders, races, a secret."""
+"""The older queues' protocols under stress: other brokers, killed and paused leaders, races, a secret."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_a_sleeping_consumer_is_woken_through_any_broker(cluster: Cluster, topic
     assert time.monotonic() - began < 40, "and before their time is over"
 
 
-def test_the_classes_follow_the_brokers_when_the_one_they_were_told_of_dies(cluster: Cluster, topic: str) -> None:
+def test_the_classes_follow_the_brokers_when_the_named_one_dies(cluster: Cluster, topic: str) -> None:
     leader = made(cluster, topic)
     told = cluster.brokers[leader].url
     acked: list[int] = []
@@ -253,7 +253,7 @@ def message_at(cluster: Cluster) -> Any:
 # --- with a secret ---------------------------------------------------------------------------------------------------
 
 
-def test_brokers_with_a_secret_serve_those_alone_who_show_it(tmp_path: Path) -> None:
+def test_brokers_with_a_secret_serve_only_clients_that_send_it(tmp_path: Path) -> None:
     with Cluster(tmp_path, "--secret", "strong-secret") as cluster:
         secret = {"Authorization": "strong-secret"}
         for broker in cluster.brokers.values():

@@ -1,4 +1,4 @@
-"""What goes in by one door comes out of every other: text, JSON and bytes, as they were, in order, under one place."""
+"""A message sent by one protocol is received by every other: text, JSON and bytes, unchanged, in order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from portalmq.broker.protocols.zeromq.service import MiniQService
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 
-# The one topic that every door can reach.
+# The one topic that every protocol can reach.
 TOPIC = "default"
 MESSAGES = ["text: ü\n", "", '{"looks": "like JSON"}', {"celsius": [21.5, None]}, 7, None, b"\xff\x00"]
 # (the message's place, message)
@@ -182,7 +182,7 @@ def named(prefix: str) -> list[str]:
 
 
 @pytest.mark.parametrize("way_out", named("out_by_"))
-def test_every_way_in_leads_to_this_way_out(doors: Doors, way_out: str) -> None:
+def test_every_protocol_in_leads_to_this_protocol_out(doors: Doors, way_out: str) -> None:
     sent: Came = []
     for way_in in named("in_by_"):
         write: Callable[[Any], str] = getattr(doors, way_in)
@@ -194,7 +194,7 @@ def test_every_way_in_leads_to_this_way_out(doors: Doors, way_out: str) -> None:
     assert len({place for place, _ in came}) == len(came)
 
 
-def test_a_queue_group_s_doors_share_its_messages(doors: Doors) -> None:
+def test_the_protocols_of_a_queue_group_share_its_messages(doors: Doors) -> None:
     """A message that one door has leased is not shown by the next, and is ended by any of them."""
     doors.out_by_v1()
     sent = [doors.in_by_v1(str(number)) for number in range(4)]

@@ -1,4 +1,4 @@
-"""What the table of locks promises, over each control plane: compare-and-set is the plane's, and so is what is safe."""
+"""The contract of the table of locks, over each control plane, whose compare-and-set makes the locks safe."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_one_holds_the_next_waits_and_follows(plane: ControlPlane) -> None:
         table.renew("l", "a", 1, None, just_seen)
 
 
-def test_who_did_not_renew_loses_it(plane: ControlPlane) -> None:
+def test_a_holder_that_does_not_renew_loses_the_lock(plane: ControlPlane) -> None:
     table = LockTable(plane)
     table.ask("l", "a", TTL, just_seen, LIVE)
     assert table.ask("l", "b", TTL, long_ago, LIVE).state.token == 2
@@ -83,10 +83,10 @@ def test_tokens_rise_over_removals_and_restarts(make_plane: Callable[[Path], Con
 
 
 @pytest.mark.cluster
-def test_of_many_who_ask_at_once_over_many_sessions_each_token_has_one_holder(
+def test_with_many_callers_over_many_sessions_each_token_has_one_holder(
     zookeeper_server: object, tmp_path: Path
 ) -> None:
-    """Each asks, waits in the queue when it has to, and gives back; nobody sees anybody's clock."""
+    """Each caller acquires, waits in the queue if needed, and releases; no clocks are compared."""
     chroot = fresh_chroot()
     holders: dict[int, str] = {}
     failures: list[BaseException] = []

@@ -1,4 +1,4 @@
-"""What every control plane promises, run over each implementation. A new one is one more line in `make_plane`."""
+"""The contract of control planes, run over each implementation. A new one is one more line in `make_plane`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PLANES = ["standalone", pytest.param("zookeeper", marks=pytest.mark.cluster)]
 
 @pytest.fixture(params=PLANES)
 def make_plane(request: pytest.FixtureRequest) -> Callable[[Path], ControlPlane]:
-    """Makes a plane that is not started; of two in one directory the second sees what the first committed."""
+    """Create a plane that is not started. Of two in one directory, the second sees the first one's commits."""
     if request.param == "standalone":
         return Standalone
     server, chroot = request.getfixturevalue("zookeeper_server"), fresh_chroot()

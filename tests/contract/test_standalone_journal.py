@@ -1,4 +1,4 @@
-"""The one-process control plane under crashes: what was answered stays, what was torn never was."""
+"""The one-process control plane under crashes: acknowledged commits stay, torn ones disappear."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_others_may_run_after_each_long_commit_and_find_it_done(tmp_path: Path) 
 
 
 def test_others_may_run_while_many_children_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what they delete is left out."""
+    """Deleted nodes are left out."""
     monkeypatch.setattr(standalone, "_NODES_A_TURN", 3)
     doomed = ["/n/0", "/n/8"]
     plane = Standalone(tmp_path, give_way=lambda: doomed and plane.commit(Delete(doomed.pop(), 0)))

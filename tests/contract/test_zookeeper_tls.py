@@ -82,7 +82,7 @@ def test_the_control_plane_works_over_it(secure_port: int) -> None:
 
 
 @pytest.mark.parametrize("tls", [Tls(pem("authority")), Tls(pem("stranger"), *SHOWN[1:]), None], ids=repr)
-def test_who_shows_no_certificate_or_does_not_believe_it_is_not_served(secure_port: int, tls: Tls | None) -> None:
+def test_clients_without_a_certificate_or_trust_are_not_served(secure_port: int, tls: Tls | None) -> None:
     with pytest.raises(PlaneUnavailable):
         ZooKeeper(f"localhost:{secure_port}", tls=tls, session_timeout_s=0.5).start()
 

@@ -1,4 +1,4 @@
-"""A domain of a few dictionaries, for tests of the HTTP room: it keeps what it is given and can be told to refuse."""
+"""A broker of a few dictionaries, for tests of the API: it records its calls, and refuses them on demand."""
 
 from __future__ import annotations
 

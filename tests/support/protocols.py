@@ -1,4 +1,4 @@
-"""The older queues' doors, over a domain in this process."""
+"""The older queues' protocols, on a broker in this process."""
 
 from __future__ import annotations
 

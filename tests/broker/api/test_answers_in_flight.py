@@ -34,7 +34,7 @@ def app(broker: Any) -> Flask:
 
 
 def begun(app: Flask, path: str, body: Any = None) -> tuple[int, Any]:
-    """A request that is answered, and whose answer is not taken yet: its status, and what the connection holds."""
+    """An answered request whose answer is not read yet: its status, and the room that it holds."""
     status: list[str] = []
     method = "GET" if body is None else "POST"
     builder = EnvironBuilder(path=path, base_url="http://localhost:5000", method=method, json=body)

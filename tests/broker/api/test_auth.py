@@ -1,4 +1,4 @@
-"""Every door but three asks for a token."""
+"""Every route but three needs a token."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_every_route_but_the_three_refuses_without_a_token(guarded, broker, prob
     assert broker.made == []
 
 
-def test_open_routes_tell_strangers_the_status_alone(guarded, broker):
+def test_open_routes_show_only_the_status_without_a_token(guarded, broker):
     told = {"/livez": {"status": "ok"}, "/readyz": {"status": "ready"}, "/healthz": {"status": "ok"}}
     assert {route.path for route in (*ROUTES, *PROTOCOL_ROUTES) if route.is_open} == set(told)
     for path, expected in told.items():

@@ -28,7 +28,7 @@ def shown(client, log, record):
     return client.get(URL).get_json()["messages"][0]
 
 
-def test_a_page_tells_where_to_go_on(client, log):
+def test_a_page_has_the_offset_of_the_next(client, log):
     log += [Record(str(n).encode(), "text/plain") for n in range(5)]
     page = client.get(f"{URL}?offset=1&limit=2").get_json()
     assert [message["value"] for message in page["messages"]] == ["1", "2"]
@@ -212,7 +212,7 @@ def test_a_head_of_an_unknown_topic_is_not_found_in_every_form(client):
         assert client.head("/v1/topics/none/messages", headers={"Accept": accept}).status_code == 404
 
 
-def test_a_tail_that_finds_no_place_is_told_to_come_back(broker, metrics, problem_of):
+def test_a_tail_beyond_the_limit_of_waiting_calls_is_refused(broker, metrics, problem_of):
     broker.logs["t"] = [[]]
     client = create_app(broker, BrokerConfig(parked_receives_max=1), metrics, Auth()).test_client()
     first = client.get(URL, headers={"Accept": "text/event-stream"})

@@ -1,4 +1,4 @@
-"""The commit call and dead letters over HTTP: what goes in, what comes out, what is refused."""
+"""The commit call and dead letters over HTTP: requests, answers and refusals."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def test_receipts_whose_leader_cannot_be_asked_are_unknown_in_the_results(client
     assert [result["status"] for result in problem["results"]] == ["ok", "unknown", "stale_receipt"]
 
 
-def test_acks_that_ride_with_a_receive_and_cannot_be_brought_to_their_leader_fail_it(client, broker, problem_of):
+def test_a_receive_fails_when_its_acks_do_not_reach_their_leader(client, broker, problem_of):
     error = Unavailable("no leader just now")
     broker.ack_and_receive = lambda *_, **__: ([], [True, error])
     answer = client.post("/v1/groups/g/receive", json={"topics": ["t"], "ack": ["a", "b"]})
@@ -157,7 +157,7 @@ def test_a_client_that_says_so_is_not_looked_for_an_earlier_attempt_of(client, b
     assert broker.last("receive")["is_first"] is is_first
 
 
-def test_a_group_may_be_told_to_start_at_a_time_in_either_form(client, broker, problem_of):
+def test_a_group_starts_at_a_time_in_either_format(client, broker, problem_of):
     for at in ("2026-01-31T12:00:00Z", 1_769_860_800_000):
         assert client.put(f"/v1/groups/g{len(str(at))}", json={"start": {"at": at}}).status_code == 201
         assert broker.last("put_group")["config_patch"] == {"start": {"at": 1_769_860_800_000}}

@@ -1,4 +1,4 @@
-"""The brokers' own door: only the cluster's secret opens it, and the secret opens no other."""
+"""Calls between brokers: only the cluster's secret is accepted, and the secret is accepted nowhere else."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_broker_with_the_secret_is_answered(client: FlaskClient) -> None:
     assert answer.content_type == "application/vnd.msgpack"
 
 
-def test_without_a_credential_the_door_stays_shut(client: FlaskClient, problem_of: ProblemOf) -> None:
+def test_a_call_without_the_credential_is_refused(client: FlaskClient, problem_of: ProblemOf) -> None:
     problem_of(client.post("/internal/v1/echo", data=b"x"), 401, "unauthorized")
 
 
@@ -42,7 +42,7 @@ def test_no_token_of_a_client_opens_it(broker: FakeBroker, problem_of: ProblemOf
 
 @pytest.mark.parametrize("tokens", [(), ("s3cret",)])
 @pytest.mark.parametrize("path", ["/v1/topics/t/messages", "/v1/groups/g/receive", "/v1/topics", "/metrics"])
-def test_the_secret_opens_no_door_of_the_clients(
+def test_the_secret_is_not_accepted_on_routes_for_clients(
     broker: FakeBroker, problem_of: ProblemOf, tokens: tuple[str, ...], path: str
 ) -> None:
     client = create_app(broker, BrokerConfig(), Metrics("1"), Auth(tokens)).test_client()
@@ -58,7 +58,7 @@ def test_an_error_travels_as_a_problem_with_its_outcome(
     assert (problem["leader"], problem["leader_url"]) == (2, "http://two")
 
 
-def test_a_name_that_nobody_knows_is_404_and_makes_no_series_of_its_own(
+def test_an_unknown_name_is_404_and_creates_no_series(
     client: FlaskClient, metrics: Metrics, problem_of: ProblemOf
 ) -> None:
     problem_of(client.post("/internal/v1/nonsense", data=b"x", headers=SECRET), 404, "not_found")
@@ -71,7 +71,7 @@ def test_only_post_is_taken(client: FlaskClient, problem_of: ProblemOf) -> None:
     assert answer.headers["Allow"] == "POST"
 
 
-def test_the_door_is_open_while_the_broker_starts_and_drains(client: FlaskClient, broker: FakeBroker) -> None:
+def test_calls_are_served_while_the_broker_starts_and_drains(client: FlaskClient, broker: FakeBroker) -> None:
     broker.ready = False
     assert client.post("/internal/v1/echo", data=b"x", headers=SECRET).status_code == 200
 

@@ -1,4 +1,4 @@
-"""Very many messages in a request or an answer: too many are refused at once, and others have their turn meanwhile."""
+"""Very many messages in a request or an answer: too many are refused at once, and other greenlets run in between."""
 
 from __future__ import annotations
 

@@ -28,6 +28,6 @@ def test_as_many_lines_as_a_batch_may_have_are_taken():
     assert len(decode_messages(wire.NDJSON, b"1\n" * wire.BATCH_MESSAGES_MAX, {}, 0).records) == wire.BATCH_MESSAGES_MAX
 
 
-def test_the_line_that_is_no_json_is_named_whatever_stands_before_it():
+def test_the_line_that_is_not_json_is_named():
     with pytest.raises(InvalidRequest, match="line 5 "):
         decode_messages(wire.NDJSON, b"1\n\n \n2\n{\n", {}, 0)

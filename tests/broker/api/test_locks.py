@@ -1,4 +1,4 @@
-"""The lock routes: what they take, what they answer, and what they refuse."""
+"""The lock routes: requests, answers and refusals."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def test_a_lock_that_is_held_is_409_with_its_holder(client: FlaskClient, problem
     assert (problem["owner"], problem["expires_in_ms"], problem["retryable"]) == ("a", 5000, True)
 
 
-def test_a_wait_is_bounded_and_holds_a_place_of_those_who_wait(client: FlaskClient, problem_of: Check) -> None:
+def test_a_wait_is_limited_and_counts_as_a_waiting_call(client: FlaskClient, problem_of: Check) -> None:
     acquire(client)
     problem_of(acquire(client, "b", wait_ms=20), 409, "lock_held")
     problem_of(acquire(client, "b", wait_ms=60_001), 400, "invalid_request")
 
 
-def test_who_waits_gets_it_when_it_comes_free(client: FlaskClient) -> None:
+def test_a_waiting_caller_gets_a_released_lock(client: FlaskClient) -> None:
     acquire(client)
     gevent.spawn_later(0.02, client.delete, "/v1/locks/l?owner=a&fencing_token=1")
     assert acquire(client, "b", wait_ms=60_000).json["fencing_token"] == 2

@@ -62,7 +62,7 @@ def test_nothing_is_read_or_changed_under_a_name_that_is_not_the_brokers(client,
     assert broker.made == []
 
 
-def test_open_routes_tell_a_page_under_a_name_that_is_not_the_brokers_the_status_alone(client):
+def test_open_routes_show_only_the_status_under_a_foreign_name(client):
     for path in PROBES:
         answer = client.get(path, headers={"Host": "evil.example"})
         assert (answer.status_code, set(answer.get_json())) == (200, {"status"})

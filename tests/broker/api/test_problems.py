@@ -1,4 +1,4 @@
-"""Whatever goes wrong is a problem document, tells no secrets of the house, and says when to come back."""
+"""Every error is a problem document, reveals nothing internal, and says when to retry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every form in which messages come in: what is stored, what is answered, what is refused and leaves nothing behind."""
+"""Every format of a produce request: stored records, answers, and refusals that leave nothing behind."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_a_single_message_that_is_refused_is_a_problem(client, broker, problem_o
 # --- JSON batches ---
 
 
-def test_a_json_batch_keeps_each_value_as_the_json_text_that_came(client, broker):
+def test_a_json_batch_keeps_each_value_as_the_json_text_that_was_sent(client, broker):
     body = b'{"messages":[{"value": {"b": 1.50, "a": [1, 2]}},{"value":null},{"value":"text"},{"value_base64":"AP8="}]}'
     answer = client.post(URL, data=body, content_type=wire.BATCH_JSON)
     assert answer.get_json() == {

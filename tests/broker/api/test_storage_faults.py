@@ -1,4 +1,4 @@
-"""Whatever the storage raises in the middle of a call is an error of the contract, in every room and behind every door:
+"""An error of the storage during a call is an error of the contract, in every package and protocol:
 over a domain in this process whose log reads fail."""
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def join(http: FlaskClient, **more: Any) -> dict[str, Any]:
     return answer.get_json()  # type: ignore[no-any-return]
 
 
-def test_the_lag_of_a_group_whose_members_have_just_left_is_told(http: FlaskClient) -> None:
+def test_the_lag_of_a_group_whose_members_have_just_left_is_shown(http: FlaskClient) -> None:
     """However short their stay was: no checkpoint need have come by."""
     generation = join(http)["generation"]
     offsets = [{"topic": "t", "partition": 0, "offset": 2}]
@@ -53,7 +53,7 @@ def test_the_lag_of_a_group_whose_members_have_just_left_is_told(http: FlaskClie
     assert http.get("/v1/groups/g").get_json()["lag"] == 2
 
 
-def test_nobody_joins_for_a_client_that_has_hung_up(http: FlaskClient) -> None:
+def test_a_client_that_has_disconnected_does_not_join(http: FlaskClient) -> None:
     join(http)
     ours, theirs = socket.socketpair()
     with ours:
@@ -127,7 +127,7 @@ def test_a_wrong_join_is_refused(http: FlaskClient, problem_of: Problem, body: A
     problem_of(http.post("/v1/groups/g/members", json=body), 400, "invalid_request")
 
 
-def test_what_a_group_does_not_allow_is_told(http: FlaskClient, problem_of: Problem) -> None:
+def test_calls_that_a_group_does_not_allow_are_refused(http: FlaskClient, problem_of: Problem) -> None:
     problem_of(http.post("/v1/groups/g/members/a/heartbeat", json={"generation": 1}), 404, "group_not_found")
     join(http)
     problem_of(http.post("/v1/groups/g/members/b/heartbeat", json={"generation": 2}), 409, "illegal_generation")

@@ -1,4 +1,4 @@
-"""Altering a topic over HTTP: what breaks an order has to be said twice."""
+"""Altering a topic over HTTP: a change that breaks an order needs a confirmation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GET /v1/groups/{group}/messages: what a group has not done, over a domain in this process."""
+"""GET /v1/groups/{group}/messages: a group's unfinished messages, on a broker in this process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def produce(client: FlaskClient, value: str, partition: int = 0) -> str:
     return str(answer.get_json()["id"])
 
 
-def test_each_message_is_told_with_what_is_becoming_of_it(client: FlaskClient, fixture: Fixture) -> None:
+def test_each_message_is_shown_with_its_state(client: FlaskClient, fixture: Fixture) -> None:
     taken, ready = produce(client, "taken"), produce(client, "ready")
     client.post("/v1/groups/g/receive", json={"topics": ["t"], "max_messages": 1, "wait_ms": 0})
     shown = client.get("/v1/groups/g/messages?topic=t").get_json()

@@ -1,4 +1,4 @@
-"""What `portalmq up` knows of processes and ports; whole clusters are started in tests/cluster/test_up.py."""
+"""Records of processes, and checks of ports, for `portalmq up`; tests/cluster/test_up.py starts whole clusters."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def record(boot: str, *processes: ProcessRecord) -> ClusterRecord:
     return ClusterRecord(boot, processes[0], list(processes[1:]), "127.0.0.1:2181", [], True)
 
 
-def test_a_process_is_told_from_a_later_one_with_its_number():
+def test_a_process_differs_from_a_later_one_with_its_pid():
     assert me().is_there
     assert not msgspec.structs.replace(me(), started=me().started - 1).is_there
 
 
-def test_a_process_that_has_ended_is_not_there_though_nobody_has_collected_it():
+def test_a_process_that_has_ended_is_not_running_before_it_is_reaped():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         assert start_of(child.pid) is not None
@@ -77,7 +77,7 @@ def test_free_ports_are_all_different():
 
 
 @pytest.mark.parametrize(("which", "option"), [("broker", "--base-port"), ("zookeeper", "--zookeeper-port")])
-def test_a_port_that_is_taken_is_told_before_anything_starts(tmp_path, which, option):
+def test_a_taken_port_is_reported_before_anything_starts(tmp_path, which, option):
     def plan_for(broker_port, zookeeper_port):
         broker = load_config({"port": broker_port}, environ={})
         return Plan(tmp_path, {"broker-1": broker}, "", 1, zookeeper_port)
@@ -90,6 +90,6 @@ def test_a_port_that_is_taken_is_told_before_anything_starts(tmp_path, which, op
         check_ports(plan_for(free, other) if which == "broker" else plan_for(other, free))
 
 
-def test_ports_of_a_zookeeper_that_is_not_started_are_nobodys_business(tmp_path):
+def test_ports_of_a_zookeeper_that_is_not_started_are_not_checked(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         check_ports(Plan(tmp_path, {}, "127.0.0.1:1", 0, taken.getsockname()[1]))

@@ -21,13 +21,13 @@ def test_down_names_a_broker_that_was_started_by_hand(tmp_path: Path) -> None:
     assert CliRunner().invoke(down, ["--data-dir", str(tmp_path)]).exit_code == 0
 
 
-def test_a_directory_that_nobody_has_locked_has_no_holder(tmp_path: Path) -> None:
+def test_an_unlocked_directory_has_no_holder(tmp_path: Path) -> None:
     assert holder_of(tmp_path) is None
     DataDirectory.open(tmp_path / "broker-1").close()
     assert holder_of(tmp_path / "broker-1") is None
 
 
-def test_a_cluster_that_cannot_be_kept_in_its_directory_is_told_in_a_sentence(tmp_path: Path) -> None:
+def test_an_unusable_directory_is_reported_in_a_sentence(tmp_path: Path) -> None:
     taken = tmp_path / "file"
     taken.touch()
     result = CliRunner().invoke(up, ["--detach", "--data-dir", str(taken / "below")])

@@ -1,4 +1,4 @@
-"""MiniQ's commands, at the door of any broker."""
+"""MiniQ's commands, at any broker."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ def test_many_are_deleted_at_once_and_each_has_its_verdict(client: FlaskClient) 
 
 
 @pytest.mark.parametrize("kind", ["PRODUCE_MSG", "CONSUME"])
-def test_to_open_a_door_makes_the_queue_where_there_is_none(client: FlaskClient, fixture: Fixture, kind: str) -> None:
+def test_produce_and_consume_commands_create_a_missing_queue(client: FlaskClient, fixture: Fixture, kind: str) -> None:
     assert tell(client, kind, queue="q") == {"status": "ok", "queue": "q"}
     fixture.broker.create_topic("wide", wire.CreateTopic(partitions=3))
     assert tell(client, kind, queue="wide") == {"status": "ok", "queue": "wide"}, "one that is there stays as it is"
     assert tell(client, kind) == {"status": "ok", "queue": "default"}
 
 
-def test_what_cannot_be_done_is_told(client: FlaskClient) -> None:
+def test_impossible_commands_are_refused(client: FlaskClient) -> None:
     there_is_none = (404, "there is no queue 'none': make it with CREATE_QUEUE")
     assert refused(client, {"type": "QUEUE_SIZE", "payload": {"queue": "none"}}) == there_is_none
     assert refused(client, {"type": "DELETE_MSG", "payload": {"queue": "none", "id": "0-0"}}) == there_is_none
@@ -93,12 +93,12 @@ def test_what_cannot_be_done_is_told(client: FlaskClient) -> None:
     assert refused(client, {"type": "CREATE_QUEUE", "payload": {"queue": "a/b"}})[0] == 400
 
 
-def test_a_message_that_stands_in_a_command_is_not_dropped_in_silence(client: FlaskClient) -> None:
+def test_a_message_in_a_command_is_not_dropped_silently(client: FlaskClient) -> None:
     status, detail = refused(client, {"type": "PRODUCE_MSG", "payload": {"queue": "q", "message": "x"}})
     assert (status, "producers' port" in detail) == (400, True)
 
 
-def test_the_door_asks_for_the_secret(fixture: Fixture) -> None:
+def test_commands_need_the_secret(fixture: Fixture) -> None:
     client = client_of(fixture, "strong-secret")
     assert client.post("/miniq/command", json={"type": "CREATE_QUEUE"}).status_code == 401
     shown = {"Authorization": "strong-secret"}

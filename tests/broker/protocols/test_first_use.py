@@ -1,4 +1,4 @@
-"""A cluster that makes no topic at its first use makes none by any of the older doors."""
+"""A cluster that creates no topic at its first use creates none by any of the older protocols."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ FIRST_USES: dict[str, tuple[str, str, dict[str, Any] | None]] = {
 
 
 @pytest.mark.parametrize("door", FIRST_USES)
-def test_no_door_makes_a_topic_where_the_cluster_makes_none(fixture: Fixture, strict: FlaskClient, door: str) -> None:
+def test_no_protocol_creates_a_topic_where_the_cluster_creates_none(
+    fixture: Fixture, strict: FlaskClient, door: str
+) -> None:
     method, path, body = FIRST_USES[door]
     answer = strict.open(path, method=method, json=body)
     problem = answer.get_json()
@@ -47,7 +49,7 @@ def test_no_door_makes_a_topic_where_the_cluster_makes_none(fixture: Fixture, st
 
 
 @pytest.mark.parametrize("door", FIRST_USES)
-def test_each_door_opens_once_the_topic_is_there(fixture: Fixture, strict: FlaskClient, door: str) -> None:
+def test_each_protocol_works_once_the_topic_exists(fixture: Fixture, strict: FlaskClient, door: str) -> None:
     fixture.broker.create_topic("default", wire.CreateTopic(partitions=2))
     method, path, body = FIRST_USES[door]
     answer = strict.open(path, method=method, json=body)
@@ -57,7 +59,7 @@ def test_each_door_opens_once_the_topic_is_there(fixture: Fixture, strict: Flask
 
 
 @pytest.mark.parametrize("kind", ["/topic/create", "CREATE_QUEUE"])
-def test_who_creates_a_topic_by_name_may(fixture: Fixture, strict: FlaskClient, kind: str) -> None:
+def test_creating_a_topic_by_name_is_allowed(fixture: Fixture, strict: FlaskClient, kind: str) -> None:
     body: dict[str, Any] = {"type": kind, "payload": {"queue": "q"}} if kind == "CREATE_QUEUE" else {"name": "q"}
     path = "/miniq/command" if kind == "CREATE_QUEUE" else kind
     assert strict.post(path, json=body).status_code == 200

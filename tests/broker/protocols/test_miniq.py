@@ -94,7 +94,7 @@ def test_a_key_of_a_queue_that_was_deleted_names_no_message_of_the_next_one(
 
 
 def test_a_key_may_leave_out_of_which_queue_it_is(client: FlaskClient) -> None:
-    """Keys had no mark once, and the ids of other doors have none."""
+    """Older keys have no mark, and neither have the ids of other protocols."""
     client.post("/message", json={"Message": "a"})
     mark, partition, offset = client.get("/message").get_json()["key"].split("-")
     assert (len(mark), partition) == (8, "0")
@@ -110,7 +110,7 @@ def test_what_has_no_mark_of_a_queue_in_front_is_no_key(client: FlaskClient, key
     assert client.post("/confirm", json={"Key": key}).status_code == 400
 
 
-def test_bad_requests_are_told(client: FlaskClient) -> None:
+def test_bad_requests_are_refused(client: FlaskClient) -> None:
     assert client.post("/confirm", json={"Key": "nonsense"}).status_code == 400
     assert client.post("/confirm", json={}).status_code == 400
     assert client.post("/confirm", json={"Key": "0-0"}).status_code == 404, "there is no queue yet"

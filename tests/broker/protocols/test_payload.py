@@ -1,4 +1,4 @@
-"""Messages that are hard to carry, through each of the older doors: they come out as they went in, or are refused."""
+"""Difficult messages through each of the older protocols: they are delivered unchanged, or refused."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def test_all_partitions_of_a_topic_are_read(client: FlaskClient, fixture: Fixtur
     assert len(sent) == 30
 
 
-def test_nobody_is_asked_for_the_number_of_partitions(
+def test_no_leader_is_asked_for_the_number_of_partitions(
     client: FlaskClient, fixture: Fixture, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (offset,) = publish(client, "a")
@@ -123,7 +123,7 @@ def test_nobody_is_asked_for_the_number_of_partitions(
     assert post(client, "/topic/exists", name=topic)[0] == 200
 
 
-def test_bad_requests_are_told(client: FlaskClient) -> None:
+def test_bad_requests_are_refused(client: FlaskClient) -> None:
     assert client.post("/publish", data=b"no json").status_code == 400
     assert post(client, "/publish", name="a/b", message="x")[0] == 400
     assert post(client, "/publish", message="x")[0] == 400
@@ -138,7 +138,7 @@ def test_producers_with_a_colon_in_their_names_are_apart(client: FlaskClient) ->
     assert first["offset"] != second["offset"]
 
 
-def test_who_is_registered_may_come_back_when_there_is_room_for_nobody_else(
+def test_a_registered_program_may_register_again_at_the_limit(
     client: FlaskClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "NAMES_MAX", 2)

@@ -78,7 +78,7 @@ def test_the_queue_s_state_is_shown(client: FlaskClient, fixture: Fixture) -> No
     assert shown["more"] is False
 
 
-def test_the_state_counts_what_nobody_has_asked_for_yet(client: FlaskClient) -> None:
+def test_the_state_counts_messages_not_received_yet(client: FlaskClient) -> None:
     publish(client, "a")
     publish(client, "b")
     shown = client.get("/v1/queue").get_json()
@@ -97,7 +97,7 @@ def test_the_state_is_of_wonderq_s_queue_and_no_other(client: FlaskClient, fixtu
     assert [shown[name] for name in ("ready", "in_flight", "dead", "oldest_unacked_ms")] == [1, 0, 0, 1_000]
 
 
-def test_a_repeated_delete_is_told_what_the_first_was_told(client: FlaskClient) -> None:
+def test_a_repeated_delete_is_answered_as_the_first(client: FlaskClient) -> None:
     """Its answer may have been lost on the way."""
     first, second = publish(client, "a"), publish(client, "b")
     take(client, 7)
@@ -120,7 +120,7 @@ def test_an_id_of_a_queue_that_was_deleted_ends_nothing_that_others_hold_in_the_
     assert delete(client, 8, old) is True
 
 
-def test_a_lock_lasts_whatever_others_take_meanwhile(
+def test_a_lock_lasts_whatever_other_consumers_receive(
     client: FlaskClient, fixture: Fixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(delivery, "ATTEMPTS_MAX", 3)
@@ -139,7 +139,7 @@ def test_an_id_that_no_queue_can_have_is_no_message(client: FlaskClient) -> None
     assert client.delete(f"/v1/consumer?cid=7&id={2**53}").status_code == 400
 
 
-def test_bad_requests_are_told(client: FlaskClient) -> None:
+def test_bad_requests_are_refused(client: FlaskClient) -> None:
     assert client.get("/v1/consumer").status_code == 400
     assert client.get("/v1/consumer?cid=x").status_code == 400
     assert client.get("/v1/consumer?cid=1&limit=0").status_code == 400

@@ -172,7 +172,7 @@ def test_a_dead_message_is_not_done_by_its_place(fixture: Fixture) -> None:
     assert finish(fixture, (0, first)) == [False]
 
 
-def test_bad_requests_are_told(fixture: Fixture) -> None:
+def test_bad_requests_are_refused(fixture: Fixture) -> None:
     with pytest.raises(PartitionNotFound):
         finish(fixture, (9, 0))
     with pytest.raises(TopicNotFound):

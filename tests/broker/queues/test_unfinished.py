@@ -78,7 +78,7 @@ def test_many_pages_make_one_list(fixture: Fixture) -> None:
     assert [value for value, _, _ in states(fixture)] == [str(number) for number in range(5_000)]
 
 
-def test_bad_requests_are_told(fixture: Fixture) -> None:
+def test_bad_requests_are_refused(fixture: Fixture) -> None:
     with pytest.raises(TopicNotFound):
         list(fixture.broker.unfinished.messages("g", "nowhere"))
     fixture.broker.put_group("s", {"mode": "stream"})

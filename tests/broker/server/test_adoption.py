@@ -1,4 +1,4 @@
-"""What is written back, from what is found: the decisions, and directories that do not fit together."""
+"""Adoption: the restored state for given directories, and directories that do not belong together."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class TestWhoIsInSync:
         assert state_of([found(1, fault="x")]).isr == ()
 
     @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), min_size=1, max_size=4))
-    def test_nobody_who_is_in_sync_holds_less_than_anybody(self, logs: list[tuple[int, int]]) -> None:
+    def test_no_in_sync_replica_holds_less_than_another(self, logs: list[tuple[int, int]]) -> None:
         state = state_of([found(number, *log) for number, log in enumerate(logs)])
         assert {logs[number] for number in state.isr} == {max(logs)}
 
@@ -102,7 +102,7 @@ class TestWhatIsMissing:
         assert (set(state.isr), state.leader_epoch, state.store_uuids) == ({1, 2}, 1, {1: "a", 2: "b"})
         assert adoption.losses() == []
 
-    def test_the_directory_that_knows_of_most_partitions_knows_the_topic_best(self) -> None:
+    def test_the_description_with_most_partitions_is_used(self) -> None:
         small = TopicState("t", "id", 2, 2, 3, wire.TopicConfig())
         assert topic_of([small, msgspec.structs.replace(small, partitions=5), small]).partitions == 5
 
@@ -119,7 +119,7 @@ class TestRememberingBrokers:
         remember_brokers(tmp_path, {1: "http://one"})
         assert (tmp_path / BROKERS_FILE).stat().st_mtime_ns == before
 
-    def test_a_directory_without_it_knows_nobody(self, tmp_path: Path) -> None:
+    def test_a_directory_without_the_file_has_no_brokers(self, tmp_path: Path) -> None:
         assert known_brokers(tmp_path) == {}
 
 
@@ -227,7 +227,7 @@ def standing(last_epoch: int, end: int, store: str = "s", fault: str = "") -> Re
 class TestChoosingByName:
     HELD = PartitionState(None, 5, (1,), (1, 2, 3), {1: "s1", 2: "s2", 3: "s3"}, {})
 
-    def test_who_holds_most_of_the_latest_epoch_leads(self) -> None:
+    def test_the_replica_with_most_of_the_latest_epoch_leads(self) -> None:
         assert choose(self.HELD, {2: standing(4, 90), 3: standing(5, 10)}) == 3
         assert choose(self.HELD, {2: standing(5, 11), 3: standing(5, 10)}) == 2
         assert choose(self.HELD, {2: standing(5, 10), 3: standing(5, 10)}) == 2
@@ -263,7 +263,7 @@ class TestChoosingByName:
         assert choose(self.HELD, {1: lossy}) == 1
         assert choose(self.HELD, {1: lossy, 2: standing(5, 11)}) == 2
 
-    def test_nobody_is_nobody(self) -> None:
+    def test_no_replica_gives_an_empty_isr(self) -> None:
         for log_ends in ({}, {2: standing(1, 1, fault="damaged")}):
             with pytest.raises(StartupError, match="none is there with a replica that is whole") as refused:
                 choose(self.HELD, log_ends)

@@ -1,4 +1,4 @@
-"""Settings: where they come from, which source wins, and what a wrong one says."""
+"""Settings: their sources, precedence, and errors."""
 
 from __future__ import annotations
 

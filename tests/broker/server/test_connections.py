@@ -1,4 +1,4 @@
-"""Who keeps a connection when there are many, and who gives one up."""
+"""The limits on connections, and which connection is closed for a new one."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_an_address_may_be_left_unbounded():
     assert house.ended == []
 
 
-def test_when_nearly_all_places_are_taken_whoever_has_most_idle_gives_one_up():
+def test_near_the_limit_the_address_with_most_idle_connections_loses_one():
     house = House(at_most=10, per_address_max=0)
     house.enter("honest", "192.0.2.2")
     for number in range(8):

@@ -1,4 +1,4 @@
-"""A worker that is told to end while its broker still starts ends, and does not wait for ZooKeeper first."""
+"""A worker that gets SIGTERM while its broker starts ends without waiting for ZooKeeper."""
 
 from __future__ import annotations
 

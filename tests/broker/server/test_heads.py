@@ -44,7 +44,7 @@ def test_a_head_in_pieces_is_the_head_as_a_whole(size):
 
 
 @pytest.mark.parametrize(("size", "came"), [(1, 0), (60, 3), (8192, 5)])
-def test_it_is_known_how_much_of_the_body_came_with_the_head(size, came):
+def test_bytes_of_the_body_received_with_the_head_are_counted(size, came):
     head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nA: "
     head += b"a" * (57 - len(head) - 4) + b"\r\n\r\n"
     request = next(parser_of(Pieces(head + b"12345", size)))
@@ -92,7 +92,7 @@ def test_what_is_wrong_with_a_head_is_said_as_soon_as_it_shows(data, error, size
 
 
 def test_each_byte_of_a_head_is_looked_at_a_few_times_whatever_its_pieces(monkeypatch):
-    """Not the whole of it with each piece: that is what makes a head of many small pieces expensive."""
+    """Searching the whole head with each piece would make a head of many small pieces expensive."""
 
     looked = []
 

@@ -1,4 +1,4 @@
-"""A broker without descriptors lets nobody in for a while, and says so once."""
+"""A broker without free descriptors pauses accepting, and logs that once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the broker counts, as Prometheus reads it."""
+"""The broker's metrics, as Prometheus reads them."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_topics_name_cannot_break_the_format():
     assert samples(metrics)["portalmq_messages_published_total", (("topic", 'a"b\\c'),)] == 1
 
 
-def test_replication_is_told_by_a_few_numbers():
+def test_a_few_gauges_describe_replication():
     metrics = Metrics("0")
     partitions = [
         PartitionGauge("t", 0, True, 0, 9, under_replicated=True, backlog=4),
@@ -116,7 +116,7 @@ def test_every_series_says_what_it_is():
     assert all(name.startswith("portalmq_") for name in families)
 
 
-def test_memory_and_disk_are_told_where_the_system_tells_them():
+def test_memory_and_disk_are_shown_where_the_system_reports_them():
     metrics = Metrics("0")
     state = [Gauges(memory_bytes=5, memory_limit_bytes=10, disk_free_bytes=3, disk_low_water_bytes=2), Gauges()]
     metrics.registry.register(GaugeCollector(lambda: state[0]))

@@ -1,4 +1,4 @@
-"""A broker's start survives a ZooKeeper that goes away during it: what it asks for is asked again, within a limit."""
+"""A broker's start survives a ZooKeeper that goes away during it: its requests are repeated, within a limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose data directory it is: what is let in, what is refused, and with which sentence."""
+"""The check of a data directory against ZooKeeper: which are accepted or refused, and with which sentence."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class TestKnownDirectories:
         assert refused.value.exit_code == 73
         assert catalog.find_cluster_id() is None
 
-    def test_one_without_messages_brings_its_cluster_along(self, catalog: Catalog) -> None:
+    def test_a_directory_without_messages_keeps_its_cluster(self, catalog: Catalog) -> None:
         assert joined(catalog, question("kept", 3), None) == IdentityAnswer("kept", 3)
         assert catalog.find_cluster_id() == "kept"
 
@@ -122,7 +122,7 @@ class TestOpenTrees:
         yield replace(config, zookeeper_user="portal", zookeeper_password="right")
         self.anyone.plane.close()
 
-    def test_it_is_closed_and_what_others_could_read_is_made_anew_once(self, config: BrokerConfig) -> None:
+    def test_the_tree_is_closed_and_exposed_secrets_are_replaced_once(self, config: BrokerConfig) -> None:
         Preflight.begin(config).close()
         with pytest.raises(PlaneRefused):
             self.anyone.cluster_secret()
@@ -142,8 +142,8 @@ class TestOpenTrees:
         self.anyone.unregister_broker(7)
         Preflight.begin(config).close()
 
-    def test_secrets_that_brokers_use_are_made_anew_when_none_runs_any_more(self, config: BrokerConfig) -> None:
-        """Of a tree whose topmost node alone was closed, those who run have the credentials."""
+    def test_secrets_in_use_are_replaced_when_no_broker_runs(self, config: BrokerConfig) -> None:
+        """If only the top node of a tree is closed, the running brokers have the credentials."""
         ours = in_tree(config)
         ours.register_broker(7, BrokerState(URL, 1, "store"))
         Preflight.begin(config).close()
@@ -155,7 +155,7 @@ class TestOpenTrees:
         assert not {ours.cluster_secret(), ours.receipt_key()} & set(self.before)
         ours.plane.close()
 
-    def test_whoever_looked_before_another_made_them_anew_leaves_them(self, config: BrokerConfig) -> None:
+    def test_secrets_that_another_broker_has_replaced_are_kept(self, config: BrokerConfig) -> None:
         ours = in_tree(config)
         seen = {CLUSTER_SECRET: 0, RECEIPT_KEY: 0}
         for _ in range(2):
@@ -174,7 +174,7 @@ class TestTheChild:
     def config(self, zookeeper_server: EmbeddedZooKeeper) -> BrokerConfig:
         return BrokerConfig(zookeeper=zookeeper_server.hosts + fresh_chroot())
 
-    def test_it_asks_and_ends_and_leaves_nothing(self, config: BrokerConfig) -> None:
+    def test_the_child_asks_and_ends_without_leftovers(self, config: BrokerConfig) -> None:
         before = psutil.Process().children()
         talk = Preflight.begin(config)
         try:

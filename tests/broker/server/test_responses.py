@@ -1,4 +1,4 @@
-"""Answers as they leave a broker: how many pieces, and what is in them."""
+"""The segments in which a broker sends an answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DATE = re.compile(rb"Date: \w{3}, \d\d \w{3} \d{4} \d\d:\d\d:\d\d GMT\r\n")
 
 
 class Sent:
-    """A socket that remembers what was sent, piece by piece."""
+    """A socket that records each sent piece."""
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []

@@ -173,7 +173,7 @@ def test_partitions_whose_followers_are_silent_are_waited_for_together(
     assert (found.message.partition, found.message.offset) == (3, produced.offset)  # type: ignore[union-attr]
 
 
-def test_bad_requests_are_told(fixture: Fixture) -> None:
+def test_bad_requests_are_refused(fixture: Fixture) -> None:
     with pytest.raises(TopicNotFound):
         fixture.broker.shared_offsets.head("g", "nowhere", 0)
     with pytest.raises(PartitionNotFound):

@@ -1,4 +1,4 @@
-"""The desk: what waits for a queue is one call, and a queue in trouble holds up no other."""
+"""The dispatcher: requests that wait for a queue become one call, and a failing queue delays no other."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_a_message_for_a_known_queue_needs_no_worker_and_for_another_one_it_does
     dispatcher.close(WITHIN_S)
 
 
-def test_what_is_refused_is_told_to_whoever_asked():
+def test_a_refusal_is_sent_to_the_client():
     queues, answers = Queues(), Answers()
     queues.trouble = failing(NotEnoughReplicas("too few", outcome="unknown"), "send")
     dispatcher = dispatcher_at(queues, answers)
@@ -153,7 +153,7 @@ def test_what_is_refused_is_told_to_whoever_asked():
     dispatcher.close(WITHIN_S)
 
 
-def test_a_door_that_is_opened_is_told_with_its_port():
+def test_the_reply_to_an_opening_command_has_the_port():
     queues, answers = Queues(), Answers()
     dispatcher = dispatcher_at(queues, answers)
     for kind in ("PRODUCE_MSG", "CONSUME", "CREATE_QUEUE"):
@@ -224,7 +224,7 @@ def test_a_worker_outlives_whatever_comes_up():
     dispatcher.close(WITHIN_S)
 
 
-def test_a_message_that_reached_nobody_is_given_back_and_may_fail_to_be():
+def test_an_undelivered_message_is_released_and_the_release_may_fail():
     queues, answers = Queues(), Answers()
     dispatcher = dispatcher_at(queues, answers)
     queues.send("q", "m", None)

@@ -1,4 +1,4 @@
-"""What strangers may send to MiniQ's ports: messages without an end, broken frames, keys that nobody knows."""
+"""Hostile traffic at MiniQ's ports: messages without an end, broken frames, unknown keys."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MUTANTS = int(os.environ.get("PORTALMQ_ZEROMQ_MUTANTS", "1000"))
 
 
 class Side:
-    """Connections to a port that nobody reads, and the memory that the guard is shown."""
+    """Connections to a port that is never read, and the memory that the guard sees."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, growth_bytes_max: int) -> None:
         self.memory = 0
@@ -74,7 +74,7 @@ def side(monkeypatch: pytest.MonkeyPatch) -> Iterator[Side]:
         each.close()
 
 
-def test_a_connection_that_brings_more_than_a_request_and_no_request_is_cut_off(side: Side) -> None:
+def test_a_connection_with_more_bytes_than_a_request_and_no_request_is_cut_off(side: Side) -> None:
     endless, _ = side.connected()
     modest, _ = side.connected()
     side.send(endless, 1_001)
@@ -96,7 +96,7 @@ def test_a_connection_whose_requests_come_may_bring_any_number_of_them(side: Sid
     assert side.guard.cut == 1
 
 
-def test_requests_whose_sender_is_not_told_are_of_those_that_none_is_known_of(side: Side) -> None:
+def test_requests_without_a_descriptor_may_be_of_any_connection_without_one(side: Side) -> None:
     """So it is with clients older than libzmq 4."""
     old, _ = side.connected()
     for _ in range(3):
@@ -108,7 +108,7 @@ def test_requests_whose_sender_is_not_told_are_of_those_that_none_is_known_of(si
     assert side.guard.cut == 1
 
 
-def test_while_the_memory_stands_still_nobody_is_looked_at(side: Side) -> None:
+def test_connections_are_not_checked_while_memory_does_not_grow(side: Side) -> None:
     endless, _ = side.connected()
     side.send(endless, 1_001)
     side.guard.check()

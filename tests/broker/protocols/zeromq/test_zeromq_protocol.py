@@ -28,7 +28,7 @@ from portalmq.errors import Backpressure, InvalidRequest, MessageTooLarge, Porta
 MIB = 1024 * 1024
 
 
-def test_the_way_back_is_all_that_stands_before_the_body():
+def test_the_envelope_is_all_frames_before_the_body():
     assert split_frames([b"me", b"", b"body"]) == ((b"me", b""), b"body")
     assert split_frames([b"me", b"id-1", b"", b"body"]) == ((b"me", b"id-1", b""), b"body")
     assert split_frames([b"me", b"body"]) == ((b"me",), b"body")
@@ -48,7 +48,7 @@ def posted(body: Any) -> tuple[str, Any, Any]:
     return found.queue, found.value, found.content_type
 
 
-def test_text_is_stored_as_text_and_anything_else_as_the_json_that_came():
+def test_text_is_stored_as_text_and_anything_else_as_the_json_that_was_sent():
     assert posted({"queue": "q", "message": "hello"}) == ("q", "hello", None)
     assert posted({"queue": "q", "message": {"n": 1}}) == ("q", b'{"n": 1}', wire.JSON)
     assert posted({"queue": "q", "message": None}) == ("q", b"null", wire.JSON)
@@ -106,7 +106,7 @@ def test_a_request_names_a_queue_or_gets_the_default_one():
 
 
 @pytest.mark.parametrize("body", [b'{"queue": "q"}\0', b'\xef\xbb\xbf{"queue": "q"}'])
-def test_who_asks_for_one_queue_is_given_nothing_of_another(body: bytes):
+def test_a_request_for_one_queue_gets_no_message_of_another(body: bytes):
     with pytest.raises(InvalidRequest, match="not valid"):
         parse_receive(body)
 
@@ -234,7 +234,7 @@ def test_a_file_of_tokens_has_one_a_line(tmp_path: Path):
         access_from(tmp_path / "missing", "127.0.0.1", insecure=False)
 
 
-def test_the_network_gets_in_by_a_token_or_when_somebody_says_so():
+def test_the_network_is_admitted_with_a_token_or_insecure():
     assert not access_from(None, "127.0.0.1", insecure=False).needed
     assert not access_from(None, "0.0.0.0", insecure=True).needed
     with pytest.raises(ValueError, match="--require-token"):

@@ -126,7 +126,7 @@ def first_with_an_answer(*sockets: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
     return answered
 
 
-def test_a_message_that_is_too_large_is_told_so():
+def test_a_message_that_is_too_large_is_refused():
     with serving(Queues(), limits=ServerLimits(message_bytes_max=1_000)) as server, service_at(server.ports) as miniq:
         with pytest.raises(MessageTooLarge, match="1000 at most"):
             miniq.produce("q", "x" * 1_001)
@@ -257,7 +257,7 @@ def test_an_error_that_passes_is_waited_out_and_one_that_stays_is_raised():
             miniq.queue_size("q")
 
 
-def test_a_server_that_is_silent_is_asked_anew_by_a_fresh_socket():
+def test_a_silent_server_is_asked_again_on_a_new_socket():
     """REQ is stuck when its answer is lost. The first request is swallowed here, the second one answered."""
     seen: list[list[bytes]] = []
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
@@ -286,7 +286,7 @@ def test_a_server_that_is_silent_is_asked_anew_by_a_fresh_socket():
     assert seen[0][-1] == seen[1][-1]
 
 
-def test_a_server_that_is_not_there_is_told_after_so_many_tries():
+def test_a_missing_server_is_reported_after_all_tries():
     miniq = service_at({"commands": 1, "producers": 1, "consumers": 1}, timeout_s=0.1)
     with miniq, pytest.raises(Unavailable, match="3 times") as caught:
         miniq.produce("q", "x")
