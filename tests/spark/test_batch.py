@@ -85,7 +85,7 @@ def one(tmp_path) -> Path:
         ({"startingTimestamp": str(START_MS + 3_000), "startingOffsets": "latest"}, range(3, 10)),
     ],
 )
-def test_a_read_begins_and_ends_where_it_is_told(one, options, read):
+def test_a_read_begins_and_ends_where_the_options_say(one, options, read):
     assert values(one, **options) == [b"%d" % number for number in read]
 
 
@@ -116,7 +116,7 @@ def test_the_end_of_a_read_is_fixed_when_it_is_planned(one):
         ({"endingOffsets": '{"x": {"0": 0}}'}, NothingThere, "partition 0 of 'x': it is not among the topics"),
     ],
 )
-def test_offsets_out_of_range_are_told(one, options, fault, sentence):
+def test_offsets_out_of_range_are_reported(one, options, fault, sentence):
     with pytest.raises(fault, match=sentence):
         reader_of(one, **options).partitions()
 
@@ -129,7 +129,7 @@ def test_offsets_out_of_range_are_told(one, options, fault, sentence):
         ({"endingOffsets": '{"t": {"0": 3}}'}, range(0)),
     ],
 )
-def test_offsets_that_are_purged_are_told_unless_nobody_minds(one, options, read):
+def test_offsets_that_are_purged_are_reported_unless_nobody_minds(one, options, read):
     with written(one) as directory:
         directory.fixture.broker.purge("t", partition=0, before_offset=5)
     with pytest.raises(DataLoss, match=r"begins at offset 5 by now: \d is gone .*With failOnDataLoss=false"):
@@ -138,7 +138,7 @@ def test_offsets_that_are_purged_are_told_unless_nobody_minds(one, options, read
     assert values(one) == numbered(6, start=4)
 
 
-def test_a_file_that_goes_while_it_is_read_is_told_unless_nobody_minds(data):
+def test_a_file_that_goes_while_it_is_read_is_reported_unless_nobody_minds(data):
     readers = [reader_of(data, failOnDataLoss=minds) for minds in ("true", "false")]
     plans = [reader.partitions() for reader in readers]
     for path in data.glob("partitions/t@*/0/0*0.sqlite"):

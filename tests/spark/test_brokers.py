@@ -178,7 +178,7 @@ def test_removed_messages_are_a_loss_and_reading_goes_on_behind_them_when_that_i
         ),
     ],
 )
-def test_what_is_gone_for_good_is_told_at_once(leaders: Leaders, step: Step, sentence: str) -> None:
+def test_what_is_gone_for_good_is_reported_at_once(leaders: Leaders, step: Step, sentence: str) -> None:
     leaders.script = [step]
     with pytest.raises(DataLoss, match=sentence):
         values(span(patience_s=60))
@@ -199,7 +199,7 @@ def test_a_program_that_stood_still_until_its_patience_ended_tells_what_was_wron
         values(span(patience_s=20))
 
 
-def test_a_refusal_that_time_does_not_mend_is_told_at_once(leaders: Leaders) -> None:
+def test_a_refusal_that_time_does_not_mend_is_reported_at_once(leaders: Leaders) -> None:
     leaders.script = [fails(errors.Unauthorized("send a token"))]
     with pytest.raises(SourceError, match=r"http://scripted:1 refuses to be read .*: give the option token"):
         values(span(patience_s=60))
@@ -254,7 +254,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, topics: dict[str, list[Step]]) -> P
     return made
 
 
-def test_planning_asks_again_until_every_leader_has_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planning_asks_again_until_every_leader_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     electing = refused(errors.Unavailable("a leader is being elected"))
     made = planned(monkeypatch, {"a": [ends_at(0, 5)], "b": [electing, electing, ends_at(3, 9, "id-2")]})
     logs = Brokers(["http://scripted:1"]).logs()
@@ -272,7 +272,7 @@ def test_a_partition_that_has_no_leader_is_named_when_patience_ends(monkeypatch:
     assert 10 < made.now <= 20
 
 
-def test_what_was_wrong_before_a_standstill_is_told_in_planning_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_wrong_before_a_standstill_is_reported_in_planning_too(monkeypatch: pytest.MonkeyPatch) -> None:
     planned(monkeypatch, {"b": [refused(errors.Unavailable("a leader is being elected")), OUT_OF_TIME]})
     with pytest.raises(Unreachable, match=r"for 20 s: a leader is being elected\. Looked at http"):
         Brokers(["http://scripted:1"], patience_s=20).logs()
@@ -312,12 +312,12 @@ def test_what_travels_to_the_workers_can_and_the_token_is_in_no_text() -> None:
 
 
 @pytest.mark.parametrize("bootstrap", ["ftp://localhost", "http://user:secret@localhost", "http://"])
-def test_what_is_no_address_is_told_as_an_option_that_is_wrong(bootstrap: str) -> None:
+def test_what_is_no_address_is_reported_as_an_option_that_is_wrong(bootstrap: str) -> None:
     with pytest.raises(BadOption, match="bootstrap"):
         Brokers([bootstrap])
 
 
-def test_nobody_there_is_told_with_the_addresses_that_were_tried() -> None:
+def test_nobody_there_is_reported_with_the_addresses_that_were_tried() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))  # bound, and not listening: refused
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
@@ -325,7 +325,7 @@ def test_nobody_there_is_told_with_the_addresses_that_were_tried() -> None:
             Brokers([url], patience_s=0.2).logs()
 
 
-def test_a_server_that_is_no_broker_is_told_so() -> None:
+def test_a_server_that_is_no_broker_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
@@ -381,7 +381,7 @@ def until_the_files_tell(files: Directories, http: Brokers) -> list[PartitionLog
 
 
 @pytest.mark.cluster
-def test_both_doors_give_the_same_rows_and_columns(broker: BrokerProcess) -> None:
+def test_files_and_http_give_the_same_rows_and_columns(broker: BrokerProcess) -> None:
     produced(broker, "same")
     files, http = Directories([str(broker.data_dir)], ["same"]), Brokers([broker.url], ["same"])
     logs = until_the_files_tell(files, http)
@@ -395,7 +395,7 @@ def test_both_doors_give_the_same_rows_and_columns(broker: BrokerProcess) -> Non
 
 
 @pytest.mark.cluster
-def test_a_moment_is_the_same_message_by_both_doors(broker: BrokerProcess) -> None:
+def test_a_moment_is_the_same_message_by_files_and_http(broker: BrokerProcess) -> None:
     produced(broker, "times", partitions=1)
     files, http = Directories([str(broker.data_dir)], ["times"]), Brokers([broker.url], ["times"])
     (log,) = until_the_files_tell(files, http)
@@ -421,7 +421,7 @@ def test_internal_topics_are_left_out_and_one_that_is_not_there_is_named(broker:
 
 
 @pytest.mark.cluster
-def test_a_pattern_stands_for_the_topics_that_match_it_by_both_doors(broker: BrokerProcess) -> None:
+def test_a_pattern_selects_the_topics_that_match_it_by_files_and_http(broker: BrokerProcess) -> None:
     for name in ("like_1", "like_2", "liked", "__like_3"):
         Admin(broker.url).create_topic(name)
     for asked, found in (
@@ -513,7 +513,7 @@ def test_a_leader_that_is_killed_between_planning_and_reading_and_in_the_middle_
 @pytest.mark.spark
 @pytest.mark.cluster
 @pytest.mark.timeout(300)  # the first one starts Spark
-def test_a_query_gives_the_same_by_both_doors_and_a_refusal_reaches_who_asked(spark: Any, tmp_path: Path) -> None:
+def test_a_query_gives_the_same_by_files_and_http_and_a_refusal_reaches_who_asked(spark: Any, tmp_path: Path) -> None:
     with BrokerProcess(tmp_path, command=("dev",)) as broker:
         produced(broker, "asked")
         until_the_files_tell(Directories([str(broker.data_dir)], ["asked"]), Brokers([broker.url], ["asked"]))

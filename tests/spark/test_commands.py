@@ -88,7 +88,7 @@ class TestRefused:
         assert run().exit_code == 2
 
 
-def test_a_disk_that_is_full_is_told_of_out_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_disk_that_is_full_is_reported_of_out_and_leaves_nothing(tmp_path: Path) -> None:
     full = pytest.raises(output.OutputUnusable, match=r"out cannot be written to \(No space left on device\)")
     with full as told, output.workspace(tmp_path / "out"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -96,7 +96,7 @@ def test_a_disk_that_is_full_is_told_of_out_and_leaves_nothing(tmp_path: Path) -
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_a_fault_in_a_worker_is_told_in_one_sentence() -> None:
+def test_a_fault_in_a_worker_is_reported_in_one_sentence() -> None:
     from pyspark.errors import PySparkException
 
     pages = (
@@ -117,7 +117,7 @@ def test_a_fault_in_a_worker_is_told_in_one_sentence() -> None:
         "[PYTHON_VERSION_MISMATCH] Python in worker has different version: 3.12 than that in driver: 3.11, PySpark",
     ],
 )
-def test_a_cluster_without_our_python_is_told_in_one_sentence(said: str) -> None:
+def test_a_cluster_without_our_python_is_reported_in_one_sentence(said: str) -> None:
     from pyspark.errors import PySparkException
 
     refused = pytest.raises(session.SparkMissing, match=r"do not run in .*PYSPARK_PYTHON")
@@ -150,7 +150,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_terminal_is_told_how_far_spark_is_and_left_clean(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_shows_how_far_spark_is_and_left_clean(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("portalmq.spark.progress.SILENT_S", 0.001)
     monkeypatch.setattr("portalmq.spark.progress.EVERY_S", 0.001)
     monkeypatch.setattr("portalmq.spark.progress.END_WITHIN_S", WITHIN_S)

@@ -158,7 +158,7 @@ def test_every_kind_of_group_record_that_speaks_of_messages_is_known() -> None:
     }
 
 
-def test_what_became_of_messages_is_told_in_order(tmp_path: Path) -> None:
+def test_what_became_of_messages_is_reported_in_order(tmp_path: Path) -> None:
     with written(tmp_path / "data") as data:
         data.topic("t")
         data.put("t", b"a", b"b")
@@ -289,7 +289,7 @@ def test_what_a_seek_passed_over_is_committed_for_the_first_time_later(tmp_path:
     assert events == [(6, 2, 1), (0, 6, 1), (6, 1, 2), (0, 8, 2), (8, 2, 1)]
 
 
-def test_a_group_that_was_deleted_ended_and_its_name_begins_anew(tmp_path: Path) -> None:
+def test_a_group_that_was_deleted_ended_and_its_name_begins_again(tmp_path: Path) -> None:
     with written(tmp_path / "data") as data:
         data.topic("t")
         data.put("t", b"a", b"b")

@@ -225,7 +225,7 @@ def test_partitions_are_spread_over_brokers(data):
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_a_missing_segment_is_told_and_another_replica_s_read(data, which):
+def test_a_missing_segment_is_reported_and_another_replica_s_read(data, which):
     whole = rows(data)
     other = copy_of(data)
     remove(segments_of(data)[which])
@@ -242,7 +242,7 @@ def test_different_segments_may_be_missing_in_different_replicas(data):
     assert rows(data, other) == rows(other, data) == whole
 
 
-def test_a_partition_without_a_file_is_told(data):
+def test_a_partition_without_a_file_is_reported(data):
     for path in segments_of(data):
         remove(path)
     with pytest.raises(DamagedFile, match="holds no segment any more"):
@@ -251,7 +251,7 @@ def test_a_partition_without_a_file_is_told(data):
 
 @pytest.mark.parametrize("which", [0, 1, 2])
 @pytest.mark.parametrize("content", [b"", b"no SQLite at all" * 100, None])
-def test_a_torn_segment_is_told_and_another_replica_s_read(data, which, content):
+def test_a_torn_segment_is_reported_and_another_replica_s_read(data, which, content):
     whole = rows(data)
     other = copy_of(data)
     path = segments_of(data)[which]
@@ -263,7 +263,7 @@ def test_a_torn_segment_is_told_and_another_replica_s_read(data, which, content)
     assert rows(data, other) == whole
 
 
-def test_another_log_s_newest_segment_is_told(data):
+def test_another_log_s_newest_segment_is_reported(data):
     mine, foreign = segments_of(data)[2], segments_of(data, number=1)[2]
     assert mine.name == foreign.name
     mine.write_bytes(foreign.read_bytes())
@@ -271,7 +271,7 @@ def test_another_log_s_newest_segment_is_told(data):
         rows(data)
 
 
-def test_a_foreign_database_is_told(data):
+def test_a_foreign_database_is_reported(data):
     path = segments_of(data)[1]
     remove(path)
     with closing(sqlite3.connect(path)) as connection:
@@ -307,7 +307,7 @@ def test_sealed_files_are_read_without_the_state(data):
 
 
 @pytest.mark.parametrize("content", [b"torn" * 1000, b""])
-def test_a_torn_state_is_told_and_another_replica_s_read(data, content):
+def test_a_torn_state_is_reported_and_another_replica_s_read(data, content):
     whole = rows(data)
     other = copy_of(data)
     state_of(data).write_bytes(content)
@@ -316,7 +316,7 @@ def test_a_torn_state_is_told_and_another_replica_s_read(data, content):
     assert rows(data, other) == whole
 
 
-def test_a_torn_manifest_is_told_and_another_replica_s_read(data):
+def test_a_torn_manifest_is_reported_and_another_replica_s_read(data):
     whole = rows(data)
     other = copy_of(data)
     segments_of(data)[0].with_name("manifest.json").write_text("{")
@@ -357,7 +357,7 @@ def test_files_are_planned_by_the_name_that_was_given(data):
 # --- places that are not what they should be --------------------------------------------------------------------------
 
 
-def test_what_is_no_data_directory_is_told(data, tmp_path):
+def test_what_is_no_data_directory_is_reported(data, tmp_path):
     with pytest.raises(NothingThere, match=r"there is no directory .*nowhere: name what the broker was given"):
         rows(tmp_path / "nowhere")
     with pytest.raises(NothingThere, match="has no folder 'partitions'"):
@@ -446,7 +446,7 @@ def test_what_was_committed_since_is_seen(behind):
         origin.spans(log, log.start_offset, log.end_offset + 1_000)
 
 
-def test_a_file_that_is_opened_meanwhile_is_asked_again(data, monkeypatch):
+def test_a_file_that_is_opened_during_the_read_is_asked_again(data, monkeypatch):
     """As if a broker had begun to write between the first look at the file and the second."""
     path = state_of(data)
     asked = []

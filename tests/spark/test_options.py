@@ -95,7 +95,7 @@ def test_a_time_is_unix_ms_or_rfc_3339(text, ms):
         (PATH | {"startingTimestamp": "2000", "endingTimestamp": "1000"}, "is after endingTimestamp"),
     ],
 )
-def test_bad_options_are_told(given, sentence):
+def test_bad_options_are_reported(given, sentence):
     with pytest.raises(BadOption) as told:
         batch_options(given)
     assert sentence in str(told.value)

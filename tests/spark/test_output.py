@@ -91,7 +91,7 @@ def test_one_that_ends_while_the_next_begins_is_no_obstacle(tmp_path: Path, monk
         assert list(out.iterdir()) == [making]
 
 
-def test_who_is_not_given_a_turn_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_not_given_a_turn_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output, "TURN_WITHIN_S", 0.05)
     other = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(other, fcntl.LOCK_EX)

@@ -68,7 +68,7 @@ class TestWhatItSays:
         assert tuple(section["id"] for section in found.all("section")) == SECTIONS
         assert [link["href"] for link in found.all("a")][1:] == [f"#{name}" for name in SECTIONS]
 
-    def test_figures_are_told_as_a_person_reads_them(self) -> None:
+    def test_figures_are_reported_as_a_person_reads_them(self) -> None:
         report = reports.demo()
         found = read(report).words
         assert f"{report.totals.messages:,} messages in 35.9 s" in found
@@ -115,7 +115,7 @@ class TestWhatItSays:
         assert "1 message at once" in found
         assert "All messages have 4–7 B" in found
 
-    def test_what_the_lists_leave_out_is_told(self) -> None:
+    def test_what_the_lists_leave_out_is_reported(self) -> None:
         found = read(reports.biggest()).words
         assert "31 topics more: all are in the Parquet files" in found
         assert "1,200 partitions more" in found
@@ -337,7 +337,7 @@ class TestBursts:
         series = [plots.PlotSeries("t", values)]
         return str(plots.stacked(series, times, unit="/s", label=words.brief, describe="Columns"))
 
-    def test_one_burst_does_not_flatten_the_rest_and_its_height_is_told(self) -> None:
+    def test_one_burst_does_not_flatten_the_rest_and_its_height_is_reported(self) -> None:
         drawn = self.drawn([10.0] * 40 + [5_000.0])
         assert "cut here: 5,000/s" in drawn
         assert ">15<" in drawn, "the ordinate is made for the others"

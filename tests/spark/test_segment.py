@@ -326,7 +326,7 @@ class _Once:
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before it is read", "when it was read"])
-def test_a_chunk_of_a_file_that_is_opened_meanwhile_is_read_again_as_a_live_one(tmp_path, monkeypatch, after):
+def test_a_chunk_of_a_file_that_is_opened_during_the_read_is_read_again_as_a_live_one(tmp_path, monkeypatch, after):
     path, log = one_file(tmp_path, numbered(100))
     monkeypatch.setattr(segment, "CHUNK_OFFSETS", 40)
     reopened = []
@@ -343,7 +343,7 @@ def test_a_chunk_of_a_file_that_is_opened_meanwhile_is_read_again_as_a_live_one(
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before it is read", "when it was read"])
-def test_a_file_that_was_written_and_closed_meanwhile_is_noticed_without_its_log(tmp_path, monkeypatch, after):
+def test_a_file_that_was_written_and_closed_during_the_read_is_noticed_without_its_log(tmp_path, monkeypatch, after):
     """No write-ahead log before, none afterwards, and another file between: seen by its time."""
     path, log = one_file(tmp_path, numbered(100))
     os.utime(path, (1, 1))

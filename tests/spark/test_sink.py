@@ -219,7 +219,7 @@ def test_headers_in_another_order_are_the_same_content():
         ({"value": b"x" * wire.BODY_BYTES_MAX}, "a request takes"),
     ],
 )
-def test_a_row_that_can_be_no_message_is_told_so(row, said):
+def test_a_row_that_can_be_no_message_is_reported(row, said):
     kinds = {"value": pa.binary(), "topic": pa.string(), "headers": pa.map_(pa.string(), pa.string())}
     given = {"value": b"v", "topic": "t", **row}
     batch = pa.record_batch({name: pa.array([value], kinds.get(name)) for name, value in given.items()})
@@ -235,7 +235,7 @@ def test_a_topic_is_never_overwritten(writer):
 
 @pytest.mark.parametrize(("bootstrap", "token"), [("ftp://localhost", None), ("http://localhost:1", "a\nb")])
 @pytest.mark.parametrize("writer", [sink.BatchWriter, sink.StreamWriter])
-def test_an_address_or_a_token_that_makes_no_sense_is_told_at_once(writer, bootstrap, token):
+def test_an_address_or_a_token_that_makes_no_sense_is_reported_at_once(writer, bootstrap, token):
     with pytest.raises(BadOption, match="bootstrap, token or tls_"):
         writer(WriteOptions((bootstrap,), token, "t", None), schema("value string"), False)
 
@@ -362,7 +362,7 @@ def test_rows_go_where_they_say_else_where_their_key_or_identity_points(brokers,
     }
 
 
-def test_a_partition_that_there_is_not_is_told(brokers, sender):
+def test_a_partition_that_there_is_not_is_reported(brokers, sender):
     with pytest.raises(BadRow, match="0 to 1"):
         put(sender, b"a", partition=2)
     brokers.partitions = 3
@@ -415,7 +415,7 @@ def test_wide_rows_are_made_messages_a_few_at_a_time(monkeypatch):
     assert made == [1_000, 1_000, 500, 8, 8, 4]
 
 
-def test_nobody_there_is_told_before_the_job_starts(monkeypatch):
+def test_nobody_there_is_reported_before_the_job_starts(monkeypatch):
     monkeypatch.setattr(sink, "PREFLIGHT_TIMEOUT_S", 0.2)
     with pytest.raises(Unreachable, match=r"no broker answers at http://127\.0\.0\.1:9"):
         sink.BatchWriter(WriteOptions(("http://127.0.0.1:9",), None, "t", None), schema("value string"), False)
@@ -534,7 +534,7 @@ def test_rows_keep_their_order_in_a_partition(spark, broker):
         ("cast(id AS string) AS value, 99 AS partition", {}, "append", "partition is 99, and topic wrong has 0 to 0"),
     ],
 )
-def test_a_mistake_is_told_by_spark(spark, broker, columns, options, mode, said):
+def test_a_mistake_is_reported_by_spark(spark, broker, columns, options, mode, said):
     writer = spark.range(3).selectExpr(*columns.split(", ")).write.format("portalmq")
     with pytest.raises(Exception, match=said):
         writer.options(**{"bootstrap": url(broker), "topic": "wrong", **options}).mode(mode).save()

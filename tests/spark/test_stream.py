@@ -107,7 +107,7 @@ def test_with_fewer_rows_than_logs_they_take_turns(pretended):
 # --- where it begins -----------------------------------------------------------------------------------------------
 
 
-def test_a_stream_begins_at_the_end_unless_told_otherwise(pretended):
+def test_a_stream_begins_at_the_end_by_default(pretended):
     pretended.found = [log("t@a/0", 30, start=10), log("t@a/1", 40)]
     assert reader().initialOffset() == {"t@a/0": 30, "t@a/1": 40}
     assert reader(startingOffsets="earliest").initialOffset() == {"t@a/0": 10, "t@a/1": 0}

@@ -61,7 +61,7 @@ def test_a_crash_in_the_first_batch_does_not_move_where_latest_was(spark, data: 
     assert rows(spark, tmp_path) == ["0", "1", "2", "3", "4"]
 
 
-def test_what_was_removed_unread_is_told_to_the_user(spark, data: Path, tmp_path: Path):
+def test_what_was_removed_unread_is_reported_to_the_user(spark, data: Path, tmp_path: Path):
     given = {"path": str(data), "topic": "t"}
     run(spark, tmp_path, **given, startingOffsets="earliest")
     with written(data) as place:
