@@ -50,7 +50,7 @@ def is_full(fixture, count: int = 1, **more) -> bool:
     return False
 
 
-def test_what_is_refused_says_that_it_was_not_applied_and_when_to_repeat(fixture):
+def test_a_refusal_has_outcome_not_applied_and_a_retry_time(fixture):
     limit(fixture, 1)
     begin(fixture)
     send(fixture, 1)
@@ -91,7 +91,7 @@ def test_over_the_limit_is_refused_until_messages_are_acked(fixture):
     assert len(list(fixture.broker.read_all("t", None))) == 8
 
 
-def test_a_batch_goes_in_whole_or_not_at_all(fixture):
+def test_a_batch_is_appended_whole_or_not_at_all(fixture):
     limit(fixture, 5)
     begin(fixture)
     send(fixture, 3)
@@ -117,7 +117,7 @@ def test_the_slowest_group_counts(fixture):
     assert is_full(fixture)
 
 
-def test_scheduled_messages_count_and_what_was_taken_back_does_not(fixture):
+def test_scheduled_messages_count_and_cancelled_ones_do_not(fixture):
     limit(fixture, 2)
     begin(fixture)
     due_ms = fixture.clock.wall_ms() + 60_000
@@ -138,7 +138,7 @@ def test_each_partition_has_its_share(fixture):
     send(fixture, 3, partition=1)
 
 
-def test_a_repeat_of_what_is_in_the_log_gets_its_first_answer_though_there_is_no_room(fixture):
+def test_a_repeat_gets_its_first_answer_without_room(fixture):
     limit(fixture, 2)
     begin(fixture)
     identity = fixture.broker.new_producer(None)
@@ -154,7 +154,7 @@ def test_a_repeat_of_what_is_in_the_log_gets_its_first_answer_though_there_is_no
     assert fixture.broker.produce("t", ProduceRequest(records("y"), **keyed)) == answer
 
 
-def test_copies_and_outputs_are_not_held_up_and_count_for_what_comes_after(fixture):
+def test_copies_and_outputs_are_not_limited_and_count_for_later_messages(fixture):
     limit(fixture, 2)
     begin(fixture)
     send(fixture, 1)
@@ -280,7 +280,7 @@ def test_a_count_that_takes_long_is_made_seldom(fixture, monkeypatch):
         assert counting.counts.made == made
 
 
-def test_what_the_disk_refuses_uses_up_no_room(fixture, monkeypatch):
+def test_messages_that_the_disk_refuses_use_no_room(fixture, monkeypatch):
     limit(fixture, 3)
     begin(fixture)
     log = fixture.broker.topics.get("t").partition(0).log

@@ -76,7 +76,7 @@ def test_a_commit_that_two_send_at_once_is_done_once(fixture):
     assert there(fixture) == ["A"]
 
 
-def test_a_commit_that_was_refused_stays_so_when_it_comes_once_more(fixture):
+def test_a_refused_commit_stays_refused_when_it_is_repeated(fixture):
     """A copy of it may lie in the socket of a broker that stands still, and its sender has rolled back by then."""
     send(fixture, "a")
     late = receive(fixture)
@@ -139,7 +139,7 @@ def test_a_lease_that_has_passed_on_refuses_the_whole_commit(fixture):
 
 
 @pytest.mark.parametrize("how", ["ack", "commit"])
-def test_what_is_done_already_refuses_a_commit(fixture, how):
+def test_messages_that_are_done_refuse_a_commit(fixture, how):
     send(fixture, "a", "b")
     messages = receive(fixture)
     if how == "ack":
@@ -384,7 +384,7 @@ def test_outputs_for_a_topic_that_was_deleted_are_dropped_and_hold_nothing_up(fi
     assert "gone" not in {topic.name for topic in fixture.broker.list_topics()}
 
 
-def test_a_purge_waits_for_what_is_still_to_be_published(fixture, monkeypatch):
+def test_a_purge_waits_for_open_outputs(fixture, monkeypatch):
     send(fixture, "a")
     messages = receive(fixture)
     for _ in range(outbox.PARTITIONS_AT_ONCE):
@@ -400,7 +400,7 @@ def test_a_purge_waits_for_what_is_still_to_be_published(fixture, monkeypatch):
     assert there(fixture) == ["A"]
 
 
-def test_retention_spares_what_the_outbox_has_to_read(fixture):
+def test_retention_keeps_messages_that_the_outbox_reads(fixture):
     send(fixture, "a")
     messages = receive(fixture)
     for _ in range(outbox.PARTITIONS_AT_ONCE):
@@ -505,7 +505,7 @@ def test_an_offset_that_is_committed_already_publishes_nothing_again(stream):
     assert there(stream) == ["A"]
 
 
-def test_a_commit_that_begins_elsewhere_than_the_group_is_refused_whenever_it_comes(stream):
+def test_a_commit_from_another_offset_than_the_groups_is_refused_at_any_time(stream):
     """The first commit was answered by an error; the member has read its message again, with more behind it."""
     first = commit_offset(stream, 2, outputs("A"), committed=0)
     for _ in range(2):
@@ -522,7 +522,7 @@ def test_a_commit_that_begins_elsewhere_than_the_group_is_refused_whenever_it_co
     assert there(stream) == ["A", "B"]
 
 
-def test_a_commit_is_refused_only_for_what_is_committed(stream, monkeypatch):
+def test_a_commit_is_refused_only_for_committed_records(stream, monkeypatch):
     """What is appended and not committed may be lost with its leader: then the refused commit could come true."""
     waited = []
     partition = partition_of(stream)
@@ -541,7 +541,7 @@ def test_where_retention_has_moved_the_group_its_members_go_on(stream):
     commit_offset(stream, 5, outputs("A"), committed=4)
 
 
-def test_after_a_seek_the_same_offset_is_committed_anew(stream):
+def test_after_a_seek_the_same_offset_can_be_committed_again(stream):
     commit_offset(stream, 3, outputs("A"))
     partition_of(stream).append_group_record("s", Seek(0, 4, 2)).wait()
     partition_of(stream).append_group_record("s", Claim("m", 5, 0, 2)).wait()
@@ -550,7 +550,7 @@ def test_after_a_seek_the_same_offset_is_committed_anew(stream):
     assert there(stream) == ["A", "again"]
 
 
-def test_a_partition_that_nobody_owns_takes_no_commit(stream):
+def test_a_partition_without_an_owner_takes_no_commit(stream):
     stream.broker.create_topic("in", wire.CreateTopic())
     partition_of(stream).streams.pop("s")
     with pytest.raises(IllegalGeneration, match="join the group"):
@@ -630,7 +630,7 @@ def test_the_calls_between_brokers_carry_all_of_a_commit(fixture):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_whatever_goes_wrong_on_the_way_each_output_is_there_once_and_in_order(fixture, monkeypatch, seed):
+def test_with_random_faults_each_output_is_appended_once_and_in_order(fixture, monkeypatch, seed):
     """Appending fails before it is done, after it, or half way, and the outbox begins anew, while commits go on."""
     chance = Random(seed)
     monkeypatch.setattr(outbox, "PAUSE_FIRST_S", 0.0005)

@@ -70,7 +70,7 @@ def dead(fixture, *values: str, **more) -> list[str]:
 # --- copies ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_copy_carries_the_message_and_where_it_comes_from(fixture):
+def test_a_copy_has_the_message_and_its_origin(fixture):
     record = Record(b'{"a":1}', wire.JSON, b"key", {"trace": "x"}, None, None, 3)
     fixture.broker.produce("in", ProduceRequest([record]))
     (message,) = receive(fixture)
@@ -199,7 +199,7 @@ def test_a_page_is_bounded_in_bytes(fixture, monkeypatch):
     assert ids(listed(fixture, after=page.next_after)) == known[3:6]
 
 
-def test_what_was_purged_is_not_listed(fixture):
+def test_purged_messages_are_not_listed(fixture):
     known = dead(fixture, *"abc")
     settled(fixture)
     fixture.broker.purge("in", partition=0, before_offset=int(known[1].split("-")[1]))
@@ -355,7 +355,7 @@ def test_a_rate_that_would_take_for_ever_is_refused(fixture):
         redrive(fixture, rate_per_s=0.0000001)
 
 
-def test_a_redrive_leaves_the_group_room_for_what_is_new(fixture, monkeypatch):
+def test_a_redrive_leaves_the_group_room_for_new_messages(fixture, monkeypatch):
     monkeypatch.setattr(dead_letters, "REDRIVEN_MAX", 2)
     dead(fixture, *"abc")
     assert redrive(fixture) == (3, 2)

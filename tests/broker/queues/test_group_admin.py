@@ -108,7 +108,7 @@ def test_a_partition_without_a_leader_matters_not_where_the_group_is_not() -> No
     assert world.group_admin().describe("g").lag == 5
 
 
-def test_a_topic_that_nobody_can_be_asked_about_may_have_the_group() -> None:
+def test_a_topic_without_any_leader_may_have_the_group() -> None:
     world = World({("t", 0): 1, ("other", 0): None}, {("t", 0): 5})
     with pytest.raises(Unavailable, match="topic 'other'"):
         world.group_admin().describe("g")
@@ -137,7 +137,7 @@ def test_a_group_stays_when_a_leader_cannot_be_asked_to_end_it() -> None:
     assert world.forgotten
 
 
-def test_an_end_that_stopped_half_way_is_not_told_as_none_at_all() -> None:
+def test_a_partial_deletion_has_an_unknown_outcome() -> None:
     """What was acknowledged on the partitions where it has ended is forgotten there."""
     world = World({("t", 0): 1, ("t", 1): 2}, {("t", 0): 0, ("t", 1): 0}, away={2})
     with pytest.raises(Unavailable) as caught:
@@ -147,7 +147,7 @@ def test_an_end_that_stopped_half_way_is_not_told_as_none_at_all() -> None:
     assert caught.value.retryable
 
 
-def test_a_group_that_has_ended_and_could_not_be_forgotten_is_not_told_as_untouched() -> None:
+def test_a_group_that_ended_and_was_not_deleted_has_an_unknown_outcome() -> None:
     world = World({("t", 0): 1}, {("t", 0): 0})
 
     @contextmanager

@@ -48,7 +48,7 @@ def test_messages_come_in_order_and_only_once_while_leased(fixture):
     assert receive(fixture) == []
 
 
-def test_an_acked_message_never_comes_again(fixture):
+def test_an_acked_message_is_not_delivered_again(fixture):
     send(fixture, "a", "b")
     first, second = receive(fixture)
     assert fixture.broker.ack("g", [first.receipt]) == [True]
@@ -57,7 +57,7 @@ def test_an_acked_message_never_comes_again(fixture):
     assert (again.offset, again.delivery_count) == (second.offset, 2)
 
 
-def test_a_nacked_message_comes_back_at_once_or_after_its_delay(fixture):
+def test_a_nacked_message_returns_at_once_or_after_its_delay(fixture):
     send(fixture, "a", "b")
     first, second = receive(fixture)
     assert fixture.broker.nack("g", [first.receipt], None, "no") == [True]
@@ -135,7 +135,7 @@ def test_max_messages_holds_over_partitions_and_all_are_served(fixture):
     assert len(set(texts([*first, *rest]))) == 12
 
 
-def test_a_group_that_starts_at_the_latest_skips_what_was_there(fixture):
+def test_a_group_that_starts_at_the_latest_skips_earlier_messages(fixture):
     send(fixture, "old")
     fixture.broker.put_group("g", {"start": "latest"})
     assert receive(fixture) == []
@@ -178,7 +178,7 @@ def test_the_description_counts_messages(fixture):
     assert described.oldest_unacked_ms == 1_000
 
 
-def test_a_deleted_group_begins_anew(fixture):
+def test_a_deleted_group_begins_again(fixture):
     send(fixture, "a")
     (message,) = receive(fixture)
     fixture.broker.ack("g", [message.receipt])
@@ -188,7 +188,7 @@ def test_a_deleted_group_begins_anew(fixture):
     assert texts(receive(fixture)) == ["a"]
 
 
-def test_an_ack_that_comes_with_a_receive_counts_before_it_is_answered(fixture):
+def test_an_ack_with_a_receive_counts_before_the_answer(fixture):
     send(fixture, *"abcd")
     first = receive(fixture, max_messages=2)
     request = wire.ReceiveRequest(["t"], max_messages=2, ack=[message.receipt for message in first])
@@ -197,7 +197,7 @@ def test_an_ack_that_comes_with_a_receive_counts_before_it_is_answered(fixture):
     assert fixture.broker.describe_group("g").lag == 2
 
 
-def test_a_stale_ack_that_comes_with_a_receive_is_told(fixture):
+def test_a_stale_ack_with_a_receive_is_reported(fixture):
     send(fixture, "a")
     (stale,) = receive(fixture)
     fixture.clock.advance(LEASE_MS)
@@ -206,7 +206,7 @@ def test_a_stale_ack_that_comes_with_a_receive_is_told(fixture):
     assert fixture.broker.ack_and_receive("g", request, None) == ([], [False])
 
 
-def test_a_wrong_ack_that_comes_with_a_receive_refuses_both(fixture):
+def test_an_invalid_ack_with_a_receive_refuses_both(fixture):
     send(fixture, "a", "b")
     (first,) = receive(fixture, max_messages=1)
     with pytest.raises(InvalidRequest):
@@ -241,7 +241,7 @@ def finished(*greenlets):
     return [greenlet for greenlet in greenlets if greenlet.ready()]
 
 
-def test_a_sleeper_wakes_when_a_message_comes(fixture):
+def test_a_waiter_wakes_when_a_message_arrives(fixture):
     waiter = park(fixture)
     send(fixture, "a")
     assert texts(waiter.get(timeout=50)) == ["a"]
@@ -279,7 +279,7 @@ def test_a_client_that_has_gone_gets_nothing(fixture):
     assert message.delivery_count == 1
 
 
-def test_a_client_that_goes_just_as_a_message_comes_gets_nothing(fixture):
+def test_a_client_that_disconnects_as_a_message_arrives_gets_nothing(fixture):
     peer = FakePeer()
     gone, there = park(fixture, peer=peer), park(fixture)
     peer.has_gone = True  # not noticed by the watch yet
@@ -380,7 +380,7 @@ def test_an_ack_whose_grant_was_lost_in_a_kill_leaves_nothing_that_is_no_message
     assert fixture.broker.describe_group("g").lag == 0
 
 
-def test_a_receipt_is_worth_nothing_in_a_group_that_was_made_anew_under_the_same_name(fixture):
+def test_a_receipt_is_invalid_in_a_group_that_was_created_again(fixture):
     send(fixture, "a")
     (old,) = receive(fixture)
     fixture.broker.delete_group("g")
@@ -394,7 +394,7 @@ def test_a_receipt_is_worth_nothing_in_a_group_that_was_made_anew_under_the_same
     assert fixture.broker.ack("g", [new.receipt]) == [True]
 
 
-def test_a_receipt_is_worth_nothing_in_a_topic_that_was_made_anew_under_the_same_name(fixture):
+def test_a_receipt_is_invalid_in_a_topic_that_was_created_again(fixture):
     send(fixture, "a")
     (old,) = receive(fixture)
     fixture.broker.delete_topic("t")
@@ -435,7 +435,7 @@ def test_a_group_and_its_topic_may_be_deleted_at_once(fixture):
     assert fixture.broker.list_topics() == []
 
 
-def test_a_group_that_is_being_deleted_is_not_made_anew_by_half(fixture):
+def test_a_group_in_deletion_is_not_created_again_on_some_partitions(fixture):
     fixture.broker.create_topic("t", wire.CreateTopic(partitions=4))
     send(fixture, "a")
     receive(fixture)
@@ -485,7 +485,7 @@ def older_receipt(fixture: Fixture, message, epochs_ago: int = 1) -> str:
     return book.head(message.partition, message.offset, 1, message.delivery_count, epoch - epochs_ago) + nth_text(0)
 
 
-def test_a_receipt_of_an_earlier_leader_counts_until_somebody_else_has_the_message(tmp_path):
+def test_a_receipt_of_an_earlier_leader_is_valid_until_the_next_lease(tmp_path):
     """Grants are not waited for: a new leader may hand out a message under the number that the old one gave it."""
     with running(tmp_path) as before:
         send(before, "a", "b")
@@ -549,7 +549,7 @@ def test_groups_that_came_and_went_are_not_remembered_for_ever(fixture, monkeypa
 
 
 @pytest.mark.parametrize("is_by_name", [True, False])
-def test_a_group_that_another_broker_deleted_is_made_anew_at_once(fixture, is_by_name):
+def test_a_group_that_another_broker_deleted_can_be_created_again_at_once(fixture, is_by_name):
     """What the control plane says counts: it is ahead of what this broker has heard."""
     groups = fixture.broker.groups
     send(fixture, "a")
@@ -569,7 +569,7 @@ def test_a_group_that_another_broker_deleted_is_made_anew_at_once(fixture, is_by
 
 
 @pytest.mark.parametrize("comes", [True, False])
-def test_a_wait_goes_on_over_a_topic_that_is_deleted_and_made_anew(fixture, comes):
+def test_a_wait_continues_when_its_topic_is_deleted_and_created_again(fixture, comes):
     send(fixture, "old")
     assert texts(receive(fixture)) == ["old"]
     waiting = gevent.spawn(receive, fixture, wait_ms=60_000 if comes else 1_500)
@@ -644,7 +644,7 @@ def test_a_group_that_ends_while_its_followers_are_waited_for_hands_nothing_out(
     assert fixture.broker.ack("g", [message.receipt for message in received]) == [True] * len(received)
 
 
-def test_who_was_woken_in_vain_is_woken_again(fixture, monkeypatch):
+def test_a_waiter_that_was_woken_in_vain_is_woken_again(fixture, monkeypatch):
     """The grant can be refused, too, when reading has taken longer than the followers' word holds."""
     send(fixture, "x")
     partition = fixture.broker.topics.known("t").local[0]

@@ -62,7 +62,7 @@ def test_a_commit_of_very_many_receipts_is_checked_with_pauses_and_done_whole(fi
 
 @PAUSES
 @pytest.mark.parametrize(("at_once", "number"), [(1, 0), (1, 9), (10, 4)])
-def test_what_is_acked_while_a_commit_is_checked_refuses_it(fixture, in_small_parts, at_once, pause, number):
+def test_an_ack_during_the_check_of_a_commit_refuses_it(fixture, in_small_parts, at_once, pause, number):
     messages = leased(fixture, at_once)
     in_small_parts(pause, lambda: fixture.broker.ack("g", [messages[number].receipt]))
     with pytest.raises(StaleReceipt, match="1 of 10 messages are done"):
@@ -73,7 +73,7 @@ def test_what_is_acked_while_a_commit_is_checked_refuses_it(fixture, in_small_pa
 
 
 @PAUSES
-def test_what_passes_on_while_a_commit_is_checked_refuses_it(fixture, in_small_parts, pause):
+def test_a_lease_that_moves_on_during_the_check_of_a_commit_refuses_it(fixture, in_small_parts, pause):
     messages = leased(fixture, 2)
 
     def passes_on() -> None:
@@ -99,7 +99,7 @@ def test_a_large_commit_that_two_send_at_once_is_done_once(fixture, in_small_par
 
 
 @PAUSES
-def test_a_large_commit_does_nothing_to_a_group_that_is_made_anew_meanwhile(fixture, in_small_parts, pause):
+def test_a_large_commit_does_nothing_to_a_group_that_is_created_again_during_it(fixture, in_small_parts, pause):
     """The new group gives out receipts with the same numbers."""
     messages = leased(fixture, 1)
 

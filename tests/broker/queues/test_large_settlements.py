@@ -53,14 +53,14 @@ def test_others_have_their_turn_after_each_part_of_the_receipts(fixture, in_betw
     assert leased(fixture) == (MESSAGES if verb == "extend" else 0)
 
 
-def test_what_is_acked_in_between_by_another_call_is_still_acked(fixture, in_between):
+def test_an_ack_by_another_call_in_a_pause_stays(fixture, in_between):
     receipts = receive(fixture)
     in_between.append(lambda: settle(fixture, "ack", receipts[-10:]))
     assert settle(fixture, "ack", receipts) == [True] * MESSAGES
     assert leased(fixture) == 0
 
 
-def test_what_is_given_back_in_between_by_another_call_is_not_given_back_again(fixture, in_between):
+def test_a_nack_by_another_call_in_a_pause_is_not_repeated(fixture, in_between):
     receipts = receive(fixture)
     in_between.append(lambda: settle(fixture, "nack", receipts[-10:]))
     assert settle(fixture, "nack", receipts) == [True] * (MESSAGES - 10) + [False] * 10
@@ -77,7 +77,7 @@ def test_a_receipt_that_is_shown_twice_counts_twice(fixture):
     assert settle(fixture, "nack", [receipts[0], *receipts, *receipts[:PART]]) == [True] * (MESSAGES + 1 + PART)
 
 
-def test_a_group_that_is_made_anew_in_between_keeps_what_it_hands_out(fixture, in_between):
+def test_a_group_that_is_created_again_in_a_pause_keeps_its_leases(fixture, in_between):
     receipts = receive(fixture)
 
     def anew():

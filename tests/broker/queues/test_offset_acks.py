@@ -38,7 +38,7 @@ def finish(fixture: Fixture, *places: tuple[int, int], holder: str | None = None
     return list(fixture.broker.offset_acks.finish("g", "t", places, holder=holder))
 
 
-def test_what_was_handed_out_is_done(fixture: Fixture) -> None:
+def test_delivered_messages_are_acked(fixture: Fixture) -> None:
     first, second = produce(fixture, "a", "b")
     assert receive(fixture) == ["a", "b"]
     assert finish(fixture, (0, first)) == [True]
@@ -48,7 +48,7 @@ def test_what_was_handed_out_is_done(fixture: Fixture) -> None:
     assert fixture.broker.describe_group("g").lag == 0
 
 
-def test_what_nobody_was_given_yet_is_done_and_not_handed_out(fixture: Fixture) -> None:
+def test_messages_acked_before_delivery_are_not_delivered(fixture: Fixture) -> None:
     _, second, _ = produce(fixture, "a", "b", "c")
     assert finish(fixture, (0, second)) == [True]
     assert receive(fixture) == ["a", "c"]
@@ -67,14 +67,14 @@ def test_where_no_message_is_nothing_is_done(fixture: Fixture) -> None:
     assert finish(fixture, (0, first - 1)) == [False], "the record that begins the leader's epoch"
 
 
-def test_messages_of_several_partitions_are_told_in_order(fixture: Fixture) -> None:
+def test_verdicts_of_several_partitions_are_in_order(fixture: Fixture) -> None:
     (first,) = produce(fixture, "a")
     (other,) = produce(fixture, "b", partition=1)
     assert finish(fixture, (1, other), (0, 999), (0, first)) == [True, False, True]
     assert receive(fixture) == []
 
 
-def test_with_a_holder_only_his_messages_are(fixture: Fixture) -> None:
+def test_with_a_holder_only_its_messages_are_acked(fixture: Fixture) -> None:
     first, second = produce(fixture, "a", "b")
     assert receive(fixture, "7:one", most=1) == ["a"]
     assert receive(fixture, "70:two", most=1) == ["b"]
@@ -93,7 +93,7 @@ def test_a_holder_whose_lease_has_ended_has_nothing(fixture: Fixture) -> None:
     assert finish(fixture, (0, first), holder="8") == [True]
 
 
-def test_who_holds_what_survives_a_restart(tmp_path: Path) -> None:
+def test_the_holders_of_messages_survive_a_restart(tmp_path: Path) -> None:
     clock = HandClock()
     with running(tmp_path, clock) as before:
         before.broker.create_topic("t", wire.CreateTopic(partitions=1))
@@ -182,7 +182,7 @@ def test_bad_requests_are_refused(fixture: Fixture) -> None:
         fixture.broker.offset_acks.finish("s", "t", [(0, 0)])
 
 
-def test_a_holder_has_nothing_that_was_handed_out_anew_without_an_attempt(fixture: Fixture) -> None:
+def test_a_holder_loses_messages_that_are_delivered_again_without_an_attempt_id(fixture: Fixture) -> None:
     (first,) = produce(fixture, "a")
     receive(fixture, "7:one")
     fixture.clock.advance(30_001)
@@ -190,7 +190,7 @@ def test_a_holder_has_nothing_that_was_handed_out_anew_without_an_attempt(fixtur
     assert finish(fixture, (0, first), holder="7") == [False]
 
 
-def test_what_is_done_unseen_is_not_kept_one_by_one_for_ever(fixture: Fixture) -> None:
+def test_acks_ahead_of_the_cursor_are_not_kept_one_by_one_forever(fixture: Fixture) -> None:
     offsets = produce(fixture, *[str(number) for number in range(3_000)])
     for start in range(0, 3_000, 500):
         assert all(finish(fixture, *[(0, offset) for offset in offsets[start : start + 500]]))
@@ -202,7 +202,7 @@ def test_what_is_done_unseen_is_not_kept_one_by_one_for_ever(fixture: Fixture) -
     assert finish(fixture, (0, more)) == [True]
 
 
-def test_a_group_that_begins_at_the_end_has_nothing_to_do_with_what_was_before(fixture: Fixture) -> None:
+def test_a_group_that_begins_at_the_end_ignores_earlier_messages(fixture: Fixture) -> None:
     (first,) = produce(fixture, "a")
     fixture.broker.put_group("g", {"start": "latest"})
     assert finish(fixture, (0, first)) == [True], "nobody will be given it"
@@ -211,9 +211,7 @@ def test_a_group_that_begins_at_the_end_has_nothing_to_do_with_what_was_before(f
     assert finish(fixture, (0, second)) == [True]
 
 
-def test_what_is_done_before_a_message_that_nobody_takes_is_bounded(
-    fixture: Fixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_acks_ahead_of_an_unreceived_message_are_bounded(fixture: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_partition, "OUTSTANDING_MAX", 5)
     first, *others = produce(fixture, *"abcdefgh")
     assert all(finish(fixture, *[(0, offset) for offset in others[:5]]))

@@ -59,7 +59,7 @@ def partition_of(fixture):
 # --- priorities -----------------------------------------------------------------------------------------------------
 
 
-def test_a_greater_priority_comes_first_and_within_one_the_order_stays(fixture):
+def test_a_higher_priority_is_delivered_first_in_order_within_one(fixture):
     send(fixture, "a", "b")
     send(fixture, "p5a", "p5b", priority=5)
     send(fixture, "p31", priority=31)
@@ -78,7 +78,7 @@ def test_where_messages_are_found_one_by_one_a_receive_takes_no_more_than_a_turn
     assert [texts(receive(fixture)) for _ in range(4)] == [["p1a", "p1b"], ["p1c", "d"], ["e"], []]
 
 
-def test_what_came_back_is_ahead_of_what_is_fresh_within_its_priority(fixture):
+def test_returned_messages_precede_new_ones_of_their_priority(fixture):
     send(fixture, "a", "b")
     send(fixture, "p1", priority=1)
     nack(fixture, receive(fixture))
@@ -87,7 +87,7 @@ def test_what_came_back_is_ahead_of_what_is_fresh_within_its_priority(fixture):
     assert texts(receive(fixture)) == ["p1", "p1 fresh", "a", "b", "c"]
 
 
-def test_an_urgent_message_wakes_who_sleeps(fixture):
+def test_an_urgent_message_wakes_a_waiter(fixture):
     receive(fixture)
     waiting = gevent.spawn(receive, fixture, wait_ms=60_000)
     gevent.sleep(0.01)
@@ -98,7 +98,7 @@ def test_an_urgent_message_wakes_who_sleeps(fixture):
 # --- due times ------------------------------------------------------------------------------------------------------
 
 
-def test_a_delayed_message_comes_when_it_is_due_and_not_before(fixture):
+def test_a_delayed_message_is_delivered_when_it_is_due_and_not_before(fixture):
     now = fixture.clock.wall_ms()
     send(fixture, "later", deliver_at_ms=now + 5_000)
     send(fixture, "sooner", deliver_at_ms=now + 3_000)
@@ -135,7 +135,7 @@ def test_a_jump_of_the_wall_clock_is_noticed_within_a_second(fixture):
     assert turns <= 200
 
 
-def test_what_is_scheduled_and_handed_out_stays_right_over_a_restart(tmp_path):
+def test_scheduled_and_leased_messages_survive_a_restart(tmp_path):
     with running(tmp_path) as first:
         first.broker.create_topic("t", wire.CreateTopic(partitions=1))
         now = first.clock.wall_ms()
@@ -155,7 +155,7 @@ def test_what_is_scheduled_and_handed_out_stays_right_over_a_restart(tmp_path):
         assert texts(receive(second, 1)) == ["d3000"]
 
 
-def test_what_is_scheduled_costs_a_group_one_number(fixture):
+def test_scheduled_messages_cost_a_group_one_number(fixture):
     now = fixture.clock.wall_ms()
     for chunk in range(20):
         send(fixture, *[b"x"] * 1_000, deliver_at_ms=now + HOUR_MS + chunk)
@@ -173,7 +173,7 @@ def test_what_is_scheduled_costs_a_group_one_number(fixture):
     assert receive(fixture) == []
 
 
-def test_a_group_that_starts_at_the_latest_is_not_given_what_was_scheduled_before(fixture):
+def test_a_group_that_starts_at_the_latest_skips_messages_scheduled_before(fixture):
     now = fixture.clock.wall_ms()
     send(fixture, "old", deliver_at_ms=now + 1_000)
     fixture.broker.put_group("g", {"start": "latest"})
@@ -245,7 +245,7 @@ def test_a_message_that_expires_while_it_is_out_is_not_delivered_again(fixture):
     assert fixture.broker.describe_group("g").lag == 1
 
 
-def test_what_expired_before_anybody_asked_is_swept(fixture):
+def test_messages_that_expired_unread_are_swept(fixture):
     receive(fixture)
     send(fixture, *"abc", expires_at_ms=fixture.clock.wall_ms() + 1_000)
     assert fixture.broker.describe_group("g").lag == 3
@@ -274,7 +274,7 @@ def test_a_message_that_is_nacked_often_enough_is_given_up_and_its_receipt_is_st
     assert b'portalmq_messages_dead_total{group="g",topic="t"} 1.0' in fixture.broker.metrics.exposition()
 
 
-def test_what_nobody_has_looked_at_goes_back_as_if_it_had_not_been_delivered(fixture):
+def test_unseen_messages_return_as_if_they_were_not_delivered(fixture):
     send(fixture, "a", "b", "c")
     fixture.broker.put_group("g", {"max_deliveries": 2})
     receipts = set()
@@ -294,7 +294,7 @@ def test_what_nobody_has_looked_at_goes_back_as_if_it_had_not_been_delivered(fix
     assert fixture.broker.describe_group("g").dead == 0
 
 
-def test_a_lease_that_ends_for_the_last_time_gives_the_message_up_though_nobody_asks(fixture):
+def test_the_end_of_the_last_lease_gives_the_message_up_without_a_receive(fixture):
     fixture.broker.put_group("g", {"max_deliveries": 1, "dead_letter_topic": ""})
     send(fixture, "a")
     receive(fixture, visibility_timeout_ms=50)
@@ -337,7 +337,7 @@ def test_back_offs_go_by_the_deliveries_of_each_message(fixture):
 # --- delivery modes -------------------------------------------------------------------------------------------------
 
 
-def test_at_most_once_is_acked_before_it_is_handed_out(fixture):
+def test_at_most_once_is_acked_before_delivery(fixture):
     fixture.broker.put_group("g", {"delivery": "at_most_once"})
     send(fixture, "a", "b")
     got = receive(fixture, attempt_id="x")
@@ -357,7 +357,7 @@ def send_keyed(fixture, *pairs):
         send(fixture, value, key=key.encode())
 
 
-def test_of_a_key_one_message_is_out_and_keys_go_side_by_side(fixture):
+def test_one_message_of_a_key_is_leased_and_keys_are_concurrent(fixture):
     fixture.broker.put_group("g", {"ordering": "key"})
     send_keyed(fixture, ("k", "k1"), ("k", "k2"), ("l", "l1"), ("k", "k3"))
     send(fixture, "free")
@@ -369,7 +369,7 @@ def test_of_a_key_one_message_is_out_and_keys_go_side_by_side(fixture):
     assert texts(receive(fixture)) == ["k2"]
 
 
-def test_a_nacked_message_comes_before_the_later_ones_of_its_key(fixture):
+def test_a_nacked_message_precedes_the_later_ones_of_its_key(fixture):
     fixture.broker.put_group("g", {"ordering": "key"})
     send_keyed(fixture, ("k", "k1"), ("k", "k2"))
     nack(fixture, receive(fixture), delay_ms=1_000)
@@ -381,7 +381,7 @@ def test_a_nacked_message_comes_before_the_later_ones_of_its_key(fixture):
     assert texts(receive(fixture)) == ["k2"]
 
 
-def test_the_ack_of_an_earlier_message_wakes_who_waits_for_the_next(fixture):
+def test_the_ack_of_a_message_wakes_the_waiter_for_the_next_of_its_key(fixture):
     fixture.broker.put_group("g", {"ordering": "key"})
     send_keyed(fixture, ("k", "k1"), ("k", "k2"))
     first = receive(fixture)
@@ -398,7 +398,7 @@ def test_a_dead_message_makes_way_for_the_next_of_its_key(fixture):
     assert texts(receive(fixture)) == ["k2"]
 
 
-def test_order_by_key_goes_on_after_a_restart(tmp_path):
+def test_order_by_key_continues_after_a_restart(tmp_path):
     with running(tmp_path) as first:
         first.broker.create_topic("t", wire.CreateTopic(partitions=1))
         first.broker.put_group("g", {"ordering": "key"})
@@ -473,7 +473,7 @@ def test_messages_that_were_held_by_a_grant_that_the_disk_refused_come_none_the_
     assert texts(receive(fixture)) == ["k2"]
 
 
-def test_a_message_comes_again_whose_ack_ahead_the_disk_refused(fixture):
+def test_a_message_whose_ack_ahead_the_disk_refused_is_delivered_again(fixture):
     receive(fixture)
     send(fixture, "a")
     partition = partition_of(fixture)
@@ -532,7 +532,7 @@ def test_queue_calls_on_a_stream_group_are_refused(fixture):
 # --- retention ------------------------------------------------------------------------------------------------------
 
 
-def test_retention_keeps_what_is_scheduled_and_what_a_lane_still_holds(fixture):
+def test_retention_keeps_scheduled_messages_and_those_of_lanes(fixture):
     partition = partition_of(fixture)
     now = fixture.clock.wall_ms()
     receive(fixture)
@@ -590,7 +590,7 @@ def test_a_wrong_time_of_day_takes_nothing_from_a_group_that_is_active(fixture):
     assert partition.log.log_start_offset == 0
 
 
-def test_a_wrong_time_of_day_takes_what_nobody_needs_after_hours_only(fixture):
+def test_a_wrong_wall_clock_removes_only_unneeded_messages_and_after_hours(fixture):
     partition = partition_of(fixture)
     send(fixture, "unread")
     partition.log.roll()
@@ -649,7 +649,7 @@ def test_behind_many_messages_of_one_key_another_is_found_in_several_looks(fixtu
     assert max(looks) <= 1_000
 
 
-def test_where_a_group_is_led_no_more_its_book_of_keys_goes_and_is_built_anew_later(fixture):
+def test_a_former_leader_drops_the_key_order_and_builds_it_again_later(fixture):
     """What others finish would pile up in it: nobody who only follows asks whose turn it is."""
     fixture.broker.put_group("g", {"ordering": "key"})
     send(fixture, b"a", b"b", key=b"k")

@@ -20,7 +20,7 @@ from portalmq.errors import StorageFull
 
 
 @pytest.mark.parametrize("mode", ["queue", "stream"])
-def test_what_the_disk_refuses_meanwhile_refuses_no_commit(
+def test_a_write_that_the_disk_refuses_refuses_no_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     """The sender would take the refusal for good, and the same commit would be done when it comes again."""

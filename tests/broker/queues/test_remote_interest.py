@@ -86,7 +86,7 @@ def texts(messages: list[LeasedMessage]) -> list[bytes]:
     return [message.record.value for message in messages]
 
 
-def test_what_is_there_already_is_fetched_at_once_and_nobody_is_parked(leader: Leader) -> None:
+def test_available_messages_are_fetched_at_once_without_a_wait(leader: Leader) -> None:
     leader.arrive(b"a")
     assert texts(asleep(source_at(leader)).get(timeout=50)) == [b"a"]
     assert leader.calls == ["receive"]
@@ -140,7 +140,7 @@ def test_a_client_that_has_gone_is_not_fetched_for_and_the_next_one_is(leader: L
     assert texts(second.get(timeout=50)) == [b"a"]
 
 
-def test_the_interest_goes_when_nobody_sleeps_any_more(leader: Leader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_interest_ends_after_the_last_waiter(leader: Leader, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interest, "LINGER_S", 0.01)
     source = source_at(leader)
     assert asleep(source, wait_s=0.05).get(timeout=50) == []
@@ -158,7 +158,7 @@ def test_a_leader_that_cannot_be_asked_is_asked_again_with_pauses(leader: Leader
     assert leader.calls.count("interest") < 10
 
 
-def test_without_a_wait_a_leader_that_cannot_be_asked_is_told(leader: Leader) -> None:
+def test_without_a_wait_an_unreachable_leader_is_an_error(leader: Leader) -> None:
     leader.trouble = NotAnswered("cut")
     with pytest.raises(Unavailable) as caught:
         asleep(source_at(leader), wait_s=0).get(timeout=50)

@@ -34,13 +34,13 @@ def states(fixture: Fixture, group: str = "g") -> list[tuple[str, str, int]]:
     return [(each.stored.record.value.decode(), each.state, each.deliveries) for each in found]
 
 
-def test_a_group_that_nobody_used_has_finished_nothing(fixture: Fixture) -> None:
+def test_an_unused_group_has_finished_nothing(fixture: Fixture) -> None:
     produce(fixture, "a", "b")
     produce(fixture, "c", partition=1)
     assert states(fixture, "nobody") == [("a", "ready", 0), ("b", "ready", 0), ("c", "ready", 0)]
 
 
-def test_each_message_tells_what_is_becoming_of_it(fixture: Fixture) -> None:
+def test_each_message_has_its_state(fixture: Fixture) -> None:
     produce(fixture, "acked", "nacked", "held", "ready")
     first, second, _ = (receive(fixture)[0] for _ in range(3))
     fixture.broker.ack("g", [first])
@@ -62,7 +62,7 @@ def test_priorities_and_delays_are_in_it(fixture: Fixture) -> None:
     assert next(iter(fixture.broker.unfinished.messages("g", "t"))).available_at_ms == later
 
 
-def test_what_was_done_by_its_place_or_has_expired_is_not_in_it(fixture: Fixture) -> None:
+def test_acked_and_expired_messages_are_not_listed(fixture: Fixture) -> None:
     produce(fixture, "a", "b")
     produce(fixture, "over", expires_at_ms=fixture.clock.wall_ms() + 1_000)
     receive(fixture)
@@ -86,7 +86,7 @@ def test_bad_requests_are_refused(fixture: Fixture) -> None:
         list(fixture.broker.unfinished.messages("s", "t"))
 
 
-def test_a_look_goes_on_behind_a_message(fixture: Fixture) -> None:
+def test_a_list_continues_after_a_message(fixture: Fixture) -> None:
     produce(fixture, "a", "b")
     produce(fixture, "c", partition=1)
     seen = list(fixture.broker.unfinished.messages("g", "t"))

@@ -90,7 +90,7 @@ def between_claims(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], ob
     return arrange
 
 
-def test_others_have_their_turn_between_what_becomes_of_the_claims(
+def test_other_greenlets_run_between_the_results_of_claims(
     plane: Flaky, group: GroupState, between_claims: Callable[[Callable[[], object]], None]
 ) -> None:
     at = coordinator(plane, group)
@@ -124,7 +124,7 @@ def test_a_join_outlives_lost_answers_of_the_control_plane(
     assert [member.id for member in held.value.members] == ["a"]
 
 
-def test_who_was_replaced_answers_nobody_any_more(plane: Flaky, group: GroupState) -> None:
+def test_a_replaced_coordinator_answers_no_requests(plane: Flaky, group: GroupState) -> None:
     older = coordinator(plane, group, 1)
     answer = join(older)
     newer = coordinator(plane, group, 2)
@@ -136,7 +136,7 @@ def test_who_was_replaced_answers_nobody_any_more(plane: Flaky, group: GroupStat
     assert newer.ask(Heartbeat(AsyncResult(), "a", answer.generation)).assignment == answer.assignment
 
 
-def test_a_coordinator_that_is_closed_lets_nobody_wait(plane: Flaky, group: GroupState) -> None:
+def test_a_closed_coordinator_ends_all_waits(plane: Flaky, group: GroupState) -> None:
     plane.fates = ["unavailable"] * 1_000
     waiting = gevent.spawn(join, closing := coordinator(plane, group))
     with gevent.Timeout(60):
@@ -173,7 +173,7 @@ def test_a_claim_whose_leader_is_away_is_made_when_it_is_back(plane: Flaky, grou
     assert [assigned.partition for assigned in answer.assignment] == [("t", 0), ("t", 1)]
 
 
-def test_a_group_that_was_deleted_is_coordinated_by_nobody(plane: Flaky, group: GroupState) -> None:
+def test_a_deleted_group_has_no_coordinator(plane: Flaky, group: GroupState) -> None:
     made = coordinator(plane, group)
     join(made)
     Catalog(plane).delete_group("g")  # type: ignore[arg-type]

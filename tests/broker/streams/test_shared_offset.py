@@ -39,7 +39,7 @@ def advance(fixture: Fixture, offset: int, partition: int = 0) -> bool:
     return fixture.broker.shared_offsets.advance("g", "t", partition, offset)
 
 
-def test_everybody_is_shown_the_same_message_until_it_is_done(fixture: Fixture) -> None:
+def test_all_consumers_see_the_same_message_until_it_is_done(fixture: Fixture) -> None:
     first, second = produce(fixture, "a", "b")
     assert head(fixture) == head(fixture) == (first, "a")
     assert advance(fixture, first)
@@ -57,7 +57,7 @@ def test_only_the_message_whose_turn_it_is_can_be_done(fixture: Fixture) -> None
     assert head(fixture) == (second, "b")
 
 
-def test_of_many_who_end_a_message_one_does(fixture: Fixture) -> None:
+def test_one_of_many_consumers_ends_a_message(fixture: Fixture) -> None:
     (first,) = produce(fixture, "a")
     ends = [gevent.spawn(advance, fixture, first) for _ in range(20)]
     gevent.joinall(ends, timeout=60, raise_error=True)
@@ -79,7 +79,7 @@ def test_control_records_are_passed_over(fixture: Fixture) -> None:
     assert head(fixture) == (second, "b")
 
 
-def test_what_was_purged_has_no_turn(fixture: Fixture) -> None:
+def test_purged_messages_are_not_the_head(fixture: Fixture) -> None:
     _, second = produce(fixture, "a", "b")
     fixture.broker.purge("t", partition=0, before_offset=second)
     assert head(fixture) == (second, "b")
@@ -95,7 +95,7 @@ def test_the_offset_survives_a_restart(tmp_path: Path) -> None:
         assert not advance(after, first)
 
 
-def test_who_joins_the_group_moves_the_offset_alone(fixture: Fixture) -> None:
+def test_a_member_of_the_group_moves_the_offset_alone(fixture: Fixture) -> None:
     (first,) = produce(fixture, "a")
     assert head(fixture) == (first, "a")
     fixture.broker.group_coordinators.join("g", contract.JoinRequest(["t"], "m"))

@@ -72,7 +72,7 @@ def test_a_topic_that_is_missing_is_made_by_the_first_join(fixture: Fixture) -> 
     assert [(each.topic, each.partition) for each in answer.assignment] == [("new", 0)]
 
 
-def test_commits_rise_and_the_next_owner_goes_on_there(fixture: Fixture) -> None:
+def test_commits_rise_and_the_next_owner_continues_there(fixture: Fixture) -> None:
     produce(fixture, "0", "1", "2")
     answer = join(fixture)
     offset = answer.assignment[0].offset + 2
@@ -86,7 +86,7 @@ def test_commits_rise_and_the_next_owner_goes_on_there(fixture: Fixture) -> None
     assert join(fixture, "b").assignment[0].offset == offset
 
 
-def test_lag_is_told_in_messages_and_in_time(fixture: Fixture) -> None:
+def test_lag_is_in_messages_and_in_time(fixture: Fixture) -> None:
     produce(fixture, "0", "1", "2")
     answer = join(fixture)
     fixture.clock.advance(5_000)
@@ -435,7 +435,7 @@ def test_frames_are_made_from_memory_and_from_disk_alike(tmp_path: Path) -> None
     assert from_memory.frames == from_disk.frames
 
 
-def test_lag_is_told_from_the_checkpoint_while_a_leader_is_away(
+def test_lag_comes_from_the_checkpoint_while_a_leader_is_away(
     fixture: Fixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     produce(fixture, "0", "1", "2")
