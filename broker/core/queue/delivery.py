@@ -79,8 +79,8 @@ class GroupDelivery(GroupSpans):
         self.finished_at = -1
         self._ahead: dict[int, list[tuple[int, int]]] = {}  # lane -> heap of (due_ms, offset)
         self._ahead_offsets: set[int] = set()
-        for spot in fold.ahead:
-            self._put_ahead(spot)
+        for position in fold.ahead:
+            self._put_ahead(position)
         self._load_spans(fold.spans)
 
     def snapshot(self) -> GroupFold:
@@ -208,8 +208,8 @@ class GroupDelivery(GroupSpans):
     def _finish(self, ranges: Sequence[Range], ahead: Iterable[LanePosition], record: int) -> None:
         self._cut_out(ranges)
         self._done(ranges, record)
-        for spot in ahead:
-            self._put_ahead(spot)
+        for position in ahead:
+            self._put_ahead(position)
             self.finished_at = max(self.finished_at, record)
             if self.keys is not None:
                 self.keys.finish_unseen(record)
@@ -225,9 +225,9 @@ class GroupDelivery(GroupSpans):
 
     # --- finished ahead of the cursor --------------------------------------------------------------------------------
 
-    def has_passed(self, spot: LanePosition) -> bool:
+    def has_passed(self, position: LanePosition) -> bool:
         """Return whether the cursor of its lane is past the message, or the group began after it."""
-        lane, due_ms, offset = spot
+        lane, due_ms, offset = position
         if lane == 0:
             return offset < self.next
         return offset < self.start or (due_ms, offset) < self.cursors.get(lane, (0, 0))
@@ -244,9 +244,9 @@ class GroupDelivery(GroupSpans):
     def has_ahead(self) -> bool:
         return bool(self._ahead_offsets)
 
-    def _put_ahead(self, spot: LanePosition) -> None:
-        lane, due_ms, offset = spot
-        if offset not in self._ahead_offsets and not self.has_passed(spot):
+    def _put_ahead(self, position: LanePosition) -> None:
+        lane, due_ms, offset = position
+        if offset not in self._ahead_offsets and not self.has_passed(position):
             self._ahead_offsets.add(offset)
             heappush(self._ahead.setdefault(lane, []), (due_ms, offset))
 

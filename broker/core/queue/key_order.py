@@ -30,7 +30,7 @@ class KeyQueues:
         messages."""
         self._keys: dict[int, int] = {}
         self._queues: dict[int, list[int]] = {}
-        self._out: dict[int, int] = {}  # key -> its message that was delivered last
+        self._last_delivered: dict[int, int] = {}  # key -> its message that was delivered last
         self._freed: list[int] = []  # sorted offsets that came into turn when an earlier message finished
         # Messages finished by records that are not committed yet, oldest first: (record, start, end). The next of a key
         # must not be delivered before: if the record were lost, the earlier message would come after the later one.
@@ -55,10 +55,10 @@ class KeyQueues:
             # A delayed message, due while a later one of its key was leased: its turn comes when that lease ends.
             self.free(offset)
 
-    def handed_out(self, offset: int) -> None:
+    def mark_delivered(self, offset: int) -> None:
         key = self._keys.get(offset)
         if key is not None:
-            self._out[key] = offset
+            self._last_delivered[key] = offset
 
     def finish(self, start: int, end: int, record: int) -> None:
         """Take that messages were finished by the record at that offset."""
@@ -126,8 +126,8 @@ class KeyQueues:
                 continue
             queue = self._queues[key]
             del queue[bisect_left(queue, offset)]
-            if self._out.get(key) == offset:
-                del self._out[key]
+            if self._last_delivered.get(key) == offset:
+                del self._last_delivered[key]
             if queue:
                 self.free(queue[0])
             else:
@@ -159,6 +159,6 @@ class KeyQueues:
     def key_of(self, offset: int) -> int:
         return self._keys.get(offset, 0)
 
-    def out(self, key: int) -> int | None:
+    def last_delivered(self, key: int) -> int | None:
         """Return the message of the key that was delivered last, if it is unfinished."""
-        return self._out.get(key)
+        return self._last_delivered.get(key)

@@ -153,7 +153,7 @@ def update_keys(delivery: GroupDelivery, selection: Selection) -> None:
             delivery.keys.add(offset, key)
         for start, end, _, _, _ in selection.delivered:
             for offset in range(start, end):
-                delivery.keys.handed_out(offset)
+                delivery.keys.mark_delivered(offset)
 
 
 def read_keys(delivery: GroupDelivery, source: MessageSource, now_ms: int, at_most: int = KEYS_PER_STEP) -> bool:
@@ -191,7 +191,7 @@ def _read(
         for offset in range(run.start, run.end) if run.key else ():
             queues.add(offset, run.key)
             if span.leased and span.available_at_ms > now_ms:
-                queues.handed_out(offset)
+                queues.mark_delivered(offset)
             elif span.available_at_ms >= HELD_MS and queues.is_first(offset):
                 queues.free(offset)
         if worth >= at_most:
@@ -246,8 +246,8 @@ def _is_in_turn(delivery: GroupDelivery, queues: KeyQueues, offset: int, now_ms:
         return True
     if not queues.is_first(offset):
         return False
-    out = queues.out(key)
-    span = delivery.at(out) if out is not None and out != offset else None
+    last = queues.last_delivered(key)
+    span = delivery.at(last) if last is not None and last != offset else None
     return span is None or not (span.leased and span.available_at_ms > now_ms)
 
 

@@ -12,7 +12,7 @@ def test_a_delayed_message_before_a_leased_one_is_checked_again():
     """Else it waited for the later one, whose lease had ended, and that one waited for it."""
     queues = KeyQueues()
     queues.add(32, key=2)
-    queues.handed_out(32)
+    queues.mark_delivered(32)
     assert queues.freed == []
     queues.add(17, key=2)
     assert queues.is_first(17)
