@@ -120,7 +120,7 @@ def _tail(context: RequestContext, topic: str, partition: int, start: dict[str, 
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     if request.method == "HEAD":
         return Response(b"", content_type=wire.EVENT_STREAM, headers=headers)
-    # The place is taken before the answer begins, as a refusal can only be told then, and held until it is over.
+    # Count the waiting call before the answer begins, while it can still be refused, until the answer ends.
     slot = ExitStack()
     slot.enter_context(context.parked(TAIL_COMMENT_MS))
     response = Response(events(page), content_type=wire.EVENT_STREAM, headers=headers)

@@ -65,7 +65,7 @@ class Authorizer(Protocol):
 
 
 class RequestContext:
-    """What views need: the broker, the settings, the metrics, and the limits of bodies, answers and waiting calls.
+    """The context of views: the broker, the settings, the metrics, and the limits of bodies, answers and waiting calls.
 
     Invariant: 0 <= waiting <= config.parked_receives_max.
     """

@@ -170,9 +170,9 @@ class LiveReaders:
         self._said = [said / f"reader-{share}" for share in range(READERS)]
         self.processes = []
         for share, path in enumerate(self._said):
-            with path.open("wb") as told:
+            with path.open("wb") as output:
                 self.processes.append(
-                    subprocess.Popen([*command, str(share)], stdin=subprocess.DEVNULL, stdout=told, stderr=told)
+                    subprocess.Popen([*command, str(share)], stdin=subprocess.DEVNULL, stdout=output, stderr=output)
                 )
         for process in self.processes:
             system.pin(process.pid, cores)

@@ -151,7 +151,7 @@ class BrokerConfig:
 
     @property
     def is_clustered(self) -> bool:
-        """Whether this broker is part of a cluster, with ZooKeeper."""
+        """True when this broker is part of a cluster, with ZooKeeper."""
         return self.zookeeper.strip().lower() != "none"
 
     @property
@@ -175,7 +175,7 @@ class BrokerConfig:
 
     @property
     def zookeeper_is_local(self) -> bool:
-        """Whether all ZooKeeper servers are reachable from this machine only."""
+        """True when all ZooKeeper servers are reachable from this machine only."""
         places = self.zookeeper.partition("/")[0].split(",")
         return all(is_loopback(place.strip().rpartition(":")[0].strip("[]")) for place in places)
 

@@ -166,14 +166,14 @@ def parse_receive(body: bytes) -> NextRequest:
 
 def parse_command(body: bytes) -> CommandRequest:
     """Parse a request at the command port. Raises InvalidRequest. The brokers check the command itself."""
-    told = _decode_object(_decode_command, body)
-    if told is None:
+    command = _decode_object(_decode_command, body)
+    if command is None:
         raise InvalidRequest('a command is a JSON object: {"type": "QUEUE_SIZE", "payload": {"queue": "q"}}')
-    payload = _read(_decode_payload, bytes(told.payload))
+    payload = _read(_decode_payload, bytes(command.payload))
     queue = wire.check_name(payload.queue, "queue")
-    single = told.type == "DELETE_MSG" and payload.ids is None and _is_id(payload.id)
-    rest = _encode(_CommandOut(told.type, told.payload))
-    return CommandRequest(told.type, queue, payload.id if single else None, rest, told.token)
+    single = command.type == "DELETE_MSG" and payload.ids is None and _is_id(payload.id)
+    rest = _encode(_CommandOut(command.type, command.payload))
+    return CommandRequest(command.type, queue, payload.id if single else None, rest, command.token)
 
 
 def _is_id(given: Any) -> bool:
