@@ -21,20 +21,21 @@ from flask import Response, request
 from portalmq import wire
 from portalmq.broker.api.client_watch import peer_of
 from portalmq.broker.api.request_context import RequestContext, answer, query
-from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.partition.answer_size import first_of
 from portalmq.broker.protocols import DEFAULT
 from portalmq.broker.protocols.payload import (
     NOT_JSON,
     MessageKey,
     finish,
+    is_done,
     message_member,
     parse_key,
+    produce_one,
     record_of,
     record_of_pending,
 )
 from portalmq.broker.storage.batch import Record
-from portalmq.errors import InvalidRequest, MessageNotFound, PartitionNotFound, PortalMQError, TopicNotFound
+from portalmq.errors import InvalidRequest, MessageNotFound, PartitionNotFound, TopicNotFound
 
 LIST_MAX = 10_000
 
@@ -51,9 +52,7 @@ def post(context: RequestContext) -> Response:
     queue = _queue()
     # Read first: if the queue is deleted and created again during this call, the key is of the deleted one.
     mark = _mark(context, queue)
-    (produced,) = context.broker.produce(queue, ProduceRequest([_posted(context.body())]))
-    if isinstance(produced, PortalMQError):
-        raise produced
+    produced = produce_one(context, queue, _posted(context.body()))
     key = MessageKey(mark or _mark(context, queue), produced.partition, produced.offset)
     return answer({"key": str(key), "timestamp": produced.timestamp_ms})
 
@@ -89,9 +88,7 @@ def get(context: RequestContext) -> Response:
         raise MessageNotFound(f"queue {queue!r} has no message available now")
     (message,) = messages
     if context.config.no_confirm:
-        (verdict,) = context.broker.ack(DEFAULT, [message.receipt])
-        if isinstance(verdict, PortalMQError):
-            raise verdict
+        is_done(*context.broker.ack(DEFAULT, [message.receipt]))
     key = MessageKey(context.broker.offset_acks.mark_in(message.receipt), message.partition, message.offset)
     return answer({**message_member(message.record), "timestamp": message.timestamp_ms, "key": str(key)})
 
@@ -103,9 +100,7 @@ def confirm(context: RequestContext) -> Response:
         (verdict,) = finish(context, queue, [parse_key(key)])
     except (PartitionNotFound, TopicNotFound):
         verdict = False
-    if isinstance(verdict, PortalMQError):
-        raise verdict
-    if not verdict:
+    if not is_done(verdict):
         raise MessageNotFound(f"queue {queue!r} has no message with the key {key[:100]!r}")
     return answer({"confirmed": key})
 

@@ -20,8 +20,8 @@ from flask import Response
 from portalmq import wire
 from portalmq.broker.api.request_context import RequestContext, answer
 from portalmq.broker.protocols import DEFAULT
-from portalmq.broker.protocols.payload import MessageKey, finish, parse_key
-from portalmq.errors import InvalidRequest, MessageNotFound, PartitionNotFound, PortalMQError, TopicNotFound
+from portalmq.broker.protocols.payload import MessageKey, finish, is_done, parse_key
+from portalmq.errors import InvalidRequest, MessageNotFound, PartitionNotFound, TopicNotFound
 
 IDS_MAX = 1_000
 
@@ -86,12 +86,7 @@ def _finished(context: RequestContext, queue: str, keys: list[MessageKey]) -> li
         if len(keys) == 1:
             return [False]
         return [_finished(context, queue, [key])[0] for key in keys]
-    done: list[bool] = []
-    for verdict in verdicts:
-        if isinstance(verdict, PortalMQError):
-            raise verdict
-        done.append(verdict)
-    return done
+    return [is_done(verdict) for verdict in verdicts]
 
 
 def _open(context: RequestContext, queue: str, payload: Payload) -> dict[str, Any]:

@@ -13,10 +13,11 @@ import msgspec
 
 from portalmq import wire
 from portalmq.broker.api.request_context import RequestContext
+from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.protocols import DEFAULT
 from portalmq.broker.queues.settle import Verdict
 from portalmq.broker.storage.batch import Record
-from portalmq.errors import InvalidRequest
+from portalmq.errors import InvalidRequest, PortalMQError
 
 NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
@@ -93,6 +94,21 @@ def parse_key(text: str) -> MessageKey:
         if max(key.partition, key.offset) <= wire.INTEGER_MAX:
             return key
     raise InvalidRequest(f"{text[:100]!r} is not a message's key: use the key that came with the message")
+
+
+def produce_one(context: RequestContext, topic: str, record: Record, key: str | None = None) -> wire.Produced:
+    """Produce a message, under an idempotency key if given. Raises its error."""
+    (produced,) = context.broker.produce(topic, ProduceRequest([record], idempotency_key=key))
+    if isinstance(produced, PortalMQError):
+        raise produced
+    return produced
+
+
+def is_done(verdict: Verdict) -> bool:
+    """Return whether an ack counted. Raises the error of an unknown outcome."""
+    if isinstance(verdict, PortalMQError):
+        raise verdict
+    return verdict
 
 
 def finish(context: RequestContext, queue: str, keys: Sequence[MessageKey]) -> list[Verdict]:

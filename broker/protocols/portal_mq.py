@@ -25,10 +25,9 @@ from portalmq import wire
 from portalmq.broker.api.client_watch import peer_of
 from portalmq.broker.api.request_context import RequestContext, answer, no_content
 from portalmq.broker.messages.browse import StoredMessage
-from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.protocols import PORTAL_GROUP
-from portalmq.broker.protocols.payload import MessageBody, id_of, message_member, place_of_id
-from portalmq.errors import InvalidRequest, NotFound, PartitionNotFound, PortalMQError, TopicNotFound
+from portalmq.broker.protocols.payload import MessageBody, id_of, message_member, place_of_id, produce_one
+from portalmq.errors import InvalidRequest, NotFound, PartitionNotFound, TopicNotFound
 
 # A waiting read of a topic with several partitions waits this long at each of them in turn.
 LOOK_MS = 500
@@ -75,9 +74,7 @@ def publish(context: RequestContext) -> Response:
         if len(key) > KEY_LENGTH_MAX:
             raise InvalidRequest(f"`id` and `sequence` have {len(key)} characters together, {KEY_LENGTH_MAX} at most")
     topic = wire.check_name(wanted.name, "topic")
-    (produced,) = context.broker.produce(topic, ProduceRequest([wanted.record()], idempotency_key=key))
-    if isinstance(produced, PortalMQError):
-        raise produced
+    produced = produce_one(context, topic, wanted.record(), key)
     return answer({"partition": produced.partition, "offset": id_of(produced.partition, produced.offset)})
 
 

@@ -24,12 +24,19 @@ from portalmq import wire
 from portalmq.broker.api.client_watch import peer_of
 from portalmq.broker.api.request_context import RequestContext, answer, query
 from portalmq.broker.cluster.rpc.queues import QueueSize
-from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.partition.answer_size import first_of
 from portalmq.broker.protocols import DEFAULT
-from portalmq.broker.protocols.payload import MessageBody, id_of, message_member, place_of_id, record_of_pending
+from portalmq.broker.protocols.payload import (
+    MessageBody,
+    id_of,
+    is_done,
+    message_member,
+    place_of_id,
+    produce_one,
+    record_of_pending,
+)
 from portalmq.broker.queues.unfinished import PendingMessage
-from portalmq.errors import InvalidRequest, PartitionNotFound, PortalMQError, TopicNotFound
+from portalmq.errors import InvalidRequest, PartitionNotFound, TopicNotFound
 
 LIMIT = 10
 SHOWN_MAX = 1_000
@@ -37,9 +44,7 @@ SHOWN_MAX = 1_000
 
 def publish(context: RequestContext) -> Response:
     wanted = wire.decode_json(context.body(), MessageBody)
-    (produced,) = context.broker.produce(DEFAULT, ProduceRequest([wanted.record()]))
-    if isinstance(produced, PortalMQError):
-        raise produced
+    produced = produce_one(context, DEFAULT, wanted.record())
     return answer({"id": id_of(produced.partition, produced.offset)})
 
 
@@ -69,9 +74,7 @@ def delete(context: RequestContext) -> Response:
         (verdict,) = context.broker.offset_acks.finish(DEFAULT, DEFAULT, [place_of_id(number)], holder=holder)
     except (PartitionNotFound, TopicNotFound):
         verdict = False
-    if isinstance(verdict, PortalMQError):
-        raise verdict
-    return answer(verdict)
+    return answer(is_done(verdict))
 
 
 def _holder(cid: int | None) -> str:
