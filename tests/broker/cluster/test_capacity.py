@@ -23,9 +23,9 @@ def fixture(tmp_path):
 
 
 def bounded(fixture, **limits):
-    """The broker's limits as a test wants them."""
+    """The broker, with limits as a test sets them."""
     capacity = Capacity(BrokerConfig(zookeeper="none", **limits), fixture.broker.mirror)
-    fixture.broker.topics.capacity = fixture.broker.groups.capacity = capacity
+    fixture.broker.topics._capacity = fixture.broker.groups._capacity = capacity
     return fixture.broker
 
 
