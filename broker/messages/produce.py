@@ -108,7 +108,7 @@ def with_default_ttl(topic: Topic, records: list[Record], wall_ms: int) -> list[
 
 
 @dataclass(frozen=True, slots=True)
-class _Order:
+class _AppendOptions:
     """The options of an append. Copies are messages from an outbox: the backlog limit does not apply to them, since
     their input counted already, and a repeat waits for the first one."""
 
@@ -142,7 +142,7 @@ def _begin_append(
     topic: Topic,
     partition: Partition,
     records: Sequence[Record],
-    order: _Order,
+    options: _AppendOptions,
     admission: Admission,
     *,
     are_many_keyed: bool,
@@ -150,10 +150,10 @@ def _begin_append(
     """Assign offsets to the new records. Raises the partition's refusal; nothing is applied then."""
     entry = _PendingShare(partition)
     # Repeats of copies wait for their firsts later, in _finish_append.
-    acks: Acks = "none" if order.is_copies else order.acks
+    acks: Acks = "none" if options.is_copies else options.acks
     with find_known(partition, records, acks, are_many=are_many_keyed) as known:
-        if order.stamp is not None:
-            admission.check_fence(order.stamp)
+        if options.stamp is not None:
+            admission.check_fence(options.stamp)
         if not known:
             entry.ranks, entry.records = list(range(len(records))), list(records)
         for rank, record in enumerate(records if known else ()):
@@ -164,22 +164,22 @@ def _begin_append(
             else:
                 entry.known.append((rank, *place))
         if entry.records:
-            if not order.is_copies:
-                admission.check_room(topic, partition, len(entry.records), order.stamp)
+            if not options.is_copies:
+                admission.check_room(topic, partition, len(entry.records), options.stamp)
             size = sum([len(record.value) for record in entry.records])
-            entry.pending = partition.submit(tuple(entry.records), size, stamp=order.stamp, acks=order.acks)
+            entry.pending = partition.submit(tuple(entry.records), size, stamp=options.stamp, acks=options.acks)
             partition.remember_ids(entry.pending)
     return entry
 
 
-def _finish_append(entry: _PendingShare, order: _Order) -> AppendResult:
+def _finish_append(entry: _PendingShare, options: _AppendOptions) -> AppendResult:
     """Wait until the share is as durable as its acks ask. Raises its error."""
-    for _, offset, _ in entry.known if order.is_copies else ():
+    for _, offset, _ in entry.known if options.is_copies else ():
         entry.partition.wait_committed(offset)  # other repeats are refused while their first is not committed
     base_offset, timestamp_ms = entry.partition.outcome(entry.pending) if entry.pending is not None else (-1, 0)
     if not entry.known:
         return AppendResult(base_offset, timestamp_ms)
-    if order.acks == "none":
+    if options.acks == "none":
         return AppendResult(-1, 0)
     places = {rank: (base_offset + nth, timestamp_ms) for nth, rank in enumerate(entry.ranks)}
     places |= {rank: (offset, known_ms) for rank, offset, known_ms in entry.known}
@@ -195,19 +195,19 @@ class _ProduceWork:
 
     topic: Topic
     shares: dict[int, list[Record]]
-    order: _Order
+    options: _AppendOptions
     admission: Admission
     published: Published
 
     def request(self, places: Sequence[TopicPartition]) -> Produce:
-        stamp = self.order.stamp
+        stamp = self.options.stamp
         return Produce(
             self.topic.name,
             self.topic.state.topic_id,
-            self.order.acks,
+            self.options.acks,
             ProducerStamp(stamp.producer_id, stamp.producer_epoch, stamp.sequence) if stamp else None,
             [Share(place.number, self.shares[place.number]) for place in places],
-            self.order.is_copies,
+            self.options.is_copies,
         )
 
     def here(self, places: Sequence[TopicPartition]) -> Outcomes[AppendResult]:
@@ -220,13 +220,13 @@ class _ProduceWork:
             try:
                 partition = self.topic.partition(place.number)
                 entries[place] = _begin_append(
-                    self.topic, partition, share, self.order, self.admission, are_many_keyed=are_many_keyed
+                    self.topic, partition, share, self.options, self.admission, are_many_keyed=are_many_keyed
                 )
             except PortalMQError as error:
                 outcomes[place] = error
         for place, entry in in_short_turns(entries.items()):
             try:
-                outcomes[place] = _finish_append(entry, self.order)
+                outcomes[place] = _finish_append(entry, self.options)
             except PortalMQError as error:
                 outcomes[place] = error
             else:
@@ -279,7 +279,7 @@ class ProduceHandler:
             else:
                 self._published(topic.name, len(records), size)
                 return ProducedRange(number, base_offset, len(records), timestamp_ms, topic.state.topic_id)
-        work = self._work(topic, {number: records}, _Order(stamp, acks))
+        work = self._work(topic, {number: records}, _AppendOptions(stamp, acks))
         try:
             appended = self._leaders.one(place, work, forward=forward, repeatable=producer is not None)
         except PortalMQError as error:
@@ -309,8 +309,8 @@ class ProduceHandler:
         if idempotency_key is not None:
             if len(records) != 1:
                 raise InvalidRequest("an Idempotency-Key belongs to a single message")
-            options = (partition, *request.as_sent) if request.as_sent or partition is not None else ()
-            records = [identified(records[0], idempotency_key, options)]
+            sent_options = (partition, *request.as_sent) if request.as_sent or partition is not None else ()
+            records = [identified(records[0], idempotency_key, sent_options)]
         records = with_default_ttl(topic, records, self._clock.wall_ms())
         indexes: dict[int, list[int]] = {}
         for index, number in enumerate(_numbers(topic, records, partitions, partition)):
@@ -325,7 +325,7 @@ class ProduceHandler:
             first = self._repeat_finder.find(topic, records[0], next(iter(places)), request.acks)
             if first is not None:
                 return [first]
-        work = self._work(topic, shares, _Order(_stamp(producer), request.acks))
+        work = self._work(topic, shares, _AppendOptions(_stamp(producer), request.acks))
         repeatable = producer is not None or idempotency_key is not None or all_are_keyed
         outcomes = self._leaders.run(list(places.values()), work, forward=forward, repeatable=repeatable)
         results: list[Produced | PortalMQError | None] = [None] * len(records)
@@ -341,19 +341,21 @@ class ProduceHandler:
         """Append the messages of an outbox, by partition; return the errors of the partitions that failed. The records
         have message ids, so a repeat finds its first, and were checked against the topic's limits when ordered."""
         places = [place_of(topic.state, number) for number in shares]
-        work = self._work(topic, shares, _Order(None, "all", is_copies=True))
+        work = self._work(topic, shares, _AppendOptions(None, "all", is_copies=True))
         outcomes = self._leaders.run(places, work, repeatable=True)
         return {place.number: outcome for place, outcome in outcomes.items() if isinstance(outcome, PortalMQError)}
 
     def local_produce(self, call: Produce) -> LocalWork[AppendResult]:
         """Append shares that another broker forwards to the leader."""
         topic = self._find(call.topic, call.topic_id)
-        order = _Order(_stamp(call.stamp), call.acks, call.is_copies)
+        options = _AppendOptions(_stamp(call.stamp), call.acks, call.is_copies)
         shares = {share.number: share.records for share in call.shares}
-        return _ProduceWork(topic, shares, order, self._admission, self._published).here
+        return _ProduceWork(topic, shares, options, self._admission, self._published).here
 
-    def _work(self, topic: Topic, shares: dict[int, list[Record]], order: _Order) -> PartitionWork[AppendResult]:
-        work = _ProduceWork(topic, shares, order, self._admission, self._published)
+    def _work(
+        self, topic: Topic, shares: dict[int, list[Record]], options: _AppendOptions
+    ) -> PartitionWork[AppendResult]:
+        work = _ProduceWork(topic, shares, options, self._admission, self._published)
         return self._leaders.work(PRODUCE, work.request, work.here)
 
 

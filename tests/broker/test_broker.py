@@ -461,8 +461,8 @@ def test_a_storage_fault_is_answered_unknown_and_ends_the_broker(fixture, monkey
 def test_an_idle_partition_closes_its_files_and_opens_them_again(fixture):
     send(fixture, "a")
     fixture.broker.maintenance.save_state()
-    fixture.broker.maintenance.rest()
-    fixture.broker.maintenance.rest()
+    fixture.broker.maintenance.close_idle_files()
+    fixture.broker.maintenance.close_idle_files()
     assert texts(page(fixture).messages) == ["a"]
     send(fixture, "b")
     assert texts(page(fixture).messages) == ["a", "b"]
