@@ -134,9 +134,9 @@ class ClusterNodes(Tree):
             elif held.value.store_uuid != store_uuid:
                 self._check_unregistered(wanted)
                 # The pair asserts "not registered" in the commit itself, so no broker registers in between.
-                nobody = state.broker_path(wanted)
+                entry = state.broker_path(wanted)
                 passed_on = msgspec.structs.replace(held.value, store_uuid=store_uuid)
-                self.plane.commit(Create(nobody), Delete(nobody, 0), Set(path, state.encode(passed_on), held.version))
+                self.plane.commit(Create(entry), Delete(entry, 0), Set(path, state.encode(passed_on), held.version))
             return wanted
 
         return self._retry_conflicts("a broker id", claim)

@@ -191,7 +191,7 @@ def _reading(given: _Options, starting: Bound) -> ReadOptions:
     paths, bootstrap = given.paths(), given.names("bootstrap")
     if bool(paths) == bool(bootstrap):
         raise BadOption(
-            "path and bootstrap are two doors to the same rows: name one of them, not both"
+            "path and bootstrap are two sources of the same rows: name one of them, not both"
             if paths
             else "name where to read from: path, the data directories of the brokers, or bootstrap, their URLs"
         )

@@ -106,7 +106,7 @@ class DirectoryReplica:
         if self._state is None and self._has_unsealed():
             raise DamagedFile(
                 self.directory / STATE_NAME,
-                "is missing, and it alone tells which of the newest messages are committed",
+                "is missing, and only it says which of the newest messages are committed",
             )
         return max(int((self._state or {}).get("high_watermark", 0)), sealed_end)
 

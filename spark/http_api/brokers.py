@@ -315,7 +315,7 @@ class _LogEnds:
             more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
             raise Unreachable(
                 f"partition {number} of {topic!r}{more} has no leader that answers, for {self._patience_s:g} s:"
-                f" {self._last_error or 'nobody leads it'}. Looked at {self._cluster.where}:"
+                f" {self._last_error or 'it has no leader'}. Looked at {self._cluster.where}:"
                 " start the brokers that hold it"
             )
         self._cluster.transport.pause(seconds)

@@ -81,7 +81,7 @@ def range_of(reading: ReadOptions, log: PartitionLog, offset_at: Callable[[int],
     if asked < log.start_offset:
         if reading.fails_on_data_loss:
             raise DataLoss(
-                f"{log.topic!r}, partition {log.partition}, begins at offset {log.start_offset} by now: {asked} is gone"
+                f"{log.topic!r}, partition {log.partition}, begins at offset {log.start_offset} now: {asked} is gone"
                 " (retention, or a purge)"
             )
         start, end = max(start, log.start_offset), max(end, log.start_offset)

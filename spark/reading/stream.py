@@ -109,7 +109,7 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 f" {log.end_offset}: name an offset up to that, or {LATEST} for the end"
             )
         if asked < log.start_offset:
-            self._report([f"startingOffsets: {asked} for {log.name}, which begins at {log.start_offset} by now"])
+            self._report([f"startingOffsets: {asked} for {log.name}, which begins at {log.start_offset} now"])
         return max(asked, log.start_offset), True
 
     # --- how far the next batch goes ---------------------------------------------------------------------------------

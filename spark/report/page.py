@@ -158,11 +158,11 @@ def _change_tile(view: ReportView) -> Markup:
 
 def _foot(report: Report) -> Markup:
     sources = [element("li", element("code", source)) for source in report.sources]
-    told = (
+    text = (
         "Read from the brokers' own files: committed messages, each counted once though every replica holds it. Sizes "
         "are those of values, without keys and headers; 1 kB is 1,000 bytes, 1 KiB is 1,024. Times are UTC. The same "
         "figures stand in report.json beside this page, and in full as Parquet files."
     )
     return element(
-        "footer", element("p", told), join(element("p", "Read:"), element("ul", sources)) if sources else None
+        "footer", element("p", text), join(element("p", "Read:"), element("ul", sources)) if sources else None
     )

@@ -80,7 +80,7 @@ def _read_quietly(path: Path, low: int, high: int, read: Callable[[Path, int, in
 def directories_of(reading: ReadOptions, table: str) -> Directories:
     """Return the origin. Raises BadOption for options that only the table of messages supports."""
     if reading.bootstrap:
-        raise BadOption(f"table {table} stands in the brokers' files alone: name their data directories as path")
+        raise BadOption(f"table {table} exists only in the brokers' files: name their data directories as path")
     if reading.starting != Bound(EARLIEST) or reading.ending != Bound(LATEST):
         raise BadOption(f"table {table} is read as a whole: leave the starting and ending options out, and filter it")
     return Directories(reading.paths, reading.topics, reading.span_offsets)

@@ -52,7 +52,7 @@ class _TaskWriter:
         if overwrite:
             raise BadOption(
                 'a topic is only ever appended to: write with .mode("append"), or .outputMode("append") or "update" in'
-                " a stream. To begin anew, purge the topic first"
+                " a stream. To start over, purge the topic first"
             )
         check_columns(schema, writing.topic)
         transport_of(writing.bootstrap, writing.token, writing.tls, PREFLIGHT_TIMEOUT_S).close()

@@ -293,7 +293,7 @@ def test_without_the_state_nobody_knows_what_is_committed(data):
     whole = rows(data)
     other = copy_of(data)
     state_of(data).unlink()
-    with pytest.raises(DamagedFile, match="it alone tells which of the newest messages are committed"):
+    with pytest.raises(DamagedFile, match="only it says which of the newest messages are committed"):
         rows(data)
     assert rows(data, other) == whole
 
