@@ -23,13 +23,13 @@ def fixture(tmp_path):
 
 
 def bounded(fixture, **limits):
-    """The broker, with limits as a test sets them."""
+    """The broker, with the limits of a test."""
     capacity = Capacity(BrokerConfig(zookeeper="none", **limits), fixture.broker.mirror)
     fixture.broker.topics._capacity = fixture.broker.groups._capacity = capacity
     return fixture.broker
 
 
-def test_topics_are_as_many_as_the_cluster_may_have(fixture):
+def test_the_number_of_topics_is_limited(fixture):
     broker = bounded(fixture, topics_max=2)
     broker.create_topic("a", wire.CreateTopic())
     broker.produce("b", ProduceRequest(records("first use")))
@@ -41,12 +41,12 @@ def test_topics_are_as_many_as_the_cluster_may_have(fixture):
         with pytest.raises(Backpressure, match="topics_max") as caught:
             make()
         assert (caught.value.outcome, caught.value.retryable) == ("not_applied", False)
-    assert not broker.create_topic("a", wire.CreateTopic())[1], "what is there may be named again"
+    assert not broker.create_topic("a", wire.CreateTopic())[1], "an existing topic may be created again"
     broker.delete_topic("a")
     assert broker.create_topic("c", wire.CreateTopic())[1]
 
 
-def test_partitions_are_as_many_as_the_brokers_may_hold(fixture):
+def test_the_number_of_partitions_is_limited(fixture):
     broker = bounded(fixture, partitions_max=5)
     broker.create_topic("a", wire.CreateTopic(partitions=3))
     with pytest.raises(Backpressure, match="partitions_max"):
@@ -58,7 +58,7 @@ def test_partitions_are_as_many_as_the_brokers_may_hold(fixture):
         broker.produce("c", ProduceRequest(records("x")))
 
 
-def test_groups_are_as_many_as_the_cluster_may_have(fixture):
+def test_the_number_of_groups_is_limited(fixture):
     broker = bounded(fixture, groups_max=2)
     broker.create_topic("t", wire.CreateTopic())
     broker.put_group("a", {})
@@ -74,7 +74,7 @@ def test_groups_are_as_many_as_the_cluster_may_have(fixture):
     broker.put_group("c", {})
 
 
-def test_what_is_being_made_counts_before_the_mirror_shows_it():
+def test_a_topic_being_created_counts_before_the_mirror_shows_it():
     mirror = SimpleNamespace(topics={}, groups={}, partitions={}, brokers={1: None, 2: None})
     capacity = Capacity(BrokerConfig(topics_max=3, partitions_max=4), mirror)  # type: ignore[arg-type]
 
@@ -89,7 +89,7 @@ def test_what_is_being_made_counts_before_the_mirror_shows_it():
     made = [gevent.spawn(make) for _ in range(5)]
     gevent.joinall(made, raise_error=True)
     assert [each.value for each in made] == [True, True, False, False, False], "two brokers hold eight replicas"
-    assert make(), "what came to nothing takes no place"
+    assert make(), "a failed creation reserves nothing"
 
 
 def test_a_segment_with_very_many_content_types_is_followed_by_another(fixture, monkeypatch):
@@ -117,7 +117,7 @@ def test_an_id_that_was_never_allocated_is_refused(fixture):
     )
 
 
-def test_a_producer_is_taken_while_the_control_plane_cannot_be_asked(fixture, monkeypatch):
+def test_a_producer_is_accepted_while_the_control_plane_is_unavailable(fixture, monkeypatch):
     def away():
         raise PlaneUnavailable("away")
 

@@ -1,4 +1,4 @@
-"""The time of day that brokers agree on, with wrong clocks among them."""
+"""The time of day that brokers agree on although some clocks are wrong."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ START_MS = 1_700_000_000_000
 
 
 class HandClock(Clock):
-    """A machine's clocks, which move when a test says so."""
+    """A machine's clocks, which only a test moves."""
 
     def __init__(self, off_ms: int = 0) -> None:
         self.steady_ms = START_MS + off_ms
@@ -49,7 +49,7 @@ class Cluster:
                 keeper.compare()
 
     def wrong_ms(self, broker_id: int) -> int:
-        """How far the broker's time of day is from the first one's steady clock, which is right."""
+        """Return the difference between the broker's time of day and broker 1's steady clock, which is right."""
         return self.clocks[broker_id].wall_ms() - self.clocks[1].steady_ms
 
 
@@ -78,7 +78,7 @@ def test_a_clock_that_jumps_is_not_followed_for_a_moment(jump_ms):
     cluster = Cluster(b1=0, b2=0, b3=0)
     cluster.compare()
     cluster.clocks[2].off_ms = jump_ms
-    assert cluster.wrong_ms(2) == 0, "before anybody was asked"
+    assert cluster.wrong_ms(2) == 0, "before it has asked another broker"
     for _ in range(3):
         cluster.pass_time(2_000)
         cluster.compare()

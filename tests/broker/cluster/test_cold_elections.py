@@ -1,4 +1,4 @@
-"""Elections among replicas that have all restarted: which are asked, and how long the election waits."""
+"""Elections among replicas that have all restarted: the replicas that are queried, and the length of the wait."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_replica_that_is_damaged_or_of_another_store_never_leads():
     assert elections.log_ends({KEY: HELD}, LIVE) == {KEY: {1: None, 2: None, 3: (7, 10)}}
 
 
-def test_many_partitions_are_asked_for_at_a_time():
+def test_one_request_queries_many_partitions():
     brokers = Brokers(b1=(7, 9), b2=(7, 10), b3=(7, 10))
     elections = ColdElections(brokers, HandClock())
     cold = {("id", number): HELD for number in range(ASKED_AT_ONCE + 1)}

@@ -18,7 +18,7 @@ from support.ports import kept_ports
 from portalmq.broker.cluster.failure_detector import FailureDetector, Probe, ProbeHistory, Prober, gone
 from portalmq.control_plane.state import BrokerState
 
-AN_HOUR_S = 3_600.0  # "and not at the next turn"
+AN_HOUR_S = 3_600.0  # longer than any test: what happens earlier does not wait for the next turn
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
 
@@ -52,7 +52,7 @@ class TestVerdicts:
             history.record(probe)
             assert bool(gone(found, refusals=1)) is expected, probe
 
-    def test_when_none_of_several_answers_nothing_counts(self) -> None:
+    def test_when_none_of_several_brokers_answers_none_counts_as_gone(self) -> None:
         assert gone(pulses(b1=ProbeHistory(1, silent=3), b2=ProbeHistory(1, silent=2)), refusals=1) == set()
         assert gone(pulses(b1=ProbeHistory(1, silent=3)), refusals=1) == {(1, 1)}
         assert gone(pulses(b1=ProbeHistory(1, silent=3), b2=ProbeHistory(1, refused=1)), refusals=1) == set()
@@ -76,7 +76,7 @@ class TestDetector:
         yield detector, answers, asked
         detector.close()
 
-    def test_only_those_that_are_to_be_probed_are(
+    def test_only_watched_brokers_are_probed(
         self, watching: tuple[FailureDetector, dict[str, Probe], list[str]]
     ) -> None:
         detector, _, asked = watching
@@ -85,9 +85,9 @@ class TestDetector:
         until(lambda: len(asked) >= 2)
         assert set(asked) == {"http://b2"}
         detector.watch(known, ())
-        gevent.sleep(0.6)  # the turn that is under way
+        gevent.sleep(0.6)  # the current turn
         asked.clear()
-        gevent.sleep(0.6)  # a turn in which nothing may come: there is no condition to wait for
+        gevent.sleep(0.6)  # a whole turn without a probe: there is no condition to wait for
         assert asked == []
 
     def test_a_dead_broker_stays_dead_until_it_answers_or_restarts(
@@ -116,7 +116,7 @@ class TestDetector:
         gevent.sleep(0)
         detector.probe_now(1)
         until(lambda: len(asked) == 2)
-        detector.probe_now(7)  # nobody knows it
+        detector.probe_now(7)  # no such broker
 
     def test_a_second_probe_follows_a_refusal_soon(
         self, watching: tuple[FailureDetector, dict[str, Probe], list[str]], monkeypatch: pytest.MonkeyPatch
@@ -133,7 +133,7 @@ Handler = Callable[[socket.socket, tuple[str, int]], None]
 
 @pytest.fixture
 def prober() -> Iterator[Prober]:
-    """Has more time than any answer takes: what it finds, it finds before that is over."""
+    """A prober whose timeout is longer than any answer takes: no verdict comes from the timeout."""
     made = Prober(timeout_s=60.0)
     yield made
     made.close()
@@ -141,7 +141,7 @@ def prober() -> Iterator[Prober]:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[Prober]:
-    """Its time is over soon; and it takes no delay for a process that stood still."""
+    """A prober with a short timeout, which takes no delay for a pause of this process."""
     monkeypatch.setattr("portalmq.broker.cluster.failure_detector.STALL_S", AN_HOUR_S)
     made = Prober(timeout_s=0.4)
     yield made
@@ -165,7 +165,7 @@ def serve() -> Iterator[Callable[[Handler], str]]:
 
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> list[gevent.Timeout]:
-    """The limits of the probes that are made from now on: raised in a probe, its time is over."""
+    """The timeouts of all later probes. A probe in which a test raises its timeout has timed out."""
     made: list[gevent.Timeout] = []
 
     class Limit(gevent.Timeout):
@@ -236,9 +236,9 @@ class TestProber:
             url = f"http://127.0.0.1:{paused.getsockname()[1]}"
             began = time.monotonic()
             assert hasty.probe(url) is Probe.SILENT
-            assert 0.3 < time.monotonic() - began < 30, "the end of its time is noticed"
+            assert 0.3 < time.monotonic() - began < 30, "the probe times out"
 
-    def test_half_an_answer_is_no_answer(
+    def test_a_partial_answer_is_no_answer(
         self,
         prober: Prober,
         serve: Callable[[Handler], str],

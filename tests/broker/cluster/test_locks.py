@@ -1,4 +1,4 @@
-"""Locks as brokers serve them: three of them on one control plane, each with a clock of its own."""
+"""Locks, served by three brokers that share a control plane; each broker has a clock of its own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SWEEP_MS = round(SWEEP_EVERY_S * 1_000)
 
 
 class Brokers:
-    """Three brokers' locks. `registered` is what each of them reads of the others."""
+    """The locks of three brokers. `registered` has the brokers that each of them sees."""
 
     def __init__(self, plane: Interrupted) -> None:
         self.plane = plane
@@ -44,11 +44,11 @@ class Brokers:
             self.settle()
 
     def settle(self) -> None:
-        """Wait until every broker has read all noted changes."""
+        """Wait until every broker has read all changes."""
         until(lambda: not any(locks._noted and not locks._closed for locks in self.locks.values()))
 
     def wait(self, number: int, owner: str, peer: FakePeer | None = None, **more: int) -> gevent.Greenlet:
-        """Start a request that waits; return once it has its place."""
+        """Start a request that waits; return once it is in the queue."""
         before = self.waiters()
         request = wire.LockRequest(owner, **{"ttl_ms": TTL, "wait_ms": 60_000, **more})
         waiting = gevent.spawn(_told, self.locks[number].acquire, "l", request, peer)
@@ -77,7 +77,7 @@ def _told(call: Callable[..., wire.LockGrant], *arguments: Any, **more: Any) -> 
 
 
 def until(condition: Callable[[], object]) -> None:
-    with gevent.Timeout(WITHIN_S, AssertionError("that did not come")):
+    with gevent.Timeout(WITHIN_S, AssertionError("the condition was not met in time")):
         while not condition():
             gevent.sleep(0.002)
 
@@ -114,7 +114,7 @@ def brokers(plane: Interrupted) -> Iterator[Brokers]:
 
 
 class TestHolding:
-    def test_any_broker_gives_renews_and_takes_back(self, brokers: Brokers) -> None:
+    def test_any_broker_grants_renews_and_releases_a_lock(self, brokers: Brokers) -> None:
         assert brokers.ask(1, "a") == wire.LockGrant("a", 1, TTL)
         assert brokers.locks[2].renew("l", wire.LockRenewal("a", 1)) == wire.LockGrant("a", 1, TTL)
         brokers.release(3, "a", 1)
@@ -142,7 +142,7 @@ class TestHolding:
                 locks.release("l", wire.LockRelease("a", 1))
         assert brokers.ask(3, "b").fencing_token == 2
 
-    def test_renewals_at_one_broker_keep_the_lock_at_all(self, brokers: Brokers) -> None:
+    def test_renewals_at_one_broker_keep_the_lock_at_all_brokers(self, brokers: Brokers) -> None:
         brokers.ask(1, "a")
         for _ in range(5):
             brokers.advance(TTL - 1)
@@ -152,7 +152,7 @@ class TestHolding:
                 with pytest.raises(LockHeld):
                     brokers.ask(number, "b")
 
-    def test_a_broker_that_sees_the_lock_for_the_first_time_counts_from_then(
+    def test_a_broker_counts_a_lease_from_its_first_sight_of_the_lock(
         self, brokers: Brokers, plane: Interrupted
     ) -> None:
         brokers.ask(1, "a")
@@ -200,16 +200,16 @@ class TestWaiting:
         brokers.advance(1)
         assert outcome(waiting) == wire.LockGrant("b", 2, TTL)
 
-    def test_waiters_of_a_broker_that_is_gone_are_passed_over_at_once(self, brokers: Brokers) -> None:
+    def test_waiters_of_a_dead_broker_are_skipped_at_once(self, brokers: Brokers) -> None:
         brokers.ask(1, "a")
         brokers.wait(3, "dead")
         waiting = brokers.wait(2, "b")
-        brokers.locks[3].close()  # its clients are gone with it, and its places stand in the queue
+        brokers.locks[3].close()  # its clients have gone with it; their places are still in the queue
         del brokers.registered[3]
         brokers.release(1, "a", 1)
         assert outcome(waiting) == wire.LockGrant("b", 2, TTL)
 
-    def test_a_broker_that_is_silent_is_passed_over_after_a_moment(self, brokers: Brokers) -> None:
+    def test_waiters_of_a_silent_broker_are_skipped_after_a_delay(self, brokers: Brokers) -> None:
         brokers.ask(1, "a")
         brokers.wait(3, "paused")
         waiting = brokers.wait(2, "b")
@@ -221,7 +221,7 @@ class TestWaiting:
         brokers.advance(PATIENCE_MS)
         assert outcome(waiting) == wire.LockGrant("b", 2, TTL)
 
-    def test_a_waiter_that_was_passed_over_waits_at_the_end(self, brokers: Brokers) -> None:
+    def test_a_skipped_waiter_goes_to_the_end_of_the_queue(self, brokers: Brokers) -> None:
         brokers.ask(1, "a")
         late = brokers.wait(3, "late")
         plane, held = brokers.plane, brokers.locks[1]._table.read("l")
@@ -231,7 +231,7 @@ class TestWaiting:
         brokers.release(1, "a", 1)
         assert outcome(late) == wire.LockGrant("late", 2, TTL)
 
-    def test_a_client_that_goes_away_gives_up_its_place(self, brokers: Brokers) -> None:
+    def test_a_client_that_disconnects_loses_its_place(self, brokers: Brokers) -> None:
         brokers.ask(1, "a")
         peer = FakePeer()
         gone = brokers.wait(2, "gone", peer)
@@ -242,7 +242,7 @@ class TestWaiting:
         brokers.release(1, "a", 1)
         assert outcome(waiting) == wire.LockGrant("b", 2, TTL)
 
-    def test_many_clients_that_go_at_once_give_up_their_places_in_few_steps(
+    def test_places_of_many_disconnected_clients_are_removed_in_few_steps(
         self, brokers: Brokers, plane: Interrupted
     ) -> None:
         brokers.ask(1, "a")
@@ -258,7 +258,7 @@ class TestWaiting:
         brokers.release(1, "a", 1)
         assert outcome(last) == wire.LockGrant("last", 2, TTL)
 
-    def test_a_wait_that_ends_says_who_has_it_and_leaves_nothing_behind(self, brokers: Brokers) -> None:
+    def test_a_wait_that_times_out_names_the_holder_and_leaves_no_place(self, brokers: Brokers) -> None:
         brokers.ask(1, "a")
         ended = outcome(brokers.wait(2, "b", wait_ms=30))
         assert isinstance(ended, LockHeld)
@@ -270,12 +270,14 @@ class TestWaiting:
         first = brokers.wait(2, "b", wait_ms=30, keep_place_ms=60_000)
         brokers.wait(1, "c")
         assert isinstance(outcome(first), LockHeld)
-        again = gevent.spawn(_told, brokers.ask, 3, "b", wait_ms=60_000)  # at another broker even
+        again = gevent.spawn(_told, brokers.ask, 3, "b", wait_ms=60_000)  # at another broker
         until(lambda: "l" in brokers.locks[3]._waiters)
         brokers.release(1, "a", 1)
         assert outcome(again) == wire.LockGrant("b", 2, TTL)
 
-    def test_a_place_that_is_kept_in_vain_is_given_up(self, brokers: Brokers, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_place_without_a_repeated_request_is_removed(
+        self, brokers: Brokers, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         later: list[tuple[Any, ...]] = []
         monkeypatch.setattr(room.gevent, "spawn_later", lambda *call: later.append(call))
         brokers.ask(1, "a")
@@ -287,7 +289,7 @@ class TestWaiting:
         until(lambda: brokers.waiters() == 0)
 
     @pytest.mark.parametrize("at", [2, 3])
-    def test_one_owner_waits_once_the_later_request_counts(self, brokers: Brokers, at: int) -> None:
+    def test_of_two_waiting_requests_of_one_owner_the_later_counts(self, brokers: Brokers, at: int) -> None:
         brokers.ask(1, "a")
         first = brokers.wait(2, "b")
         second = gevent.spawn(_told, brokers.ask, at, "b", wait_ms=60_000)
@@ -311,14 +313,14 @@ class TestWaiting:
         with pytest.raises(Unavailable):
             brokers.ask(2, "x")
 
-    def test_a_hundred_waiters_get_it_one_after_the_other(self, brokers: Brokers) -> None:
+    def test_a_hundred_waiters_get_the_lock_one_after_the_other(self, brokers: Brokers) -> None:
         brokers.ask(1, "w-0")
         waiting = [brokers.wait(1 + number % 3, f"w-{number}") for number in range(1, 101)]
         for number, greenlet in enumerate(waiting, start=1):
             brokers.release(1 + number % 3, f"w-{number - 1}", number)
             assert outcome(greenlet) == wire.LockGrant(f"w-{number}", number + 1, TTL)
 
-    def test_a_wait_ends_with_an_error_while_the_control_plane_is_away(
+    def test_a_wait_ends_with_an_error_while_the_control_plane_is_unavailable(
         self, brokers: Brokers, plane: Interrupted
     ) -> None:
         brokers.ask(1, "a")
@@ -331,7 +333,7 @@ class TestWaiting:
 
 
 class TestMaintenance:
-    def test_an_unused_lock_is_removed_and_tokens_go_on_rising(self, brokers: Brokers) -> None:
+    def test_an_unused_lock_is_removed_and_tokens_keep_rising(self, brokers: Brokers) -> None:
         brokers.ask(2, "a")
         brokers.advance(TTL + KEEP_UNUSED_MS - 1)
         gevent.sleep(0.02)
@@ -344,7 +346,7 @@ class TestMaintenance:
             brokers.locks[3].renew("l", wire.LockRenewal("a", 1))
         assert brokers.ask(3, "b").fencing_token == 2
 
-    def test_a_place_of_this_broker_that_nobody_waits_at_is_given_up(self, brokers: Brokers) -> None:
+    def test_a_place_without_a_waiter_is_removed(self, brokers: Brokers) -> None:
         brokers.ask(1, "a")
         held = brokers.locks[1]._table.read("l")
         assert held is not None
@@ -354,7 +356,7 @@ class TestMaintenance:
         brokers.advance(SWEEP_MS)
         until(lambda: brokers.waiters() == 0)
 
-    def test_there_are_only_so_many_locks(self, brokers: Brokers, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_number_of_locks_is_limited(self, brokers: Brokers, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(room, "LOCKS_MAX", 2)
         for name in ("x", "y"):
             brokers.locks[1].acquire(name, wire.LockRequest("a"), None)

@@ -1,4 +1,4 @@
-"""The membership of a broker: registration, sessions, controller; on a real ZooKeeper and alone."""
+"""The membership of a broker: registration, sessions, controller; on a real ZooKeeper and on a single broker."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class TestRegistering:
         began = time.monotonic()
         with pytest.raises(BrokerIdTaken, match="another data directory"):
             cluster.start(1, store_uuid="another", url="http://elsewhere.test:5000")
-        assert time.monotonic() - began < cluster.session_timeout_s, "the first one answers: nothing is waited for"
+        assert time.monotonic() - began < cluster.session_timeout_s, "the first broker answers: no wait"
         assert first.membership.registered
 
     def test_registering_waits_for_the_entry_of_a_dead_broker_of_another_disk(self, cluster: Members) -> None:
@@ -138,7 +138,7 @@ class TestSessions:
             member = cluster.start(1)
             topic = cluster.create_topic()
             line.cut()
-            gevent.sleep(0.3)  # nothing to wait for: it is silent
+            gevent.sleep(0.3)  # there is no condition to wait for: the connection is silent
             line.heal()
             member.told.clear()
             until(lambda: any(changes.everything for changes in member.told))
@@ -181,7 +181,7 @@ class TestTheController:
         cluster.kill(3)
         first.membership.suspect(3, 1, refused=True)
         until(lambda: first.partition(topic, led).value.leader in (1, 2))
-        assert 3 in first.membership.mirror.brokers, "its session still stands"
+        assert 3 in first.membership.mirror.brokers, "its session has not expired"
         held = first.partition(topic, led).value
         assert (held.leader_epoch, 3 in held.isr) == (2, False)
 
@@ -196,7 +196,7 @@ class TestTheController:
         cluster.probed.clear()
         cluster.members[2].membership.suspect(3, 1, refused=True)
         until(lambda: (1, url_of(3)) in cluster.probed, "at once, and not at the next turn")
-        gevent.sleep(1.2)  # time enough to act on it, which must not happen: broker 3 answers the controller
+        gevent.sleep(1.2)  # time for a reaction, which must not come: broker 3 answers the controller
         held = [cluster.members[1].partition(topic, number).value for number in range(3)]
         assert [partition.leader_epoch for partition in held] == [1, 1, 1]
 
@@ -273,7 +273,7 @@ class TestTheController:
     def test_a_broker_that_is_cut_off_loses_its_partitions_and_removes_no_controller(
         self, cluster: Members, alone: int
     ) -> None:
-        """Controller (1) or not: a broker that two others reach is live, one that reaches none is not."""
+        """A broker that two others reach is live; one that no other broker reaches is not, controller (1) or not."""
         cluster.start_all(1, 2, 3)
         other = cluster.members[2]
         topic = cluster.create_topic(partitions=3)
@@ -289,7 +289,7 @@ class TestTheController:
         assert [other.partition(topic, n).value.leader_epoch for n in range(3)] == epochs
         assert other.catalog.controller() == controller
 
-    def test_of_two_brokers_that_believe_to_be_controller_the_epoch_fences_one(self, cluster: Members) -> None:
+    def test_the_epoch_fences_one_of_two_brokers_that_act_as_controller(self, cluster: Members) -> None:
         first, second = cluster.start_all(1, 2)
         topic = cluster.create_topic()
         old = first.membership.controller_loop.held
@@ -329,9 +329,9 @@ class TestTheController:
         until(lambda: len(first.membership.mirror.partitions) == 6)
         began = time.monotonic()
         first.membership.drain()
-        assert time.monotonic() - began < PATIENT_S, "it has been done, and its time is not over"
+        assert time.monotonic() - began < PATIENT_S, "it ends before the timeout"
         until(lambda: all(second.partition(topic, n).value.leader in (2, 3) for n in range(6)))
-        assert all(1 in first.partition(topic, n).value.isr for n in range(6)), "it follows, as long as it is there"
+        assert all(1 in first.partition(topic, n).value.isr for n in range(6)), "it follows until it ends"
         until(lambda: cluster.controllers in ([2], [3]))
         first.membership.close()
         until(lambda: third.membership.mirror.brokers.keys() == {2, 3})
@@ -368,7 +368,7 @@ class TestTheController:
 
 @pytest.mark.cluster
 class TestALeaderThatItsFollowersDoNotReach:
-    """A firewall between them rejects; the controller is another broker, and reaches all."""
+    """A firewall between them rejects connections; the controller is another broker, and reaches all."""
 
     @pytest.fixture(autouse=True)
     def soon(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,7 +390,7 @@ class TestALeaderThatItsFollowersDoNotReach:
         return cluster, topic, leader, tuple({1, 2, 3} - {leader})
 
     def join(self, cluster: Members, topic: state.TopicState) -> None:
-        """All replicas are in sync."""
+        """Add all replicas to the ISR."""
         catalog = cluster.members[4].catalog
         held = catalog.partition(topic.topic_id, 0)
         assert held is not None
@@ -432,7 +432,7 @@ class TestALeaderThatItsFollowersDoNotReach:
         assert set(held.isr) == set(followers)
         assert cluster.controllers == [4]
         self.keep_suspecting(cluster, leader)
-        assert cluster.members[4].partition(topic).value == held, "nothing moves while the links stay as they are"
+        assert cluster.members[4].partition(topic).value == held, "nothing changes while the links stay the same"
 
     def test_stays_while_enough_reach_it(self, led: tuple[Members, state.TopicState, int, tuple[int, ...]]) -> None:
         cluster, topic, leader, followers = led
@@ -441,7 +441,7 @@ class TestALeaderThatItsFollowersDoNotReach:
         self.keep_suspecting(cluster, leader)
         assert cluster.members[4].partition(topic).value == held
 
-    def test_stays_where_nobody_is_reached_by_more(
+    def test_stays_when_no_other_replica_is_reached_by_more_brokers(
         self, led: tuple[Members, state.TopicState, int, tuple[int, ...]]
     ) -> None:
         cluster, topic, leader, followers = led
@@ -452,7 +452,7 @@ class TestALeaderThatItsFollowersDoNotReach:
         assert cluster.members[4].partition(topic).value == held
 
     def test_is_replaced_where_it_is_the_controller_itself(self, cluster: Members) -> None:
-        """No broker that misses it can report that: their overdue fetches show it."""
+        """The followers cannot report to the controller that they do not reach it: their overdue fetches show it."""
         cluster.start_all(1, 2, 3, 4)
         catalog = cluster.members[1].catalog
         brokers = {number: broker for number, broker in catalog.brokers().items() if number != 4}
@@ -497,7 +497,7 @@ class TestAfterAnOutage:
         until(lambda: first.partition(topic, led).value.leader == 1)
         assert time.monotonic() - began > 1.9
 
-    def test_a_refused_connection_proves_it_in_the_grace_too(self, cluster: Members) -> None:
+    def test_a_refused_connection_proves_absence_during_the_grace_period_too(self, cluster: Members) -> None:
         first, _ = cluster.start_all(1, 2)
         topic = cluster.create_topic(partitions=2)
         until(lambda: len(first.membership.mirror.partitions) == 2)
@@ -508,7 +508,7 @@ class TestAfterAnOutage:
 
 
 class LosingPlane(Standalone):
-    """Loses answers, or is unavailable, as the test sets it."""
+    """A control plane that loses answers, or is unavailable, when a test sets it so."""
 
     fault: Exception | None = None
 
@@ -542,7 +542,7 @@ def make_topic(plane: Standalone, partitions: int = 1) -> state.TopicState:
 
 
 class TestAlone:
-    def test_it_leads_everything_when_start_returns(self, plane: LosingPlane, alone: Membership) -> None:
+    def test_it_leads_all_partitions_when_start_returns(self, plane: LosingPlane, alone: Membership) -> None:
         topic = make_topic(plane, partitions=230)
         told: list[int] = []
         alone.on_changed.append(lambda changes: told.append(len(changes.partitions)))
@@ -571,7 +571,7 @@ class TestAlone:
         alone.start()
         assert told == [True]
 
-    def test_a_suspicion_is_answered_by_any_broker(self, alone: Membership) -> None:
+    def test_any_broker_answers_a_suspicion(self, alone: Membership) -> None:
         alone.start()
         assert alone.peer_queries.on_report(Suspicion(9, 1, True)) == SuspicionNoted()
 
@@ -594,7 +594,7 @@ def test_a_broker_of_the_previous_version_reports_its_log_ends(alone: Membership
 
 
 def test_a_broker_of_the_previous_version_has_no_vote_on_leaders_and_controllers(alone: Membership) -> None:
-    """It has no call for this: that makes no leader count as cut off, and keeps no controller."""
+    """It does not have this call: its refusal makes no leader count as cut off, and keeps no controller elected."""
     alone.peer_queries.peers = OldBrokers()  # type: ignore[assignment]
     alone.mirror.brokers = {number: BrokerState(f"http://b{number}:5000", 1, f"s{number}") for number in (1, 2, 3)}
     assert alone.peer_queries.reachability_of([2]) == {2: {1: True}}
@@ -652,7 +652,7 @@ class TestChangingTheIsr:
         assert self.propose(alone, topic) == IsrAnswered(1, Outcome.UNKNOWN)
         plane.fault = None
 
-    def test_a_leader_that_resigns_leaves_no_leader_and_the_controller_elects_who_is_clean(
+    def test_after_a_leader_resigns_the_controller_elects_a_clean_replica(
         self, plane: LosingPlane, alone: Membership
     ) -> None:
         topic = make_topic(plane)
@@ -670,7 +670,7 @@ class TestReadingAgain:
         assert word is not None
         assert (word.refresh, word.leader, word.version) == (7, 1, 1)
 
-    def test_what_is_gone_or_cannot_be_read_is_none(self, plane: LosingPlane, alone: Membership) -> None:
+    def test_a_missing_or_unreadable_partition_is_none(self, plane: LosingPlane, alone: Membership) -> None:
         alone.start()
         assert alone.reread("nothing", 0, 1, None) is None
         plane.close()

@@ -1,4 +1,4 @@
-"""Failed calls between brokers: the outcome that the error shows, and who is notified."""
+"""Failed calls between brokers: the outcome that the error shows, and the listener that is notified."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def echo(broker: ScriptedBroker, call: Call) -> Reply:
     return Reply(200, call.body, "application/vnd.msgpack")
 
 
-def test_a_call_shows_the_secret_and_brings_the_answer_on_a_kept_connection() -> None:
+def test_a_call_sends_the_secret_and_returns_the_answer_on_a_kept_connection() -> None:
     with ScriptedBroker() as broker:
         broker.script("POST", PATH, [echo, echo])
         peers = peers_of(broker.url)
@@ -40,7 +40,7 @@ def test_a_call_shows_the_secret_and_brings_the_answer_on_a_kept_connection() ->
         peers.close()
 
 
-def test_a_refused_connection_was_not_applied_and_is_told_as_refused() -> None:
+def test_a_refused_connection_is_reported_as_refused_and_not_applied() -> None:
     with kept_ports(1) as [port]:
         trouble: list[tuple[int, int, bool]] = []
         peers = peers_of(f"http://127.0.0.1:{port}", trouble)
@@ -54,7 +54,7 @@ def test_a_broker_that_is_not_registered_is_not_reached() -> None:
     trouble: list[tuple[int, int, bool]] = []
     with pytest.raises(NotReached):
         peers_of("http://127.0.0.1:1", trouble).call(9, "known", ASK, GroupBegunCall, timeout_s=60)
-    assert trouble == [], "that it is gone is known"
+    assert trouble == [], "the mirror already shows that it is gone"
 
 
 def test_an_answer_that_is_lost_leaves_the_outcome_unknown() -> None:
@@ -67,20 +67,20 @@ def test_an_answer_that_is_lost_leaves_the_outcome_unknown() -> None:
     assert trouble == [(2, 7, False)]
 
 
-def test_a_silent_broker_is_waited_for_no_longer_than_asked() -> None:
+def test_a_call_to_a_silent_broker_ends_at_its_timeout() -> None:
     answered = threading.Event()
     trouble: list[tuple[int, int, bool]] = []
     with ScriptedBroker() as broker:
         broker.script("POST", PATH, [echo, hold(answered)])
         peers = peers_of(broker.url, trouble)
-        peers.call(2, "known", ASK, EndGroup, timeout_s=60)  # connected: there is nothing to wait for but the answer
+        peers.call(2, "known", ASK, EndGroup, timeout_s=60)  # connected: the second call waits for an answer only
         with pytest.raises(NotAnswered):
             peers.call(2, "known", ASK, GroupBegunCall, timeout_s=0.2)
         answered.set()
     assert trouble == [(2, 7, False)]
 
 
-def test_what_the_other_broker_refuses_with_is_raised_here() -> None:
+def test_a_refusal_of_the_other_broker_is_raised_here() -> None:
     error = NotLeader("not me", leader=3, leader_url="http://three", retry_after_s=0.25)
     with ScriptedBroker() as broker:
         broker.script("POST", PATH, [lambda broker, call: problem(error)])

@@ -1,4 +1,4 @@
-"""Routing of calls to leaders: what is retried, what is not, and which outcome is known at the end."""
+"""Routing of calls to leaders: which failures are retried, and which outcome the caller learns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ME = 1
 
 
 class Map:
-    """Leaders as a test sets them; `on_look` is called when a call asks for them again."""
+    """The leaders that a test sets; `on_look` is called when a call looks them up again."""
 
     def __init__(self, leaders: dict[TopicPartition, int | None]) -> None:
         self.leaders = leaders
@@ -41,7 +41,7 @@ class Map:
 
 
 class Ask:
-    """Work that notes where it was done; `answers` scripts the outcomes by broker (the last one stays)."""
+    """Work that records which broker did it; `answers` has the outcomes by broker (the last one repeats)."""
 
     def __init__(self, **answers: list[PortalMQError | str]) -> None:
         self.answers = {int(name[1:]): list(script) for name, script in answers.items()}
@@ -63,7 +63,7 @@ class Ask:
 
 
 class NoPeers:
-    """The work of these tests has its own way to other brokers."""
+    """No RPC client: the work of these tests reaches other brokers by itself."""
 
     def call(self, broker_id: int, name: str, request: object, kind: object, *, timeout_s: float) -> NoReturn:
         raise AssertionError(name)
@@ -73,18 +73,18 @@ def leaders(leads: Map, patience_s: float = 60.0) -> LeaderRouter:
     return LeaderRouter(ME, leads, NoPeers(), chance=lambda: 0.0, patience_s=patience_s)
 
 
-def test_each_share_goes_to_its_leader_in_one_call_a_broker() -> None:
+def test_each_leader_gets_its_partitions_in_one_call() -> None:
     work = Ask()
     outcomes = leaders(Map({A: ME, B: 2, C: 2})).run([A, B, C], work)
     assert outcomes == {A: "by 1", B: "by 2", C: "by 2"}
     assert sorted(work.asked) == [(1, [A]), (2, [B, C])]
 
 
-def test_remote_leaders_are_asked_at_once_and_not_one_after_the_other() -> None:
+def test_remote_leaders_are_called_concurrently() -> None:
     leads = Map({A: 2, B: 3})
 
     class Meeting(Ask):
-        """Each broker answers once both were asked."""
+        """Each broker answers once both have been called."""
 
         def there(self, broker_id: int, places: Sequence[TopicPartition]) -> dict[TopicPartition, str | PortalMQError]:
             self.asked.append((broker_id, list(places)))
@@ -105,7 +105,7 @@ def test_a_call_follows_the_leadership_to_the_new_leader() -> None:
 
 
 @pytest.mark.parametrize("error", [NotReached("away", refused=True), Unavailable("draining")])
-def test_a_broker_that_is_gone_is_waited_for_until_another_leads(error: PortalMQError) -> None:
+def test_a_call_to_a_dead_leader_waits_until_another_leads(error: PortalMQError) -> None:
     leads = Map({A: 2})
     work = Ask(_2=[error])
     there = leaders(leads)
@@ -113,20 +113,20 @@ def test_a_broker_that_is_gone_is_waited_for_until_another_leads(error: PortalMQ
     assert there.one(A, work) == "by 3"
 
 
-def test_a_partition_without_a_leader_is_waited_for_and_then_refused_as_not_applied() -> None:
+def test_a_call_waits_for_a_leader_and_is_then_refused_as_not_applied() -> None:
     with pytest.raises(Unavailable, match="no leader") as refused:
         leaders(Map({A: None}), patience_s=0.3).one(A, Ask())
     assert (refused.value.outcome, refused.value.retryable) == ("not_applied", True)
 
 
-def test_an_unknown_outcome_is_not_tried_again() -> None:
+def test_an_unknown_outcome_is_not_retried() -> None:
     work = Ask(_2=[NotAnswered("cut"), "by 2"])
     with pytest.raises(NotAnswered):
         leaders(Map({A: 2})).one(A, work)
     assert len(work.asked) == 1
 
 
-def test_an_unknown_outcome_of_what_is_the_same_twice_is_tried_again() -> None:
+def test_an_unknown_outcome_of_a_repeatable_call_is_retried() -> None:
     assert leaders(Map({A: 2})).one(A, Ask(_2=[NotAnswered("cut"), "by 2"]), repeatable=True) == "by 2"
 
 
@@ -152,7 +152,7 @@ def test_too_few_replicas_is_an_answer_and_not_a_moving_leader() -> None:
     assert len(work.asked) == 1
 
 
-def test_no_forward_names_the_leader_and_asks_nobody() -> None:
+def test_without_forwarding_the_error_names_the_leader_and_no_broker_is_called() -> None:
     work = Ask()
     outcomes = leaders(Map({A: ME, B: 2})).run([A, B], work, forward=False)
     assert outcomes[A] == "by 1"
@@ -162,13 +162,15 @@ def test_no_forward_names_the_leader_and_asks_nobody() -> None:
     assert work.asked == [(1, [A])]
 
 
-def test_no_forward_waits_for_this_broker_to_open_what_it_was_elected_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_forwarding_a_call_waits_until_the_elected_broker_opens_the_partition(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("portalmq.broker.cluster.routing.OWN_PATIENCE_S", 60.0)
     work = Ask(_1=[NotLeader("opening", leader=ME), Unavailable("opening"), "open"])
     assert leaders(Map({A: ME})).one(A, work, forward=False) == "open"
 
 
-def test_a_silent_leader_is_not_waited_for_once_another_is_elected() -> None:
+def test_a_call_to_a_silent_leader_ends_when_another_is_elected() -> None:
     leads = Map({A: 2})
     work = Ask()
     work.hangs = {2}
@@ -183,7 +185,7 @@ def test_a_silent_leader_is_not_waited_for_once_another_is_elected() -> None:
         assert there.one(A, work, repeatable=True) == "by 3"
 
 
-def test_what_is_asked_of_one_broker_alone_is_not_waited_for_once_others_lead_there() -> None:
+def test_a_call_to_a_named_broker_ends_when_it_leads_none_of_the_partitions() -> None:
     leads = Map({A: 2, B: 2})
     there = leaders(leads)
     gevent.spawn_later(0.02, lambda: (leads.leaders.update({A: 3}), there.changed()))
@@ -192,7 +194,7 @@ def test_what_is_asked_of_one_broker_alone_is_not_waited_for_once_others_lead_th
         there.ask(2, [A, B], lambda: gevent.sleep(3_600))
 
 
-def test_what_is_asked_of_one_broker_alone_answers_or_raises_as_it_does() -> None:
+def test_a_call_to_a_named_broker_returns_or_raises_its_outcome() -> None:
     there = leaders(Map({A: 2, B: 3}))
     assert there.ask(2, [A], lambda: "by 2") == "by 2"
 

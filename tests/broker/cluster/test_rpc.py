@@ -1,4 +1,4 @@
-"""The calls between brokers: the table in cluster/rpc names each of them, and each of them is answered."""
+"""The calls between brokers: the table in cluster/rpc lists each of them, and a broker answers each of them."""
 
 from __future__ import annotations
 
@@ -107,6 +107,6 @@ def test_an_error_comes_back_as_the_outcome_of_its_partition(form) -> None:
     assert (type(error), error.detail, error.retry_after_s) == (Unavailable, "moving", 0.1)
 
 
-def test_an_answer_that_stands_alone_raises_its_error() -> None:
+def test_a_single_answer_raises_its_error() -> None:
     with pytest.raises(Unavailable, match="moving"):
         messages.BROWSE.encode({PLACES[0]: Unavailable("moving")}, PLACES[:1])

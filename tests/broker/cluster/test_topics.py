@@ -1,4 +1,4 @@
-"""Topics as the mirror has them, and the files of their replicas: fully opened, removed only by authority."""
+"""Topics from the mirror, and the files of their replicas: opened completely, removed only with authority."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def folder_of(tmp_path: Path, name: str = "t") -> Path:
     return folder
 
 
-def test_a_hundred_partitions_are_made_and_opened_within_seconds(tmp_path):
-    """Or, on a machine that is slow, within a few times of what their files alone take it."""
+def test_a_hundred_partitions_are_created_and_opened_within_seconds(tmp_path):
+    """On a slow machine the limit is five times what creating their files alone takes."""
     clock = HandClock()
     began = time.monotonic()
     for number in range(100):
@@ -59,10 +59,10 @@ def test_a_hundred_partitions_are_made_and_opened_within_seconds(tmp_path):
         opened_s = time.monotonic() - began
         assert len(after.broker.topics.get("t").led()) == 100
     print(f"made in {made_s:.2f} s, opened in {opened_s:.2f} s; the files alone in {bare_s:.2f} s")
-    assert max(made_s, opened_s) < max(10, 5 * bare_s), "the aim is 3 s, on a disk that nobody else uses"
+    assert max(made_s, opened_s) < max(10, 5 * bare_s), "the aim is 3 s on an otherwise idle disk"
 
 
-def test_the_folder_says_which_topic_it_is(fixture, tmp_path):
+def test_a_folder_names_its_topic(fixture, tmp_path):
     fixture.broker.create_topic("t", wire.CreateTopic(partitions=2))
     path = folder_of(tmp_path) / "topic.json"
     assert state.decode(path.read_bytes(), TopicState) == fixture.broker.topics.get("t").state
@@ -70,13 +70,13 @@ def test_the_folder_says_which_topic_it_is(fixture, tmp_path):
     eventually(lambda: state.decode(path.read_bytes(), TopicState).config.retention_ms == 3_600_000)
 
 
-def test_nobody_sees_a_replica_before_it_is_open(fixture, monkeypatch):
+def test_a_replica_is_not_visible_before_it_is_open(fixture, monkeypatch):
     opened = Log.open.__func__
 
     met = threading.Event()
 
     def slowly(*arguments, **more):
-        assert met.wait(60), "somebody has looked meanwhile"
+        assert met.wait(60), "a reader looks up the replica while it opens"
         return opened(Log, *arguments, **more)
 
     monkeypatch.setattr(Log, "open", slowly)
@@ -109,7 +109,7 @@ def test_a_missing_partition_and_one_led_elsewhere_raise_different_errors(fixtur
     assert told.value.extra["leader"] == 2
 
 
-def test_a_deleted_topics_files_go_and_a_new_one_of_its_name_is_another(fixture, tmp_path):
+def test_files_of_a_deleted_topic_are_removed_and_a_new_one_of_its_name_is_another(fixture, tmp_path):
     send(fixture, "old")
     old = folder_of(tmp_path)
     fixture.broker.delete_topic("t")
@@ -119,8 +119,8 @@ def test_a_deleted_topics_files_go_and_a_new_one_of_its_name_is_another(fixture,
     assert [stored.record.value for stored in fixture.broker.read_all("t", None)] == [b"new"]
 
 
-def test_while_the_control_plane_cannot_be_read_nothing_is_moved(fixture, tmp_path, monkeypatch):
-    fixture.broker.topics.files.set_aside_strays()  # what begins with the broker has ended
+def test_no_file_is_moved_while_the_control_plane_is_unavailable(fixture, tmp_path, monkeypatch):
+    fixture.broker.topics.files.set_aside_strays()  # wait for the pass that starts with the broker
     stray = tmp_path / "partitions" / "stray@0123"
     stray.mkdir(parents=True)
 
@@ -136,7 +136,7 @@ def test_while_the_control_plane_cannot_be_read_nothing_is_moved(fixture, tmp_pa
     assert (tmp_path / "lost+found" / "stray@0123").exists()
 
 
-def test_files_are_looked_through_once_the_control_plane_can_be_read(tmp_path, monkeypatch):
+def test_stray_files_are_set_aside_once_the_control_plane_is_available(tmp_path, monkeypatch):
     stray = tmp_path / "partitions" / "stray@0123"
     stray.mkdir(parents=True)
     faults = iter([PlaneUnavailable("no answer")] * 3)
@@ -152,12 +152,12 @@ def test_files_are_looked_through_once_the_control_plane_can_be_read(tmp_path, m
     monkeypatch.setattr("portalmq.broker.cluster.topic_files.STRAYS_AGAIN_S", 0.0)
     with running(tmp_path) as it:
         eventually(lambda: not stray.exists())
-        it.broker.topics.files.set_aside_strays()  # which waits for the one that begins with the broker
+        it.broker.topics.files.set_aside_strays()  # waits for the pass that starts with the broker
     assert next(faults, None) is None
     assert (tmp_path / "lost+found" / "stray@0123").exists()
 
 
-def test_a_topic_that_is_made_while_the_files_are_looked_through_stays(fixture, tmp_path, monkeypatch):
+def test_a_topic_created_during_the_search_for_strays_stays(fixture, tmp_path, monkeypatch):
     topics = fixture.broker.topics
     topics.files.set_aside_strays()
     listed = Files.folders
@@ -172,7 +172,7 @@ def test_a_topic_that_is_made_while_the_files_are_looked_through_stays(fixture, 
     assert (tmp_path / "partitions" / "late@1").exists()
 
 
-def test_a_replica_that_is_being_set_aside_is_not_opened_before_that_is_done(fixture, tmp_path, monkeypatch):
+def test_a_replica_being_set_aside_is_not_opened_before_that_ends(fixture, tmp_path, monkeypatch):
     send(fixture, "a")
     topics = fixture.broker.topics
     topic = topics.get("t")
@@ -180,7 +180,7 @@ def test_a_replica_that_is_being_set_aside_is_not_opened_before_that_is_done(fix
     close = damaged.close
 
     def slowly(**how) -> None:
-        topics._sync_partition(topic.state.topic_id, 0)  # the mirror changes during that
+        topics._sync_partition(topic.state.topic_id, 0)  # the mirror changes during the close
         gevent.sleep(0.2)
         close(**how)
 
@@ -192,7 +192,7 @@ def test_a_replica_that_is_being_set_aside_is_not_opened_before_that_is_done(fix
     assert list((tmp_path / "lost+found" / folder_of(tmp_path).name / "0").glob("*.sqlite"))
 
 
-def test_a_damaged_replica_that_is_alone_in_sync_asks_the_control_plane_for_nothing(fixture, monkeypatch):
+def test_a_damaged_replica_alone_in_the_isr_does_not_query_the_control_plane(fixture, monkeypatch):
     send(fixture, "a")
     topics, asked = fixture.broker.topics, []
     topic = topics.get("t")
@@ -209,7 +209,7 @@ def test_a_damaged_replica_that_is_alone_in_sync_asks_the_control_plane_for_noth
     mending.kill()
 
 
-# --- which life of a replica it is ------------------------------------------------------------------------------------
+# --- store uuids of a replica -----------------------------------------------------------------------------------------
 
 TOPIC = TopicState("t", "id", 1, 1, 1, TopicConfig())
 
@@ -221,7 +221,7 @@ def open_and_close(files: Files, number: int = 0) -> str:
     return store_uuid
 
 
-def test_each_replica_that_begins_again_has_a_store_of_its_own(tmp_path):
+def test_each_replica_that_begins_again_has_a_new_store_uuid(tmp_path):
     files = Files(tmp_path, "cluster", "store")
     assert [open_and_close(files), open_and_close(files)] == ["store", "store"]
     for life in (1, 2, 3):
@@ -238,11 +238,11 @@ def test_a_replica_whose_topic_was_set_aside_and_came_back_does_not_look_complet
     assert open_and_close(files) == "store/1"
 
 
-def test_a_kill_before_the_log_is_made_does_not_make_an_emptied_replica_look_complete(tmp_path):
+def test_an_emptied_replica_killed_before_it_creates_its_log_does_not_look_complete(tmp_path):
     files = Files(tmp_path, "cluster", "store")
     open_and_close(files)
     files.set_aside(TOPIC, 0)
-    (files.folder(TOPIC) / "0").mkdir()  # and here it was killed
+    (files.folder(TOPIC) / "0").mkdir()  # here the broker was killed
     assert open_and_close(files) == "store/1"
 
 
@@ -272,7 +272,7 @@ def test_a_damaged_partition_without_another_replica_is_kept_closed_and_the_othe
         eventually(lambda: mended.broker.topics.get("t").partition(0).log.message_count_total == 2)
 
 
-def test_what_lost_and_found_has_of_a_partition_is_described(fixture, tmp_path):
+def test_the_files_of_a_partition_in_lost_and_found_are_described(fixture, tmp_path):
     send(fixture, "a")
     state = fixture.broker.topics.get("t").state
     aside = tmp_path / "lost+found" / f"t@{state.topic_id}" / "0"

@@ -1,4 +1,4 @@
-"""Topics, partitions and groups that a broker does not know: never denied by a view older than the request."""
+"""Topics, partitions and groups unknown to a broker: a mirror older than the request never denies them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def place(fixture: Fixture, number: int = 0) -> TopicPartition:
 
 
 def has_not_read_yet(fixture: Fixture) -> None:
-    """As a broker that has just begun, or came back after the topic was made."""
+    """Put the broker in the state of one that has just started, or returned after the topic was created."""
     topics = fixture.broker.topics
     topic = topics._topics.pop("t")
     del topics._by_id[topic.state.topic_id]
@@ -61,12 +61,12 @@ def refused(error: pytest.ExceptionInfo[Unavailable]) -> tuple[bool, str]:
 
 
 def brought(fixture: Fixture, at: TopicPartition) -> None:
-    """Another broker's call about a partition that this one leads."""
+    """Call the leader of a partition as another broker does."""
     request = GroupBegunCall("g", at.topic, at.topic_id, [at.number])
     fixture.broker.leaders.call_one(KNOWN, request, one_by_one(lambda _: True), forward=False)
 
 
-def test_a_call_of_another_broker_about_a_topic_that_is_not_known_yet_is_to_be_repeated(fixture, monkeypatch):
+def test_a_call_about_a_topic_not_yet_known_is_retryable(fixture, monkeypatch):
     monkeypatch.setattr("portalmq.broker.cluster.routing.OWN_PATIENCE_S", 0.05)
     at = place(fixture)
     has_not_read_yet(fixture)
@@ -75,7 +75,7 @@ def test_a_call_of_another_broker_about_a_topic_that_is_not_known_yet_is_to_be_r
     assert refused(error) == (True, "not_applied")
 
 
-def test_a_call_about_a_partition_that_is_not_known_yet_is_to_be_repeated(fixture, monkeypatch):
+def test_a_call_about_a_partition_not_yet_known_is_retryable(fixture, monkeypatch):
     monkeypatch.setattr("portalmq.broker.cluster.routing.OWN_PATIENCE_S", 0.05)
     at = place(fixture, 1)
     knows_older(fixture, partitions=1)
@@ -84,7 +84,7 @@ def test_a_call_about_a_partition_that_is_not_known_yet_is_to_be_repeated(fixtur
     assert refused(error) == (True, "not_applied")
 
 
-def test_a_call_about_a_topic_that_was_deleted_is_refused_for_good(fixture):
+def test_a_call_about_a_deleted_topic_is_refused_for_good(fixture):
     at = place(fixture)
     fixture.broker.delete_topic("t")
     with pytest.raises(TopicNotFound):
@@ -129,7 +129,7 @@ def published_by_a_commit(fixture: Fixture, number: int) -> None:
 
 
 def coordinated(fixture: Fixture, number: int) -> None:
-    """Another broker, which knows more, takes this one for the coordinator."""
+    """Call the coordinator as another broker does whose mirror is newer."""
     group = fixture.broker.groups.get("s")
     call = Coordinate("s", group.group_id, "seek", topics=("t",), to="earliest", numbers=(number,))
     fixture.broker.group_coordinators.answer(call)
@@ -154,7 +154,7 @@ def coordinated(fixture: Fixture, number: int) -> None:
         lambda it, number: it.broker.dead_letters.drop("q", "t", ids=[f"{number}-0"]),
     ],
 )
-def test_a_partition_that_may_have_been_added_just_now_is_not_denied(fixture, use, known):
+def test_a_partition_that_may_be_new_is_not_denied(fixture, use, known):
     fixture.broker.put_group("s", {"mode": "stream"})
     fixture.broker.groups.ensure("q")
     fixture.broker.group_coordinators.join("s", contract.JoinRequest(["t"], "a"))
@@ -164,19 +164,19 @@ def test_a_partition_that_may_have_been_added_just_now_is_not_denied(fixture, us
     assert (error.value.retryable, error.value.outcome) == (known == 1, "not_applied")
 
 
-def test_a_topic_that_this_broker_has_not_read_of_is_looked_for_before_it_is_denied(fixture, monkeypatch):
-    """Only the control plane knows the topic here: so the broker waits for it, and does not deny it."""
+def test_a_topic_missing_from_the_mirror_is_looked_up_before_it_is_denied(fixture, monkeypatch):
+    """Only the control plane has the topic: the broker waits for it, and does not deny it."""
     topics = fixture.broker.topics
     monkeypatch.setattr(topics, "_auto_create", False)
     monkeypatch.setattr("portalmq.broker.cluster.topics.KNOWN_WITHIN_S", 60.0)
     has_not_read_yet(fixture)
-    fixture.broker.mirror.note(None)  # everything is read again, and the subscribers are called
+    fixture.broker.mirror.note(None)  # the mirror reads everything again, and calls its subscribers
     assert topics.get_or_create("t").name == "t"
     with pytest.raises(TopicNotFound, match="auto_create_topics"):
         topics.get_or_create("u")
 
 
-def test_a_group_of_another_mode_may_be_an_earlier_one_of_the_name(fixture):
+def test_a_group_of_another_mode_may_be_a_deleted_one_of_its_name(fixture):
     groups, group = fixture.broker.groups, fixture.broker.groups.ensure("g")
     earlier = GroupState("g", msgspec.structs.replace(group.config, mode="stream"), "an earlier id")
     groups._remember("g", earlier)
@@ -190,18 +190,18 @@ def test_a_group_of_another_mode_may_be_an_earlier_one_of_the_name(fixture):
         groups.ensure("s")
 
 
-def test_a_group_that_was_deleted_here_and_made_again_elsewhere_is_there(fixture):
+def test_a_group_deleted_here_and_created_again_elsewhere_exists(fixture):
     broker = fixture.broker
     broker.groups.ensure("g")
     broker.delete_group("g")
     with pytest.raises(GroupNotFound):
         broker.groups.get("g")
     made, _ = broker._catalog.put_group("g", {})
-    broker.groups._remember("g", None)  # its own word is younger than what the mirror shows
+    broker.groups._remember("g", None)  # its own record is newer than the mirror's
     assert broker.groups.get("g") == made
 
 
-def test_what_the_mirror_shows_later_is_newer_than_what_this_broker_wrote(fixture):
+def test_a_later_change_in_the_mirror_replaces_what_this_broker_wrote(fixture):
     """The group was created here, then deleted and created again elsewhere with another id and another mode."""
     broker = fixture.broker
     broker.groups.ensure("g")
