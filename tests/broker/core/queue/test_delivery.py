@@ -1,4 +1,4 @@
-"""A group's fold on one partition: what it hands out, takes back and forgets."""
+"""A group's fold on one partition: messages that it delivers, takes back and forgets."""
 
 from __future__ import annotations
 
@@ -153,8 +153,8 @@ def test_acking_twice_is_fine():
     assert group.ackable([0], delivery=1)[0] == [True]
 
 
-def test_an_ack_of_a_delayed_message_whose_grant_was_lost_is_not_taken_for_done():
-    """Found by the simulator: lane 0 has gone on beyond it, and no cursor of its own lane is known any more."""
+def test_an_ack_of_a_delayed_message_whose_grant_was_lost_is_recorded():
+    """Found by the simulator: lane 0 is past the message, and the cursor of its own lane was lost with the grant."""
     group = new_group()
     grant(group, (20, 21, 1))
     assert (group.next, group.cursors) == (21, {})
@@ -163,7 +163,7 @@ def test_an_ack_of_a_delayed_message_whose_grant_was_lost_is_not_taken_for_done(
     assert group.is_ahead(11)
 
 
-def test_a_receipt_counts_until_a_later_delivery_is_out():
+def test_a_receipt_counts_until_a_later_delivery():
     group = new_group()
     grant(group, (0, 1, 1), now=0, lease=10)
     assert group.ackable([0], delivery=1) == ([True], [0])
@@ -177,18 +177,18 @@ def test_a_refused_receipt_stays_refused():
     grant(group, (0, 1, 1), now=0, lease=10)
     grant(group, (0, 1, 2), now=10, lease=10)
     group.apply(Nack(((0, 1, 12),), 12))
-    assert group.ackable([0], delivery=1) == ([False], []), "the later one was given back"
-    assert group.ackable([0], delivery=2) == ([True], [0]), "an ack may follow upon one's own nack"
+    assert group.ackable([0], delivery=1) == ([False], []), "the later delivery was returned"
+    assert group.ackable([0], delivery=2) == ([True], [0]), "a consumer may ack after its own nack"
     group.apply(Dead(((0, 1, 2),), 20))
     assert group.ackable([0], delivery=2) == ([False], [])
     group.apply(Redrive(((0, 1, 30),), 30))
-    assert group.ackable([0], delivery=2) == ([False], []), "it is another life of the message"
+    assert group.ackable([0], delivery=2) == ([False], []), "the redrive began another life of the message"
     assert group.ackable([0], delivery=1) == ([False], [])
 
 
-def test_a_receipt_whose_grant_a_full_disk_refused_counts_though_its_message_was_redriven():
-    """Found by the simulator: it was refused while the log had nothing but the redrive, and the leader, still of the
-    same epoch, then gave its number out again."""
+def test_a_receipt_whose_grant_a_full_disk_refused_counts_after_a_redrive():
+    """Found by the simulator: the receipt was refused while the log held only the redrive. The leader then reused its
+    number in the same epoch."""
     group = new_group()
     group.apply(Grant(((0, 1, 1),), 1, 0, 10), 0, leader_epoch=1)
     group.apply(Dead(((0, 1, 1),), 20), 1, leader_epoch=1)
@@ -197,12 +197,12 @@ def test_a_receipt_whose_grant_a_full_disk_refused_counts_though_its_message_was
     group.apply(Grant(((0, 1, 1),), 1, 40, 50), 3, leader_epoch=3)
     assert group.ackable([0], 2, leader_epoch=3) == ([True], [0])
     assert cut.ackable([0], 2, leader_epoch=3) == ([True], [0])
-    assert cut.ackable([0], 2, leader_epoch=4) == ([True], [0]), "of a later leader"
+    assert cut.ackable([0], 2, leader_epoch=4) == ([True], [0]), "the receipt is of a later leader"
     cut.apply(Grant(((0, 1, 1),), 1, 60, 70), 3, leader_epoch=3)
     assert cut.ackable([0], 2, leader_epoch=3) == ([True], [0])
 
 
-def test_no_receipt_from_before_a_redrive_counts_after_it_though_its_number_is_higher():
+def test_no_receipt_from_before_a_redrive_counts_after_it_even_with_a_higher_number():
     """Leader 1 granted leases whose records its successor does not have."""
     group = new_group()
     group.apply(Grant(((0, 1, 1),), 1, 0, 10), 0, leader_epoch=2)
@@ -215,7 +215,7 @@ def test_no_receipt_from_before_a_redrive_counts_after_it_though_its_number_is_h
     assert GroupDelivery(group.snapshot()).ackable([0], 5, leader_epoch=1) == ([False], [])
 
 
-def test_a_receipt_whose_grant_was_lost_counts_though_the_lease_before_it_was_given_back_unseen():
+def test_a_receipt_whose_grant_was_lost_counts_after_an_unseen_return_of_the_lease_before():
     group = new_group()
     group.apply(Grant(((0, 1, 1),), 1, 0, 10), 0, leader_epoch=1)
     group.apply(Nack(((0, 1, 5),), 5, unseen=True), 1, leader_epoch=1)
@@ -224,19 +224,19 @@ def test_a_receipt_whose_grant_was_lost_counts_though_the_lease_before_it_was_gi
 
 
 def test_a_receipt_of_an_earlier_epoch_does_not_count_against_a_lease_of_a_later_one():
-    """The number alone says nothing: a fail-over may have lost the grant of that number, and given it out again."""
+    """The number alone proves nothing: a fail-over may lose the grant, and the next leader reuses its number."""
     group = new_group()
     group.apply(Grant(((0, 1, 1),), 1, 0, 10), 0, leader_epoch=5)
     assert not group.holds(0, 1, leader_epoch=4)
     assert not group.may_extend(0, 1, 5, leader_epoch=4, by_key=False)
     assert group.ackable([0], 1, leader_epoch=4) == ([False], [])
     assert group.holds(0, 1, leader_epoch=5)
-    assert group.holds(0, 1, leader_epoch=6), "its own grant was lost, and is the later one"
+    assert group.holds(0, 1, leader_epoch=6), "its own grant was lost, and is the later of the two"
     again = GroupDelivery(group.snapshot())
     assert not again.holds(0, 1, leader_epoch=4)
 
 
-def test_a_span_that_an_older_version_has_kept_is_compared_by_its_number():
+def test_a_span_stored_by_an_older_version_is_compared_by_its_number():
     group = new_group()
     grant(group, (0, 1, 2))
     assert group.holds(0, 2, leader_epoch=4)
@@ -271,7 +271,7 @@ def test_an_ack_whose_grant_was_lost_leaves_the_rest_to_be_delivered():
     assert handed(group, 1, end=8) == [0, 1, 2, 3, 4, 6, 7]
     assert group.ackable([5], delivery=1)[0] == [True]
     grant(group, (0, 5, 1), (6, 8, 1))
-    assert not group.is_ahead(5), "the cursor has passed it: it is done like any other"
+    assert not group.is_ahead(5), "the cursor has passed it: it is done like any other message"
     assert spans(group) == [(0, 5, 1), (6, 8, 1)]
 
 
@@ -320,7 +320,7 @@ def test_the_fold_knows_a_holder_however_many_receives_follow():
     assert "7:one" not in group.attempts
     group = GroupDelivery(group.snapshot())
     assert [group.is_delivered_to(1, holder, 99) for holder in ("7", "8", "70", "7:one", "")] == [True, *[False] * 4]
-    assert not group.is_delivered_to(1, "7", 100), "his lease has ended"
+    assert not group.is_delivered_to(1, "7", 100), "its lease has ended"
 
 
 def test_a_holder_keeps_what_it_extends_and_loses_what_is_returned():
@@ -329,11 +329,11 @@ def test_a_holder_keeps_what_it_extends_and_loses_what_is_returned():
     group.apply(Extend(((0, 1),), 200, 50))
     group.apply(Nack(((1, 2, 60),), 50))
     assert [group.is_delivered_to(offset, "7", 60) for offset in range(4)] == [True, False, True, True]
-    assert group.is_delivered_to(0, "7", 150), "his lease was prolonged"
+    assert group.is_delivered_to(0, "7", 150), "its lease was extended"
     grant(group, (2, 3, 2), now=110, lease=100, attempt_id="8:two")
     grant(group, (3, 4, 2), now=110, lease=100)
     assert [group.is_delivered_to(2, holder, 120) for holder in "78"] == [False, True]
-    assert not group.is_delivered_to(3, "7", 120), "it is nobody's by name"
+    assert not group.is_delivered_to(3, "7", 120), "it has no named holder"
     assert [span.holder for span in group.spans()] == ["7", "", "8", ""]
 
 
@@ -399,13 +399,13 @@ def test_an_ended_lease_is_not_extended_in_order_by_key():
     """Found by the simulator: an earlier message of the key, redriven, had been delivered since."""
     group = new_group()
     grant(group, (0, 1, 1), now=0, lease=10)
-    assert group.may_extend(0, delivery=1, now_ms=50, by_key=False), "nobody else has it"
+    assert group.may_extend(0, delivery=1, now_ms=50, by_key=False), "no other consumer has it"
     assert not group.may_extend(0, delivery=1, now_ms=50, by_key=True)
     assert group.may_extend(0, delivery=1, now_ms=9, by_key=True)
 
 
 def test_a_leader_elected_again_reads_the_keys_again():
-    """Found by the simulator: replicated records are in no key queue."""
+    """Found by the simulator: key queues do not contain replicated records."""
     group = new_group()
     group.keys = KeyQueues()
     group.take_over(now_ms=500)
@@ -524,7 +524,7 @@ def test_the_next_wakeup_is_known_while_stale_ones_are_checked(monkeypatch):
             assert group.next_wakeup_ms() <= min(waits)
 
 
-def test_a_lease_has_no_number_that_was_given_by_a_grant_which_the_log_has_lost():
+def test_a_lease_does_not_reuse_the_number_of_a_lost_grant():
     before = GroupsFold()
     before.apply("g", GroupStart(0, 0), 0, 5)
     before.apply("g", Grant(((0, 2, 1),), 2, 0, 100), 1, 5)
@@ -564,7 +564,7 @@ offsets_of_sixty = st.lists(st.integers(0, 60), max_size=40)
 
 @given(offsets_of_sixty, offsets_of_sixty, st.lists(st.tuples(st.integers(0, 60), st.integers(1, 8)), max_size=12))
 def test_many_ranges_are_cut_in_one_pass_and_one_by_one_alike(first, second, ranges):
-    """However they lie, though records have them sorted and disjoint."""
+    """Ranges may be in any order and overlap, although records have them sorted and disjoint."""
     for done in (ranges_of(second), tuple((start, start + length) for start, length in ranges)):
         folds = []
         for at_once in (1, 1_000):
@@ -596,13 +596,13 @@ def test_a_snapshot_stays_as_it_was_taken():
     assert again.snapshot() == group.snapshot()
 
 
-def test_of_very_many_leases_that_end_at_once_one_query_notes_a_few(monkeypatch):
+def test_one_query_notes_a_few_of_very_many_leases_that_end_at_once(monkeypatch):
     monkeypatch.setattr("portalmq.broker.core.queue.spans.RETURNED_AT_ONCE", 10)
     monkeypatch.setattr("portalmq.broker.core.queue.spans.RANGES_IN_A_PASS", 5)
     group = new_group()
     grant(group, *((offset, offset + 1, 1 + offset % 2) for offset in range(100)))
     group.apply(Ack(ranges_of(list(range(15))), 1))
-    assert group.has_returned(100), "nothing is known of the first ten rows, but there are more"
+    assert group.has_returned(100), "the first ten rows are done, but there are more"
     looks, found = 0, set()
     group.overdue(100, 2, 4)
     while group.may_be_overdue:
@@ -618,7 +618,7 @@ def test_of_very_many_leases_that_end_at_once_one_query_notes_a_few(monkeypatch)
 
 
 @given(st.sets(st.integers(0, 30)), st.integers(0, 31), st.integers(0, 31))
-def test_the_dead_of_a_range_are_counted_one_by_one(offsets: set[int], one: int, other: int):
+def test_the_count_of_dead_messages_in_a_range_matches_each_offset(offsets: set[int], one: int, other: int):
     group = new_group()
     grant(group, (0, 31, 1))
     group.apply(Dead(tuple((start, end, 1) for start, end in ranges_of(list(offsets))), 0))

@@ -1,4 +1,4 @@
-"""The fold and the choice against a model so simple that it is right: a dictionary with one entry a message.
+"""The fold and the selection against a simple model: a dictionary with one entry a message.
 
 I12: a message is exactly one of scheduled, ready, leased, acked, dead, expired; acked, dead and expired are final until
 a redrive; at most one live lease.
@@ -39,7 +39,7 @@ STEPS = st.lists(
 
 @dataclass
 class State:
-    """`name` is fresh, leased, free (again, from `until` on), held, done, dead or gone."""
+    """`name` is fresh, leased, free (returned, ready at `until`), held, done, dead or gone."""
 
     name: str = "fresh"
     until: int = 0
@@ -53,7 +53,7 @@ class Model:
         self.states: dict[int, State] = {}
         self.messages: dict[int, Message] = {}
         self.cancelled: set[int] = set()
-        # The number of the last lease of each message: it rises, also over a redrive.
+        # The number of the last lease of each message. It rises across a redrive too.
         self.leases: dict[int, int] = {}
 
     def add(self, messages: list[Message]) -> None:
@@ -62,7 +62,7 @@ class Model:
             self.messages[message.offset] = message
 
     def expect(self, now: int, size: int) -> list[int]:
-        """Return the offsets that a receive gets, in order. Nothing changes."""
+        """Return the offsets that a receive gets, in order. It changes nothing."""
         handed: list[int] = []
         keys: set[int] = set()
         for offset in self._candidates(now):
@@ -161,7 +161,7 @@ def receive(group: GroupDelivery, supply: ListSupply, model: Model, now: int, si
         model.states[offset] = State("leased", now + LEASE_MS, state.deliveries + 1, expiries)
         lease = group.earlier(offset) + state.deliveries + 1
         assert lease > model.leases.get(offset, 0)
-        assert not group.holds(offset, lease - 1), "what was handed out before counts no more"
+        assert not group.holds(offset, lease - 1), "an earlier delivery no longer counts"
         assert group.ackable([offset], lease - 1)[0] == [False]
         model.leases[offset] = lease
     for offset in (o for start, end, _ in choice.held for o in range(start, end)):
@@ -174,7 +174,7 @@ def receive(group: GroupDelivery, supply: ListSupply, model: Model, now: int, si
         model.states[offset] = State("gone")
     for offset, state in model.states.items():
         if state.name == "fresh" and group.has_passed(model.messages[offset].spot):
-            assert model.has_expired(offset, now) or offset in model.cancelled, "nothing is passed over but these"
+            assert model.has_expired(offset, now) or offset in model.cancelled, "only these are skipped"
             model.states[offset] = State("gone")
 
 

@@ -1,4 +1,4 @@
-"""Whose turn it is among the messages of a key: what the simulator has found there."""
+"""The order of the messages of a key: cases that the simulator found."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from portalmq.broker.core.queue.records import Ack
 
 
 def test_a_delayed_message_before_a_leased_one_is_checked_again():
-    """Else it waited for the later one, whose lease had ended, and that one waited for it."""
+    """Otherwise it would wait for the later one, whose lease has ended, and the later one for it."""
     queues = KeyQueues()
     queues.add(32, key=2)
     queues.mark_delivered(32)
@@ -27,7 +27,7 @@ def test_a_message_behind_others_of_its_key_is_not_checked():
 
 
 def test_an_ack_whose_grant_was_lost_holds_all_keys_back_until_it_is_committed():
-    """The message is in no queue of its key: the next one must not be delivered while the ack may be lost."""
+    """The message is in no key queue: the next one must not be delivered while the ack may be lost."""
     group = GroupDelivery(GroupFold("g", 0, 0, []))
     group.keys = queues = KeyQueues()
     group.apply(Ack((), 1, ahead=((0, 0, 5),)), offset=9)
@@ -38,7 +38,7 @@ def test_an_ack_whose_grant_was_lost_holds_all_keys_back_until_it_is_committed()
 
 
 def test_queues_being_read_count_messages_finished_during_the_reading():
-    """In both cases, whether the message was read or is gone, the next of the key waits for the commit of its end."""
+    """The next message of the key waits for the commit of its end, whether the message was read or not."""
     for finished in (0, 7):
         queues = KeyQueues([(0, 100)])
         queues.add(0, key=1)
@@ -63,7 +63,7 @@ def test_a_redriven_message_is_not_removed_by_its_earlier_end():
     queues.add(3, key=1)
     queues.read_to(4)
     queues.settle(committed=50)
-    assert not queues.knows_turns, "the end may yet be lost, and the redrive with it"
+    assert not queues.knows_turns, "the end, and the redrive with it, may still be lost"
     queues.settle(committed=51)
     assert queues.knows_turns
     assert queues.is_busy(1)

@@ -1,4 +1,4 @@
-"""Which dead letters `where` means: every operator, every field, and what is wrong with a malformed one."""
+"""The dead letters that `where` matches: every operator, every field, and the errors of malformed predicates."""
 
 from __future__ import annotations
 

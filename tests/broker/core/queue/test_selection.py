@@ -1,4 +1,4 @@
-"""What a receive hands out, case by case. The whole of it against a model: test_delivery_model.py."""
+"""The messages that a receive selects, case by case. test_delivery_model.py compares all of it with a model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_cursor_that_passes_a_time_asks_for_a_later_record():
 
 
 def test_due_messages_wait_until_all_due_by_then_are_readable():
-    """A message that is due earlier may be on its way to the disk: passing its time would lose it."""
+    """An append in flight may hold a message that is due earlier: passing its due time would lose it."""
     group, supply = new_group(), ListSupply()
     supply.add(deliver_at_ms=500)
     choice = select(
@@ -64,8 +64,8 @@ def test_a_message_without_deliveries_left_is_overdue_and_not_delivered():
     assert group.overdue(99, 1, 10) == []
     assert receive(group, supply, 100, max_deliveries=1) == []
     assert group.overdue(100, 1, 10) == [(0, 2, 1)]
-    assert group.overdue(100, 1, 1) == [(0, 1, 1)], "no more than asked for"
-    assert group.overdue(100, 2, 10) == [], "the group's settings were changed"
+    assert group.overdue(100, 1, 1) == [(0, 1, 1)], "at most the requested number"
+    assert group.overdue(100, 2, 10) == [], "the group's settings have changed"
     assert group.overdue(100, 1, 10) == [(0, 2, 1)]
 
 
@@ -110,8 +110,8 @@ def test_rebuilt_queues_wait_for_the_same_record():
     assert receive(group, supply, 1, committed=8) == [1]
 
 
-def test_after_a_purge_the_next_of_a_key_waits_until_what_finished_the_one_before_is_committed():
-    """The purge may be lost, and an ack before it: then the earlier message would come after the later one."""
+def test_after_a_purge_the_next_of_a_key_waits_for_the_commit_of_its_predecessors_end():
+    """A fail-over may lose the purge and an ack before it: the earlier message would come after the later one."""
     for is_acked in (True, False):
         group, supply = new_group(), ListSupply(by_key=True)
         supply.add(3, key=1)
@@ -124,20 +124,20 @@ def test_after_a_purge_the_next_of_a_key_waits_until_what_finished_the_one_befor
 
 
 def test_a_leader_elected_again_knows_what_another_delivered_and_held():
-    """Replicated grants are not in the queues of an earlier leadership."""
+    """The queues of an earlier leadership do not contain replicated grants."""
     group, supply = new_group(), ListSupply(by_key=True)
     supply.add(key=1)
     assert receive(group, supply, 0) == [0]
     supply.add(3, key=2)
     group.apply(Grant(((1, 2, 1),), 3, 10, 110, held=((2, 3, 0),)), offset=20)
     group.take_over(20)
-    assert receive(group, supply, 20) == [], "one of the key is out, and one waits for it"
+    assert receive(group, supply, 20) == [], "one message of the key is leased, and one waits for it"
     group.apply(Ack(((1, 2),), 30), offset=21)
-    assert receive(group, supply, 30, committed=22) == [2], "what was held there is next"
+    assert receive(group, supply, 30, committed=22) == [2], "the held message is next"
 
 
 def test_keys_are_read_a_few_at_a_time():
-    """Whatever the backlog, so that others have their turn between."""
+    """The number of reads in a step does not depend on the backlog, so other work runs between steps."""
     group, supply, steps = new_group(), ListSupply(by_key=True), [0]
     supply.add(1_200, key=1)
     receive(group, supply, 0)
@@ -150,7 +150,7 @@ def test_keys_are_read_a_few_at_a_time():
 
     supply.returned = counted
     while not read_keys(group, supply, 1):
-        assert offsets_of(choose_now(group, supply, 1)) == [], "it tells nobody's turn before it is whole"
+        assert offsets_of(choose_now(group, supply, 1)) == [], "an incomplete queue selects no message"
         steps.append(0)
     assert sum(steps) == 1_200
     assert max(steps) == KEYS_PER_STEP
@@ -159,7 +159,7 @@ def test_keys_are_read_a_few_at_a_time():
     assert receive(group, supply, 1) == [1]
 
 
-def test_of_large_messages_and_those_far_apart_fewer_are_read_at_a_time():
+def test_fewer_large_or_scattered_messages_are_read_at_a_time():
     group, supply = new_group(), ListSupply(by_key=True)
     supply.add(50, key=1, size=200_000)
     supply.add(50, key=2)
@@ -176,7 +176,7 @@ def test_of_large_messages_and_those_far_apart_fewer_are_read_at_a_time():
 
 
 def test_a_span_of_very_many_messages_is_read_in_parts():
-    """Such as one that was leased before the group was ordered by key."""
+    """For example a span that was leased before the group was ordered by key."""
     group, supply = new_group(), ListSupply(pieces=True)
     supply.add(1_200, key=1)
     receive(group, supply, 0, 1_200)
@@ -193,7 +193,7 @@ def test_a_redriven_message_takes_its_place_in_the_queues():
     group.apply(Dead(((0, 1, 1),), 1, "often enough", ""), offset=610)
     group.apply(Redrive(((0, 1, 5),), 2), offset=611)
     assert receive(group, supply, 5, committed=610) == []
-    assert receive(group, supply, 5, committed=611) == [0], "before the later ones of its key"
+    assert receive(group, supply, 5, committed=611) == [0], "it comes before the later ones of its key"
     group.apply(Ack(((0, 1),), 6), offset=612)
     assert receive(group, supply, 6, committed=613) == [1]
 
@@ -233,7 +233,7 @@ def test_queues_forget_finished_messages():
 
 @pytest.mark.parametrize("by_key", [False, True])
 def test_messages_without_room_in_the_answer_stay_unchanged(by_key):
-    """It is not read, so nothing is known of it: neither is it passed over, nor taken for gone."""
+    """An unread message is neither passed over nor taken for gone."""
     group, supply = new_group(), ListSupply(by_key=by_key)
     supply.add(5, size=40)
     assert receive(group, supply, 0, max_bytes=100) == [0, 1, 2]

@@ -1,4 +1,4 @@
-"""By what time messages are old: three clocks have to agree, and none makes a log old at once."""
+"""The age of messages: three clocks have to agree, and no single clock makes a log old at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Epochs: where two logs may part."""
+"""Epochs: where two logs may diverge."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ KNOWN = [(1, 0), (3, 57), (4, 90)]
     ("asked", "answer"),
     [
         (4, (4, 120)),  # the last one ends with the log
-        (9, (4, 120)),  # one that is not known yet: the last one before it
+        (9, (4, 120)),  # an unknown later epoch: the last one before it
         (3, (3, 90)),
-        (2, (1, 57)),  # a gap: somebody else's epoch, of which nothing came here
+        (2, (1, 57)),  # a gap: an epoch without records in this log
         (1, (1, 57)),
         (0, (0, 0)),  # a log without records
     ],
@@ -26,7 +26,7 @@ def test_the_end_of_an_epoch_is_where_the_next_one_begins(asked, answer):
     assert Epochs(KNOWN).end_of(asked, 120) == answer
 
 
-def test_below_the_first_epoch_nothing_is_shared_but_the_start():
+def test_below_the_first_epoch_logs_share_only_the_start():
     assert Epochs([(3, 57)]).end_of(2, 120) == (0, 57)
 
 

@@ -1,4 +1,4 @@
-"""Who is in sync: how far the high watermark may go, and which ISR a leader proposes."""
+"""In-sync replicas: the limit of the high watermark, and the ISR that a leader proposes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def fetch(broker_id: int, durable: int, *, incarnation: int = 1, store: str | No
 def test_the_high_watermark_is_the_smallest_durable_end_of_the_members():
     insync = book(1, 2, 3)
     insync.fetched(fetch(2, 8), 10, 100)
-    assert insync.committed_end(10, BROKERS, 100) == -1  # of 3 nothing is known
+    assert insync.committed_end(10, BROKERS, 100) == -1  # the end of 3 is unknown
     insync.fetched(fetch(3, 6), 10, 100)
     assert insync.committed_end(10, BROKERS, 100) == 6
     assert insync.committed_end(4, BROKERS, 100) == 4
@@ -58,7 +58,7 @@ def test_a_replica_joins_with_everything_committed_and_the_epoch_start():
     insync.fetched(fetch(3, 4), 10, 100)
     assert insync.wanted(3, BROKERS, 100) == {1, 2}  # it has no record of this epoch
     insync.fetched(fetch(3, 7), 10, 100)
-    assert insync.wanted(8, BROKERS, 100) == {1, 2}  # something committed is missing
+    assert insync.wanted(8, BROKERS, 100) == {1, 2}  # a committed record is missing
     assert insync.wanted(7, BROKERS, 100) == {1, 2, 3}
     assert insync.joiner(3) == (1, "c")
 
@@ -73,12 +73,12 @@ def test_a_replica_joins_only_with_its_registered_incarnation_and_store():
     assert insync.wanted(10, BROKERS, 100) == {1, 2, 3}
 
 
-def test_an_earlier_life_says_nothing_about_a_later_one():
+def test_a_fetch_of_an_earlier_life_does_not_count_for_a_later_one():
     insync = book(1, 2)
     assert insync.fetched(fetch(2, 0, incarnation=2), 10, 100)
     assert not insync.fetched(fetch(2, 10, incarnation=1), 10, 100)
     assert insync.fetched(fetch(2, 0, incarnation=2, store="b/1"), 10, 100)
-    assert not insync.fetched(fetch(2, 10, incarnation=2), 10, 100)  # before it was emptied, late on its way
+    assert not insync.fetched(fetch(2, 10, incarnation=2), 10, 100)  # a late fetch from before the replica was emptied
     assert insync.committed_end(10, BROKERS, 100) == 0
 
 
@@ -106,7 +106,7 @@ def test_a_member_that_fetches_and_never_catches_up_leaves():
     assert insync.wanted(0, BROKERS, 4_000) == {1, 2}
 
 
-def test_a_member_that_has_the_end_of_its_last_fetch_is_caught_up():
+def test_a_member_that_has_the_end_seen_at_its_last_fetch_is_caught_up():
     insync = book(1, 2, 3)
     for now_ms in range(0, 4_000, 100):
         insync.fetched(fetch(2, now_ms), now_ms + 100, now_ms)
@@ -144,7 +144,7 @@ def test_a_refused_port_counts_once_the_fetch_is_overdue():
     assert insync.overdue(1_000 + OVERDUE_MS) == [2, 3]
     insync.refused(2, 1_000 + OVERDUE_MS)
     assert insync.wanted(10, BROKERS, 1_500) == {1, 3}
-    insync.fetched(fetch(2, 10, incarnation=2), 10, 1_600)  # back already
+    insync.fetched(fetch(2, 10, incarnation=2), 10, 1_600)  # it is back
     assert insync.wanted(10, BROKERS, 1_600) == {1, 2, 3}
 
 
@@ -159,16 +159,16 @@ def test_a_pause_of_the_leader_is_not_its_followers_lag():
     for now_ms in (0, 100):
         insync.ticked(now_ms)
         insync.fetched(fetch(2, 10), 10, now_ms)
-    insync.ticked(20_100)  # stopped for twenty seconds
+    insync.ticked(20_100)  # a pause of twenty seconds
     assert insync.wanted(0, BROKERS, 20_100) == {1, 2, 3}
     assert insync.live_members(20_100) == 3
-    assert insync.heard_from_all_ms() < 0  # the lease is not fooled
+    assert insync.heard_from_all_ms() < 0  # the pause does not extend the lease
     insync.fetched(fetch(3, 10), 10, 20_200)
     assert insync.heard_from_all_ms() == 100
 
 
 def test_a_replica_that_would_leave_at_once_does_not_join():
-    """It was caught up long ago, and then it died: with the high watermark standing it would come and go for ever."""
+    """It caught up, and then died: with an unchanged high watermark it would join and leave for ever."""
     insync = book(1, 2, least=1)
     insync.fetched(fetch(2, 9), 10, 100)
     insync.fetched(fetch(3, 9), 10, LAG_MS)
@@ -177,16 +177,16 @@ def test_a_replica_that_would_leave_at_once_does_not_join():
     assert insync.wanted(9, BROKERS, LAG_MS + 200) == {1}
 
 
-def test_a_leader_alone_waits_for_a_replica_in_step():
-    """Its own disk is always one batch ahead of the fetching replica: without waiting none could ever join."""
+def test_a_leader_alone_waits_for_a_replica_that_keeps_up():
+    """Its disk is always one batch ahead of the fetching replica: without a wait no replica could join."""
     insync = book(1, least=1)
     insync.fetched(fetch(2, 1), 10, 100)
     assert insync.committed_end(10, BROKERS, 100) == 10  # it is far behind
     insync.fetched(fetch(2, 10), 20, 200)
-    assert insync.committed_end(20, BROKERS, 200) == 10  # it has what was there when it fetched before
+    assert insync.committed_end(20, BROKERS, 200) == 10  # it has everything up to the end at its previous fetch
     assert insync.wanted(10, BROKERS, 200) == {1, 2}
-    assert insync.committed_end(20, BROKERS, 200 + OVERDUE_MS) == 20  # not for long
-    assert insync.committed_end(20, {}, 200) == 20  # not for one that may not join
+    assert insync.committed_end(20, BROKERS, 200 + OVERDUE_MS) == 20  # the wait is bounded
+    assert insync.committed_end(20, {}, 200) == 20  # no wait for a replica that may not join
 
 
 def test_live_members_are_those_that_fetch():
@@ -207,10 +207,10 @@ def test_a_restarted_member_is_recorded_again_when_it_has_everything_committed()
     insync.fetched(fetch(2, 10), 10, 100)
     assert insync.renewed(10, anew, 100) == set()
     insync.fetched(fetch(3, 8, incarnation=2), 10, 100)
-    assert insync.renewed(10, anew, 100) == set(), "something committed is missing"
+    assert insync.renewed(10, anew, 100) == set(), "a committed record is missing"
     insync.fetched(fetch(3, 10, incarnation=2), 10, 100)
     assert insync.renewed(10, anew, 100) == {3}
-    assert insync.renewed(10, BROKERS, 100) == set(), "only as what is registered"
+    assert insync.renewed(10, BROKERS, 100) == set(), "only with the registered incarnation and store"
 
 
 def test_the_quick_check_agrees_with_the_isr_to_propose():

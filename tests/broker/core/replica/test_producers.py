@@ -48,7 +48,7 @@ def test_a_repeat_older_than_the_memory_is_refused():
     assert producers.find_duplicate(Stamp(1, 0, 1), 1) is not None
 
 
-def test_a_lower_epoch_is_fenced_and_a_higher_one_begins_anew():
+def test_a_lower_epoch_is_fenced_and_a_higher_one_starts_over():
     producers = with_batches((0, 5))
     producers.add(Stamp(1, 3, 0), 1, 200, 2_000)
     with pytest.raises(Fenced):
@@ -89,7 +89,7 @@ def test_of_very_many_producers_the_least_recent_are_forgotten(monkeypatch):
     for number in range(6, 10):
         known.add(Stamp(number, 0, 0), 1, number, 5 * RECENT_MS + number)
     known.expire(0)
-    assert {fold.producer_id for fold in known.snapshot()} == {5, 6, 7, 8, 9}, "a retry of theirs may still come"
+    assert {fold.producer_id for fold in known.snapshot()} == {5, 6, 7, 8, 9}, "they may still retry"
 
 
 def test_a_new_producer_is_refused_where_far_too_many_are_known(monkeypatch):
@@ -99,4 +99,4 @@ def test_a_new_producer_is_refused_where_far_too_many_are_known(monkeypatch):
         known.add(Stamp(number, 0, 0), 1, number, 0)
     with pytest.raises(Backpressure):
         known.find_duplicate(Stamp(7, 0, 0), 1)
-    assert known.find_duplicate(Stamp(1, 1, 0), 1) is None, "one that is known goes on, in its next epoch too"
+    assert known.find_duplicate(Stamp(1, 1, 0), 1) is None, "a known producer continues, also in its next epoch"

@@ -1,4 +1,4 @@
-"""One replica's decisions: offsets, epochs, the high watermark, and what it refuses."""
+"""One replica's decisions: offsets, epochs, the high watermark, and refusals."""
 
 from __future__ import annotations
 

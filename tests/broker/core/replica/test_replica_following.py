@@ -1,4 +1,4 @@
-"""A replica that follows: what it asks, what it cuts, and whom it does not believe."""
+"""A replica that follows: what it fetches, what it truncates, and which answers it ignores."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_diverging_tail_is_truncated_step_by_step_until_the_logs_match():
     replica = follower(epochs=((1, 0), (2, 7)), high_watermark=3, highest_epoch=2)
     assert answered(replica, Diverging(1, 9)) == [Truncate(7)]  # its own records of epoch 1 end there
     assert replica.fetch is None
-    assert replica.step(Tick(), 0) == []  # not asked again before the cut is durable
+    assert replica.step(Tick(), 0) == []  # no fetch before the truncation is durable
     (asked,) = replica.step(Truncated(7, NOBODY), 0)
     assert (asked.fetch.fetch_offset, asked.fetch.last_epoch) == (7, 1)
     assert answered(replica, Diverging(1, 5)) == [Truncate(5)]
@@ -160,7 +160,7 @@ def test_an_unclean_election_lifts_the_quarantine_and_the_log_is_truncated():
     assert replica.high_watermark == 5
 
 
-def test_an_unclean_election_that_this_log_has_followed_excuses_nothing():
+def test_an_unclean_election_already_followed_does_not_lift_the_quarantine():
     replica = follower(epochs=((1, 0), (4, 2)), highest_epoch=4, said=word(epoch=5, unclean_epochs=(4,)))
     (quarantine,) = answered(replica, Diverging(4, 5))
     assert isinstance(quarantine, Quarantine)
@@ -188,7 +188,7 @@ def test_a_rejected_follower_refreshes_its_state_and_waits_a_tick():
     replica = follower()
     assert answered(replica, Rejected(3)) == [Refresh(1)]
     assert replica.step(Tick(), 100)[0].fetch.number == 2
-    assert answered(replica, Rejected(3)) == []  # asked a moment ago
+    assert answered(replica, Rejected(3)) == []  # it fetched a moment ago
     assert isinstance(replica.step(Tick(), 200)[0], SendFetch)
 
 
@@ -202,7 +202,7 @@ def test_a_follower_rejected_by_a_later_epoch_fetches_in_it_or_not_at_all():
 
 
 def test_a_refresh_is_repeated_and_any_later_answer_counts():
-    """Answers that take longer than the repetition would never be the newest."""
+    """An answer that takes longer than the repetition interval would otherwise never be the newest."""
     replica = follower(said=word(leader=1, isr=frozenset({1, 2})))
     replica.step(Appended(11), 0)
     assert replica.step(SessionLost(), 1_000)[-1] == Refresh(1)
@@ -235,7 +235,7 @@ def test_a_replica_on_another_store_resigns_and_follows():
     actions = replica.step(said, 0)
     assert actions[1] == ProposeIsr(frozenset({2}), 4, {}, {}, resigns=True)
     assert isinstance(actions[2], SendFetch)
-    assert replica.step(replace(said, version=4), 0) == []  # the same again, while that is on its way
+    assert replica.step(replace(said, version=4), 0) == []  # the same state again, while the request is in flight
 
 
 def test_a_replica_on_another_store_does_not_lead():

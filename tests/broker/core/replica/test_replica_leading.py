@@ -1,4 +1,4 @@
-"""A replica that leads others: whom it answers, what it commits, and when it is over."""
+"""A replica that leads others: which fetches it answers, what it commits, and when its leadership ends."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def word(leader: int | None = 1, epoch: int = 3, isr: tuple[int, ...] = (1, 2), 
 
 
 def leader(isr: tuple[int, ...] = (1, 2)) -> PartitionReplica:
-    """It has records [0, 10) of epoch 1, leads in epoch 3, and 10 is the start of that."""
+    """A leader with records [0, 10) of epoch 1, which leads in epoch 3 from offset 10 on."""
     replica = PartitionReplica(
         1,
         producers=Producers([]),
@@ -113,7 +113,7 @@ def test_with_members_that_do_not_fetch_a_batch_is_refused_at_once():
     assert isinstance(refusal.error, NotEnoughReplicas)
 
 
-# --- whom it answers -------------------------------------------------------------------------------------------------
+# --- fetches ----------------------------------------------------------------------------------------------------------
 
 
 def test_diverging_logs_learn_their_common_end():
@@ -140,7 +140,7 @@ def test_a_lower_epoch_is_rejected_and_a_higher_one_ends_leadership():
         ReplyFetch("t", 11, Rejected(4)),
     ]
     assert not replica.leading
-    assert replica.step(word(version=1), 0) == []  # of the epoch that is over
+    assert replica.step(word(version=1), 0) == []  # a state of the previous epoch
     assert isinstance(replica.step(word(leader=2, epoch=4, version=2), 0)[-1], SendFetch)
 
 
@@ -183,7 +183,7 @@ def test_a_joining_replica_counts_before_the_proposal_is_sent():
 def test_an_unknown_outcome_stays_unknown_until_a_synced_state():
     replica = joining()
     assert replica.step(IsrAnswered(0, Outcome.UNKNOWN), 0) == [Refresh(1)]
-    replica.step(word(version=0), 0)  # what a watch brought may be older
+    replica.step(word(version=0), 0)  # a watch may deliver an older state
     assert not commits_without_3(replica)
     assert replica.in_sync.maximal == {1, 2, 3}
     assert HighWatermarkAdvanced(12) in replica.step(replace(word(version=0), refresh=1), 600)
@@ -231,18 +231,18 @@ def test_a_follower_ignores_a_refused_port():
     assert replica.step(FollowerRefused(3), 600) == []
 
 
-# --- what comes late -------------------------------------------------------------------------------------------------
+# --- late states and answers ------------------------------------------------------------------------------------------
 
 
 def test_an_older_state_of_the_same_epoch_is_ignored():
-    """A reading of the whole tree may have the version before the one that a compare-and-set answered with."""
+    """A read of the whole tree may return the version before the one in the answer to a compare-and-set."""
     replica = leader()
     replica.step(word(isr=(1, 2, 3), version=1), 0)
     assert replica.step(word(isr=(1, 2), version=0), 0) == []
-    assert fetched(replica, 2, 11) == [ReplyFetch("t", 11, None)], "the joiner is waited for"
+    assert fetched(replica, 2, 11) == [ReplyFetch("t", 11, None)], "the commit waits for the joining replica"
     assert HighWatermarkAdvanced(11) in fetched(replica, 3, 11)
     replica.step(word(isr=(1, 3), version=2), 0)
-    assert replica.in_sync.state.isr == {1, 3}, "a later one counts"
+    assert replica.in_sync.state.isr == {1, 3}, "a later state counts"
 
 
 def test_the_answer_to_another_compare_and_set_does_not_resolve_the_current_one():
@@ -253,7 +253,7 @@ def test_the_answer_to_another_compare_and_set_does_not_resolve_the_current_one(
     assert replica.step(IsrAnswered(0, Outcome.UNKNOWN), 0) == [Refresh(1)]
 
 
-# --- when it is over -------------------------------------------------------------------------------------------------
+# --- the end of leadership --------------------------------------------------------------------------------------------
 
 
 def test_it_serves_while_the_control_plane_answers_or_all_others_fetch():
@@ -271,7 +271,7 @@ def test_a_leader_alone_in_the_isr_serves_alone():
     assert leader(isr=(1,)).may_deliver(1 << 40)
 
 
-# --- handing out, and the answers of a successor ---------------------------------------------------------------------
+# --- deliveries, and the answers of a successor -----------------------------------------------------------------------
 
 
 def vouched(replica: PartitionReplica, broker_id: int, sent_after_ms: int | None, now_ms: int) -> None:
@@ -282,7 +282,7 @@ def vouched(replica: PartitionReplica, broker_id: int, sent_after_ms: int | None
 def test_messages_are_delivered_while_all_possible_successors_vouched_recently():
     replica = leader(isr=(1, 2, 3))
     replica.step(LeaseRenewed(1 << 40), 0)
-    assert not replica.may_deliver(0), "the control plane's word alone does not do"
+    assert not replica.may_deliver(0), "the lease of the control plane alone is not enough"
     vouched(replica, 2, 100, 150)
     assert not replica.may_deliver(150)
     vouched(replica, 3, 200, 250)
@@ -292,7 +292,7 @@ def test_messages_are_delivered_while_all_possible_successors_vouched_recently()
     (refusal,) = replica.step(AppendRequested("a", 1, is_control=True, delivers=True), now_ms)
     assert isinstance(refusal.error, Unavailable)
     (own,) = replica.step(AppendRequested("b", 1, is_control=True), now_ms)
-    assert isinstance(own, Append), "an ack is taken all the same"
+    assert isinstance(own, Append), "an ack is still accepted"
 
 
 def test_a_gap_in_the_sequence_is_reported_only_while_followers_vouch():
@@ -326,7 +326,7 @@ def test_a_delayed_fetch_vouches_for_the_time_after_which_it_was_sent():
     vouched(replica, 2, 50, 5_001)
     vouched(replica, 2, 4_900, 5_002)
     vouched(replica, 2, 4_800, 5_003)
-    assert replica.may_deliver(4_900 + VOUCHED_FOR_MS), "an older copy takes nothing away"
+    assert replica.may_deliver(4_900 + VOUCHED_FOR_MS), "an older copy does not lower the time"
 
 
 def test_a_fetch_without_a_send_time_vouches_for_its_arrival():
@@ -355,7 +355,7 @@ def test_a_leader_that_followed_no_other_answers_acks_at_once():
     assert replica.may_settle(100)
 
 
-def test_a_leader_waits_for_what_its_earlier_incarnation_vouched_for():
+def test_a_leader_waits_for_the_time_its_earlier_incarnation_vouched_for():
     replica = PartitionReplica(
         1,
         producers=Producers([]),
@@ -382,7 +382,7 @@ def test_a_lost_session_ends_leadership_until_a_synced_state_shows_no_other_elec
     (refusal,) = replica.step(AppendRequested("b", 1), 100)
     assert isinstance(refusal, Refuse)
     assert isinstance(refusal.error, NotLeader)
-    assert replica.step(word(version=0), 100) == []  # a watch's: may be from before
+    assert replica.step(word(version=0), 100) == []  # from a watch: it may be older than the loss
     assert replica.step(word(version=0, refresh=1), 200) == []
     assert replica.leading
     assert replica.epochs == [(1, 0), (3, 10)]  # no second start

@@ -54,7 +54,7 @@ def test_a_partition_already_moving_moves_rather_than_one_being_read() -> None:
 
 
 @given(MEMBERS, TOPICS, st.data())
-def test_every_partition_has_one_eligible_member_and_no_move_would_make_it_more_even(
+def test_every_partition_has_one_eligible_member_and_no_move_improves_the_balance(
     members: dict[str, set[str]], topics: dict[str, int], data: st.DataObject
 ) -> None:
     anybody = st.sampled_from([*members, "gone"])
@@ -72,7 +72,9 @@ def test_every_partition_has_one_eligible_member_and_no_move_would_make_it_more_
 
 
 @given(st.integers(1, 8), st.integers(0, 40), st.data())
-def test_with_equal_subscriptions_no_more_moves_than_it_takes(count: int, partitions: int, data: st.DataObject) -> None:
+def test_with_equal_subscriptions_the_number_of_moves_is_minimal(
+    count: int, partitions: int, data: st.DataObject
+) -> None:
     members = {f"m{number}": {"t"} for number in range(count)}
     holders = data.draw(st.lists(st.sampled_from(sorted(members)), min_size=partitions, max_size=partitions))
     current: dict[Partition, str] = {("t", number): holder for number, holder in enumerate(holders)}

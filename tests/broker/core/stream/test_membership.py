@@ -1,4 +1,4 @@
-"""The coordinator's decisions: members, generations, and partitions that change hands."""
+"""The coordinator's decisions: members, generations, and partitions that move between members."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def group() -> Coordinator:
 def test_the_first_member_has_all_partitions_as_soon_as_it_has_joined(group: Coordinator) -> None:
     answer = group.join("a")
     assert numbers(answer) == [0, 1, 2, 3]
-    assert answer.generation == 2  # the first one made this broker the coordinator
+    assert answer.generation == 2  # generation 1 made this broker the coordinator
     assert set(group.leaders.claims.values()) == {("a", 2)}
 
 
@@ -187,7 +187,7 @@ def test_a_member_that_is_silent_for_its_session_loses_its_partitions_to_the_oth
         group.beat("a", 3, SESSION_MS)
 
 
-def test_a_member_that_leaves_gives_its_partitions_up_at_once(group: Coordinator) -> None:
+def test_a_member_that_leaves_releases_its_partitions_at_once(group: Coordinator) -> None:
     group.join("a")
     group.join("b")
     group.ask(Leave(object(), "a"))
@@ -259,7 +259,7 @@ def test_a_member_keeps_its_partitions_while_a_new_coordinator_claims_them(group
     assert answer.assignment == before.assignment
 
 
-def test_a_coordinator_that_was_replaced_can_change_nothing_and_says_so(group: Coordinator) -> None:
+def test_a_replaced_coordinator_changes_nothing_and_reports_it(group: Coordinator) -> None:
     group.join("a")
     Coordinator(group.plane, group.leaders, 2, {"t": 4})
     refused = group.answer(Join(object(), "b", ("t",), SESSION_MS))
@@ -297,7 +297,7 @@ def test_an_unknown_outcome_that_had_been_applied_is_recognised() -> None:
     assert core.coordinates
 
 
-def test_an_unknown_outcome_that_is_applied_late_is_built_upon() -> None:
+def test_an_unknown_outcome_that_is_applied_late_is_the_base_of_the_next_change() -> None:
     core = GroupMembership("g", (1, 1))
     core.step(Loaded(None, -1), 0)
     (first,) = core.step(TopicsChanged({"t": SubscribedTopic("i", 1)}), 0)
@@ -324,7 +324,7 @@ def test_a_seek_fences_earlier_calls_and_members_continue_from_there(group: Coor
         group.leaders.committed[partition] = 7
     group.tell(SeekDone("t"), 0)
     after = group.beat("a", seek.generation)
-    claimed = seek.generation + 1  # so a copy of the seek that comes after the claims is refused
+    claimed = seek.generation + 1  # a copy of the seek that arrives after the claims is refused
     assert after.assignment == tuple(Assigned(("t", number), claimed, 7) for number in range(4))
 
 
@@ -337,7 +337,7 @@ def test_a_leader_that_has_seen_a_higher_generation_makes_the_group_pass_it(grou
     assert group.leaders.claims[("t", 0)] == ("a", 51)
 
 
-def test_a_claim_that_fails_is_tried_again_and_the_join_does_not_wait_for_it_for_ever() -> None:
+def test_a_failed_claim_is_retried_and_the_join_waits_a_bounded_time() -> None:
     core = GroupMembership("g", (1, 1))
     core.step(Loaded(None, -1), 0)
     core.step(TopicsChanged({"t": SubscribedTopic("i", 2)}), 0)
@@ -387,7 +387,7 @@ def test_a_pause_of_this_process_extends_the_members_sessions(group: Coordinator
     assert numbers(group.beat("a", 2, 60_000)) == [0, 1, 2, 3]
 
 
-# --- all of it at random ---------------------------------------------------------------------------------------------
+# --- random histories -------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -397,7 +397,7 @@ class Client:
 
 
 class Town:
-    """Several coordinators, a control plane that loses answers, and members that come, go and fall silent."""
+    """Several coordinators, a control plane that loses answers, and members that join, leave and fall silent."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -513,7 +513,7 @@ class Town:
         for round_number in range(60):
             while self.pending:
                 self.act(lossy=False)
-            if core.resigned:  # an older one was about to take over, and was faster
+            if core.resigned:  # an older coordinator took over first
                 core = self.elect()
             self.now_ms += 250
             self.tell(core, Tick())
