@@ -1,4 +1,4 @@
-"""No answer has more bytes than the broker has room for, and repeated requests bring everything."""
+"""The size of answers is bounded, and repeated requests return everything."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from portalmq.broker.partition.answer_size import ANSWER_BYTES_MAX, size_of
 from portalmq.broker.storage.batch import Record
 
 MIB = 1024 * 1024
-# Eighteen values of a MiB: more than an answer brings, by two.
+# Values of one MiB each: two more than fit into an answer.
 COUNT = ANSWER_BYTES_MAX // MIB + 2
 VALUES = [bytes([number]) * MIB for number in range(COUNT)]
 
@@ -39,34 +39,34 @@ def values(found):
 
 
 def in_two(fixture, group="g"):
-    """What two receives bring, of which the first has what fits."""
+    """Receive all messages in two requests; the first answer is as large as the limit allows."""
     first, second = receive(fixture, group), receive(fixture, group)
     assert sum(size_of(each.record) for each in first) <= ANSWER_BYTES_MAX
     assert (len(first), len(second)) == (COUNT - 2, 2)
     return [*first, *second]
 
 
-def test_a_receive_brings_what_fits_and_the_next_one_the_rest(fixture):
+def test_a_receive_returns_what_fits_and_the_next_one_the_rest(fixture):
     send(fixture)
     assert values(in_two(fixture)) == VALUES
 
 
 @pytest.mark.parametrize("more", [{"priority": 3}, {"key": b"k"}, {"expires_at_ms": 1 << 50}], ids=str)
-def test_of_messages_that_are_not_plain_a_receive_brings_what_fits(fixture, more):
+def test_a_receive_of_messages_with_attributes_returns_what_fits(fixture, more):
     send(fixture, **more)
     found = receive(fixture)
     assert 0 < sum(size_of(each.record) for each in found) <= ANSWER_BYTES_MAX
     assert values(found + receive(fixture)) == VALUES
 
 
-def test_of_delayed_messages_a_receive_brings_what_fits(fixture):
+def test_a_receive_of_delayed_messages_returns_what_fits(fixture):
     send(fixture, deliver_at_ms=fixture.clock.wall_ms() + 1_000)
     fixture.clock.advance(2_000)
     assert values(in_two(fixture)) == VALUES
 
 
 @pytest.mark.parametrize("ordering", ["none", "key"])
-def test_of_what_came_back_a_receive_brings_what_fits(fixture, ordering):
+def test_a_receive_of_nacked_messages_returns_what_fits(fixture, ordering):
     fixture.broker.put_group("g", {"ordering": ordering, "max_deliveries": 100})
     send(fixture)
     found = in_two(fixture)
@@ -78,7 +78,7 @@ def test_of_what_came_back_a_receive_brings_what_fits(fixture, ordering):
     assert fixture.broker.describe_group("g").lag == 0
 
 
-def test_over_several_partitions_an_answer_is_one(fixture):
+def test_the_limit_applies_to_all_partitions_of_an_answer_together(fixture):
     fixture.broker.create_topic("t", wire.CreateTopic(partitions=3))
     for number in range(3):
         fixture.broker.produce("t", ProduceRequest(records(*VALUES[:7]), partition=number))
@@ -87,7 +87,7 @@ def test_over_several_partitions_an_answer_is_one(fixture):
     assert len(first) + len(receive(fixture)) == 21
 
 
-def test_a_message_that_is_larger_than_an_answer_is_one(fixture):
+def test_a_message_larger_than_the_limit_is_an_answer_by_itself(fixture):
     large = Record(b"x" * (ANSWER_BYTES_MAX + 1))
     partition = fixture.broker.topics.get_or_create("t").led()[0]
     partition.submit((large, large), 2 * len(large.value)).wait()
@@ -98,7 +98,7 @@ def test_a_message_that_is_larger_than_an_answer_is_one(fixture):
 FROM_THE_BEGINNING = {"offset": None, "position": None, "at_ms": None, "limit": 1_000, "wait_ms": 0, "peer": None}
 
 
-def test_a_page_says_where_the_next_one_begins(fixture):
+def test_a_page_has_the_offset_of_the_next_one(fixture):
     send(fixture)
     page = fixture.broker.browse("t", 0, **FROM_THE_BEGINNING)
     assert len(page.messages) == COUNT - 2

@@ -1,4 +1,4 @@
-"""Reads from disk over HTTP run one at a time, so that they cost the broker no more than one reader would."""
+"""Reads from disk over HTTP run one at a time, so many readers cost the broker no more than one."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ native_thread = monkey.get_original("_thread", "get_ident")
 
 @pytest.fixture
 def cold(tmp_path, monkeypatch):
-    """A topic with two partitions of several batches, nothing of which is in memory, and one batch a read; an answer
-    may take as long as it does."""
+    """A topic with two partitions of several batches, none of them in memory. A read returns one batch, and an answer
+    has no time limit."""
     monkeypatch.setattr(serving, "COLD_READ_BYTES", 1)
     monkeypatch.setattr(fetching, "GATHER_S", 3_600)
     with running(tmp_path) as fixture:
@@ -61,7 +61,7 @@ def test_the_batch_that_a_receive_begins_with_is_read_on_a_native_thread(tmp_pat
         assert native_thread() not in threads
 
 
-def test_what_was_read_ahead_from_files_that_have_changed_since_is_not_kept(tmp_path):
+def test_a_batch_read_ahead_from_files_that_changed_is_not_kept(tmp_path):
     with running(tmp_path) as fixture:
         fixture.broker.create_topic("t", wire.CreateTopic(partitions=1))
         partition = fixture.broker.topics.get("t").partition(0)
@@ -71,7 +71,7 @@ def test_what_was_read_ahead_from_files_that_have_changed_since_is_not_kept(tmp_
         changes = []
 
         class Pool:
-            """A pool in whose calls files may change."""
+            """A thread pool that changes the files during a call, if the test says so."""
 
             def apply(self, work, arguments):
                 found = work(*arguments)
@@ -87,7 +87,7 @@ def test_what_was_read_ahead_from_files_that_have_changed_since_is_not_kept(tmp_
             assert (kept is None) is is_changed
 
 
-def test_of_many_readers_of_the_disk_one_reads_at_a_time_and_all_are_served(cold, monkeypatch):
+def test_one_of_many_readers_reads_from_disk_at_a_time_and_all_are_served(cold, monkeypatch):
     at_once, most, order = 0, 0, []
     read = serving.LeaderReplication._read
 
@@ -97,7 +97,7 @@ def test_of_many_readers_of_the_disk_one_reads_at_a_time_and_all_are_served(cold
         most = max(most, at_once)
         order.append(self._partition.number)
         try:
-            gevent.sleep(0)  # any other reader would read now
+            gevent.sleep(0)  # lets any other reader read
             self._partition.forget_read()
             return read(self, *arguments)
         finally:
@@ -108,14 +108,14 @@ def test_of_many_readers_of_the_disk_one_reads_at_a_time_and_all_are_served(cold
     gevent.joinall(readers, timeout=60, raise_error=True)
     assert all(len(reader.get()[0].frames) == PIECES for reader in readers)
     assert most == 1
-    assert set(order[: len(readers)]) == {0, 1}, "nobody was kept waiting until another was done"
+    assert set(order[: len(readers)]) == {0, 1}, "no reader waits until another ends"
 
 
-def test_an_answer_that_takes_a_while_goes_out_with_a_piece_of_what_was_asked(cold, monkeypatch):
+def test_a_slow_answer_is_sent_with_a_part_of_the_request(cold, monkeypatch):
     monkeypatch.setattr(fetching, "GATHER_S", 0)
     first, second = fetch(cold, 0, 1)
     assert len(first.frames) == 1
-    assert (second.frames, second.next_offset) == ([], 0), "it is asked for again, and is first then"
+    assert (second.frames, second.next_offset) == ([], 0), "the next request starts with it"
     assert second.error is None
 
 

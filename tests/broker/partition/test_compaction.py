@@ -1,4 +1,4 @@
-"""Compaction of whole partitions: ordered by the leader, carried out alike on every replica, while they serve."""
+"""Compaction of whole partitions: the leader orders it, every replica applies it equally and keeps serving."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HOUR_MS = 3_600_000
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch):
-    """A compaction is worth it as soon as anything is new, and comes when a test says so."""
+    """Make a compaction due as soon as anything is new; only a test starts one."""
     monkeypatch.setattr("portalmq.broker.cluster.maintenance.COMPACT_EVERY_S", 3_600.0)
     monkeypatch.setattr(compaction_module, "DIRTY_BYTES_MIN", 1)
     monkeypatch.setattr(compaction_module, "DIRTY_A_CLEAN", 0)
@@ -35,7 +35,7 @@ def put(partition, *pairs, **more):
 
 
 def there(partition):
-    """offset -> (key, value) of the messages in the files."""
+    """Return offset -> (key, value) of the messages in the files."""
     return {
         offset: (record.key, record.value)
         for batch in partition.log.read(partition.log.log_start_offset)
@@ -50,7 +50,7 @@ def rounds(partition, count=3, keys=4):
 
 
 def latest(partition):
-    """key -> value, as a reader of the whole log has it in the end."""
+    """Return key -> value after a read of the whole log."""
     return dict(message for _, message in sorted(there(partition).items()))
 
 
@@ -71,7 +71,7 @@ class Everywhere:
             compactor.compact_if_due(host.partition, keeps_last=True)
 
     def are_alike(self):
-        """Everybody has carried out the newest order, and holds the same."""
+        """Return whether every replica has applied the newest order, and all hold the same messages."""
         self.run()
         reached = self.group.leader.groups.compacted
         return (
@@ -106,7 +106,7 @@ def test_all_replicas_compact_alike_and_offsets_stay(tmp_path):
         assert {broker_id: sum(counts) for broker_id, counts in everywhere.removed.items()} == {1: 9, 2: 9, 3: 9}
 
 
-def test_an_order_of_a_leader_that_is_gone_is_carried_out(tmp_path):
+def test_an_order_of_a_former_leader_is_applied(tmp_path):
     with replicas(tmp_path, 3) as group:
         settle(group)
         everywhere = Everywhere(group)
@@ -139,7 +139,7 @@ def test_a_replica_that_is_rebuilt_from_a_compacted_log_equals_the_others(tmp_pa
         assert len(there(group.partition(3))) == 4
 
 
-def test_a_replica_that_was_down_carries_out_what_was_ordered_in_between(tmp_path):
+def test_a_replica_that_was_down_applies_the_orders_it_missed(tmp_path):
     with replicas(tmp_path, 3, least=2) as group:
         settle(group)
         everywhere = Everywhere(group)
@@ -174,7 +174,7 @@ def test_a_replica_whose_log_begins_again_compacts_alike(tmp_path):
         assert files.messages_before(files.end_offset) - files.messages_before(start) == 4
 
 
-def test_an_order_that_is_not_committed_is_not_carried_out(tmp_path):
+def test_an_uncommitted_order_is_not_applied(tmp_path):
     with replicas(tmp_path, 2, least=2) as group:
         settle(group)
         rounds(group.leader)
@@ -191,11 +191,11 @@ def test_an_order_that_is_not_committed_is_not_carried_out(tmp_path):
         assert len(there(group.partition(1))) == 4
 
 
-def test_appends_and_reads_go_on_while_it_works(tmp_path, monkeypatch):
+def test_appends_and_reads_continue_during_a_compaction(tmp_path, monkeypatch):
     stepped, enough, steps = compaction_module._stepped, threading.Event(), []
 
     def in_the_midst(work):
-        """The second step has begun, and is not done before the log has gone on."""
+        """Hold the second step back until the log has grown."""
         steps.append(work)
         assert len(steps) != 2 or enough.wait(60)
         return stepped(work)
@@ -216,7 +216,7 @@ def test_appends_and_reads_go_on_while_it_works(tmp_path, monkeypatch):
             assert {record.key for record in read} >= {b"key %d" % key for key in range(50)}
             assert read[-1].value == b"%d" % (sent - 1)
             if sent == 6:
-                assert len(steps) == 2, "it is in the midst of a step all the while"
+                assert len(steps) == 2, "the step is still in progress"
                 enough.set()
             gevent.sleep(0)
         done.get()
@@ -257,7 +257,7 @@ def test_a_topic_that_deletes_is_not_compacted(fixture):
     assert (len(there(partition)), partition.groups.compacted) == (12, 0)
 
 
-def test_nothing_goes_for_its_age_unless_that_was_asked_for(fixture, clock):
+def test_a_compacted_topic_removes_nothing_by_age_unless_configured(fixture, clock):
     broker = fixture.broker
     assert broker.topics.get("t").state.config.retention_ms is None
     broker.create_topic("both", wire.CreateTopic(config={"cleanup": "compact", "retention_ms": HOUR_MS}))
@@ -277,13 +277,13 @@ def test_nothing_goes_for_its_age_unless_that_was_asked_for(fixture, clock):
     assert broker.topics.get("t").state.config.retention_ms is None
 
 
-def test_it_is_done_when_as_much_is_new_as_is_left_and_not_before(fixture, monkeypatch):
+def test_a_compaction_is_due_once_as_much_is_new_as_is_left(fixture, monkeypatch):
     partition = partition_of(fixture)
     monkeypatch.setattr(compaction_module, "DIRTY_A_CLEAN", 1.0)
     monkeypatch.setattr(compaction_module, "DIRTY_BYTES_MIN", 200_000)
     rounds(partition, count=2)
     compact(fixture)
-    assert partition.groups.compacted == 0, "there is too little"
+    assert partition.groups.compacted == 0, "the log is too small"
     for number in range(20):
         put(partition, *[(b"%d" % key, b"x" * 1_000 + b"%d" % number) for key in range(20)])
     compact(fixture)
@@ -309,7 +309,7 @@ def test_a_slow_log_is_compacted_once_a_day(fixture, clock, monkeypatch):
     reached = partition.groups.compacted
     clock.advance(25 * HOUR_MS)
     compact(fixture)
-    assert partition.groups.compacted == reached, "nothing came since"
+    assert partition.groups.compacted == reached, "nothing is new"
 
 
 def test_a_tombstone_stays_for_a_day_after_the_first_compaction_that_saw_it(fixture, clock):
@@ -332,7 +332,7 @@ def test_a_tombstone_stays_for_a_day_after_the_first_compaction_that_saw_it(fixt
     assert latest(partition)[b"stays"] == b"1"
 
 
-def test_after_a_restart_it_goes_on_and_the_order_is_still_known(tmp_path, clock):
+def test_compaction_continues_after_a_restart_and_the_order_is_still_known(tmp_path, clock):
     with running(tmp_path, clock) as fixture:
         fixture.broker.create_topic("t", wire.CreateTopic(config={"cleanup": "compact"}))
         partition = partition_of(fixture)
@@ -349,7 +349,7 @@ def test_after_a_restart_it_goes_on_and_the_order_is_still_known(tmp_path, clock
         assert len(there(partition)) == 4
 
 
-def test_what_an_open_order_of_the_outbox_needs_stays(fixture, monkeypatch):
+def test_messages_needed_by_an_open_order_of_the_outbox_stay(fixture, monkeypatch):
     partition = partition_of(fixture)
     rounds(partition)
     needed = sorted(there(partition))[5]
@@ -357,7 +357,7 @@ def test_what_an_open_order_of_the_outbox_needs_stays(fixture, monkeypatch):
     compact(fixture)
     assert partition.groups.compacted == needed
     compact(fixture)
-    assert partition.groups.compacted == needed, "and nothing is rolled in vain"
+    assert partition.groups.compacted == needed, "no segment is rolled without need"
     assert len(partition.log.sealed_segments) == 1
     assert sorted(there(partition)) == [*range(needed - 4, needed), *range(needed, 13)]
     monkeypatch.setattr(partition.groups, "ordered_from", lambda: None)
@@ -382,7 +382,7 @@ def test_scheduled_messages_wait_and_cancelled_ones_supersede_nothing(fixture, c
     assert {(b"a", b"later"), (b"b", b"now")} <= set(there(partition).values())
 
 
-def test_the_lag_of_a_group_counts_what_is_there(fixture):
+def test_the_lag_of_a_group_counts_remaining_messages(fixture):
     partition = partition_of(fixture)
     rounds(partition)
     compact(fixture)
@@ -390,7 +390,7 @@ def test_the_lag_of_a_group_counts_what_is_there(fixture):
     assert files.messages_before(partition.high_watermark) - files.messages_before(0) == 4
 
 
-def test_browsing_passes_over_what_is_gone(fixture):
+def test_browsing_skips_removed_messages(fixture):
     partition = partition_of(fixture)
     rounds(partition)
     compact(fixture)
@@ -402,7 +402,7 @@ def test_browsing_passes_over_what_is_gone(fixture):
     assert rest.next_offset == partition.high_watermark
 
 
-def test_a_stream_reader_is_given_what_is_left(fixture):
+def test_a_stream_reader_gets_the_remaining_messages(fixture):
     partition = partition_of(fixture)
     put(partition, (b"a", b"1"), (b"b", b"1"), (b"c", b"1"))
     put(partition, (b"a", b"2"), (b"c", b"2"))
@@ -417,7 +417,7 @@ def test_a_stream_reader_is_given_what_is_left(fixture):
     assert _with_offsets(frames[0].body, 2, bases[0]) == []
 
 
-def test_messages_that_a_group_holds_and_that_are_gone_are_done_for_it(fixture, clock):
+def test_leased_messages_that_are_removed_are_done_for_the_group(fixture, clock):
     partition = partition_of(fixture)
     rounds(partition, 2)
     request = wire.ReceiveRequest(["t"], max_messages=6, visibility_timeout_ms=30_000)
@@ -436,8 +436,8 @@ def test_messages_that_a_group_holds_and_that_are_gone_are_done_for_it(fixture, 
     assert fixture.broker.describe_group("g").lag == 0
 
 
-def test_what_groups_have_done_outlives_the_records_of_it(tmp_path, clock):
-    """Their records go with the first compaction: the STATE in front of its order has it all."""
+def test_the_state_of_groups_outlives_its_records(tmp_path, clock):
+    """The first compaction removes their records: the STATE record before its order has the state."""
 
     def fold_of(partition):
         return msgspec.structs.replace(partition.snapshot(), applied=0, producers=[])
@@ -483,7 +483,7 @@ def test_a_rebuilt_replica_has_the_groups_of_a_compacted_log(tmp_path):
         assert [(span.start, span.end) for span in group.partition(2).delivery["g"].spans()] == [(4, 6)]
 
 
-def test_receipts_of_messages_that_are_gone_may_still_be_shown(fixture):
+def test_receipts_of_removed_messages_are_accepted(fixture):
     partition = partition_of(fixture)
     rounds(partition, 2)
     held = fixture.broker.receive("g", wire.ReceiveRequest(["t"], max_messages=6), None)
@@ -508,7 +508,7 @@ def test_a_damaged_file_is_reported_and_nothing_is_compacted(fixture, tmp_path):
     assert not fixture.faults
 
 
-def test_a_full_disk_puts_it_off(fixture):
+def test_a_full_disk_postpones_a_compaction(fixture):
     partition = partition_of(fixture)
     rounds(partition)
     fixture.disk.is_full = True
@@ -519,7 +519,7 @@ def test_a_full_disk_puts_it_off(fixture):
     assert len(there(partition)) == 4
 
 
-def test_the_record_of_an_order_says_how_far(fixture):
+def test_the_record_of_an_order_has_its_end_offset(fixture):
     partition = partition_of(fixture)
     rounds(partition)
     compact(fixture)

@@ -1,4 +1,4 @@
-"""Behaviour during other faults or work: full disks, stalled disks, kills, deletions."""
+"""A partition during faults and other work: full disks, stalled disks, kills, deletions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def texts(messages) -> list[str]:
 
 @contextmanager
 def held(monkeypatch: pytest.MonkeyPatch, owner: object, method: str) -> Iterator[Callable[[], None]]:
-    """Calls of `method`, on a native thread, do not begin before the answered function is called, or the block ends."""
+    """Hold calls of `method` on a native thread until the yielded function is called or the block ends."""
     gate: SimpleQueue[None] = SimpleQueue()
     original = getattr(owner, method)
 
@@ -62,7 +62,7 @@ def held(monkeypatch: pytest.MonkeyPatch, owner: object, method: str) -> Iterato
 
 
 def refuse(patch: pytest.MonkeyPatch, fixture: Fixture, number: int) -> None:
-    """From now on partition `number` of the topic meets a full disk that the guard did not see coming."""
+    """Make appends of partition `number` fail with a full disk that the guard has not noticed."""
 
     def refused(batches) -> None:
         raise DiskFull("no room")
@@ -78,12 +78,12 @@ def test_a_repeated_ack_is_answered_no_earlier_than_the_first(fixture, monkeypat
     with held(monkeypatch, partition.log, "append") as release:
         acks = [gevent.spawn(fixture.broker.ack, "g", [message.receipt]) for _ in range(2)]
         gevent.joinall(acks, timeout=0.1)
-        assert not any(ack.ready() for ack in acks), "nothing of it is on disk"
+        assert not any(ack.ready() for ack in acks), "nothing is on disk yet"
         release()
         assert [ack.get(timeout=60) for ack in acks] == [[True], [True]]
 
 
-def test_a_checkpoint_without_room_does_not_call_refused_what_is_committed(fixture, monkeypatch):
+def test_a_checkpoint_without_room_does_not_refuse_committed_records(fixture, monkeypatch):
     send(fixture, "a")
 
     tried: list[Segment] = []
@@ -105,9 +105,7 @@ def test_a_checkpoint_without_room_does_not_call_refused_what_is_committed(fixtu
 
 
 def test_a_saved_state_from_before_the_dropped_segments_is_not_used(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "portalmq.broker.cluster.maintenance.RETAIN_EVERY_S", 3_600.0
-    )  # it comes when this test says so
+    monkeypatch.setattr("portalmq.broker.cluster.maintenance.RETAIN_EVERY_S", 3_600.0)  # only this test saves the state
     clock = HandClock()
     kept = tmp_path / "kept"
     with running(tmp_path / "data", clock) as fixture:
@@ -119,7 +117,7 @@ def test_a_saved_state_from_before_the_dropped_segments_is_not_used(tmp_path, mo
         state_file = partition.state_file.path
         partition.state_file.park()
         shutil.copy(state_file, kept)
-        receive(fixture)  # the group begins in a segment that is going to be dropped
+        receive(fixture)  # the group begins in a segment that is dropped later
         for _ in range(12):
             send(fixture, *["x" * 20_000] * 20)
         while messages := receive(fixture, max_messages=100):
@@ -153,9 +151,9 @@ def test_a_deletion_that_the_disk_refuses_leaves_a_group_that_can_be_used_and_de
         try:
             fixture.broker.ack("g", [message.receipt])
         except PortalMQError:
-            assert message.partition == 0, "only there the group has ended"
+            assert message.partition == 0, "the group has ended only there"
     fixture.broker.delete_group("g")
-    assert sorted(texts(receive(fixture, max_messages=10))) == ["0", "0+", "1", "1+"], "a new group begins anew"
+    assert sorted(texts(receive(fixture, max_messages=10))) == ["0", "0+", "1", "1+"], "a new group starts over"
 
 
 def test_a_topic_may_be_deleted_while_its_state_is_being_saved(fixture, monkeypatch):
@@ -168,10 +166,10 @@ def test_a_topic_may_be_deleted_while_its_state_is_being_saved(fixture, monkeypa
         gevent.spawn_later(0.2, release)
         fixture.broker.delete_topic("t")
         saving.get(timeout=60)
-    assert not directory.exists(), "a save that came too late makes no files"
+    assert not directory.exists(), "a late save creates no files"
 
 
-def test_leases_that_were_acked_are_not_remembered_until_they_would_have_ended(fixture):
+def test_acked_leases_are_forgotten_before_they_would_have_ended(fixture):
     for _ in range(3_000):
         send(fixture, "a", acks="none")
     while messages := receive(fixture, max_messages=1, visibility_timeout_ms=12 * 3_600_000):
@@ -195,7 +193,7 @@ def test_a_receive_that_outlived_its_topic_does_not_sleep(fixture, monkeypatch):
     assert late.ready()
 
 
-def test_a_first_request_that_the_disk_refuses_is_in_progress_and_then_as_if_it_had_not_been(fixture, monkeypatch):
+def test_a_first_request_that_the_disk_refuses_is_in_progress_and_then_forgotten(fixture, monkeypatch):
     fixture.broker.create_topic("t", wire.CreateTopic(partitions=2))
     log = fixture.broker.topics.get("t").partition(0).log
     with monkeypatch.context() as patch:
@@ -212,7 +210,7 @@ def test_a_first_request_that_the_disk_refuses_is_in_progress_and_then_as_if_it_
     assert texts(receive(fixture, max_messages=10)) == ["a"]
 
 
-def test_a_start_on_a_full_disk_tries_again_at_leisure(tmp_path, monkeypatch):
+def test_a_start_on_a_full_disk_retries_with_pauses(tmp_path, monkeypatch):
     with running(tmp_path) as before:
         send(before, "a")
     tries: list[float] = []
@@ -247,12 +245,12 @@ def test_a_storage_fault_is_raised_as_a_public_error(fixture, monkeypatch):
         fixture.broker.purge("t", partition=None, before_offset=None)
     told = fixture.broker.explain(full.value)
     assert isinstance(told, StorageFull)
-    assert told.outcome == "unknown", "its record may be in the log"
+    assert told.outcome == "unknown", "the record may be in the log"
     monkeypatch.setattr(log, "find_message_id", failing(StorageFault("I/O error")))
     with pytest.raises(StorageFault) as fault:
         send(fixture, "b", idempotency_key="k")
     assert isinstance(fixture.broker.explain(fault.value), Unavailable)
-    assert len(fixture.faults) == 1, "and the broker ends"
+    assert len(fixture.faults) == 1, "the broker ends"
 
 
 def test_errors_of_storage_are_raised_as_public_errors(fixture):
@@ -295,7 +293,7 @@ def test_a_purge_under_a_compaction_does_not_end_the_broker(fixture, monkeypatch
     assert fixture.faults == []
 
 
-def test_maintenance_on_a_full_disk_makes_room_for_itself_first(fixture):
+def test_maintenance_on_a_full_disk_releases_the_ballast_first(fixture):
     fixture.disk.is_full = True
     fixture.broker.maintenance.retain()
     assert fixture.disk.released
@@ -307,7 +305,7 @@ def test_a_partition_that_is_never_at_rest_is_saved_too(fixture):
     fixture.broker.maintenance.save_state()
     before = partition.state_file.load()[0].applied
     waiting = gevent.spawn(send, fixture, "b")
-    gevent.sleep(0)  # its offset is allotted, and it is not on disk yet
+    gevent.sleep(0)  # its offset is allotted, but it is not on disk yet
     assert partition.replica.next_offset > partition.high_watermark
     fixture.broker.maintenance.save_state()
     waiting.get(timeout=60)
@@ -318,8 +316,8 @@ def test_a_partition_that_is_never_at_rest_is_saved_too(fixture):
     again.get(timeout=60)
 
 
-def test_what_comes_while_a_checkpoint_finds_no_room_is_written_all_the_same(fixture, monkeypatch):
-    """A follower puts nothing more before that: it would stand still for ever."""
+def test_appends_during_a_checkpoint_without_room_are_still_written(fixture, monkeypatch):
+    """A follower writes nothing more before that: it would stop for ever."""
     send(fixture, "a")
     log = fixture.broker.topics.get("t").partition(0).log
     monkeypatch.setattr("portalmq.broker.storage.log.WAL_BYTES_DUE", 1)
@@ -336,9 +334,7 @@ def test_what_comes_while_a_checkpoint_finds_no_room_is_written_all_the_same(fix
         assert late.get(timeout=60)
 
 
-def test_a_message_that_is_on_its_way_to_the_disk_is_known_to_whoever_repeats_it_after_a_lost_session(
-    fixture, monkeypatch
-):
+def test_a_retry_after_a_lost_session_finds_a_message_not_yet_on_disk(fixture, monkeypatch):
     send(fixture, "a")
     partition = fixture.broker.topics.get("t").partition(0)
     with held(monkeypatch, partition.log, "append") as release:
@@ -355,9 +351,9 @@ def test_a_message_that_is_on_its_way_to_the_disk_is_known_to_whoever_repeats_it
     assert texts(receive(fixture, max_messages=10)) == ["a", "b"]
 
 
-def test_a_delayed_message_that_nobody_waits_for_is_not_passed_over_before_it_is_committed(fixture, monkeypatch):
-    """A leader that loses its session and leads on has answered its waiters with an unknown outcome. Their records
-    still come: until then no cursor may pass the time of the append."""
+def test_a_delayed_message_without_a_waiter_is_not_skipped_before_it_is_committed(fixture, monkeypatch):
+    """A leader that loses its session and continues to lead answers its waiters with an unknown outcome. Their records
+    may still commit: until then no cursor may pass the time of the append."""
     receive(fixture)
     partition = fixture.broker.topics.get("t").partition(0)
     due_ms = fixture.clock.wall_ms() + 1_000
@@ -375,7 +371,7 @@ def test_a_delayed_message_that_nobody_waits_for_is_not_passed_over_before_it_is
     assert taken == ["sooner", "later"]
 
 
-def test_leases_that_nothing_commits_are_bounded(fixture, monkeypatch):
+def test_uncommitted_leases_are_bounded(fixture, monkeypatch):
     monkeypatch.setattr("portalmq.broker.partition.appending.UNCOMMITTED_RECORDS_MAX", 5)
     receive(fixture)
     send(fixture, "a")
@@ -393,7 +389,7 @@ def test_leases_that_nothing_commits_are_bounded(fixture, monkeypatch):
     assert texts(receive(fixture)) == ["a"]
 
 
-def test_a_partition_that_cannot_be_cleaned_does_not_keep_the_others_from_it(fixture, monkeypatch):
+def test_a_failed_retention_of_one_partition_does_not_stop_the_others(fixture, monkeypatch):
     fixture.broker.create_topic("t", wire.CreateTopic(partitions=2))
     first, second = fixture.broker.topics.get("t").led()
     cleaned: list[int] = []
@@ -411,7 +407,7 @@ def no_room(*_: object, **__: object):
     raise DiskFull("no room")
 
 
-def test_a_partition_whose_files_rest_and_find_no_room_to_be_opened_refuses_and_goes_on_later(fixture, monkeypatch):
+def test_a_parked_partition_that_cannot_reopen_its_files_refuses_and_recovers(fixture, monkeypatch):
     send(fixture, "before")
     partition = fixture.broker.topics.get("t").local[0]
     partition.save_state()
@@ -421,7 +417,9 @@ def test_a_partition_whose_files_rest_and_find_no_room_to_be_opened_refuses_and_
         patch.setattr(Segment, "open_live", no_room)
         eventually(lambda: partition._refused_ms > 0)
         refused.append(gevent.spawn(outcome_of, fixture, "nor this"))
-        eventually(lambda: partition._writer.queued_bytes > 0 or refused[-1].ready())  # its turn may be over already
+        eventually(
+            lambda: partition._writer.queued_bytes > 0 or refused[-1].ready()
+        )  # the append may have failed already
     gevent.joinall(refused, raise_error=True)
     assert [outcome.value for outcome in refused] == ["not_applied"] * 3
     send(fixture, "after")
@@ -436,7 +434,7 @@ def outcome_of(fixture, value: str) -> str:
 
 
 @pytest.mark.parametrize("method", ["seal", "drop_segments_below", "replica_start"])
-def test_old_messages_that_a_full_disk_does_not_let_go_go_later(fixture, monkeypatch, method):
+def test_old_messages_that_a_full_disk_keeps_are_removed_later(fixture, monkeypatch, method):
     send(fixture, "a")
     partition = fixture.broker.topics.get("t").local[0]
     partition.log.roll()

@@ -1,4 +1,4 @@
-"""The fold of a log, recovered from whichever snapshot is left."""
+"""The fold of a log, recovered from the newest snapshot that is left."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def files(tmp_path: Path):
 
 
 def filled(log) -> Writer:
-    """EPOCH_START, a group that begins, five messages of a producer, and an ack of the first two."""
+    """Append EPOCH_START, a group's start, five messages of a producer, and an ack of the first two."""
     writer = Writer(log)
     log.append(
         [
@@ -46,17 +46,17 @@ def test_without_a_snapshot_the_whole_log_is_folded_and_nothing_is_known_to_be_c
     assert (found.readable_end, found.recovered_end) == (0, 7)
 
 
-def test_with_a_saved_fold_only_the_rest_is(files):
+def test_with_a_saved_fold_only_later_records_are_folded(files):
     log, state_file = files
     filled(log)
     state_file.save(PartitionFold(7, 0, [(1, 0)], [], [GroupFold("g", 0, 3, [])]), 7)
     found = recover(log, state_file)
-    assert found.groups.delivery["g"].is_ahead(3), "the ack stands behind the snapshot"
-    assert found.producers.snapshot() == [], "as the snapshot says"
+    assert found.groups.delivery["g"].is_ahead(3), "the ack follows the snapshot"
+    assert found.producers.snapshot() == [], "the snapshot has no producers"
     assert (found.high_watermark, found.readable_end) == (7, 7)
 
 
-def test_a_state_record_that_is_later_counts_more(files):
+def test_a_later_state_record_replaces_the_saved_fold(files):
     log, state_file = files
     writer = filled(log)
     state_file.save(PartitionFold(7, 0, [(1, 0)], [], [GroupFold("g", 0, 3, [])]), 7)
@@ -65,11 +65,11 @@ def test_a_state_record_that_is_later_counts_more(files):
     found = recover(log, state_file)
     assert list(found.groups.delivery) == ["h"]
     assert [producer.producer_id for producer in found.producers.snapshot()] == [9]
-    assert found.high_watermark == 7, "a STATE record need not be committed"
+    assert found.high_watermark == 7, "a STATE record does not need to be committed"
     assert found.groups.state_offset == 8
 
 
-def test_a_fold_that_was_saved_for_a_reset_that_did_not_come_to_pass_does_not_count(files):
+def test_a_fold_saved_for_a_reset_that_did_not_happen_does_not_count(files):
     log, state_file = files
     filled(log)
     state_file.save(PartitionFold(5, 5, [(3, 2)]), 5, durable=True)
@@ -80,7 +80,7 @@ def test_a_fold_that_was_saved_for_a_reset_that_did_not_come_to_pass_does_not_co
     assert (found.epochs, found.high_watermark, found.lost) == ([(3, 2)], 5, "")
 
 
-def test_a_log_that_ends_below_what_was_committed_is_not_all_that_there_was(files):
+def test_a_log_that_ends_below_a_committed_offset_is_not_complete(files):
     log, state_file = files
     filled(log)
     state_file.save(PartitionFold(8, 0, [(1, 0)]), 8)
@@ -88,7 +88,7 @@ def test_a_log_that_ends_below_what_was_committed_is_not_all_that_there_was(file
     assert "committed records up to 8" in recover(log, state_file).lost
 
 
-def test_a_log_that_begins_late_and_has_nothing_that_says_what_was_before_is_not_complete(files):
+def test_a_log_that_begins_late_without_a_saved_fold_is_not_complete(files):
     log, state_file = files
     log.reset(100, 50, 1_000)
     assert "begins at 100" in recover(log, state_file).lost
@@ -101,10 +101,10 @@ def test_a_purge_moves_the_log_start_when_a_state_record_behind_it_is_committed(
     fold.state_written(11, 4)
     assert fold.due(11) == 0
     assert fold.due(12) == 4
-    assert fold.due(12) == 0, "once"
+    assert fold.due(12) == 0, "it is due once"
 
 
-def test_a_purge_is_found_again_with_what_it_has_still_to_do(files):
+def test_recovery_finds_an_unfinished_purge(files):
     log, state_file = files
     writer = filled(log)
     log.append([writer.control_batch(BatchKind.PURGE, encode(Purge(5)))])
@@ -122,22 +122,22 @@ def test_the_end_of_the_last_message_is_found_behind_control_records(files):
     assert [last_message_end(log, below) for below in (0, 1, 2, 3, 5, 7, 8)] == [0, 0, 0, 3, 5, 7, 7]
 
 
-def test_what_an_open_order_needs_is_known_by_its_record_and_guessed_low_from_a_snapshot():
+def test_the_offset_an_open_order_needs_is_exact_from_its_record_and_low_from_a_snapshot():
     groups = GroupsFold()
     groups.apply("g", GroupStart(0, 1), 0)
     groups.apply("g", Grant(((1, 9, 1),), 9, 1, 100), 10)
     assert groups.ordered_from() is None
     groups.apply("g", Dead(((1, 2, 1),), 2, "old", ""), 11)
-    assert groups.ordered_from() is None, "without a topic nothing is ordered"
+    assert groups.ordered_from() is None, "without a topic there is no order"
     groups.apply("g", Dead(((5, 7, 1), (8, 9, 1)), 2, "new", "t.dlq"), 12)
     groups.apply("g", Commit(b"id", 3, (Output("out", None),), ((2, 4),)), 13)
     assert groups.ordered_from() == 5
     later = GroupsFold(groups.snapshot_into(PartitionFold()))
     assert later.ordered_from() == 0
     groups.end("g")
-    assert groups.ordered_from() == 5, "the group's orders outlive it"
+    assert groups.ordered_from() == 5, "the orders outlive the group"
     later = GroupsFold(groups.snapshot_into(PartitionFold()))
-    assert later.ordered_from() == 0, "and the snapshot has no dead letters to tell"
+    assert later.ordered_from() == 0, "the snapshot has no dead letters to show the offset"
     groups.apply("g", Done(12), 14)
     assert groups.ordered_from() == 13
     groups.apply("g", Done(13), 15)

@@ -1,4 +1,4 @@
-"""The fold of groups with very many leases: loading it, and taking it over, holds up nobody."""
+"""The fold of groups with very many leases: loading it and taking it over do not block other work."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_large_fold_is_decoded_row_by_row_and_is_the_same(monkeypatch):
 @pytest.mark.parametrize(
     "spans", [5, [5], [[1, 2]], [[1, 2, 1, 0, True, 5, "6"]]], ids=["no list", "no row", "a short row", "a wrong type"]
 )
-def test_a_large_fold_that_is_none_is_refused(monkeypatch, spans):
+def test_a_large_malformed_fold_is_refused(monkeypatch, spans):
     monkeypatch.setattr(folds, "LARGE_BYTES", 0)
     with pytest.raises(msgspec.MsgspecError):
         decode_fold(msgspec.msgpack.encode({"groups": [["g", 0, 3, spans]]}))
@@ -97,7 +97,7 @@ def test_a_follower_loads_a_state_record_on_a_native_thread(tmp_path, monkeypatc
         assert follower.delivery["g"].snapshot() == leader.delivery["g"].snapshot()
 
 
-def test_a_state_record_is_not_taken_when_the_leader_was_deposed_while_it_was_loaded(tmp_path, monkeypatch):
+def test_a_state_record_is_dropped_when_its_leader_is_replaced_during_the_load(tmp_path, monkeypatch):
     monkeypatch.setattr(following, "LARGE_BYTES", 0)
     with replicas(tmp_path, 2, lag_ms=HOUR_MS) as group:
         eventually(lambda: group.leader.serves and group.agree())
@@ -116,13 +116,13 @@ def test_a_state_record_is_not_taken_when_the_leader_was_deposed_while_it_was_lo
         leader.retention.write_state()
         eventually(lambda: ends and follower.serves)
         assert ends == [end]
-        assert follower.groups.state_offset == -1, "it leads, and its log goes on without the record"
+        assert follower.groups.state_offset == -1, "it leads, and its log continues without the record"
         eventually(group.agree)
         assert not group.hosts[2].faults
 
 
 @pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
-def test_a_state_record_that_nobody_can_read_is_not_written(tmp_path, monkeypatch, large):
+def test_an_unreadable_state_record_is_not_written(tmp_path, monkeypatch, large):
     if large:
         monkeypatch.setattr(following, "LARGE_BYTES", 0)
     with replicas(tmp_path, 2) as group:
@@ -135,7 +135,7 @@ def test_a_state_record_that_nobody_can_read_is_not_written(tmp_path, monkeypatc
         assert not group.hosts[2].faults
 
 
-def test_what_is_settled_while_leases_are_taken_over_stays_settled():
+def test_messages_settled_during_a_takeover_stay_settled():
     group = GroupDelivery(GroupFold("g", 0, 0, []))
     group.apply(Grant(tuple((start, start + 1, 1) for start in range(10)), 10, 1_000, 1_100))
     seen = []
@@ -157,7 +157,7 @@ def test_what_is_settled_while_leases_are_taken_over_stays_settled():
     assert [span.start for span in group.available(600)] == [0, 1, 2, 3, 4, 5, 8, 9]
 
 
-def test_a_new_leader_looks_at_no_lease_where_none_is_ahead_of_its_clock():
+def test_a_new_leader_checks_no_lease_when_none_is_ahead_of_its_clock():
     group = GroupDelivery(GroupFold("g", 0, 0, []))
     group.apply(Grant(((0, 1, 1),), 10, 400, 1_100))
     looked = []
@@ -167,11 +167,11 @@ def test_a_new_leader_looks_at_no_lease_where_none_is_ahead_of_its_clock():
     assert len(looked) == 1
     old = GroupDelivery(GroupFold("g", 0, 1, [SpanFold(0, 1, 1, 0, True, 400, 1_100)]))
     old.take_over(300)
-    assert old.next_wakeup_ms() == 1_000, "a snapshot of an old version does not say when the group was active"
+    assert old.next_wakeup_ms() == 1_000, "a snapshot of an older version lacks the time of the last activity"
 
 
 @pytest.mark.parametrize("deposed", [False, True], ids=["leads on", "is deposed meanwhile"])
-def test_a_leader_with_very_many_leases_serves_when_it_has_taken_them_over(tmp_path, monkeypatch, deposed):
+def test_a_leader_with_very_many_leases_serves_once_it_has_taken_them_over(tmp_path, monkeypatch, deposed):
     monkeypatch.setattr(partition, "TAKEN_OVER_AT_ONCE", 3)
     monkeypatch.setattr("portalmq.broker.partition.yielding.TURN_S", 0.0)
     pauses, may_go_on = [], gevent.event.Event()

@@ -26,7 +26,7 @@ def settle(group: Group) -> None:
 
 
 def spoil(group: Group, broker_id: int) -> None:
-    """One byte of a message that is on disk is not what it was, behind the broker's back."""
+    """Change a message on disk behind the broker's back."""
     partition = group.partition(broker_id)
     partition.log.park()
     group.hosts[broker_id].cache.drop(partition._cache_key)
@@ -75,7 +75,7 @@ def test_a_leader_with_a_damaged_batch_resigns_and_never_serves_it(tmp_path):
         assert group.state.store_uuids[1] == "store-1/1"
 
 
-def test_a_log_that_is_begun_again_under_the_search_for_damage_is_not_a_fault(tmp_path, monkeypatch):
+def test_a_log_reset_during_a_scrub_is_not_a_fault(tmp_path, monkeypatch):
     with replicas(tmp_path, 1) as group:
         eventually(lambda: group.leader.serves)
         log = group.leader.log
@@ -108,7 +108,7 @@ def test_a_damaged_batch_is_not_served_to_a_follower(tmp_path):
         assert all(values(partition) == ["a", "b", "c"] for partition in group.partitions())
 
 
-def test_the_only_replica_keeps_what_it_has(tmp_path):
+def test_the_only_replica_keeps_its_files(tmp_path):
     with replicas(tmp_path, 1) as group:
         eventually(lambda: group.leader.serves)
         send(group.leader, "a")
@@ -132,7 +132,7 @@ def test_a_replica_that_was_set_aside_and_not_yet_replaced_does_not_look_complet
         folder = tmp_path / "3" / "partitions" / "t@topic-id-1" / "0"
         aside = tmp_path / "3" / "lost+found" / "t@topic-id-1"
         aside.mkdir(parents=True)
-        folder.rename(aside / "0")  # and here the broker was killed
+        folder.rename(aside / "0")  # here the broker was killed
         partition = group.start(3, incarnation=2)
         assert partition.store_uuid == "store-3/1"
         eventually(lambda: group.state.isr == (1, 2, 3) and group.state.store_uuids[3] == "store-3/1")
@@ -153,7 +153,7 @@ def test_a_file_that_is_no_database_any_more_is_rebuilt_at_the_start(tmp_path):
 
 
 def test_replicas_that_are_all_damaged_are_all_kept(tmp_path):
-    """The same cause may strike equal files on equal disks: that the ISR names others says nothing of them."""
+    """One cause may damage equal files on equal disks: the ISR does not prove that another replica is whole."""
     with replicas(tmp_path, 3) as group:
         settle(group)
         send(group.leader, *"abc")
@@ -171,7 +171,7 @@ def test_replicas_that_are_all_damaged_are_all_kept(tmp_path):
         assert group.state.isr == (1, 2, 3)
         for file, content in files[:2]:
             file.write_bytes(content)
-        for broker_id in (1, 2, 3):  # the first finds another replica that is whole, and so does the third
+        for broker_id in (1, 2, 3):  # the first and the third find another replica that is whole
             group.start(broker_id, incarnation=3)
         group.elect(1)
         eventually(lambda: group.state.isr == (1, 2, 3) and group.state.store_uuids[3] == "store-3/1")
@@ -179,7 +179,7 @@ def test_replicas_that_are_all_damaged_are_all_kept(tmp_path):
         assert all(values(partition) == ["a", "b", "c"] for partition in group.partitions())
 
 
-def test_a_replica_that_lost_its_end_is_kept_while_nobody_else_says_that_it_has_it(tmp_path):
+def test_a_replica_that_lost_its_end_is_kept_while_no_other_replica_reports_that_end(tmp_path):
     with replicas(tmp_path, 2) as group:
         settle(group)
         send(group.leader, *"abc")
@@ -206,7 +206,7 @@ def test_a_replica_that_lost_its_end_is_kept_while_nobody_else_says_that_it_has_
         assert values(group.partition(1)) == list("abcdef")
 
 
-def test_a_replica_that_ends_with_more_than_is_committed_says_all_the_same_what_was(tmp_path):
+def test_a_replica_with_an_uncommitted_tail_still_reports_its_committed_end(tmp_path):
     with replicas(tmp_path, 2) as group:
         settle(group)
         send(group.leader, *"abc")
@@ -245,7 +245,7 @@ def test_a_log_that_lost_its_end_is_rebuilt_and_not_trusted(tmp_path):
         settle(group)
 
 
-def test_frames_that_were_changed_on_the_way_are_refused_and_asked_for_again(tmp_path):
+def test_frames_changed_in_transit_are_refused_and_fetched_again(tmp_path):
     with replicas(tmp_path, 3) as group:
         settle(group)
         left = [3]
@@ -265,7 +265,7 @@ def test_frames_that_were_changed_on_the_way_are_refused_and_asked_for_again(tmp
         settle(group)
 
 
-def test_a_leader_that_sends_nonsense_is_not_believed(tmp_path):
+def test_a_malformed_answer_of_a_leader_is_not_stored(tmp_path):
     with replicas(tmp_path, 3) as group:
         settle(group)
 
@@ -302,7 +302,7 @@ def refuse(patch: pytest.MonkeyPatch, group: Group, broker_id: int) -> None:
     patch.setattr(group.partition(broker_id).log, "append", refused)
 
 
-def test_a_follower_whose_disk_is_full_falls_out_and_comes_back_by_itself(tmp_path, monkeypatch):
+def test_a_follower_with_a_full_disk_leaves_the_isr_and_returns_by_itself(tmp_path, monkeypatch):
     with replicas(tmp_path, 3) as group:
         settle(group)
         with monkeypatch.context() as patch:
@@ -316,7 +316,7 @@ def test_a_follower_whose_disk_is_full_falls_out_and_comes_back_by_itself(tmp_pa
         assert values(group.partition(3)) == ["a", "b"]
 
 
-def test_a_leader_whose_disk_is_full_says_so_and_goes_on_when_there_is_room(tmp_path, monkeypatch):
+def test_a_leader_with_a_full_disk_reports_it_and_continues_when_there_is_room(tmp_path, monkeypatch):
     with replicas(tmp_path, 3) as group:
         settle(group)
         send(group.leader, "a")
@@ -353,7 +353,7 @@ def test_a_repeated_send_is_not_denied_when_the_disk_refuses_another(tmp_path, m
         assert group.leader.outcome(first)[0] == 1
 
 
-def test_a_leader_that_cannot_begin_its_epoch_for_want_of_room_begins_it_later(tmp_path, monkeypatch):
+def test_a_leader_without_room_for_its_epoch_start_writes_it_later(tmp_path, monkeypatch):
     with replicas(tmp_path, 3) as group:
         settle(group)
         with monkeypatch.context() as patch:
@@ -371,7 +371,7 @@ def test_a_leader_that_cannot_begin_its_epoch_for_want_of_room_begins_it_later(t
 
 
 def test_the_start_of_an_epoch_that_waits_behind_a_refused_transaction_is_written_once(tmp_path, monkeypatch):
-    """Its place was allotted after records that the disk then refused: written there, it would leave a hole."""
+    """Its offset follows records that the disk refused: at that offset it would leave a hole."""
     with replicas(tmp_path, 3) as group:
         settle(group)
         partition = group.leader
@@ -394,7 +394,7 @@ def test_the_start_of_an_epoch_that_waits_behind_a_refused_transaction_is_writte
         assert values(partition) == ["b"]
 
 
-def test_without_room_to_remember_an_epoch_a_replica_waits_and_does_not_act_in_it(tmp_path, monkeypatch):
+def test_a_replica_without_room_to_store_an_epoch_does_not_act_in_it(tmp_path, monkeypatch):
     with replicas(tmp_path, 3) as group:
         settle(group)
         with monkeypatch.context() as patch:
@@ -440,7 +440,7 @@ def test_an_unclean_election_truncates_what_was_committed_once_and_only_then(tmp
         assert group.partition(1).store_uuid == "store-1"
 
 
-def test_a_contradiction_below_the_high_watermark_is_quarantined(tmp_path):
+def test_a_log_that_diverges_below_the_high_watermark_is_quarantined(tmp_path):
     with replicas(tmp_path, 3) as group:
         settle(group)
         send(group.leader, "a")
@@ -450,7 +450,7 @@ def test_a_contradiction_below_the_high_watermark_is_quarantined(tmp_path):
         send(group.leader, "b")
         settle_of(group, 1, 2)
         group.severed = {1, 2}
-        group.elect(3, isr=(3,))  # nobody may do this, and nobody marked it
+        group.elect(3, isr=(3,))  # an unclean election without its mark, which no controller makes
         eventually(lambda: group.partition(3).replica.leading)
         group.severed = set()
         group.announce()

@@ -1,4 +1,4 @@
-"""Waiters for appended records: answered in order, acks only once no earlier leader hands messages out."""
+"""Waiters for appended records: answered in order; acks wait until no earlier leader delivers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def appended(uncommitted: Uncommitted, offset: int, kind: BatchKind) -> Pending:
 
 
 @pytest.mark.parametrize("kind", sorted(SETTLEMENT_KINDS))
-def test_a_record_that_takes_messages_is_committed_and_answered_later(kind):
+def test_a_record_that_settles_messages_is_answered_later_than_its_commit(kind):
     uncommitted = Uncommitted()
     message, taken_away = appended(uncommitted, 0, BatchKind.MESSAGES), appended(uncommitted, 1, kind)
     assert uncommitted.advance(2, 0, settles=False) == 1
-    assert message.done.is_set(), "produce does not wait"
+    assert message.done.is_set(), "a produce does not wait"
     assert not taken_away.done.is_set()
-    assert uncommitted.records == 0, "it holds nobody up who comes later"
+    assert uncommitted.records == 0, "it does not hold up later requests"
     uncommitted.settle()
     assert taken_away.done.is_set()
     assert taken_away.error is None

@@ -1,4 +1,4 @@
-"""Long work on the event loop yields, and the tests can see where it does not."""
+"""Long work on the event loop yields, and a measurement shows where it does not."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_items_come_in_order_with_a_pause_after_each_few(monkeypatch):
     assert (done, pauses) == ([0, 1, 2, 3, 4, 5, 6], [3, 6])
 
 
-def test_a_turn_by_the_clock_ends_when_the_items_have_taken_a_while(monkeypatch):
+def test_a_turn_by_the_clock_ends_when_its_time_is_over(monkeypatch):
     done, pauses = [], []
     seconds = [0.0]
     monkeypatch.setattr("portalmq.broker.partition.yielding.perf_counter", lambda: seconds[0])
@@ -70,12 +70,12 @@ def test_loops_may_share_one_turn(monkeypatch):
     assert pauses == [3]
 
 
-def test_a_stretch_ends_where_the_loop_looks_at_its_sockets():
+def test_a_stretch_ends_where_the_loop_polls_its_sockets():
     with Stretches() as whole:
         for _ in range(STEPS):
             work()
     longest = []
-    for _ in range(5):  # some machines count a pause of theirs as processor time
+    for _ in range(5):  # some machines count their own pauses as processor time
         with Stretches() as cut:
             for _ in in_turns(range(STEPS), 1):
                 work()
@@ -84,7 +84,7 @@ def test_a_stretch_ends_where_the_loop_looks_at_its_sockets():
     assert min(longest) < whole.longest.ms / 2
 
 
-def test_work_is_measured_in_processor_time_so_that_sleep_is_none():
+def test_work_is_measured_in_processor_time_without_sleep():
     with Stretches() as stretches:
         for _ in range(STEPS):
             work()
@@ -94,8 +94,8 @@ def test_work_is_measured_in_processor_time_so_that_sleep_is_none():
     assert stretches.longest.ms > 0
 
 
-def test_others_run_while_what_a_group_has_is_added_up(tmp_path, monkeypatch):
-    """However many messages are leased one by one. Nobody looks at the partition after a pause: it may be gone."""
+def test_other_greenlets_run_while_a_groups_messages_are_counted(tmp_path, monkeypatch):
+    """Also with very many single leases. After a pause the count does not use the partition, which may be closed."""
     pauses = []
     monkeypatch.setattr("portalmq.broker.partition.yielding.give_way", lambda: pauses.append(None))
     with running(tmp_path) as fixture:
@@ -164,7 +164,7 @@ CALLS: dict[str, Callable[[Fixture], object]] = {
 
 @pytest.fixture
 def spread(tmp_path):
-    """A topic of several partitions with a message in each, all of them leased by a group."""
+    """A topic with a message in each of several partitions, all leased by a group."""
     with running(tmp_path) as fixture:
         fixture.broker.create_topic("t", wire.CreateTopic(partitions=PARTITIONS))
         fixture.broker.produce("t", ProduceRequest(records(*["a"] * PARTITIONS), list(range(PARTITIONS))))
@@ -176,7 +176,7 @@ def spread(tmp_path):
 
 @pytest.fixture
 def pauses(monkeypatch):
-    """The pauses of the test's own greenlet, by a clock that says at each look that a turn is over."""
+    """The pauses of the test's own greenlet, with a clock that ends a turn at each reading."""
     seen: list[object] = []
     me = gevent.getcurrent()
     seconds = count()
@@ -193,7 +193,7 @@ def pauses(monkeypatch):
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_others_run_between_the_partitions_that_a_call_concerns(spread, pauses, call):
+def test_other_greenlets_run_between_the_partitions_of_a_call(spread, pauses, call):
     paused = pauses()
     call(spread)
     assert paused() >= PARTITIONS - (2 if call is CALLS["produce under a key"] else 1)
@@ -214,7 +214,7 @@ LISTS: dict[str, Callable[[Fixture], object]] = {
 
 
 @pytest.mark.parametrize("call", LISTS.values(), ids=LISTS)
-def test_others_run_between_the_items_of_a_long_list(tmp_path, monkeypatch, pauses, call):
+def test_other_greenlets_run_between_the_items_of_a_long_list(tmp_path, monkeypatch, pauses, call):
     monkeypatch.setattr("portalmq.broker.cluster.locks.LOCKS_A_READ", 1)
     with running(tmp_path) as fixture:
         for name in NAMES:
@@ -229,7 +229,7 @@ def test_others_run_between_the_items_of_a_long_list(tmp_path, monkeypatch, paus
 
 @pytest.fixture
 def meanwhile(monkeypatch):
-    """Has something done in a pause: between any two items, once."""
+    """Run a function once, in a pause between two items."""
 
     def arrange(do: Callable[[], object]) -> None:
         me, seconds, todo = gevent.getcurrent(), count(), [do]
@@ -242,7 +242,7 @@ def meanwhile(monkeypatch):
     return arrange
 
 
-def test_others_have_their_turn_while_a_receive_passes_over_the_expired_messages_of_a_lane(tmp_path, monkeypatch):
+def test_other_greenlets_run_while_a_receive_skips_expired_messages_of_a_lane(tmp_path, monkeypatch):
     monkeypatch.setattr("portalmq.broker.queues.ready_messages.LANE_ROWS_MAX", 3)
     pauses = []
     monkeypatch.setattr("portalmq.broker.queues.group_receiver.give_way", lambda: pauses.append(None))
@@ -259,7 +259,7 @@ def test_others_have_their_turn_while_a_receive_passes_over_the_expired_messages
         assert len(pauses) >= 3
 
 
-def test_a_message_that_comes_while_a_consumer_parks_wakes_it(spread, meanwhile):
+def test_a_message_that_arrives_while_a_consumer_parks_wakes_it(spread, meanwhile):
     waiter = Waiter(["t"])
     meanwhile(lambda: spread.broker.produce("t", ProduceRequest(records("b"), [0])))
     first = next(source for source in spread.sources if source.partition.number == 0)
@@ -268,7 +268,7 @@ def test_a_message_that_comes_while_a_consumer_parks_wakes_it(spread, meanwhile)
     assert first.has_messages()
 
 
-def test_a_consumer_that_ends_while_it_parks_sleeps_nowhere(spread, monkeypatch):
+def test_a_consumer_that_ends_while_it_parks_leaves_no_waiter(spread, monkeypatch):
     def waiting() -> list[object]:
         return [waiter for source in spread.sources for waiter in source._wakeup._waiters]
 
@@ -285,8 +285,8 @@ def test_a_consumer_that_ends_while_it_parks_sleeps_nowhere(spread, monkeypatch)
     assert (waiting(), list(long_polls.waiters)) == ([], [])
 
 
-def test_receipts_settle_nothing_of_a_group_that_was_made_again_between_two_partitions(spread, monkeypatch):
-    """The new group gives out receipts with the same numbers."""
+def test_receipts_settle_nothing_of_a_group_recreated_between_two_partitions(spread, monkeypatch):
+    """The new group signs receipts with the same numbers."""
     turned = False
 
     def meanwhile() -> None:

@@ -1,4 +1,4 @@
-"""Fetch sessions: one long poll for all that a broker follows, bounded and fair."""
+"""Fetch sessions: one long poll for all partitions that a broker follows, bounded and fair."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from portalmq.broker.replication.fetch_protocol import (
 from portalmq.broker.replication.fetcher import Fetchers
 from portalmq.errors import Backpressure, InvalidRequest
 
-# What is parked is parked for longer than a test waits: an answer by then did not come by the end of the poll.
+# Longer than a test waits: an answer within the test did not come from the end of the poll.
 PARKED_MS = 60_000
 WITHIN_S = 50.0
 
 
 @pytest.fixture
 def group(tmp_path, monkeypatch) -> Iterator[Group]:
-    """The second replica exists on paper; what it says is what a test says."""
+    """A leader whose second replica is played by the test."""
     monkeypatch.setattr("portalmq.broker.replication.fetch_server.WAIT_MS_MAX", PARKED_MS)
     with replicas(tmp_path, 2, least=1) as it:
         it.hosts[2].fetchers.close()
@@ -106,21 +106,21 @@ def test_a_parked_poll_is_answered_when_something_is_written(group):
     assert only(poll.get(timeout=WITHIN_S)).frames
 
 
-def test_a_high_watermark_alone_comes_within_a_moment(group):
+def test_a_high_watermark_alone_is_answered_within_a_moment(group):
     end = group.leader.replica.next_offset
     began = time.monotonic()
     found = only(ask(group, request(1, asked(end, hw=end - 1), wait_ms=PARKED_MS)))
     assert (found.frames, found.high_watermark) == ([], end)
-    assert time.monotonic() - began < WITHIN_S, "it is not kept until the poll ends"
+    assert time.monotonic() - began < WITHIN_S, "the answer does not wait for the end of the poll"
 
 
-def test_a_fetch_waits_until_it_is_answered_whatever_the_number_of_polls(group):
+def test_a_fetch_stays_parked_over_several_polls_until_it_is_answered(group):
     end = group.leader.replica.next_offset
     ask(group, request(1, asked(end, hw=end)))
     ask(group, request(2))
     send(group.leader, "a", acks="leader")
     assert only(ask(group, request(3))).frames
-    assert ask(group, request(4)).partitions == [], "it was answered"
+    assert ask(group, request(4)).partitions == [], "the fetch has been answered"
 
 
 def test_a_later_request_ends_the_poll_that_is_parked(group):
@@ -147,7 +147,7 @@ def test_a_fetch_that_is_repeated_is_answered_once(group):
     assert only(ask(group, request(3, asked(base, 2)))).frames
 
 
-def test_a_fetch_that_was_left_is_forgotten(group):
+def test_a_fetch_of_a_partition_no_longer_followed_is_forgotten(group):
     end = group.leader.replica.next_offset
     ask(group, request(1, asked(end, hw=end)))
     assert group.leader.serving.parked
@@ -157,16 +157,16 @@ def test_a_fetch_that_was_left_is_forgotten(group):
     assert ask(group, request(3)).partitions == []
 
 
-def test_a_session_that_is_not_known_has_to_be_begun(group):
+def test_an_unknown_session_has_to_begin_first(group):
     assert not ask(group, request(2)).known
     assert ask(group, request(1)).known
     assert ask(group, request(1, session=101)).known
-    assert not ask(group, request(2, session=100)).known, "an older one does not come back"
-    assert not ask(group, request(1, session=200, incarnation=0)).known, "nor one of an earlier life"
+    assert not ask(group, request(2, session=100)).known, "an older session does not return"
+    assert not ask(group, request(1, session=200, incarnation=0)).known, "nor does one of an earlier incarnation"
     assert ask(group, request(1, session=1, incarnation=2)).known
 
 
-def test_a_new_session_ends_what_the_old_one_had_parked(group):
+def test_a_new_session_ends_the_parked_poll_of_the_old_one(group):
     end = group.leader.replica.next_offset
     poll = gevent.spawn(ask, group, request(1, asked(end, hw=end), wait_ms=PARKED_MS))
     gevent.sleep(0.05)
@@ -175,7 +175,7 @@ def test_a_new_session_ends_what_the_old_one_had_parked(group):
     assert not group.leader.serving.parked
 
 
-def test_an_answer_is_bounded_and_goes_on_in_the_next(group):
+def test_an_answer_is_bounded_and_the_next_one_continues_it(group):
     base, _ = send(group.leader, "x" * 50_000)
     for _ in range(9):
         send(group.leader, "x" * 50_000)
@@ -186,11 +186,11 @@ def test_an_answer_is_bounded_and_goes_on_in_the_next(group):
         sizes.append(len(found.frames))
         offset, turn = offset + len(found.frames), turn + 1
     assert sum(sizes) == 10
-    assert max(sizes) == 3, "one batch more than fits, at the most"
+    assert max(sizes) == 3, "at most one batch more than fits"
     assert only(ask(group, request(turn, asked(base, turn), max_bytes=1))).frames, "at least one batch"
 
 
-def test_other_epochs_are_rejected_and_a_later_one_is_believed(group):
+def test_other_epochs_are_rejected_and_a_later_one_is_stored(group):
     end = group.leader.replica.next_offset
     rejected = only(ask(group, request(1, asked(end, epoch=0))))
     assert isinstance(rejected, RejectedAnswer)
@@ -199,7 +199,7 @@ def test_other_epochs_are_rejected_and_a_later_one_is_believed(group):
     assert isinstance(rejected, RejectedAnswer)
     assert rejected.leader_epoch == 2
     assert not group.leader.replica.leading
-    assert group.leader.state_file.highest_epoch() == 2, "it is durable before it is answered"
+    assert group.leader.state_file.highest_epoch() == 2, "the epoch is durable before the answer"
 
 
 def test_a_follower_with_another_log_gets_the_offset_where_they_differ(group):
@@ -219,7 +219,7 @@ def test_a_fetch_below_the_log_start_gets_the_start_and_what_precedes_it(group):
     assert found.epochs == [(1, 0)]
 
 
-def test_a_fetch_for_a_partition_that_is_not_here_waits_for_it(group):
+def test_a_fetch_of_a_partition_not_yet_here_waits_for_it(group):
     host = group.hosts[1]
     partition, host.partition = host.partition, None
     end = partition.replica.next_offset
@@ -231,7 +231,7 @@ def test_a_fetch_for_a_partition_that_is_not_here_waits_for_it(group):
     assert only(poll.get(timeout=WITHIN_S)).frames
 
 
-def test_a_step_down_rejects_what_is_parked(group):
+def test_a_step_down_rejects_parked_fetches(group):
     end = group.leader.replica.next_offset
     poll = gevent.spawn(ask, group, request(1, asked(end, hw=end), wait_ms=PARKED_MS))
     gevent.sleep(0.05)
@@ -281,9 +281,9 @@ def test_a_poll_that_ends_during_the_linger_of_a_high_watermark_does_not_spin(gr
     assert len(looks) <= 3
 
 
-def test_an_answer_that_one_replica_cannot_take_is_not_lost_to_the_others(tmp_path):
+def test_an_answer_that_fails_in_one_replica_reaches_the_others(tmp_path):
     class Followed:
-        """What a fetcher needs of a partition."""
+        """The part of a partition that a fetcher uses."""
 
         def __init__(self, number: int) -> None:
             self.topic_id, self.number, self.high_watermark = TOPIC_ID, number, 0
@@ -296,7 +296,7 @@ def test_an_answer_that_one_replica_cannot_take_is_not_lost_to_the_others(tmp_pa
                 raise RuntimeError("a bug")
 
     class OneAnswer:
-        """A leader that answers the first request, and then has nothing to say."""
+        """A leader that answers only the first request."""
 
         def call_bytes(self, broker_id: int, name: str, body: bytes, *, timeout_s: float) -> bytes:
             named = decode_request(body)
@@ -321,7 +321,7 @@ def test_an_answer_that_one_replica_cannot_take_is_not_lost_to_the_others(tmp_pa
 
 
 def said_after(group: Group, monkeypatch) -> list[int | None]:
-    """The times after which the fetches were sent, as the leader's core gets them."""
+    """Return the times after which the fetches were sent, as the leader's core gets them."""
     told: list[int | None] = []
     step = group.leader.step
 
@@ -351,12 +351,14 @@ def test_a_request_without_that_time_confirms_the_leader_now(group, monkeypatch)
 
 
 def test_followers_confirm_their_leader_as_long_as_they_poll(tmp_path):
-    with replicas(tmp_path, 2, lag_ms=1_000_000) as group:  # the silent one stays in the ISR: alone, a leader hands out
+    with replicas(
+        tmp_path, 2, lag_ms=1_000_000
+    ) as group:  # the silent replica stays in the ISR: a leader alone delivers
         eventually(lambda: group.leader.serves)
         eventually(lambda: group.leader.replica.may_deliver(group.clock.now_ms()))
         group.cut(2)
         eventually(lambda: not group.leader.replica.may_deliver(group.clock.now_ms()))
-        assert group.leader.replica.may_serve(group.clock.now_ms()), "by the lease of the control plane"
+        assert group.leader.replica.may_serve(group.clock.now_ms()), "the lease of the control plane is valid"
         group.mend(2)
         eventually(lambda: group.leader.replica.may_deliver(group.clock.now_ms()))
 

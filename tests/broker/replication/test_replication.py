@@ -33,7 +33,7 @@ def settle(group) -> None:
     eventually(lambda: group.leader.serves and group.agree())
 
 
-def test_what_is_acknowledged_is_on_every_replica_in_sync(tmp_path):
+def test_an_acknowledged_record_is_on_every_replica_in_sync(tmp_path):
     with replicas(tmp_path, 3, lag_ms=HOUR_MS) as group:
         eventually(lambda: group.leader.serves)
         for number in range(20):
@@ -51,13 +51,13 @@ def test_a_follower_refuses_messages_and_names_the_leader(tmp_path):
         assert refused.value.extra == {"leader": 1, "leader_url": "http://broker-1"}
 
 
-def test_an_offset_past_the_end_is_denied_by_a_leader_that_has_not_been_succeeded(tmp_path):
+def test_a_leader_without_a_successor_denies_an_offset_past_the_end(tmp_path):
     with replicas(tmp_path, lag_ms=HOUR_MS) as group:
         settle(group)
         past = group.leader.replica.next_offset + 1
 
         def is_denied() -> bool:
-            with contextlib.suppress(Unavailable):  # followers that are late vouch for nobody
+            with contextlib.suppress(Unavailable):  # late followers do not vouch
                 group.leader.check_offset(past)
             return False
 
@@ -65,7 +65,7 @@ def test_an_offset_past_the_end_is_denied_by_a_leader_that_has_not_been_succeede
             eventually(is_denied)
 
 
-def test_a_leader_that_does_not_know_its_successor_denies_nothing_that_it_committed(tmp_path):
+def test_a_leader_unaware_of_its_successor_denies_no_record_that_the_successor_committed(tmp_path):
     with replicas(tmp_path, 3, lag_ms=HOUR_MS) as group:
         settle(group)
         group.cut(1)
@@ -73,7 +73,7 @@ def test_a_leader_that_does_not_know_its_successor_denies_nothing_that_it_commit
         eventually(lambda: group.leader.serves)
         base, _ = send(group.leader, "m")
         late = group.partition(1)
-        assert late.serves, "by its lease"
+        assert late.serves, "its lease is valid"
         with pytest.raises(Unavailable, match="do not vouch"):
             late.check_offset(base + 1)
 
@@ -85,10 +85,10 @@ def test_idle_replicas_send_few_requests(tmp_path):
         before, began = group.hosts[2].network.calls, time.monotonic()
         gevent.sleep(1.0)
         polls = group.hosts[2].network.calls - before
-        assert polls <= (time.monotonic() - began) / 0.2 + 2, "they are polls of 200 ms"
+        assert polls <= (time.monotonic() - began) / 0.2 + 2, "a poll takes 200 ms"
 
 
-def test_a_follower_hears_of_the_high_watermark_without_new_messages(tmp_path):
+def test_a_follower_learns_the_high_watermark_without_new_messages(tmp_path):
     with replicas(tmp_path) as group:
         settle(group)
         send(group.leader, "m")
@@ -117,7 +117,7 @@ def test_waiters_get_an_unknown_outcome_when_the_leadership_moves(tmp_path):
         group.cut(3)
         waiting = gevent.spawn(send, group.partition(1), "lost?")
         gevent.sleep(0.05)
-        assert not waiting.ready(), "nobody else has it"
+        assert not waiting.ready(), "no other replica has it"
         group.severed = {1}
         group.elect(2)
         group.severed = set()
@@ -129,7 +129,7 @@ def test_waiters_get_an_unknown_outcome_when_the_leadership_moves(tmp_path):
         settle(group)
 
 
-def test_what_only_the_old_leader_had_is_truncated(tmp_path):
+def test_records_that_only_the_old_leader_has_are_truncated(tmp_path):
     with replicas(tmp_path, 3) as group:
         settle(group)
         send(group.leader, "kept")
@@ -148,7 +148,7 @@ def test_what_only_the_old_leader_had_is_truncated(tmp_path):
         assert values(group.partition(1)) == ["kept", "instead", "on"]
 
 
-def test_a_batch_within_which_the_logs_part_is_truncated_as_a_whole(tmp_path):
+def test_a_batch_within_which_logs_diverge_is_truncated_as_a_whole(tmp_path):
     with replicas(tmp_path, 3, lag_ms=1_000_000) as group:
         settle(group)
         send(group.leader, "kept")
@@ -171,7 +171,7 @@ def test_a_batch_within_which_the_logs_part_is_truncated_as_a_whole(tmp_path):
 
 
 def begins_an_epoch_alone(group, broker_id):
-    """Nothing is committed in it."""
+    """Let a broker write an epoch start that is not committed."""
     log = group.partition(broker_id).log
     end = log.end_offset
     group.severed = {1, 2, 3} - {broker_id}
@@ -223,7 +223,7 @@ def test_a_broker_that_starts_again_continues_where_its_log_ends(tmp_path, saves
         assert values(group.partition(3))[-1] == "meanwhile"
 
 
-def test_a_producer_that_repeats_itself_meets_its_first_after_a_failover(tmp_path):
+def test_a_repeated_batch_is_answered_with_its_first_offsets_after_a_failover(tmp_path):
     with replicas(tmp_path, 3) as group:
         settle(group)
         first = send(group.leader, "a", "b", stamp=Stamp(7, 0, 0))
@@ -235,7 +235,7 @@ def test_a_producer_that_repeats_itself_meets_its_first_after_a_failover(tmp_pat
         assert all(values(partition) == ["a", "b", "c"] for partition in group.partitions())
 
 
-def test_a_new_leader_knows_what_groups_hold_and_have_done(tmp_path):
+def test_a_new_leader_knows_the_leases_and_acks_of_groups(tmp_path):
     with replicas(tmp_path, 3) as group:
         settle(group)
         leader = group.leader
@@ -255,7 +255,7 @@ def test_a_new_leader_knows_what_groups_hold_and_have_done(tmp_path):
         assert not delivery.holds(base, 1, granted_in)
 
 
-def test_large_batches_go_over_as_they_are(tmp_path):
+def test_large_batches_are_replicated(tmp_path):
     with replicas(tmp_path) as group:
         settle(group)
         sends = [gevent.spawn(send, group.leader, *[f"{n}-" + "x" * 1_000] * 500) for n in range(20)]
@@ -264,7 +264,7 @@ def test_large_batches_go_over_as_they_are(tmp_path):
         assert len(values(group.partition(2))) == 10_000
 
 
-def test_a_follower_that_comes_late_reads_from_the_disk_what_memory_forgot(tmp_path):
+def test_a_late_follower_gets_records_from_disk_that_memory_has_dropped(tmp_path):
     with replicas(tmp_path, 3) as group:
         settle(group)
         group.cut(3)
@@ -277,7 +277,7 @@ def test_a_follower_that_comes_late_reads_from_the_disk_what_memory_forgot(tmp_p
         settle(group)
 
 
-def test_a_log_that_begins_above_a_followers_end_is_begun_again_there(tmp_path):
+def test_a_follower_that_ends_below_the_leaders_log_start_begins_again_there(tmp_path):
     with replicas(tmp_path, 3, segment_bytes=64 * 1024) as group:
         settle(group)
         send(group.leader, "old", stamp=Stamp(7, 3, 0))
@@ -312,7 +312,7 @@ def settle_end(group) -> None:
     eventually(lambda: {p.high_watermark for p in group.partitions()} == {group.leader.replica.next_offset})
 
 
-def test_a_follower_that_began_again_and_ends_before_it_has_the_fold_begins_there_again(tmp_path):
+def test_a_follower_that_stops_after_a_reset_without_the_fold_begins_there_again(tmp_path):
     with replicas(tmp_path, 3) as group:
         settle(group)
         group.cut(3)
@@ -321,7 +321,7 @@ def test_a_follower_that_began_again_and_ends_before_it_has_the_fold_begins_ther
         for number in range(10):
             send(leader, f"m{number}")
         leader.purge(6)
-        # It gets the empty log, and not one record of it.
+        # It gets the empty log, and none of its records.
         answers = group.hosts[3].network
         answers.alter = _only_the_first_frames_are_withheld
         group.mend(3)
@@ -354,7 +354,7 @@ def test_a_purge_on_the_leader_moves_the_log_start_of_followers_too(tmp_path):
         assert readable == [b"d", b"e", b"f"]
 
 
-def test_a_purge_whose_leader_ends_at_once_takes_effect_at_the_next(tmp_path):
+def test_the_next_leader_finishes_a_purge_of_a_leader_that_ended(tmp_path):
     with replicas(tmp_path) as group:
         settle(group)
         send(group.leader, *"abcdef")
@@ -368,9 +368,7 @@ def test_a_purge_whose_leader_ends_at_once_takes_effect_at_the_next(tmp_path):
         eventually(lambda: group.partition(2).log.log_start_offset == 4)
 
 
-def test_a_purge_that_the_next_leader_finishes_moves_the_log_start_no_earlier_than_its_state_is_committed(
-    tmp_path, monkeypatch
-):
+def test_a_purge_finished_by_the_next_leader_moves_the_log_start_after_its_state_commits(tmp_path, monkeypatch):
     with replicas(tmp_path) as group:
         settle(group)
         send(group.leader, *"abcdef")
@@ -431,7 +429,7 @@ def test_the_same_log_is_there_after_many_failovers_under_load(tmp_path):
         assert len(set(map(contents, group.partitions()))) == 1
 
 
-def test_a_leader_that_was_paused_asks_whether_it_leads_before_it_answers(tmp_path):
+def test_a_paused_leader_verifies_its_leadership_before_it_answers(tmp_path):
     with replicas(tmp_path, 3) as group:
         settle(group)
         leader = group.leader
@@ -443,12 +441,12 @@ def test_a_leader_that_was_paused_asks_whether_it_leads_before_it_answers(tmp_pa
         assert group.stepped_down == [1]
         send(leader, "m")
         settle(group)
-        assert len(leader.replica.epochs) == 1, "nobody else was elected: it goes on in its epoch"
+        assert len(leader.replica.epochs) == 1, "no other broker was elected: it continues in its epoch"
 
 
 @pytest.mark.parametrize("reads", [lambda topic: topic.partition(0), lambda topic: topic.led()[0]])
-def test_a_leader_that_was_paused_asks_whether_it_leads_before_anything_is_read_from_it(tmp_path, reads):
-    """Browsing, stream fetches, offsets and counts look a partition up, and read it without another question."""
+def test_a_paused_leader_verifies_its_leadership_before_reads(tmp_path, reads):
+    """Browsing, stream fetches, offsets and counts look a partition up, and read it without a further check."""
     with replicas(tmp_path, 3) as group:
         settle(group)
         leader, host = group.leader, group.hosts[1]
@@ -462,11 +460,11 @@ def test_a_leader_that_was_paused_asks_whether_it_leads_before_anything_is_read_
         assert not leader.replica.leading
         eventually(lambda: leader.serves)
         assert group.stepped_down == [1]
-        assert reads(topic) is leader, "nobody else was elected"
+        assert reads(topic) is leader, "no other broker was elected"
 
 
-def test_what_was_read_before_another_epoch_does_not_enter_the_cache(tmp_path, monkeypatch):
-    """The log may be truncated, and written again, while a native thread reads from it."""
+def test_a_read_from_before_a_new_epoch_does_not_enter_the_cache(tmp_path, monkeypatch):
+    """The log may be truncated and written again while a native thread reads it."""
     read_frames = serving._read_frames
     with replicas(tmp_path, 3) as group:
         settle(group)
@@ -487,14 +485,14 @@ def test_what_was_read_before_another_epoch_does_not_enter_the_cache(tmp_path, m
                 return leader.serving.frames(offset, 1_000)
 
         found = read(0)
-        assert found, "read from the file"
-        assert leader.serving.frames(offset, 1_000) == found, "and from memory, the second time"
+        assert found, "the first read is from the file"
+        assert leader.serving.frames(offset, 1_000) == found, "the second read is from memory"
         assert read(1) is None
         assert leader.host.cache.frames.find(leader._cache_key, offset) is None
 
 
 class Caller:
-    """The connection of a broker that has given up."""
+    """The closed connection of a broker that no longer waits."""
 
     def gone(self) -> bool:
         return True
@@ -512,10 +510,10 @@ def test_a_fetch_whose_sender_has_gone_is_ignored(tmp_path):
             CLUSTER, 2, 9, "store-2", 1, 1, 0, 1, [AskedPartition(TOPIC_ID, 0, None, 1, 1, 1, 1, 1, 0)], []
         )
         host.replication.serve(encode(request), Caller())
-        assert book.joiner(2) == (1, "store-2"), "it would have been heard as incarnation 9"
+        assert book.joiner(2) == (1, "store-2"), "incarnation 9 of the fetch does not count"
 
 
-def test_leases_that_a_new_leader_had_still_to_write_down_end_by_its_own_clock(tmp_path, monkeypatch):
+def test_leases_a_new_leader_has_not_yet_written_end_by_its_own_clock(tmp_path, monkeypatch):
     with replicas(tmp_path, 3, lag_ms=HOUR_MS) as group:
         settle(group)
         send(group.leader, "a")
@@ -542,7 +540,7 @@ def test_leases_that_a_new_leader_had_still_to_write_down_end_by_its_own_clock(t
         assert span.available_at_ms <= second.host.clock.now_ms() + 30_000
 
 
-def test_a_snapshot_has_what_a_new_leader_had_still_to_write_down(tmp_path, monkeypatch):
+def test_a_snapshot_has_the_records_a_new_leader_had_not_yet_written(tmp_path, monkeypatch):
     with replicas(tmp_path, 3, lag_ms=HOUR_MS) as group:
         settle(group)
         first, second = group.partition(1), group.partition(2)
@@ -561,7 +559,7 @@ def test_a_snapshot_has_what_a_new_leader_had_still_to_write_down(tmp_path, monk
         second.save_state()
         gate.put(None)
         eventually(lambda: second.serves)
-        second.retention._save()  # the broker may be killed right after it
+        second.retention._save()  # a kill may follow at once
         if (saved := second.state_file.load()) is not None and saved[0].applied >= second.replica.next_offset:
             assert [each.group for each in saved[0].groups] == ["g"]
         second.save_state()
@@ -570,7 +568,7 @@ def test_a_snapshot_has_what_a_new_leader_had_still_to_write_down(tmp_path, monk
         assert [each.group for each in saved[0].groups] == ["g"]
 
 
-def test_followers_begin_where_retention_lets_their_leader_begin_and_drop_no_sooner(tmp_path):
+def test_followers_drop_segments_only_after_retention_on_their_leader(tmp_path):
     with replicas(tmp_path, 3) as group:
         eventually(lambda: group.leader.serves)
         for text in ("a", "b", "c"):

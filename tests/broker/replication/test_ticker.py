@@ -84,7 +84,7 @@ def test_a_follower_that_is_gone_leaves_the_isr_before_its_lag_does(group):
 
 
 def test_a_live_follower_that_does_not_fetch_is_suspected_and_stays_in_sync(group):
-    """The follower may be unable to reach this broker: the controller asks the others."""
+    """The follower may not reach this broker: the controller queries the other brokers."""
     ticker = ticker_of(group, polls=lambda broker_id: False, refuses=lambda url: False)
     group.leader.replica.in_sync.began_ms -= 10_000
     for known in group.leader.replica.in_sync._followers.values():
@@ -117,7 +117,7 @@ def test_a_failing_partition_does_not_keep_the_lease_from_the_others(group, monk
     assert any(isinstance(event, LeaseRenewed) for event in told)
 
 
-def test_a_tick_that_fails_is_not_the_last(group, monkeypatch):
+def test_ticks_continue_after_a_failed_one(group, monkeypatch):
     ticker = ticker_of(group)
     beats: list[int] = []
 
