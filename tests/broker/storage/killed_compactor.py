@@ -1,5 +1,5 @@
-"""Appends keyed messages, seals and compacts for ever, and says after each append what is safe. Run by
-test_compaction_kills. The key of a message is its offset modulo KEYS, the value begins with its offset."""
+"""Append keyed messages, seal and compact until killed, and print the acknowledged end after each append. Run by
+test_compaction_kills. The key of a message is its offset modulo KEYS, and its value begins with its offset."""
 
 from __future__ import annotations
 

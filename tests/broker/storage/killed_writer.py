@@ -1,4 +1,4 @@
-"""Appends, rolls, seals, truncates and drops for ever, and says after each what is safe. Run by test_recovery."""
+"""Append, roll, seal, truncate and drop until killed, and print the safe offsets after each. Run by test_recovery."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Changes of a log on a disk that is really full: `on_small_disk.py DIRECTORY` mounts a small one there, so run it in a
-mount namespace of its own. Prints a line for each change that did not end well."""
+"""Change a log on a disk that is full: `on_small_disk.py DIRECTORY` mounts a small file system there, so run it in a
+mount namespace of its own. Print a line for each change that did not end as expected."""
 
 import errno
 import os

@@ -44,7 +44,7 @@ def run(work):
 
 
 def compact(log, wanted):
-    """Seal the segments that can be sealed, and carry the order out."""
+    """Seal the segments that can be sealed, and carry out the order."""
     log.seal(log.end_offset)
     work = Compaction(log, wanted)
     try:
@@ -56,13 +56,13 @@ def compact(log, wanted):
 
 
 def put(log, *messages, at_ms=1_000, **more):
-    """One batch of (key, value); None is no key."""
+    """Append one batch of (key, value) messages; a key of None means no key."""
     writer = Writer(log, at_ms=at_ms)
     return writer.put(*[Record(value, key=key, **more) for key, value in messages])
 
 
 def found(log):
-    """offset -> (key, value) of all messages that are there."""
+    """Return offset -> (key, value) of all messages in the log."""
     return {
         offset: (record.key, record.value)
         for batch in everything(log)
@@ -72,7 +72,7 @@ def found(log):
 
 
 def three_values(directory) -> Log:
-    """Two segments to be sealed, and an active one: a and b in the first, a again in the second, b in the third."""
+    """Return a log of two rolled segments and an active one: a and b in the first, a in the second, b in the third."""
     log = open_log(directory)
     put(log, (b"a", b"1"), (b"b", b"2"), (b"c", b"3"))
     Writer(log).put_control(BatchKind.ACK, b"body", "g")
@@ -117,7 +117,7 @@ def test_a_later_compaction_judges_what_an_earlier_one_left(tmp_path):
 
 
 def test_the_border_may_lie_within_a_segment_and_within_a_batch(tmp_path):
-    """Segments are a replica's own: another one's border is anywhere in its files."""
+    """Each replica has segments of its own: the border of another one may be anywhere in its files."""
     log = open_log(tmp_path)
     put(log, *[(b"k", b"%d" % n) for n in range(10)])
     log.roll()
@@ -128,7 +128,7 @@ def test_the_border_may_lie_within_a_segment_and_within_a_batch(tmp_path):
     assert sorted(found(log)) == [6, 7, 8, 9, 10]
 
 
-def test_a_tombstone_goes_when_it_is_old_and_takes_its_key_along(tmp_path):
+def test_an_old_tombstone_is_removed_with_its_key(tmp_path):
     log = open_log(tmp_path)
     put(log, (b"a", b"1"), (b"b", b"2"))
     put(log, (b"a", b""), at_ms=2_000)
@@ -170,7 +170,7 @@ def test_a_cancelled_message_supersedes_nothing(tmp_path):
     assert sorted(found(log)) == [0, 2, 3]
 
 
-def test_a_message_id_is_found_as_long_as_it_may_be_repeated(tmp_path):
+def test_a_superseded_message_with_an_id_stays_while_it_may_be_repeated(tmp_path):
     log = open_log(tmp_path)
     for number in range(3):
         put(log, (b"a", b"1"), at_ms=1_000 + number, message_id=bytes([number]) * 16, body_hash=b"h")
@@ -180,7 +180,7 @@ def test_a_message_id_is_found_as_long_as_it_may_be_repeated(tmp_path):
     assert log.find_message_id(b"\1" * 16, 0) == (1, b"h", 1_001)
 
 
-def test_text_and_bytes_are_one_key(tmp_path):
+def test_equal_text_and_bytes_are_one_key(tmp_path):
     log = open_log(tmp_path)
     put(log, ("ä".encode(), b"1"), (b"\xff", b"2"), (b"", b"3"), (b"a\0", b"4"))
     put(log, ("ä".encode(), b"5"), (b"\xff", b"6"), (b"", b"7"), (b"a\0", b"8"))
@@ -231,7 +231,7 @@ def test_records_of_groups_lose_their_content_and_keep_their_offsets(tmp_path):
     assert [batch_of_frame(frame, verified_header(frame)) for frame in frames] == everything(copy)
 
 
-# --- what readers see -------------------------------------------------------------------------------------------------
+# --- readers ----------------------------------------------------------------------------------------------------------
 
 
 def test_counts_runs_and_times_are_right_with_holes(tmp_path):
@@ -248,7 +248,7 @@ def test_counts_runs_and_times_are_right_with_holes(tmp_path):
 
 
 def test_a_copied_replica_has_the_same_batches(tmp_path):
-    """A replica that begins late gets batches with holes; one that compacts what it has gets the same."""
+    """A replica that begins late gets batches with holes; one that compacts its own log gets the same batches."""
     log = three_values(tmp_path / "leader")
     complete = open_log(tmp_path / "complete")
     complete.append(log.read(0))
@@ -425,7 +425,7 @@ def test_sealing_continues_during_compaction_and_the_manifest_stays_true(tmp_pat
     assert sorted(found(open_log(tmp_path)))[:20] == list(range(280, 300))
 
 
-# --- what can go wrong ------------------------------------------------------------------------------------------------
+# --- faults -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_damaged_file_is_not_given_a_new_checksum(tmp_path):
@@ -543,7 +543,7 @@ def test_a_kill_at_every_step_leaves_a_log_that_compacts_to_the_same(tmp_path, m
     assert killer.steps == at - 1 > 20
 
 
-# --- any log ----------------------------------------------------------------------------------------------------------
+# --- random logs ------------------------------------------------------------------------------------------------------
 
 keys = st.sampled_from([b"a", b"b", b"c", b"\xff", None])
 messages = st.lists(st.tuples(keys, st.sampled_from([b"", b"v"]), st.booleans()), min_size=1, max_size=6)
@@ -581,7 +581,7 @@ class Model:
 @settings(max_examples=80, deadline=None)
 @given(actions)
 def test_any_compacted_log_agrees_with_the_model(tmp_path_factory, todo):
-    """And a replica of it that carries out nothing but the last order holds the same, though its files are others."""
+    """A replica that carries out only the last order has the same messages, although its files differ."""
     directory = tmp_path_factory.mktemp("log")
     late = open_log(tmp_path_factory.mktemp("late"))
     log, model, at_ms, number, last = open_log(directory), Model(), 1_000, 0, order(0, 0, 0)

@@ -1,4 +1,4 @@
-"""kill -9 of a process that compacts: the last message of every key is found, and every message where it was."""
+"""kill -9 of a process that compacts: the last message of every key survives, and messages keep their offsets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def acknowledged_in(said: bytes) -> list[int]:
 
 
 def run_until_killed(directory: Path, seed: int, messages: int, after_s: float) -> int:
-    """Runs the compactor, kills it `after_s` after so many more messages; the end that it has acknowledged."""
+    """Run the compactor, kill it `after_s` after so many more messages, and return its acknowledged end."""
     with subprocess.Popen(
         [sys.executable, str(CHILD), str(directory), str(seed)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as child:
@@ -36,7 +36,7 @@ def run_until_killed(directory: Path, seed: int, messages: int, after_s: float) 
             chunk = child.stdout.read1()
             assert chunk, child.stderr.read() if child.stderr else ""
             said += chunk
-        time.sleep(after_s)  # into whatever it does then
+        time.sleep(after_s)  # the kill hits any step
         child.send_signal(signal.SIGKILL)
         said += child.stdout.read()
         child.wait()
@@ -44,7 +44,7 @@ def run_until_killed(directory: Path, seed: int, messages: int, after_s: float) 
 
 
 def check(directory: Path, acknowledged: int) -> int:
-    """How many messages are gone."""
+    """Return the number of removed messages."""
     log = open_log(directory, segment_bytes=60_000)
     end = log.end_offset
     assert end >= acknowledged
@@ -55,7 +55,7 @@ def check(directory: Path, acknowledged: int) -> int:
                 assert record.value.split(b"/")[0] == b"%d" % offset
                 assert record.key == b"%d" % (offset % KEYS)
                 there[offset] = record
-    assert set(range(max(0, end - KEYS), end)) <= there.keys(), "the last of each key"
+    assert set(range(max(0, end - KEYS), end)) <= there.keys(), "the last message of each key"
     assert log.messages_before(end) == len(there)
     gone = end - len(there)
     log.close()
@@ -67,7 +67,7 @@ def test_compacted_messages_survive_kill_9(tmp_path):
     for kill in range(KILLS):
         acknowledged = run_until_killed(directory, kill, chance.randint(150, 1_500), chance.uniform(0.0, 0.02))
         now = check(directory, acknowledged)
-        assert now >= gone, "what is gone stays so"
+        assert now >= gone, "removed messages do not return"
         gone = now
     log = open_log(directory, segment_bytes=60_000)
     log.roll()

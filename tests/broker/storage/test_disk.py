@@ -1,4 +1,4 @@
-"""The data directory: whose it is, that one broker uses it, that it does not run full."""
+"""The data directory: it has an identity, one broker uses it, and a guard keeps it from running full."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def test_another_clusters_or_brokers_data_is_refused_and_the_lock_released(tmp_p
     DataDirectory.open(tmp_path, cluster_id="c1", broker_id=1).close()
 
 
-def test_a_second_user_learns_the_pid_of_the_first(tmp_path):
+def test_a_directory_in_use_is_refused_with_the_pid_of_its_user(tmp_path):
     first = DataDirectory.open(tmp_path)
     with pytest.raises(DirectoryInUse, match=str(os.getpid())):
         DataDirectory.open(tmp_path)
@@ -104,7 +104,7 @@ def test_the_file_system_is_asked_at_most_every_100_ms(tmp_path, monkeypatch):
     disk.free = 0
     assert guard.full(1_100)
     assert disk.asked == 2
-    guard.full(5)  # a clock that was set back
+    guard.full(5)  # the clock was set back
     assert disk.asked == 3
 
 
@@ -125,7 +125,7 @@ def test_the_ballast_takes_room_where_the_system_cannot_reserve_it(tmp_path, mon
     assert guard.ballast_path.stat().st_size == 2_500_000
 
 
-def test_a_disk_without_room_for_ballast_stays_without(tmp_path, monkeypatch):
+def test_a_disk_without_room_for_ballast_has_none(tmp_path, monkeypatch):
     def no_room(*arguments):
         raise OSError(28, "No space left on device")
 
@@ -135,7 +135,7 @@ def test_a_disk_without_room_for_ballast_stays_without(tmp_path, monkeypatch):
     assert not guard.release()
 
 
-def test_a_data_directory_that_went_away_is_a_fault(tmp_path):
+def test_a_data_directory_that_vanished_is_a_fault(tmp_path):
     guard = DiskGuard(tmp_path / "gone", low_water_bytes=0, ballast_bytes=0)
     with pytest.raises(StorageFault):
         guard.full(0)

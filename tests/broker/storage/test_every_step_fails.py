@@ -1,4 +1,4 @@
-"""A change of a log that fails at any step leaves a log that goes on and that opens, with all that was acknowledged."""
+"""A change of a log that fails at any step leaves a log that continues and reopens with every acknowledged record."""
 
 import os
 import shutil
@@ -39,7 +39,7 @@ def compacted(log):
         work.close()
 
 
-# name -> (the change, below which offset nothing may be missing)
+# name -> (the change, the offset below which no record may be missing)
 CHANGES = {
     "open": (None, 90),
     "append": (appended, 90),
@@ -63,7 +63,7 @@ CHANGES = {
 
 @pytest.fixture(scope="module")
 def before(tmp_path_factory):
-    """A log as a kill leaves it, and its content."""
+    """A log in the state that a kill leaves, and its content."""
     directory = tmp_path_factory.mktemp("log") / "before"
     log, sent = three_segments(directory)
     shutil.copytree(directory, directory.with_name("image"))
@@ -100,7 +100,7 @@ def test_a_change_that_fails_at_any_step_leaves_a_usable_log(tmp_path, monkeypat
             if disk.steps < at:
                 assert failed is None
                 return
-        raise AssertionError("it never came to an end")
+        raise AssertionError("the change never completed")
 
 
 @pytest.mark.parametrize("name", ["truncate", "truncate to a border of segments", "truncate more than that", "reset"])
@@ -112,7 +112,7 @@ def test_readers_do_not_wait_for_files_that_a_truncation_syncs_or_removes(tmp_pa
     found, waited = [], []
     with unsynced_disk(monkeypatch) as disk:
         log = open_log(directory)
-        everything(log)  # their files are open
+        everything(log)  # the readers' files are open
 
         def read(code=None):
             if not log._reading.try_acquire():
@@ -133,7 +133,7 @@ def test_readers_do_not_wait_for_files_that_a_truncation_syncs_or_removes(tmp_pa
 
 
 def seen_at_steps(disk, see):
-    """A substitute for a step of the disk: `see` is called first, but not for its own steps."""
+    """Return a substitute for a step of the disk, which first calls `see`, except in steps of `see` itself."""
     inside = []
 
     def step(code=None, *, takes_room=True):
@@ -151,7 +151,7 @@ NAMESPACES = (["unshare", "--mount"], ["unshare", "--user", "--map-root-user", "
 
 
 def own_mounts(place):
-    """The command that runs another with mounts of its own; None where this user may not mount there."""
+    """Return the command that runs another one with mounts of its own; None if this user may not mount."""
     mounts = ["mount", "-t", "tmpfs", "-o", "size=1m", "test", place]
     for command in NAMESPACES:
         try:
@@ -198,7 +198,7 @@ def goes_on_and_opens(log, directory, sent, keeps):
     assert offsets(kept)[: len(holds)] == offsets(holds)
     writer = Writer(log, at_ms=LATER_MS + 1)
     kept += [writer.put(b"one"), writer.put(b"two")]
-    log.truncate(kept[-2].base_offset)  # as after a fail-over: another leader had none of it
+    log.truncate(kept[-2].base_offset)  # as after a fail-over: the new leader did not have these records
     writer = Writer(log, at_ms=LATER_MS + 2)
     kept[-2:] = [writer.put(b"another")]
     assert everything(log) == kept

@@ -1,4 +1,4 @@
-"""A use of the state file that fails at any step leaves the fold as it was or is to be, and no epoch forgotten."""
+"""A use of the state file that fails at any step leaves the old fold or the new one, and keeps the highest epoch."""
 
 import shutil
 
@@ -52,7 +52,7 @@ def meddle(directory, sql):
     connection.close()
 
 
-# name -> (what was done to the file, the use, which folds may be found afterwards, the epoch that it saves)
+# name -> (the change made to the file, the use, the folds that may be found afterwards, the epoch that it saves)
 USES = {
     "load": (nothing, lambda state: state.load(), [OLD], EPOCH),
     "save": (nothing, save, [OLD, NEW], EPOCH),
@@ -112,7 +112,7 @@ def test_a_use_that_fails_at_any_step_leaves_a_usable_state_file(tmp_path, monke
             if disk.steps < at:
                 assert failed is None
                 return
-        raise AssertionError("it never came to an end")
+        raise AssertionError("the use never completed")
 
 
 def is_usable(state, folds, epoch, knows_epoch):

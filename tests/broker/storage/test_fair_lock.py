@@ -1,4 +1,4 @@
-"""A turn is one thread's at a time, and gevent does not make a greenlet switch of it."""
+"""One thread at a time holds the lock, and waiting for it does not switch greenlets."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A batch on its way between brokers: the bytes that were checksummed, and nothing else is believed."""
+"""A batch in transit between brokers: only the checksummed bytes are accepted."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def batches(tmp_path):
     return log, built
 
 
-def test_a_batch_comes_back_as_it_was(tmp_path):
+def test_a_batch_comes_back_unchanged(tmp_path):
     log, built = batches(tmp_path)
     for batch in [*built, *everything(log)]:
         frame = frame_of(batch)
@@ -48,7 +48,7 @@ def test_a_batch_comes_back_as_it_was(tmp_path):
         assert batch_of_frame(frame, verified_header(frame)) == batch
 
 
-def test_what_was_read_from_a_file_has_the_frame_it_was_written_from(tmp_path):
+def test_a_batch_read_from_a_file_has_its_original_frame(tmp_path):
     log, built = batches(tmp_path)
     assert [frame_of(batch) for batch in everything(log)] == [frame_of(batch) for batch in built]
 

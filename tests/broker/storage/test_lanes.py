@@ -1,4 +1,4 @@
-"""Lanes in the files: found by index, in their order, over all segments, and only where there are any."""
+"""Lanes in the files: read by index, in their order, over all segments, and only where a segment has them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_lane_is_read_in_pages_that_join_without_a_seam(tmp_path):
     assert len(rows) == len({row[1] for row in rows}) == 1_200
 
 
-def test_counts_and_the_oldest_segment_that_is_needed(tmp_path):
+def test_lane_counts_and_the_oldest_segment_needed(tmp_path):
     log = open_log(tmp_path)
     writer = Writer(log)
     writer.put(delayed(5_000), delayed(8_000))
@@ -79,7 +79,7 @@ def test_the_next_plain_message_is_found_behind_many_others(tmp_path):
     writer.put(*[delayed(5_000)] * 50, Record(b"p", priority=2), b"plain")
     assert log.lanes.next_plain(0, 52, 1_000) == 51
     assert log.lanes.next_plain(0, 52, 1_000, any_priority=True) == 50
-    assert log.lanes.next_plain(0, 52, 20) == 20, "so far it was looked, and no further"
+    assert log.lanes.next_plain(0, 52, 20) == 20, "the search stops at its limit"
     assert log.lanes.next_plain(52, 52, 20) == 52
 
 

@@ -1,4 +1,4 @@
-"""A log: what it takes, what it says about itself, what it gives back."""
+"""A log: appends, reads, and queries of its metadata."""
 
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
@@ -109,7 +109,7 @@ def test_after_a_fault_nothing_is_written(tmp_path, monkeypatch):
     assert everything(log) == [first]
 
 
-def test_a_closed_log_says_so(tmp_path):
+def test_a_closed_log_raises_log_closed(tmp_path):
     log = open_log(tmp_path)
     log.close()
     log.close()
@@ -289,7 +289,7 @@ def test_reads_go_on_while_another_thread_appends(tmp_path):
     assert sum(batch.count for batch in everything(log)) == 3_000
 
 
-# --- questions --------------------------------------------------------------------------------------------------------
+# --- queries ----------------------------------------------------------------------------------------------------------
 
 
 def log_with_controls(directory):

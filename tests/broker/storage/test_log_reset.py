@@ -1,4 +1,4 @@
-"""A log begins anew at any offset, whole at every moment, and a replica can be begun where another log begins."""
+"""A log can be reset to any offset and is valid at every step, and a replica can begin where another log begins."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_kill_at_every_step_of_a_reset_leaves_a_log_that_can_be_reset(tmp_path
 
 
 def check_what_is_found(image, sent, base):
-    """The log as it was up to some batch, or the new one; never a mixture."""
+    """Check for a prefix of the old log or for the new one, never a mixture."""
     log = open_log(image)
     found = everything(log)
     if log.log_start_offset == base and (log.end_offset, base) != (0, 0) and not found:
@@ -82,7 +82,7 @@ def test_a_replica_begins_at_the_border_of_the_batch_that_holds_the_log_start(tm
     assert open_log(tmp_path).replica_start() == ReplicaStart(90, 90, 1_800)
 
 
-def test_a_log_that_was_copied_from_a_log_start_on_is_the_same_from_there(tmp_path):
+def test_a_log_copied_from_a_log_start_equals_the_original_from_there(tmp_path):
     log, sent = three_segments(tmp_path / "leader")
     log.advance_log_start(45)
     with pytest.raises(OffsetPurged):

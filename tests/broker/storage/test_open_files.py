@@ -1,4 +1,4 @@
-"""Logs and state files that take turns with the descriptors of the process."""
+"""Logs and state files that share a bounded number of descriptors."""
 
 import os
 import resource
@@ -16,12 +16,12 @@ from portalmq.broker.storage.state import StateFile
 
 
 def held_under(directory):
-    """How many descriptors of this process are of files in `directory`."""
+    """Return the number of descriptors of this process for files in `directory`."""
     names = []
     for descriptor in os.listdir("/proc/self/fd"):
         try:
             names.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-        except FileNotFoundError:  # that of the listing
+        except FileNotFoundError:  # the descriptor of the listing itself
             continue
     return sum(name.startswith(str(directory)) for name in names)
 
@@ -30,7 +30,7 @@ def logs_of(directory, count, open_files):
     return [Log.open(directory / str(n), identity=IDENTITY, open_files=open_files) for n in range(count)]
 
 
-def test_of_many_logs_a_bounded_number_is_open_and_all_can_be_used(tmp_path):
+def test_a_bounded_number_of_many_logs_is_open_and_all_can_be_used(tmp_path):
     open_files = OpenFiles(20)
     logs = logs_of(tmp_path, 12, open_files)
     states = [StateFile(tmp_path / str(n), identity=IDENTITY, open_files=open_files) for n in range(12)]
@@ -56,7 +56,7 @@ def test_the_log_used_last_stays_open(tmp_path):
     assert held_under(tmp_path / "2") > 0
 
 
-def test_a_log_in_use_is_not_closed_under_its_user(tmp_path):
+def test_a_log_in_use_is_not_closed(tmp_path):
     log = open_log(tmp_path)
     Writer(log).put(b"1")
     with log._read():
@@ -82,7 +82,7 @@ def test_logs_that_close_for_each_other_do_not_wait_for_each_other(tmp_path):
     assert [log.end_offset for log in logs] == [40, 40]
 
 
-def test_a_file_that_finds_no_descriptor_is_a_shortage_at_every_step(tmp_path):
+def test_a_missing_descriptor_is_a_shortage_at_every_step(tmp_path):
     sent = []
     log = Log.open(tmp_path / "log", identity=IDENTITY)
     state = StateFile(tmp_path / "log", identity=IDENTITY)
@@ -107,7 +107,7 @@ def test_a_file_that_finds_no_descriptor_is_a_shortage_at_every_step(tmp_path):
 
 @contextmanager
 def few_descriptors():
-    """Answers a function that leaves this process so many descriptors."""
+    """Yield a function that leaves this process a given number of descriptors."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(name) for name in os.listdir("/proc/self/fd"))
     limit = highest + 60

@@ -1,4 +1,4 @@
-"""A kill at any moment leaves a valid log in which everything acknowledged is found."""
+"""A kill at any moment leaves a valid log with every acknowledged record."""
 
 import os
 import random
@@ -19,7 +19,7 @@ def roll(log):
     Writer(log).put(b"more")
 
 
-# name -> (the change, whether the rolled segments are sealed before, below which offset nothing may be missing)
+# name -> (the change, whether the rolled segments are sealed before, the offset below which no record may be missing)
 CHANGES = {
     "roll": (roll, False, 90),
     "seal": (lambda log: log.seal(90), False, 90),
@@ -62,7 +62,7 @@ def check_what_is_found(image, sent, keeps, change):
     assert log.end_offset >= keeps
     assert start in (0, 45, 60)
     assert {path.suffix.partition("-")[0] for path in image.iterdir()} <= {".sqlite", ".json"}
-    if log.end_offset == 90 and start == 0:  # what was interrupted can be done now
+    if log.end_offset == 90 and start == 0:  # the interrupted change can be made now
         change(log)
     last = Writer(log).put(b"after")
     log.close()
@@ -78,7 +78,7 @@ def test_frames_that_only_the_wal_holds_are_found_after_a_kill(tmp_path):
     assert {wal.stat().st_size for wal in image.glob("*-wal")} == {0}
 
 
-def test_a_torn_end_of_the_wal_is_not_there(tmp_path):
+def test_a_torn_end_of_the_wal_is_ignored(tmp_path):
     log = open_log(tmp_path / "log")
     writer = Writer(log)
     first = writer.put(b"first")
@@ -91,7 +91,7 @@ def test_a_torn_end_of_the_wal_is_not_there(tmp_path):
     assert log.end_offset == 1
 
 
-def test_open_makes_recovered_frames_durable_even_when_a_reader_is_in_the_way(tmp_path):
+def test_open_makes_recovered_frames_durable_even_when_a_reader_blocks_the_checkpoint(tmp_path):
     log = open_log(tmp_path / "log")
     writer = Writer(log)
     sent = [writer.put(b"1")]
@@ -101,7 +101,7 @@ def test_open_makes_recovered_frames_durable_even_when_a_reader_is_in_the_way(tm
     reader = reading_from(next(image.glob("0*.sqlite")))
     log = open_log(image)
     assert everything(log) == sent
-    assert wal.stat().st_size > recovered_bytes  # by the commit that took the checkpoint's place
+    assert wal.stat().st_size > recovered_bytes  # the commit in place of the checkpoint wrote to it
     reader.close()
 
 
@@ -165,7 +165,7 @@ def run_until_killed(directory, seed, words, after_s):
         said = bytearray()
         while said.count(b"\n") < words and (chunk := os.read(child.stdout.fileno(), 1 << 16)):
             said += chunk
-        time.sleep(after_s)  # into whatever it does then
+        time.sleep(after_s)  # the kill hits any step
         child.send_signal(signal.SIGKILL)
         said += child.stdout.read()
         child.wait()
@@ -174,8 +174,8 @@ def run_until_killed(directory, seed, words, after_s):
 
 
 def test_everything_acknowledged_survives_kill_9(tmp_path):
-    """The writer says `start floor end` after every change: messages [start, floor) are settled, [floor, end) may still
-    be truncated by the change that is under way."""
+    """The writer prints `start floor end` after every change: messages [start, floor) are safe; the current change may
+    truncate [floor, end)."""
     directory = tmp_path / "log"
     chance = random.Random(20_240_607)
     for kill in range(KILLS):

@@ -1,4 +1,4 @@
-"""What was sent comes back byte for byte, and stands in the file so that eyes can read it."""
+"""Records come back byte for byte, and people can read them in the file."""
 
 from itertools import count
 
@@ -44,7 +44,7 @@ alike = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(records, min_size=1, max_size=25) | alike, min_size=1, max_size=4))
-def test_any_record_comes_back_as_it_was(tmp_path_factory, batches):
+def test_any_record_comes_back_unchanged(tmp_path_factory, batches):
     log = open_log(tmp_path_factory.mktemp("log"))
     writer = Writer(log)
     sent = [writer.messages_batch(batch) for batch in batches]
@@ -98,7 +98,7 @@ def test_many_small_batches_of_one_transaction_are_joined_only_where_they_touch(
                 " AND b.appended_at_ms = m.timestamp_ms") == [(300,)]  # fmt: skip
 
 
-def test_json_and_text_stand_as_text_and_the_rest_as_blob(tmp_path):
+def test_json_and_text_are_stored_as_text_and_the_rest_as_blob(tmp_path):
     writer = Writer(open_log(tmp_path))
     writer.put(
         Record(b'{"a":1}', JSON),
@@ -128,13 +128,13 @@ def test_two_values_that_are_valid_only_together_stay_blobs(tmp_path):
     assert rows(tmp_path, "SELECT DISTINCT typeof(value) FROM messages") == [("blob",)]
 
 
-def test_no_key_and_an_empty_key_are_two_things(tmp_path):
+def test_no_key_differs_from_an_empty_key(tmp_path):
     log = open_log(tmp_path)
     Writer(log).put(Record(b"v"), Record(b"v", key=b""))
     assert [record.key for record in everything(log)[0].records] == [None, b""]
 
 
-def test_no_headers_and_empty_headers_are_two_things(tmp_path):
+def test_no_headers_differ_from_empty_headers(tmp_path):
     log = open_log(tmp_path)
     Writer(log).put(Record(b"v"), Record(b"v", headers={}), Record(b"v", headers={"a\n": "\u2028\0"}))
     assert [record.headers for record in everything(log)[0].records] == [None, {}, {"a\n": "\u2028\0"}]
@@ -143,14 +143,14 @@ def test_no_headers_and_empty_headers_are_two_things(tmp_path):
 def test_a_content_type_is_written_once(tmp_path):
     log = open_log(tmp_path)
     writer = Writer(log)
-    everything(log)  # a reader that has seen the preset types only
+    everything(log)  # a reader that knows only the preset types
     writer.put(*[Record(b"v", "image/png")] * 3)
     writer.put(Record(b"v", "image/png"), Record(b"v", "image/gif"))
     assert rows(tmp_path, "SELECT id, name FROM content_types WHERE id > 2") == [(3, "image/png"), (4, "image/gif")]
     assert everything(log)[1].records[1].content_type == "image/gif"
 
 
-def test_unused_columns_take_no_room(tmp_path):
+def test_unused_columns_take_no_space(tmp_path):
     writer = Writer(open_log(tmp_path))
     writer.put(Record(b"v"), Record(b"v", key=b"k"))
     unused = "key, headers, deliver_at_ms, expires_at_ms, message_id, body_hash, priority"

@@ -1,4 +1,4 @@
-"""The schema is public: its document names all of it, and the tools that come with every machine read it."""
+"""The schema is public: its document names every part, and common tools read the files."""
 
 import hashlib
 import json
@@ -84,6 +84,6 @@ def test_every_query_of_the_document_runs(tmp_path):
 
 
 def test_the_schema_changes_only_with_its_version():
-    """Files of this version are out there: a change here needs a new SCHEMA_VERSION and a way to read the old one."""
+    """Users have files of this version: a change needs a new SCHEMA_VERSION and a way to read the old files."""
     words = " ".join(SEGMENT_DDL.split())
     assert (schema_module.SCHEMA_VERSION, hashlib.sha256(words.encode()).hexdigest()[:16]) == (1, "f49a3fb1a53b5efc")

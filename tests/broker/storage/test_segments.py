@@ -1,4 +1,4 @@
-"""Sealing, truncating, dropping: what becomes of segments."""
+"""Segments are sealed, truncated and dropped."""
 
 import hashlib
 import json
@@ -82,7 +82,7 @@ def test_a_sealed_file_of_another_size_is_a_fault(tmp_path):
         open_log(tmp_path)
 
 
-def test_a_damaged_manifest_is_a_fault_that_says_what_to_do(tmp_path):
+def test_the_fault_of_a_damaged_manifest_names_the_remedy(tmp_path):
     log, _ = three_segments(tmp_path)
     log.seal(90)
     log.close()
@@ -104,7 +104,7 @@ def test_without_its_manifest_a_log_is_complete_and_is_sealed_again(tmp_path):
 
 
 @pytest.mark.parametrize("missing", [30, 60])
-def test_a_missing_segment_is_a_fault_and_nothing_is_touched(tmp_path, missing):
+def test_a_missing_segment_is_a_fault_and_changes_nothing(tmp_path, missing):
     log, _ = three_segments(tmp_path)
     log.seal(90)
     log.close()
@@ -120,7 +120,7 @@ def test_a_missing_segment_is_a_fault_and_nothing_is_touched(tmp_path, missing):
 
 @pytest.mark.parametrize("sealed", [False, True])
 @pytest.mark.parametrize("to_offset", [0, 10, 30, 40, 60, 80, 90])
-def test_a_truncated_log_is_the_log_as_it_was_then(tmp_path, to_offset, sealed):
+def test_a_truncated_log_equals_the_log_at_that_offset(tmp_path, to_offset, sealed):
     log, sent = three_segments(tmp_path)
     if sealed:
         log.seal(90)
@@ -146,7 +146,7 @@ def test_a_batch_is_never_split(tmp_path):
     Writer(log).put(b"it goes on")
 
 
-def test_a_log_is_not_truncated_past_its_ends(tmp_path):
+def test_a_log_is_not_truncated_outside_its_offsets(tmp_path):
     log, _ = three_segments(tmp_path)
     log.advance_log_start(30)
     for offset in (29, 91):
@@ -216,7 +216,7 @@ def test_the_log_start_is_copied_into_new_segments(tmp_path):
     assert open_log(tmp_path).log_start_offset == 15
 
 
-def test_segments_that_are_old_enough_may_go(tmp_path):
+def test_old_segments_may_be_dropped(tmp_path):
     log, _ = three_segments(tmp_path)  # the segments' last batches are of 1,200, 1,500 and 1,800 ms
     assert log.retention_candidate(10_000, 1, None) == 0
     log.seal(90)
@@ -226,7 +226,7 @@ def test_segments_that_are_old_enough_may_go(tmp_path):
     assert log.retention_candidate(99_999, None, None) == 0
 
 
-def test_segments_beyond_the_size_limit_may_go(tmp_path):
+def test_segments_beyond_the_size_limit_may_be_dropped(tmp_path):
     log, _ = three_segments(tmp_path)
     log.seal(90)
     sizes = [entry.bytes for entry in log.sealed_segments]

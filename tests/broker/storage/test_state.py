@@ -1,4 +1,4 @@
-"""The fold at rest: it comes back as it was or not at all, and people can read it."""
+"""The saved fold: it is loaded unchanged or not at all, and people can read it."""
 
 import os
 import time
@@ -79,7 +79,7 @@ def test_without_a_save_nothing_is_loaded(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_fold_comes_back_as_it_was(tmp_path):
+def test_a_fold_comes_back_unchanged(tmp_path):
     state = StateFile(tmp_path, identity=IDENTITY)
     state.save(fold_of_two_groups(), 95)
     assert state.load() == (fold_of_two_groups(), 95)
@@ -107,7 +107,7 @@ spans = st.lists(
 )
 spots = st.lists(st.tuples(lanes, numbers, numbers), max_size=4)
 dead = st.lists(st.builds(DeadFold, numbers, numbers, numbers, numbers, st.text(max_size=5), lanes), max_size=4)
-# From few values, so that one list has much in common with the next.
+# Few values, so that lists have much in common.
 commits = st.lists(st.tuples(st.sampled_from([b"a", b"b", b"c"]), st.integers(0, 3)), max_size=6)
 groups = st.builds(
     GroupFold,
@@ -171,7 +171,7 @@ def test_only_what_changed_is_written(tmp_path):
     assert state.load() == (fold, 96)
 
 
-def test_groups_and_producers_that_are_gone_are_gone(tmp_path):
+def test_removed_groups_and_producers_are_not_loaded(tmp_path):
     state = StateFile(tmp_path, identity=IDENTITY)
     fold = fold_of_two_groups()
     state.save(fold, 95)
@@ -254,7 +254,7 @@ def test_the_highest_epoch_never_falls_and_outlives_a_save(tmp_path):
 
 
 @pytest.mark.parametrize("damage", [b"", b"rubbish" * 1_000])
-def test_the_highest_epoch_outlives_a_file_that_is_damaged_while_it_is_used(tmp_path, damage):
+def test_the_highest_epoch_outlives_damage_to_a_file_in_use(tmp_path, damage):
     state = StateFile(tmp_path, identity=IDENTITY)
     state.save_highest_epoch(7)
     state.park()
@@ -282,7 +282,7 @@ def test_the_highest_epoch_outlives_a_file_whose_fold_is_damaged(tmp_path):
     assert again.load() == (fold_of_two_groups(), 96)
 
 
-def test_the_state_of_another_log_leaves_no_epoch_behind(tmp_path):
+def test_the_epoch_of_another_logs_state_is_dropped(tmp_path):
     StateFile(tmp_path, identity=IDENTITY).save_highest_epoch(7)
     other = StateFile(tmp_path, identity=LogIdentity("cluster-1", "orders", "topic-id-2", 0))
     other.save(PartitionFold(applied=1), 1)
@@ -325,7 +325,7 @@ def test_the_epoch_is_fsynced_and_the_fold_is_not(tmp_path):
     assert state._connection.execute("PRAGMA synchronous").get == 1
 
 
-def test_a_full_disk_keeps_the_state_that_was(tmp_path):
+def test_a_full_disk_keeps_the_previous_state(tmp_path):
     state = StateFile(tmp_path, identity=IDENTITY)
     state.save(fold_of_two_groups(), 95)
     connection = state._connection
@@ -367,7 +367,7 @@ def test_the_views_show_the_messages_by_state(tmp_path):
     ]  # fmt: skip
 
 
-def test_a_lease_that_has_run_out_is_ready_again(tmp_path):
+def test_the_message_of_an_expired_lease_is_ready_again(tmp_path):
     fold = fold_of_two_groups()
     fold.groups[0].spans = [SpanFold(10, 12, 1, 0, True, 1_000, int(time.time() * 1_000) - 5_000)]
     StateFile(tmp_path, identity=IDENTITY).save(fold, 60)
@@ -423,7 +423,7 @@ def test_the_view_of_streams_shows_their_lag_in_messages(tmp_path):
     }]  # fmt: skip
 
 
-def test_a_forgotten_fold_is_gone_and_the_highest_epoch_is_not(tmp_path):
+def test_forgetting_the_fold_keeps_the_highest_epoch(tmp_path):
     state = StateFile(tmp_path, identity=IDENTITY)
     state.save_highest_epoch(7)
     state.save(PartitionFold(applied=5, epochs=[(1, 0)]), 5, durable=True)
