@@ -144,7 +144,7 @@ def test_a_slow_answer_makes_no_clock_wrong():
         assert not any(keeper.differs for keeper in cluster.keepers.values())
 
 
-def test_of_many_the_majority_counts_and_the_own_clock_first():
+def test_a_majority_of_clocks_is_required_and_the_brokers_own_is_preferred():
     assert agreement((0, 0), [(100, 100), (HOUR_MS, HOUR_MS)]) == 0
     assert agreement((HOUR_MS, HOUR_MS), [(100, 100), (300, 300)]) == 100
     assert agreement((0, 0), [(HOUR_MS, HOUR_MS)]) is None

@@ -30,7 +30,7 @@ class TestVerdicts:
     def test_no_broker_is_gone_without_a_reason(self) -> None:
         assert gone(pulses(b1=ProbeHistory(1), b2=ProbeHistory(1, silent=1)), refusals=1) == set()
 
-    def test_one_refusal_is_enough_for_a_controller_and_two_against_one(self) -> None:
+    def test_one_refusal_is_enough_for_a_controller_and_two_to_replace_the_controller(self) -> None:
         found = pulses(b1=ProbeHistory(4, refused=1), b2=ProbeHistory(1))
         assert gone(found, refusals=1) == {(1, 4)}
         assert gone(found, refusals=2) == set()

@@ -57,7 +57,7 @@ class TestRegistering:
         until(lambda: again.membership.mirror.brokers[1].incarnation == 2)
         assert again.membership.registered
 
-    def test_two_brokers_with_one_id_and_two_disks(self, cluster: Members) -> None:
+    def test_a_second_broker_with_the_same_id_and_another_disk_is_refused(self, cluster: Members) -> None:
         first = cluster.start(1)
         began = time.monotonic()
         with pytest.raises(BrokerIdTaken, match="another data directory"):
@@ -434,7 +434,9 @@ class TestALeaderThatItsFollowersDoNotReach:
         self.keep_suspecting(cluster, leader)
         assert cluster.members[4].partition(topic).value == held, "nothing changes while the links stay the same"
 
-    def test_stays_while_enough_reach_it(self, led: tuple[Members, state.TopicState, int, tuple[int, ...]]) -> None:
+    def test_stays_while_enough_brokers_reach_it(
+        self, led: tuple[Members, state.TopicState, int, tuple[int, ...]]
+    ) -> None:
         cluster, topic, leader, followers = led
         held = cluster.members[4].partition(topic).value
         cluster.cut(leader, followers[0])
@@ -451,7 +453,7 @@ class TestALeaderThatItsFollowersDoNotReach:
         self.keep_suspecting(cluster, leader)
         assert cluster.members[4].partition(topic).value == held
 
-    def test_is_replaced_where_it_is_the_controller_itself(self, cluster: Members) -> None:
+    def test_is_replaced_when_it_is_the_controller(self, cluster: Members) -> None:
         """The followers cannot report to the controller that they do not reach it: their overdue fetches show it."""
         cluster.start_all(1, 2, 3, 4)
         catalog = cluster.members[1].catalog

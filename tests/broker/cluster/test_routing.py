@@ -145,7 +145,7 @@ def test_a_refusal_after_an_unknown_try_leaves_the_outcome_unknown() -> None:
     assert refused.value.outcome == "unknown"
 
 
-def test_too_few_replicas_is_an_answer_and_not_a_moving_leader() -> None:
+def test_too_few_replicas_is_a_final_answer() -> None:
     work = Ask(_2=[NotEnoughReplicas("one is not enough")])
     with pytest.raises(NotEnoughReplicas):
         leaders(Map({A: 2})).one(A, work)

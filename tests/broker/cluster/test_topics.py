@@ -109,7 +109,7 @@ def test_a_missing_partition_and_one_led_elsewhere_raise_different_errors(fixtur
     assert told.value.extra["leader"] == 2
 
 
-def test_files_of_a_deleted_topic_are_removed_and_a_new_one_of_its_name_is_another(fixture, tmp_path):
+def test_files_of_a_deleted_topic_are_removed_and_a_new_topic_of_its_name_is_empty(fixture, tmp_path):
     send(fixture, "old")
     old = folder_of(tmp_path)
     fixture.broker.delete_topic("t")

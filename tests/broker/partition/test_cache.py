@@ -28,7 +28,7 @@ def test_the_cost_counts_payloads_and_objects():
     assert COST == BATCH_COST_BYTES + 2 * (100 + RECORD_COST_BYTES)
 
 
-def test_the_least_recently_used_goes_first():
+def test_the_least_recently_used_batch_is_evicted_first():
     cache = BatchCache(2 * COST)
     put(cache, 1, batch(0))
     put(cache, 1, batch(2))

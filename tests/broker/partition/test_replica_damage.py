@@ -415,7 +415,7 @@ def test_a_replica_without_room_to_store_an_epoch_does_not_act_in_it(tmp_path, m
         settle(group)
 
 
-def test_an_unclean_election_truncates_what_was_committed_once_and_only_then(tmp_path):
+def test_an_unclean_election_truncates_committed_records_only_once(tmp_path):
     with replicas(tmp_path, 3) as group:
         settle(group)
         send(group.leader, "a")

@@ -95,7 +95,7 @@ def test_below_the_low_water_mark_the_disk_is_full(tmp_path, monkeypatch):
     assert not guard.full(200)
 
 
-def test_the_file_system_is_asked_at_most_every_100_ms(tmp_path, monkeypatch):
+def test_the_file_system_is_queried_at_most_every_100_ms(tmp_path, monkeypatch):
     disk = Disk(monkeypatch, 5_000_000)
     guard = DiskGuard(tmp_path, low_water_bytes=1_000_000, ballast_bytes=0)
     for now_ms in (1_000, 1_001, 1_099):

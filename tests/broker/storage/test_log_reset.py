@@ -96,7 +96,7 @@ def test_a_log_copied_from_a_log_start_equals_the_original_from_there(tmp_path):
     assert other.messages_before(70) == log.messages_before(70)
 
 
-def test_after_a_drop_a_replica_begins_where_the_first_file_does(tmp_path):
+def test_after_a_drop_a_replica_begins_at_the_first_file(tmp_path):
     log, _ = three_segments(tmp_path)
     log.seal(90)
     log.drop_segments_below(60)

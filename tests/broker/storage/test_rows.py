@@ -66,7 +66,7 @@ def test_batches_of_every_size_come_back(tmp_path, size):
 @pytest.mark.parametrize(
     "odd", [{}, {"message_id": None}, {"body_hash": None}, {"message_id": b"short"}, {"key": b"k"}]
 )
-def test_identities_come_back_if_one_has_another_length(tmp_path, content_type, odd):
+def test_identities_come_back_when_one_has_another_length(tmp_path, content_type, odd):
     log = open_log(tmp_path)
     identities = [(b"%016d" % n, b"%08d" % n) for n in range(20)]
     batch = [

@@ -163,7 +163,7 @@ def test_the_log_start_survives_a_truncation_that_takes_its_segment(tmp_path):
     assert open_log(tmp_path).log_start_offset == 20
 
 
-def test_control_records_go_with_a_truncation(tmp_path):
+def test_a_truncation_removes_control_records(tmp_path):
     log = open_log(tmp_path)
     writer = Writer(log)
     writer.put_control(BatchKind.STATE, b"1")

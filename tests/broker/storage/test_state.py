@@ -146,7 +146,7 @@ folds = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(folds, min_size=1, max_size=4), st.booleans())
-def test_any_fold_comes_back_after_any_fold(tmp_path_factory, saved, reopen):
+def test_any_fold_saved_after_another_is_loaded_unchanged(tmp_path_factory, saved, reopen):
     directory = tmp_path_factory.mktemp("state")
     state = StateFile(directory, identity=IDENTITY)
     for fold in saved:

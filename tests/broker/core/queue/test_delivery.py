@@ -494,7 +494,7 @@ def test_stale_wakeups_are_checked_a_few_at_a_time():
 
 
 @given(st.lists(st.integers(0, 30), max_size=60))
-def test_messages_with_a_span_are_found_together_and_one_by_one_alike(offsets):
+def test_one_query_finds_the_messages_with_a_span_that_single_queries_find(offsets):
     group = new_group()
     grant(group, (2, 9, 1), (9, 12, 2), (20, 25, 1))
     group.apply(Ack(((4, 6), (21, 22)), 1))
@@ -547,7 +547,7 @@ def test_a_lease_does_not_reuse_the_number_of_a_lost_grant():
     assert again.leases_above == 3
 
 
-def test_receipts_of_one_span_count_as_each_by_itself():
+def test_receipts_of_one_span_count_as_if_checked_singly():
     group = new_group()
     grant(group, (0, 6, 1), (8, 10, 1))
     group.apply(Ack(((2, 3),), 0))
@@ -563,7 +563,7 @@ offsets_of_sixty = st.lists(st.integers(0, 60), max_size=40)
 
 
 @given(offsets_of_sixty, offsets_of_sixty, st.lists(st.tuples(st.integers(0, 60), st.integers(1, 8)), max_size=12))
-def test_many_ranges_are_cut_in_one_pass_and_one_by_one_alike(first, second, ranges):
+def test_many_ranges_are_cut_in_one_pass_as_one_by_one(first, second, ranges):
     """Ranges may be in any order and overlap, although records have them sorted and disjoint."""
     for done in (ranges_of(second), tuple((start, start + length) for start, length in ranges)):
         folds = []

@@ -49,7 +49,7 @@ def test_a_receipt_reads_as_it_was_written(partition, first, nth, delivery, epoc
     ],
     ids=["another group", "another topic", "another cluster"],
 )
-def test_a_receipt_counts_only_where_it_was_given(other):
+def test_a_receipt_counts_only_where_it_was_issued(other):
     text = SIGNER.head(0, 5, 1, 1, 1) + nth_text(0)
     with pytest.raises(InvalidRequest):
         read(other, text)
@@ -64,7 +64,7 @@ def test_a_changed_head_is_refused(at, letter):
             read(SIGNER, changed)
 
 
-def test_no_receipt_can_be_made_up_for_a_message_outside_the_lease():
+def test_no_receipt_can_be_forged_for_a_message_outside_the_lease():
     head = SIGNER.head(0, 5, 3, 1, 1)
     assert read(SIGNER, head + nth_text(2)) == (0, 7, 1, 1)
     with pytest.raises(InvalidRequest):

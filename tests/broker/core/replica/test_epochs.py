@@ -30,7 +30,7 @@ def test_below_the_first_epoch_logs_share_only_the_start():
     assert Epochs([(3, 57)]).end_of(2, 120) == (0, 57)
 
 
-def test_a_log_without_epochs_ends_where_it_ends():
+def test_without_epochs_the_end_is_the_end_of_the_log():
     empty = Epochs()
     assert empty.last == 0
     assert empty.end_of(7, 5) == (0, 5)

@@ -148,7 +148,7 @@ def test_a_refused_port_counts_once_the_fetch_is_overdue():
     assert insync.wanted(10, BROKERS, 1_600) == {1, 2, 3}
 
 
-def test_a_member_that_never_fetched_may_be_refused_too():
+def test_a_refused_port_also_removes_a_member_that_never_fetched():
     insync = book(1, 2, 3)
     insync.refused(3, OVERDUE_MS)
     assert insync.wanted(0, BROKERS, OVERDUE_MS) == {1, 2}

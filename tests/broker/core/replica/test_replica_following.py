@@ -77,7 +77,7 @@ def test_it_stores_the_epoch_and_fetches_from_its_end():
     ]
 
 
-def test_it_fetches_on_when_the_fetched_records_are_on_disk():
+def test_it_fetches_again_when_the_fetched_records_are_on_disk():
     replica = follower()
     fetch = replica.fetch
     assert answered(replica, Records((start(10, 3), BatchHead(11, 2, 3, 60)), 6)) == [Replicate(fetch)]

@@ -23,7 +23,7 @@ def all_of(topics: dict[str, int]) -> set[Partition]:
     return {(topic, number) for topic, count in topics.items() for number in range(count)}
 
 
-def test_partitions_are_dealt_out_evenly() -> None:
+def test_partitions_are_assigned_evenly() -> None:
     shares = assign({"a": {"t"}, "b": {"t"}, "c": {"t"}}, {"t": 8}, {})
     assert sorted(loads({"a": set(), "b": set(), "c": set()}, shares).values()) == [2, 3, 3]
 
