@@ -375,7 +375,7 @@ def test_old_segments_go_when_no_active_group_needs_them(tmp_path):
     for path in tmp_path.glob("partitions/*/*/state.sqlite*"):
         path.unlink()
     with running(tmp_path, clock) as after:
-        assert after.broker.describe_group("g").lag == lag == 0, "the fold comes from the newest STATE record"
+        assert after.broker.describe_group("g").lag == lag == 0, "recovery folds from the newest STATE record"
         assert page(after, limit=1).messages[0].offset == first.offset
 
 
@@ -389,7 +389,7 @@ def test_calls_after_the_drain_are_refused_and_nothing_is_applied(fixture):
 
 
 def refuse_once(fixture: Fixture, monkeypatch) -> None:
-    """The next transaction meets a full disk that the guard did not see coming."""
+    """The next transaction meets a full disk that the guard did not foresee."""
     log = fixture.broker.topics.get("t").partition(0).log
     append = log.append
 

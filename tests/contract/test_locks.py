@@ -105,7 +105,7 @@ def test_with_many_callers_over_many_sessions_each_token_has_one_holder(
                         won += 1
                 except Unavailable:
                     continue  # others were faster too often
-        except BaseException as fault:  # noqa: BLE001 - the thread's end is looked at below
+        except BaseException as fault:  # noqa: BLE001 - the test checks how the thread ended
             failures.append(fault)
         finally:
             plane.close()

@@ -1,4 +1,4 @@
-"""The contract of control planes, run over each implementation. A new one is one more line in `make_plane`."""
+"""The contract of control planes, run over each implementation. `make_plane` has one line for each."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def test_others_may_run_after_each_long_commit_and_find_it_done(tmp_path: Path) 
 
 
 def test_others_may_run_while_many_children_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deleted nodes are left out."""
+    """The answer omits deleted nodes."""
     monkeypatch.setattr(standalone, "_NODES_A_TURN", 3)
     doomed = ["/n/0", "/n/8"]
     plane = Standalone(tmp_path, give_way=lambda: doomed and plane.commit(Delete(doomed.pop(), 0)))
@@ -204,7 +204,7 @@ def test_a_failed_fsync_leaves_the_outcome_unknown_and_takes_no_more(
         with pytest.raises(OutcomeUnknown) as caught:
             plane.commit(Create("/n/unknown"))
     assert (caught.value.outcome, caught.value.retryable) == ("unknown", True)
-    assert states == [PlaneState.LOST], "the owner was not told"
+    assert states == [PlaneState.LOST], "the owner sees no loss"
     with pytest.raises(PlaneUnavailable):
         plane.commit(Create("/n/after"))
     plane.close()

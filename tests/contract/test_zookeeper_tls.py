@@ -24,7 +24,7 @@ pytestmark = pytest.mark.cluster
 SHOWN = Tls(pem("authority"), pem("client"), key("client"))
 OURS = ("portalmq", "secret")
 SESSION_S = 20.0
-# What ZooKeeper's NettyServerCnxnFactory is made of: beside ZooKeeper in pyspark.
+# The jars that ZooKeeper's NettyServerCnxnFactory needs, beside ZooKeeper's own in pyspark.
 NETTY = ("buffer", "codec-base", "common", "handler", "resolver", "transport", "transport-native-unix-common")
 
 

@@ -14,14 +14,14 @@ from portalmq.broker.metrics import Metrics
 from portalmq.broker.server.auth import Auth
 from portalmq.broker.server.config import BrokerConfig
 
-# Shorter stretches of the event loop are nobody's concern.
+# The report omits shorter stretches of the event loop.
 SHOWN_MS = 2.0
 
 
 @pytest.fixture(autouse=True)
 def stretches(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
-    """Notes the longest stretch of the event loop in any request of the test; the longest of all are shown at the end.
-    They are figures for people: how much work is done between two pauses, tests assert where that is cut."""
+    """Record the longest stretch of the event loop in any request of the test; the report at the end shows the longest.
+    The figures inform only: other tests assert how much work runs between two pauses."""
     longest = Stretch(0.0)
     serve = Flask.__call__
 
@@ -55,7 +55,7 @@ def client(broker: FakeBroker, metrics: Metrics) -> FlaskClient:
 
 @pytest.fixture
 def problem_of() -> Callable[..., dict[str, Any]]:
-    """Checks that an answer is a whole problem document, and gives its members."""
+    """Check that an answer is a whole problem document, and return its members."""
 
     def check(response: Any, status: int, code: str, outcome: str = "not_applied") -> dict[str, Any]:
         assert response.status_code == status, response.get_data(as_text=True)

@@ -1,4 +1,4 @@
-"""Pages of messages are made as long as there is room for all that are not sent yet."""
+"""The broker makes a page of messages only while all unsent pages fit the limit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def app(broker: Any) -> Flask:
 
 
 def begun(app: Flask, path: str, body: Any = None) -> tuple[int, Any]:
-    """An answered request whose answer is not read yet: its status, and the room that it holds."""
+    """Return the status and the unread body of an answered request; the body holds its room until it is closed."""
     status: list[str] = []
     method = "GET" if body is None else "POST"
     builder = EnvironBuilder(path=path, base_url="http://localhost:5000", method=method, json=body)
@@ -52,7 +52,7 @@ def test_a_page_is_refused_while_others_are_not_sent_and_made_when_they_are(app:
     assert b"not_applied" in b"".join(problem)
     problem.close()
     assert begun(app, "/v1/topics/small/messages")[0] == 200, "small pages pass"
-    assert app.test_client().get("/v1/topics/t").status_code == 200, "what holds no messages passes"
+    assert app.test_client().get("/v1/topics/t").status_code == 200, "an answer without messages passes"
     unsent.close()
     assert begun(app, path)[0] == 200
 
@@ -71,7 +71,7 @@ def test_a_page_takes_what_it_has_become_as_json(app: Flask) -> None:
     app.test_client().post("/v1/topics/control/messages", data=b"\x01" * 12_000, headers=text)
     status, unsent = begun(app, "/v1/topics/control/messages")
     assert status == 200
-    assert begun(app, "/v1/topics/t/messages")[0] == 429, "72,000 bytes are held for it, and not 12,000"
+    assert begun(app, "/v1/topics/t/messages")[0] == 429, "it holds 72,000 bytes, not 12,000"
     unsent.close()
     assert begun(app, "/v1/topics/t/messages")[0] == 200
 
@@ -106,10 +106,10 @@ def test_a_receive_leases_what_there_is_room_for_and_nothing_when_there_is_none(
     for leased in (1, 2):
         status, answer = receive(queue)
         unsent.append(answer)
-        assert (status, in_flight(fixture)) == (200, leased), "a message at the least, and no more than there is room"
+        assert (status, in_flight(fixture)) == (200, leased), "at least one message, and no more than fit"
     taken = [message for answer in unsent for message in json.loads(b"".join(answer))["messages"]]
     refused, problem = receive(queue, ack=[taken[0]["receipt"]])
-    assert (refused, in_flight(fixture)) == (429, 2), "neither is anything leased, nor acked"
+    assert (refused, in_flight(fixture)) == (429, 2), "nothing is leased or acked"
     assert json.loads(b"".join(problem))["outcome"] == "not_applied"
     for answer in unsent:
         answer.close()
@@ -152,6 +152,6 @@ def test_a_bulk_fetch_is_refused_while_answers_are_not_sent_and_takes_room_itsel
     unsent.close()
     status, page = begun(queue, "/v1/topics/t/messages?limit=1")
     assert status == 200
-    assert begun(queue, "/v1/fetch", asked)[0] == 429, "what it has read is more than there is room for"
+    assert begun(queue, "/v1/fetch", asked)[0] == 429, "it has read more than there is room for"
     page.close()
     assert begun(queue, "/v1/fetch", asked)[0] == 200

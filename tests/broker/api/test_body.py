@@ -1,4 +1,5 @@
-"""Bodies are counted while they stream: too large, cut short, compressed or broken, nothing of them is applied."""
+"""Request bodies are counted while they stream. A body that is too large, cut short, compressed or broken changes
+nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from portalmq.errors import Backpressure, InvalidRequest, MessageTooLarge, Unsup
 
 
 class Stream(io.BytesIO):
-    """A body that may break after what it holds."""
+    """A request body that may fail after its last byte."""
 
     fault: Exception | None = None
     closed_by_us = False

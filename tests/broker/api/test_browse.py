@@ -1,4 +1,4 @@
-"""Messages on their way out: as JSON, NDJSON, MessagePack and server-sent events."""
+"""Reading messages as JSON, NDJSON, MessagePack and server-sent events."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_unknown_places_are_not_found(client, log, problem_of):
 
 
 def events(answer, count):
-    """The first events of a stream, which is then closed."""
+    """Read the first events of a stream and close it."""
     text = b""
     for chunk in answer.response:
         text += chunk

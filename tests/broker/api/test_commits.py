@@ -186,7 +186,7 @@ def test_a_redrive_by_ids_where_or_all(client, fixture, dead):
     assert dry.get_json() == {"matched": 3, "redriven": 0}
     assert client.post(path, json={"topic": "in", "ids": dead[:1]}).get_json() == {"matched": 1, "redriven": 1}
     assert client.post(path, json={"topic": "in", "rate_per_s": 10}).get_json() == {"matched": 2, "redriven": 2}
-    assert len(receive(fixture)) == 2, "the other one waits its turn"
+    assert len(receive(fixture)) == 2, "the other one waits for its turn"
 
 
 def test_a_drop_by_ids_or_of_all(client, dead):

@@ -1,4 +1,4 @@
-"""The routes that carry the traffic are served in front of Flask, as the route table marks them."""
+"""The broker serves the routes that are marked as traffic in front of Flask."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups and their receipts, topics and their settings: one call each, and the answer in the contract's form."""
+"""Groups and receipts, topics and settings: each call is answered in the form of the contract."""
 
 from __future__ import annotations
 

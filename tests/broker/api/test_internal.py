@@ -1,4 +1,4 @@
-"""Calls between brokers: only the cluster's secret is accepted, and the secret is accepted nowhere else."""
+"""Calls between brokers accept only the cluster's secret, and no other route accepts it."""
 
 from __future__ import annotations
 
@@ -89,5 +89,5 @@ def test_a_body_that_is_no_messagepack_is_the_askers_mistake_and_no_trace(
     monkeypatch.setattr(broker, "serve_peer", lambda name, body, peer: msgspec.msgpack.decode(body, type=list[int]))
     for body in (b"", b"\xc1", b"\x93\x01", b"\xa2\xff\xff"):
         problem_of(client.post("/internal/v1/echo", data=body, headers=SECRET), 400, "invalid_request")
-    # What the broker itself cannot read is not told as a mistake of the one who asks.
+    # A body that decodes to the wrong type is a fault of the broker, not of the caller.
     problem_of(client.post("/internal/v1/echo", data=b"\x01", headers=SECRET), 500, "internal", "unknown")

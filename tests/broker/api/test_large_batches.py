@@ -1,4 +1,4 @@
-"""Very many messages in a request or an answer: too many are refused at once, and other greenlets run in between."""
+"""Very many messages in a request or an answer: too many are refused at once, and other greenlets run between parts."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ LARGE = {
 
 @pytest.mark.parametrize("name", list(LARGE))
 def test_a_large_body_is_decoded_in_parts_and_is_the_same(monkeypatch, name):
-    """However few messages it has, others have their turn after each part."""
+    """Other greenlets run after each part, however few messages the body has."""
     turns: list[None] = []
     monkeypatch.setattr("portalmq.broker.partition.yielding.give_way", lambda: turns.append(None))
     kind, message = LARGE[name]
@@ -118,7 +118,7 @@ def test_a_dense_value_is_decoded_without_looking_for_cycles_and_encoded_in_a_tu
     monkeypatch.setattr(record_fields, "_as_json", lambda *args: steps.append("encode") or encode(*args))
     collections = gc.get_stats()[0]["collections"]
     records = decode_messages(wire.BATCH_MSGPACK, body, {}, 0).records
-    assert gc.get_stats()[0]["collections"] - collections < 50, "a few hundred, or thousand, otherwise"
+    assert gc.get_stats()[0]["collections"] - collections < 50, "with collection there are hundreds or thousands"
     assert [record.value for record in records] == [b"[" + b",".join([b"[]"] * 300_000) + b"]"] * messages
     assert steps[-messages - 1 :] == ["pause", *["encode"] * messages]
     assert gc.isenabled()

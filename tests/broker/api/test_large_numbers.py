@@ -1,4 +1,4 @@
-"""A number that some readers of JSON refuse makes no answer unreadable: the others in it are to be read."""
+"""Numbers that some JSON readers refuse are shown as text, so that clients can read the rest of the answer."""
 
 from __future__ import annotations
 

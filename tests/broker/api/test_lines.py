@@ -1,4 +1,4 @@
-"""A body of lines costs what its messages cost, however many lines there are."""
+"""The cost of an NDJSON body depends on its messages, not on its lines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from portalmq.errors import InvalidRequest, MessageTooLarge
 
 
 def test_lines_are_not_gathered_before_they_are_counted():
-    """8 MiB may hold four million lines, each an object of its own."""
+    """A body of 8 MiB may hold four million lines, each of which would be an object."""
     tracemalloc.start()
     try:
         assert len(decode_messages(wire.NDJSON, b"\n" * 1_000_000 + b"1\n", {}, 0).records) == 1

@@ -1,4 +1,4 @@
-"""A waiting client is known to be gone when it is gone, and not because it has sent its next request already."""
+"""The broker notices that a waiting client has disconnected. A pipelined request is no disconnect."""
 
 from __future__ import annotations
 

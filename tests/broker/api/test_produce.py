@@ -1,4 +1,4 @@
-"""Every format of a produce request: stored records, answers, and refusals that leave nothing behind."""
+"""Every format of a produce request: stored records, answers, and refusals that store nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def stored(broker, topic="t", partition=0):
     return broker.logs[topic][partition]
 
 
-# --- one message, as it is ---
+# --- one message as the body ---
 
 
 def test_any_body_is_one_message_with_its_content_type(client, broker):
@@ -299,7 +299,7 @@ def test_an_empty_batch_has_no_results(client, broker):
 def test_too_many_messages_are_too_large(client, broker, problem_of):
     message = b'{"value":1}'
     body = b'{"messages":[' + b",".join([message] * 10_001) + b"]}"
-    assert len(body) > 100_000  # refused by its size already, so try NDJSON, which is denser
+    assert len(body) > 100_000  # its size alone would refuse it, so use NDJSON, which is denser
     answer = client.post(URL, data=b"1\n" * 10_001, content_type=wire.NDJSON)
     problem_of(answer, 413, "message_too_large")
     assert broker.logs == {}

@@ -1,4 +1,4 @@
-"""Requests are counted by the template of their route, so that strangers make no new series."""
+"""Requests are counted by the template of their route, so that unknown paths create no series."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Delays, moments, times to live and priorities: in every form in which messages come in, and shown as they go out."""
+"""Delays, due times, times to live and priorities in every request format, and in the answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ URL = "/v1/topics/t/messages"
 BROWSE = "/v1/topics/t/partitions/0/messages"
 YEAR_MS = 366 * wire.DAY_MS
 
-# (as it is sent, deliver_at_ms, expires_at_ms, priority)
+# (option as sent, deliver_at_ms, expires_at_ms, priority)
 OPTIONS = [
     ({"delay_ms": 500}, NOW_MS + 500, None, 0),
     ({"delay_ms": 0}, None, None, 0),
@@ -134,7 +134,7 @@ def test_a_browser_sees_when_a_message_is_due_and_over_and_its_priority(client, 
     assert not {"deliver_at_ms", "expires_at_ms", "priority"} & set(plain)
 
 
-# --- what is scheduled ---
+# --- scheduled messages ---
 
 
 def test_what_is_scheduled_is_listed_a_page_at_a_time(client, broker):

@@ -1,5 +1,5 @@
-"""An error of the storage during a call is an error of the contract, in every package and protocol:
-over a domain in this process whose log reads fail."""
+"""An error of the storage during a call becomes an error of the contract, in every package and protocol.
+The tests use a broker in this process whose log reads fail."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FAULTS = [
 
 @pytest.fixture
 def fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fixture]:
-    # Nobody but the call meets the fault.
+    # No background task meets the fault.
     for name in ("SAVE_STATE_EVERY_S", "RETAIN_EVERY_S", "SWEEP_EVERY_S", "COMPACT_EVERY_S"):
         monkeypatch.setattr(f"portalmq.broker.cluster.maintenance.{name}", 3_600.0)
     with running(tmp_path) as started:

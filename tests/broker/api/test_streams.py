@@ -1,4 +1,4 @@
-"""Stream groups over HTTP: each call's answer in the contract's form, and each wrong one refused."""
+"""Stream groups over HTTP: each call is answered in the form of the contract, and invalid calls are refused."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def join(http: FlaskClient, **more: Any) -> dict[str, Any]:
 
 
 def test_the_lag_of_a_group_whose_members_have_just_left_is_shown(http: FlaskClient) -> None:
-    """However short their stay was: no checkpoint need have come by."""
+    """The lag needs no checkpoint, so members may leave at once."""
     generation = join(http)["generation"]
     offsets = [{"topic": "t", "partition": 0, "offset": 2}]
     http.put("/v1/groups/g/offsets", json={"member_id": "a", "generation": generation, "offsets": offsets})

@@ -1,4 +1,4 @@
-"""Altering a topic over HTTP: a change that breaks an order needs a confirmation."""
+"""Altering a topic over HTTP: a change that breaks the order of keys needs a confirmation."""
 
 from __future__ import annotations
 

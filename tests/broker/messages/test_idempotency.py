@@ -1,4 +1,4 @@
-"""One request under one Idempotency-Key is one message, wherever and whenever it is repeated."""
+"""Requests with the same Idempotency-Key are one message, wherever and whenever they are repeated."""
 
 from __future__ import annotations
 

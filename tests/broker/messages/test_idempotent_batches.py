@@ -1,4 +1,5 @@
-"""Messages of a batch with keys of their own: each is one message, however often and in whatever batch it comes."""
+"""Batches whose messages have idempotency keys: each key is one message, however often and in whatever batch it is
+sent."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from portalmq.errors import (
     Unavailable,
 )
 
-# Few ids are looked for on the hub, many on native threads.
+# The hub searches for few ids, native threads for many.
 SIZES = (SEARCHED_HERE_MAX // 2, 4 * SEARCHED_HERE_MAX)
 
 
@@ -39,7 +40,7 @@ def fixture(tmp_path):
 
 
 def send(fixture, names, *, value=lambda name: name, acks="all", partition=None, partitions=None, **record):
-    """A batch in which each message's key is its name, and its value too."""
+    """Send a batch in which each message's name is its idempotency key and, by default, its value."""
     return fixture.broker.produce(
         "t",
         ProduceRequest(
@@ -207,7 +208,7 @@ def test_what_stands_in_older_segments_is_found(fixture):
 
 
 def test_many_messages_over_many_partitions_do_not_hold_up_the_broker(fixture, monkeypatch):
-    """A few in each partition are many all the same: the hub looks for no more of them than in one."""
+    """A few ids in each of many partitions count as many: the hub searches for no more than in one partition."""
     on_the_hub = []
     find = Log.find_message_id
 
@@ -227,7 +228,7 @@ def test_many_messages_over_many_partitions_do_not_hold_up_the_broker(fixture, m
 
 @pytest.mark.parametrize("size", SIZES)
 def test_what_is_ordered_elsewhere_is_looked_for_as_a_batch_is(fixture, monkeypatch, size):
-    """Dead letters, and what commits publish: a thousand at once, each with an id."""
+    """Copies of dead letters and outputs of commits come in batches, each record with an id."""
     on_the_hub = []
     find = Log.find_message_id
 
@@ -264,7 +265,7 @@ def attempt(fixture, batch, **options):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_batches_that_overlap_at_the_same_time_leave_each_message_once(fixture, size):
-    """As two attempts of one Spark task do: they are cut differently, and both go on until they are through."""
+    """Two attempts of one Spark task overlap like this: they cut the rows into different batches, and both finish."""
     fixture.broker.create_topic("t", wire.CreateTopic(partitions=2))
     rows = names(3 * size)
 
@@ -353,7 +354,7 @@ def test_a_full_disk_refuses_a_search_and_one_that_failed_ends_the_broker(fixtur
 
 
 def test_a_search_that_outlasts_the_leadership_appends_nothing(fixture, monkeypatch):
-    """In an epoch in between another leader may have appended them: what was found is no answer any more."""
+    """Another leader may have appended the messages in an epoch between, so the result of the search is void."""
     fixture.broker.create_topic("t", wire.CreateTopic())
     partition = fixture.broker.topics.get("t").partition(0)
     epoch = partition.replica.leader_epoch
@@ -383,7 +384,7 @@ def test_a_search_that_outlasts_the_leadership_appends_nothing(fixture, monkeypa
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_new_leader_is_asked_again_while_it_writes_down_what_the_one_before_sent(tmp_path, monkeypatch, size):
-    """It has these messages, and neither its files nor its memory tell it their ids yet."""
+    """The new leader has these messages, but neither its files nor its memory have their ids yet."""
     records = tuple(identified(Record(name.encode()), name, ()) for name in names(size))
 
     def known(partition):

@@ -1,4 +1,4 @@
-"""A topic that a group reads in the order of keys does not grow by accident."""
+"""A topic that a group reads in the order of keys grows only by force."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a topic's settings make of the messages that are sent to it."""
+"""The effect of a topic's settings on produced messages."""
 
 from __future__ import annotations
 

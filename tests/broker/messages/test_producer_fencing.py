@@ -1,4 +1,4 @@
-"""A named producer's older instances are refused everywhere once a newer one has its identity."""
+"""Every broker refuses the older instances of a named producer once a newer instance has its identity."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class FakeMembership:
 
 
 class Wires:
-    """Calls between the brokers of one test: straight into the other's `serve`, unless they are cut."""
+    """Calls between the brokers of one test: each call runs the other broker's `serve`, unless its wire is cut."""
 
     def __init__(self) -> None:
         self.producer_fencing: dict[int, ProducerFencing] = {}
@@ -105,7 +105,7 @@ def test_a_broker_that_has_not_read_takes_no_stamped_batch(brokers):
     with pytest.raises(Unavailable) as refused:
         fences.check(Stamp(1, 0, 0))
     assert refused.value.outcome == "not_applied"
-    gevent.sleep(0)  # it is read behind the call
+    gevent.sleep(0)  # a background read follows the call
     fences.check(Stamp(1, 0, 0))
 
 
@@ -148,7 +148,7 @@ def test_a_named_producer_needs_the_control_plane_and_an_unnamed_one_does_not(br
 
 
 class AskedCatalog:
-    """How often the ids that were given are asked for; the plane may be away, and gives no answer then."""
+    """A catalog that counts the queries for allocated ids. Queries fail while the plane is away."""
 
     def __init__(self, state: PlaneState) -> None:
         self.plane = SimpleNamespace(state=state, session_id=1)

@@ -1,4 +1,4 @@
-"""A purge takes messages from every group, whatever it has of them: leased, waiting in a lane, dead, committed."""
+"""A purge removes messages from every group, in any state: leased, waiting in a lane, dead or committed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def send(fixture, *records: Record, partition: int = 0) -> list[int]:
 
 
 def one_of_each(fixture, name: str, partition: int = 0) -> list[int]:
-    """A plain message, one with a priority, a delayed one and a delayed one with a priority."""
+    """Send a plain message, one with a priority, a delayed one, and a delayed one with a priority."""
     due_ms = fixture.clock.wall_ms() + LATER_MS
     return send(
         fixture,
@@ -181,7 +181,7 @@ def test_an_offset_without_its_partition_is_refused_and_one_past_the_end_takes_w
 
 
 def test_is_answered_once_no_leader_before_this_one_hands_the_messages_out(fixture, monkeypatch):
-    """Its repeat, which finds it done, is not answered sooner."""
+    """A repeat that finds the purge done is not answered sooner."""
     partition = fixture.broker.topics.known("t").local[0]
     end = send(fixture, Record(b"a"))[-1] + 1
     monkeypatch.setattr(PartitionReplica, "may_settle", lambda replica, now_ms: False)

@@ -1,4 +1,4 @@
-"""Messages whose time is still to come are listed in the order in which they are due, and can be taken back."""
+"""Scheduled messages are listed in the order of their due times, and can be cancelled."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_message_that_a_successor_may_have_taken_is_not_denied(fixture, monkey
 
     monkeypatch.setattr("portalmq.broker.partition.readable.gevent", SimpleNamespace(sleep=pass_by))
     monkeypatch.setattr(PartitionReplica, "led_at", lambda replica, then_ms: False)
-    monkeypatch.setattr(fixture.broker.scheduled_messages._leaders, "_patience_s", 0.0)  # a refusal is not tried again
+    monkeypatch.setattr(fixture.broker.scheduled_messages._leaders, "_patience_s", 0.0)  # a refusal is not retried
     with pytest.raises(Unavailable, match="do not vouch"):
         fixture.broker.cancel_scheduled("t", 0, 10_000)
 
@@ -170,7 +170,7 @@ def test_what_was_taken_back_is_counted_for_nobody_and_looked_up_once(tmp_path, 
             fixture.broker.cancel_scheduled("t", 0, offset)
             counts("g")
         assert counts("g") == (0, 4)
-        assert counts("late") == (0, 1), "it began behind the first ones"
+        assert counts("late") == (0, 1), "it began after the first ones"
         fixture.broker.cancel_scheduled("t", 0, first[3])
         clock.advance(250)
         assert counts("g") == (1, 2)

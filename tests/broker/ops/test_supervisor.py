@@ -52,7 +52,7 @@ def test_a_process_that_has_ended_is_not_running_before_it_is_reaped():
         while start_of(child.pid) is not None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        assert os.path.exists(f"/proc/{child.pid}"), "it is a zombie, and that is what was to be seen"
+        assert os.path.exists(f"/proc/{child.pid}"), "the process is a zombie"
     finally:
         child.wait()
     assert start_of(child.pid) is None

@@ -1,4 +1,4 @@
-"""`portalmq up` and `down`, as far as they need no running cluster."""
+"""`portalmq up` and `down` without a running cluster."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def test_many_are_deleted_at_once_and_each_has_its_verdict(client: FlaskClient) 
 def test_produce_and_consume_commands_create_a_missing_queue(client: FlaskClient, fixture: Fixture, kind: str) -> None:
     assert tell(client, kind, queue="q") == {"status": "ok", "queue": "q"}
     fixture.broker.create_topic("wide", wire.CreateTopic(partitions=3))
-    assert tell(client, kind, queue="wide") == {"status": "ok", "queue": "wide"}, "one that is there stays as it is"
+    assert tell(client, kind, queue="wide") == {"status": "ok", "queue": "wide"}, "an existing queue stays unchanged"
     assert tell(client, kind) == {"status": "ok", "queue": "default"}
 
 

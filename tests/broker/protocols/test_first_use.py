@@ -1,4 +1,4 @@
-"""A cluster that creates no topic at its first use creates none by any of the older protocols."""
+"""A cluster that creates no topics on first use creates none through the older protocols either."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MiniQ over HTTP, as its text describes it, and its to-do list."""
+"""MiniQ over HTTP, as its documentation describes it, with its to-do list."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def test_a_message_stays_until_it_is_confirmed(client: FlaskClient, fixture: Fix
     assert posted.status_code == 200
     shown = client.get("/message").get_json()
     assert shown == {"message": "hello", "timestamp": fixture.clock.wall_ms(), "key": posted.get_json()["key"]}
-    assert client.get("/message").status_code == 404, "somebody has it"
+    assert client.get("/message").status_code == 404, "another caller has it"
     fixture.clock.advance(31_000)
-    assert client.get("/message").get_json()["key"] == shown["key"], "it was not confirmed, and is offered again"
+    assert client.get("/message").get_json()["key"] == shown["key"], "it was not confirmed, so it is delivered again"
     assert client.post("/confirm", json={"Key": shown["key"]}).status_code == 200
     fixture.clock.advance(31_000)
     assert client.get("/message").status_code == 404
@@ -84,7 +84,7 @@ def test_a_key_of_a_queue_that_was_deleted_names_no_message_of_the_next_one(
     (listed,) = client.get("/messages").get_json()["messages"]
     shown = client.get("/message").get_json()
     assert posted == listed["key"] == shown["key"] != old
-    assert posted.split("-")[1:] == old.split("-")[1:], "it stands where the old one stood"
+    assert posted.split("-")[1:] == old.split("-")[1:], "it has the place of the old one"
     assert client.post("/confirm", json={"Key": old}).status_code == 404
     ids = {"type": "DELETE_MSG", "payload": {"ids": [old, shown["key"]]}}
     assert client.post("/miniq/command", json={"type": "DELETE_MSG", "payload": {"id": old}}).status_code == 404
@@ -94,7 +94,7 @@ def test_a_key_of_a_queue_that_was_deleted_names_no_message_of_the_next_one(
 
 
 def test_a_key_may_leave_out_of_which_queue_it_is(client: FlaskClient) -> None:
-    """Older keys have no mark, and neither have the ids of other protocols."""
+    """Older keys and the ids of other protocols have no mark."""
     client.post("/message", json={"Message": "a"})
     mark, partition, offset = client.get("/message").get_json()["key"].split("-")
     assert (len(mark), partition) == (8, "0")
@@ -129,7 +129,7 @@ def test_only_get_takes_a_message(fixture: Fixture) -> None:
     client.post("/message", json={"Message": "a"})
     for path, other in (("/message", "POST"), ("/v1/consumer?cid=7", "DELETE")):
         refused = client.head(path)
-        assert refused.status_code == 405, "HEAD has no body that could bring what was taken"
+        assert refused.status_code == 405, "an answer to HEAD has no body for the message"
         assert set(refused.headers["Allow"].split(", ")) == {"GET", other}
     assert client.get("/message").get_json()["message"] == "a"
 
@@ -142,9 +142,9 @@ def test_what_is_shown_of_a_queue_is_bounded_in_bytes(client: FlaskClient, monke
         shown = client.get(path).get_json()
         assert (len(shown["messages"]), shown["more"]) == (3, True)
     monkeypatch.setattr(answers, "ANSWER_BYTES_MAX", 1)
-    assert len(client.get("/messages").get_json()["messages"]) == 1, "one in any case"
+    assert len(client.get("/messages").get_json()["messages"]) == 1, "at least one"
 
 
 def test_a_key_with_a_number_that_is_none_is_no_key(client: FlaskClient) -> None:
     client.post("/message", json={"Message": "a"})
-    assert client.post("/confirm", json={"Key": "0-" + "9" * 30}).status_code == 400, "no broker could be asked for it"
+    assert client.post("/confirm", json={"Key": "0-" + "9" * 30}).status_code == 400, "no partition has that offset"

@@ -1,4 +1,4 @@
-"""Difficult messages through each of the older protocols: they are delivered unchanged, or refused."""
+"""Unusual messages through each of the older protocols: each is delivered unchanged, or refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DOORS = {"Portal MQ": through_portal, "MiniQ": through_miniq, "WonderQ": through
 def test_a_message_comes_out_as_it_was_written(client: FlaskClient, door: str, written: bytes) -> None:
     expected = written.decode("unicode_escape").encode("utf-16", "surrogatepass").decode("utf-16").encode()
     answer = DOORS[door](client, written)
-    # Text may be escaped in another way, so it is compared as text; anything else keeps its very digits and spaces.
+    # Text may be escaped differently, so compare it as text. Any other value keeps its digits and spaces.
     assert b'"message":%s' % (written if written[:1] != b'"' else expected) in answer.replace(b"\\u0000", b"\x00")
 
 
@@ -54,7 +54,7 @@ def test_bytes_go_in_and_come_out_as_base64(client: FlaskClient, path: str) -> N
     assert base64.b64decode(shown["message_base64"]) == b"\xff\x00"
     (listed,) = client.get("/v1/consumer?cid=1").get_json()["messages"]
     assert listed["message_base64"] == shown["message_base64"]
-    assert client.post(path, json={**body, "message": "too"}).status_code == 400, "which of the two?"
+    assert client.post(path, json={**body, "message": "too"}).status_code == 400, "two values for one message"
     assert client.post(path, json={"name": "default", "message_base64": "/"}).status_code == 400
 
 

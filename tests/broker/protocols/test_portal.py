@@ -1,4 +1,4 @@
-"""Portal MQ's endpoints, as its text describes them."""
+"""Portal MQ's endpoints, as its documentation describes them."""
 
 from __future__ import annotations
 
@@ -145,4 +145,4 @@ def test_a_registered_program_may_register_again_at_the_limit(
     for name in ("a", "b"):
         assert post(client, "/consumer/create", id=name)[0] == 200
     assert post(client, "/consumer/create", id="c")[0] == 429
-    assert post(client, "/consumer/create", id="a")[0] == 200, "one that exists is fine"
+    assert post(client, "/consumer/create", id="a")[0] == 200, "an existing program may register again"

@@ -1,4 +1,4 @@
-"""WonderQ, as its text describes it."""
+"""WonderQ, as its documentation describes it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_processed_message_is_deleted_by_its_consumer(client: FlaskClient) -> 
     assert take(client, 7, limit=1) == [(first, "a")]
     assert take(client, 8) == [(second, {"b": 2})], "no two consumers have one message"
     assert take(client, 9) == []
-    assert delete(client, 8, first) is False, "it is another's"
+    assert delete(client, 8, first) is False, "another consumer has it"
     assert delete(client, 7, first) is True
     assert delete(client, 8, second) is True
 
@@ -98,7 +98,7 @@ def test_the_state_is_of_wonderq_s_queue_and_no_other(client: FlaskClient, fixtu
 
 
 def test_a_repeated_delete_is_answered_as_the_first(client: FlaskClient) -> None:
-    """Its answer may have been lost on the way."""
+    """The first answer may have been lost."""
     first, second = publish(client, "a"), publish(client, "b")
     take(client, 7)
     assert [delete(client, 7, first) for _ in range(2)] == [True, True]
@@ -113,9 +113,9 @@ def test_an_id_of_a_queue_that_was_deleted_ends_nothing_that_others_hold_in_the_
     assert take(client, 7) == [(old, "old")]
     fixture.broker.delete_topic("default")
     assert publish(client, "new") == old, "the next queue counts from the beginning"
-    assert delete(client, 7, old) is False, "nobody has it"
+    assert delete(client, 7, old) is False, "no consumer has it"
     assert take(client, 8) == [(old, "new")]
-    assert delete(client, 7, old) is False, "it is another's"
+    assert delete(client, 7, old) is False, "another consumer has it"
     assert [each["state"] for each in client.get("/v1/queue").get_json()["messages"]] == ["in_flight"]
     assert delete(client, 8, old) is True
 

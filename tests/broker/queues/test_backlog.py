@@ -1,4 +1,4 @@
-"""A topic takes no more than `max_backlog_messages` that its slowest queue group has not done."""
+"""A topic accepts no more than `max_backlog_messages` that its slowest queue group has not acked."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_over_the_limit_is_refused_until_messages_are_acked(fixture):
     send(fixture, 5)
     assert is_full(fixture)
     handed = receive(fixture, 2)
-    assert is_full(fixture), "what is leased is not done"
+    assert is_full(fixture), "a leased message is not acked"
     ack(fixture, handed)
     send(fixture, 2)
     assert is_full(fixture)
@@ -110,7 +110,7 @@ def test_a_batch_that_could_never_fit_is_to_be_split(fixture):
 def test_the_slowest_group_counts(fixture):
     limit(fixture, 5)
     begin(fixture, "fast")
-    begin(fixture, "slow")  # which has the second of two messages before it
+    begin(fixture, "slow")  # one of the two messages is before its start
     send(fixture, 3)
     ack(fixture, receive(fixture, 10, "fast"), "fast")
     assert not is_full(fixture)
@@ -216,7 +216,7 @@ class Counts:
 
 
 class Counting:
-    """A backlog whose counts are made up, on a real partition that a group reads."""
+    """A backlog with fake counts, on a real partition that a group reads."""
 
     def __init__(self, fixture, share: int, waiting: int) -> None:
         limit(fixture, share)
@@ -243,7 +243,7 @@ def test_while_there_is_room_a_count_is_made_once_a_second_and_only_when_a_group
     assert not any(counting.is_full(10) for _ in range(100))
     counting.clock.advance(COUNT_EVERY_MS)
     assert not counting.is_full()
-    assert counting.counts.made == 1, "nothing has moved"
+    assert counting.counts.made == 1, "the group has not moved"
     counting.move_a_group()
     assert not counting.is_full()
     assert counting.counts.made == 2
@@ -258,7 +258,7 @@ def test_when_there_is_no_room_a_count_is_made_each_50_ms_and_only_when_a_group_
     assert all(counting.is_full() for _ in range(100))
     counting.clock.advance(COUNT_FULL_EVERY_MS)
     assert counting.is_full()
-    assert counting.counts.made == 1, "nothing has moved"
+    assert counting.counts.made == 1, "the group has not moved"
     counting.move_a_group()
     assert counting.is_full()
     counting.move_a_group()

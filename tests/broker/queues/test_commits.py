@@ -1,4 +1,4 @@
-"""Commits: all or nothing, once, and what is refused with nothing done."""
+"""Commits are atomic and happen once; a refused commit changes nothing."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_input_is_done_and_output_is_there_once(fixture):
     settled(fixture)
     assert there(fixture) == ["A", "B"]
     fixture.clock.advance(60_000)
-    assert [message.record.value for message in receive(fixture)] == [b"c"], "what was committed is done"
+    assert [message.record.value for message in receive(fixture)] == [b"c"], "the committed messages are acked"
 
 
 def test_a_repeat_of_the_same_receipts_gives_the_first_answer_and_publishes_nothing(fixture):
@@ -77,7 +77,7 @@ def test_a_commit_that_two_send_at_once_is_done_once(fixture):
 
 
 def test_a_refused_commit_stays_refused_when_it_is_repeated(fixture):
-    """A copy of it may lie in the socket of a broker that stands still, and its sender has rolled back by then."""
+    """A paused broker may hold a copy of the commit in a socket until after the sender has rolled back."""
     send(fixture, "a")
     late = receive(fixture)
     fixture.clock.advance(60_000)
@@ -87,7 +87,7 @@ def test_a_refused_commit_stays_refused_when_it_is_repeated(fixture):
             commit(fixture, late, outputs("A"))
         assert refused.value.outcome == "not_applied"
         assert fixture.broker.ack("g", [late[0].receipt]) == [False]
-        fixture.broker.nack("g", [held.receipt], 60_000, None)  # from now on nobody has it
+        fixture.broker.nack("g", [held.receipt], 60_000, None)  # from now on it is not leased
     fixture.clock.advance(60_000)
     assert [message.delivery_count for message in receive(fixture)] == [3]
     assert there(fixture) == []
@@ -95,18 +95,18 @@ def test_a_refused_commit_stays_refused_when_it_is_repeated(fixture):
 
 @pytest.fixture
 def succeeded(fixture, monkeypatch):
-    """Another broker was elected, and this one has not heard of it: nobody vouches for it any more."""
+    """Another broker was elected, and this one does not know: its followers do not vouch for it."""
 
     def pass_by(seconds: float) -> None:
         fixture.clock.advance(round(1_000 * seconds))
 
-    monkeypatch.setattr(fixture.broker.group_commits._leaders, "_patience_s", 0.0)  # a refusal is not tried again
+    monkeypatch.setattr(fixture.broker.group_commits._leaders, "_patience_s", 0.0)  # a refusal is not retried
     monkeypatch.setattr("portalmq.broker.partition.readable.gevent", SimpleNamespace(sleep=pass_by))
     monkeypatch.setattr(PartitionReplica, "led_at", lambda replica, then_ms: False)
 
 
 def test_a_leader_that_may_have_been_succeeded_refuses_no_receipts_for_good(fixture, request):
-    """An earlier try, whose answer was lost, may stand with the successor."""
+    """The next leader may hold an earlier attempt whose answer was lost."""
     send(fixture, "a")
     messages = receive(fixture)
     fixture.clock.advance(60_000)
@@ -233,7 +233,7 @@ def test_a_commit_survives_a_restart_with_its_repeat_and_its_outputs(tmp_path):
     with running(tmp_path) as before:
         send(before, "a", "b")
         messages = receive(before)
-        before.broker.outboxes._slots.acquire()  # whoever would carry the orders out waits
+        before.broker.outboxes._slots.acquire()  # no outbox can ship its orders
         for _ in range(outbox.PARTITIONS_AT_ONCE - 1):
             before.broker.outboxes._slots.acquire()
         first = commit(before, messages, outputs("A", "B"))
@@ -251,7 +251,7 @@ def test_outputs_that_were_appended_before_done_was_written_are_not_appended_aga
         send(before, "a")
         messages = receive(before)
         own = before.broker.outboxes.of(partition_of(before))
-        own._done = lambda finished: gevent.sleep(3_600)  # it dies between the two
+        own._done = lambda finished: gevent.sleep(3_600)  # the broker stops between the two
         commit(before, messages, outputs("A", "B"))
         eventually(lambda: there(before) == ["A", "B"])
         clock = before.clock
@@ -272,7 +272,7 @@ def test_at_most_once_groups_have_nothing_to_commit(fixture):
         commit(fixture, messages)
 
 
-# --- what stands in the way ------------------------------------------------------------------------------------------
+# --- refusals and delays ---------------------------------------------------------------------------------------------
 
 
 def test_too_many_open_outputs_are_refused_and_taken_later(fixture, monkeypatch):
@@ -506,13 +506,13 @@ def test_an_offset_that_is_committed_already_publishes_nothing_again(stream):
 
 
 def test_a_commit_from_another_offset_than_the_groups_is_refused_at_any_time(stream):
-    """The first commit was answered by an error; the member has read its message again, with more behind it."""
+    """The answer to the first commit was an error, so the member has read its message again, with more after it."""
     first = commit_offset(stream, 2, outputs("A"), committed=0)
     for _ in range(2):
         with pytest.raises(OffsetMoved, match="committed 2") as caught:
             commit_offset(stream, 3, outputs("A", "B"), committed=0)
         assert (caught.value.extra["committed"], caught.value.outcome) == (2, "not_applied")
-    assert commit_offset(stream, 2, outputs("A"), committed=0) == first, "the very same commit, repeated"
+    assert commit_offset(stream, 2, outputs("A"), committed=0) == first, "a repeat of the same commit"
     commit_offset(stream, 3, outputs("B"), committed=2)
     with pytest.raises(OffsetMoved, match="committed 3"):
         commit_offset(stream, 3, outputs("A", "B"), committed=0)
@@ -523,7 +523,7 @@ def test_a_commit_from_another_offset_than_the_groups_is_refused_at_any_time(str
 
 
 def test_a_commit_is_refused_only_for_committed_records(stream, monkeypatch):
-    """What is appended and not committed may be lost with its leader: then the refused commit could come true."""
+    """An uncommitted record may be lost with its leader; then the refused commit could succeed later."""
     waited = []
     partition = partition_of(stream)
     commit_offset(stream, 2, outputs("A"), committed=0)
@@ -631,7 +631,7 @@ def test_the_calls_between_brokers_carry_all_of_a_commit(fixture):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_with_random_faults_each_output_is_appended_once_and_in_order(fixture, monkeypatch, seed):
-    """Appending fails before it is done, after it, or half way, and the outbox begins anew, while commits go on."""
+    """Appends fail before, during or after the write, and the outbox restarts, while commits continue."""
     chance = Random(seed)
     monkeypatch.setattr(outbox, "PAUSE_FIRST_S", 0.0005)
     monkeypatch.setattr(outbox, "PAUSE_MAX_S", 0.002)
@@ -658,7 +658,7 @@ def test_with_random_faults_each_output_is_appended_once_and_in_order(fixture, m
                 break
             except (StorageFull, Unavailable):
                 continue
-        if chance.random() < 0.3:  # another leader begins with the fold that the log adds up to
+        if chance.random() < 0.3:  # another leader begins with the fold of the log
             partition = partition_of(fixture)
             topic = fixture.broker.topics.get("in")
             fixture.broker.outboxes.on_stepped_down(partition)
@@ -674,7 +674,7 @@ def test_with_random_faults_each_output_is_appended_once_and_in_order(fixture, m
 
 
 def test_an_order_that_waits_longer_than_the_dedup_window_is_not_appended_again_where_it_was(fixture, monkeypatch):
-    """One partition of a topic takes nothing for an hour; what the others took stands there once."""
+    """One partition of a topic refuses appends for an hour; the other partitions hold each message once."""
     monkeypatch.setattr(outbox, "PAUSE_FIRST_S", 0.001)
     fixture.broker.create_topic("fine", wire.CreateTopic(config={"dedup_window_ms": 1_000}))
     fixture.broker.create_topic("out", wire.CreateTopic(partitions=2, config={"dedup_window_ms": 1_000}))

@@ -1,4 +1,4 @@
-"""Dead letters: copied once with their provenance, listed, handed out again, dropped."""
+"""Dead letters are copied once with their provenance, listed, redriven and dropped."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def drop(fixture, ids=None) -> int:
 
 
 def dead(fixture, *values: str, **more) -> list[str]:
-    """Messages that are given up; their ids."""
+    """Send messages, give them up, and return their ids."""
     send(fixture, *values, **more)
     messages = receive(fixture, len(values))
     give_up(fixture, messages)
@@ -91,7 +91,7 @@ def test_a_copy_has_the_message_and_its_origin(fixture):
 
 
 def test_a_reason_of_several_lines_becomes_a_header_of_one(fixture):
-    """What a consumer gives as the reason is a stack trace, often; a header takes no line breaks."""
+    """A consumer often gives a stack trace as the reason, and a header may hold no line breaks."""
     send(fixture, "a")
     settle(fixture, receive(fixture), SettleRequest("nack", 0, "Traceback:\n  File\r\n\tValueError\0"))
     fixture.broker.groups.put("g", {"max_deliveries": 2})
@@ -119,7 +119,7 @@ def test_copies_are_made_once_over_restarts(tmp_path):
         messages = receive(before)
         before.broker.outboxes.of(partition_of(before))._done = lambda finished: gevent.sleep(3_600)
         give_up(before, messages)
-        eventually(lambda: there(before, "in.dlq") == ["a"])  # and it dies before it has noted that
+        eventually(lambda: there(before, "in.dlq") == ["a"])  # and the broker stops before it records that
         clock = before.clock
     with running(tmp_path, clock) as after:
         settled(after)
@@ -239,12 +239,12 @@ def test_redriven_messages_are_handed_out_again_and_count_from_zero(fixture):
     again = receive(fixture)
     assert [(message.record.value, message.delivery_count) for message in again] == [(b"a", 1), (b"b", 1)]
     assert ids(listed(fixture)) == known[2:]
-    assert redrive(fixture, ids=known[:2]) == (0, 0), "they are dead no more"
-    assert redrive(fixture) == (1, 1), "all, when nothing is named"
+    assert redrive(fixture, ids=known[:2]) == (0, 0), "they are no longer dead"
+    assert redrive(fixture) == (1, 1), "without ids, all are redriven"
 
 
 def test_receipts_from_before_a_redrive_are_stale(tmp_path):
-    """Deliveries count from zero again, and leases do not: who had one before it was given up has lost it."""
+    """A redrive resets the count of deliveries but not the numbers of leases: earlier receipts stay stale."""
     with running(tmp_path) as before:
         before.broker.groups.put("g", {"max_deliveries": 1})
         send(before, "a", "b")
@@ -260,7 +260,7 @@ def test_receipts_from_before_a_redrive_are_stale(tmp_path):
     with running(tmp_path, clock) as after:
         for way in (SettleRequest("ack"), SettleRequest("nack"), SettleRequest("extend", 1_000)):
             assert settle(after, earlier, way) == [False, False]
-        # A nack counts what was delivered since the redrive.
+        # A nack counts the deliveries since the redrive.
         after.broker.groups.put("g", {"max_deliveries": 2})
         assert settle(after, later[:1], SettleRequest("nack")) == [True]
         (again,) = receive(after, 2)
@@ -359,7 +359,7 @@ def test_a_redrive_leaves_the_group_room_for_new_messages(fixture, monkeypatch):
     monkeypatch.setattr(dead_letters, "REDRIVEN_MAX", 2)
     dead(fixture, *"abc")
     assert redrive(fixture) == (3, 2)
-    assert redrive(fixture) == (1, 0), "those two are not done yet"
+    assert redrive(fixture) == (1, 0), "those two are not acked yet"
     fixture.broker.ack("g", [message.receipt for message in receive(fixture)])
     assert redrive(fixture) == (1, 1)
 
@@ -370,7 +370,7 @@ def test_ids_and_where_together_are_refused_and_too_many_ids(fixture):
         redrive(fixture, ids=known, where={"reason": {"exists": True}})
     with pytest.raises(InvalidRequest, match="limit is 10000"):
         redrive(fixture, ids=[f"0-{n}" for n in range(10_001)])
-    assert redrive(fixture, ids=[]) == (0, 0), "none are named, so none are meant"
+    assert redrive(fixture, ids=[]) == (0, 0), "an empty list names none"
 
 
 # --- dropping --------------------------------------------------------------------------------------------------------
@@ -392,7 +392,7 @@ def test_dropped_ones_are_forgotten_for_good_and_their_copies_stay(tmp_path):
 
 
 def test_the_calls_between_brokers_carry_all_of_it(fixture):
-    """What another broker asks of the leader is the same work, by way of the wire."""
+    """A call from another broker does the same as a local call."""
     known = dead(fixture, "a", "b")
     broker = fixture.broker
     group, topic = broker.groups.get("g"), broker.topics.get("in").state
@@ -441,7 +441,7 @@ def test_many_dead_letters_are_redriven_and_dropped_while_others_have_their_turn
 
 @pytest.fixture
 def pauses(monkeypatch):
-    """The pauses of the test's own greenlet, ten offsets a turn; the first one has `meanwhile` done."""
+    """Record the pauses of the test's own greenlet, one for ten offsets. The first pause calls `meanwhile`."""
     monkeypatch.setattr(dead_letters, "OFFSETS_A_TURN", 10)
     monkeypatch.setattr("portalmq.broker.partition.yielding.perf_counter", lambda: 0.0)
     me, seen = gevent.getcurrent(), []
@@ -469,7 +469,7 @@ def test_a_list_is_read_in_turns(fixture, pauses, monkeypatch):
 
 
 def scattered(fixture, count: int) -> list[str]:
-    """The ids of dead letters of which no two lie side by side."""
+    """Create dead letters of which no two are adjacent, and return their ids."""
     send(fixture, *(str(number) for number in range(2 * count)))
     messages = receive(fixture, 2 * count)[::2]
     give_up(fixture, messages, topic="")

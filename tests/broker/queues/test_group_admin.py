@@ -1,4 +1,4 @@
-"""A group all over the cluster: what is summed up, what may be left out, and what may not."""
+"""A group over the whole cluster: its sums, and the partitions that an answer may and may not omit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def count(topic: str, number: int, lag: int = 0) -> GroupCount:
 
 @dataclass
 class World:
-    """Topics with their partitions' leaders (broker 1 asks; None: nobody leads), and where the group has begun."""
+    """Topics with the leaders of their partitions (None: no leader; broker 1 calls), and where the group has begun."""
 
     leaders: dict[tuple[str, int], int | None]
     begun: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class World:
         self.ended += here
         return EndedGroup(here, self.led(broker_id))
 
-    # what the admin needs of the groups, the mirror and the peers
+    # the parts of the groups, the mirror and the peers that the admin uses
 
     @property
     def topics(self) -> list[Any]:
@@ -79,7 +79,7 @@ class World:
         return self.counts(broker_id) if name == "groups" else self.end(broker_id)
 
     def group_admin(self) -> GroupAdmin:
-        """Patient as long as everybody can be asked in the end."""
+        """Create an admin; it is patient only if every leader can be reached."""
         is_whole = not self.away and None not in self.leaders.values()
         admin = GroupAdmin(1, self, self, self, patience_s=60.0 if is_whole else 0.05)  # type: ignore[arg-type]
         admin._count_here = lambda names: self.counts(1)  # type: ignore[method-assign]
@@ -103,7 +103,7 @@ def test_a_lag_that_leaves_a_partition_out_is_not_given() -> None:
 
 
 def test_a_partition_without_a_leader_matters_not_where_the_group_is_not() -> None:
-    """A group begins on all partitions of a topic: where those that can be asked do not know it, none does."""
+    """A group begins on all partitions of a topic: if the reachable ones do not know it, no partition does."""
     world = World({("t", 0): 1, ("other", 0): 2, ("other", 1): None}, {("t", 0): 5})
     assert world.group_admin().describe("g").lag == 5
 
@@ -138,7 +138,7 @@ def test_a_group_stays_when_a_leader_cannot_be_asked_to_end_it() -> None:
 
 
 def test_a_partial_deletion_has_an_unknown_outcome() -> None:
-    """What was acknowledged on the partitions where it has ended is forgotten there."""
+    """The partitions where the group has ended forget its acks."""
     world = World({("t", 0): 1, ("t", 1): 2}, {("t", 0): 0, ("t", 1): 0}, away={2})
     with pytest.raises(Unavailable) as caught:
         world.group_admin().delete("g")

@@ -97,7 +97,9 @@ def test_a_receipt_is_stale_once_someone_else_has_the_message(fixture):
     assert fixture.broker.extend("g", [first.receipt], None) == [False]
     assert fixture.broker.nack("g", [first.receipt], None, None) == [False]
     assert fixture.broker.ack("g", [second.receipt]) == [True]
-    assert fixture.broker.ack("g", [first.receipt]) == [True], "done is done, whoever says so"
+    assert fixture.broker.ack("g", [first.receipt]) == [True], (
+        "an acked message stays acked, whichever consumer repeats the ack"
+    )
 
 
 def test_receipts_are_checked_before_any_is_used(fixture):
@@ -235,7 +237,7 @@ def park(fixture: Fixture, *topics: str, **more):
 
 
 def finished(*greenlets):
-    """Those that end: the first is waited for, and whoever else is about to has time to."""
+    """Return the greenlets that end: wait for the first, and give the others a short time."""
     gevent.wait(greenlets, timeout=60, count=1)
     gevent.joinall(greenlets, timeout=0.3)
     return [greenlet for greenlet in greenlets if greenlet.ready()]
@@ -337,7 +339,7 @@ def test_leases_acks_and_counts_survive_a_restart(tmp_path):
         before.broker.ack("g", [first.receipt])
     with running(tmp_path, clock) as after:
         assert receive(after) == [], "the leases still run"
-        assert after.broker.ack("g", [second.receipt]) == [True], "a receipt of the epoch before still counts"
+        assert after.broker.ack("g", [second.receipt]) == [True], "a receipt of the previous epoch is valid"
         clock.advance(LEASE_MS)
         (again,) = receive(after)
         assert (again.record.value, again.delivery_count) == (b"c", 2)
@@ -363,7 +365,7 @@ def test_a_clock_set_back_by_an_hour_does_not_set_timestamps_back(fixture):
 
 
 def test_an_ack_whose_grant_was_lost_in_a_kill_leaves_nothing_that_is_no_message(fixture):
-    """Control records between the messages would otherwise count as ready, and wait for ever to be handed out."""
+    """Otherwise control records between the messages would count as ready and wait for delivery for ever."""
     send(fixture, "a")
     (first,) = receive(fixture)
     partition = fixture.broker.topics.get("t").partition(0)
@@ -371,7 +373,7 @@ def test_an_ack_whose_grant_was_lost_in_a_kill_leaves_nothing_that_is_no_message
     before = partition.delivery["g"].snapshot()
     send(fixture, "left out", "b")
     _, second = receive(fixture)
-    partition.delivery["g"] = GroupDelivery(before)  # as after a kill -9 that came before the grant was on disk
+    partition.delivery["g"] = GroupDelivery(before)  # as after a kill -9 before the grant is on disk
     assert fixture.broker.ack("g", [second.receipt]) == [True]
     assert fixture.broker.describe_group("g").ready == 1
     (again,) = receive(fixture)
@@ -421,7 +423,7 @@ def test_a_group_may_be_deleted_by_two_at_once(fixture):
     receive(fixture)
     both = [gevent.spawn(fixture.broker.delete_group, "g") for _ in range(2)]
     gevent.joinall(both)
-    assert [type(one.exception) for one in both] == [type(None), Unavailable], "the first might yet fail"
+    assert [type(one.exception) for one in both] == [type(None), Unavailable], "the first may still fail"
     with pytest.raises(GroupNotFound):
         fixture.broker.delete_group("g")
 
@@ -440,7 +442,7 @@ def test_a_group_in_deletion_is_not_created_again_on_some_partitions(fixture):
     send(fixture, "a")
     receive(fixture)
     deleting = gevent.spawn(fixture.broker.delete_group, "g")
-    gevent.sleep(0)  # its first record is on the way
+    gevent.sleep(0)  # the append of its first record is under way
     uses = (receive, lambda it: it.broker.put_group("g", {}), lambda it: it.broker.describe_group("g"))
     for use in uses:
         with pytest.raises(Unavailable):
@@ -453,7 +455,7 @@ def test_a_group_in_deletion_is_not_created_again_on_some_partitions(fixture):
 def test_a_first_receive_that_meets_a_deletion_leaves_nothing_behind(fixture, delete):
     fixture.broker.create_topic("t", wire.CreateTopic(partitions=4))
     first = gevent.spawn(receive, fixture, attempt_id="a")
-    gevent.sleep(0)  # the group's beginning is on its way to four partitions
+    gevent.sleep(0)  # the group's first records are on their way to four partitions
     if delete == "group":
         fixture.broker.delete_group("g")
     else:
@@ -477,7 +479,7 @@ def test_a_sleeper_does_not_oversleep_a_message_in_a_partition_that_was_added(fi
 
 
 def older_receipt(fixture: Fixture, message, epochs_ago: int = 1) -> str:
-    """The receipt that an earlier leader gave for the same delivery of a message."""
+    """Return the receipt that an earlier leader gave for the same delivery of a message."""
     group = fixture.broker.groups.get("g")
     topic = fixture.broker.topics.get("t")
     book = fixture.broker.groups.book(group, topic.state.topic_id)
@@ -486,7 +488,7 @@ def older_receipt(fixture: Fixture, message, epochs_ago: int = 1) -> str:
 
 
 def test_a_receipt_of_an_earlier_leader_is_valid_until_the_next_lease(tmp_path):
-    """Grants are not waited for: a new leader may hand out a message under the number that the old one gave it."""
+    """A delivery does not wait for its grant, so a new leader may give a message the same delivery number again."""
     with running(tmp_path) as before:
         send(before, "a", "b")
     with running(tmp_path) as fixture:
@@ -496,12 +498,12 @@ def test_a_receipt_of_an_earlier_leader_is_valid_until_the_next_lease(tmp_path):
         assert fixture.broker.extend("g", [older_receipt(fixture, first)], None) == [False]
         assert fixture.broker.ack("g", [first.receipt]) == [True]
         fixture.clock.advance(LEASE_MS + 1)
-        assert fixture.broker.ack("g", [older_receipt(fixture, second)]) == [False], "what was refused stays so"
+        assert fixture.broker.ack("g", [older_receipt(fixture, second)]) == [False], "a refused receipt stays refused"
         assert [message.delivery_count for message in receive(fixture)] == [2]
 
 
 def test_an_older_receipt_takes_no_lease_away_after_a_second_election(tmp_path):
-    """What this leader handed out itself is not all that counts: the lease may be of the leader before."""
+    """The current lease may be one that the previous leader gave."""
     clock = HandClock()
     with running(tmp_path, clock) as before:
         send(before, "a")
@@ -550,7 +552,7 @@ def test_groups_that_came_and_went_are_not_remembered_for_ever(fixture, monkeypa
 
 @pytest.mark.parametrize("is_by_name", [True, False])
 def test_a_group_that_another_broker_deleted_can_be_created_again_at_once(fixture, is_by_name):
-    """What the control plane says counts: it is ahead of what this broker has heard."""
+    """The control plane decides: it is ahead of this broker's copy."""
     groups = fixture.broker.groups
     send(fixture, "a")
     receive(fixture)
@@ -587,12 +589,12 @@ def test_a_wait_continues_when_its_topic_is_deleted_and_created_again(fixture, c
 
 @pytest.fixture
 def waits(fixture, monkeypatch):
-    """A message on each of twelve partitions; a wait for followers passes by the hand clock, and is noted in ms."""
+    """Send a message to each of twelve partitions, let waits for followers advance the clock, and record them in ms."""
     fixture.broker.create_topic("t", wire.CreateTopic(partitions=12))
     for number in range(12):
         send(fixture, "x", partition=number)
     assert receive(fixture, group="g", max_messages=1), "the group has begun"
-    monkeypatch.setattr(fixture.broker.receive_handler, "_patience_s", 0.0)  # a refusal is not tried again
+    monkeypatch.setattr(fixture.broker.receive_handler, "_patience_s", 0.0)  # a refusal is not retried
     waits: list[int] = []
 
     def pass_by(seconds: float) -> None:
@@ -625,7 +627,7 @@ def test_a_receive_with_messages_in_hand_waits_for_no_followers(fixture, waits, 
 
 
 def test_a_group_that_ends_while_its_followers_are_waited_for_hands_nothing_out(fixture, waits, monkeypatch):
-    """Nor does another group of its name: it would not take these receipts back."""
+    """A new group of its name delivers nothing to that receive either: it would refuse the receipts."""
     monkeypatch.setattr(PartitionReplica, "may_deliver", lambda replica, now_ms: bool(waits))
 
     def end(seconds: float) -> None:
@@ -645,7 +647,7 @@ def test_a_group_that_ends_while_its_followers_are_waited_for_hands_nothing_out(
 
 
 def test_a_waiter_that_was_woken_in_vain_is_woken_again(fixture, monkeypatch):
-    """The grant can be refused, too, when reading has taken longer than the followers' word holds."""
+    """A grant is also refused when the read has taken longer than the followers' vouching lasts."""
     send(fixture, "x")
     partition = fixture.broker.topics.known("t").local[0]
     real, refusals = partition.append_group_record, [1, 2]

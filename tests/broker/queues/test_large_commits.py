@@ -1,4 +1,4 @@
-"""Commits of very many receipts: checked with pauses, and still atomic."""
+"""Commits of very many receipts are checked with pauses and stay atomic."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def fixture(tmp_path):
 
 @pytest.fixture
 def in_small_parts(monkeypatch):
-    """Commits are weighed in small parts. Say what is to happen in which pause; the pauses are noted."""
+    """Check commits in small parts. Call `meanwhile` in the given pause, and record the pauses."""
     monkeypatch.setattr(commit_module, "RECEIPTS_A_TURN", 3)
 
     def during(pause: int = -1, meanwhile=lambda: None) -> list[int]:
@@ -100,7 +100,7 @@ def test_a_large_commit_that_two_send_at_once_is_done_once(fixture, in_small_par
 
 @PAUSES
 def test_a_large_commit_does_nothing_to_a_group_that_is_created_again_during_it(fixture, in_small_parts, pause):
-    """The new group gives out receipts with the same numbers."""
+    """The receipts of the new group have the same numbers."""
     messages = leased(fixture, 1)
 
     def made_anew() -> None:
@@ -116,7 +116,7 @@ def test_a_large_commit_does_nothing_to_a_group_that_is_created_again_during_it(
 
 
 class Walked(list[OutputMessage]):
-    """Publications that count how often they are walked through."""
+    """Publications that count their iterations."""
 
     walks = 0
 
@@ -128,7 +128,7 @@ class Walked(list[OutputMessage]):
 def test_outputs_for_many_topics_are_walked_through_twice_with_pauses(fixture, in_small_parts, monkeypatch):
     monkeypatch.setattr(commit_module, "OUTPUTS_A_TURN", 3)
     publications = Walked([each for name in "abcdef" for each in outputs(name, topic=f"out-{name}")])
-    fixture.broker.group_commits._outputs(publications)  # the topics are there from here on
+    fixture.broker.group_commits._outputs(publications)  # this creates the topics
     publications.walks, pauses = 0, in_small_parts()
     made = fixture.broker.group_commits._outputs(publications)
     assert [(each.topic, each.record.value) for each in made] == [(f"out-{name}", name.encode()) for name in "abcdef"]

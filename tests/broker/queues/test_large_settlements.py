@@ -1,4 +1,4 @@
-"""Settling very many receipts in one call: others have their turn in between, and what they do is seen."""
+"""Settling very many receipts in one call: other greenlets run between the parts, and the call sees their changes."""
 
 import pytest
 from support.domain import records, running
@@ -31,7 +31,7 @@ def leased(fixture):
 
 @pytest.fixture
 def in_between(monkeypatch):
-    """What is appended to it is called, once each, where others have their turn."""
+    """A list of functions; each pause calls and removes the first."""
     work = []
 
     def turn():

@@ -1,4 +1,4 @@
-"""What is told of all groups costs as much as there are groups, and the broker serves others meanwhile."""
+"""A description of all groups costs no more than the number of groups, and other greenlets run during it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def broker(tmp_path):
 
 @pytest.fixture
 def looks(monkeypatch):
-    """How many batches were looked up, as a list that grows."""
+    """A list that grows by one with each batch looked up."""
     seen: list[int] = []
     find = BatchCache.find
     monkeypatch.setattr(BatchCache, "find", lambda *args: seen.append(1) or find(*args))
@@ -54,7 +54,7 @@ def test_groups_that_have_all_there_is_do_not_read_each_others_records(broker, l
     looks.clear()
     assert {each.lag for each in gauges_of(broker, Disk(), connected=True).group_lags} == {1}
     assert len(broker.list_groups()) == GROUPS
-    assert len(looks) <= 4 * GROUPS  # the lease of each, for its age, twice
+    assert len(looks) <= 4 * GROUPS  # each group looks up its lease, for the age, twice
 
 
 def test_a_message_behind_the_records_of_many_groups_is_found_without_reading_them(broker, looks, monkeypatch):

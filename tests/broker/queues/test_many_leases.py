@@ -1,4 +1,4 @@
-"""Very many leases of a group that end at once: looked at a few at a time, whatever happens in between."""
+"""Very many leases of a group that end at once are processed a few at a time, whatever happens between."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def fixture(tmp_path):
 
 @pytest.fixture
 def few_at_once(monkeypatch):
-    """What is done at once is little; each pause is noted with the dead messages that there are then."""
+    """Lower the limits of one turn. Each pause records the number of dead messages."""
     monkeypatch.setattr("portalmq.broker.core.queue.spans.RETURNED_AT_ONCE", 3)
     monkeypatch.setattr("portalmq.broker.queues.group_receiver.DEAD_A_RECORD", 2)
 
@@ -53,7 +53,7 @@ def leased_one_by_one(fixture: Fixture, count: int, **config) -> None:
 def test_many_leases_that_end_at_once_are_looked_at_with_pauses(fixture, few_at_once):
     leased_one_by_one(fixture, 10)
     pauses = few_at_once(fixture)
-    assert received(fixture) == [str(number) for number in range(10)], "and they come in their order"
+    assert received(fixture) == [str(number) for number in range(10)], "the messages are delivered in order"
     assert len(pauses) == 3
 
 

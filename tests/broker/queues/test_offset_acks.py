@@ -1,4 +1,4 @@
-"""Messages that are done by their places, without a receipt."""
+"""Acks of messages by partition and offset, without a receipt."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_with_a_holder_only_its_messages_are_acked(fixture: Fixture) -> None:
     assert receive(fixture, "7:one", most=1) == ["a"]
     assert receive(fixture, "70:two", most=1) == ["b"]
     assert finish(fixture, (0, first), (0, second), holder="7") == [True, False]
-    assert finish(fixture, (0, first), holder="7") == [True], "his, and done"
+    assert finish(fixture, (0, first), holder="7") == [True], "a repeat by its holder"
     assert finish(fixture, (0, first), holder="70") == [False]
 
 
@@ -158,7 +158,7 @@ def test_each_message_is_counted_once_as_acked_however_often_it_is_done(fixture:
     assert fixture.broker.ack("g", receipts) == [True, True], "a repeat counts, and is not counted"
     assert acked(fixture) == 2
     assert finish(fixture, (0, first), (0, second), (0, third), (0, third)) == [True] * 4
-    assert acked(fixture) == 3, "the third one was done by its place, unseen"
+    assert acked(fixture) == 3, "the third one was acked by its offset, before delivery"
     assert finish(fixture, (0, fourth), (0, third), (0, 999)) == [True, True, False]
     assert acked(fixture) == 4
 
@@ -186,7 +186,7 @@ def test_a_holder_loses_messages_that_are_delivered_again_without_an_attempt_id(
     (first,) = produce(fixture, "a")
     receive(fixture, "7:one")
     fixture.clock.advance(30_001)
-    assert receive(fixture) == ["a"], "its lease is another's now"
+    assert receive(fixture) == ["a"], "another holder has its lease now"
     assert finish(fixture, (0, first), holder="7") == [False]
 
 
@@ -205,7 +205,7 @@ def test_acks_ahead_of_the_cursor_are_not_kept_one_by_one_forever(fixture: Fixtu
 def test_a_group_that_begins_at_the_end_ignores_earlier_messages(fixture: Fixture) -> None:
     (first,) = produce(fixture, "a")
     fixture.broker.put_group("g", {"start": "latest"})
-    assert finish(fixture, (0, first)) == [True], "nobody will be given it"
+    assert finish(fixture, (0, first)) == [True], "the group never delivers it"
     (second,) = produce(fixture, "b")
     assert receive(fixture) == ["b"]
     assert finish(fixture, (0, second)) == [True]
@@ -217,7 +217,7 @@ def test_acks_ahead_of_an_unreceived_message_are_bounded(fixture: Fixture, monke
     assert all(finish(fixture, *[(0, offset) for offset in others[:5]]))
     with pytest.raises(Backpressure, match="receive"):
         finish(fixture, (0, others[5]))
-    assert finish(fixture, (0, others[0])) == [True], "done already"
+    assert finish(fixture, (0, others[0])) == [True], "acked already"
     assert receive(fixture, most=1) == ["a"]
     assert finish(fixture, (0, first), (0, others[5])) == [True, True]
     assert receive(fixture) == ["h"]

@@ -1,4 +1,5 @@
-"""What a queue group is promised beyond lease and ack: when a message comes, in which order, how often, and its end."""
+"""The guarantees of a queue group beyond lease and ack: when, in which order and how often a message is delivered, and
+when it is given up."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ def test_a_higher_priority_is_delivered_first_in_order_within_one(fixture):
 def test_where_messages_are_found_one_by_one_a_receive_takes_no_more_than_a_turn_has_room_for(fixture, monkeypatch):
     monkeypatch.setattr("portalmq.broker.queues.group_receiver.FOUND_MAX", 2)
     send(fixture, "a", "b", "c")
-    assert texts(receive(fixture)) == ["a", "b", "c"], "plain ones are found in whole batches"
+    assert texts(receive(fixture)) == ["a", "b", "c"], "plain messages are found in whole batches"
     send(fixture, "d", "e")
     send(fixture, "p1a", "p1b", "p1c", priority=1)
     assert [texts(receive(fixture)) for _ in range(4)] == [["p1a", "p1b"], ["p1c", "d"], ["e"], []]
@@ -117,7 +118,7 @@ def test_a_sleeper_is_woken_when_a_delayed_message_is_due(fixture):
     waiting = gevent.spawn(receive, fixture, wait_ms=60_000)
     gevent.sleep(0.01)
     send(fixture, "x", deliver_at_ms=fixture.clock.wall_ms() + 40)
-    fixture.clock.advance(40)  # the bell was set by the clock as it stood
+    fixture.clock.advance(40)  # the timer was set before this advance
     assert texts(waiting.get(timeout=50)) == ["x"]
 
 
@@ -129,7 +130,7 @@ def test_a_jump_of_the_wall_clock_is_noticed_within_a_second(fixture):
     fixture.clock.day_ms += HOUR_MS
     turns = 0
     while not waiting.ready():
-        gevent.sleep(0.01)  # a pause of the process is one turn, however long it is
+        gevent.sleep(0.01)  # a pause of the process counts as one turn, however long it is
         turns += 1
     assert texts(waiting.get()) == ["x"]
     assert turns <= 200
@@ -310,7 +311,7 @@ def test_a_poison_message_takes_no_batch_mates_with_it(fixture):
     acked = []
     for _ in range(40):
         messages = receive(fixture)
-        if "p" in texts(messages):  # its consumer dies with all that it holds
+        if "p" in texts(messages):  # its consumer stops with all its leases
             fixture.clock.advance(LEASE_MS)
             continue
         ack(fixture, messages)
@@ -344,7 +345,7 @@ def test_at_most_once_is_acked_before_delivery(fixture):
     assert texts(got) == ["a", "b"]
     assert fixture.broker.describe_group("g").lag == 0
     ack(fixture, got)
-    assert receive(fixture, attempt_id="x") == [], "a repeat gets nothing of what the first attempt got"
+    assert receive(fixture, attempt_id="x") == [], "a repeat gets none of the first attempt's messages"
     fixture.clock.advance(LEASE_MS)
     assert receive(fixture) == []
 
@@ -425,7 +426,7 @@ def test_with_order_by_key_priority_is_not_looked_at(fixture):
     assert texts(receive(fixture)) == ["b"]
     group = partition_of(fixture).delivery["g"]
     assert fixture.broker.describe_group("g").lag == 1
-    assert group.cursors[9] == (0, group.next), "retention is not kept from what lane 0 has passed"
+    assert group.cursors[9] == (0, group.next), "lane 9 does not hold back retention of what lane 0 has passed"
 
 
 def test_a_topic_of_urgent_messages_alone_is_not_kept_for_lane_0(fixture):
@@ -439,7 +440,7 @@ def test_a_topic_of_urgent_messages_alone_is_not_kept_for_lane_0(fixture):
     assert partition.delivery["g"].next == partition.readable_end
     before = partition.replica.next_offset
     fixture.broker.groups.sweep()
-    assert partition.replica.next_offset == before, "there is nothing more to tell"
+    assert partition.replica.next_offset == before, "no record is left to append"
     partition.retain(None, 1, 10 * HOUR_MS)
     assert partition.log.log_start_offset > 0
 
@@ -448,14 +449,14 @@ def test_a_topic_of_urgent_messages_alone_is_not_kept_for_lane_0(fixture):
 
 
 def test_a_grant_that_the_disk_refused_hides_nothing(fixture):
-    """The cursor goes back with the fold: what was found out beyond it must not be taken for what lies before."""
+    """The cursor goes back with the fold, and messages after it are found again."""
     receive(fixture)
     send(fixture, "a", "b")
     send(fixture, "later", deliver_at_ms=fixture.clock.wall_ms() + HOUR_MS)
     partition = partition_of(fixture)
     before = partition.delivery["g"].snapshot()
     assert texts(receive(fixture)) == ["a", "b"]
-    assert receive(fixture) == [], "and looks over what is not due"
+    assert receive(fixture) == [], "the scheduled message is not due"
     partition.delivery["g"] = GroupDelivery(before)
     assert texts(receive(fixture)) == ["a", "b"]
 
@@ -572,7 +573,7 @@ def test_a_follower_drops_nothing_by_itself(fixture):
 
 
 def test_a_wrong_time_of_day_takes_nothing_from_a_group_that_is_active(fixture):
-    """What is old by the wrong clock is kept although everything that is sent from now on is stamped by it."""
+    """Messages that are old by the wrong clock stay, although it stamps every later message."""
     fixture.broker.put_group("g", {"max_deliveries": 1_000})
     partition = partition_of(fixture)
     receive(fixture, 1)
@@ -609,8 +610,8 @@ def test_a_wrong_wall_clock_removes_only_unneeded_messages_and_after_hours(fixtu
 
 
 def test_after_a_restart_the_keys_of_a_backlog_are_read_in_steps_and_acks_between_them_count(tmp_path, monkeypatch):
-    """However many wait, others have their turn after each few; what is acked then makes the next of its key free, and
-    that once the ack is committed."""
+    """Other greenlets run after each step, however many messages wait. An ack during a pause frees the next message of
+    its key once the ack is committed."""
     pauses: list[None] = []
     monkeypatch.setattr("portalmq.broker.queues.group_receiver.give_way", lambda: pauses.append(None))
     clock = HandClock()
@@ -633,7 +634,7 @@ def test_after_a_restart_the_keys_of_a_backlog_are_read_in_steps_and_acks_betwee
 
 
 def test_behind_many_messages_of_one_key_another_is_found_in_several_looks(fixture, monkeypatch):
-    """A look at all that is held would keep everybody else waiting."""
+    """One pass over all held messages would block the other greenlets."""
     held = []
     monkeypatch.setattr(
         "portalmq.broker.queues.group_receiver.give_way", lambda: held.append(partition_of(fixture).delivery["g"].held)
@@ -650,7 +651,7 @@ def test_behind_many_messages_of_one_key_another_is_found_in_several_looks(fixtu
 
 
 def test_a_former_leader_drops_the_key_order_and_builds_it_again_later(fixture):
-    """What others finish would pile up in it: nobody who only follows asks whose turn it is."""
+    """A follower never asks for the next message of a key, so finished messages would pile up in it."""
     fixture.broker.put_group("g", {"ordering": "key"})
     send(fixture, b"a", b"b", key=b"k")
     (first,) = receive(fixture)

@@ -1,4 +1,4 @@
-"""A commit that is refused for good rests on what is in the log for good."""
+"""A final refusal of a commit rests on committed records only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from portalmq.errors import StorageFull
 def test_a_write_that_the_disk_refuses_refuses_no_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    """The sender would take the refusal for good, and the same commit would be done when it comes again."""
+    """The sender would take the refusal as final, and a repeat of the commit would then succeed."""
     with running(tmp_path) as fixture:
         send(fixture, "a", "b", "c")
         partition, go = partition_of(fixture), threading.Event()

@@ -1,4 +1,4 @@
-"""A group's messages at another broker: an interest is left there while someone sleeps here, and no longer."""
+"""A group's messages at another broker: an interest stays there only while a waiter sleeps here."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPTIONS = ReceiveOptions(10, 30_000, "", None)
 
 
 class Leader:
-    """Another broker, which leads everything: `arrive` brings it a message."""
+    """Another broker, which leads all partitions: `arrive` adds a message."""
 
     def __init__(self) -> None:
         self.messages: list[LeasedMessage] = []
@@ -124,7 +124,7 @@ def test_all_sleepers_of_a_group_share_one_interest_and_each_message_wakes_one(l
         b"2",
     ]
     until(lambda: leader.parked == 1)
-    assert leader.calls.count("receive") < 20, "a message wakes one sleeper, and not all"
+    assert leader.calls.count("receive") < 20, "a message wakes one sleeper, not all"
     gevent.killall(sleepers)
 
 

@@ -1,4 +1,4 @@
-"""Adoption: the restored state for given directories, and directories that do not belong together."""
+"""Adoption: the state restored from given directories, and directories that do not belong together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A broker takes no more connections than the limit of open files leaves room for, and says so."""
+"""A broker accepts no more connections than the limit of open files allows, and logs that."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_connections_take_a_third_of_too_low_a_limit_and_a_warning_names_it(
 def test_settings_below_the_cap_stay_and_a_tiny_limit_leaves_ten(limits: list[int]) -> None:
     limits[1] = 900
     small = BrokerConfig(worker_connections=200, parked_receives_max=50)
-    assert within_limit(small) == small, "300 would be left"
+    assert within_limit(small) == small, "the limit leaves room for 300"
     limits[:] = [12, 12]
     assert within_limit(small) == replace(small, worker_connections=10, parked_receives_max=5)
 

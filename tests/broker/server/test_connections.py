@@ -8,7 +8,7 @@ from portalmq.broker.server.connections import ClientConnection, Connections
 
 
 class House:
-    """Connections by name; `ended` are the names of those that were hung up, in order."""
+    """Connections by name. `ended` lists the names of the closed ones in order."""
 
     def __init__(self, at_most: int = 1_000, per_address_max: int = 3, **more: bool) -> None:
         self.connections = Connections(at_most, per_address_max, **more)
@@ -54,7 +54,7 @@ def test_what_was_hung_up_is_counted_no_more_and_may_end_its_request():
     for name in "abcd":
         house.enter(name)
     assert house.ended == ["a"]
-    house.busy("a")  # a request had come in that very moment
+    house.busy("a")  # a request arrived at that moment
     house.idle("a")
     house.connections.leave(house.held["a"])
     assert len(house.connections) == 3

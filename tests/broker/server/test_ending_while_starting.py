@@ -16,7 +16,7 @@ from portalmq.broker.server.process import BrokerWorker
 
 
 class Starting:
-    """A broker process whose start goes on until it is ended."""
+    """A broker process whose start continues until the process is ended."""
 
     def __init__(self) -> None:
         self.did: list[str] = []

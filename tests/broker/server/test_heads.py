@@ -1,4 +1,4 @@
-"""The head of a request as it comes, in pieces of any size."""
+"""Reading the head of a request in pieces of any size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LINE = b"GET /livez HTTP/1.1\r\n"
 
 
 class Pieces:
-    """A socket that brings a piece at a time, and counts them."""
+    """A socket that returns one piece for each read and counts the reads."""
 
     def __init__(self, data: bytes, size: int) -> None:
         self.data, self.size, self.reads = data, size, 0
@@ -92,7 +92,7 @@ def test_what_is_wrong_with_a_head_is_said_as_soon_as_it_shows(data, error, size
 
 
 def test_each_byte_of_a_head_is_looked_at_a_few_times_whatever_its_pieces(monkeypatch):
-    """Searching the whole head with each piece would make a head of many small pieces expensive."""
+    """A search of the whole head for each piece would make many small pieces expensive."""
 
     looked = []
 

@@ -1,4 +1,4 @@
-"""The broker's metrics, as Prometheus reads them."""
+"""The broker's metrics in the format of Prometheus."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_few_gauges_describe_replication():
     metrics.in_sync_changed(1, 0)
     metrics.in_sync_changed(0, 2)
     found = samples(metrics)
-    assert found["portalmq_under_replicated_partitions", ()] == 1, "a follower does not speak for its partition"
+    assert found["portalmq_under_replicated_partitions", ()] == 1, "a follower does not count its partition"
     assert found["portalmq_quarantined_partitions", ()] == 1
     assert found["portalmq_offline_partitions", ()] == 2
     assert found["portalmq_is_controller", ()] == 1

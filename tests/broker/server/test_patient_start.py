@@ -1,4 +1,4 @@
-"""A broker's start survives a ZooKeeper that goes away during it: its requests are repeated, within a limit."""
+"""A broker's start survives a ZooKeeper that goes away during it: the broker repeats its requests within a limit."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from portalmq.control_plane.standalone import Standalone
 from portalmq.control_plane.state import CLUSTER_ID
 from portalmq.errors import Unavailable
 
-# More than a start makes.
+# A start makes fewer calls.
 CALLS_MAX = 100
-URL = "http://127.0.0.1:1"  # where nobody listens
+URL = "http://127.0.0.1:1"  # no server listens there
 
 
 class Ended(Exception):
-    """The process would have ended with this code."""
+    """The exit of the process with this code."""
 
 
 class Running:
-    """A control plane that runs already: a session that starts finds it as it is."""
+    """A control plane that runs already: `start` does nothing."""
 
     def __init__(self, plane: ControlPlane) -> None:
         self._plane = plane
@@ -53,7 +53,7 @@ class Running:
 
 
 class Machine:
-    """A broker's data directory, and the control plane of its cluster, of which another broker has been a member."""
+    """A broker's data directory, and the control plane of its cluster, which has had another member."""
 
     def __init__(self, path: Path) -> None:
         self.plane = Standalone(path / "zookeeper")
@@ -64,7 +64,7 @@ class Machine:
         self._process: server.BrokerProcess | None = None
 
     def start(self, fails: int, fault: str, *, for_good: bool = False, wait_s: float = 60.0) -> FailingPlane:
-        """A start of the broker, as its worker does it, of which one call to the control plane fails."""
+        """Start the broker as its worker does; one call to the control plane fails."""
         plane = FailingPlane(Running(self.plane), fails, fault, for_good=for_good)  # type: ignore[arg-type]
         config = BrokerConfig(
             data_dir=self.directory.path, zookeeper="zookeeper.test:2181", port=5000, zookeeper_wait_s=wait_s
@@ -91,7 +91,7 @@ class Machine:
 
 @pytest.fixture
 def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Iterator[Machine]]:
-    """As many as are asked for. No start pauses between two attempts."""
+    """Yield as many machines as a test needs. Their starts do not pause between two attempts."""
 
     def end(code: int) -> NoReturn:
         raise Ended(code)
@@ -119,7 +119,7 @@ def test_each_call_of_a_start_may_fail_once(machines: Iterator[Machine], fault: 
         assert broker.ready
         assert broker.membership.registered
         assert broker.cluster_id == machine.catalog.find_cluster_id() == identity.cluster_id
-        assert machine.catalog.brokers() == {1: broker.me}, "one entry, of this very start"
+        assert machine.catalog.brokers() == {1: broker.me}, "one entry, from this start"
         until(lambda: broker.membership.is_controller)  # noqa: B023
         stores = {broker_id: held.value.store_uuid for broker_id, held in machine.catalog.claims().items()}
         assert stores == {1: identity.store_uuid, 2: "another"}
@@ -159,7 +159,7 @@ def test_a_control_plane_that_was_emptied_during_the_start_is_left_as_it_is(mach
 
 
 class Tree(FailingPlane):
-    """As it is before the fork: a tree that is open to others, and is closed to them."""
+    """The tree before the fork, which is open to others until the start closes it."""
 
     is_open = True
 
@@ -203,7 +203,7 @@ def test_nodes_of_others_are_wrong_usage_before_the_fork(machines: Iterator[Mach
 
 class TestPatience:
     def tried(self, fault: Exception, limit_s: float = 10.0) -> int:
-        """How often an attempt that takes 3 s is made that always fails with this."""
+        """Count the attempts that are made when each takes 3 s and raises this fault."""
         attempts = []
 
         def attempt() -> None:
@@ -233,7 +233,7 @@ class TestPatience:
     )
     def test_what_passes_is_tried_again_until_the_limit(self, fault: Exception) -> None:
         assert self.tried(fault) == 3
-        assert self.told == [7.0], "told once"
+        assert self.told == [7.0], "one report"
         assert self.tried(fault, limit_s=0.0) == 1
         assert self.told == []
 

@@ -1,4 +1,4 @@
-"""The check of a data directory against ZooKeeper: which are accepted or refused, and with which sentence."""
+"""The check of a data directory against ZooKeeper: accepted and refused directories, and the messages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from portalmq.control_plane.standalone import Standalone
 from portalmq.control_plane.state import CLUSTER_SECRET, RECEIPT_KEY, BrokerState
 from portalmq.control_plane.zookeeper import ZooKeeper
 
-URL = "http://127.0.0.1:1"  # where nobody listens
+URL = "http://127.0.0.1:1"  # no server listens there
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ class TestNewDirectories:
     def test_an_id_of_a_broker_that_is_there_is_refused(self, catalog: Catalog) -> None:
         joined(catalog, question(store="first"), 7)
         catalog.register_broker(7, BrokerState(URL, 1, "first"))
-        # It listens nowhere, so it is waited for; its session does not end.
+        # That broker does not listen, so the check waits for its session, which does not end.
         with pytest.raises(StartupError, match="choose another --broker-id") as refused:
             joined(catalog, question(store="second"), 7)
         assert refused.value.exit_code == 73
@@ -112,7 +112,7 @@ def in_tree(config: BrokerConfig) -> Catalog:
 
 @pytest.mark.cluster
 class TestOpenTrees:
-    """A cluster that ran without credentials is started again with them."""
+    """A cluster that ran without credentials starts again with them."""
 
     @pytest.fixture
     def config(self, zookeeper_server: EmbeddedZooKeeper) -> Iterator[BrokerConfig]:
@@ -227,7 +227,7 @@ class TestTheChild:
             now[0], answers = 0.0, iter(refusals)
             with pytest.raises(StartupError):
                 preflight.patience_of(BrokerConfig(zookeeper_wait_s=30))(attempt)
-            assert now[0] == pytest.approx(expected_s, abs=3), "no longer than it may wait, and one attempt"
+            assert now[0] == pytest.approx(expected_s, abs=3), "the limit and one more attempt at most"
 
     def test_wrong_credentials_are_wrong_usage(self, config: BrokerConfig) -> None:
         right = replace(config, zookeeper_user="portal", zookeeper_password="right")

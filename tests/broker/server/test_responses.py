@@ -16,7 +16,7 @@ DATE = re.compile(rb"Date: \w{3}, \d\d \w{3} \d{4} \d\d:\d\d:\d\d GMT\r\n")
 
 
 class Sent:
-    """A socket that records each sent piece."""
+    """A socket that records each piece sent."""
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
@@ -26,7 +26,7 @@ class Sent:
 
 
 def sent(kind, parts, length=None, method="POST", version="1.1", status="200 OK"):
-    """The pieces in which an answer of these parts leaves."""
+    """Return the pieces in which an answer of these parts is sent."""
     request = next(
         RequestParser(Config(), [f"{method} / HTTP/{version}\r\nHost: x\r\n\r\n".encode()], ("192.0.2.1", 1))
     )

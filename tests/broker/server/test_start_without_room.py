@@ -1,4 +1,4 @@
-"""A broker that is started on a disk that takes nothing ends with the exit code of storage, and a sentence."""
+"""A broker that starts on a full disk ends with the exit code of storage and a message."""
 
 from __future__ import annotations
 
@@ -48,4 +48,4 @@ def test_a_start_that_cannot_write_ends_with_the_code_of_storage_and_a_sentence(
         directory.close()
     (told,) = [record for record in caplog.records if record.levelno == logging.CRITICAL]
     assert os.strerror(number) in told.getMessage()
-    assert told.exc_info is None, "a sentence, and no trace"
+    assert told.exc_info is None, "a message without a trace"

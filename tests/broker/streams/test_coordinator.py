@@ -1,4 +1,4 @@
-"""A coordinator at work: over a control plane that loses answers, beside a rival, and with leaders that are away."""
+"""A coordinator over a control plane that loses answers, beside a rival, and with leaders that are away."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FATES = ["applied", "unknown but applied", "unknown and not applied", "unavailab
 
 
 class Flaky:
-    """A plane whose commits meet the fates that a test names, one after another; then all is well."""
+    """A plane whose commits meet the fates that a test names, one after another; later commits succeed."""
 
     def __init__(self, plane: Standalone) -> None:
         self._plane = plane
@@ -80,7 +80,7 @@ def join(of: Coordinator, member_id: str = "a", session_timeout_ms: int = 10_000
 
 @pytest.fixture
 def between_claims(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], None]:
-    """Has something done before each of a call's claims is told."""
+    """Run a function before the coordinator handles each claim of a call."""
 
     def arrange(do: Callable[[], object]) -> None:
         seconds = count()

@@ -165,7 +165,7 @@ def test_partitions_whose_followers_are_silent_are_waited_for_together(
     monkeypatch.setattr(turns._leaders, "_patience_s", 0.1)
     with pytest.raises(Unavailable, match="do not vouch"):
         turns.first_head("g", "wide", range(6))
-    assert not slept, "nobody waits for one partition after the other"
+    assert not slept, "the waits do not add up"
     silent.remove(3)
     monkeypatch.setattr(turns._leaders, "_patience_s", 60)
     found = turns.first_head("g", "wide", range(6))
@@ -186,7 +186,7 @@ def test_bad_requests_are_refused(fixture: Fixture) -> None:
 def test_a_group_that_is_deleted_while_followers_are_waited_for_is_not_brought_back(
     fixture: Fixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else another group of the name would begin where that one was."""
+    """Otherwise another group of the name would begin at its offset."""
     produce(fixture, "a")
     fixture.broker.put_group("g", {"mode": "stream"})
     group = fixture.broker.groups.get("g")

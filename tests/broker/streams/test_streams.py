@@ -345,7 +345,7 @@ def failing_first(method: Any, faults: Iterator[Exception], did: gevent.event.Ev
 
 
 def kept_offset(fixture: Fixture, group_id: str) -> int | None:
-    """Of partition 0, as the control plane has it."""
+    """Return the offset of partition 0 in the control plane."""
     nodes = fixture.plane.get_children(f"/streams/{group_id}/offsets")
     return msgspec.json.decode(nodes[0].data)["offsets"].get("0", [None])[0] if nodes else None
 

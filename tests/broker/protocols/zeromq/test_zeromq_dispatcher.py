@@ -58,7 +58,7 @@ def delete(queue: str, message_id: str) -> Job:
 
 
 class Gate:
-    """Holds the first call of a kind until it is opened."""
+    """A gate that holds the first call of a kind until it opens."""
 
     def __init__(self, kind: str, queue: str) -> None:
         self._first = (kind, queue)
@@ -124,7 +124,7 @@ def test_deletions_are_carried_out_together_and_each_is_answered():
     assert sorted(told.values()) == ["error", "error", "error", "ok"]
     calls = [call for call in queues.calls if call[0] == "delete"]
     assert ("delete", "q", 0, "0-9", "0-8") in calls
-    assert ("delete", "q", 5, "5-0") in calls, "each partition by itself: it has a leader of its own"
+    assert ("delete", "q", 5, "5-0") in calls, "one call for each partition, as each has its own leader"
     dispatcher.close(WITHIN_S)
 
 

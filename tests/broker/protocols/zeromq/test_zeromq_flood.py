@@ -1,4 +1,4 @@
-"""Hostile traffic at MiniQ's ports: messages without an end, broken frames, unknown keys."""
+"""Hostile traffic at MiniQ's ports: endless messages, broken frames and unknown keys."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MUTANTS = int(os.environ.get("PORTALMQ_ZEROMQ_MUTANTS", "1000"))
 
 
 class Side:
-    """Connections to a port that is never read, and the memory that the guard sees."""
+    """Connections to a port that no server reads, and the memory that the guard sees."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, growth_bytes_max: int) -> None:
         self.memory = 0
@@ -97,7 +97,7 @@ def test_a_connection_whose_requests_come_may_bring_any_number_of_them(side: Sid
 
 
 def test_requests_without_a_descriptor_may_be_of_any_connection_without_one(side: Side) -> None:
-    """So it is with clients older than libzmq 4."""
+    """Clients older than libzmq 4 send such requests."""
     old, _ = side.connected()
     for _ in range(3):
         side.send(old, 900)
@@ -133,7 +133,7 @@ def url_of(place: socket.socket) -> str:
 
 @pytest.fixture
 def process(tmp_path: Path) -> Iterator[ZeroMQProcess]:
-    """MiniQ's ports, in front of no broker: each request is answered with an error."""
+    """MiniQ's ports without a broker: the answer to each request is an error."""
     with kept_port() as nobody, ZeroMQProcess(tmp_path, [url_of(nobody)], "--timeout", "0.5") as started:
         yield started
 
@@ -151,7 +151,7 @@ def test_a_message_without_an_end_is_cut_off_and_the_others_are_served(process: 
 
         sender = threading.Thread(target=send, daemon=True)
         sender.start()
-        # Of an end in the midst of its sending the other side may hear nothing, so it is not asked.
+        # A client that is cut off while it sends may see no error, so check the server's log instead.
         wait_until(lambda: "cut off" in process.stderr(), "the connection is cut off", WITHIN_S)
     with socket_to(process.ports["commands"]) as commands:
         assert ask(commands, {"type": "nothing"})["status"] == "error"
@@ -160,7 +160,7 @@ def test_a_message_without_an_end_is_cut_off_and_the_others_are_served(process: 
 
 
 def mutated(chance: random.Random) -> bytes:
-    """A connection's bytes with something wrong in them."""
+    """Return the bytes of a connection with one random defect."""
     data = bytearray(GREETING + frame(READY, 4) + frame(b"", MORE) + frame(b'{"queue": "q", "message": "x"}'))
     match chance.randrange(6):
         case 0:
@@ -190,7 +190,7 @@ def test_mutated_frames_end_no_server_and_leave_nothing_behind() -> None:
                 try:
                     connection.sendall(mutated(chance))
                 except ConnectionError:
-                    continue  # it was put out while it spoke
+                    continue  # the server closed the connection during the send
         assert ask(honest, {"type": "nothing"})["status"] == "ok"
         grown = flood.memory_bytes() - before
     print(f"{MUTANTS} mutants: {grown / MIB:.1f} MiB more")
@@ -199,7 +199,7 @@ def test_mutated_frames_end_no_server_and_leave_nothing_behind() -> None:
 
 @pytest.fixture
 def keys(tmp_path: Path) -> Path:
-    """A server's key, a client's that is listed, and a stranger's."""
+    """The keys of a server, of a listed client and of an unlisted client."""
     for name in ("server", "client", "stranger"):
         zmq.auth.create_certificates(tmp_path, name)
     (tmp_path / "listed").mkdir()
@@ -231,7 +231,7 @@ def test_with_curve_only_listed_clients_get_in(keys: Path) -> None:
                     stranger.setsockopt(getattr(zmq, name), value)
                 stranger.connect(f"tcp://127.0.0.1:{port}")
                 stranger.send(b"{}")
-                assert events.poll(WITHIN_S * 1000), "it is put out"
+                assert events.poll(WITHIN_S * 1000), "the server closes the connection"
                 assert not stranger.poll(0)
                 stranger.disable_monitor()
 

@@ -40,7 +40,7 @@ def test_a_request_is_one_frame(frames: list[bytes]):
     with pytest.raises(Malformed) as caught:
         split_frames(frames)
     assert caught.value.envelope[0] == b"me"
-    assert len(caught.value.envelope) <= 2, "nothing of a stranger's making is sent back"
+    assert len(caught.value.envelope) <= 2, "no extra frames are sent back"
 
 
 def posted(body: Any) -> tuple[str, Any, Any]:
@@ -76,8 +76,8 @@ def test_bytes_that_are_no_text_stay_bytes():
         (b'{"queue": "", "message": 1}', "cannot name a queue"),
         (b'{"message": "\\ud800"}', "not valid"),
         (b'{"queue": "q", "message": NaN}', "not valid"),
-        # What programs send that put JSON together by hand: C's end of a string, a tab or a new line as it is, a number
-        # of too many digits, the mark some editors begin a text with.
+        # Mistakes of programs that build JSON by hand: C's end of a string, an unescaped tab or line break, a number
+        # with too many digits, a byte order mark.
         (b'{"queue": "q", "message": 1}\0', "not valid"),
         (b'{"queue": "q", "message": "1\t2\n"}', "not valid"),
         (b'{"queue": "q", "message": ' + b"1" * 5_000 + b"}", "not valid"),
@@ -126,7 +126,7 @@ def test_only_a_plain_deletion_is_carried_out_together_with_others():
     assert message_id(id="00ff00ff-3-17") == "00ff00ff-3-17"
     assert [protocol.partition_of(each) for each in ("3-17", "00ff00ff-4-17")] == [3, 4]
     for odd in ("x", "1-", "-1", "1-2-3", 7, None, "٣-١", "1-" + "9" * 50):
-        assert message_id(id=odd) is None, "the brokers tell what is wrong with it"
+        assert message_id(id=odd) is None, "the broker reports the error"
     assert message_id(id="3-17", ids=["3-17"]) is None
 
 
@@ -208,7 +208,7 @@ def test_a_message_comes_out_as_it_went_in(message: Any):
     assert (value if content_type is None else json.loads(value)) == message
 
 
-# --- who may ask -----------------------------------------------------------------------------------------------------
+# --- access ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_token_lets_in_and_nothing_else():

@@ -1,4 +1,4 @@
-"""MiniQ's ports over sockets, and the service: over queues in memory, without a broker."""
+"""MiniQ's ports over sockets, and the service. The queues are in memory; there is no broker."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_client_may_ask_on_before_it_is_answered_but_not_without_end():
         assert {each["code"] for each in refused} == {"backpressure"}
         with socket_to(server.ports["commands"]) as other:
             other.send(b"no command")
-            assert json.loads(other.recv())["status"] == "error", "others are served meanwhile"
+            assert json.loads(other.recv())["status"] == "error", "other clients are served"
         hold.set()
         answers = [json.loads(dealer.recv_multipart()[-1]) for _ in range(PIPELINE_MAX)]
         assert {each["status"] for each in answers} == {"ok"}
@@ -149,7 +149,7 @@ def test_a_message_for_a_client_that_is_gone_is_given_back():
     queues = Queues()
     queues.send("q", "precious", None)
     server = Server(queues, TokenAccess(), ports={"commands": 0, "producers": 0, "consumers": 0})
-    # As a client asks that has left before it is answered; when its going is noticed is libzmq's affair.
+    # A request of a client that left before the answer. libzmq decides when it notices the disconnect.
     server._accept("consumers", [b"gone", b"", b'{"queue": "q"}'])
     server.stop()
     server.run()
@@ -209,7 +209,7 @@ def test_the_service_speaks_of_queues_and_messages_and_not_of_sockets():
         assert [miniq.produce("q", value) for value in ("a", {"n": 1}, None)] == ["0-0", "0-1", "0-2"]
         messages = [miniq.consume("q") for _ in range(4)]
         assert [message and message.message for message in messages] == ["a", {"n": 1}, None, None]
-        assert messages[2] is not None, "a message that is null is a message"
+        assert messages[2] is not None, "null is a message"
         assert messages[3] is None
         miniq.delete(messages[0])
         miniq.delete("0-1", "q")
@@ -258,7 +258,7 @@ def test_an_error_that_passes_is_waited_out_and_one_that_stays_is_raised():
 
 
 def test_a_silent_server_is_asked_again_on_a_new_socket():
-    """REQ is stuck when its answer is lost. The first request is swallowed here, the second one answered."""
+    """A REQ socket whose answer is lost is stuck. The server here drops the first request and answers the second."""
     seen: list[list[bytes]] = []
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         port = router.bind_to_random_port("tcp://127.0.0.1")
@@ -276,13 +276,13 @@ def test_a_silent_server_is_asked_again_on_a_new_socket():
         thread = threading.Thread(target=serve)
         thread.start()
         try:
-            # As often as it takes: a machine that stands still for 0.3 s is silent too.
+            # Retry without a limit: a machine that pauses for 0.3 s is silent too.
             with service_at({"commands": 1, "producers": port, "consumers": 1}, timeout_s=0.3, tries=50) as miniq:
                 assert miniq.produce("q", "x") == "0-7"
         finally:
             answered.set()
             thread.join(WITHIN_S)
-    assert seen[0][0] != seen[1][0], "it came by another socket"
+    assert seen[0][0] != seen[1][0], "the second request comes from another socket"
     assert seen[0][-1] == seen[1][-1]
 
 
