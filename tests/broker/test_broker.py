@@ -52,7 +52,7 @@ def texts(messages) -> list[str]:
 # --- topics ----------------------------------------------------------------------------------------------------------
 
 
-def test_creating_alike_twice_is_fine_and_differently_is_not(fixture):
+def test_a_topic_may_be_created_again_only_with_the_same_settings(fixture):
     request = wire.CreateTopic(partitions=2)
     assert fixture.broker.create_topic("t", request)[1]
     assert not fixture.broker.create_topic("t", request)[1]
@@ -61,14 +61,14 @@ def test_creating_alike_twice_is_fine_and_differently_is_not(fixture):
         fixture.broker.create_topic("t", wire.CreateTopic(partitions=3))
 
 
-def test_a_missing_topic_is_made_by_the_first_message(fixture):
+def test_the_first_message_creates_a_missing_topic(fixture):
     (result,) = send(fixture, "a", topic="new")
     assert result.partition == 0
     assert [topic.name for topic in fixture.broker.list_topics()] == ["new"]
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a b", "ü", "x" * 191, "../../etc", "a\n"])
-def test_what_cannot_be_a_name_is_refused(fixture, name):
+def test_an_invalid_name_is_refused(fixture, name):
     with pytest.raises(InvalidRequest):
         send(fixture, "a", topic=name)
 
@@ -226,7 +226,7 @@ def test_a_producer_is_known_after_a_restart(tmp_path):
 # --- browsing --------------------------------------------------------------------------------------------------------
 
 
-def test_browsing_goes_on_at_the_next_offset_and_passes_over_gaps(fixture):
+def test_browsing_continues_at_the_next_offset_and_skips_gaps(fixture):
     send(fixture, "a", "b")
     fixture.broker.receive("g", wire.ReceiveRequest(["t"]), None)  # a record between the messages
     send(fixture, "c")
@@ -238,7 +238,7 @@ def test_browsing_goes_on_at_the_next_offset_and_passes_over_gaps(fixture):
     assert page(fixture, offset=second.next_offset, position=None).messages == []
 
 
-def test_browsing_from_the_latest_sees_only_what_comes(fixture):
+def test_browsing_from_the_latest_shows_only_new_messages(fixture):
     send(fixture, "a")
     assert page(fixture, position="latest").messages == []
 
@@ -268,7 +268,7 @@ def test_offsets_outside_the_log_are_refused(fixture):
         page(fixture, partition=1)
 
 
-def test_a_purge_takes_what_is_below_for_readers_and_groups(fixture):
+def test_a_purge_removes_lower_offsets_for_readers_and_groups(fixture):
     send(fixture, *"abcd")
     fixture.broker.receive("g", wire.ReceiveRequest(["t"], max_messages=1), None)
     offset = page(fixture).messages[2].offset
@@ -323,7 +323,7 @@ def test_the_saved_state_may_be_deleted(tmp_path):
         assert texts(page(after).messages) == ["a", "b", "c"]
 
 
-def test_files_that_nothing_explains_are_moved_and_kept(tmp_path):
+def test_unknown_files_are_moved_and_kept(tmp_path):
     stray = tmp_path / "partitions" / "stray@0123" / "0"
     stray.mkdir(parents=True)
     (stray / "data").write_text("precious")
@@ -410,7 +410,7 @@ def test_a_transaction_that_the_disk_refuses_leaves_no_trace(fixture, monkeypatc
     assert texts(page(fixture).messages) == ["a", "b"]
 
 
-def test_what_was_queued_behind_a_refused_transaction_is_refused_with_it(fixture, monkeypatch):
+def test_appends_queued_behind_a_refused_transaction_are_refused_with_it(fixture, monkeypatch):
     fixture.broker.create_topic("t", wire.CreateTopic())
     refuse_once(fixture, monkeypatch)
     greenlets = [gevent.spawn(send, fixture, str(n), producer=stamp(n)) for n in range(5)]
@@ -468,7 +468,7 @@ def test_an_idle_partition_closes_its_files_and_opens_them_again(fixture):
     assert texts(page(fixture).messages) == ["a", "b"]
 
 
-def test_a_browse_that_waits_on_a_topic_hears_of_its_deletion(fixture):
+def test_a_waiting_browse_ends_when_its_topic_is_deleted(fixture):
     send(fixture, "a")
     waiting = gevent.spawn(page, fixture, position="latest", wait_ms=60_000)
     gevent.sleep(0)

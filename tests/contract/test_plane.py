@@ -165,7 +165,7 @@ class TestCommits:
         assert plane.get("/fresh") is None
         assert plane.children("/parent") == ["child"]
 
-    def test_nothing_to_do_is_done(self, plane: ControlPlane) -> None:
+    def test_an_empty_commit_succeeds(self, plane: ControlPlane) -> None:
         assert plane.commit() == []
 
     def test_parents_are_made_empty_and_lasting(self, plane: ControlPlane) -> None:

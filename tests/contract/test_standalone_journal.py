@@ -188,7 +188,7 @@ def test_a_failed_rewrite_leaves_the_old_journal_in_use(tmp_path: Path, monkeypa
     plane.close()
 
 
-def test_a_failed_fsync_leaves_the_outcome_unknown_and_takes_no_more(
+def test_a_failed_fsync_leaves_the_outcome_unknown_and_refuses_more_commits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plane = opened(tmp_path)

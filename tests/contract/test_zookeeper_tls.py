@@ -87,7 +87,7 @@ def test_clients_without_a_certificate_or_trust_are_not_served(secure_port: int,
         ZooKeeper(f"localhost:{secure_port}", tls=tls, session_timeout_s=0.5).start()
 
 
-def test_clients_find_brokers_by_it(secure_port: int) -> None:
+def test_clients_find_brokers_over_tls(secure_port: int) -> None:
     chroot = fresh_chroot()
     plane = ZooKeeper(f"localhost:{secure_port}{chroot}", tls=SHOWN, session_timeout_s=SESSION_S)
     plane.start()

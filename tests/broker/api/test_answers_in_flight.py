@@ -44,7 +44,7 @@ def begun(app: Flask, path: str, body: Any = None) -> tuple[int, Any]:
 
 
 @pytest.mark.parametrize("path", PAGES)
-def test_a_page_is_refused_while_others_are_not_sent_and_made_when_they_are(app: Flask, path: str) -> None:
+def test_a_page_is_refused_until_unsent_pages_are_sent(app: Flask, path: str) -> None:
     status, unsent = begun(app, path)
     assert status == 200
     refused, problem = begun(app, path)
@@ -57,7 +57,7 @@ def test_a_page_is_refused_while_others_are_not_sent_and_made_when_they_are(app:
     assert begun(app, path)[0] == 200
 
 
-def test_a_page_that_is_larger_by_itself_is_made_and_gives_its_room_back(app: Flask) -> None:
+def test_a_page_larger_than_the_limit_is_sent_alone_and_releases_its_room(app: Flask) -> None:
     client = app.test_client()
     assert client.post("/v1/topics/large/messages", data=b"\x01" * 70_000).status_code == 200
     for _ in range(3):
@@ -66,7 +66,7 @@ def test_a_page_that_is_larger_by_itself_is_made_and_gives_its_room_back(app: Fl
         unsent.close()
 
 
-def test_a_page_takes_what_it_has_become_as_json(app: Flask) -> None:
+def test_a_page_takes_room_for_its_size_as_json(app: Flask) -> None:
     text = {"Content-Type": "text/plain; charset=utf-8"}
     app.test_client().post("/v1/topics/control/messages", data=b"\x01" * 12_000, headers=text)
     status, unsent = begun(app, "/v1/topics/control/messages")
@@ -101,7 +101,7 @@ def in_flight(fixture: Fixture) -> int:
     return fixture.broker.describe_group("g").in_flight
 
 
-def test_a_receive_leases_what_there_is_room_for_and_nothing_when_there_is_none(queue: Flask, fixture: Fixture) -> None:
+def test_a_receive_leases_only_messages_that_it_has_room_for(queue: Flask, fixture: Fixture) -> None:
     unsent = []
     for leased in (1, 2):
         status, answer = receive(queue)
@@ -143,7 +143,7 @@ def test_receives_at_the_same_time_share_the_room_that_is_left() -> None:
 # --- stream readers --------------------------------------------------------------------------------------------------
 
 
-def test_a_bulk_fetch_is_refused_while_answers_are_not_sent_and_takes_room_itself(queue: Flask) -> None:
+def test_a_bulk_fetch_is_refused_while_answers_are_unsent_and_takes_room(queue: Flask) -> None:
     asked = {"partitions": [{"topic": "t", "partition": 0, "offset": 0}], "wait_ms": 0}
     status, unsent = begun(queue, "/v1/fetch", asked)
     assert status == 200

@@ -46,7 +46,7 @@ def test_open_routes_show_only_the_status_without_a_token(guarded, broker):
     assert guarded.get("/healthz", headers=known).get_json() == {"status": "ready", **broker.health()}
 
 
-def test_what_is_no_route_refuses_too(guarded, problem_of):
+def test_an_unknown_path_is_refused_too(guarded, problem_of):
     problem_of(guarded.get("/v1/nothing"), 401, "unauthorized")
     problem_of(guarded.put("/v1/topics"), 401, "unauthorized")
     problem_of(guarded.options("/v1/topics"), 401, "unauthorized")
@@ -93,7 +93,7 @@ def test_without_a_token_only_loopback_is_served():
         assert auth_from(BrokerConfig(host=host, secret="s")).needed
 
 
-def test_a_token_is_worth_nothing_where_everyone_reads_zookeeper():
+def test_a_token_needs_a_zookeeper_that_others_cannot_read():
     there = {"zookeeper": "zk1:2181/portalmq", "secret": "s"}
     with pytest.raises(UsageError, match="--zookeeper-user") as refused:
         auth_from(BrokerConfig(**there))

@@ -42,7 +42,7 @@ def test_a_body_of_known_length_is_read_whole():
     assert read_body(environ(b"12345", 5), 5) == b"12345"
 
 
-def test_a_timer_watches_a_body_that_is_not_here_yet(monkeypatch):
+def test_a_timer_watches_a_body_that_has_not_arrived(monkeypatch):
     def started(seconds, _exception):
         raise LookupError(seconds)
 
@@ -86,7 +86,7 @@ def test_a_body_whose_framing_breaks_is_refused(fault):
         read_body(request, 5)
 
 
-def test_a_fault_of_ours_is_not_taken_for_the_clients():
+def test_a_fault_of_the_broker_is_not_reported_as_a_client_error():
     request = environ(b"123")
     request["wsgi.input"].fault = KeyError("ours")
     with pytest.raises(KeyError):
@@ -94,7 +94,7 @@ def test_a_fault_of_ours_is_not_taken_for_the_clients():
 
 
 @pytest.mark.parametrize("length", ["-1", "1e3", "٣", "0x5"])
-def test_a_length_that_is_no_number_is_refused(length):
+def test_a_length_that_is_not_a_number_is_refused(length):
     with pytest.raises(InvalidRequest):
         read_body({"CONTENT_LENGTH": length, "wsgi.input": Stream(b"")}, 5)
 
@@ -106,7 +106,7 @@ def test_a_compressed_body_is_not_supported(encoding):
     assert read_body(environ(b"x", 1, HTTP_CONTENT_ENCODING="identity"), 5) == b"x"
 
 
-def test_no_length_and_no_chunks_is_no_body():
+def test_a_request_without_length_or_chunks_has_no_body():
     assert read_body({"wsgi.input": Stream(b"the next request")}, 50) == b""
 
 
@@ -136,7 +136,7 @@ def test_the_limit_itself_is_allowed(client):
     assert client.post("/v1/topics/t/messages", data=b"x" * 100_000).status_code == 200
 
 
-def test_bodies_are_taken_as_long_as_there_is_room_for_all_of_them():
+def test_bodies_are_accepted_while_there_is_room_for_all_of_them():
     in_flight, first, second = BodiesInFlight(100_000), environ(b"x" * 60_000, 60_000), environ(b"y" * 60_000, 60_000)
     assert read_body(first, 1 << 20, in_flight=in_flight) == b"x" * 60_000
     with pytest.raises(Backpressure, match="100000"):
@@ -151,7 +151,7 @@ def test_bodies_are_taken_as_long_as_there_is_room_for_all_of_them():
     assert len(read_body(second, 1 << 20, in_flight=in_flight)) == 60_000
 
 
-def test_a_body_without_a_length_takes_room_as_it_comes():
+def test_a_body_without_a_length_takes_room_as_it_arrives():
     in_flight, others = BodiesInFlight(100_000), environ(b"x" * 50_000, 50_000)
     read_body(others, 1 << 20, in_flight=in_flight)
     refused = environ(b"y" * 60_000)
@@ -164,13 +164,13 @@ def test_a_body_without_a_length_takes_room_as_it_comes():
     assert len(read_body(environ(b"z" * 30_000), 1 << 20, in_flight=in_flight)) == 30_000
 
 
-def test_a_small_body_and_a_lone_large_one_are_always_taken():
+def test_a_small_body_and_a_single_large_one_are_always_accepted():
     in_flight, large = BodiesInFlight(65_536), environ(b"x" * 90_000, 90_000)
     assert len(read_body(large, 1 << 20, in_flight=in_flight)) == 90_000
     assert read_body(environ(b"small", 5), 1 << 20, in_flight=in_flight) == b"small"
 
 
-def test_room_for_a_body_is_given_back_with_the_answer_whatever_that_is(broker, metrics):
+def test_room_for_a_body_is_released_with_any_answer(broker, metrics):
     config = BrokerConfig(body_bytes_max=100_000, body_bytes_in_flight_max=70_000)
     client = create_app(broker, config, metrics, Auth()).test_client()
     for _ in range(3):
@@ -181,7 +181,7 @@ def test_room_for_a_body_is_given_back_with_the_answer_whatever_that_is(broker, 
         assert client.post("/v1/nothing", data=b"x" * 60_000).status_code == 404
 
 
-def test_a_body_that_comes_drop_by_drop_is_given_up():
+def test_a_body_that_arrives_too_slowly_is_refused():
     """Each pause is short, so no timeout of the socket ends it."""
 
     class Drops:

@@ -71,7 +71,7 @@ def test_a_value_is_json_text_or_base64(client, log, record, members):
     assert not {"value", "value_base64"} <= message.keys()
 
 
-def test_numbers_in_json_are_not_touched_on_the_way(client, log):
+def test_numbers_in_json_are_delivered_unchanged(client, log):
     log.append(Record(b"12345678901234567890.10", "application/json"))
     assert b'"value":12345678901234567890.10' in client.get(URL).data
 
@@ -85,7 +85,7 @@ def test_ndjson_is_one_line_a_message_even_if_its_json_has_several(client, log):
     assert (answer.headers["PortalMQ-Next-Offset"], answer.headers["PortalMQ-High-Watermark"]) == ("2", "2")
 
 
-def test_messagepack_gives_the_bytes_as_they_were_sent(client, log):
+def test_messagepack_delivers_the_bytes_as_sent(client, log):
     log.append(Record(b"\x00", "image/png", b"\xff", {"h": "v"}))
     answer = client.get(URL, headers={"Accept": wire.BATCH_MSGPACK})
     page = msgspec.msgpack.decode(answer.data, type=wire.PackBrowsePage)
@@ -99,7 +99,7 @@ def test_messagepack_gives_the_bytes_as_they_were_sent(client, log):
     assert (page.next_offset, page.high_watermark) == (1, 1)
 
 
-def test_places_are_handed_to_the_domain(client, broker, log):
+def test_start_positions_reach_the_domain(client, broker, log):
     for query, offset, position, at_ms in [
         ("", None, None, None),
         ("?offset=earliest", None, "earliest", None),
@@ -115,7 +115,7 @@ def test_places_are_handed_to_the_domain(client, broker, log):
         assert (call["offset"], call["position"], call["at_ms"]) == (offset, position, at_ms)
 
 
-def test_a_limit_above_the_most_is_taken_as_the_most(client, broker, log):
+def test_a_limit_above_the_maximum_is_lowered_to_it(client, broker, log):
     client.get(f"{URL}?limit=5000&wait_ms=60000")
     assert (broker.last("browse")["limit"], broker.last("browse")["wait_ms"]) == (1000, 60_000)
 
@@ -130,7 +130,7 @@ def test_wrong_parameters_are_refused(client, broker, log, problem_of, query):
     assert broker.made == []
 
 
-def test_unknown_places_are_not_found(client, log, problem_of):
+def test_unknown_topics_and_partitions_are_not_found(client, log, problem_of):
     problem_of(client.get("/v1/topics/none/partitions/0/messages"), 404, "topic_not_found")
     problem_of(client.get("/v1/topics/t/partitions/1/messages"), 404, "partition_not_found")
     problem_of(client.get("/v1/topics/t/partitions/x/messages"), 400, "invalid_request")

@@ -56,7 +56,7 @@ def test_a_commit_in_json(client, fixture, problem_of):
     problem_of(client.post("/v1/groups/g/commit", json={"ack": own[:1], "publish": []}), 409, "stale_receipt")
 
 
-def test_what_a_commit_publishes_takes_no_idempotency_key(client, fixture, problem_of):
+def test_an_output_of_a_commit_takes_no_idempotency_key(client, fixture, problem_of):
     body = {"ack": receipts(fixture, "a"), "publish": [{"topic": "out", "value": 1, "idempotency_key": "k"}]}
     problem = problem_of(client.post("/v1/groups/g/commit", json=body), 400, "invalid_request")
     assert "no idempotency_key" in problem["detail"]
@@ -99,7 +99,7 @@ def test_a_commit_in_messagepack(client, fixture):
         {"ack": ["R"], "nonsense": 1},
     ],
 )
-def test_what_is_no_commit_is_refused_and_nothing_done(client, fixture, problem_of, body):
+def test_an_invalid_commit_is_refused_and_changes_nothing(client, fixture, problem_of, body):
     (own,) = receipts(fixture, "a")
     if isinstance(body.get("ack"), list):
         body = {**body, "ack": [own if each == "R" else each for each in body["ack"]]}
@@ -108,7 +108,7 @@ def test_what_is_no_commit_is_refused_and_nothing_done(client, fixture, problem_
     assert there(fixture) == []
 
 
-def test_two_offsets_or_a_body_that_is_no_json_are_refused(client, fixture, problem_of):
+def test_two_offsets_and_a_body_that_is_not_json_are_refused(client, fixture, problem_of):
     place = {"topic": "in", "partition": 0, "offset": 1}
     body = {"member_id": "m", "generation": 1, "offsets": [place, place]}
     problem_of(client.post("/v1/groups/g/commit", json=body), 400, "invalid_request")
@@ -117,7 +117,7 @@ def test_two_offsets_or_a_body_that_is_no_json_are_refused(client, fixture, prob
     problem_of(client.get("/v1/groups/g/commit"), 405, "method_not_allowed")
 
 
-def test_a_group_or_partition_that_is_not_there(client, fixture, problem_of):
+def test_an_unknown_group_or_partition_is_not_found(client, fixture, problem_of):
     (own,) = receipts(fixture, "a")
     problem_of(client.post("/v1/groups/nobody/commit", json={"ack": [own]}), 404, "group_not_found")
     publish = [{"topic": "in", "value": 1, "partition": 7}]
@@ -218,11 +218,11 @@ def test_a_drop_by_ids_or_of_all(client, dead):
         ("POST", "/v1/groups/g/dead-letters/redrive", {"topic": "in", "everything": True}),
     ],
 )
-def test_what_makes_no_sense_is_refused_and_nothing_done(client, dead, problem_of, method, path, body):
+def test_an_invalid_redrive_or_drop_is_refused_and_changes_nothing(client, dead, problem_of, method, path, body):
     problem_of(client.open(path, method=method, json=body), 400, "invalid_request")
     assert len(client.get("/v1/groups/g/dead-letters?topic=in").get_json()["messages"]) == 3
 
 
-def test_a_topic_or_group_that_is_not_there(client, dead, problem_of):
+def test_an_unknown_topic_or_group_is_not_found(client, dead, problem_of):
     problem_of(client.get("/v1/groups/g/dead-letters?topic=nope"), 404, "topic_not_found")
     problem_of(client.get("/v1/groups/nope/dead-letters?topic=in"), 404, "group_not_found")

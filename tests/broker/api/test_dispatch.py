@@ -28,7 +28,7 @@ def client(broker: FakeBroker) -> Any:
     return create_app(broker, BrokerConfig(), METRICS, Auth(), more=routes).test_client()
 
 
-def test_a_route_that_is_marked_needs_no_other_table(client: Any) -> None:
+def test_a_marked_route_is_served_without_flask(client: Any) -> None:
     assert client.post("/v1/things/lamp/poke").data == b"lamp False"
 
 
@@ -45,7 +45,7 @@ def test_traffic_is_posted() -> None:
     assert {route.method for route in ROUTES if route.is_traffic} == {"POST"}
 
 
-def test_calls_with_a_name_are_served_in_front_of_flask(broker: FakeBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_traffic_routes_are_served_in_front_of_flask(broker: FakeBroker, monkeypatch: pytest.MonkeyPatch) -> None:
     app = create_app(broker, BrokerConfig(), METRICS, Auth())
     monkeypatch.setattr(app, "full_dispatch_request", lambda: flask.Response(status=599))
     served = {

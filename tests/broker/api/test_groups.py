@@ -101,7 +101,7 @@ def test_wrong_settings_of_a_topic_are_refused(client, problem_of, body):
     problem_of(client.put("/v1/topics/t", json=body), 400, "invalid_request")
 
 
-def test_a_purge_takes_a_place_and_refuses_a_misspelt_one(client, broker, problem_of):
+def test_a_purge_takes_an_offset_and_refuses_a_misspelt_parameter(client, broker, problem_of):
     assert client.delete("/v1/topics/t/messages?before_offset=5&partition=1").status_code == 204
     assert broker.last("purge") == {"name": "t", "partition": 1, "before_offset": 5}
     broker.made.clear()
@@ -151,7 +151,7 @@ def test_no_forward_reaches_the_domain(client, broker, header, forwards):
 
 
 @pytest.mark.parametrize(("header", "is_first"), [(None, False), ("1", True), ("2", False)])
-def test_a_client_that_says_so_is_not_looked_for_an_earlier_attempt_of(client, broker, header, is_first):
+def test_the_header_of_a_first_try_reaches_the_domain(client, broker, header, is_first):
     headers = {} if header is None else {"PortalMQ-First-Try": header}
     client.post("/v1/groups/g/receive", json={"topics": ["t"], "attempt_id": "a"}, headers=headers)
     assert broker.last("receive")["is_first"] is is_first

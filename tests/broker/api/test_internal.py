@@ -65,7 +65,7 @@ def test_an_unknown_name_is_404_and_creates_no_series(
     assert b"nonsense" not in metrics.exposition()
 
 
-def test_only_post_is_taken(client: FlaskClient, problem_of: ProblemOf) -> None:
+def test_only_post_is_accepted(client: FlaskClient, problem_of: ProblemOf) -> None:
     answer = client.get("/internal/v1/echo", headers=SECRET)
     problem_of(answer, 405, "method_not_allowed")
     assert answer.headers["Allow"] == "POST"
@@ -83,7 +83,7 @@ def test_a_body_over_the_limit_is_refused_by_its_length(client: FlaskClient, pro
     problem_of(answer, 413, "message_too_large")
 
 
-def test_a_body_that_is_no_messagepack_is_the_askers_mistake_and_no_trace(
+def test_a_body_that_is_not_messagepack_is_a_client_error(
     client: FlaskClient, broker: FakeBroker, problem_of: ProblemOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(broker, "serve_peer", lambda name, body, peer: msgspec.msgpack.decode(body, type=list[int]))

@@ -26,7 +26,7 @@ def body_of(kind: str, messages: int, **message: object) -> bytes:
 
 
 @both
-def test_of_far_too_many_messages_no_more_than_a_batch_may_have_are_decoded(kind):
+def test_decoding_stops_at_the_limit_of_a_batch(kind):
     body = body_of(kind, 300_000)
     tracemalloc.start()
     try:
@@ -39,7 +39,7 @@ def test_of_far_too_many_messages_no_more_than_a_batch_may_have_are_decoded(kind
 
 
 @both
-def test_as_many_messages_as_a_batch_may_have_are_taken_and_one_more_is_not(kind):
+def test_a_batch_at_the_limit_is_accepted_and_one_more_message_is_refused(kind):
     assert len(decode_messages(kind, body_of(kind, MAX), {}, 0).records) == MAX
     with pytest.raises(MessageTooLarge, match="10000"):
         decode_messages(kind, body_of(kind, MAX + 1), {}, 0)
@@ -47,7 +47,7 @@ def test_as_many_messages_as_a_batch_may_have_are_taken_and_one_more_is_not(kind
 
 
 @both
-def test_what_is_wrong_in_a_large_batch_is_named(kind):
+def test_an_error_in_a_large_batch_is_named(kind):
     with pytest.raises(InvalidRequest, match="prioritaet"):
         decode_messages(kind, body_of(kind, MAX, value=1, prioritaet=2), {}, 0)
     with pytest.raises(InvalidRequest, match="not valid"):
@@ -63,7 +63,7 @@ def test_what_is_wrong_in_a_large_batch_is_named(kind):
         (wire.NDJSON, {}),
     ],
 )
-def test_others_have_their_turn_after_each_thousand_messages(monkeypatch, kind, message):
+def test_other_greenlets_run_after_each_thousand_messages(monkeypatch, kind, message):
     turns: list[None] = []
     monkeypatch.setattr("portalmq.broker.partition.yielding.give_way", lambda: turns.append(None))
     body = b"1\n" * MAX if kind == wire.NDJSON else body_of(kind, MAX, **message)
@@ -71,7 +71,7 @@ def test_others_have_their_turn_after_each_thousand_messages(monkeypatch, kind, 
     assert len(turns) >= MAX // incoming.MESSAGES_A_TURN - 1
 
 
-def test_others_have_their_turn_while_very_many_messages_are_shown(monkeypatch):
+def test_other_greenlets_run_while_very_many_messages_are_encoded(monkeypatch):
     turns: list[None] = []
     monkeypatch.setattr("portalmq.broker.partition.yielding.give_way", lambda: turns.append(None))
     record = Record(b"{}", wire.JSON)
@@ -109,7 +109,7 @@ def test_a_large_body_is_decoded_in_parts_and_is_the_same(monkeypatch, name):
 
 
 @pytest.mark.parametrize("messages", [1, 8])
-def test_a_dense_value_is_decoded_without_looking_for_cycles_and_encoded_in_a_turn_of_its_own(monkeypatch, messages):
+def test_a_dense_value_is_decoded_without_garbage_collection_and_encoded_in_its_own_turn(monkeypatch, messages):
     body = msgspec.msgpack.encode({"messages": [{"value": [[]] * 300_000}] * messages})
     steps: list[str] = []
     monkeypatch.setattr("portalmq.broker.partition.yielding.give_way", lambda: None)
@@ -127,7 +127,7 @@ def test_a_dense_value_is_decoded_without_looking_for_cycles_and_encoded_in_a_tu
     assert gc.isenabled()
 
 
-def test_several_dense_values_are_decoded_and_encoded_and_let_go_of_one_a_turn(monkeypatch):
+def test_dense_values_are_decoded_encoded_and_released_one_a_turn(monkeypatch):
     steps: list[str] = []
 
     def noted(what: str, do):
@@ -148,7 +148,7 @@ def test_several_dense_values_are_decoded_and_encoded_and_let_go_of_one_a_turn(m
 
 
 @both
-def test_of_a_large_body_the_place_that_is_wrong_is_named(kind):
+def test_an_error_in_a_large_body_names_its_place(kind):
     body = body_of(kind, 200, value="x" * 8_000, headers={"a": 1})
     assert len(body) > incoming.LARGE_BYTES
     with pytest.raises(InvalidRequest, match=r"`\$\.messages\[\.\.\.\]\.headers"):

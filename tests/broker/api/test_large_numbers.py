@@ -21,11 +21,11 @@ def line_of(value: bytes) -> dict:
 
 
 @pytest.mark.parametrize("value", POISON, ids=lambda value: value[:12].decode())
-def test_what_is_no_number_for_all_is_shown_as_the_text_it_is(value):
+def test_a_number_that_some_readers_refuse_is_shown_as_text(value):
     assert line_of(value)["value"] == value.decode()
     assert message_member(Record(value, "application/json"))["message"] == value.decode()
 
 
 @pytest.mark.parametrize("value", SOUND, ids=lambda value: value[:12].decode())
-def test_what_everybody_reads_is_shown_as_it_is(value):
+def test_a_number_that_all_readers_accept_is_shown_unchanged(value):
     assert line_of(value)["value"] == json.loads(value)

@@ -11,7 +11,7 @@ from portalmq.broker.api.incoming import decode_messages
 from portalmq.errors import InvalidRequest, MessageTooLarge
 
 
-def test_lines_are_not_gathered_before_they_are_counted():
+def test_lines_are_counted_before_they_are_collected():
     """A body of 8 MiB may hold four million lines, each of which would be an object."""
     tracemalloc.start()
     try:
@@ -24,7 +24,7 @@ def test_lines_are_not_gathered_before_they_are_counted():
     assert peak < 16 * 1024 * 1024
 
 
-def test_as_many_lines_as_a_batch_may_have_are_taken():
+def test_a_body_with_as_many_lines_as_a_batch_may_have_is_accepted():
     assert len(decode_messages(wire.NDJSON, b"1\n" * wire.BATCH_MESSAGES_MAX, {}, 0).records) == wire.BATCH_MESSAGES_MAX
 
 

@@ -34,7 +34,7 @@ def acquire(client: FlaskClient, owner: str = "a", **more: object) -> Any:
     return client.post("/v1/locks/l", json={"owner": owner, "ttl_ms": 5000, **more})
 
 
-def test_a_lock_is_given_renewed_shown_and_taken_back(client: FlaskClient, locks: Locks) -> None:
+def test_a_lock_is_acquired_renewed_shown_and_released(client: FlaskClient, locks: Locks) -> None:
     assert acquire(client).json == {"owner": "a", "fencing_token": 1, "expires_in_ms": 5000}
     renewed = client.put("/v1/locks/l", json={"owner": "a", "fencing_token": 1, "ttl_ms": 9000})
     assert renewed.json == {"owner": "a", "fencing_token": 1, "expires_in_ms": 9000}
@@ -79,7 +79,7 @@ def test_stale_and_foreign_tokens_are_fenced(client: FlaskClient, problem_of: Ch
     problem_of(client.delete(f"/v1/locks/l?owner={owner}&fencing_token={token}"), 409, "fenced")
 
 
-def test_a_lock_that_never_was_is_404(client: FlaskClient, problem_of: Check) -> None:
+def test_an_unknown_lock_is_404(client: FlaskClient, problem_of: Check) -> None:
     problem_of(client.get("/v1/locks/l"), 404, "lock_not_found")
     problem_of(client.put("/v1/locks/l", json={"owner": "a", "fencing_token": 1}), 404, "lock_not_found")
     problem_of(client.delete("/v1/locks/l?owner=a&fencing_token=1"), 404, "lock_not_found")
@@ -102,7 +102,7 @@ def test_a_lock_that_never_was_is_404(client: FlaskClient, problem_of: Check) ->
         [],
     ],
 )
-def test_wrong_bodies_are_400_and_make_nothing(client: FlaskClient, problem_of: Check, body: object) -> None:
+def test_wrong_bodies_are_400_and_create_nothing(client: FlaskClient, problem_of: Check, body: object) -> None:
     problem_of(client.post("/v1/locks/l", json=body), 400, "invalid_request")
     assert client.get("/v1/locks").json == {"locks": []}
 
@@ -116,7 +116,7 @@ def test_a_release_names_owner_and_token(client: FlaskClient, problem_of: Check,
     assert client.get("/v1/locks/l").json["owner"] == "a"
 
 
-def test_a_release_that_says_it_twice_is_400(client: FlaskClient, problem_of: Check) -> None:
+def test_a_release_with_parameters_in_query_and_body_is_400(client: FlaskClient, problem_of: Check) -> None:
     acquire(client)
     twice = client.delete("/v1/locks/l?owner=a&fencing_token=1", json={"owner": "a", "fencing_token": 1})
     problem_of(twice, 400, "invalid_request")

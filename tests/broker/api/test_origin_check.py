@@ -113,7 +113,7 @@ def test_a_link_from_another_page_may_be_followed(client):
     assert not [name for name in answer.headers if name[0].lower().startswith("access-control")]
 
 
-def test_what_is_no_route_refuses_too(client, problem_of):
+def test_an_unknown_path_is_refused_too(client, problem_of):
     problem_of(client.post("/v1/nothing", headers=PAGE), 403, "forbidden")
     problem_of(client.get("/v1/nothing", headers={"Host": "evil.example"}), 403, "forbidden")
 
@@ -131,6 +131,6 @@ def test_other_brokers_are_known_by_their_credential_and_not_by_a_name(client, p
     problem_of(answer, 401, "unauthorized")
 
 
-def test_every_get_that_takes_is_known_as_one():
+def test_every_get_that_takes_a_message_is_listed():
     taking = {route.path for route in PROTOCOL_ROUTES if getattr(route.view, "__name__", "") == "taken"}
     assert taking == TAKING_PATHS

@@ -51,7 +51,7 @@ def test_an_empty_body_is_an_empty_message_and_no_type_means_bytes(client, broke
     assert stored(broker) == [Record(b"", BYTES)]
 
 
-def test_what_curl_sends_with_d_is_kept_as_it_is(client, broker):
+def test_a_body_sent_with_curl_d_is_stored_unchanged(client, broker):
     client.post(URL, data=b"a=1&b=2", content_type="application/x-www-form-urlencoded")
     assert stored(broker) == [Record(b"a=1&b=2", "application/x-www-form-urlencoded")]
 
@@ -106,7 +106,7 @@ def test_a_malformed_idempotency_key_is_refused(client, problem_of, sent):
     problem_of(client.post(URL, data=b"x", headers={"Idempotency-Key": sent}), 400, "invalid_request")
 
 
-def test_a_key_whose_first_request_is_under_way_is_to_be_sent_again_later(client, broker, problem_of):
+def test_a_repeat_during_the_first_request_must_be_sent_again_later(client, broker, problem_of):
     broker.refuse = RequestInProgress("the first request is still being appended", retry_after_s=0.2)
     answer = client.post(URL, data=b"x", headers={"Idempotency-Key": "k"})
     assert problem_of(answer, 409, "request_in_progress")["retryable"] is True
@@ -132,7 +132,7 @@ def test_each_message_of_a_batch_may_have_a_key_of_its_own(client, broker, post)
     assert broker.last("produce")["keys"] is None
 
 
-def test_the_clients_own_form_of_a_batch_takes_keys(client, broker):
+def test_a_messagepack_batch_takes_keys(client, broker):
     post_pack(client, {"messages": [{"value": b"a", "idempotency_key": "job/1"}, {"value": b"b"}]})
     assert broker.last("produce")["keys"] == [("job/1", ()), None]
     assert stored(broker) == [Record(b"a", BYTES), Record(b"b", BYTES)]
@@ -160,7 +160,7 @@ def test_a_malformed_key_of_a_message_is_refused_and_names_it(client, problem_of
 @pytest.mark.parametrize(
     ("content_type", "body"), [(wire.NDJSON, b"1\n2\n"), (wire.BATCH_JSON, b'{"messages":[{"value":1}]}')]
 )
-def test_a_batch_takes_nothing_from_headers_and_says_so(client, broker, problem_of, name, content_type, body):
+def test_a_batch_with_message_options_in_headers_is_refused(client, broker, problem_of, name, content_type, body):
     answer = client.post(URL, data=body, content_type=content_type, headers={name: "7"})
     assert name.lower() in problem_of(answer, 400, "invalid_request")["detail"]
     assert client.post(URL, data=body, content_type=content_type, headers={"traceparent": "00-1"}).status_code == 200
@@ -170,7 +170,7 @@ def test_a_batch_takes_nothing_from_headers_and_says_so(client, broker, problem_
     "option",
     ["key", "key_base64", "headers", "partition", "delay_ms", "deliver_at_ms", "ttl_ms", "priority", "content_type"],
 )
-def test_an_option_that_is_null_is_not_given(client, broker, option):
+def test_an_option_that_is_null_counts_as_absent(client, broker, option):
     assert post_json(client, {"messages": [{"value": 1, option: None}]}).status_code == 200
     (record,) = stored(broker)
     assert (record.key, record.deliver_at_ms, record.expires_at_ms, record.priority) == (None, None, None, 0)
@@ -352,7 +352,7 @@ def test_values_that_are_not_bytes_are_stored_as_json(client, broker):
     ]
 
 
-def test_the_short_way_and_the_long_way_store_the_same(client, broker):
+def test_both_decoders_of_a_messagepack_batch_store_the_same(client, broker):
     messages = [{"value": b"x", "content_type": BYTES, "key": b"k", "headers": {"H": "v"}}]
     post_pack(client, {"messages": messages})
     post_pack(client, {"messages": [{**messages[0], "priority": 0}]})
@@ -404,7 +404,7 @@ def test_broken_messagepack_is_refused(client, broker, problem_of, body):
     assert broker.logs == {}
 
 
-def test_a_value_that_json_cannot_say_is_refused(client, problem_of):
+def test_a_value_that_json_cannot_express_is_refused(client, problem_of):
     batch = {"messages": [{"value": msgspec.msgpack.Ext(5, b"x")}]}
     problem_of(post_pack(client, batch), 400, "invalid_request")
 
@@ -426,7 +426,7 @@ def test_a_short_answer_is_given_when_preferred_and_the_partition_is_named(clien
     assert broker.made[-1][0] == "produce_range"
 
 
-def test_without_a_partition_the_preference_is_passed_over(client):
+def test_without_a_partition_the_preference_is_ignored(client):
     answer = post_pack(client, {"messages": [{"value": b"x"}] * 2}, headers={"Prefer": "return=minimal"})
     assert len(answer.get_json()["results"]) == 2
     assert "Preference-Applied" not in answer.headers
@@ -484,7 +484,7 @@ def test_a_new_producer_gets_an_identity(client, broker, problem_of):
     problem_of(client.post("/v1/producers", data=b'{"name":"a b"}'), 400, "invalid_request")
 
 
-def test_a_named_producer_says_which_instance_it_is(client, broker):
+def test_a_named_producer_names_its_instance(client, broker):
     client.post("/v1/producers", json={"name": "p", "instance": "i", "renews": True})
     assert broker.last("new_producer") == {"name": "p", "instance": "i", "renews": True}
 
@@ -502,7 +502,7 @@ def test_a_named_producer_says_which_instance_it_is(client, broker):
         [],
     ],
 )
-def test_an_identity_that_is_asked_for_in_a_wrong_way_is_refused(client, broker, problem_of, asked):
+def test_an_invalid_request_for_an_identity_is_refused(client, broker, problem_of, asked):
     problem_of(client.post("/v1/producers", json=asked), 400, "invalid_request")
     assert not broker.calls_made("new_producer")
 

@@ -68,7 +68,7 @@ def test_options_mean_the_same_in_every_form(client, broker, sent, deliver_at_ms
         ("1900-01-01T00:00:00Z", 0),
     ],
 )
-def test_the_moment_in_a_header_is_a_time_or_unix_milliseconds(client, broker, sent, deliver_at_ms):
+def test_a_due_time_in_a_header_is_a_time_or_unix_milliseconds(client, broker, sent, deliver_at_ms):
     assert client.post(URL, data=b"x", headers={"PortalMQ-Deliver-At": sent}).status_code == 200
     assert schedule_of(broker.logs["t"][0][0]) == (deliver_at_ms, None, 0)
 
@@ -95,7 +95,7 @@ def test_the_moment_in_a_header_is_a_time_or_unix_milliseconds(client, broker, s
         {"PortalMQ-Priority": "high"},
     ],
 )
-def test_options_that_make_no_sense_are_refused_and_nothing_is_kept(client, broker, problem_of, headers):
+def test_invalid_options_are_refused_and_nothing_is_stored(client, broker, problem_of, headers):
     problem_of(client.post(URL, data=b"x", headers=headers), 400, "invalid_request")
     assert broker.logs == {}
 
@@ -107,7 +107,7 @@ def test_too_far_ahead_is_refused_with_the_limit_and_the_unit(client, problem_of
     assert "milliseconds" in detail
 
 
-def test_what_an_idempotency_key_is_compared_by_is_what_was_sent(client, broker):
+def test_an_idempotency_key_is_compared_with_the_options_as_sent(client, broker):
     headers = {"Idempotency-Key": "k", "PortalMQ-Delay-Ms": "500", "PortalMQ-Priority": "3"}
     client.post(URL, data=b"x", headers=headers)
     assert broker.last("produce")["as_sent"] == (500, None, None, 3)
@@ -116,7 +116,7 @@ def test_what_an_idempotency_key_is_compared_by_is_what_was_sent(client, broker)
 
 
 @pytest.mark.parametrize("accept", [wire.JSON, wire.NDJSON, wire.EVENT_STREAM, wire.BATCH_MSGPACK])
-def test_a_browser_sees_when_a_message_is_due_and_over_and_its_priority(client, broker, accept):
+def test_a_browsed_message_shows_its_due_time_expiry_and_priority(client, broker, accept):
     broker.logs["t"] = [[Record(b"x", deliver_at_ms=7, expires_at_ms=8, priority=9), Record(b"plain")]]
     broker.ready = accept != wire.EVENT_STREAM or broker.ready
     answer = client.get(BROWSE, headers={"Accept": accept}, buffered=False)
@@ -137,7 +137,7 @@ def test_a_browser_sees_when_a_message_is_due_and_over_and_its_priority(client, 
 # --- scheduled messages ---
 
 
-def test_what_is_scheduled_is_listed_a_page_at_a_time(client, broker):
+def test_scheduled_messages_are_listed_a_page_at_a_time(client, broker):
     broker.logs["t"] = [[Record(b"%d" % number, deliver_at_ms=5 + number) for number in range(3)]]
     first = client.get("/v1/topics/t/scheduled?limit=2").get_json()
     assert [(each["id"], each["deliver_at_ms"]) for each in first["messages"]] == [("0-0", 5), ("0-1", 6)]
@@ -147,7 +147,7 @@ def test_what_is_scheduled_is_listed_a_page_at_a_time(client, broker):
     assert "next" not in client.get("/v1/topics/t/scheduled").get_json()
 
 
-def test_a_page_of_what_is_scheduled_has_a_limit(client, broker):
+def test_a_page_of_scheduled_messages_has_a_limit(client, broker):
     broker.logs["t"] = [[]]
     client.get("/v1/topics/t/scheduled?limit=100000")
     assert broker.last("scheduled")["limit"] == wire.BROWSE_MESSAGES_MAX
@@ -156,29 +156,29 @@ def test_a_page_of_what_is_scheduled_has_a_limit(client, broker):
 @pytest.mark.parametrize(
     "query", ["limit=0", "limit=x", "after=", "after=5", "after=0-1", "after=1-2-3-4", "after=a-b-c", "colour=red"]
 )
-def test_a_list_that_is_asked_for_in_a_wrong_way_is_refused(client, broker, problem_of, query):
+def test_an_invalid_list_request_is_refused(client, broker, problem_of, query):
     broker.logs["t"] = [[]]
     problem_of(client.get(f"/v1/topics/t/scheduled?{query}"), 400, "invalid_request")
 
 
-def test_a_scheduled_message_is_taken_back_by_its_id(client, broker):
+def test_a_scheduled_message_is_cancelled_by_its_id(client, broker):
     assert client.delete("/v1/topics/t/scheduled/3-17").status_code == 204
     assert broker.last("cancel_scheduled") == {"topic": "t", "partition": 3, "offset": 17}
 
 
 @pytest.mark.parametrize("message_id", ["3", "3-", "-", "a-b", "3-17-1", "3--1", "3-1.5", "99999999999999999999-0"])
-def test_what_is_no_id_of_a_message_is_refused(client, broker, problem_of, message_id):
+def test_an_invalid_message_id_is_refused(client, broker, problem_of, message_id):
     problem_of(client.delete(f"/v1/topics/t/scheduled/{message_id}"), 400, "invalid_request")
     assert not broker.calls_made("cancel_scheduled")
 
 
-def test_one_that_is_due_already_is_not_found(client, broker, problem_of):
+def test_a_message_that_is_due_already_is_not_found(client, broker, problem_of):
     broker.refuse = MessageNotFound("message 0-1 is due already")
     problem_of(client.delete("/v1/topics/t/scheduled/0-1"), 404, "message_not_found")
 
 
 @pytest.mark.parametrize("accept", [wire.JSON, wire.BATCH_MSGPACK])
-def test_a_consumer_sees_when_a_message_is_due_and_over_and_its_priority(client, broker, accept):
+def test_a_received_message_shows_its_due_time_expiry_and_priority(client, broker, accept):
     broker.logs["t"] = [[Record(b"x", deliver_at_ms=7, expires_at_ms=8, priority=9), Record(b"plain")]]
     answer = client.post("/v1/groups/g/receive", json={"topics": ["t"]}, headers={"Accept": accept})
     decode = msgspec.msgpack.decode if accept == wire.BATCH_MSGPACK else msgspec.json.decode

@@ -79,7 +79,7 @@ CALLS: dict[str, Call] = {
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_what_the_storage_raises_is_an_error_of_the_contract(
+def test_a_storage_error_becomes_an_error_of_the_contract(
     fixture: Fixture, http: FlaskClient, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
     for fault, status, code in FAULTS:

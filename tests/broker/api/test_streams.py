@@ -90,7 +90,7 @@ def test_join_heartbeat_commit_and_leave(http: FlaskClient) -> None:
     assert http.delete("/v1/groups/g").status_code == 204
 
 
-def test_seek_looks_first_and_then_goes(http: FlaskClient) -> None:
+def test_a_seek_may_be_a_dry_run_and_then_moves(http: FlaskClient) -> None:
     join(http)
     look = http.post("/v1/groups/g/seek", json={"topic": "t", "to": "latest", "dry_run": True}).get_json()
     assert look["dry_run"]
@@ -101,7 +101,7 @@ def test_seek_looks_first_and_then_goes(http: FlaskClient) -> None:
     assert [each["to"] for each in back["offsets"]] == [0, 0]
 
 
-def test_a_seek_under_the_key_of_one_that_was_done_moves_nothing(http: FlaskClient, problem_of: Problem) -> None:
+def test_a_repeated_seek_with_the_same_key_moves_nothing(http: FlaskClient, problem_of: Problem) -> None:
     join(http)
     for key, to, expected in (("one", {"offset": 2}, 2), ("two", "earliest", 0), ("one", {"offset": 2}, 0)):
         asked = {"topic": "t", "to": to, "partition": 0}
@@ -112,7 +112,7 @@ def test_a_seek_under_the_key_of_one_that_was_done_moves_nothing(http: FlaskClie
 
 
 @pytest.mark.parametrize("to", ["middle", {}, {"offset": -1}, {"offset": "7"}, {"at": "noon"}, {"offset": 1, "at": 1}])
-def test_a_wrong_place_to_seek_is_refused(http: FlaskClient, problem_of: Problem, to: Any) -> None:
+def test_an_invalid_seek_target_is_refused(http: FlaskClient, problem_of: Problem, to: Any) -> None:
     join(http)
     problem_of(http.post("/v1/groups/g/seek", json={"topic": "t", "to": to}), 400, "invalid_request")
 
@@ -169,7 +169,7 @@ def test_a_fetch_is_answered_with_frames(http: FlaskClient, problem_of: Problem)
     problem_of(http.post("/v1/fetch", json={"partitions": asked, "max_bytes": 1 << 40}), 400, "invalid_request")
 
 
-def test_a_commit_of_a_generation_to_come_is_refused(http: FlaskClient, problem_of: Problem) -> None:
+def test_a_commit_of_a_future_generation_is_refused(http: FlaskClient, problem_of: Problem) -> None:
     http.post("/v1/topics/t/messages", data=b"1")
     member = http.post("/v1/groups/g/members", json={"topics": ["t"], "member_id": "a"}).get_json()
     wanted = {

@@ -44,7 +44,7 @@ def test_each_message_is_shown_with_its_state(client: FlaskClient, fixture: Fixt
     assert shown["counts"] == {"ready": 1, "in_flight": 1, "scheduled": 0, "dead": 0, "oldest_unacked_ms": 0}
 
 
-def test_pages_go_over_all_partitions_and_meet_at_their_edges(client: FlaskClient) -> None:
+def test_pages_cover_all_partitions_without_gap_or_overlap(client: FlaskClient) -> None:
     ids = [produce(client, str(number), partition=number // 5) for number in range(10)]
     found: list[str] = []
     after = ""
@@ -56,7 +56,7 @@ def test_pages_go_over_all_partitions_and_meet_at_their_edges(client: FlaskClien
     assert "next" not in page
 
 
-def test_looking_makes_no_group(client: FlaskClient, fixture: Fixture) -> None:
+def test_listing_creates_no_group(client: FlaskClient, fixture: Fixture) -> None:
     produce(client, "a")
     fixture.clock.advance(7_000)
     shown = client.get("/v1/groups/nobody/messages?topic=t").get_json()
@@ -76,11 +76,11 @@ def test_looking_makes_no_group(client: FlaskClient, fixture: Fixture) -> None:
         ("?topic=t&topics=u", 400),
     ],
 )
-def test_a_question_that_makes_no_sense_is_refused(client: FlaskClient, query: str, status: int) -> None:
+def test_invalid_parameters_are_refused(client: FlaskClient, query: str, status: int) -> None:
     assert client.get(f"/v1/groups/g/messages{query}").status_code == status
 
 
-def test_the_counts_are_those_of_the_topic_that_is_asked_for(client: FlaskClient) -> None:
+def test_the_counts_are_of_the_requested_topic(client: FlaskClient) -> None:
     produce(client, "a")
     produce(client, "b", partition=1)
     client.post("/v1/topics/other/messages", data=b"x")

@@ -63,14 +63,14 @@ def test_an_idempotency_key_survives_a_restart_and_growth(tmp_path):
 
 
 @pytest.mark.parametrize("acks", ["all", "leader", "none"])
-def test_the_first_answer_is_of_the_repeats_acks(fixture, acks):
+def test_a_repeat_is_answered_by_its_own_acks(fixture, acks):
     (first,) = send(fixture, "a")
     (again,) = send(fixture, "a", acks=acks)
     assert again == first if acks != "none" else again.offset == -1
     assert stored(fixture) == ["a"]
 
 
-def test_what_was_sent_with_acks_none_is_answered_when_it_is_asked_for(fixture):
+def test_a_repeat_of_a_request_with_acks_none_gets_the_offset(fixture):
     (first,) = send(fixture, "a", acks="none")
     assert first.offset == -1
 
@@ -88,7 +88,7 @@ def test_what_was_sent_with_acks_none_is_answered_when_it_is_asked_for(fixture):
     assert stored(fixture) == ["a"]
 
 
-def test_repeats_while_the_first_is_being_appended_are_told_so(fixture):
+def test_repeats_during_the_first_append_are_refused_as_in_progress(fixture):
     fixture.broker.create_topic("t", wire.CreateTopic(partitions=4))
     greenlets = [gevent.spawn(attempt, fixture) for _ in range(10)]
     gevent.joinall(greenlets, timeout=60, raise_error=True)
@@ -149,7 +149,7 @@ def test_content_type_and_headers_belong_to_the_request(fixture):
             fixture.broker.produce("t", ProduceRequest([other], **how))
 
 
-def test_a_repeat_may_be_traced_anew_and_bring_its_headers_in_another_order(fixture):
+def test_a_repeat_may_have_another_trace_and_another_order_of_headers(fixture):
     fixture.broker.create_topic("t", wire.CreateTopic())
     sent = [
         {"traceparent": "00-1-1-00", "a": "1", "b": "2"},
@@ -163,7 +163,7 @@ def test_a_repeat_may_be_traced_anew_and_bring_its_headers_in_another_order(fixt
     assert answers[1] == answers[2] == answers[0]
 
 
-def test_a_delay_that_is_sent_again_is_the_same_request_though_it_comes_to_another_moment(fixture):
+def test_a_repeat_with_a_delay_is_the_same_request_at_a_later_time(fixture):
     def send_later():
         record = Record(b"a", deliver_at_ms=fixture.clock.wall_ms() + 500)
         as_sent = (500, None, None, 0)
@@ -183,7 +183,7 @@ def test_a_keyed_message_is_found_again_after_the_topic_has_grown(fixture, key):
     assert stored(fixture) == ["a"]
 
 
-def test_a_default_time_to_live_is_no_part_of_the_request(fixture):
+def test_a_default_time_to_live_is_not_part_of_the_request(fixture):
     fixture.broker.create_topic("t", wire.CreateTopic(config={"default_ttl_ms": 60_000}))
     first = send(fixture, "a")
     fixture.clock.advance(1_000)
@@ -213,7 +213,7 @@ def test_a_thousand_keys_leave_nothing_in_memory(fixture):
         ("none", False, False, True),
     ],
 )
-def test_a_repeat_is_answered_when_its_first_is_as_safe_as_it_asks(acks, written, committed, is_done):
+def test_a_repeat_is_answered_once_the_first_request_meets_its_acks(acks, written, committed, is_done):
     partition = SimpleNamespace(
         number=0, high_watermark=8 if committed else 7, log=SimpleNamespace(end_offset=8 if written else 7)
     )

@@ -72,7 +72,7 @@ def test_a_batch_that_is_sent_again_is_answered_as_the_first_one_was(fixture, si
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_of_a_batch_that_is_partly_known_the_rest_is_appended_in_its_order(fixture, size):
+def test_the_unknown_messages_of_a_partly_known_batch_are_appended_in_order(fixture, size):
     fixture.broker.create_topic("t", wire.CreateTopic())
     first = send(fixture, names(size))
     mixed = [name for pair in zip(names(size), names(size, start=size), strict=True) for name in pair]
@@ -82,7 +82,7 @@ def test_of_a_batch_that_is_partly_known_the_rest_is_appended_in_its_order(fixtu
     assert [result.offset for result in second[1::2]] == sorted(result.offset for result in second[1::2])
 
 
-def test_a_repeat_may_be_cut_into_other_batches_and_come_in_another_order(fixture):
+def test_a_repeat_may_be_sent_in_other_batches_and_in_another_order(fixture):
     fixture.broker.create_topic("t", wire.CreateTopic(partitions=4))
     rows = names(3 * SEARCHED_HERE_MAX)
     first = dict(zip(rows, send(fixture, rows), strict=True))
@@ -153,7 +153,7 @@ def test_a_batch_over_several_partitions_is_refused_share_by_share(fixture):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("acks", ["leader", "none"])
-def test_a_repeat_is_told_as_much_as_its_acks_ask(fixture, acks, size):
+def test_a_repeated_batch_is_answered_by_its_own_acks(fixture, acks, size):
     fixture.broker.create_topic("t", wire.CreateTopic())
     first = send(fixture, names(size))
     again = send(fixture, names(size), acks=acks)
@@ -196,7 +196,7 @@ def test_a_key_may_be_used_again_after_the_window(fixture):
     assert stored(fixture) == [*many, *many]
 
 
-def test_what_stands_in_older_segments_is_found(fixture):
+def test_messages_in_older_segments_are_found(fixture):
     fixture.broker.create_topic("t", wire.CreateTopic())
     partition = fixture.broker.topics.get("t").partition(0)
     rows = names(5 * SEARCHED_HERE_MAX)
@@ -227,7 +227,7 @@ def test_many_messages_over_many_partitions_do_not_hold_up_the_broker(fixture, m
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_what_is_ordered_elsewhere_is_looked_for_as_a_batch_is(fixture, monkeypatch, size):
+def test_copies_and_outputs_are_searched_for_as_a_batch_is(fixture, monkeypatch, size):
     """Copies of dead letters and outputs of commits come in batches, each record with an id."""
     on_the_hub = []
     find = Log.find_message_id
@@ -287,7 +287,7 @@ def test_batches_that_overlap_at_the_same_time_leave_each_message_once(fixture, 
     assert all(greenlet.get() == greenlets[0].get() for greenlet in greenlets)
 
 
-def test_nobody_appends_what_somebody_else_is_looking_for(fixture, monkeypatch):
+def test_no_request_appends_messages_that_another_one_searches_for(fixture, monkeypatch):
     fixture.broker.create_topic("t", wire.CreateTopic())
     partition = fixture.broker.topics.get("t").partition(0)
     many = names(2 * SEARCHED_HERE_MAX)
@@ -316,7 +316,7 @@ def attempt_single(fixture, name):
 
 
 @pytest.mark.parametrize("failing", ["the search", "the append"])
-def test_what_was_looked_for_is_free_again_after_a_failure(fixture, monkeypatch, failing):
+def test_searched_messages_can_be_sent_again_after_a_failure(fixture, monkeypatch, failing):
     fixture.broker.create_topic("t", wire.CreateTopic())
     partition = fixture.broker.topics.get("t").partition(0)
     many = names(2 * SEARCHED_HERE_MAX)
@@ -383,7 +383,7 @@ def test_a_search_that_outlasts_the_leadership_appends_nothing(fixture, monkeypa
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_new_leader_is_asked_again_while_it_writes_down_what_the_one_before_sent(tmp_path, monkeypatch, size):
+def test_a_new_leader_refuses_a_search_until_it_has_written_its_log(tmp_path, monkeypatch, size):
     """The new leader has these messages, but neither its files nor its memory have their ids yet."""
     records = tuple(identified(Record(name.encode()), name, ()) for name in names(size))
 
@@ -432,7 +432,7 @@ def test_an_unknown_partition_refuses_the_batch(fixture):
         send(fixture, ["a"], partitions=[5])
 
 
-def test_keys_with_a_common_beginning_stand_side_by_side_in_the_index():
+def test_keys_with_a_common_prefix_are_adjacent_in_the_index():
     ids = [wire.message_id_of(f"job/{number}") for number in range(100)]
     assert len({each[:4] for each in ids}) == 1
     assert len(set(ids)) == 100

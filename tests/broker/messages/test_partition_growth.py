@@ -37,19 +37,19 @@ def test_a_topic_that_a_key_ordered_group_reads_grows_only_by_force(fixture):
     assert grow(fixture, 3, force=True) == 3
 
 
-def test_other_groups_and_such_as_read_another_topic_are_no_reason(fixture):
+def test_other_groups_and_groups_of_other_topics_do_not_prevent_growth(fixture):
     read(fixture, "plain", "none")
     fixture.broker.put_group("ordered", {"ordering": "key"})
     assert grow(fixture, 3) == 3
 
 
-def test_what_adds_no_partition_needs_no_force(fixture):
+def test_a_change_that_adds_no_partition_needs_no_force(fixture):
     read(fixture, "ordered", "key")
     assert grow(fixture, 2) == 2
     fixture.broker.alter_topic("t", wire.AlterTopic(config={"retention_ms": 5_000}))
 
 
-def test_a_group_that_was_deleted_is_no_reason_any_more(fixture):
+def test_a_deleted_group_does_not_prevent_growth(fixture):
     read(fixture, "ordered", "key")
     fixture.broker.delete_group("ordered")
     assert grow(fixture, 3) == 3

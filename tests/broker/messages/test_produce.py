@@ -45,7 +45,7 @@ def test_the_topics_time_to_live_is_for_messages_that_bring_none(fixture, way):
     assert stored(fixture)[-1].expires_at_ms is None
 
 
-def test_what_has_expired_is_browsed_and_given_to_no_group(fixture):
+def test_expired_messages_are_browsed_and_delivered_to_no_group(fixture):
     fixture.broker.create_topic("t", wire.CreateTopic(config={"default_ttl_ms": 1_000}))
     send(fixture, Record(b"old"), way="batch")
     fixture.clock.advance(1_000)

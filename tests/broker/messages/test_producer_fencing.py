@@ -80,7 +80,7 @@ def stamp(identity: wire.ProducerIdentity, sequence: int = 0) -> Stamp:
     return Stamp(identity.id, identity.epoch, sequence)
 
 
-def test_every_live_broker_has_heard_before_a_name_is_taken_over(brokers):
+def test_every_live_broker_has_the_fence_before_a_takeover_is_answered(brokers):
     first, second = brokers.start(1), brokers.start(2)
     zombie = first.take_over("billing")
     heir = second.take_over("billing")
@@ -92,7 +92,7 @@ def test_every_live_broker_has_heard_before_a_name_is_taken_over(brokers):
         assert refused.value.outcome == "not_applied"
 
 
-def test_a_broker_that_comes_later_reads_who_was_fenced(brokers):
+def test_a_broker_that_starts_later_reads_the_fences(brokers):
     first = brokers.start(1)
     zombie = first.take_over("billing")
     first.take_over("billing")
@@ -100,7 +100,7 @@ def test_a_broker_that_comes_later_reads_who_was_fenced(brokers):
         brokers.start(2).check(stamp(zombie))
 
 
-def test_a_broker_that_has_not_read_takes_no_stamped_batch(brokers):
+def test_a_broker_that_has_not_read_the_fences_refuses_stamped_batches(brokers):
     fences = ProducerFencing(1, brokers.catalog, FakeMembership(brokers.clock), brokers.wires, brokers.clock)
     with pytest.raises(Unavailable) as refused:
         fences.check(Stamp(1, 0, 0))
@@ -125,7 +125,7 @@ def test_a_silent_broker_is_waited_for_until_it_is_given_up(brokers):
     assert asked == [2, 2, 2]
 
 
-def test_a_silent_broker_that_stays_is_told_as_unknown(brokers, monkeypatch):
+def test_a_silent_broker_that_stays_makes_the_outcome_unknown(brokers, monkeypatch):
     monkeypatch.setattr("portalmq.broker.messages.producer_fencing.FENCE_TIMEOUT_S", 0.1)
     monkeypatch.setattr("portalmq.broker.messages.producer_fencing.CONFIRM_WITHIN_SESSIONS", 0)
     first = brokers.start(1)
@@ -163,7 +163,7 @@ class AskedCatalog:
 
 
 @pytest.mark.parametrize("state", [PlaneState.SUSPENDED, PlaneState.LOST])
-def test_nobody_waits_to_hear_of_an_id_from_a_plane_that_is_not_connected(brokers, state):
+def test_an_id_is_not_checked_at_a_disconnected_control_plane(brokers, state):
     catalog = AskedCatalog(state)
     fences = ProducerFencing(1, catalog, FakeMembership(brokers.clock), brokers.wires, brokers.clock)
     fences.check_given(1 << 40)
@@ -173,7 +173,7 @@ def test_nobody_waits_to_hear_of_an_id_from_a_plane_that_is_not_connected(broker
         fences.check_given(1 << 40)
 
 
-def test_a_plane_that_gave_no_answer_is_not_asked_again_for_each_batch(brokers):
+def test_an_unavailable_control_plane_is_not_asked_for_each_batch(brokers):
     catalog = AskedCatalog(PlaneState.CONNECTED)
     catalog.away = True
     fences = ProducerFencing(1, catalog, FakeMembership(brokers.clock), brokers.wires, brokers.clock)
@@ -196,7 +196,7 @@ def test_an_instance_that_renews_does_not_fence_its_successor(brokers):
     first.check(stamp(heir))
 
 
-def test_an_older_word_does_not_take_a_fence_down(brokers):
+def test_an_older_fence_does_not_replace_a_newer_one(brokers):
     first = brokers.start(1)
     first.on_fence(Fence(9, 5))
     first.on_fence(Fence(9, 3))

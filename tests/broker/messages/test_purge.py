@@ -68,7 +68,7 @@ NEW = ["new later", "new later urgent", "new plain", "new urgent"]
 
 
 @pytest.mark.parametrize("begun", ["never", "before", "leased"])
-def test_no_lane_gives_what_was_purged(fixture, clock, begun):
+def test_no_lane_delivers_purged_messages(fixture, clock, begun):
     if begun != "never":
         receive(fixture)
     one_of_each(fixture, "old")
@@ -83,7 +83,7 @@ def test_no_lane_gives_what_was_purged(fixture, clock, begun):
     assert counts(fixture).lag == 4
 
 
-def test_a_group_that_begins_before_the_log_start_moves_gets_nothing_of_what_was_purged(fixture, clock, monkeypatch):
+def test_a_group_that_begins_before_the_log_start_moves_gets_no_purged_messages(fixture, clock, monkeypatch):
     one_of_each(fixture, "old")
     monkeypatch.setattr(
         "portalmq.broker.partition.retention._advance", lambda log, upto: Unavailable("the disk is slow")
@@ -108,7 +108,7 @@ def test_a_purge_up_to_an_offset_splits_a_batch_and_every_lane_in_it(fixture, cl
     assert first < second < last
 
 
-def test_receipts_of_what_was_purged_are_acked_as_done(fixture):
+def test_receipts_of_purged_messages_are_accepted_as_acked(fixture):
     one_of_each(fixture, "old")
     handed = receive(fixture)
     purge(fixture)
@@ -137,7 +137,7 @@ def test_one_partition_is_purged_and_the_other_stays(fixture):
     assert texts(receive(fixture)) == ["new plain", "new urgent"]
 
 
-def test_a_purge_and_all_that_it_took_is_remembered_over_a_restart(tmp_path):
+def test_a_purge_survives_a_restart_in_every_lane(tmp_path):
     clock = HandClock()
     with running(tmp_path, clock) as fixture:
         fixture.broker.create_topic("t", wire.CreateTopic())
@@ -168,7 +168,7 @@ def test_dead_messages_go_with_a_purge(fixture, clock):
     assert receive(fixture) == []
 
 
-def test_an_offset_without_its_partition_is_refused_and_one_past_the_end_takes_what_is_there(fixture):
+def test_an_offset_needs_a_partition_and_may_be_past_the_end(fixture):
     one_of_each(fixture, "old")
     with pytest.raises(InvalidRequest, match="partition="):
         purge(fixture, before_offset=2)
@@ -180,7 +180,7 @@ def test_an_offset_without_its_partition_is_refused_and_one_past_the_end_takes_w
     assert texts(receive(fixture)) == ["new plain", "new urgent"]
 
 
-def test_is_answered_once_no_leader_before_this_one_hands_the_messages_out(fixture, monkeypatch):
+def test_a_purge_is_answered_once_no_earlier_leader_can_deliver_the_messages(fixture, monkeypatch):
     """A repeat that finds the purge done is not answered sooner."""
     partition = fixture.broker.topics.known("t").local[0]
     end = send(fixture, Record(b"a"))[-1] + 1

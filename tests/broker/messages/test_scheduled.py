@@ -38,7 +38,7 @@ def receive(fixture, group="g", topics=("t",)) -> list[str]:
     return sorted(each.record.value.decode() for each in fixture.broker.receive(group, request, None))
 
 
-def test_they_are_listed_by_when_they_are_due_over_all_partitions_and_priorities(fixture):
+def test_scheduled_messages_are_listed_by_due_time_over_partitions_and_priorities(fixture):
     schedule(fixture, 500, 100, partition=0)
     schedule(fixture, 400, 200, partition=1, priority=9)
     schedule(fixture, 300, partition=2)
@@ -46,13 +46,13 @@ def test_they_are_listed_by_when_they_are_due_over_all_partitions_and_priorities
     assert listed(fixture) == [(0, "100"), (1, "200"), (2, "300"), (1, "400"), (0, "500")]
 
 
-def test_what_is_due_is_listed_no_more(fixture):
+def test_due_messages_are_not_listed(fixture):
     schedule(fixture, 100, 200)
     fixture.clock.advance(100)
     assert listed(fixture) == [(0, "200")]
 
 
-def test_pages_join_without_a_hole_or_a_repeat_even_where_many_are_due_at_once(fixture):
+def test_pages_have_no_gap_or_repeat_even_where_many_messages_are_due_at_once(fixture):
     for partition in range(3):
         schedule(fixture, *[700] * 7, 100 + partition, 900, partition=partition)
     seen, after = [], BEGINNING
@@ -80,7 +80,7 @@ def test_a_page_of_large_messages_is_short_and_the_next_goes_on(fixture, monkeyp
     assert max(sizes) == 3
 
 
-def test_one_that_is_taken_back_is_never_delivered_to_any_group(fixture):
+def test_a_cancelled_message_is_delivered_to_no_group(fixture):
     offsets = schedule(fixture, 100, 200, 300)
     fixture.broker.cancel_scheduled("t", 0, offsets[1])
     assert listed(fixture) == [(0, "100"), (0, "300")]
@@ -89,7 +89,7 @@ def test_one_that_is_taken_back_is_never_delivered_to_any_group(fixture):
     assert receive(fixture, "another") == ["100", "300"]
 
 
-def test_taken_back_is_taken_back_after_a_restart(tmp_path):
+def test_a_cancelled_message_stays_cancelled_after_a_restart(tmp_path):
     clock = HandClock()
     with running(tmp_path, clock) as fixture:
         offsets = schedule(fixture, 100, 200)
@@ -100,7 +100,7 @@ def test_taken_back_is_taken_back_after_a_restart(tmp_path):
         assert receive(fixture) == ["200"]
 
 
-def test_what_is_not_to_come_cannot_be_taken_back(fixture):
+def test_a_message_that_is_not_scheduled_cannot_be_cancelled(fixture):
     (due,) = schedule(fixture, 50)
     (kept,) = schedule(fixture, 500)
     (plain,) = fixture.broker.produce("t", ProduceRequest([Record(b"x")], partition=0))
@@ -113,7 +113,7 @@ def test_what_is_not_to_come_cannot_be_taken_back(fixture):
         fixture.broker.cancel_scheduled("nothing", 0, 0)
 
 
-def test_a_message_that_a_successor_may_have_taken_is_not_denied(fixture, monkeypatch):
+def test_a_leader_that_may_be_deposed_does_not_answer_not_found(fixture, monkeypatch):
     def pass_by(seconds: float) -> None:
         fixture.clock.advance(round(1_000 * seconds))
 
@@ -124,7 +124,7 @@ def test_a_message_that_a_successor_may_have_taken_is_not_denied(fixture, monkey
         fixture.broker.cancel_scheduled("t", 0, 10_000)
 
 
-def test_a_clock_that_is_set_back_takes_nothing_back_that_was_handed_out(fixture):
+def test_a_clock_set_back_makes_no_delivered_message_cancellable(fixture):
     (offset,) = schedule(fixture, 100)
     fixture.clock.advance(100)
     assert receive(fixture) == ["100"]
@@ -134,19 +134,19 @@ def test_a_clock_that_is_set_back_takes_nothing_back_that_was_handed_out(fixture
         fixture.broker.cancel_scheduled("t", 0, offset)
 
 
-def test_a_purge_takes_the_scheduled_too(fixture):
+def test_a_purge_removes_scheduled_messages_too(fixture):
     schedule(fixture, 100, 200)
     fixture.broker.purge("t", partition=None, before_offset=None)
     schedule(fixture, 300)
     assert listed(fixture) == [(0, "300")]
 
 
-def test_a_topic_that_is_not_there_has_no_list(fixture):
+def test_an_unknown_topic_has_no_list(fixture):
     with pytest.raises(TopicNotFound):
         fixture.broker.scheduled("nothing", limit=5)
 
 
-def test_what_was_taken_back_is_counted_for_nobody_and_looked_up_once(tmp_path, monkeypatch):
+def test_cancelled_messages_are_not_counted_and_are_looked_up_once(tmp_path, monkeypatch):
     clock = HandClock()
     with running(tmp_path, clock) as fixture:
         fixture.broker.create_topic("t", wire.CreateTopic(partitions=1))

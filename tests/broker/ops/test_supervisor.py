@@ -58,7 +58,7 @@ def test_a_process_that_has_ended_is_not_running_before_it_is_reaped():
     assert start_of(child.pid) is None
 
 
-def test_numbers_of_before_the_machine_was_started_mean_nothing():
+def test_process_ids_of_an_earlier_boot_are_ignored():
     gone = ProcessRecord("gone", me().pid, me().started + 1, "log")
     assert record(boot_id(), me(), gone).running == [me()]
     assert record("another boot", me()).running == []

@@ -33,7 +33,7 @@ def test_a_queue_is_created_once_and_may_be_created_again(client: FlaskClient, f
     assert fixture.broker.describe_topic("q").name == "q"
 
 
-def test_the_size_counts_what_is_not_deleted_also_before_anybody_consumed(client: FlaskClient) -> None:
+def test_the_size_counts_undeleted_messages_even_before_the_first_consume(client: FlaskClient) -> None:
     ids = put(client, "q", "a", "b", "c")
     size = {"status": "ok", "queue": "q", "size": 3, "ready": 3, "in_flight": 0, "scheduled": 0}
     assert tell(client, "QUEUE_SIZE", queue="q") == size

@@ -93,7 +93,7 @@ def test_a_key_of_a_queue_that_was_deleted_names_no_message_of_the_next_one(
     assert client.get("/messages").get_json()["messages"] == []
 
 
-def test_a_key_may_leave_out_of_which_queue_it_is(client: FlaskClient) -> None:
+def test_a_key_may_omit_its_queue(client: FlaskClient) -> None:
     """Older keys and the ids of other protocols have no mark."""
     client.post("/message", json={"Message": "a"})
     mark, partition, offset = client.get("/message").get_json()["key"].split("-")
@@ -105,7 +105,7 @@ def test_a_key_may_leave_out_of_which_queue_it_is(client: FlaskClient) -> None:
 @pytest.mark.parametrize(
     "key", ["0-1-2", "00ff00f-0-1", "00FF00FF-0-1", "00ff00ff-0", "00ff00ff--1", "-0-1", "0x0f0f0f-0-1"]
 )
-def test_what_has_no_mark_of_a_queue_in_front_is_no_key(client: FlaskClient, key: str) -> None:
+def test_a_key_with_an_invalid_queue_mark_is_refused(client: FlaskClient, key: str) -> None:
     client.post("/message", json={"Message": "a"})
     assert client.post("/confirm", json={"Key": key}).status_code == 400
 
@@ -134,7 +134,7 @@ def test_only_get_takes_a_message(fixture: Fixture) -> None:
     assert client.get("/message").get_json()["message"] == "a"
 
 
-def test_what_is_shown_of_a_queue_is_bounded_in_bytes(client: FlaskClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_list_of_a_queue_is_bounded_in_bytes(client: FlaskClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "ANSWER_BYTES_MAX", 250)
     for _ in range(5):
         client.post("/message", json={"Message": "x" * 100})
@@ -145,6 +145,6 @@ def test_what_is_shown_of_a_queue_is_bounded_in_bytes(client: FlaskClient, monke
     assert len(client.get("/messages").get_json()["messages"]) == 1, "at least one"
 
 
-def test_a_key_with_a_number_that_is_none_is_no_key(client: FlaskClient) -> None:
+def test_a_key_with_an_invalid_number_is_refused(client: FlaskClient) -> None:
     client.post("/message", json={"Message": "a"})
     assert client.post("/confirm", json={"Key": "0-" + "9" * 30}).status_code == 400, "no partition has that offset"

@@ -39,7 +39,7 @@ DOORS = {"Portal MQ": through_portal, "MiniQ": through_miniq, "WonderQ": through
 
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("written", WRITTEN)
-def test_a_message_comes_out_as_it_was_written(client: FlaskClient, door: str, written: bytes) -> None:
+def test_a_message_is_delivered_as_written(client: FlaskClient, door: str, written: bytes) -> None:
     expected = written.decode("unicode_escape").encode("utf-16", "surrogatepass").decode("utf-16").encode()
     answer = DOORS[door](client, written)
     # Text may be escaped differently, so compare it as text. Any other value keeps its digits and spaces.
@@ -62,7 +62,7 @@ def test_bytes_go_in_and_come_out_as_base64(client: FlaskClient, path: str) -> N
 @pytest.mark.parametrize(
     "written", [b"1e999", b'"\xff"', b'{"a": "\xff"}', b'"\\ud800"', b"[" * 5_000 + b"]" * 5_000, b""]
 )
-def test_what_only_looks_like_json_is_refused(client: FlaskClient, path: str, written: bytes) -> None:
+def test_malformed_json_is_refused(client: FlaskClient, path: str, written: bytes) -> None:
     refused = client.post(path, data=b'{"name": "default", "message": %s}' % written)
     assert (refused.status_code, refused.get_json()["code"]) == (400, "invalid_request")
     assert client.post("/topic/exists", json={"name": "default"}).status_code == 404, "nothing was appended"

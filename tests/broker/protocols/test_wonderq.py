@@ -85,7 +85,7 @@ def test_the_state_counts_messages_not_received_yet(client: FlaskClient) -> None
     assert (shown["ready"], len(shown["messages"])) == (2, 2)
 
 
-def test_the_state_is_of_wonderq_s_queue_and_no_other(client: FlaskClient, fixture: Fixture) -> None:
+def test_the_state_is_only_of_wonderq_s_queue(client: FlaskClient, fixture: Fixture) -> None:
     client.post("/message?queue=other", json={"Message": "MiniQ's, of the same group"})
     client.get("/message?queue=other")
     fixture.clock.advance(5_000)
@@ -106,9 +106,7 @@ def test_a_repeated_delete_is_answered_as_the_first(client: FlaskClient) -> None
     assert [each["id"] for each in client.get("/v1/queue").get_json()["messages"]] == [second]
 
 
-def test_an_id_of_a_queue_that_was_deleted_ends_nothing_that_others_hold_in_the_next_one(
-    client: FlaskClient, fixture: Fixture
-) -> None:
+def test_an_id_of_a_deleted_queue_deletes_nothing_in_a_new_queue(client: FlaskClient, fixture: Fixture) -> None:
     old = publish(client, "old")
     assert take(client, 7) == [(old, "old")]
     fixture.broker.delete_topic("default")

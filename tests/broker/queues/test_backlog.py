@@ -100,7 +100,7 @@ def test_a_batch_is_appended_whole_or_not_at_all(fixture):
     send(fixture, 2)
 
 
-def test_a_batch_that_could_never_fit_is_to_be_split(fixture):
+def test_a_batch_above_the_limit_must_be_split(fixture):
     limit(fixture, 5)
     begin(fixture)
     with pytest.raises(MessageTooLarge, match="split"):
@@ -181,7 +181,7 @@ def test_a_limit_may_be_raised_and_lifted(fixture):
     send(fixture, 100)
 
 
-def test_a_batch_of_several_partitions_tells_which_were_full(fixture):
+def test_a_batch_over_several_partitions_names_the_full_ones(fixture):
     limit(fixture, 2, partitions=2)
     send(fixture, 1, partition=0)
     send(fixture, 1, partition=1)
@@ -269,7 +269,7 @@ def test_when_there_is_no_room_a_count_is_made_each_50_ms_and_only_when_a_group_
     assert counting.counts.made == 3
 
 
-def test_a_count_that_takes_long_is_made_seldom(fixture, monkeypatch):
+def test_a_slow_count_is_made_seldom(fixture, monkeypatch):
     counting = Counting(fixture, 10, 10)
     seconds = iter(range(100))
     monkeypatch.setattr("portalmq.broker.queues.backlog.perf_counter", lambda: next(seconds))

@@ -66,7 +66,7 @@ def test_a_repeat_of_the_same_receipts_gives_the_first_answer_and_publishes_noth
     assert there(fixture) == ["A"]
 
 
-def test_a_commit_that_two_send_at_once_is_done_once(fixture):
+def test_a_commit_sent_twice_at_once_is_done_once(fixture):
     send(fixture, "a")
     messages = receive(fixture)
     tries = [gevent.spawn(commit, fixture, messages, outputs("A")) for _ in range(5)]
@@ -105,7 +105,7 @@ def succeeded(fixture, monkeypatch):
     monkeypatch.setattr(PartitionReplica, "led_at", lambda replica, then_ms: False)
 
 
-def test_a_leader_that_may_have_been_succeeded_refuses_no_receipts_for_good(fixture, request):
+def test_a_leader_that_may_be_deposed_refuses_no_receipts_for_good(fixture, request):
     """The next leader may hold an earlier attempt whose answer was lost."""
     send(fixture, "a")
     messages = receive(fixture)
@@ -116,13 +116,13 @@ def test_a_leader_that_may_have_been_succeeded_refuses_no_receipts_for_good(fixt
         commit(fixture, messages, outputs("A"))
 
 
-def test_a_leader_that_may_have_been_succeeded_refuses_no_member_for_good(stream, succeeded):
+def test_a_leader_that_may_be_deposed_refuses_no_member_for_good(stream, succeeded):
     for offset, member in ((3, "somebody else"), (10_000, "m")):
         with pytest.raises(Unavailable, match="do not vouch"):
             commit_offset(stream, offset, outputs("A"), member=member)
 
 
-def test_a_lease_that_has_passed_on_refuses_the_whole_commit(fixture):
+def test_a_lease_of_another_consumer_refuses_the_whole_commit(fixture):
     send(fixture, "a", "b")
     late = receive(fixture, 1)
     fixture.clock.advance(31_000)
@@ -139,7 +139,7 @@ def test_a_lease_that_has_passed_on_refuses_the_whole_commit(fixture):
 
 
 @pytest.mark.parametrize("how", ["ack", "commit"])
-def test_messages_that_are_done_refuse_a_commit(fixture, how):
+def test_messages_that_are_acked_refuse_a_commit(fixture, how):
     send(fixture, "a", "b")
     messages = receive(fixture)
     if how == "ack":
@@ -198,7 +198,7 @@ def test_outputs_are_checked_whole_before_anything_is_done(fixture):
     assert [(stored.partition, stored.record.value) for stored in stored_in(fixture, "out")] == [(1, b"A")]
 
 
-def test_missing_topics_are_made_or_refused_as_the_cluster_says(fixture):
+def test_missing_topics_are_created_or_refused_as_configured(fixture):
     send(fixture, "a", "b")
     messages = receive(fixture)
     commit(fixture, messages[:1], outputs("A", topic="new"))
@@ -442,7 +442,7 @@ def test_large_outputs_go_in_several_shipments(fixture, monkeypatch):
     assert max(shipped) <= 5
 
 
-def test_ids_tell_partitions_records_epochs_and_places_apart(fixture):
+def test_ids_differ_by_partition_record_epoch_and_place(fixture):
     send(fixture, "a")
     commit(fixture, receive(fixture), outputs("A", "A"))
     settled(fixture)
@@ -533,7 +533,7 @@ def test_a_commit_is_refused_only_for_committed_records(stream, monkeypatch):
     assert waited == [partition.replica.next_offset - 1]
 
 
-def test_where_retention_has_moved_the_group_its_members_go_on(stream):
+def test_members_continue_where_retention_has_moved_the_group(stream):
     partition_of(stream).purge(4)
     eventually(lambda: partition_of(stream).streams["s"].committed == 4)
     with pytest.raises(OffsetMoved, match="Read on from 4"):
@@ -577,7 +577,7 @@ def test_commits_that_were_forgotten_are_refused_and_not_done_again(fixture, mon
     assert len(there(fixture)) == 4
 
 
-def test_a_refusal_after_an_unknown_try_is_known_to_have_done_nothing(fixture):
+def test_a_refusal_after_an_attempt_of_unknown_outcome_is_not_applied(fixture):
     send(fixture, "a")
     messages = receive(fixture)
     commit(fixture, messages)

@@ -70,7 +70,7 @@ def dead(fixture, *values: str, **more) -> list[str]:
 # --- copies ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_copy_has_the_message_and_its_origin(fixture):
+def test_a_copy_holds_the_message_and_its_origin(fixture):
     record = Record(b'{"a":1}', wire.JSON, b"key", {"trace": "x"}, None, None, 3)
     fixture.broker.produce("in", ProduceRequest([record]))
     (message,) = receive(fixture)
@@ -103,7 +103,7 @@ def test_a_reason_of_several_lines_becomes_a_header_of_one(fixture):
     assert letter.record.headers == copy.record.headers
 
 
-def test_the_dead_letter_topic_is_made_even_where_topics_are_not_made_by_use(fixture):
+def test_the_dead_letter_topic_is_created_even_where_first_use_creates_no_topics(fixture):
     fixture.broker.create_topic("in", wire.CreateTopic(partitions=3, config={"max_message_bytes": 2_000_000}))
     fixture.broker.topics._auto_create = False
     dead(fixture, "x" * 1_500_000)
@@ -133,7 +133,7 @@ def test_a_group_without_a_dead_letter_topic_has_no_copies(fixture):
     assert len(listed(fixture).messages) == 1
 
 
-def test_a_name_that_cannot_be_is_no_order_that_waits_for_ever(fixture):
+def test_a_dead_letter_for_an_invalid_topic_name_is_not_copied(fixture):
     send(fixture, "a", "b")
     first, second = receive(fixture)
     give_up(fixture, [first], topic="x" * 191)
@@ -142,7 +142,7 @@ def test_a_name_that_cannot_be_is_no_order_that_waits_for_ever(fixture):
     assert there(fixture, "in.dlq") == ["b"]
 
 
-def test_dead_letters_and_commits_stand_in_one_outbox(fixture):
+def test_dead_letters_and_commits_share_one_outbox(fixture):
     send(fixture, "a", "b")
     first, second = receive(fixture)
     give_up(fixture, [first])
@@ -206,7 +206,7 @@ def test_purged_messages_are_not_listed(fixture):
     assert ids(listed(fixture)) == known[1:]
 
 
-def test_nothing_is_listed_of_a_group_that_has_not_begun_there(fixture):
+def test_a_group_that_has_not_begun_on_a_topic_has_an_empty_list(fixture):
     fixture.broker.create_topic("in", wire.CreateTopic())
     fixture.broker.groups.ensure("g")
     assert listed(fixture).messages == []
@@ -217,7 +217,7 @@ def test_nothing_is_listed_of_a_group_that_has_not_begun_there(fixture):
 
 
 @pytest.mark.parametrize("after", ["", "x", "1", "0-", "-1", "0-x", "0-1-2", "٣-1", "0-" + "9" * 30])
-def test_an_id_that_is_none_is_refused(fixture, after):
+def test_an_invalid_id_is_refused(fixture, after):
     dead(fixture, "a")
     with pytest.raises(InvalidRequest, match="not a message id"):
         listed(fixture, after=after)
@@ -285,7 +285,7 @@ def test_a_dry_run_only_counts(fixture):
     assert receive(fixture) == []
 
 
-def test_a_predicate_says_which(fixture):
+def test_a_predicate_selects_the_messages_to_redrive(fixture):
     for number in range(10):
         record = Record(msgspec.json.encode({"sensor": number % 2}), wire.JSON, b"k%d" % number, {"n": str(number)})
         fixture.broker.produce("in", ProduceRequest([record]))
@@ -376,7 +376,7 @@ def test_ids_and_where_together_are_refused_and_too_many_ids(fixture):
 # --- dropping --------------------------------------------------------------------------------------------------------
 
 
-def test_dropped_ones_are_forgotten_for_good_and_their_copies_stay(tmp_path):
+def test_dropped_messages_are_forgotten_for_good_and_their_copies_stay(tmp_path):
     with running(tmp_path) as before:
         known = dead(before, *"abc")
         settled(before)
@@ -391,7 +391,7 @@ def test_dropped_ones_are_forgotten_for_good_and_their_copies_stay(tmp_path):
         assert there(after, "in.dlq") == ["a", "b", "c"]
 
 
-def test_the_calls_between_brokers_carry_all_of_it(fixture):
+def test_the_calls_between_brokers_carry_lists_redrives_and_drops(fixture):
     """A call from another broker does the same as a local call."""
     known = dead(fixture, "a", "b")
     broker = fixture.broker
@@ -415,7 +415,7 @@ def test_the_calls_between_brokers_carry_all_of_it(fixture):
     assert [message.record.value for message in receive(fixture)] == [b"a"]
 
 
-def test_many_dead_letters_are_redriven_and_dropped_while_others_have_their_turn(fixture, monkeypatch):
+def test_other_greenlets_run_while_many_dead_letters_are_redriven_and_dropped(fixture, monkeypatch):
     monkeypatch.setattr(dead_letters, "RANGES_IN_A_RECORD", 10)
     send(fixture, *(str(number) for number in range(100)))
     messages = receive(fixture, 100)[::2]
@@ -476,7 +476,7 @@ def scattered(fixture, count: int) -> list[str]:
     return [f"0-{message.offset}" for message in messages]
 
 
-def test_a_redrive_pauses_while_it_reads_looks_and_times(fixture, pauses):
+def test_a_redrive_pauses_during_each_of_its_steps(fixture, pauses):
     letters = scattered(fixture, 50)
     seen = pauses()
     assert redrive(fixture, ids=letters[:30], rate_per_s=1_000) == (30, 30)
@@ -488,7 +488,7 @@ def test_a_redrive_pauses_while_it_reads_looks_and_times(fixture, pauses):
 
 
 @pytest.mark.parametrize("step", ["match", "redrive", "write"])
-def test_a_pause_after_which_the_group_has_another_fold_refuses_the_call(fixture, pauses, monkeypatch, step):
+def test_a_replacement_of_the_groups_fold_during_a_pause_refuses_the_call(fixture, pauses, monkeypatch, step):
     monkeypatch.setattr(dead_letters, "RANGES_IN_A_RECORD", 10)
     offsets = tuple(int(each.partition("-")[2]) for each in scattered(fixture, 20))
     ranges = tuple((offset, offset + 1) for offset in offsets)

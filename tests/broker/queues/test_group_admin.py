@@ -93,7 +93,7 @@ def test_counts_are_summed_over_the_leaders() -> None:
     assert (described.lag, described.ready, described.oldest_unacked_ms) == (7, 7, 40)
 
 
-def test_a_lag_that_leaves_a_partition_out_is_not_given() -> None:
+def test_a_lag_that_omits_a_partition_is_refused() -> None:
     world = World({("t", 0): 1, ("t", 1): 2}, {("t", 0): 1, ("t", 1): 2}, away={2})
     with pytest.raises(Unavailable, match="partition 1 of topic 't'") as caught:
         world.group_admin().describe("g")
@@ -102,7 +102,7 @@ def test_a_lag_that_leaves_a_partition_out_is_not_given() -> None:
     assert [described.lag for described in world.group_admin().describe_all()] == [1]
 
 
-def test_a_partition_without_a_leader_matters_not_where_the_group_is_not() -> None:
+def test_a_partition_without_a_leader_is_ignored_where_the_group_has_not_begun() -> None:
     """A group begins on all partitions of a topic: if the reachable ones do not know it, no partition does."""
     world = World({("t", 0): 1, ("other", 0): 2, ("other", 1): None}, {("t", 0): 5})
     assert world.group_admin().describe("g").lag == 5
@@ -114,7 +114,7 @@ def test_a_topic_without_any_leader_may_have_the_group() -> None:
         world.group_admin().describe("g")
 
 
-def test_while_a_leader_is_replaced_two_that_speak_for_a_partition_count_once() -> None:
+def test_a_partition_that_two_brokers_report_counts_once() -> None:
     world = World({("t", 0): 2}, {("t", 0): 5})
     world.counts = lambda broker_id: GroupCounts([count("t", 0, 5)], [("t", 0)])  # type: ignore[method-assign]
     assert world.group_admin().describe("g").lag == 5

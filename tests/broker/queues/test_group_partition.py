@@ -88,7 +88,7 @@ def test_an_extended_lease_holds_longer(fixture):
     assert texts(receive(fixture)) == ["a"]
 
 
-def test_a_receipt_is_stale_once_someone_else_has_the_message(fixture):
+def test_a_receipt_is_stale_once_another_consumer_has_the_message(fixture):
     send(fixture, "a")
     (first,) = receive(fixture)
     fixture.clock.advance(LEASE_MS)
@@ -97,9 +97,7 @@ def test_a_receipt_is_stale_once_someone_else_has_the_message(fixture):
     assert fixture.broker.extend("g", [first.receipt], None) == [False]
     assert fixture.broker.nack("g", [first.receipt], None, None) == [False]
     assert fixture.broker.ack("g", [second.receipt]) == [True]
-    assert fixture.broker.ack("g", [first.receipt]) == [True], (
-        "an acked message stays acked, whichever consumer repeats the ack"
-    )
+    assert fixture.broker.ack("g", [first.receipt]) == [True], "an acked message stays acked"
 
 
 def test_receipts_are_checked_before_any_is_used(fixture):
@@ -216,7 +214,7 @@ def test_an_invalid_ack_with_a_receive_refuses_both(fixture):
     assert fixture.broker.describe_group("g").in_flight == 1
 
 
-def test_acks_count_even_where_there_is_no_room_to_wait_in(fixture):
+def test_acks_count_even_when_a_wait_is_refused(fixture):
     send(fixture, "a")
     (message,) = receive(fixture)
     fixture.broker.groups.long_polls.parked_max = 0
@@ -417,7 +415,7 @@ def test_a_receipt_outlives_a_restart_and_a_change_of_its_groups_settings(tmp_pa
         assert fixture.broker.ack("g", [message.receipt]) == [True]
 
 
-def test_a_group_may_be_deleted_by_two_at_once(fixture):
+def test_a_second_concurrent_deletion_of_a_group_is_unavailable(fixture):
     fixture.broker.create_topic("t", wire.CreateTopic(partitions=4))
     send(fixture, "a")
     receive(fixture)
@@ -532,7 +530,7 @@ def test_a_receipt_of_an_earlier_leader_may_be_extended_and_acked_while_its_leas
         assert receive(after) == []
 
 
-def test_groups_that_came_and_went_are_not_remembered_for_ever(fixture, monkeypatch):
+def test_deleted_groups_are_not_remembered_for_ever(fixture, monkeypatch):
     monkeypatch.setattr("portalmq.broker.queues.group_registry.REMEMBERED_MAX", 5)
     monkeypatch.setattr("portalmq.broker.queues.groups.BEGUN_MAX", 5)
     monkeypatch.setattr("portalmq.broker.queues.receive.TURNS_MAX", 5)
@@ -626,7 +624,7 @@ def test_a_receive_with_messages_in_hand_waits_for_no_followers(fixture, waits, 
     assert not waits
 
 
-def test_a_group_that_ends_while_its_followers_are_waited_for_hands_nothing_out(fixture, waits, monkeypatch):
+def test_a_group_that_ends_during_a_wait_for_followers_delivers_nothing(fixture, waits, monkeypatch):
     """A new group of its name delivers nothing to that receive either: it would refuse the receipts."""
     monkeypatch.setattr(PartitionReplica, "may_deliver", lambda replica, now_ms: bool(waits))
 

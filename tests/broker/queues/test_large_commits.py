@@ -89,7 +89,7 @@ def test_a_lease_that_moves_on_during_the_check_of_a_commit_refuses_it(fixture, 
 
 
 @PAUSES
-def test_a_large_commit_that_two_send_at_once_is_done_once(fixture, in_small_parts, pause):
+def test_a_large_commit_sent_twice_at_once_is_done_once(fixture, in_small_parts, pause):
     messages = leased(fixture, 2)
     twins = []
     in_small_parts(pause, lambda: twins.append(commit(fixture, messages, outputs("A"))))
@@ -125,7 +125,7 @@ class Walked(list[OutputMessage]):
         return super().__iter__()
 
 
-def test_outputs_for_many_topics_are_walked_through_twice_with_pauses(fixture, in_small_parts, monkeypatch):
+def test_outputs_for_many_topics_are_iterated_twice_with_pauses(fixture, in_small_parts, monkeypatch):
     monkeypatch.setattr(commit_module, "OUTPUTS_A_TURN", 3)
     publications = Walked([each for name in "abcdef" for each in outputs(name, topic=f"out-{name}")])
     fixture.broker.group_commits._outputs(publications)  # this creates the topics

@@ -43,7 +43,7 @@ def in_between(monkeypatch):
 
 
 @pytest.mark.parametrize("verb", ["ack", "nack", "release", "extend"])
-def test_others_have_their_turn_after_each_part_of_the_receipts(fixture, in_between, verb):
+def test_other_greenlets_run_after_each_part_of_the_receipts(fixture, in_between, verb):
     receipts = receive(fixture)
     records_before = next_offset(fixture)
     seen = []
@@ -66,13 +66,13 @@ def test_a_nack_by_another_call_in_a_pause_is_not_repeated(fixture, in_between):
     assert settle(fixture, "nack", receipts) == [True] * (MESSAGES - 10) + [False] * 10
 
 
-def test_verdicts_stand_in_the_order_of_the_receipts(fixture):
+def test_verdicts_are_in_the_order_of_the_receipts(fixture):
     receipts = receive(fixture)
     assert settle(fixture, "nack", receipts[:7]) == [True] * 7
     assert settle(fixture, "nack", receipts[::-1]) == [True] * (MESSAGES - 7) + [False] * 7
 
 
-def test_a_receipt_that_is_shown_twice_counts_twice(fixture):
+def test_a_receipt_that_is_given_twice_counts_twice(fixture):
     receipts = receive(fixture)
     assert settle(fixture, "nack", [receipts[0], *receipts, *receipts[:PART]]) == [True] * (MESSAGES + 1 + PART)
 

@@ -49,7 +49,7 @@ class Disk:
         return 0
 
 
-def test_groups_that_have_all_there_is_do_not_read_each_others_records(broker, looks):
+def test_groups_that_lease_every_message_do_not_read_each_others_records(broker, looks):
     with_groups(broker, GROUPS)
     looks.clear()
     assert {each.lag for each in gauges_of(broker, Disk(), connected=True).group_lags} == {1}
@@ -81,7 +81,7 @@ def test_the_age_of_a_message_behind_the_records_of_others_is_its_own(tmp_path):
         assert {each.oldest_unacked_ms for each in fixture.broker.list_groups()} == {2_000}
 
 
-def test_others_have_their_turn_while_all_groups_are_looked_at(broker, monkeypatch):
+def test_other_greenlets_run_while_all_groups_are_described(broker, monkeypatch):
     monkeypatch.setattr(groups_module, "GROUPS_A_TURN", 2)
     with_groups(broker, 12)
     turns = []

@@ -50,7 +50,7 @@ def leased_one_by_one(fixture: Fixture, count: int, **config) -> None:
     fixture.clock.advance(30_001)
 
 
-def test_many_leases_that_end_at_once_are_looked_at_with_pauses(fixture, few_at_once):
+def test_many_leases_that_end_at_once_are_processed_with_pauses(fixture, few_at_once):
     leased_one_by_one(fixture, 10)
     pauses = few_at_once(fixture)
     assert received(fixture) == [str(number) for number in range(10)], "the messages are delivered in order"

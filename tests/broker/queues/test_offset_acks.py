@@ -54,14 +54,14 @@ def test_messages_acked_before_delivery_are_not_delivered(fixture: Fixture) -> N
     assert receive(fixture) == ["a", "c"]
 
 
-def test_it_may_be_repeated(fixture: Fixture) -> None:
+def test_an_ack_may_be_repeated(fixture: Fixture) -> None:
     (first,) = produce(fixture, "a")
     receive(fixture)
     assert finish(fixture, (0, first)) == [True]
     assert finish(fixture, (0, first)) == [True]
 
 
-def test_where_no_message_is_nothing_is_done(fixture: Fixture) -> None:
+def test_an_offset_without_a_message_is_not_acked(fixture: Fixture) -> None:
     (first,) = produce(fixture, "a")
     assert finish(fixture, (0, first + 100), (1, 5), (0, -1)) == [False, False, False]
     assert finish(fixture, (0, first - 1)) == [False], "the record that begins the leader's epoch"
@@ -83,7 +83,7 @@ def test_with_a_holder_only_its_messages_are_acked(fixture: Fixture) -> None:
     assert finish(fixture, (0, first), holder="70") == [False]
 
 
-def test_a_holder_whose_lease_has_ended_has_nothing(fixture: Fixture) -> None:
+def test_a_holder_whose_lease_has_ended_acks_nothing(fixture: Fixture) -> None:
     (first,) = produce(fixture, "a")
     receive(fixture, "7:one")
     fixture.clock.advance(30_001)
@@ -106,7 +106,7 @@ def test_the_holders_of_messages_survive_a_restart(tmp_path: Path) -> None:
         assert receive(after) == []
 
 
-def test_a_holder_is_known_as_long_as_his_lease_lasts_whatever_others_receive_meanwhile(
+def test_a_holder_is_known_until_its_lease_ends_whatever_others_receive(
     fixture: Fixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(core_delivery, "ATTEMPTS_MAX", 3)
@@ -120,7 +120,7 @@ def test_a_holder_is_known_as_long_as_his_lease_lasts_whatever_others_receive_me
     assert fixture.broker.describe_group("g").lag == 10
 
 
-def test_a_place_with_the_mark_of_an_earlier_topic_is_none_of_this_one(fixture: Fixture) -> None:
+def test_an_offset_with_the_mark_of_an_earlier_topic_is_not_acked(fixture: Fixture) -> None:
     (first,) = produce(fixture, "a")
     old = fixture.broker.offset_acks.mark("t")
     fixture.broker.delete_topic("t")
@@ -133,7 +133,9 @@ def test_a_place_with_the_mark_of_an_earlier_topic_is_none_of_this_one(fixture: 
     assert receive(fixture) == []
 
 
-def test_a_broker_that_knows_the_earlier_topic_only_says_so(fixture: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broker_that_knows_only_the_earlier_topic_is_unavailable(
+    fixture: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (first,) = produce(fixture, "a")
     stands = TopicState("t", "another id", 2, 2, 1, wire.TopicConfig())
     monkeypatch.setattr(fixture.broker.offset_acks, "_stands", lambda name: stands)
@@ -163,7 +165,7 @@ def test_each_message_is_counted_once_as_acked_however_often_it_is_done(fixture:
     assert acked(fixture) == 4
 
 
-def test_a_dead_message_is_not_done_by_its_place(fixture: Fixture) -> None:
+def test_a_dead_message_is_not_acked_by_its_offset(fixture: Fixture) -> None:
     fixture.broker.put_group("g", {"max_deliveries": 1, "dead_letter_topic": ""})
     (first,) = produce(fixture, "a")
     receive(fixture)

@@ -70,7 +70,7 @@ def test_a_higher_priority_is_delivered_first_in_order_within_one(fixture):
     assert fixture.broker.describe_group("g").in_flight == 6
 
 
-def test_where_messages_are_found_one_by_one_a_receive_takes_no_more_than_a_turn_has_room_for(fixture, monkeypatch):
+def test_a_receive_from_lanes_is_limited_to_one_turn(fixture, monkeypatch):
     monkeypatch.setattr("portalmq.broker.queues.group_receiver.FOUND_MAX", 2)
     send(fixture, "a", "b", "c")
     assert texts(receive(fixture)) == ["a", "b", "c"], "plain messages are found in whole batches"
@@ -208,7 +208,7 @@ def test_the_oldest_message_is_as_old_as_it_could_be_delivered(fixture):
     assert fixture.broker.describe_group("g").oldest_unacked_ms == 5_000
 
 
-def test_messages_that_are_due_here_and_there_are_read_one_by_one_from_batches_that_were_checked(fixture):
+def test_scattered_due_messages_are_read_one_by_one_from_checked_batches(fixture):
     now = fixture.clock.wall_ms()
     receive(fixture)
     batch = [
@@ -237,7 +237,7 @@ def test_an_expired_message_is_not_delivered(fixture):
     assert fixture.broker.describe_group("g").lag == 1
 
 
-def test_a_message_that_expires_while_it_is_out_is_not_delivered_again(fixture):
+def test_a_message_that_expires_while_leased_is_not_delivered_again(fixture):
     send(fixture, "a", "b", expires_at_ms=fixture.clock.wall_ms() + 1_000)
     send(fixture, "c")
     nack(fixture, receive(fixture))
@@ -320,7 +320,7 @@ def test_a_poison_message_takes_no_batch_mates_with_it(fixture):
     assert fixture.broker.describe_group("g").dead == 1
 
 
-def test_back_offs_go_by_the_deliveries_of_each_message(fixture):
+def test_back_offs_follow_the_deliveries_of_each_message(fixture):
     fixture.broker.put_group("g", {"retry_backoff_ms": [100, 1_000]})
     send(fixture, "a")
     nack(fixture, receive(fixture), delay_ms=None)
@@ -415,7 +415,7 @@ def test_order_by_key_continues_after_a_restart(tmp_path):
         assert texts(receive(second)) == ["k2"]
 
 
-def test_with_order_by_key_priority_is_not_looked_at(fixture):
+def test_order_by_key_ignores_priority(fixture):
     fixture.broker.put_group("g", {"ordering": "key"})
     send(fixture, "a", key=b"k")
     send(fixture, "b", key=b"k", priority=9)
@@ -461,7 +461,7 @@ def test_a_grant_that_the_disk_refused_hides_nothing(fixture):
     assert texts(receive(fixture)) == ["a", "b"]
 
 
-def test_messages_that_were_held_by_a_grant_that_the_disk_refused_come_none_the_less(fixture):
+def test_messages_held_by_a_grant_that_the_disk_refused_are_delivered(fixture):
     fixture.broker.put_group("g", {"ordering": "key"})
     receive(fixture)
     send_keyed(fixture, ("k", "k1"), ("k", "k2"))
@@ -505,13 +505,13 @@ def test_a_message_whose_ack_ahead_the_disk_refused_is_delivered_again(fixture):
         ({"delivery": "twice"}, "delivery"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused_with_a_reason(fixture, patch, says):
+def test_invalid_settings_are_refused_with_a_reason(fixture, patch, says):
     with pytest.raises(InvalidRequest) as refused:
         fixture.broker.put_group("h", patch)
     assert says in str(refused.value)
 
 
-def test_ordering_and_mode_stay_as_they_were_made(fixture):
+def test_ordering_and_mode_cannot_change(fixture):
     fixture.broker.put_group("g", {"ordering": "key"})
     with pytest.raises(InvalidRequest, match="keeps its ordering"):
         fixture.broker.put_group("g", {"ordering": "none"})
@@ -572,7 +572,7 @@ def test_a_follower_drops_nothing_by_itself(fixture):
     assert partition.log.log_start_offset > 0
 
 
-def test_a_wrong_time_of_day_takes_nothing_from_a_group_that_is_active(fixture):
+def test_a_wrong_wall_clock_removes_no_messages_of_an_active_group(fixture):
     """Messages that are old by the wrong clock stay, although it stamps every later message."""
     fixture.broker.put_group("g", {"max_deliveries": 1_000})
     partition = partition_of(fixture)
@@ -633,7 +633,7 @@ def test_after_a_restart_the_keys_of_a_backlog_are_read_in_steps_and_acks_betwee
         assert len(pauses) == 2
 
 
-def test_behind_many_messages_of_one_key_another_is_found_in_several_looks(fixture, monkeypatch):
+def test_a_message_behind_many_of_one_held_key_is_found_in_several_steps(fixture, monkeypatch):
     """One pass over all held messages would block the other greenlets."""
     held = []
     monkeypatch.setattr(

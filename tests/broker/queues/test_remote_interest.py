@@ -128,7 +128,7 @@ def test_all_sleepers_of_a_group_share_one_interest_and_each_message_wakes_one(l
     gevent.killall(sleepers)
 
 
-def test_a_client_that_has_gone_is_not_fetched_for_and_the_next_one_is(leader: Leader) -> None:
+def test_no_messages_are_fetched_for_a_disconnected_client(leader: Leader) -> None:
     source, client = source_at(leader), FakePeer()
     first = asleep(source, client)
     until(lambda: leader.parked == 1)
@@ -165,7 +165,7 @@ def test_without_a_wait_an_unreachable_leader_is_an_error(leader: Leader) -> Non
     assert caught.value.outcome == "unknown", "it may have leased something"
 
 
-def test_a_leader_where_the_group_has_not_begun_says_so(leader: Leader) -> None:
+def test_a_leader_reports_that_the_group_has_not_begun(leader: Leader) -> None:
     told: list[str] = []
     leader.unbegun = True
     assert asleep(source_at(leader, lambda: told.append("unbegun")), wait_s=0).get(timeout=50) == []

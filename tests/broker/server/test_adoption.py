@@ -47,11 +47,11 @@ class TestWhoIsInSync:
         state = state_of([found(1, 3, 100), found(2, 4, 50), found(3, 4, 49)])
         assert (state.isr, state.replicas, state.leader_epoch) == ((2,), (1, 2, 3), 5)
 
-    def test_the_epoch_goes_on_above_whatever_anybody_has_seen(self) -> None:
+    def test_the_new_epoch_is_above_every_epoch_seen(self) -> None:
         assert state_of([found(1, 3), found(2, 3, 4, highest_epoch=9)]).leader_epoch == 10
         assert state_of([found(1, 3), found(2, fault="damaged", highest_epoch=12)]).leader_epoch == 13
 
-    def test_a_damaged_one_is_a_replica_and_nothing_more(self) -> None:
+    def test_a_damaged_replica_is_not_in_sync(self) -> None:
         state = state_of([found(1, 2, 5), found(2, 9, 99, fault="broker 2: damaged")])
         assert (state.isr, state.replicas, state.store_uuids) == ((1,), (1, 2), {1: "store-1"})
         assert state_of([found(1, fault="x")]).isr == ()
@@ -244,7 +244,7 @@ class TestChoosingByName:
             choose(self.HELD, {1: standing(5, 20, "s1"), 2: standing(4, 90)})
 
     @pytest.mark.parametrize("first", [standing(5, 20, "emptied"), standing(5, 20, "s1", fault="damaged")])
-    def test_one_in_sync_on_paper_alone_is_no_hindrance(self, first: ReplicaLogEnd) -> None:
+    def test_a_recorded_in_sync_replica_that_is_lost_does_not_prevent_the_election(self, first: ReplicaLogEnd) -> None:
         assert choose(self.HELD, {1: first, 2: standing(6, 90)}) == 2
 
     def test_an_empty_one_does_not_lead_by_itself_while_something_was_set_aside(self) -> None:

@@ -96,7 +96,7 @@ def test_an_advertised_url_is_kept(elsewhere, url):
 @pytest.mark.parametrize(
     "url", ["", " ", "b:5000", "ftp://b", "http://", "http://b:99999", "http://b:x", "http://a b", "http://b?x=1"]
 )
-def test_what_is_no_url_cannot_be_advertised(elsewhere, url):
+def test_an_invalid_url_cannot_be_advertised(elsewhere, url):
     with pytest.raises(UsageError, match="advertised_url"):
         load_config({"advertised_url": url}, environ={})
 
@@ -109,13 +109,13 @@ def test_a_secret_in_a_url_is_refused_and_not_repeated(elsewhere, scheme):
 
 
 @pytest.mark.parametrize("hosts", ["a:1", "a:1,b:2", "a:1,b:2/chroot/below", "[::1]:2181", "none", "None"])
-def test_zookeepers_hosts_are_taken(elsewhere, hosts):
+def test_zookeeper_addresses_are_accepted(elsewhere, hosts):
     config = load_config({"zookeeper": hosts}, environ={})
     assert config.is_clustered is (hosts.lower() != "none")
 
 
 @pytest.mark.parametrize("hosts", ["a", "a:x", "a:0", "a:70000", ":1", "a:1,", "a:1/", "a:1//x", "a:1/x/"])
-def test_what_names_no_zookeeper_is_refused(elsewhere, hosts):
+def test_an_invalid_zookeeper_address_is_refused(elsewhere, hosts):
     with pytest.raises(UsageError, match="zookeeper"):
         load_config({"zookeeper": hosts}, environ={})
 
@@ -149,5 +149,5 @@ def test_a_secret_may_come_from_a_file_and_so_stay_out_of_the_list_of_processes(
     ("hosts", "local"),
     [("localhost:2181", True), ("127.0.0.1:1,[::1]:2/x", True), ("127.0.0.1:1,zk:2", False), ("10.0.0.1:1/x", False)],
 )
-def test_whose_zookeeper_only_this_machine_reaches(elsewhere, hosts, local):
+def test_a_zookeeper_on_this_machine_alone_is_recognised(elsewhere, hosts, local):
     assert load_config({"zookeeper": hosts}, environ={}).zookeeper_is_local is local

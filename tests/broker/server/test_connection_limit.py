@@ -67,7 +67,7 @@ def test_a_system_that_allows_no_unlimited_number_raises_it_as_far_as_it_can(
     assert limits == [OPEN_FILES_MAX, resource.RLIM_INFINITY]
 
 
-def test_a_limit_that_cannot_be_raised_is_kept_to(limits: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_that_cannot_be_raised_is_obeyed(limits: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(which: int, pair: tuple[int, int]) -> None:
         raise ValueError("not allowed to raise maximum limit")
 

@@ -27,7 +27,7 @@ class House:
         self.connections.idle(self.held[name])
 
 
-def test_an_address_with_as_many_as_it_may_gives_up_the_one_that_was_idle_longest():
+def test_an_address_at_its_limit_loses_its_longest_idle_connection():
     house = House()
     assert all(house.enter(name) for name in "abc")
     house.busy("a", "b")
@@ -38,7 +38,7 @@ def test_an_address_with_as_many_as_it_may_gives_up_the_one_that_was_idle_longes
     assert house.ended == ["c"]
 
 
-def test_an_address_whose_connections_all_work_gets_no_more():
+def test_an_address_whose_connections_are_all_busy_gets_no_more():
     house = House()
     for name in "abc":
         house.enter(name)
@@ -49,7 +49,7 @@ def test_an_address_whose_connections_all_work_gets_no_more():
     assert house.enter("e")
 
 
-def test_what_was_hung_up_is_counted_no_more_and_may_end_its_request():
+def test_a_closed_connection_is_not_counted_and_may_end_its_request():
     house = House()
     for name in "abcd":
         house.enter(name)
@@ -100,7 +100,7 @@ def test_near_the_limit_the_address_with_most_idle_connections_loses_one():
     assert house.ended[:3] == ["0", "1", "2"]
 
 
-def test_when_all_are_at_work_there_is_nothing_to_give_up():
+def test_no_connection_is_closed_when_all_are_busy():
     house = House(at_most=10, per_address_max=0)
     for number in range(9):
         house.enter(str(number))

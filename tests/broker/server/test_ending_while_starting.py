@@ -53,7 +53,7 @@ def test_the_start_is_given_up_before_the_broker_drains(worker: Any) -> None:
     assert worker.app.broker_process.did == ["start ended", "drain", "close"]
 
 
-def test_a_broker_that_is_not_even_put_together_ends_at_once(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broker_that_is_not_built_yet_ends_at_once(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def end(code: int) -> NoReturn:
         raise SystemExit(code)
 

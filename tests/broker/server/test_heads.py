@@ -51,7 +51,7 @@ def test_bytes_of_the_body_received_with_the_head_are_counted(size, came):
     assert (request.came_with_head, request.body.read()) == (came, b"12345")
 
 
-def test_a_head_that_comes_whole_is_read_once():
+def test_a_head_in_one_piece_is_read_once():
     source = Pieces(LINE + b"Host: x\r\n\r\n", 8192)
     parser = parser_of(source)
     put_back = []
@@ -85,7 +85,7 @@ def test_a_head_that_never_ends_is_refused_before_it_is_large(size):
     ],
 )
 @pytest.mark.parametrize("size", [100, 8192])
-def test_what_is_wrong_with_a_head_is_said_as_soon_as_it_shows(data, error, size):
+def test_an_error_in_a_head_is_reported_as_soon_as_it_shows(data, error, size):
     source = Pieces(data, size)
     with pytest.raises(error):
         next(parser_of(source))

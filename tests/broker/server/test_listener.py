@@ -30,7 +30,7 @@ def listener(monkeypatch):
     server.close()
 
 
-def test_a_shortage_of_descriptors_is_waited_out_and_said_once(listener, monkeypatch, caplog):
+def test_a_shortage_of_descriptors_pauses_accepting_and_is_logged_once(listener, monkeypatch, caplog):
     caplog.set_level(logging.ERROR)
     faults = deque([FULL] * 5)
     accept = StreamServer.do_read

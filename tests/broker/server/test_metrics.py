@@ -104,7 +104,7 @@ def test_a_few_gauges_describe_replication():
     }
 
 
-def test_every_series_says_what_it_is():
+def test_every_series_has_a_help_text():
     metrics = Metrics("0")
     metrics.registry.register(
         GaugeCollector(lambda: Gauges([], [PartitionGauge("t", 0, True, 0, 9)], {"log": 1}, True))
@@ -149,7 +149,7 @@ def test_the_state_of_very_many_groups_is_read_once_a_second():
     assert len(read) == 4
 
 
-def test_others_have_their_turn_while_very_many_series_are_written():
+def test_other_greenlets_run_while_very_many_series_are_written():
     metrics, turns = Metrics("0"), []
     for number in range(SAMPLES_A_TURN):
         metrics.acked("t", f"g{number}", 1)

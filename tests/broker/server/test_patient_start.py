@@ -231,17 +231,17 @@ class TestPatience:
     @pytest.mark.parametrize(
         "fault", [PlaneUnavailable("away"), OutcomeUnknown("lost"), Unavailable("others changed it 16 times")]
     )
-    def test_what_passes_is_tried_again_until_the_limit(self, fault: Exception) -> None:
+    def test_a_transient_fault_is_retried_until_the_limit(self, fault: Exception) -> None:
         assert self.tried(fault) == 3
         assert self.told == [7.0], "one report"
         assert self.tried(fault, limit_s=0.0) == 1
         assert self.told == []
 
     @pytest.mark.parametrize("fault", [PlaneRefused("wrong"), BrokerIdTaken("taken"), ValueError("a mistake")])
-    def test_what_does_not_pass_is_not(self, fault: Exception) -> None:
+    def test_a_lasting_fault_is_not_retried(self, fault: Exception) -> None:
         assert self.tried(fault) == 1
 
-    def test_attempts_share_one_limit_and_those_that_succeed_take_nothing_of_it(self) -> None:
+    def test_attempts_share_one_limit_and_successes_use_none_of_it(self) -> None:
         waiting = self.patience(10.0)
 
         def attempts(failures: int) -> Callable[[], str]:

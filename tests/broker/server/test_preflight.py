@@ -207,7 +207,7 @@ class TestTheChild:
             Preflight.begin(BrokerConfig(zookeeper="127.0.0.1:1/chroot", zookeeper_wait_s=0))
         assert no.value.exit_code == 69
 
-    def test_a_zookeeper_that_is_away_is_waited_for_and_that_is_said_once(
+    def test_a_wait_for_an_unavailable_zookeeper_is_reported_once(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         now = [0.0]

@@ -40,13 +40,13 @@ def sent(kind, parts, length=None, method="POST", version="1.1", status="200 OK"
     return [DATE.sub(b"", piece) for piece in socket.pieces]
 
 
-def test_a_small_answer_leaves_in_one_piece():
+def test_a_small_answer_is_sent_in_one_piece():
     (piece,) = sent(JoinedResponse, [b"body"], 4)
     assert piece.startswith(b"HTTP/1.1 200 OK\r\n")
     assert piece.endswith(b"\r\n\r\nbody")
 
 
-def test_a_large_body_leaves_by_itself():
+def test_a_large_body_is_sent_by_itself():
     assert len(sent(JoinedResponse, [bytes(JOIN_BYTES_MAX + 1)], JOIN_BYTES_MAX + 1)) == 2
 
 
@@ -67,7 +67,7 @@ def test_a_large_body_leaves_by_itself():
         {"parts": [b"body"], "status": "204 No Content"},
     ],
 )
-def test_what_leaves_is_what_gunicorn_sends(how):
+def test_the_sent_bytes_are_those_of_gunicorn(how):
     assert b"".join(sent(JoinedResponse, **how)) == b"".join(sent(wsgi.Response, **how))
 
 
@@ -75,7 +75,7 @@ def test_the_date_is_gunicorns():
     assert responses._date_of(1_700_000_000) == wsgi.util.http_date(1_700_000_000.9)
 
 
-def test_gunicorn_answers_by_it(monkeypatch):
+def test_gunicorn_uses_joined_responses(monkeypatch):
     monkeypatch.setattr(wsgi, "Response", wsgi.Response)
     responses.join_responses()
     request = next(RequestParser(Config(), [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"], ("192.0.2.1", 1)))

@@ -147,7 +147,7 @@ def test_a_closed_coordinator_ends_all_waits(plane: Flaky, group: GroupState) ->
         waiting.get(timeout=60)
 
 
-def test_a_claim_whose_leader_is_away_is_made_when_it_is_back(plane: Flaky, group: GroupState) -> None:
+def test_a_claim_at_an_unavailable_leader_is_made_when_it_returns(plane: Flaky, group: GroupState) -> None:
     away = [True]
 
     def claims(_: GroupState, asked: Sequence[ClaimPartition]) -> Mapping[Partition, int | PortalMQError]:

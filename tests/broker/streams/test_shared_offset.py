@@ -48,7 +48,7 @@ def test_all_consumers_see_the_same_message_until_it_is_done(fixture: Fixture) -
     assert head(fixture) is None
 
 
-def test_only_the_message_whose_turn_it_is_can_be_done(fixture: Fixture) -> None:
+def test_only_the_message_at_the_head_can_be_acked(fixture: Fixture) -> None:
     first, second = produce(fixture, "a", "b")
     assert not advance(fixture, second)
     assert advance(fixture, first)
@@ -141,7 +141,7 @@ def test_a_message_is_found_though_another_partition_cannot_be_asked(
     assert (message.partition, message.offset) == (2, produced[0].offset)  # type: ignore[union-attr]
 
 
-def test_partitions_whose_followers_are_silent_are_waited_for_together(
+def test_waits_for_silent_followers_of_several_partitions_overlap(
     fixture: Fixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fixture.broker.create_topic("wide", wire.CreateTopic(partitions=6))
@@ -183,7 +183,7 @@ def test_bad_requests_are_refused(fixture: Fixture) -> None:
         fixture.broker.shared_offsets.head("q", "t", 0)
 
 
-def test_a_group_that_is_deleted_while_followers_are_waited_for_is_not_brought_back(
+def test_a_group_deleted_during_a_wait_for_followers_is_not_restored(
     fixture: Fixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise another group of the name would begin at its offset."""

@@ -55,7 +55,7 @@ def standing(fixture: Fixture, partition: int = 0) -> contract.GroupOffset:
     return fixture.broker.offsets.of("g").offsets[partition]
 
 
-def test_a_member_is_given_all_partitions_and_where_to_go_on(fixture: Fixture) -> None:
+def test_a_member_gets_all_partitions_and_their_offsets(fixture: Fixture) -> None:
     answer = join(fixture)
     assert [(each.topic, each.partition, each.offset) for each in answer.assignment] == [("t", 0, 0), ("t", 1, 0)]
     assert answer.heartbeat_interval_ms == 2_000
@@ -67,7 +67,7 @@ def test_a_member_without_an_id_is_given_one(fixture: Fixture) -> None:
     assert join(fixture, None).member_id.startswith("member-")
 
 
-def test_a_topic_that_is_missing_is_made_by_the_first_join(fixture: Fixture) -> None:
+def test_the_first_join_creates_a_missing_topic(fixture: Fixture) -> None:
     answer = fixture.broker.group_coordinators.join("g", contract.JoinRequest(["new"], "a"))
     assert [(each.topic, each.partition) for each in answer.assignment] == [("new", 0)]
 
@@ -122,7 +122,7 @@ def test_a_zombie_may_not_commit(fixture: Fixture) -> None:
     commit(fixture, newer, 0, 1)
 
 
-def test_who_is_not_in_the_group_may_not_commit(fixture: Fixture) -> None:
+def test_a_client_outside_the_group_may_not_commit(fixture: Fixture) -> None:
     answer = join(fixture)
     with pytest.raises(IllegalGeneration):
         commit(fixture, contract.MemberAnswer("stranger", answer.generation, [], 1), 0, 0)
@@ -130,7 +130,7 @@ def test_who_is_not_in_the_group_may_not_commit(fixture: Fixture) -> None:
         fixture.broker.group_coordinators.heartbeat("nothing", "a", 1)
 
 
-def test_of_several_commits_each_is_told(fixture: Fixture) -> None:
+def test_each_of_several_commits_gets_its_result(fixture: Fixture) -> None:
     produce(fixture, "0")
     answer = join(fixture)
     asked = [contract.PartitionOffset("t", 0, 1), contract.PartitionOffset("t", 1, 500)]
@@ -142,7 +142,7 @@ def test_of_several_commits_each_is_told(fixture: Fixture) -> None:
         fixture.broker.offsets.commit("g", contract.CommitOffsetsRequest("a", answer.generation, asked[:1] * 2))
 
 
-def test_new_partitions_are_given_out_and_read_from_their_beginning(fixture: Fixture) -> None:
+def test_new_partitions_are_assigned_and_read_from_their_beginning(fixture: Fixture) -> None:
     produce(fixture, "old")
     fixture.broker.put_group("g", {"mode": "stream", "start": "latest"})
     answer = join(fixture)
@@ -156,7 +156,7 @@ def test_new_partitions_are_given_out_and_read_from_their_beginning(fixture: Fix
     assert answer.assignment[2].offset == 0
 
 
-def test_a_group_is_made_with_its_delivery_and_one_that_exists_keeps_its_own(fixture: Fixture) -> None:
+def test_an_existing_group_keeps_its_delivery_setting(fixture: Fixture) -> None:
     for asked in ("exactly_once", "at_least_once"):
         group, _ = fixture.broker.put_group("g", {"mode": "stream"}, {"delivery": asked})
         assert group.config.delivery == "exactly_once"
@@ -207,7 +207,7 @@ def seek(fixture: Fixture, to: str | dict[str, int], key: str, **more: int) -> c
     return fixture.broker.group_coordinators.seek("g", "t", to, idempotency_key=key, **given)  # type: ignore[arg-type]
 
 
-def test_a_copy_of_a_seek_that_arrives_after_others_have_committed_moves_and_fences_nobody(fixture: Fixture) -> None:
+def test_a_late_copy_of_a_seek_moves_nothing_and_fences_no_member(fixture: Fixture) -> None:
     produce(fixture, "0", "1", "2")
     commit(fixture, join(fixture), 0, 3)
     sought = seek(fixture, "earliest", "once")
@@ -220,7 +220,7 @@ def test_a_copy_of_a_seek_that_arrives_after_others_have_committed_moves_and_fen
     assert seek(fixture, "earliest", "another").offsets[0].to == 0
 
 
-def test_a_seek_that_was_done_on_a_part_of_the_partitions_is_done_on_the_others(fixture: Fixture) -> None:
+def test_a_repeated_seek_continues_on_the_remaining_partitions(fixture: Fixture) -> None:
     for partition in (0, 1):
         produce(fixture, "0", "1", "2", partition=partition)
     answer = join(fixture)
@@ -234,7 +234,7 @@ def test_a_seek_that_was_done_on_a_part_of_the_partitions_is_done_on_the_others(
     assert [each.committed for each in fixture.broker.offsets.of("g").offsets] == [2, 0]
 
 
-def test_a_seek_to_an_offset_that_is_gone_by_now_is_done_if_it_was(fixture: Fixture) -> None:
+def test_a_repeated_seek_to_a_removed_offset_succeeds(fixture: Fixture) -> None:
     produce(fixture, "0", "1", "2")
     join(fixture)
     seek(fixture, {"offset": 1}, "once", partition=0)
@@ -244,7 +244,7 @@ def test_a_seek_to_an_offset_that_is_gone_by_now_is_done_if_it_was(fixture: Fixt
         seek(fixture, {"offset": 1}, "another", partition=0)
 
 
-def test_what_was_sought_is_remembered_by_the_log(tmp_path: Path) -> None:
+def test_seeks_are_remembered_by_the_log(tmp_path: Path) -> None:
     with running(tmp_path) as it:
         it.broker.create_topic("t", wire.CreateTopic())
         produce(it, "0", "1")
@@ -257,7 +257,7 @@ def test_what_was_sought_is_remembered_by_the_log(tmp_path: Path) -> None:
         assert standing(it).committed == 2
 
 
-def test_a_seek_to_nowhere_changes_nothing(fixture: Fixture) -> None:
+def test_an_invalid_seek_changes_nothing(fixture: Fixture) -> None:
     produce(fixture, "0")
     answer = join(fixture)
     with pytest.raises(OffsetOutOfRange):
@@ -287,7 +287,7 @@ def test_the_mode_of_a_group_stays(fixture: Fixture) -> None:
         fixture.broker.offsets.of("q")
 
 
-def test_a_group_that_was_deleted_begins_anew(fixture: Fixture) -> None:
+def test_a_deleted_group_begins_again(fixture: Fixture) -> None:
     produce(fixture, "0")
     commit(fixture, join(fixture), 0, 1)
     fixture.broker.delete_group("g")
@@ -324,7 +324,7 @@ def test_offsets_are_checkpointed_to_the_control_plane(fixture: Fixture) -> None
             gevent.sleep(0.02)
 
 
-def test_a_group_that_fails_once_is_looked_after_again(fixture: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_background_work_for_a_group_continues_after_a_fault(fixture: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
     produce(fixture, "0", "1")
     commit(fixture, join(fixture), 0, 1)
     for kind, name in ((Checkpoints, "_copy"), (Coordinator, "tell")):
@@ -350,7 +350,7 @@ def kept_offset(fixture: Fixture, group_id: str) -> int | None:
     return msgspec.json.decode(nodes[0].data)["offsets"].get("0", [None])[0] if nodes else None
 
 
-def test_what_was_purged_is_not_waited_for(fixture: Fixture) -> None:
+def test_a_purge_moves_the_committed_offset(fixture: Fixture) -> None:
     produce(fixture, "0", "1", "2")
     join(fixture)
     fixture.broker.purge("t", partition=0, before_offset=2)
@@ -372,7 +372,7 @@ def values_of(answer: contract.FetchedPartition) -> list[bytes]:
     return [record.value for frame in answer.frames for record in decode(frame.body)]
 
 
-def test_a_fetch_brings_whole_batches_and_no_control_records(fixture: Fixture) -> None:
+def test_a_fetch_returns_whole_batches_and_no_control_records(fixture: Fixture) -> None:
     produce(fixture, "0", "1")
     join(fixture)
     produce(fixture, "2")
@@ -383,7 +383,7 @@ def test_a_fetch_brings_whole_batches_and_no_control_records(fixture: Fixture) -
     assert all(verified_header(frame).count for frame in answer.frames)  # type: ignore[arg-type]
 
 
-def test_a_fetch_tells_the_id_of_the_topic_that_answers_also_when_it_refuses(fixture: Fixture) -> None:
+def test_a_fetch_names_the_id_of_the_topic_even_when_refused(fixture: Fixture) -> None:
     produce(fixture, "0")
     first = fixture.broker.describe_topic("t").topic_id
     assert first
@@ -414,7 +414,7 @@ def test_a_fetch_waits_for_the_first_message(fixture: Fixture) -> None:
     assert values_of(waiting.get(timeout=50)) == [b"at last"]
 
 
-def test_a_fetch_of_what_is_not_there_says_so(fixture: Fixture) -> None:
+def test_a_fetch_of_an_unknown_offset_or_partition_is_an_error(fixture: Fixture) -> None:
     produce(fixture, "0")
     assert fetched(fixture, 500).error["code"] == "offset_out_of_range"  # type: ignore[index]
     assert fetched(fixture, 0, 7).error["code"] == "partition_not_found"  # type: ignore[index]
@@ -453,7 +453,7 @@ def test_lag_comes_from_the_checkpoint_while_a_leader_is_away(
     assert after.lag_ms == 1_000
 
 
-def test_who_has_left_may_not_commit_though_nobody_comes_after_him(fixture: Fixture) -> None:
+def test_a_member_that_has_left_may_not_commit_even_without_a_successor(fixture: Fixture) -> None:
     produce(fixture, "0", "1")
     answer = join(fixture)
     commit(fixture, answer, 0, 1)
@@ -465,7 +465,7 @@ def test_who_has_left_may_not_commit_though_nobody_comes_after_him(fixture: Fixt
     commit(fixture, again, 0, 2)
 
 
-def test_who_has_timed_out_may_not_commit_though_nobody_comes_after_him(fixture: Fixture) -> None:
+def test_a_member_that_has_timed_out_may_not_commit_even_without_a_successor(fixture: Fixture) -> None:
     produce(fixture, "0", "1")
     answer = join(fixture, session_timeout_ms=500)
     fixture.clock.advance(1_000)
@@ -484,21 +484,21 @@ def test_who_has_timed_out_may_not_commit_though_nobody_comes_after_him(fixture:
     assert join(fixture, "b").assignment[0].offset <= 1
 
 
-def test_a_seek_tells_of_the_partitions_in_their_order(fixture: Fixture) -> None:
+def test_a_seek_lists_the_partitions_in_order(fixture: Fixture) -> None:
     join(fixture)
     fixture.broker.alter_topic("t", wire.AlterTopic(partitions=12))
     sought = fixture.broker.group_coordinators.seek("g", "t", "latest", partition=None, dry_run=True)
     assert [each.partition for each in sought.offsets] == list(range(12))
 
 
-def test_settings_that_are_put_again_tell_of_the_members(fixture: Fixture) -> None:
+def test_a_repeated_put_of_the_settings_shows_the_members(fixture: Fixture) -> None:
     produce(fixture, "0", "1")
     join(fixture)
     description, created = fixture.broker.put_group("g", {"mode": "stream"})
     assert (description.members, description.lag, created) == (["a"], 2, False)
 
 
-def test_a_generation_that_the_group_has_never_been_in_is_refused(fixture: Fixture) -> None:
+def test_an_unknown_generation_is_refused(fixture: Fixture) -> None:
     produce(fixture, "0")
     answer = join(fixture)
     ahead = contract.MemberAnswer("a", answer.generation + 1, [], 1)

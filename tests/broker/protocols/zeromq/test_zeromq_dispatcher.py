@@ -70,7 +70,7 @@ class Gate:
             assert self.split_frames.wait(WITHIN_S)
 
 
-def test_consumers_that_come_while_a_call_is_on_its_way_share_the_next_one():
+def test_consumers_that_arrive_during_a_call_share_the_next_one():
     queues, answers = Queues(), Answers()
     gate = queues.trouble = Gate("receive", "q")
     dispatcher = dispatcher_at(queues, answers)
@@ -163,7 +163,7 @@ def test_the_reply_to_an_opening_command_has_the_port():
     dispatcher.close(WITHIN_S)
 
 
-def test_a_call_that_fails_is_made_again_for_those_with_time_left():
+def test_a_failed_call_is_repeated_for_requests_with_time_left():
     queues, answers, now = Queues(), Answers(), Time()
     dispatcher = dispatcher_at(queues, answers, clock=now)
     gate = Gate("receive", "q")
@@ -197,7 +197,7 @@ def test_a_refusal_that_is_final_is_not_tried_again():
     dispatcher.close(WITHIN_S)
 
 
-def test_what_waited_too_long_is_refused_without_a_call():
+def test_a_request_that_waited_too_long_is_refused_without_a_call():
     queues, answers, now = Queues(), Answers(), Time()
     dispatcher = dispatcher_at(queues, answers, clock=now)
     dispatcher.submit(ask("q", deadline=99.0))
@@ -207,7 +207,7 @@ def test_what_waited_too_long_is_refused_without_a_call():
     dispatcher.close(WITHIN_S)
 
 
-def test_a_worker_outlives_whatever_comes_up():
+def test_a_worker_survives_any_error():
     queues, answers = Queues(), Answers()
 
     def trouble(call: tuple[Any, ...]) -> None:

@@ -84,7 +84,7 @@ def test_a_connection_with_more_bytes_than_a_request_and_no_request_is_cut_off(s
     assert side.guard.cut == 1
 
 
-def test_a_connection_whose_requests_come_may_bring_any_number_of_them(side: Side) -> None:
+def test_a_connection_that_completes_its_requests_may_send_any_number(side: Side) -> None:
     busy, descriptor = side.connected()
     for _ in range(5):
         side.send(busy, 900)
@@ -115,7 +115,7 @@ def test_connections_are_not_checked_while_memory_does_not_grow(side: Side) -> N
     assert side.guard.cut == 0
 
 
-def test_above_the_bound_the_one_that_holds_most_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_above_the_bound_the_connection_that_holds_most_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     side = Side(monkeypatch, growth_bytes_max=flood.GROWTH_BYTES)
     (small, _), (larger, _) = side.connected(), side.connected()
     side.send(small, 10)

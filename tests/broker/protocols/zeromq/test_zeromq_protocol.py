@@ -58,11 +58,11 @@ def test_text_is_stored_as_text_and_anything_else_as_the_json_that_was_sent():
 
 
 @pytest.mark.parametrize("body", [b"hello", b"", b"[1, 2]", b'"text"', b"17", b"{not json", b'{"queue": 5', b"null"])
-def test_what_is_no_json_object_is_a_message_for_the_default_queue(body: bytes):
+def test_a_body_that_is_not_a_json_object_is_a_message_for_the_default_queue(body: bytes):
     assert posted(body) == ("default", body.decode(), None)
 
 
-def test_bytes_that_are_no_text_stay_bytes():
+def test_bytes_that_are_not_text_stay_bytes():
     assert posted(b"\xff\x00") == ("default", b"\xff\x00", None)
     assert posted(b'{"message": "\xff"}') == ("default", b'{"message": "\xff"}', None)
 
@@ -131,7 +131,7 @@ def test_only_a_plain_deletion_is_carried_out_together_with_others():
 
 
 @pytest.mark.parametrize("body", [b"QUEUE_SIZE", b"[]", b"{}", b'{"type": 5}', b'{"type": "X", "payload": []}', b""])
-def test_a_command_that_is_none_is_refused(body: bytes):
+def test_an_unknown_command_is_refused(body: bytes):
     with pytest.raises(InvalidRequest):
         parse_command(body)
 
@@ -156,7 +156,7 @@ def test_ids_carry_the_mark_that_the_brokers_give_a_queue():
     )
 
 
-def test_answers_say_how_it_went():
+def test_answers_report_the_outcome():
     assert json.loads(protocol.stored(1, 7, "q", 17)) == {"id": "1-7", "queue": "q", "timestamp": 17, "status": "ok"}
     told = json.loads(protocol.stored(1, 7, "q", 17, "topic id"))
     assert told["id"] == f"{topic_mark('topic id')}-1-7"
@@ -188,7 +188,7 @@ near_json = st.one_of(
 
 @given(frames=st.lists(near_json, min_size=1, max_size=12))
 @settings(max_examples=500, deadline=None)
-def test_whatever_comes_is_understood_or_refused_by_an_error_of_ours(frames: list[bytes]):
+def test_any_input_is_parsed_or_refused_with_a_defined_error(frames: list[bytes]):
     try:
         way, body = split_frames([b"me", *frames])
     except Malformed:
@@ -202,7 +202,7 @@ def test_whatever_comes_is_understood_or_refused_by_an_error_of_ours(frames: lis
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists, max_leaves=10))
 @settings(max_examples=200, deadline=None)
-def test_a_message_comes_out_as_it_went_in(message: Any):
+def test_any_message_is_parsed_unchanged(message: Any):
     queue, value, content_type = posted({"queue": "q", "message": message})
     assert queue == "q"
     assert (value if content_type is None else json.loads(value)) == message
@@ -211,7 +211,7 @@ def test_a_message_comes_out_as_it_went_in(message: Any):
 # --- access ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_token_lets_in_and_nothing_else():
+def test_only_a_valid_token_gives_access():
     access = TokenAccess(["one", "two"])
     access.check("two")
     for wrong in ("three", "", None, "twö"):

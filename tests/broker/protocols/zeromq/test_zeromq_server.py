@@ -66,7 +66,7 @@ def test_malformed_requests_are_answered_and_the_next_one_is_served():
         assert ask(producer, {"queue": "q", "message": 1})["status"] == "ok"
 
 
-def test_a_client_may_ask_on_before_it_is_answered_but_not_without_end():
+def test_a_client_may_send_a_bounded_number_of_requests_before_an_answer():
     queues = Queues()
     hold = threading.Event()
     queues.trouble = lambda call: (hold.wait(WITHIN_S), None)[1]
@@ -145,7 +145,7 @@ def test_a_frame_far_beyond_the_limit_cuts_its_own_connection_and_no_other():
         assert ask(other, {"message": 1})["status"] == "ok"
 
 
-def test_a_message_for_a_client_that_is_gone_is_given_back():
+def test_a_message_for_a_client_that_is_gone_is_released():
     queues = Queues()
     queues.send("q", "precious", None)
     server = Server(queues, TokenAccess(), ports={"commands": 0, "producers": 0, "consumers": 0})
@@ -180,7 +180,7 @@ def test_a_port_that_is_taken_is_named():
             pass
 
 
-def test_what_is_in_hand_is_answered_before_the_end():
+def test_pending_requests_are_answered_before_the_server_stops():
     queues = Queues()
     hold, reached = threading.Event(), threading.Event()
 
@@ -233,7 +233,7 @@ def test_many_clients_are_served_at_a_time():
         assert sum(len(queues.waiting[f"q{number}"]) for number in range(4)) == 320
 
 
-def test_an_error_that_passes_is_waited_out_and_one_that_stays_is_raised():
+def test_a_transient_error_is_retried_and_a_lasting_one_is_raised():
     queues = Queues()
     pauses: list[float] = []
 
