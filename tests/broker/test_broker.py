@@ -297,7 +297,7 @@ def test_a_purge_survives_a_restart(tmp_path):
 # --- recovery and upkeep ---------------------------------------------------------------------------------------------
 
 
-def test_everything_is_there_after_a_restart_and_the_epoch_has_risen(tmp_path):
+def test_all_data_survives_a_restart_and_the_epoch_rises(tmp_path):
     clock = HandClock()
     with running(tmp_path, clock) as before:
         send(before, *"abc")

@@ -256,7 +256,7 @@ class TestEphemerals:
 
 
 class TestSessions:
-    def test_what_was_committed_is_there_in_the_next_session(
+    def test_committed_nodes_exist_in_the_next_session(
         self, make_plane: Callable[[Path], ControlPlane], tmp_path: Path
     ) -> None:
         first = make_plane(tmp_path)

@@ -121,7 +121,7 @@ def test_a_connection_with_unread_bytes_is_closed_after_the_answer(client, broke
     assert broker.logs == {}
 
 
-def test_a_connection_whose_body_was_read_is_kept(client):
+def test_a_connection_whose_body_was_read_stays_open(client):
     stream = Stream(b"hello")
     assert client.post("/v1/topics/t/messages", input_stream=stream, content_length=5).status_code == 200
     assert not stream.closed_by_us

@@ -19,7 +19,7 @@ def pair():
     theirs.close()
 
 
-def test_a_client_that_waits_is_there(pair):
+def test_a_waiting_client_is_connected(pair):
     assert not SocketPeer(pair[0]).gone()
 
 
@@ -28,7 +28,7 @@ def test_a_client_that_closed_is_gone(pair):
     assert SocketPeer(pair[0]).gone()
 
 
-def test_a_client_that_pipelined_is_there_until_it_closes(pair):
+def test_a_client_that_pipelined_is_connected_until_it_closes(pair):
     ours, theirs = pair
     theirs.sendall(b"GET / HTTP/1.1\r\n")
     assert not SocketPeer(ours).gone()

@@ -82,5 +82,5 @@ def test_while_starting_or_draining_only_the_health_routes_answer(client, broker
     assert client.get("/healthz").get_json()["disk_full"] is False
 
 
-def test_each_route_is_there_once():
+def test_each_route_exists_once():
     assert len({(route.method, route.path) for route in ROUTES}) == len(ROUTES)

@@ -47,7 +47,7 @@ def test_a_message_is_delivered_as_written(client: FlaskClient, door: str, writt
 
 
 @pytest.mark.parametrize("path", ["/publish", "/v1/publish"])
-def test_bytes_go_in_and_come_out_as_base64(client: FlaskClient, path: str) -> None:
+def test_bytes_are_sent_and_delivered_as_base64(client: FlaskClient, path: str) -> None:
     body = {"name": "default", "id": "p", "message_base64": base64.b64encode(b"\xff\x00").decode()}
     assert client.post(path, json=body).status_code == 200
     shown = client.post("/read", json={"name": "default", "id": "c"}).get_json()

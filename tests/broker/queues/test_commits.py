@@ -46,7 +46,7 @@ def fixture(tmp_path):
         yield it
 
 
-def test_input_is_done_and_output_is_there_once(fixture):
+def test_the_input_is_acked_and_the_output_is_stored_once(fixture):
     send(fixture, "a", "b", "c")
     messages = receive(fixture, 2)
     done = commit(fixture, messages, outputs("A", "B"))
@@ -275,7 +275,7 @@ def test_at_most_once_groups_have_nothing_to_commit(fixture):
 # --- refusals and delays ---------------------------------------------------------------------------------------------
 
 
-def test_too_many_open_outputs_are_refused_and_taken_later(fixture, monkeypatch):
+def test_too_many_open_outputs_are_refused_and_accepted_later(fixture, monkeypatch):
     monkeypatch.setattr(outbox, "OPEN_COMMITS_MAX", 3)
     send(fixture, *"abcdefgh")
     messages = receive(fixture)

@@ -233,7 +233,7 @@ def test_stream_groups_have_no_dead_letters(fixture):
 # --- redriving -------------------------------------------------------------------------------------------------------
 
 
-def test_redriven_messages_are_handed_out_again_and_count_from_zero(fixture):
+def test_redriven_messages_are_delivered_again_and_count_from_zero(fixture):
     known = dead(fixture, *"abc")
     assert redrive(fixture, ids=known[:2]) == (2, 2)
     again = receive(fixture)

@@ -158,7 +158,7 @@ def test_a_repeated_attempt_gets_the_same_messages_and_receipts(fixture):
     assert texts(receive(fixture, max_messages=2, attempt_id="y")) == ["c"]
 
 
-def test_a_message_whose_consumers_vanished_twice_comes_alone(fixture):
+def test_a_message_whose_consumers_failed_twice_is_delivered_alone(fixture):
     send(fixture, *"abcd")
     for _ in range(2):
         assert len(receive(fixture)) == 4
@@ -362,7 +362,7 @@ def test_a_clock_set_back_by_an_hour_does_not_set_timestamps_back(fixture):
     assert second.timestamp_ms >= first.timestamp_ms
 
 
-def test_an_ack_whose_grant_was_lost_in_a_kill_leaves_nothing_that_is_no_message(fixture):
+def test_control_records_do_not_count_as_ready_after_a_kill_loses_a_grant(fixture):
     """Otherwise control records between the messages would count as ready and wait for delivery for ever."""
     send(fixture, "a")
     (first,) = receive(fixture)

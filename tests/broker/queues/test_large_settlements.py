@@ -87,7 +87,7 @@ def test_a_group_that_is_created_again_in_a_pause_keeps_its_leases(fixture, in_b
     in_between.append(anew)
     with pytest.raises(PortalMQError) as caught:
         settle(fixture, "nack", receipts)
-    assert caught.value.outcome == "unknown", "the first part was given back"
+    assert caught.value.outcome == "unknown", "the first part was released"
     assert leased(fixture) == MESSAGES
 
 

@@ -305,7 +305,7 @@ def test_the_end_of_the_last_lease_gives_the_message_up_without_a_receive(fixtur
             gevent.sleep(0.02)
 
 
-def test_a_poison_message_takes_no_batch_mates_with_it(fixture):
+def test_a_poison_message_does_not_give_up_its_batch_mates(fixture):
     fixture.broker.put_group("g", {"max_deliveries": 4, "dead_letter_topic": ""})
     send(fixture, *"abpcd")
     acked = []

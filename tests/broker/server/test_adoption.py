@@ -144,7 +144,7 @@ class TestDirectoriesThatDoNotFit:
             read_directories([tmp_path / "a"])
         held.close()
 
-    def test_one_that_is_none(self, tmp_path: Path) -> None:
+    def test_a_path_that_is_not_a_data_directory(self, tmp_path: Path) -> None:
         for path in (tmp_path, tmp_path / "nowhere"):
             with pytest.raises(NotAdopted, match="no broker's data directory"):
                 read_directories([path])

@@ -60,7 +60,7 @@ def test_a_head_in_one_piece_is_read_once():
     assert (source.reads, put_back) == (1, [b""])
 
 
-def test_no_header_makes_a_request_one_of_a_proxy_wherever_it_comes_from():
+def test_no_header_makes_a_request_count_as_proxied():
     parser = parser_of(Pieces(LINE + b"X-Forwarded-Proto: https\r\n\r\n", 8192))
     parser.source_addr = ("127.0.0.1", 1)
     assert next(parser).scheme == "http"

@@ -90,7 +90,7 @@ def test_a_dealer_without_the_empty_frame_is_answered_as_it_asked():
         assert json.loads(answer)["status"] == "ok"
 
 
-def test_what_is_in_hand_is_bounded_in_number_and_bytes():
+def test_pending_requests_are_bounded_in_number_and_bytes():
     queues = Queues()
     hold, reached = threading.Event(), threading.Event()
 
