@@ -1,4 +1,4 @@
-"""What tests of several rooms share."""
+"""Hooks and settings that all tests share."""
 
 import signal
 
@@ -8,12 +8,12 @@ from support.zookeeper import zookeeper_server
 
 __all__ = ["zookeeper_server"]
 
-# How long an example takes says how busy the machine is. What is too slow for good meets the time limit of its test.
+# The duration of an example depends on the load of the machine. The time limit of a test catches one that is too slow.
 settings.register_profile("portalmq", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("portalmq")
 
-# A shell starts what is to run in the background with Ctrl-C ignored, which every process below would inherit: so would
-# the commands that tests interrupt.
+# A shell starts background commands with SIGINT ignored. Every process below would inherit that, and so would the
+# commands that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

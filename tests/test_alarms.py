@@ -1,4 +1,4 @@
-"""docs/deploy/alarms.yml: every alarm goes off where it should, over numbers that a broker really shows."""
+"""docs/deploy/alarms.yml: every alarm fires in its cases, on metrics that a broker exposes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALARMS: list[dict[str, Any]] = [
     rule for group in yaml.safe_load((DEPLOY / "alarms.yml").read_text())["groups"] for rule in group["rules"]
 ]
 
-# Debian: apt-get install prometheus. Where it has to be there, as in CI, its absence is a failure.
+# Debian: apt-get install prometheus. In CI, where it is required, a missing program is a failure.
 needs_promtool = pytest.mark.skipif(
     shutil.which("promtool") is None and "PORTALMQ_PROMTOOL_REQUIRED" not in os.environ, reason="there is no promtool"
 )

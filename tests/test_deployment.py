@@ -1,4 +1,4 @@
-"""The Dockerfile and docker-compose.yml, read: what has to be so before anybody runs them."""
+"""The Dockerfile and docker-compose.yml: static checks of their text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BROKERS = {name: service for name, service in SERVICES.items() if name.startswit
 ZOOKEEPERS = {name: service for name, service in SERVICES.items() if name.startswith("zk")}
 DEMO = {name: service for name, service in SERVICES.items() if "demo_iot" in str(service.get("entrypoint"))}
 
-# Of the compose specification's service, what is used here.
+# The keys of the compose specification's service that are allowed here.
 SERVICE_KEYS = {
     *("image", "build", "command", "entrypoint", "environment", "depends_on", "healthcheck", "ports", "volumes"),
     *("restart", "stop_grace_period", "cap_drop", "security_opt", "read_only", "tmpfs", "mem_limit"),
@@ -39,7 +39,7 @@ def test_a_service_says_only_what_compose_understands(name):
     assert set(service) <= SERVICE_KEYS
     assert set(service.get("healthcheck", {})) <= HEALTHCHECK_KEYS
     assert all(isinstance(value, str) for value in service.get("environment", {}).values())
-    assert isinstance(service.get("command", []), list), "a text would start a shell, which keeps signals to itself"
+    assert isinstance(service.get("command", []), list), "a string would start a shell, which does not pass signals on"
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -149,7 +149,7 @@ class TestMiniQ:
     def test_it_says_only_what_compose_understands(self):
         assert set(self.service) <= SERVICE_KEYS
         assert list(compose(MINIQ)["services"]) == ["miniq"]
-        assert (ROOT / MINIQ).parent.joinpath(self.service["build"]).resolve() == ROOT, "it builds this image"
+        assert (ROOT / MINIQ).parent.joinpath(self.service["build"]).resolve() == ROOT, "built from this checkout"
         assert self.service["image"] == BROKERS["broker1"]["image"]
 
     def test_it_is_at_port_9000_of_this_machine(self):

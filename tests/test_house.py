@@ -1,13 +1,13 @@
-"""The house: which room may import which, what the wheel carries, what the documents promise. Reads with `ast`, imports
-nothing.
+"""The structure of the repository: which layer may import which, what the wheel carries, what the documents promise.
+Reads with `ast`, imports nothing.
 
-The rooms outside the broker; each may import those on its left:
+The layers outside the broker; each may import those on its left:
 
     contract, network <- transport <- producers <- consumers <- streams <- client <- cli, demo_iot, spark
     contract          <- tree <- control_plane
 
-The broker is a tower: TOWER names its rooms, ground floor first. Imports go down the tower and never up, imports for
-type checkers included.
+The layers of the broker are in TOWER, the lowest first. A layer imports only lower ones, imports for type checkers
+included.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import pytest
 pytestmark = pytest.mark.checkout
 
 ROOT = Path(__file__).parents[1]
-# About 500 is the aim; a file that passes it may finish its sentence.
+# About 500 is the aim; a file may exceed it for a good reason, up to this limit.
 LINES_MAX = 700
 
 FOLDERS = {
@@ -36,7 +36,7 @@ FOLDERS = {
     "spark": "portalmq.spark",
 }
 
-# The rooms of the broker, ground floor first.
+# The layers of the broker, the lowest first.
 TOWER = (
     *("fold", "core.replica", "core.queue", "core.stream"),
     *("storage", "partition", "metrics", "replication", "cluster", "messages", "queues", "streams"),
@@ -51,8 +51,8 @@ ROOM_OF = {
     "portalmq.stream_wire": "contract",
     "portalmq.message": "contract",
     "portalmq.closeable": "contract",
-    "portalmq.java": "contract",  # for what runs on Java: the ZooKeeper of development, and Spark
-    "portalmq.system": "contract",  # what differs between POSIX systems
+    "portalmq.java": "contract",  # for programs on Java: the development ZooKeeper, and Spark
+    "portalmq.system": "contract",  # the differences between POSIX systems
     "portalmq.network": "network",  # connections, TLS files, forks: for clients and for brokers that call brokers
     "portalmq.transport": "transport",
     "portalmq.producers": "producers",
@@ -64,7 +64,7 @@ ROOM_OF = {
     "portalmq.broker.core": "core.stream",
     "portalmq.broker.core.replica": "core.replica",
     "portalmq.broker.core.queue": "core.queue",
-    "portalmq.broker.core.fold": "fold",  # the sum of a log: the core decides it, the storage keeps it
+    "portalmq.broker.core.fold": "fold",  # the aggregate of a log: the core computes it, the storage keeps it
     "portalmq.broker.core.queue.lanes": "fold",
     "portalmq.broker.storage": "storage",
     "portalmq.broker.partition": "partition",
@@ -90,7 +90,7 @@ ROOM_OF = {
 
 CORE = {"core.replica", "core.queue", "core.stream"}
 
-# What each room may import beside itself and, in the tower, beside the rooms from partition up to its own.
+# Imports that each layer may have besides itself and, in the broker, besides the layers from partition up to its own.
 MAY_IMPORT = {
     "contract": set(),
     "network": {"contract"},
@@ -128,19 +128,19 @@ MAY_IMPORT = {
 
 ONLY_IN = {
     "apsw": "portalmq.broker.storage",
-    # Spark's reader knows SCHEMA.md and no more.
+    # Spark's reader knows SCHEMA.md and nothing else of the storage.
     "sqlite3": ("portalmq.broker.storage", "portalmq.spark", "portalmq.broker.bench.spark_rivals"),
     "zmq": "portalmq.broker.protocols.zeromq",
     "pyspark": ("portalmq.spark", "portalmq.broker.bench"),
     "pyarrow": ("portalmq.spark", "portalmq.broker.bench"),
-    # Clients ask a ZooKeeper for brokers by themselves: they have none of the other rooms, the control plane included.
+    # Clients read the brokers from ZooKeeper themselves: they import no broker layer, not even the control plane.
     "kazoo": ("portalmq.control_plane.zookeeper", "portalmq.transport.zookeeper_bootstrap"),
     "flask": "portalmq.broker",
     "gunicorn": "portalmq.broker",
     "gevent": "portalmq.broker",
 }
 
-# The core decides: time, chance, disks, sockets and logs are its callers' business.
+# The core decides: time, randomness, disks, sockets and logs belong to its callers.
 IMPURE = {
     *("asyncio", "concurrent", "datetime", "flask", "gevent", "http", "io", "logging", "multiprocessing", "os"),
     *("pathlib", "queue", "random", "requests", "secrets", "select", "shutil", "signal", "socket", "sqlite3", "ssl"),
@@ -166,7 +166,7 @@ def nodes_of(file: Path) -> list[ast.AST]:
 
 
 def imports_of(file: Path, *, types: bool = False) -> Iterator[str]:
-    """Yield what a file imports, as absolute names; imports for type checkers alone count with `types`."""
+    """Yield the absolute names of a file's imports; imports for type checkers alone count with `types`."""
     skipped: set[int] = set()
     for node in nodes_of(file):
         if isinstance(node, ast.If) and not types and "TYPE_CHECKING" in ast.dump(node.test):
@@ -212,8 +212,8 @@ def may_see(room: str) -> set[str]:
     return {room, *MAY_IMPORT[room], *floors}
 
 
-# Words that were ours alone, as identifiers, with or without a leading underscore. Words that mean something else in
-# places are held where they were ours: by their capital.
+# Private words of this project, as identifiers, with or without a leading underscore. A word with another meaning
+# elsewhere is matched by its capital.
 PRIVATE_WORDS = {
     *(
         "Office",
@@ -273,7 +273,7 @@ def test_no_two_classes_share_a_name() -> None:
 
 
 def test_imports_run_one_way() -> None:
-    # `portalmq` itself is the shop window: it opens a client module only when one of its names is asked for.
+    # `portalmq` itself is the public namespace: it imports a client module only when one of its names is used.
     wrong = [
         f"{module} ({room_of(module)}) imports {imported} ({room_of(imported)})"
         for module, imported in every_import(types=True)
@@ -288,7 +288,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     for module, other in every_import(types=True):
         if other in imported and other != module:
             imported[module].add(other)
-    while free := {module for module, others in imported.items() if not others}:  # import nothing, or nothing any more
+    while free := {module for module, others in imported.items() if not others}:  # their imports are all resolved
         imported = {module: others - free for module, others in imported.items() if module not in free}
     assert sorted(imported) == []
 

@@ -1,4 +1,5 @@
-"""docs/deploy/nginx.conf: what nginx repeats, and what it says itself. Behind it stand sockets that hang up."""
+"""docs/deploy/nginx.conf: the requests that nginx repeats, and its own answers. The servers behind it close
+connections."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok"
 
 
 class Behind:
-    """A server that reads a request's head and then answers, or hangs up: as a broker that is killed meanwhile."""
+    """A server that reads a request's head and then answers, or closes the connection, as a broker that is killed."""
 
     def __init__(self, answer: bytes = b"") -> None:
         self.heads: list[bytes] = []
@@ -49,7 +50,7 @@ class Behind:
 
 @pytest.fixture
 def dying() -> Iterator[list[Behind]]:
-    """Three that hang up."""
+    """Yield three servers that close every connection."""
     servers = [Behind() for _ in range(3)]
     yield servers
     for server in servers:
@@ -95,7 +96,7 @@ def test_only_what_may_be_done_twice_is_asked_twice(
 
 
 def problem(answer: Answer, status: int, code: str, outcome: str) -> None:
-    """It is in the form of the API's errors."""
+    """Assert that the answer is a problem document of the API."""
     assert (answer.status, answer.headers["Content-Type"]) == (status, "application/problem+json"), answer
     told = answer.json()
     assert (told["status"], told["code"], told["outcome"]) == (status, code, outcome)
@@ -107,7 +108,7 @@ def problem(answer: Answer, status: int, code: str, outcome: str) -> None:
 
 @pytest.fixture
 def refused_ports() -> Iterator[list[int]]:
-    """Bound, so that they are nobody else's, and not listening."""
+    """Yield ports that are bound, so that no other process gets them, and not listening."""
     with kept_ports(2) as ports:
         yield ports
 
@@ -121,7 +122,7 @@ def test_a_broker_that_is_not_there_costs_nobody_an_answer(tmp_path: Path, refus
                 assert nginx.request("POST", path, b"{}").body == b"ok"
     finally:
         living.close()
-    assert len(living.heads) == 10, "and each came once"
+    assert len(living.heads) == 10, "each request arrives once"
 
 
 def test_the_request_is_passed_on_as_it_came(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""docs/PYTHON.md and docs/SETTINGS.md are made from the code; they have to be what it says now."""
+"""docs/PYTHON.md and docs/SETTINGS.md are generated from the code and are up to date."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_page_is_what_the_code_says(reference: ModuleType, name: str) -> None:
 
 def test_a_setting_without_a_meaning_is_no_page(reference: ModuleType) -> None:
     class Config(msgspec.Struct):
-        """Made for this test."""
+        """A structure of this test."""
 
         told: int = 1  # said behind it
         # said above it

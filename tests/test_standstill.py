@@ -1,4 +1,4 @@
-"""The tool that lets a command's processes stand still, of which tests are to know nothing."""
+"""The tool that pauses a command's processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ITS_CHILD_SEES_ONE = f"""
 import subprocess, sys
 sys.exit(subprocess.run([sys.executable, "-c", {SEES_A_GAP!r}]).returncode)
 """
-# A child that stops itself, and again when somebody lets it go on: three times are no accident.
+# A child that stops itself again each time it is continued: three times are no coincidence.
 STOPS_A_CHILD = """
 import os, subprocess, sys
 stops = "import os, signal; [os.kill(os.getpid(), signal.SIGSTOP) for _ in range(3)]"

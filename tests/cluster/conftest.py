@@ -1,4 +1,4 @@
-"""One cluster for each test process, healed before each test; a topic of its own for each test."""
+"""One cluster for each test process, with all brokers running before each test; a new topic for each test."""
 
 from __future__ import annotations
 

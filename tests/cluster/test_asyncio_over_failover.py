@@ -1,4 +1,4 @@
-"""AsyncProducer and AsyncConsumer while the leader is killed, and receives are cancelled again and again."""
+"""AsyncProducer and AsyncConsumer while the leader is killed and receives are cancelled repeatedly."""
 
 from __future__ import annotations
 

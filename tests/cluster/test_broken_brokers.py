@@ -1,4 +1,5 @@
-"""One broker of three is not well: its disk is empty or full, its clock is wrong, it is slow, or it is there twice."""
+"""One broker of three fails in part: its disk is empty or full, its clock is wrong, it is slow, or its id is in use
+twice."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ HOUR_S = 3600
 
 @pytest.fixture(scope="module")
 def shared_cluster(tmp_path_factory):
-    """As everywhere, and each broker's disk and clock can be broken."""
+    """The shared cluster, with a disk and a clock that a test can break at each broker."""
     directory = tmp_path_factory.mktemp("cluster")
     preludes = {
         n: disk_that_fills(directory / f"full-{n}") + clock_moved_by(directory / f"shift-{n}") for n in (1, 2, 3)
@@ -50,12 +51,12 @@ def test_an_emptied_disk_is_filled_again_from_the_others(cluster: Cluster, topic
     cluster.empty_disk(emptied)
     cluster.start(emptied)
     cluster.wait_in_sync(topic)
-    # Only what it got from the others can be on it, so let it serve all of it.
+    # The broker has only what it fetched from the others, so it serves all of it.
     leader = cluster.wait_for_leader(topic)
     if leader != emptied:
         other = next(broker_id for broker_id in cluster.running if broker_id not in {leader, emptied})
         cluster.kill(other)
-        cluster.wait_out_of_sync(other, topic)  # what was emptied is the only one left to be elected
+        cluster.wait_out_of_sync(other, topic)  # the emptied broker is the only one left to elect
         cluster.kill(leader)
         wait_until(lambda: cluster.leader(topic) == emptied, "it leads")
         cluster.start(other)
@@ -63,7 +64,7 @@ def test_an_emptied_disk_is_filled_again_from_the_others(cluster: Cluster, topic
 
 
 def test_an_emptied_leader_does_not_make_the_others_forget(cluster: Cluster, topic: str):
-    """The worst of replication: the leader comes back empty, at once, and must not lead again as it is."""
+    """The leader comes back at once with an empty disk. It must not lead again before it has the records."""
     cluster.admin().create_topic(topic)
     with loads(cluster.urls, topic=topic) as running:
         for load in running:
@@ -123,7 +124,7 @@ def test_a_full_follower_falls_behind_alone_and_catches_up(cluster: Cluster, top
 
 
 def test_a_leader_without_any_room_is_well_again_when_there_is_some(cluster: Cluster, topic: str):
-    """Not even the record of an ack can be written: nothing may be wedged by that, and nothing acked be lost."""
+    """Even the record of an ack finds no space: the broker must recover, and no ack that was answered may be lost."""
     cluster.admin().create_topic(topic)
     cluster.wait_in_sync(topic)
     leader = cluster.wait_for_leader(topic)
@@ -166,7 +167,7 @@ def test_clocks_that_jump_an_hour_change_neither_order_nor_leases(cluster: Clust
             shift[leader].write_text(str(2 * HOUR_S))
             for load in running:
                 load.wait_for_acked(200)
-            # The next leader's clock is an hour behind the stamps that are in the log already.
+            # The next leader's clock is an hour behind the timestamps that are in the log already.
             for other in cluster.brokers:
                 if other != leader:
                     shift[other].write_text(str(-HOUR_S))
@@ -177,11 +178,11 @@ def test_clocks_that_jump_an_hour_change_neither_order_nor_leases(cluster: Clust
         holder.ack(held)
     check(running, without(everything_in(cluster.urls, topic), "leased"))
     stamps = [message.timestamp_ms for message in cluster.admin().read_all(topic)]
-    assert stamps == sorted(stamps), "stamps never fall, whoever leads"
+    assert stamps == sorted(stamps), "timestamps never decrease, at any leader"
 
 
 def test_a_broker_in_slow_motion_costs_no_message(cluster: Cluster, topic: str):
-    """A follower that gets every other tenth of a second: whether it keeps its place or loses and regains it."""
+    """A follower runs in every other tenth of a second, and stays in sync or leaves and rejoins the ISR."""
     cluster.admin().create_topic(topic)
     cluster.wait_in_sync(topic)
     leader = cluster.wait_for_leader(topic)

@@ -1,4 +1,4 @@
-"""The commands and the asyncio client on a real broker: what they say is what happens."""
+"""The commands and the asyncio client on a real broker: their output agrees with the broker's state."""
 
 from __future__ import annotations
 

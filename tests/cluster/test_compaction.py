@@ -1,7 +1,7 @@
 """Compaction of a live cluster: under load, with leaders killed, the last value of every key survives at its offset,
-and a queue group that works meanwhile is given it.
+and a queue group that consumes during the compaction receives it.
 
-`PORTALMQ_COMPACTION_KILLS` sets how many leaders are killed (the suite: 1; the full proof is 5).
+`PORTALMQ_COMPACTION_KILLS` sets the number of killed leaders (the suite: 1; the full run: 5).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CONFIG = {"cleanup": "compact", "segment_bytes": 1024 * 1024}
 
 
 class KeyedLoad:
-    """A producer that sets its keys again and again. `acked` is offset -> (key, value)."""
+    """A producer that sets its keys repeatedly. `acked` is offset -> (key, value)."""
 
     def __init__(self, urls: Sequence[str], name: str, topic: str) -> None:
         self.acked: dict[int, tuple[str, str]] = {}
@@ -65,7 +65,7 @@ class KeyedLoad:
 
 
 class Worker:
-    """A consumer of a queue group. `seen` is offset -> (key, value) of what it was given."""
+    """A consumer of a queue group. `seen` is offset -> (key, value) of the messages that it received."""
 
     def __init__(self, urls: Sequence[str], topic: str) -> None:
         self.seen: dict[int, tuple[str, str]] = {}
@@ -88,7 +88,7 @@ class Worker:
 
 
 def in_files(cluster: Cluster, broker_id: int, topic: str) -> dict[int, tuple[bytes, bytes]] | None:
-    """offset -> (key, value) of the messages in a broker's files; None when they are changed meanwhile."""
+    """offset -> (key, value) of the messages in a broker's files; None when the files change during the reading."""
     found: dict[int, tuple[bytes, bytes]] = {}
     directories = list((cluster.brokers[broker_id].data_dir / "partitions").glob(f"{topic}@*/0"))
     try:
@@ -105,7 +105,7 @@ def in_files(cluster: Cluster, broker_id: int, topic: str) -> dict[int, tuple[by
 
 
 def removed(cluster: Cluster, topic: str, loads: Sequence[KeyedLoad]) -> int:
-    """How many acknowledged messages the leader does not have any more; 0 while nobody can tell."""
+    """The number of acknowledged messages that the leader no longer has; 0 while that is unknown."""
     leader = cluster.leader(topic)
     acked = [offset for load in loads for offset in tuple(load.acked)]
     found = in_files(cluster, leader, topic) if leader is not None else None
@@ -145,7 +145,7 @@ def test_live_compaction_under_load_with_leaders_killed(cluster: Cluster, topic:
     assert not [failure for load in loads for failure in load.failures]
     there = {message.offset: (message.key.decode(), message.text) for message in admin.read_all(topic)}
     assert len(there) < len(acked) - 500
-    assert there.items() <= acked.items(), "every message stands where it was acknowledged"
+    assert there.items() <= acked.items(), "every message is at its acknowledged offset"
     last = dict(message for _, message in sorted(acked.items()))
     assert len(last) == 2 * KEYS
     assert worker.seen.items() <= acked.items()

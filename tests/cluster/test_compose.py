@@ -1,4 +1,5 @@
-"""docker-compose.yml and MiniQ's, without Docker: each service's command in its environment, as a plain process."""
+"""docker-compose.yml and compose.miniq.yml without Docker: each service's command runs in its environment as a plain
+process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a group and a retry remember when another broker leads: leases, acks, keys of idempotency."""
+"""Leases, acks and idempotency keys survive a change of leader."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def test_messages_received_before_a_failover_are_acked_after_it(cluster: Cluster
         seen = [message.text for message in first]
         while len(set(seen)) < len(values):
             messages = consumer.poll(timeout_s=30)
-            assert messages, f"{len(set(seen))} of {len(values)} came"
+            assert messages, f"{len(set(seen))} of {len(values)} were received"
             consumer.ack(messages)
             seen += [message.text for message in messages]
     assert set(seen) == set(values)
-    assert len(seen) == len(values), "what was acked is not handed out again"
+    assert len(seen) == len(values), "an acked message is not delivered again"
     assert cluster.admin().lag(topic) == 0
 
 
@@ -92,7 +92,7 @@ def test_a_key_of_idempotency_is_known_to_the_next_leader(cluster: Cluster, topi
 
 
 def ok(answer):
-    """While a leader is elected a call may be answered 503, not applied; anything else is an answer."""
+    """During an election a call may be answered 503, not applied; every other answer is final."""
     if answer.status == 503 and json.loads(answer.body)["outcome"] == "not_applied":
         return None
     return answer

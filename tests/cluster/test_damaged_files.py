@@ -1,4 +1,4 @@
-"""One broker's files are not what was written: never an answer with them, and the replica is whole again by itself."""
+"""One broker's files are damaged: no answer uses them, and the replica is rebuilt without an operator."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def loaded(cluster: Cluster, topic: str):
 
 
 def end_of(running: list[Load]) -> int:
-    """All below it was acknowledged."""
+    """The end offset below which everything was acknowledged."""
     return 1 + max(acked.offset for load in running for acked in load.acked)
 
 
 def holds_all(folder: Path, end: int) -> bool:
-    """Whether the files of a replica go as far as that; not while they are being made."""
+    """Return whether the files of a replica reach `end`; False while they are being created."""
     try:
         return end <= 1 + max(read_one(file, "SELECT max(offset) FROM messages") or 0 for file in segments_of(folder))
     except (apsw.Error, ValueError):
@@ -48,8 +48,8 @@ def segments_of(folder: Path) -> list[Path]:
 
 
 def is_rebuilt(cluster: Cluster, home: Path, topic: str, end: int) -> bool:
-    """Whether the damaged replica lies in lost+found, and another one is in sync in its place: it has all again. Just
-    after the move it has not, and may still be known for in sync."""
+    """Return whether the damaged replica is in lost+found and a complete new one is in sync in its place. Right after
+    the move the new one is incomplete, and may still be listed as in sync."""
     return (
         bool(list(home.glob(f"lost+found/{topic}@*/0")))
         and any(holds_all(folder, end) for folder in home.glob(f"partitions/{topic}@*/0"))
@@ -70,12 +70,12 @@ def read_one(file: Path, query: str) -> int | None:
 
 
 def serve_all_from(cluster: Cluster, broker_id: int, topic: str) -> None:
-    """Let this broker lead: the others are killed, the last one when only those two are in sync."""
+    """Make this broker the leader: kill the others, the last one only when these two are in sync."""
     leader = cluster.wait_for_leader(topic)
     if leader != broker_id:
         other = next(each for each in cluster.running if each not in {leader, broker_id})
         cluster.kill(other)
-        cluster.wait_out_of_sync(other, topic)  # what is to be read from is the only one left to be elected
+        cluster.wait_out_of_sync(other, topic)  # the broker to read from is the only one left to elect
         cluster.kill(leader)
         wait_until(lambda: cluster.leader(topic) == broker_id, "it leads")
         cluster.start(other)
@@ -105,7 +105,7 @@ def saved_high_watermark(folder: Path) -> int:
 
 
 def lose_the_end(wal: Path) -> None:
-    """Of what it holds since it was begun: behind that may stand what was there before."""
+    """Cut half of the valid frames off: frames of an earlier log may follow them."""
     content = wal.read_bytes()
     salts, frame_bytes = content[16:24], 24 + PAGE_BYTES
     frames = range(32, len(content) - frame_bytes + 1, frame_bytes)
@@ -115,9 +115,9 @@ def lose_the_end(wal: Path) -> None:
 
 
 def test_a_disk_that_forgot_what_it_had_promised_makes_no_leader(cluster: Cluster, topic: str):
-    """It lost the end of its write-ahead log, fsynced as that was, and does not lead without what it lost."""
+    """It lost the end of its fsynced write-ahead log, and does not lead without the lost records."""
     running = loaded(cluster, topic)
-    # A checkpoint may have followed the last of them. It is too soon for another one.
+    # A checkpoint may have followed the last of them. The next one is not due yet.
     with loads(cluster.urls, ["after"], topic=topic) as more:
         more[0].wait_for_acked(50)
     running += more

@@ -1,7 +1,7 @@
-"""Dead letters over several leaders: from any broker, and copied once while leaders are killed.
+"""Dead letters over several leaders: any broker serves them, and each is copied once while leaders are killed.
 
-`PORTALMQ_DEAD` sets how many messages are given up under kills (the suite: 1,000), `PORTALMQ_KILLS` how many leaders
-are killed meanwhile (the suite: 2).
+`PORTALMQ_DEAD` sets the number of messages that are dead-lettered (the suite: 1,000), `PORTALMQ_KILLS` the number of
+leaders that are killed at the same time (the suite: 2).
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def call(cluster: Cluster, broker_id: int, method: str, path: str, body: object 
 
 
 def prepared(cluster: Cluster, topic: str, messages: int, **settings: object) -> None:
-    """A topic whose partitions have different leaders, with numbered messages, and a group with these settings."""
+    """Create a topic whose partitions have different leaders, with numbered messages, and a group with these
+    settings."""
     cluster.admin().create_topic(topic, partitions=PARTITIONS)
     cluster.wait_in_sync(topic)
     assert call(cluster, 1, "PUT", f"/v1/groups/{topic}", settings).status == 201
@@ -53,7 +54,7 @@ def listed(cluster: Cluster, broker_id: int, topic: str) -> list[dict]:
 
 
 def sources_of_copies(cluster: Cluster, topic: str) -> Counter:
-    """Where the messages of the dead-letter topic come from."""
+    """Count the source of each message in the dead-letter topic."""
     headers = [message.headers for message in cluster.admin().read_all(f"{topic}.dlq")]
     return Counter((each["portalmq-source-partition"], each["portalmq-source-offset"]) for each in headers)
 
@@ -61,7 +62,7 @@ def sources_of_copies(cluster: Cluster, topic: str) -> Counter:
 def test_dead_letters_of_all_leaders_from_any_broker(cluster: Cluster, topic: str):
     prepared(cluster, topic, 30, max_deliveries=1)
     leaders = {cluster.wait_for_leader(topic, number) for number in range(PARTITIONS)}
-    assert len(leaders) > 1, "or one broker would do all by itself"
+    assert len(leaders) > 1, "one broker leads everything, so no call is forwarded"
     with Consumer(topic, group=topic, bootstrap=cluster.urls, manual_ack=True) as consumer:
         given = 0
         while given < 30:
@@ -96,7 +97,7 @@ def test_each_dead_letter_is_copied_once_while_leaders_are_killed(cluster: Clust
     given_back = Counter()
 
     def give_back() -> None:
-        """Receive, and give back: what nobody settled in time comes again, and is given up in its turn."""
+        """Receive and nack: a message that is not settled in time is delivered again, and is dead-lettered later."""
         with Consumer(
             topic, group=topic, bootstrap=cluster.urls, manual_ack=True, visibility_timeout_s=LEASE_S, max_messages=50
         ) as consumer:
@@ -132,11 +133,12 @@ def test_each_dead_letter_is_copied_once_while_leaders_are_killed(cluster: Clust
     counts = sources_of_copies(cluster, topic)
     assert len(counts) == DEAD
     assert set(counts.values()) == {1}
-    assert len(listed(cluster, 1, topic)) == DEAD, "and the group knows each"
+    assert len(listed(cluster, 1, topic)) == DEAD, "the group lists each"
 
 
 def test_a_commit_brought_to_any_broker_is_done_once(cluster: Cluster, topic: str):
-    """One hop to the leader, and the first answer from every broker, by the next leader too."""
+    """A commit takes one hop to the leader. A repeat gets the first answer from every broker, and from the next
+    leader."""
     prepared(cluster, topic, 1)
     leader = cluster.wait_for_leader(topic)
     receipts = []

@@ -1,4 +1,4 @@
-"""A broker that may have fewer files open than its partitions have."""
+"""A broker whose limit of open files is below the number of its partitions' files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300))
 def test_a_broker_serves_more_partitions_than_it_may_have_files_open_also_after_a_restart(tmp_path: Path):
     with BrokerProcess(tmp_path, prelude=LIMIT) as broker:
         made = broker.request("PUT", "/v1/topics/t", {"partitions": PARTITIONS})
-        assert made.status in (200, 201, 503), made.body  # it may take longer than a caller waits
+        assert made.status in (200, 201, 503), made.body  # the creation may take longer than a caller waits
         for number in range(PARTITIONS):
             write(broker, number, f"before {number}")
     with BrokerProcess(tmp_path, prelude=LIMIT) as broker:
@@ -37,7 +37,7 @@ def texts(broker: BrokerProcess, partition: int) -> list[str]:
 
 
 def served(broker: BrokerProcess, method: str, path: str, body: bytes | None = None) -> Answer:
-    """The answer, once the partition is open: it may still be on its way to that."""
+    """Repeat the request until the partition is open, and return the answer."""
     deadline = time.monotonic() + 120
     while (answer := broker.request(method, path, body)).status == 503:
         assert time.monotonic() < deadline, answer.body

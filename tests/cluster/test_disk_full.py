@@ -1,4 +1,4 @@
-"""A disk that is nearly full: produce is refused before SQLite meets the end, and consuming goes on."""
+"""A disk that is nearly full: the broker refuses to produce before SQLite runs out of space, and consuming goes on."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ def test_a_nearly_full_disk_refuses_new_messages_and_keeps_serving_the_old_ones(
 
 
 def consumed(broker: BrokerProcess, group: str) -> list[str]:
-    """What there is for the group, which is acked."""
+    """Receive and ack all messages of the group."""
     with Consumer("t", group=group, bootstrap=broker.url) as consumer:
         return [message.text for message in consumer.poll(timeout_s=30) + consumer.poll(timeout_s=0.2)]

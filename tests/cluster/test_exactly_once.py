@@ -1,7 +1,8 @@
-"""Consume, transform, produce with the atomic commit: each output is there once, whoever is killed meanwhile.
+"""Consume, transform, produce with the atomic commit: each output is stored once, although programs and leaders are
+killed.
 
-`PORTALMQ_INPUTS` sets how many messages are transformed (the suite: 4,000; the full proof is 100,000), `PORTALMQ_KILLS`
-how often the leader of the input and one of the programs that transform it are killed (the suite: 2; the full: 5).
+`PORTALMQ_INPUTS` sets the number of transformed messages (the suite: 4,000; the full run: 100,000), `PORTALMQ_KILLS`
+how often the leader of the input and one of the transforming programs are killed (the suite: 2; the full run: 5).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ PROGRAM = str(Path(transformer.__file__))
 
 
 class Transformers:
-    """Programs that transform, each a process."""
+    """The transforming programs, each in a process of its own."""
 
     def __init__(self, *arguments: str) -> None:
         self._arguments = arguments
@@ -43,7 +44,7 @@ class Transformers:
         return subprocess.Popen([sys.executable, PROGRAM, *self._arguments])
 
     def kill_one(self) -> None:
-        """kill -9 in the middle of whatever it does; another takes its place."""
+        """Kill one program with SIGKILL at any point of its work, and start another."""
         at = self._turn % len(self.processes)
         self._turn += 1
         assert self.processes[at].poll() is None, "it ran until now"
@@ -67,7 +68,7 @@ def transforming(cluster: Cluster, topic: str, mode: str) -> Iterator[Transforme
 
 
 def made(cluster: Cluster, out: str) -> int:
-    """How far the outputs have come, in offsets."""
+    """The number of stored outputs, by offsets."""
     return sum(partition["high_watermark"] for partition in cluster.partitions(out))
 
 
@@ -99,7 +100,7 @@ def prove(cluster: Cluster, topic: str, mode: str) -> None:
                 future.result(timeout=60)
             if kill == KILLS:
                 break
-            # In the middle of the work: some of this step is done, and some is not.
+            # In the middle of the step: some messages are transformed, and some are not.
             wait_until(lambda sent=sent: made(cluster, out) > sent + step // 4, "some outputs", WITHIN_S)
             sent = until
             leader = cluster.wait_for_leader(topic, kill % PARTITIONS)

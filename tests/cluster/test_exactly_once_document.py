@@ -1,4 +1,4 @@
-"""docs/EXACTLY_ONCE.md: its commands and programs, as they stand there, do what it says."""
+"""docs/EXACTLY_ONCE.md: its commands and programs run unchanged and do what the document says."""
 
 from __future__ import annotations
 

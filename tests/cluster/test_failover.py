@@ -1,6 +1,6 @@
-"""A leader that dies, or stands still: others take over soon, nothing acknowledged is lost, nothing is there twice.
+"""A leader dies or is paused: another takes over within seconds; no acknowledged message is lost or duplicated.
 
-`PORTALMQ_KILLS` sets how many leaders are killed (the suite: 4; the full proof is 30).
+`PORTALMQ_KILLS` sets the number of killed leaders (the suite: 4; the full run: 30).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 KILLS = int(os.environ.get("PORTALMQ_KILLS", "4"))
 PARTITIONS = 3
-# Between two messages of a load: enough to see a gap of some milliseconds, and the processors are left some air.
+# The pause between two messages of a load: gaps of some milliseconds are visible, and the processors are not saturated.
 PAUSE_S = 0.002
 SESSION_TIMEOUT_S = 6.0
 GAP_MEDIAN_S = 1.0
 GAP_WORST_S = SESSION_TIMEOUT_S + 2.0
-# As long as a ZooKeeper server with these ticks grants one. Brokers renew theirs when a third of it is over.
+# The longest session that a ZooKeeper server with these ticks grants. Brokers renew theirs after a third of it.
 LONG_SESSION_S = 10.0
 LEADER_AFTER_PAUSE_S = LONG_SESSION_S * 2 / 3
 LONG_LAG_S = 30.0
@@ -32,12 +32,12 @@ PAUSE_OF_A_LEADER_S = float(os.environ.get("PORTALMQ_PAUSE_S", "8"))
 
 
 def soon_s(starts: list[float]) -> float:
-    """About a second; on a machine that takes longer to start a broker, as long as that."""
+    """About a second; on a machine that takes longer to start a broker, that time."""
     return max(GAP_MEDIAN_S, median(starts))
 
 
 def test_leaders_killed_under_load(cluster: Cluster, topic: str):
-    """kill -9 of the leader again and again: nothing acked is lost, and sending goes on within about a second."""
+    """Kill the leader with SIGKILL repeatedly: no acked message is lost, and sending resumes within about a second."""
     cluster.admin().create_topic(topic, partitions=PARTITIONS)
     gaps, starts = [], []
     with loads(cluster.urls, topic=topic, partitions=PARTITIONS, pause_s=PAUSE_S) as running:
@@ -63,7 +63,8 @@ def test_leaders_killed_under_load(cluster: Cluster, topic: str):
 
 
 def test_controller_and_leader_in_one_broker_killed(cluster: Cluster, topic: str):
-    """Who would elect the new leader has died with the old one: another becomes the controller first."""
+    """The controller that would elect the new leader dies with the old one: another broker becomes the controller
+    first."""
     controller = cluster.wait_for_controller()
     cluster.admin().create_topic(topic, partitions=PARTITIONS)
     cluster.wait_in_sync(topic)
@@ -85,7 +86,7 @@ def test_controller_and_leader_in_one_broker_killed(cluster: Cluster, topic: str
 
 
 def test_a_follower_killed_stops_nothing(tmp_path: Path, topic: str):
-    """A port that refuses is enough: its lag, which may be long here, is not waited for."""
+    """A refused connection is enough: the leader does not wait for the follower's maximum lag, which is long here."""
     with Cluster(tmp_path, "--replica-lag-ms", f"{LONG_LAG_S * 1000:.0f}") as cluster:
         cluster.admin().create_topic(topic)
         cluster.wait_in_sync(topic)
@@ -109,7 +110,8 @@ def test_a_follower_killed_stops_nothing(tmp_path: Path, topic: str):
 
 
 def test_a_leader_that_stands_still_is_replaced_and_acknowledges_nothing_more(tmp_path: Path, topic: str):
-    """SIGSTOP: its port still takes connections. When it goes on, what it hears first is what came meanwhile."""
+    """SIGSTOP: its port still accepts connections. When it continues, it first reads the requests buffered during the
+    pause."""
     with Cluster(tmp_path, "--session-timeout-ms", f"{LONG_SESSION_S * 1000:.0f}") as cluster:
         let_a_leader_stand_still(cluster, topic)
 
@@ -158,12 +160,12 @@ def let_a_leader_stand_still(cluster: Cluster, topic: str) -> None:
             assert f"zombie-{acks}" not in there
     strangers = {"zombie-all", "zombie-leader"}
     check(running, {number: [each for each in places if each[1] not in strangers] for number, places in found.items()})
-    assert replaced_after_s < LEADER_AFTER_PAUSE_S, "the end of its session was not waited for"
+    assert replaced_after_s < LEADER_AFTER_PAUSE_S, "a new leader is elected before the session ends"
     assert gap <= LONG_SESSION_S + 2.0
 
 
 def test_brokers_restarted_one_after_another_lose_nothing_and_hand_over_quickly(cluster: Cluster, topic: str):
-    """SIGTERM hands leadership over before the process ends, so a rolling restart is hardly felt."""
+    """SIGTERM hands leadership over before the process ends, so a rolling restart causes only short gaps."""
     cluster.admin().create_topic(topic, partitions=PARTITIONS)
     gaps, starts = [], []
     with loads(cluster.urls, topic=topic, partitions=PARTITIONS, pause_s=PAUSE_S) as running:
@@ -187,7 +189,7 @@ def test_brokers_restarted_one_after_another_lose_nothing_and_hand_over_quickly(
 
 
 def test_everything_killed_at_once_comes_back_with_everything(cluster: Cluster, topic: str):
-    """A power cut: all brokers and ZooKeeper at the same moment."""
+    """A power cut: all brokers and ZooKeeper are killed at the same moment."""
     cluster.admin().create_topic(topic, partitions=PARTITIONS)
     cluster.wait_in_sync(topic)
     with loads(cluster.urls, topic=topic, partitions=PARTITIONS, pause_s=PAUSE_S) as running:

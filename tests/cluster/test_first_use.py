@@ -1,4 +1,4 @@
-"""A broker that makes no topic at its first use: the clients of today and of yesterday make none either."""
+"""A broker without automatic topic creation: current and older clients create no topic either."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Programs that use a producer and then fork, as pre-forking servers and pools do: what is acknowledged is stored."""
+"""Programs that use a producer and then fork, as pre-forking servers and process pools do: every acknowledged message
+is stored."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ if __name__ == "__main__":
     print(send("after"))
 """
 
-# A request is answered when as many processes as there are workers are in one: so each of them is in one.
+# A request is answered when as many processes as there are workers hold one: so each worker holds one.
 APPLICATION = """
 import os, pathlib, sys, time
 from portalmq import Producer

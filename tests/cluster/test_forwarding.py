@@ -1,4 +1,5 @@
-"""Every broker answers every call, over three real brokers: whoever is asked, the leaders do it."""
+"""Every broker answers every call, over three real brokers: the broker that receives a call forwards it to the
+leaders."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ PARTITIONS = 3
 BATCH = {"Content-Type": "application/vnd.portalmq.batch+json"}
 TEXT = {"Content-Type": "text/plain"}
 WAIT_MS = 20_000
-# Long before a wait ends by itself.
+# Well before a wait ends by its time limit.
 WOKEN_WITHIN_S = WAIT_MS / 2_000
 
 
@@ -84,7 +85,7 @@ def wait_for_parked(cluster: Cluster, broker_id: int, count: int) -> None:
     wait_until(lambda: parked(cluster, broker_id) == count, f"{count} receives are parked at broker {broker_id}")
 
 
-# --- producing and looking -------------------------------------------------------------------------------------------
+# --- producing and browsing ------------------------------------------------------------------------------------------
 
 
 def test_every_broker_takes_messages_for_every_partition(cluster: Cluster, spread: str):
@@ -162,9 +163,9 @@ def test_a_browse_that_waits_hears_of_a_message_at_another_broker(cluster: Clust
     started = time.monotonic()
     thread, found = in_background(lambda: call(cluster.brokers[asked], "GET", path).json())
     while thread.is_alive() and time.monotonic() - started < WOKEN_WITHIN_S:
-        send(cluster.brokers[leads[0]], spread, "news", 0)  # what comes before it waits is no news to it
+        send(cluster.brokers[leads[0]], spread, "news", 0)  # a message from before the wait does not wake it
         thread.join(0.2)
-    assert found, "it is woken"
+    assert found, "the waiting call returns the message"
     assert set(values(found[0]["messages"])) == {"news"}
 
 
@@ -200,14 +201,14 @@ def test_a_topic_made_at_one_broker_is_there_at_every_other_at_once(cluster: Clu
 
 
 def begin(cluster: Cluster, topic: str) -> None:
-    """Until each leader knows the topic's group: one that does not yet is passed over where others have messages. An
-    empty answer is one that all of them gave."""
+    """Wait until each leader has the topic's group: a leader that does not have it yet is skipped while others have
+    messages. An empty answer means that all of them answered."""
     path, asked = f"/v1/groups/{topic}/receive", {"topics": [topic]}
     wait_until(lambda: call(cluster.brokers[1], "POST", path, asked).status == 200, "all leaders know the group")
 
 
 def gathered(broker: BrokerProcess, topic: str, count: int) -> list[dict[str, Any]]:
-    """So many messages for the topic's group, which not every leader has to know yet."""
+    """Receive `count` messages for the topic's group, which may not have reached every leader yet."""
     found: list[dict[str, Any]] = []
     wait_until(lambda: found.extend(receive(broker, topic, topic)) or len(found) >= count, f"{count} messages")
     return found
@@ -267,7 +268,7 @@ def test_a_sleeper_hears_of_a_message_at_any_leader(cluster: Cluster, spread: st
             wait_for_parked(cluster, broker_id, 1)
             send(cluster.brokers[leader], spread, f"{partition}-{broker_id}", partition)
             thread.join(WOKEN_WITHIN_S)
-            assert found, "it is woken"
+            assert found, "the waiting call returns the message"
             assert values(found[0]) == [f"{partition}-{broker_id}"]
             settle(broker, "ack", spread, [found[0][0]["receipt"]])
 
@@ -396,7 +397,7 @@ def test_a_deleted_group_is_gone_everywhere_and_begins_anew(cluster: Cluster, sp
     for broker in cluster.brokers.values():
         wait_until(lambda: call(broker, "GET", f"/v1/groups/{spread}").status == 404, "the group is gone")  # noqa: B023
     assert values(gathered(cluster.brokers[3], spread, PARTITIONS)) == ["0", "1", "2"]
-    assert settle(cluster.brokers[1], "ack", spread, receipts).status == 400, "receipts of the group before"
+    assert settle(cluster.brokers[1], "ack", spread, receipts).status == 400, "receipts of the deleted group"
 
 
 def test_no_forward_receives_what_is_led_here(cluster: Cluster, spread: str):
@@ -432,7 +433,7 @@ def test_the_brokers_own_door_is_shut_for_clients(cluster: Cluster):
         assert (answer.status, answer.json()["code"]) == (403, "forbidden")
 
 
-# --- when a leader goes ----------------------------------------------------------------------------------------------
+# --- failure of a leader ---------------------------------------------------------------------------------------------
 
 
 def unless_503(answer: Answer) -> Answer | None:
@@ -449,7 +450,7 @@ def test_what_was_received_before_a_leader_died_is_acked_after(cluster: Cluster,
     cluster.kill(victim)
     other = next(broker for broker_id, broker in cluster.brokers.items() if broker_id != victim)
     receipts = [message["receipt"] for message in messages]
-    # How long a request waits for the next leader is bounded: while none is elected, it may be answered 503.
+    # A request waits for the next leader for a limited time: during a long election it may be answered 503.
     answer = wait_until(lambda: unless_503(settle(other, "ack", spread, receipts)), "the ack is answered")
     assert answer.status == 200, answer.body
     assert call(other, "GET", f"/v1/groups/{spread}").json()["lag"] == 0
@@ -463,7 +464,7 @@ def test_what_was_received_before_a_leader_died_is_acked_after(cluster: Cluster,
 
 
 def test_a_send_through_another_broker_survives_the_leaders_death_within_one_request(cluster: Cluster, spread: str):
-    # Where the controller dies as well, a request may well end before another one has taken its place.
+    # If the controller dies too, the request may end before another controller is elected.
     controller = cluster.wait_for_controller()
     partition, victim = next(each for each in leaders(cluster, spread).items() if each[1] != controller)
     entry = next(broker for broker_id, broker in cluster.brokers.items() if broker_id != victim)
@@ -489,5 +490,5 @@ def test_sleepers_survive_the_death_of_the_leader_they_wait_for(cluster: Cluster
     )
     assert sent.status == 200, sent.body
     thread.join(WOKEN_WITHIN_S)
-    assert found, "it is woken"
+    assert found, "the waiting call returns the message"
     assert values(found[0]) == ["after"]

@@ -1,5 +1,5 @@
-"""Requests that nobody means: wrong values in every field, cut and mutated bodies, by a seed. The broker answers each
-with what it declares, stays up and small. `PORTALMQ_FUZZ=20000` sends more of them."""
+"""Invalid requests: wrong values in every field, cut and mutated bodies, from a seed. The broker answers each with a
+declared status, keeps running and stays small. `PORTALMQ_FUZZ=20000` sends more of them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ TYPES = [wire.JSON, wire.BATCH_JSON, wire.BATCH_MSGPACK, wire.NDJSON, "text/plai
 
 
 class Dice(random.Random):
-    """What a request is made of."""
+    """Random parts of a request."""
 
     def value(self, depth: int = 0) -> Any:
         chance = self.random()

@@ -1,4 +1,4 @@
-"""Brokers join: which id each gets, who is refused, and a disk that was emptied. Over real processes and ZooKeeper."""
+"""Brokers join: the id of each, refusals, and a disk that was emptied. With real processes and ZooKeeper."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_brokers_that_name_no_id_get_the_smallest_free_ones_and_keep_them(tmp_pa
 
 def test_an_id_that_a_live_broker_has_is_refused_at_once(tmp_path: Path) -> None:
     with lasting(tmp_path, brokers=1) as cluster:
-        # Who waited for the holder to go would wait for two of his own sessions.
+        # A broker that waited for the holder's session to end would wait for two sessions of its own.
         other = joining(cluster, tmp_path / "other", "--broker-id", "1", "--session-timeout-ms", str(LONG_MS))
         other.launch()
         assert other.wait() == 73
@@ -79,7 +79,7 @@ def test_a_disk_that_was_emptied_comes_back_under_its_id_and_is_filled_again(tmp
         before = identity(cluster.brokers[leader])
         cluster.kill(leader)
         cluster.empty_disk(leader)
-        cluster.start(leader)  # its old session may still stand
+        cluster.start(leader)  # its old session may still exist
         after = identity(cluster.brokers[leader])
         assert (after["broker_id"], after["cluster_id"]) == (leader, before["cluster_id"])
         assert after["store_uuid"] != before["store_uuid"]
@@ -93,13 +93,13 @@ def test_a_disk_that_was_emptied_comes_back_under_its_id_and_is_filled_again(tmp
             page = cluster.ask("/v1/topics/t/partitions/0/messages", leader) or {"messages": []}
             return [message["value"] for message in page["messages"]]
 
-        # A new leader shows what is committed once its followers have told it so.
+        # A new leader shows what is committed once its followers have reported their positions.
         wait_until(lambda: len(held()) >= len(wanted), "everything is readable")
         assert held() == wanted
 
 
 def test_a_restart_within_the_old_session_is_ready_at_once(tmp_path: Path) -> None:
-    # Who waited for the old session to end would wait until nobody believes that it starts at all.
+    # A broker that waited for its old session to end would exceed the time limit of a start.
     with lasting(tmp_path) as cluster:
         cluster.admin().create_topic("t")
         cluster.wait_in_sync("t")
@@ -123,7 +123,7 @@ def test_sigterm_hands_over_what_is_led_before_the_process_ends(tmp_path: Path) 
             topic = catalog.topic("t")
             cluster.brokers[leaving].process.send_signal(signal.SIGTERM)
             assert cluster.brokers[leaving].wait() == 0
-            # What the others are told of stands there already.
+            # ZooKeeper already has the state that the other brokers receive.
             assert {each.value.leader for each in catalog.partitions(topic).values()} <= others
         wait_until(lambda: cluster.live(observer) == others, "it has left, and is not only not heard of")
         led = wait_until(lambda: cluster.partitions("t", observer), "somebody tells of the topic")

@@ -1,6 +1,6 @@
-"""kill -9 of the broker under load: everything acked is there, in order, once; groups go on where they were.
+"""SIGKILL of the broker under load: every acked message is stored once, in order; groups continue at their positions.
 
-`PORTALMQ_KILLS` sets how many times (the suite: 8; the full proof is 30).
+`PORTALMQ_KILLS` sets the number of kills (the suite: 8; the full run: 30).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def test_a_group_receives_everything_although_the_broker_is_killed(tmp_path: Pat
         ) as consumer:
             while len(received) < messages:
                 batch = consumer.poll(timeout_s=30)
-                assert batch, f"{len(received)} of {messages} were received, and no more come"
+                assert batch, f"{len(received)} of {messages} were received, and no more arrive"
                 consumer.ack(batch)
                 received |= {message.text for message in batch}
                 if kills_at and len(received) >= kills_at[0]:

@@ -1,4 +1,4 @@
-"""The checker of the kill tests catches each thing that it is there for."""
+"""The checker of the kill tests detects each violation that it claims to detect."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support.load import Acked, Load, check
 
 
 class Past(Load):
-    """What a load had noted when it was over: `sent` in this order, all of it acknowledged at the offsets 1, 2, …"""
+    """The notes of a finished load: `sent` in this order, all of it acknowledged at the offsets 1, 2, …"""
 
     def __init__(self, *sent: str) -> None:
         self.name, self.topic, self.partitions = "a", "t", 1

@@ -1,4 +1,4 @@
-"""Locks on real processes: brokers and holders that are killed and paused, and a row of SQLite that must stay right."""
+"""Locks on real processes: brokers and holders are killed and paused, and a row of SQLite must stay correct."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from portalmq import Fenced, Lock, LockHeld, Unavailable, wire
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "lock_fencing_sqlite.py"
-# The whole proof: PORTALMQ_LOCK_ROUNDS=400 PORTALMQ_LOCK_KILLS=6.
+# The full run: PORTALMQ_LOCK_ROUNDS=400 PORTALMQ_LOCK_KILLS=6.
 ROUNDS = int(os.environ.get("PORTALMQ_LOCK_ROUNDS", "40"))
 KILLS = int(os.environ.get("PORTALMQ_LOCK_KILLS", "2"))
 WORKERS = 3
 SECONDS_A_ROUND = 2.0
-# A holder that is to keep its lock has so long, whatever stands still meanwhile; it renews three times as often.
+# The lease of a holder that must keep its lock through the pauses of a test; it renews three times as often.
 TTL_S = 12.0
 HOLD_S = 3.25
-# The first of an example's holders stops itself in the middle of its first round, between the read and the write.
+# The example's first holder stops itself in its first round, between the read and the write.
 STOPS_ITSELF = f"""
 import os, signal, sys, time
 sleep = time.sleep
@@ -69,13 +69,14 @@ def worker(
 
 
 def deposits(db: Path) -> list[tuple[int, int]]:
-    """(token, balance) in the order in which they were written."""
+    """(token, balance) in the order of the writes."""
     with sqlite3.connect(db, timeout=30) as connection:
         return connection.execute("SELECT token, balance FROM deposits ORDER BY rowid").fetchall()
 
 
 def check(db: Path) -> int:
-    """Nothing was lost, and no token wrote after a greater one; how many wrote."""
+    """Assert that no deposit is lost and that no token wrote after a greater one. Return the number of tokens that
+    wrote."""
     written = deposits(db)
     assert [balance for _, balance in written] == list(range(1, len(written) + 1))
     tokens = [token for token, _ in written]
@@ -88,8 +89,8 @@ def stands_still(child: subprocess.Popen[str]) -> bool:
 
 
 def stop_between_writes(child: subprocess.Popen[str], db: Path) -> None:
-    """One that stands still in the middle of a write would keep everybody else from the database, lock or no lock. One
-    that has done all its rounds has ended."""
+    """Stop the process outside of a write: a process stopped during a write would block the database for all others,
+    with or without the lock. A process that has done all its rounds has ended."""
 
     def does_not_write() -> bool:
         child.send_signal(signal.SIGSTOP)
@@ -107,7 +108,7 @@ def stop_between_writes(child: subprocess.Popen[str], db: Path) -> None:
 
 
 def described(cluster: Cluster, name: str, broker_id: int | None = None) -> dict[str, Any]:
-    """The lock, as a broker tells of it that can answer."""
+    """Return the lock, as a broker that can answer describes it."""
     told: dict[str, Any] = wait_until(lambda: cluster.ask(f"/v1/locks/{name}", broker_id), "somebody tells of the lock")
     return told
 
@@ -136,8 +137,9 @@ def test_a_lock_outlives_the_broker_it_was_got_from(cluster: Cluster, topic: str
 def test_a_killed_broker_shortens_no_lease_and_its_waiters_keep_their_turns(
     cluster: Cluster, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each waits at a broker of its own; that of the first in the queue dies, and he goes on at another."""
-    # Nobody's wait ends by itself meanwhile: who is late in asking anew may lose his turn.
+    """Each waits at a broker of its own. The broker of the first in the queue dies, and the waiter continues at
+    another."""
+    # No wait ends by its time limit during the test: a waiter that repeats its call late may lose its position.
     monkeypatch.setattr("portalmq.lock.POLL_WAIT_S", 60.0)
     monkeypatch.setattr("portalmq.lock.KEEP_PLACE_MS", wire.LOCK_PLACE_MS_MAX)
     holder = Lock(topic, cluster.brokers[1].url, ttl_s=30)
@@ -175,7 +177,7 @@ def test_a_killed_broker_shortens_no_lease_and_its_waiters_keep_their_turns(
 
 
 def waits_at(cluster: Cluster, broker_id: int) -> int:
-    """How many calls wait at a broker."""
+    """The number of calls that wait at a broker."""
     metrics = cluster.brokers[broker_id].request("GET", "/metrics").body.decode()
     return int(float(re.search(r"^portalmq_waiting_calls (\S+)", metrics, re.MULTILINE)[1]))  # type: ignore[index]
 
@@ -193,7 +195,7 @@ def test_a_holder_that_is_stopped_loses_the_lock_and_its_late_write_is_refused(
             assert quick.wait(60) == 0
         assert len(tokens) == 3
         slow.send_signal(signal.SIGCONT)
-        assert slow.wait(60) == 0  # it loses its round, and makes it under a new token
+        assert slow.wait(60) == 0  # it loses its round, and repeats it under a new token
     assert check(db) == 4
     assert deposits(db)[-1][0] > max(tokens)
 
@@ -203,11 +205,11 @@ def fence(db: Path) -> int:
         with sqlite3.connect(db, timeout=30) as connection:
             return int(connection.execute("SELECT fence FROM account").fetchone()[0])
     except (sqlite3.OperationalError, TypeError):
-        return 0  # it is just being made
+        return 0  # the database is being created
 
 
 def test_kills_and_pauses_of_brokers_and_holders_lose_no_deposit(cluster: Cluster, tmp_path: Path) -> None:
-    """Workers deposit under the lock; brokers are killed, a worker is paused again and again."""
+    """Workers deposit under the lock; brokers are killed, and a worker is paused repeatedly."""
     db = tmp_path / "account.db"
     each = ROUNDS // WORKERS + 1
     deadline = time.monotonic() + SECONDS_A_ROUND * ROUNDS + 60
@@ -262,7 +264,7 @@ def test_the_example_shows_what_it_says(tmp_path: Path) -> None:
 def test_a_zombie_is_fenced_over_the_restart_of_all_brokers(cluster: Cluster, topic: str) -> None:
     zombie = Lock(topic, cluster.urls, ttl_s=1)
     token = zombie.acquire()
-    zombie.close()  # it renews no more, and does not know
+    zombie.close()  # it stops renewing, and does not notice
     cluster.kill(1, 2, 3)
     cluster.heal()
     with Lock(topic, cluster.urls, ttl_s=TTL_S) as newer:

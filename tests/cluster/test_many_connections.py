@@ -1,4 +1,4 @@
-"""Connections that do nothing: they take nobody's place."""
+"""Idle connections do not keep others from being served."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def opened(stack, broker):
 
 
 def ended(connections):
-    """How many the broker has closed."""
+    """The number of connections that the broker has closed."""
     count = 0
     for connection in connections:
         try:
@@ -36,7 +36,7 @@ def ended(connections):
 
 
 def is_served(connection):
-    """Whether the connection brings an answer."""
+    """Return whether a request on the connection is answered."""
     try:
         connection.request("GET", "/livez")
         answer = connection.getresponse()
@@ -74,7 +74,7 @@ def test_a_new_connection_has_a_moment_for_its_first_head_and_a_kept_one_more(tm
     hasty = "import portalmq.broker.server.process as process\nprocess.FIRST_HEAD_S = 1.0\n"
     with BrokerProcess(tmp_path, prelude=hasty) as broker, ExitStack() as stack:
         kept = stack.enter_context(closing(http.client.HTTPConnection("127.0.0.1", broker.port, timeout=WITHIN_S)))
-        wait_until(lambda: is_served(kept))  # on a machine that pauses here the moment may be over
+        wait_until(lambda: is_served(kept))  # on a machine that pauses here the time limit may be over
         own = kept.sock
         silent, slow = opened(stack, broker), opened(stack, broker)
         slow.sendall(REQUEST[:10])

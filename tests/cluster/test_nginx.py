@@ -1,4 +1,5 @@
-"""Brokers behind nginx, with the configuration of docs/deploy: waits, streams, sizes, tokens, a broker that dies."""
+"""Brokers behind nginx, with the configuration of docs/deploy: waits, streams, sizes, tokens, and the death of a
+broker."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def test_one_broker_s_answers_come_through_as_they_are(tmp_path: Path):
         assert nginx.request("POST", "/v1/topics/t/messages", b"x" * 1024 * 1024, TOKEN).status == 200
         refused = nginx.request("POST", "/v1/topics/t/messages", b"x" * (1024 * 1024 + 1), TOKEN)
         assert (refused.status, refused.json()["code"]) == (413, "message_too_large")
-        assert "9 MiB" not in refused.json()["detail"], "it is the broker who says so"
+        assert "9 MiB" not in refused.json()["detail"], "the broker answers, not nginx"
         _events_come_at_once(nginx)
         wait_until(lambda: _waiting(broker) == 0, "the broker knows that nobody follows the events any more")
         _a_wait_ends_with_the_message(broker, nginx)
@@ -40,7 +41,7 @@ def test_one_broker_s_answers_come_through_as_they_are(tmp_path: Path):
 
 
 def test_the_client_library_works_through_the_name_alone(tmp_path: Path):
-    """Where it cannot reach the addresses that brokers tell of themselves, it stays with the one that it was given."""
+    """If the client cannot reach the brokers' advertised addresses, it stays with the address that it was given."""
     broker = BrokerProcess(tmp_path / "broker", "--advertised-url", "http://127.0.0.1:9", command=("dev",))
     with socket.create_server(("127.0.0.1", 0)) as free:
         broker.port = free.getsockname()[1]
@@ -83,7 +84,7 @@ def _a_wait_ends_with_the_message(broker: BrokerProcess, nginx: Nginx) -> None:
 
 
 def _who_goes_away_takes_nothing(broker: BrokerProcess, nginx: Nginx) -> None:
-    """nginx closes its connection to the broker, and so the broker knows."""
+    """nginx closes its connection to the broker, so the broker notices."""
     nginx.request("PUT", "/v1/topics/left", b"{}", TOKEN)
     connection = http.client.HTTPConnection("127.0.0.1", nginx.port, timeout=10)
     connection.request("POST", "/v1/groups/g/receive", b'{"topics": ["left"], "wait_ms": 60000}', TOKEN)
@@ -102,8 +103,8 @@ def _waiting(broker: BrokerProcess) -> int:
 
 
 def test_a_broker_dies_behind_the_name_and_nothing_that_was_acknowledged_is_lost(tmp_path: Path):
-    """Programs that know one address: a sender with keys that asks again until it is answered, a consumer that deletes
-    what it has. The leader is killed half way."""
+    """Programs that know one address: a sender with keys that retries until it is answered, a consumer that deletes its
+    messages. The leader is killed half way."""
     with Cluster(tmp_path / "cluster") as cluster:
         ports = [broker.port for broker in cluster.brokers.values()]
         with Nginx(tmp_path / "nginx", ports) as nginx:
@@ -116,15 +117,15 @@ def test_a_broker_dies_behind_the_name_and_nothing_that_was_acknowledged_is_lost
             cluster.kill(cluster.wait_for_leader("default"))
             sender.join(WITHIN_S)
             assert len(acked) == MESSAGES
-            cluster.admin().create_group("default", visibility_timeout_ms=600_000)  # nothing comes back meanwhile
+            cluster.admin().create_group("default", visibility_timeout_ms=600_000)  # no lease ends during the test
             for broker_id in cluster.running:
                 with Admin(cluster.brokers[broker_id].url) as admin:
                     assert admin.queue_counts("default", "default").ready == MESSAGES
                     looked = [(each.message.text, each.state) for each in admin.unfinished("default", "default")]
-                assert looked == [(text, "ready") for text in acked], "whichever broker is asked for the queue's state"
+                assert looked == [(text, "ready") for text in acked], "every broker shows the same queue"
             taken = _consume(nginx, len(acked))
             assert not list(cluster.admin().unfinished("default", "default"))
-        assert sorted(taken) == sorted(acked), "each that was acknowledged, and by their keys each once"
+        assert sorted(taken) == sorted(acked), "each acknowledged message is consumed once"
 
 
 def _send(nginx: Nginx, acked: list[str]) -> None:
@@ -142,7 +143,7 @@ def _send(nginx: Nginx, acked: list[str]) -> None:
 
 
 def _consume(nginx: Nginx, wanted: int) -> list[str]:
-    """As WonderQ's text says, by its door."""
+    """Receive and delete by WonderQ's protocol."""
     taken: dict[int, str] = {}
     deadline = time.monotonic() + WITHIN_S
     while len(taken) < wanted and time.monotonic() < deadline:

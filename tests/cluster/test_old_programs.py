@@ -1,7 +1,7 @@
-"""Programs written from the older queues' texts alone, against three brokers of which the leader is killed meanwhile.
+"""Programs written only from the older queues' texts, against three brokers whose leader is killed.
 
-Each shows what its text promises: nothing that was acknowledged is lost; and the order and the one offset of Portal MQ,
-the confirmation of MiniQ, the locks of WonderQ. PORTALMQ_OLD_MESSAGES=10000 makes them long.
+Each shows what its text promises: no acknowledged message is lost; and the order and the one offset of Portal MQ, the
+confirmation of MiniQ, the locks of WonderQ. PORTALMQ_OLD_MESSAGES=10000 makes the tests long.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from portalmq import TopicNotFound
 MESSAGES = int(os.environ.get("PORTALMQ_OLD_MESSAGES", "300"))
 PROGRAMS = Path(__file__).parents[1] / "support" / "old_programs"
 LEASE_S = 3.0
-# By the living, before the leader is killed.
+# Taken by the consumers that survive, before the leader is killed.
 TAKEN = 20
-# With room for a machine that does 20 messages a second.
+# Long enough for a machine that does 20 messages a second.
 WITHIN_S = 60.0 + MESSAGES / 20
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180 + MESSAGES // 5)]
 
 
 class Program:
-    """A program as a process; what it says is in a file, so that nobody has to read along."""
+    """A program as a process. Its output goes to a file, so that it never blocks on a pipe."""
 
     def __init__(self, directory: Path, name: str, urls: list[str], script: str, *arguments: str) -> None:
         self._said, self._complained = directory / f"{name}.out", directory / f"{name}.err"
@@ -48,20 +48,20 @@ class Program:
             )
 
     def lines(self) -> list[str]:
-        """Whole lines: the last one may be on its way."""
+        """The complete lines of the output: the last one may be incomplete."""
         return self._said.read_text().rpartition("\n")[0].splitlines()
 
     def words(self, first: str) -> list[list[str]]:
         return [words[1:] for line in self.lines() if (words := line.split(" "))[0] == first]
 
     def go_on(self) -> None:
-        """Of a sender that pauses half way: to the last message."""
+        """Let a sender that pauses half way continue up to the last message."""
         assert self.process.stdin is not None
         self.process.stdin.write(b"\n")
         self.process.stdin.flush()
 
     def finish(self) -> None:
-        """Of a sender: with the last message too."""
+        """Let a sender send the last message too."""
         assert self.process.stdin is not None
         self.process.stdin.close()
 
@@ -87,7 +87,7 @@ def killed_at_the_end(*programs: Program) -> Iterator[None]:
 
 
 def fresh(cluster: Cluster, topic: str, partitions: int) -> int:
-    """A new topic of that name; its leader."""
+    """Create a topic of that name; return its leader."""
     with cluster.admin() as admin:
         with suppress(TopicNotFound):
             admin.delete_topic(topic)
@@ -107,7 +107,8 @@ def kill_in_the_middle(
     cluster: Cluster, leader: int, producers: list[Program], taken: Callable[[], int]
 ) -> tuple[list[str], tuple[float, float]]:
     """Kill the leader while messages are sent and taken: the senders pause until some are `taken`, and keep their last
-    ones until the leader is dead. What was acknowledged in the end, which is all, and between which moments it died."""
+    messages until the leader is dead. Return the messages acknowledged in the end, which are all, and the interval in
+    which the leader died."""
 
     def acked() -> list[str]:
         return [line for producer in producers for line in producer.lines()]
@@ -129,7 +130,7 @@ def kill_in_the_middle(
 
 
 def count(consumers: list[Program]) -> int:
-    """How many messages were shown to them."""
+    """The number of messages that the consumers received."""
     return sum(len(each.words("got")) for each in consumers)
 
 
@@ -164,9 +165,9 @@ def test_portal_mq(cluster: Cluster, tmp_path: Path) -> None:
     for consumer in consumers:
         shown = [(int(offset), message) for offset, message in consumer.words("got")]
         assert shown == sorted(shown), "the one offset never goes back"
-        assert all(received()[offset] == message for offset, message in shown), "all are shown the same"
-    assert set(won.values()) == {1}, "a message is consumed by one"
-    # Of a consume that is repeated, because its answer died with the leader, the answer may be that it is done.
+        assert all(received()[offset] == message for offset, message in shown), "one message at an offset"
+    assert set(won.values()) == {1}, "one consumer consumes a message"
+    # A consume whose answer was lost with the leader is repeated, and may find the message consumed.
     assert len(received()) - len(won) <= 2 * len(consumers)
     in_order = [message for _, message in sorted(received().items())]
     for name in ("sensor-a", "sensor-b"):
@@ -175,7 +176,7 @@ def test_portal_mq(cluster: Cluster, tmp_path: Path) -> None:
 
 
 def consumed(consumers: list[Program]) -> list[int]:
-    """The offsets that a consumer was told it has ended."""
+    """The offsets that the broker confirmed to a consumer as consumed."""
     return [int(offset) for each in consumers for offset, status in each.words("consumed") if status == "200"]
 
 
@@ -190,7 +191,7 @@ def test_miniq_over_http(cluster: Cluster, tmp_path: Path) -> None:
     dying = program("dying", "get", "10")
     readers: list[Program] = []
     with killed_at_the_end(*posters, dying), ExitStack() as stack:
-        dying.died()  # alone: the others could leave it too little to die of
+        dying.died()  # it dies first: the others could leave it too few messages
         readers += [program(f"reader-{number}", "get") for number in range(2)]
         stack.enter_context(killed_at_the_end(*readers))
         acked, killed = kill_in_the_middle(cluster, leader, posters, lambda: count(readers))
@@ -203,10 +204,10 @@ def test_miniq_over_http(cluster: Cluster, tmp_path: Path) -> None:
             reader.check_runs()
     confirmed_at = {key: float(at) for each in (*readers, dying) for key, _, at in each.words("confirmed")}
     lost_by_the_dead = dying.words("got")[-1]
-    assert lost_by_the_dead[1] in confirmed(), "what a reader died with was offered again"
+    assert lost_by_the_dead[1] in confirmed(), "a message held by a dead reader is offered again"
     for each in (*readers, dying):
         for key, message, asked_at, _ in each.words("got"):
-            assert float(asked_at) <= confirmed_at.get(key, float("inf")), f"{message} was confirmed, and is offered"
+            assert float(asked_at) <= confirmed_at.get(key, float("inf")), f"{message} is offered though confirmed"
     partition_of = {key: 0 for each in (*readers, dying) for key, *_ in each.words("got")}
     check_holders_in_turn([*readers, dying], partition_of, posters, killed)
 
@@ -222,7 +223,7 @@ def test_wonderq(cluster: Cluster, tmp_path: Path) -> None:
     dying = program("dying", "consume", "3", "5", "12")
     consumers: list[Program] = []
     with killed_at_the_end(*publishers, dying), ExitStack() as stack:
-        dying.died()  # alone: the others could leave it too little to die of
+        dying.died()  # it dies first: the others could leave it too few messages
         consumers += [program(f"consumer-{cid}", "consume", str(cid), "5") for cid in (1, 2)]
         stack.enter_context(killed_at_the_end(*consumers))
         acked, killed = kill_in_the_middle(cluster, leader, publishers, lambda: count(consumers))
@@ -241,11 +242,11 @@ def test_wonderq(cluster: Cluster, tmp_path: Path) -> None:
     for each in (*consumers, dying):
         for number, truth, at in each.words("deleted"):
             if truth == "true":
-                assert number not in deleted_at, "a message is deleted by the one who had it"
+                assert number not in deleted_at, "a message is deleted by its holder"
                 deleted_at[number] = float(at)
     for each in (*consumers, dying):
         for number, _, asked_at, _ in each.words("got"):
-            assert float(asked_at) <= deleted_at.get(number, float("inf")), "a deleted message does not come back"
+            assert float(asked_at) <= deleted_at.get(number, float("inf")), "a deleted message is not delivered again"
     partition_of = {number: int(number) >> 40 for each in (*consumers, dying) for number, *_ in each.words("got")}
     check_holders_in_turn([*consumers, dying], partition_of, publishers, killed)
     assert set(partition_of.values()) == {0, 1, 2}, "ids of all partitions"
@@ -254,12 +255,14 @@ def test_wonderq(cluster: Cluster, tmp_path: Path) -> None:
 def check_holders_in_turn(
     consumers: list[Program], partition_of: dict[str, int], senders: list[Program], killed: tuple[float, float]
 ) -> None:
-    """Whoever was shown a message has it alone until the lease ends, through the death of a leader too unless the lease
-    was given in its last moment: nobody waits for one to be replicated, so it may go with the leader. It is replicated
-    for certain when a message behind it in the log, one whose sending began after it was shown, is acknowledged.
+    """Assert that a consumer holds a message alone until its lease ends, also through the death of a leader.
 
-    A lease begins after it was asked for, and before it was shown. So two overlap for certain when the second was shown
-    less than a lease after the first was asked for.
+    A lease granted in the leader's last moment is exempt: an answer does not wait for the replication of its lease, so
+    the lease may be lost with the leader. It is certainly replicated when a later message in the log, sent after the
+    lease was shown, is acknowledged.
+
+    A lease begins after its request and before its answer. So two leases certainly overlap when the second was shown
+    less than a lease after the request of the first.
     """
     alive_at, dead_at = killed
     kept_before: dict[int, float] = defaultdict(float)  # by partition: leases shown before then are replicated
@@ -291,7 +294,7 @@ def test_the_design_notes(cluster: Cluster, topic: str, tmp_path: Path) -> None:
     other_group = program("other", "subscribe", topic, "group-2")
     subscribers: list[Program] = []
     with killed_at_the_end(*publishers, dying, other_group), ExitStack() as stack:
-        dying.died()  # alone: the others could leave it too little to die of
+        dying.died()  # it dies first: the others could leave it too few messages
         subscribers += [program(f"subscriber-{number}", "subscribe", topic, "group-1") for number in range(2)]
         stack.enter_context(killed_at_the_end(*subscribers))
         acked, _ = kill_in_the_middle(cluster, leader, publishers, lambda: sum(len(one.lines()) for one in subscribers))
@@ -303,5 +306,5 @@ def test_the_design_notes(cluster: Cluster, topic: str, tmp_path: Path) -> None:
         wait_until(lambda: set(acked) <= set(other_group.lines()), "and so has group-2", WITHIN_S)
         for subscriber in (*subscribers, other_group):
             subscriber.check_runs()
-    assert set(processed()) == set(acked), "publishMessage sends a message once, whatever it repeats"
+    assert set(processed()) == set(acked), "publishMessage sends a message once, repeats included"
     assert all(re.fullmatch(r"[ab]-\d+", line) for line in processed())

@@ -22,4 +22,4 @@ def test_messages_of_all_leaders_are_read_at_any_broker(cluster: Cluster, topic:
             assert first.consume(topic, message.offset)
             read.add(message.offset)
         assert read == sent
-        assert len({offset >> 40 for offset in read}) > 1, "they stood in several partitions"
+        assert len({offset >> 40 for offset in read}) > 1, "the messages are in several partitions"

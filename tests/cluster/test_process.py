@@ -1,4 +1,4 @@
-"""A broker's process: how it starts, how it refuses to, how it ends, and that nothing of it stays behind."""
+"""A broker's process: how it starts, refuses to start and ends, and that no child process remains."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def broker(tmp_path):
 
 
 def refused(tmp_path, *options, **more):
-    """The exit code and the sentence of a broker that must not start, or ends by itself."""
+    """Return the exit code and the message of a broker that must not start, or ends by itself."""
     broker = BrokerProcess(tmp_path, *options, **more)
     process = broker.launch()
     try:
@@ -39,13 +39,13 @@ def refused(tmp_path, *options, **more):
 
 
 def start_took_s(broker):
-    """Without the time in which its processes had no processor."""
+    """Return the start time without the time in which its processes waited for a processor."""
     return broker.ready_after_s - sum(map(stood_in_line_s, broker.family()))
 
 
 def test_a_broker_is_ready_within_two_seconds_and_small(broker):
     took_s = [start_took_s(broker)]
-    for _ in range(2):  # what it needs, it needs each time; what a machine that stands still adds, it does not
+    for _ in range(2):  # two starts: a pause of the machine does not lengthen both
         broker.restart()
         took_s.append(start_took_s(broker))
     assert min(took_s) < 2, took_s
@@ -252,7 +252,7 @@ def test_a_storage_fault_ends_the_broker_with_74(tmp_path):
         "    gevent.spawn_later(0.5, self.storage_failed, e.StorageFault('disk gone'))\n"
         "b.Broker.start = broken\n"
     )
-    code, said = refused(tmp_path, prelude=program)  # it may be gone before anybody has found it ready
+    code, said = refused(tmp_path, prelude=program)  # it may have ended before it is found ready
     assert code == 74
     assert "disk gone" in said
 
@@ -266,7 +266,7 @@ def test_logs_are_json_when_asked_for(tmp_path):
 
 
 def wait_for(condition, within_s=30.0):
-    """Poll a condition that another process makes true."""
+    """Poll until another process makes the condition true."""
     deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline, "it did not become true"

@@ -1,4 +1,4 @@
-"""HTTP as it comes over the wire, from clients that are wrong, slow, greedy or gone."""
+"""HTTP on the wire, from clients that are wrong, slow, greedy or gone."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ pytestmark = pytest.mark.cluster
 MESSAGES = "/v1/topics/t/messages"
 HEAD = b"POST /v1/topics/t/messages HTTP/1.1\r\nHost: x\r\n"
 LIMIT = 65_536
-# Below the 60 s of a call that waits.
+# Below the 60 s of a waiting call.
 WITHIN_S = 45.0
 
 
 @pytest.fixture(scope="module")
 def broker(tmp_path_factory):
     directory = tmp_path_factory.mktemp("broker")
-    # A client of these tests may stand still for longer than one that sends on after its answer is listened to.
+    # A client of these tests may pause for longer than the broker reads after an early answer.
     patient = "import portalmq.broker.server.process as process\nprocess.LINGER_S = 60.0\n"
     with BrokerProcess(directory, "--body-bytes-max", str(LIMIT), prelude=patient) as broker:
         yield broker
@@ -62,7 +62,7 @@ class Wire:
         return self
 
     def answer(self):
-        """(status, headers in lower case, body) of the next answer."""
+        """Return (status, headers in lower case, body) of the next answer."""
         status = int(self.file.readline().split()[1])
         headers = {}
         while line := self.file.readline().strip():
@@ -275,8 +275,8 @@ def test_slow_connections_do_not_slow_down_the_others(broker):
 
 
 def test_busy_connections_do_not_starve_each_other(broker):
-    """Each asks again as soon as it is answered. While one waits, the others get their next answers, and not many more.
-    That is counted in answers, and all are taken by one thread: a machine that stands still does not count."""
+    """Each client sends its next request as soon as it is answered. While one waits, the others may get only some
+    further answers. The bound counts answers, and one thread reads them all, so pauses of the machine do not matter."""
     request = b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"
     with ExitStack() as stack:
         wires = {wire.socket: wire for wire in (stack.enter_context(Wire(broker)) for _ in range(8))}
@@ -289,7 +289,7 @@ def test_busy_connections_do_not_starve_each_other(broker):
             wire.send(request)
         while answered < 2_000:
             ready = select.select(list(wires), [], [], WITHIN_S)[0]
-            assert ready, "nobody is answered"
+            assert ready, "no connection is answered"
             for each in ready:
                 assert wires[each].answer()[0] == 200
                 answered += 1
@@ -297,7 +297,7 @@ def test_busy_connections_do_not_starve_each_other(broker):
                 asked_at[each] = answered
                 wires[each].send(request)
         longest = max(longest, answered - min(asked_at.values()))
-    assert longest <= 25 * len(wires), f"one was answered after {longest} answers to all"
+    assert longest <= 25 * len(wires), f"one connection was answered after {longest} answers to all"
 
 
 def test_a_flood_of_nonsense_leaves_the_broker_up_and_small(broker):

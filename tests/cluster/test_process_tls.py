@@ -1,4 +1,4 @@
-"""TLS with certificates on both sides: who gets in, and whom a broker believes."""
+"""TLS with certificates on both sides: the clients that a broker accepts, and the servers that it trusts."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_only_clients_with_a_certificate_of_the_authority_get_in(broker: BrokerP
     url = f"https://localhost:{broker.port}"
     probers = {Probe.ANSWERED: Prober(WITHIN_S, (pem("server"), key("server"))), Probe.SILENT: Prober(WITHIN_S)}
     for answer, prober in probers.items():
-        assert prober.probe(url) is answer, "other brokers look whether this one lives, and are asked for one as well"
+        assert prober.probe(url) is answer, "probes of other brokers need a certificate as well"
         prober.close()
 
 
@@ -89,7 +89,7 @@ def test_brokers_believe_the_authorities_of_their_own_file_and_no_others(tmp_pat
     config = BrokerConfig(tls_cert=chain, tls_key=key("server"))
     context = trusting(config)
     assert context is not None
-    assert context.cert_store_stats()["x509_ca"] == 1, "the system's authorities are not among them"
+    assert context.cert_store_stats()["x509_ca"] == 1, "the system's authorities are not trusted"
     assert believes(config, "server")
     assert not believes(config, "untrusted")
     assert not believes(config, "elsewhere")
@@ -98,13 +98,13 @@ def test_brokers_believe_the_authorities_of_their_own_file_and_no_others(tmp_pat
 def test_brokers_believe_the_authorities_that_are_named(tmp_path: Path) -> None:
     config = BrokerConfig(tls_cert=pem("untrusted"), tls_key=key("untrusted"), tls_peer_ca=pem("authority"))
     assert believes(config, "server")
-    assert not believes(config, "untrusted"), "not even their own"
+    assert not believes(config, "untrusted"), "not even their own certificate"
     with pytest.raises(UsageError, match="cannot be used"):
         trusting(BrokerConfig(tls_cert=pem("server"), tls_key=key("server"), tls_peer_ca=tmp_path / "missing"))
 
 
 def test_a_certificate_without_its_authority_is_believed_as_it_is() -> None:
-    """Then brokers may have certificates of authorities that the system knows, as before."""
+    """Without an authority of their own, brokers may use certificates of authorities that the system trusts."""
     config = BrokerConfig(tls_cert=pem("server"), tls_key=key("server"))
     assert believes(config, "server")
     assert not believes(config, "untrusted")
@@ -117,19 +117,20 @@ def test_client_certificates_need_tls() -> None:
 
 
 def names_shown(context: ssl.SSLContext | None) -> list[str]:
-    """By whom a server that asks for a certificate was called."""
+    """Return the names in the client certificate that a server receives."""
     assert context is not None
     with socket.create_server(("127.0.0.1", 0)) as plain:
         plain.settimeout(WITHIN_S)
         with TlsFront(plain.getsockname()[1], "server", asks_for_certificate=True) as front:
             raw = socket.create_connection(("127.0.0.1", front.port), timeout=WITHIN_S)
             with context.wrap_socket(raw, server_hostname="localhost"):
-                plain.accept()[0].close()  # only a client that has shown a certificate is brought there
+                plain.accept()[0].close()  # only a client that has shown a certificate gets this far
                 return list(front.names_shown)
 
 
 def test_brokers_show_their_certificate_before_they_ask_for_one_themselves() -> None:
-    """While a cluster begins to ask, one broker after the other, those that do not yet are let in by those that do."""
+    """While a cluster turns client certificates on, one broker after the other, brokers that require them accept those
+    that do not."""
     config = BrokerConfig(tls_cert=pem("client"), tls_key=key("client"), tls_peer_ca=pem("authority"))
     assert names_shown(trusting(config)) == ["client"]
 

@@ -1,4 +1,4 @@
-"""docs/PRODUCING.md: its commands, as they stand there, do what it says."""
+"""docs/PRODUCING.md: its commands run unchanged and do what the document says."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCK = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def commands() -> list[str]:
-    """The blocks that are pasted into the second terminal, without the address."""
+    """The blocks for the second terminal, without the address."""
     text = (REPOSITORY / "docs" / "PRODUCING.md").read_text(encoding="utf-8")
     blocks = BLOCK.findall(text)
     return [block for block in blocks if not block.startswith(("portalmq dev", "export URL"))]

@@ -1,4 +1,4 @@
-"""What producers are promised, on real brokers: through a leader's death, and by way of any broker."""
+"""The guarantees for producers, on real brokers: through a leader's death, and by way of any broker."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from portalmq.network.http_answer import HttpAnswer
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 FAR_MS = 3_600_000
-# Between two that are scheduled: more than passes between their sending.
+# The interval between two scheduled messages: longer than the time between their sends.
 STEP_MS = 60_000
 ATTEMPTS_WITHIN_S = 60
-# Of one list of rows into batches.
+# The batch sizes into which two attempts cut the same rows.
 CUTS = (50, 77)
-# How often a leader is killed, or stands still, while a producer's name goes from hand to hand.
+# How often a leader is killed or paused while instances take over a producer's name.
 FENCE_FAULTS = int(os.environ.get("PORTALMQ_FENCE_FAULTS", "2"))
 
 
@@ -37,7 +37,7 @@ def post(cluster: Cluster, broker_id: int, path: str, body: bytes, headers: dict
 
 
 def patiently(ask, accepted: tuple[int, ...] = (200,)) -> HttpAnswer:
-    """Repeat while the answer says that a repeat may help, as a client does."""
+    """Repeat while the answer is retryable, as a client does."""
     deadline = time.monotonic() + ATTEMPTS_WITHIN_S
     while True:
         try:
@@ -171,7 +171,7 @@ def test_a_broker_that_was_away_knows_who_was_fenced_meanwhile(cluster: Cluster,
 
 
 def test_a_paused_broker_is_waited_for_and_never_takes_what_is_fenced(cluster: Cluster, topic: str):
-    """The paused one leads when its process goes on, or thinks so; the zombie's batch lies in its socket."""
+    """The paused broker still considers itself the leader when it continues; the zombie's batch is in its socket."""
     cluster.admin().create_topic(topic)
     cluster.wait_in_sync(topic)
     zombie = named(cluster, 1, topic)
@@ -190,8 +190,8 @@ def test_a_paused_broker_is_waited_for_and_never_takes_what_is_fenced(cluster: C
 
 
 class Succession:
-    """One name that is taken over again and again, and instances that write on regardless: whoever begins a request
-    after his successor was answered must not be answered 200."""
+    """One name that new instances take over repeatedly, while old instances continue to write: an instance that begins
+    a request after its successor was answered must not be answered 200."""
 
     def __init__(self, cluster: Cluster, topic: str) -> None:
         self.cluster = cluster
@@ -330,7 +330,7 @@ def test_a_full_topic_answers_429_by_way_of_every_broker(cluster: Cluster, topic
 
 
 def test_batches_with_keys_are_there_once_by_way_of_any_broker_through_the_leaders_death(cluster, topic):
-    """Two that bring the same rows side by side, cut differently, as two attempts of one task do."""
+    """Two producers send the same rows at the same time, cut differently, as two attempts of one task do."""
     cluster.admin().create_topic(topic, partitions=3)
     cluster.wait_in_sync(topic)
     rows = [f"row-{number}" for number in range(900)]

@@ -1,4 +1,4 @@
-"""The older queues' protocols under stress: other brokers, killed and paused leaders, races, a secret."""
+"""The older queues' protocols under stress: several brokers, killed and paused leaders, races, a secret."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ask(
     broker_id: int | None = None,
     headers: dict[str, str] | None = None,
 ) -> Answer:
-    """From a broker, or from one after the other until one can answer; a refusal (4xx) is an answer."""
+    """Ask one broker, or each in turn until one can answer; a refusal (4xx) is an answer."""
     asked = itertools.cycle([broker_id] if broker_id is not None else cluster.running)
 
     def answered() -> Answer | None:
@@ -43,7 +43,7 @@ def ask(
 
 
 def lease(cluster: Cluster, lease_s: float) -> None:
-    """What is handed out by any broker from here on is leased for so long."""
+    """Set the lease of all messages that any broker delivers from now on."""
     wanted_ms = round(lease_s * 1000)
     with cluster.admin() as admin:
         admin.create_group("default", visibility_timeout_ms=wanted_ms)
@@ -56,7 +56,7 @@ def lease(cluster: Cluster, lease_s: float) -> None:
 
 
 def made(cluster: Cluster, topic: str, partitions: int = 1, lease_s: float = LONG_S) -> int:
-    """A new topic of that name, in sync; its leader."""
+    """Create a topic of that name, in sync; return its leader."""
     with cluster.admin() as admin:
         with suppress(TopicNotFound):
             admin.delete_topic(topic)
@@ -86,7 +86,7 @@ def test_what_was_read_from_a_leader_that_dies_is_consumed_at_the_next(cluster: 
     shown = read(cluster, topic, leader)
     assert (shown["message"], shown["offset"]) == ("a", first)
     cluster.kill(leader)
-    assert ask(cluster, "POST", "/consume", {"name": topic, "offset": second}).status == 204, "it is not its turn"
+    assert ask(cluster, "POST", "/consume", {"name": topic, "offset": second}).status == 204, "not the next message"
     assert ask(cluster, "POST", "/consume", {"name": topic, "offset": first}).status == 200
     assert ask(cluster, "POST", "/consume", {"name": topic, "offset": first}).status == 204
     for broker_id in cluster.running:
@@ -100,7 +100,7 @@ def test_a_consume_whose_outcome_is_unknown_is_repeated_and_ends_one_message(clu
     cluster.pause(leader)
     body = {"name": topic, "offset": first}
     with pytest.raises(TimeoutError):
-        # It waits in the leader's socket, and is read when the leader goes on.
+        # It waits in the leader's socket, and is read when the leader continues.
         cluster.brokers[leader].request("POST", "/consume", body, timeout_s=0.5)
     assert ask(cluster, "POST", "/consume", body, follower).status in (200, 204)
     cluster.resume(leader)
@@ -133,7 +133,7 @@ def test_of_consumers_that_race_for_a_message_one_wins(cluster: Cluster, topic: 
 
 
 def sleepers(cluster: Cluster, broker_id: int) -> float:
-    """How many calls wait at a broker."""
+    """The number of calls that wait at a broker."""
     lines = cluster.brokers[broker_id].request("GET", "/metrics").body.splitlines()
     return next(float(line.split()[1]) for line in lines if line.startswith(b"portalmq_waiting_calls "))
 
@@ -156,7 +156,7 @@ def test_a_sleeping_consumer_is_woken_through_any_broker(cluster: Cluster, topic
     for thread in threads:
         thread.join(90)
     assert woken == ["wake up"] * len(threads), "all are notified"
-    assert time.monotonic() - began < 40, "and before their time is over"
+    assert time.monotonic() - began < 40, "the calls end before their time limit"
 
 
 def test_the_classes_follow_the_brokers_when_the_named_one_dies(cluster: Cluster, topic: str) -> None:
@@ -174,8 +174,8 @@ def test_the_classes_follow_the_brokers_when_the_named_one_dies(cluster: Cluster
         handled += [next(consumer).message for _ in range(30)]
         last = consumer.read()
         assert last is not None
-        assert last.message == 39, "it is in hand still, and the last one"
-    assert handled == list(range(40)), "in order, each once: the one consumer repeats nothing that it has consumed"
+        assert last.message == 39, "the last message is still in hand"
+    assert handled == list(range(40)), "in order, each once: the only consumer gets no message again"
     assert len(set(acked)) == 40
     with cluster.admin() as admin:
         assert [message.json() for message in admin.read_all(topic)] == list(range(40)), "retries are one message"
@@ -207,15 +207,15 @@ def test_a_message_is_taken_at_one_broker_and_ended_at_another(cluster: Cluster)
 
 
 def test_a_lock_that_is_replicated_outlives_the_leader_that_gave_it(cluster: Cluster) -> None:
-    """Nobody waits for a lock to be replicated, so one of the last moment may go with the leader: the message is then
-    offered again. It is replicated for certain when a message behind it in the log is acknowledged."""
+    """A lock is not replicated before the answer, so one of the last moment may be lost with the leader: the message is
+    then offered again. It is certainly replicated when a later message in the log is acknowledged."""
     leader = made(cluster, "default")
     number = ask(cluster, "POST", "/v1/publish", {"message": "a"}).json()["id"]
     assert len(ask(cluster, "GET", "/v1/consumer?cid=1").json()["messages"]) == 1
     behind = ask(cluster, "POST", "/v1/publish", {"message": "b"}).json()["id"]
     cluster.kill(leader)
     shown = ask(cluster, "GET", "/v1/consumer?cid=2").json()["messages"]
-    assert [each["id"] for each in shown] == [behind], "the first one is locked still"
+    assert [each["id"] for each in shown] == [behind], "the first one is still locked"
     assert ask(cluster, "DELETE", f"/v1/consumer?cid=2&id={number}").json() is False
     assert ask(cluster, "DELETE", f"/v1/consumer?cid=1&id={number}").json() is True
     assert [each["id"] for each in ask(cluster, "GET", "/v1/queue").json()["messages"]] == [behind]
@@ -239,10 +239,10 @@ def test_a_confirmation_is_kept_by_the_next_leader(cluster: Cluster) -> None:
     assert ask(cluster, "GET", "/message").json()["key"] == keys[0]
     assert ask(cluster, "POST", "/confirm", {"Key": keys[0]}).status == 200
     cluster.kill(leader)
-    assert ask(cluster, "POST", "/confirm", {"Key": keys[0]}).status == 200, "again: its answer may have been lost"
+    assert ask(cluster, "POST", "/confirm", {"Key": keys[0]}).status == 200, "a repeat succeeds"
     for _ in range(2):
         shown = wait_until(lambda: message_at(cluster), "the second message")
-        assert shown["key"] == keys[1], "the first one never comes back"
+        assert shown["key"] == keys[1], "the first one is not delivered again"
 
 
 def message_at(cluster: Cluster) -> Any:
@@ -266,7 +266,7 @@ def test_brokers_with_a_secret_serve_only_clients_that_send_it(tmp_path: Path) -
         shown = [
             ask(cluster, "GET", "/message", None, broker_id, secret).json()["key"] for broker_id in cluster.brokers
         ]
-        assert sorted(shown) == sorted(keys), "brokers pass calls on, whoever showed the secret to whom"
+        assert sorted(shown) == sorted(keys), "forwarding works at every broker"
         with PortalProducer("t", "p", cluster.urls, token="strong-secret") as producer:
             producer.publish("x")
         with PortalConsumer("t", "c", cluster.urls, token="strong-secret") as consumer:

@@ -1,4 +1,4 @@
-"""A message sent by one protocol is received by every other: text, JSON and bytes, unchanged, in order."""
+"""Every protocol receives the messages of every other: text, JSON and bytes, unchanged, in order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from portalmq.broker.protocols.zeromq.service import MiniQService
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 
-# The one topic that every protocol can reach.
+# The one topic that every protocol reaches.
 TOPIC = "default"
 MESSAGES = ["text: ü\n", "", '{"looks": "like JSON"}', {"celsius": [21.5, None]}, 7, None, b"\xff\x00"]
 # (the message's place, message)
@@ -24,7 +24,7 @@ Came = list[tuple[str, Any]]
 
 
 class Doors:
-    """Each writer publishes a message and answers its id; each reader takes all there is, and says that it is done."""
+    """Each writer publishes a message and returns its id; each reader takes all messages and settles them."""
 
     def __init__(self, broker: BrokerProcess, zeromq: ZeroMQProcess, miniq: MiniQService) -> None:
         self.broker = broker
@@ -38,7 +38,7 @@ class Doors:
         return answer.json() if answer.status == 200 else None
 
     def place(self, key: str) -> str:
-        """Of one of MiniQ's keys, which all begin with the same mark of their queue."""
+        """Return the message's place from one of MiniQ's keys, which all begin with the same mark of their queue."""
         mark, place = key.split("-", 1)
         self.marks.add(mark)
         assert self.marks == {mark}
@@ -64,7 +64,7 @@ class Doors:
     def in_by_zeromq(self, message: Any) -> str:
         if not isinstance(message, bytes):
             return self.place(self.miniq.produce(TOPIC, message))
-        # A frame that is no JSON object is a message as it stands.
+        # A frame that is no JSON object is a message, unchanged.
         with socket_to(self.zeromq.ports["producers"]) as socket:
             return self.place(ask(socket, message)["id"])
 
@@ -188,14 +188,14 @@ def test_every_protocol_in_leads_to_this_protocol_out(doors: Doors, way_out: str
         write: Callable[[Any], str] = getattr(doors, way_in)
         sent += [(write(message), message) for message in MESSAGES]
     came: Came = getattr(doors, way_out)()
-    # Some readers were here before, and some have a place of their own in the log, or none: these see the older ones.
+    # Some readers have read the older messages. Others, with or without an offset of their own, see them again.
     assert came[-len(sent) :] == sent
     assert [type(message) for _, message in came[-len(sent) :]] == [type(message) for _, message in sent]
     assert len({place for place, _ in came}) == len(came)
 
 
 def test_the_protocols_of_a_queue_group_share_its_messages(doors: Doors) -> None:
-    """A message that one door has leased is not shown by the next, and is ended by any of them."""
+    """A message that one protocol has leased is not delivered by another, and any of them can settle it."""
     doors.out_by_v1()
     sent = [doors.in_by_v1(str(number)) for number in range(4)]
     (one,) = doors.ask("GET", "/v1/consumer?cid=5&limit=1")["messages"]
@@ -206,7 +206,7 @@ def test_the_protocols_of_a_queue_group_share_its_messages(doors: Doors) -> None
     assert [f"0-{one['id']}", doors.place(two["key"]), doors.place(three.id), four["id"]] == sent
     assert doors.ask("DELETE", f"/v1/consumer?cid=6&id={one['id']}") is False, "WonderQ's lock is its consumer's"
     doors.ask("POST", "/confirm", {"Key": sent[0]})
-    assert doors.ask("DELETE", f"/v1/consumer?cid=5&id={sent[1][2:]}") is False, "it was not given to this one"
+    assert doors.ask("DELETE", f"/v1/consumer?cid=5&id={sent[1][2:]}") is False, "another consumer holds the message"
     doors.miniq.delete(two["key"])
     doors.ask("POST", "/confirm", {"Key": three.id})
     doors.ask("POST", "/v1/groups/default/ack", {"receipts": [four["receipt"]]})

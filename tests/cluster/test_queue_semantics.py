@@ -1,7 +1,6 @@
-"""What queue groups promise beyond at-least-once, on real brokers whose leaders are killed.
+"""The guarantees of queue groups beyond at-least-once, on real brokers whose leaders are killed.
 
-The suite runs small. The full proof:
-
+The suite runs small. The full run:
     PORTALMQ_DELAYED=10000 PORTALMQ_KEYS=1000 PORTALMQ_QUEUE_KILLS=5 pytest -s tests/cluster/test_queue_semantics.py
 """
 
@@ -31,7 +30,7 @@ CONSUMERS = 8
 NACKED = 0.05
 LATE_MS = 100
 ORDINARY_EVERY_MS = 20
-# What falls due so long after a kill may wait for the new leader.
+# A message that falls due within this time after a kill may wait for the new leader.
 RECOVERING_S = 4.0
 DONE_WITHIN_S = 120
 
@@ -41,13 +40,13 @@ def now_ms() -> float:
 
 
 class Crew:
-    """Consumers of one group, each in a thread: `handle` says whether a message is acked (or else nacked)."""
+    """Consumers of one group, each in a thread: `handle` returns whether a message is acked (or else nacked)."""
 
     def __init__(self, cluster: Cluster, topic: str, size: int, handle: Callable[[Message], bool]) -> None:
         self.acked_at: dict[str, float] = {}
-        self.again: list[str] = []  # received by a poll that began when the ack had been answered
+        self.again: list[str] = []  # received by a poll that began after the ack was answered
         self.received: set[str] = set()
-        self.refused: set[str] = set()  # receipts whose ack or nack did not count, for certain
+        self.refused: set[str] = set()  # receipts whose ack or nack certainly did not count
         self.faults: list[BaseException] = []
         self._ended = threading.Event()
         self._handle = handle
@@ -75,7 +74,8 @@ class Crew:
             self.faults.append(fault)
 
     def _settle(self, call: Callable[[list[Message]], None], messages: list[Message]) -> bool:
-        """Whether all of them are, for certain. Some may have come to another consumer, through a leader that died."""
+        """Return whether all are settled, for certain. After the death of a leader another consumer may have received
+        some of them."""
         try:
             if messages:
                 call(messages)
@@ -88,7 +88,7 @@ class Crew:
         return True
 
     def wait_for_all(self, cluster: Cluster, group: str) -> None:
-        """Until the group has nothing left: an ack without an answer may have counted."""
+        """Wait until the group has no message left: an ack without an answer may have counted."""
 
         def is_done() -> bool:
             described = cluster.ask(f"/v1/groups/{group}")
@@ -97,7 +97,7 @@ class Crew:
         wait_until(is_done, f"group {group} has nothing left", DONE_WITHIN_S)
 
     def wait_for(self, count: int, among: Collection[str] | None = None) -> None:
-        """Until so many were received, or are among some of them."""
+        """Wait until `count` messages were received, of all or of those in `among`."""
         come = self.received if among is None else among
         wait_until(lambda: self.faults or len(come) >= count, f"{count} messages received", DONE_WITHIN_S)
         assert not self.faults, self.faults
@@ -110,7 +110,7 @@ class Crew:
 
 
 def kill_the_leader(cluster: Cluster, topic: str) -> float:
-    """When it was killed; it is back on return."""
+    """Kill the leader and start it again. Return the time of the kill."""
     leader = cluster.wait_for_leader(topic)
     killed_at = time.time()
     cluster.kill(leader)
@@ -121,7 +121,7 @@ def kill_the_leader(cluster: Cluster, topic: str) -> float:
 
 
 def send_ordinary(cluster: Cluster, topic: str, begin_ms: float, ended: threading.Event) -> None:
-    """A message for each partition in turn, each at its moment, or as soon after it as can be."""
+    """Send a message to each partition in turn, each at its time, or as soon after it as possible."""
     with Producer(cluster.urls) as producer:
         for number in itertools.count():
             sent_ms = begin_ms + number * ORDINARY_EVERY_MS
@@ -172,11 +172,11 @@ def test_delayed_messages_each_come_none_early_and_in_time_while_leaders_die(clu
         ended.set()
         crew.end()
     assert seen.keys() == ids
-    assert not crew.again, "nothing comes again once its ack was answered"
+    assert not crew.again, "no message is delivered again after its ack was answered"
     early = [(at, due) for times in seen.values() for at, due in times if at < due - 1]
     assert not early
-    # Behind the first ordinary message of its partition that was to be sent then or later: whoever stands still, be it
-    # this machine or a leader, holds up both.
+    # Behind the first ordinary message of its partition that was due at that time or later: a pause of the machine or
+    # of a leader delays both.
     behind = [
         (at, next((came for sent, came in ordinary[int(message_id.partition("-")[0])] if sent >= due), None))
         for message_id, ((at, due), *_) in seen.items()
@@ -185,12 +185,12 @@ def test_delayed_messages_each_come_none_early_and_in_time_while_leaders_die(clu
     late = sorted(at - came for at, came in behind if came is not None)
     print(f"{len(ids)} delayed, {KILLS} kills; {len(late)} due while all was up:", end=" ")
     if late:
-        # Below 0 for most: the ordinary one was sent some milliseconds later.
+        # Below 0 for most: the ordinary message was sent some milliseconds later.
         p50, p95 = late[len(late) // 2], late[int(0.95 * len(late))]
         repeated = sum(len(times) - 1 for times in seen.values())
         print(f"{repeated} came again, late p50 {p50:.0f} ms, p95 {p95:.0f} ms, worst {late[-1]:.0f} ms")
-        assert p50 <= LATE_MS / 2, "the bell is slow"
-        assert p95 <= (LATE_MS if KILLS >= 5 else 5 * LATE_MS), "this machine was busy, or the bell is slow"
+        assert p50 <= LATE_MS / 2, "the wake-up is slow"
+        assert p95 <= (LATE_MS if KILLS >= 5 else 5 * LATE_MS), "this machine was busy, or the wake-up is slow"
 
 
 def test_the_order_of_keys_holds_with_many_consumers_nacks_and_dying_leaders(cluster: Cluster, topic: str):
@@ -200,9 +200,9 @@ def test_the_order_of_keys_holds_with_many_consumers_nacks_and_dying_leaders(clu
     admin.create_group(topic, ordering="key", max_deliveries=1_000)
     lock = threading.Lock()
     last: dict[str, int] = {}
-    # By whom it was handled well, as receipts: whose ack may count though another one nacked the message later.
+    # The receipts of successful handlings: such an ack may count although another consumer nacked the message later.
     handled: dict[tuple[str, int], list[str]] = {}
-    went_on: list[tuple[str, int, list[str]]] = []  # key, the message before, and who had handled that well by then
+    went_on: list[tuple[str, int, list[str]]] = []  # key, the message before, its successful handlings by then
     broken: list[str] = []
     dice = random.Random(7)
 
@@ -243,7 +243,7 @@ def test_the_order_of_keys_holds_with_many_consumers_nacks_and_dying_leaders(clu
 
 
 def test_a_poison_message_is_given_up_and_its_batch_mates_are_not(cluster: Cluster, topic: str):
-    """Its consumer dies with all that it holds, each time; the leader is killed on the way."""
+    """Its consumer dies with all the messages that it holds, each time; the leader is killed during the test."""
     cluster.admin().create_topic(topic)
     cluster.wait_in_sync(topic)
     headers = {"Content-Type": wire.JSON}
@@ -269,7 +269,7 @@ def test_a_poison_message_is_given_up_and_its_batch_mates_are_not(cluster: Clust
         receipts = [message["receipt"] for message in messages]
         values = {message["value"] for message in messages}
         if "poison" in values:
-            # Nobody is left to ack them. Their leases run out now, and those of the living last for long.
+            # No consumer is left to ack them. Their leases end now, and those of the living consumers last long.
             post("extend", {"receipts": receipts, "visibility_timeout_ms": 1})
         elif messages and post("ack", {"receipts": receipts}):
             done.update(values)

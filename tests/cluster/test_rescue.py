@@ -1,4 +1,4 @@
-"""What an operator does by hand: a lost ZooKeeper written back, and an election among those that are not in sync."""
+"""The operator's commands: writing a lost ZooKeeper back, and electing a replica that is out of sync."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class TestAdopting:
             fill(cluster, "t", range(MESSAGES, 2 * MESSAGES))
             assert values_of(cluster.brokers[2], "t") == list(range(2 * MESSAGES))
 
-            # Whoever was there first may lead them all now.
+            # The first broker to start may lead all partitions now.
             balanced = portalmq("partitions", "rebalance", *at)
             assert balanced.returncode == 0, balanced.stderr
             leaders = [1, 2, 3]
@@ -99,7 +99,7 @@ class TestAdopting:
             def is_even() -> bool:
                 if sorted(cluster.leader("t", each) or 0 for each in range(3)) == leaders:
                     return "0 leaders would move" in portalmq("partitions", "rebalance", "--dry-run", *at).stderr
-                # On a machine that pauses leaders may have changed meanwhile.
+                # On a slow machine leaders may have changed in the meantime.
                 assert portalmq("partitions", "rebalance", *at).returncode == 0
                 return False
 
@@ -159,7 +159,7 @@ class TestAdopting:
 class TestElectingByName:
     @pytest.fixture
     def offline(self, tmp_path: Path) -> Iterator[Cluster]:
-        """Broker 3 holds 50 messages of 150; brokers 1 and 2, who hold them all, are gone."""
+        """Broker 3 holds 50 messages of 150; brokers 1 and 2, which hold them all, are down."""
         with Cluster(tmp_path) as cluster:
             cluster.admin().create_topic("t")
             cluster.wait_in_sync("t")

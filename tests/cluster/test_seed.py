@@ -1,4 +1,4 @@
-"""The seed's README as it stands: three servers by port, sensors, controllers, and a leader that is shut down."""
+"""The seed's README, unchanged: three servers by port, sensors, controllers, and a leader that is shut down."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 
 ROOT = Path(__file__).parents[2]
 COUNT = 300
-# The second one sends until it is told to stop.
+# The second one sends until it is stopped.
 SENSORS = {
     "temp_1": ("temp", "1", "0.02", "--count", str(COUNT)),
     "temp_1 too": ("temp", "1", "0.01"),
@@ -33,7 +33,7 @@ CONTROLLERS = {"controller-1": "temp_1", "controller-2": "temp_1", "controller-3
 
 
 class Scripts:
-    """Scripts of the checkout as processes of their own, with what they say in files."""
+    """Scripts of the checkout as processes, with their output in files."""
 
     def __init__(self, directory: Path, environment: dict[str, str]) -> None:
         self.directory = directory
@@ -66,7 +66,7 @@ class Scripts:
 
 @pytest.fixture
 def ports() -> Iterator[list[int]]:
-    """Bound and not listening: the servers may listen there, and nobody else is given them."""
+    """Yield ports that are bound and not listening: the servers may listen there, and no other process gets them."""
     with kept_ports(3) as ports:
         yield ports
 
@@ -90,7 +90,7 @@ def is_ready(port: int) -> bool:
 
 
 def readings(text: str) -> Counter[tuple[str, str]]:
-    """(topic, number) of the readings that a sensor or a controller tells of, and how often."""
+    """Count the (topic, number) of the readings that a sensor or a controller prints."""
     return Counter(re.findall(r"(temp_[12]) #(\d+) ", text))
 
 

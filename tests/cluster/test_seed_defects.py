@@ -1,4 +1,4 @@
-"""The defects of the Portal MQ that this one grew from, each with the test that it would have failed."""
+"""The defects of the Portal MQ from which this product developed, each with a test that it would have failed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 
 
 def tree(client: KazooClient, path: str = "/") -> Iterator[tuple[str, bytes]]:
-    """Every node that stands in ZooKeeper. One that goes meanwhile stands no more."""
+    """Yield every node in ZooKeeper. A node that is deleted during the walk is left out."""
     try:
         data, _ = client.get(path)
         names = client.get_children(path)
@@ -48,14 +48,14 @@ def test_no_message_body_in_zookeeper(cluster: Cluster, topic: str):
     finally:
         client.stop()
         client.close()
-    assert any(topic in path for path in nodes), "the walk has seen the topic"
+    assert any(topic in path for path in nodes), "the walk includes the topic"
     assert not [path for path, data in nodes.items() if marker in path or marker.encode() in data]
     ours = [data for path, data in nodes.items() if not path.startswith("/zookeeper")]
     assert max(map(len, ours)) < 10_000
 
 
 def test_no_deadlock_of_the_watcher_on_the_leader(cluster: Cluster, topic: str):
-    """The seed's leader called ZooKeeper from the callback that ZooKeeper waited for, and heard nothing more."""
+    """The seed's leader called ZooKeeper from the callback that ZooKeeper waited for, and got no further events."""
     admin = cluster.admin()
     for number in range(30):
         admin.create_topic(f"{topic}-{number}")
@@ -94,7 +94,8 @@ def test_no_write_accepted_by_a_broker_that_does_not_lead(cluster: Cluster, topi
 
 
 def test_a_session_that_ended_is_made_anew(cluster: Cluster, topic: str):
-    """The seed's broker whose session had expired stayed deaf for ever. Here it stands still for longer than that."""
+    """The seed's broker never recovered from an expired session. Here the broker is paused for longer than its
+    session."""
     cluster.admin().create_topic(topic)
     cluster.wait_in_sync(topic)
     leader = cluster.wait_for_leader(topic)
@@ -108,11 +109,11 @@ def test_a_session_that_ended_is_made_anew(cluster: Cluster, topic: str):
         if other not in {deaf, leader}:
             cluster.kill(other)
     cluster.kill(leader)
-    cluster.start(leader)  # with two of three it can be written to again
+    cluster.start(leader)  # with two of three brokers the partition accepts writes again
 
     def is_written() -> bool:
         answer = cluster.brokers[deaf].request("POST", messages_path(topic), b"x", timeout_s=60)
-        # With two gone at once the sessions decide who leads: until then it is told, and may be repeated.
+        # With two brokers down, the sessions decide the election: until then a refusal may be repeated.
         assert answer.status == 200 or answer.json()["outcome"] == "not_applied", answer.body
         return answer.status == 200
 
@@ -163,8 +164,8 @@ def test_what_is_acknowledged_is_in_the_files_of_a_majority(cluster: Cluster, to
 
 
 def stored(cluster: Cluster, broker_id: int, topic: str) -> set[str]:
-    """What the broker's files hold right now, read with another SQLite than the broker's. A file that is just being
-    made holds nothing."""
+    """The messages in the broker's files, read with a SQLite library other than the broker's. A file that is being
+    created holds nothing."""
     found = set()
     for file in (cluster.brokers[broker_id].data_dir / "partitions").glob(f"{topic}@*/0/*[0-9].sqlite"):
         connection = sqlite3.connect(f"file:{file}?mode=ro", uri=True)
@@ -193,7 +194,7 @@ def test_no_duplicate_when_a_producer_repeats_a_batch_elsewhere(cluster: Cluster
 
 
 def test_no_commit_before_the_caller_has_the_message(cluster: Cluster, topic: str):
-    """A consumer that goes away before it reads the answer has consumed nothing."""
+    """A consumer that disconnects before it reads the answer has consumed nothing."""
     cluster.brokers[1].request("POST", messages_path(topic), b"precious")
     cluster.brokers[1].request(
         "PUT", f"/v1/groups/{topic}", {"visibility_timeout_ms": 1000}, {"Content-Type": "application/json"}

@@ -1,4 +1,4 @@
-"""docs/SEEDS.md, NOTES.md and OPERATING.md: their commands run as they stand, their script measures."""
+"""docs/SEEDS.md, NOTES.md and OPERATING.md: their commands run unchanged, and their script measures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def broker(tmp_path: Path) -> Iterator[BrokerProcess]:
 
 
 def said_by(document: str, broker: BrokerProcess, tmp_path: Path) -> list[str]:
-    """What each `sh` block of the document prints, pasted as it stands, but for the broker's port."""
+    """Return the output of each `sh` block of the document, pasted unchanged except for the broker's port."""
     text = (REPOSITORY / "docs" / document).read_text(encoding="utf-8")
     text = text.replace("http://localhost:5000", broker.url)
     blocks = re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
@@ -35,7 +35,7 @@ def said_by(document: str, broker: BrokerProcess, tmp_path: Path) -> list[str]:
     program.chmod(0o755)
     environment = {key: value for key, value in os.environ.items() if key != "URL" and not key.startswith("PORTALMQ_")}
     path = f"{tmp_path}:{environment['PATH']}"
-    # As in a terminal, where a prompt begins a line; not each answer of the older queues ends one.
+    # As in a terminal, where a prompt begins a line: some answers of the older queues end without a newline.
     ends = [re.sub(r"\n(?=curl|portalmq)", "; echo\n", block) for block in blocks]
     shell = subprocess.run(
         ["bash", "-eu", "-c", "\necho; echo '=== next'\n".join(ends)],
@@ -123,5 +123,5 @@ def test_the_measuring_script_measures(broker: BrokerProcess):
     )
     assert measured.returncode == 0, measured.stderr
     (a_message,) = re.findall(r"on disk .* ([\d.]+) bytes a message", measured.stdout)
-    assert 200 <= float(a_message) <= 300, "what the manual says of messages of 200 bytes"
+    assert 200 <= float(a_message) <= 300, "the manual's figure for messages of 200 bytes"
     assert broker.request("GET", "/v1/topics").json()["topics"] == [], "it leaves nothing behind"

@@ -1,4 +1,4 @@
-"""A sink with transactions of its own, killed again and again: the effect of each message is there once."""
+"""A sink with transactions of its own, killed repeatedly: each message takes effect once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_every_effect_is_there_once_however_often_the_sink_and_a_leader_are_kill
     file = tmp_path / "sink.db"
     with sqlite3.connect(file) as database:
         database.execute("PRAGMA journal_mode=WAL")
-        database.execute("PRAGMA synchronous=NORMAL")  # kill -9 takes nothing from the operating system
+        database.execute("PRAGMA synchronous=NORMAL")  # SIGKILL loses nothing that the operating system has
         database.execute("CREATE TABLE effects (value INTEGER)")
     body = f'{{"mode": "{mode}", "max_deliveries": 1000}}' if mode == "queue" else '{"mode": "stream"}'
     made = cluster.brokers[1].request("PUT", f"/v1/groups/{topic}", body.encode(), {"Content-Type": "application/json"})

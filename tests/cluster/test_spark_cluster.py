@@ -1,9 +1,9 @@
-"""Reading, writing and reporting on a real Spark cluster: master, workers and executors are processes of their own, and
-so are the brokers, which want a token, and their ZooKeeper.
+"""Reading, writing and reporting on a real Spark cluster: master, workers and executors are processes, and so are the
+brokers, which require a token, and their ZooKeeper.
 
-One application reads and writes, and the tests look at what came of it; the report is another one. Tasks are run twice
-on purpose: by speculation, and after their executor was killed. PORTALMQ_SPARK_SUBMIT=1 makes the report by
-spark-submit as well.
+One application reads and writes, and the tests check its results; the report is another application. Tasks run twice on
+purpose: by speculation, and after their executor is killed. PORTALMQ_SPARK_SUBMIT=1 makes the report by spark-submit as
+well.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Queue:
         return [str(broker.data_dir) for broker in self.cluster.brokers.values()]
 
     def values(self, topic: str) -> Counter[str]:
-        """All that stands in the topic, and how often."""
+        """Count the values of all messages in the topic."""
         found: Counter[str] = Counter()
         for partition in self.admin.describe(topic).partitions:
             offset = 0
@@ -131,7 +131,7 @@ def test_a_stream_from_files_writes_each_row_to_the_sink_once(answers: dict[str,
 )
 def test_rows_of_a_task_that_ran_twice_are_there_once(answers: dict[str, Any], queue: Queue, step: str, topic: str):
     attempts = answer(answers, step)
-    assert {"attempt-0.0", "attempt-0.1"} <= set(attempts), "it ran once: nothing was shown"
+    assert {"attempt-0.0", "attempt-0.1"} <= set(attempts), "the task ran once, so the test shows nothing"
     assert queue.values(topic) == Counter(f"{number:0{ROW_BYTES}}" for number in range(ROWS))
 
 
@@ -141,7 +141,7 @@ def test_rows_of_a_task_that_ran_twice_are_there_once(answers: dict[str, Any], q
 def test_the_token_is_in_nothing_that_spark_shows_or_writes(answers: dict[str, Any], spark: SparkCluster):
     shown = {"plans": answer(answers, "explained"), "the UI": answer(answers, "shown by the UI")}
     shown |= {step: answer(answers, step)["told"] for step in answers if step.startswith("stream by")}
-    assert "numbers" in shown["the UI"] or "portalmq" in shown["the UI"], "it shows the queries"
+    assert "numbers" in shown["the UI"] or "portalmq" in shown["the UI"], "the output includes the queries"
     shown["what is said of a wrong one"] = answer(answers, "a wrong token")
     assert "give the option token" in shown["what is said of a wrong one"]
     assert answer(answers, "a view in SQL") == MESSAGES
@@ -153,7 +153,7 @@ def test_the_token_is_in_nothing_that_spark_shows_or_writes(answers: dict[str, A
 
 
 def contents(directory: Path) -> dict[Path, bytes]:
-    """Of all files there, but for those that an executor, which is ending, takes away meanwhile."""
+    """Return the content of all files, except for those that an ending executor removes during the reading."""
     found: dict[Path, bytes] = {}
     for folder, _, names in os.walk(directory):
         for path in (Path(folder, name) for name in names):
@@ -177,7 +177,7 @@ def contents(directory: Path) -> dict[Path, bytes]:
     ],
 )
 def test_the_report_runs_on_the_cluster(queue: Queue, spark: SparkCluster, tmp_path: Path, program: str):
-    """`portalmq report` needs no word about which Python is meant."""
+    """`portalmq report` finds the right Python without a setting."""
     state = spark.state()
     before = {app["id"] for app in (*state["activeapps"], *state["completedapps"])}
     directories = [argument for path in queue.paths for argument in ("--data-dir", path)]

@@ -1,4 +1,5 @@
-"""Consumer(mode="stream") against a real broker: iterating, committing, two members, seeking, and one name twice."""
+"""Consumer(mode="stream") against a real broker: iterating, committing, two members, seeking, and one name in use
+twice."""
 
 from __future__ import annotations
 
@@ -29,10 +30,10 @@ from portalmq.transport.request import Request
 pytestmark = pytest.mark.cluster
 
 _numbers = itertools.count(1)
-# For what has to come, and for what must not.
+# The time limit for what must happen.
 WITHIN_S = 60.0
 NOTHING_FOR_S = 0.5
-# No member is lost because the machine stands still for a while.
+# No member is lost because the machine pauses.
 SESSION_S = 60.0
 
 
@@ -73,7 +74,7 @@ def numbers(messages: Iterator[object] | list[object] | Consumer) -> list[int]:
 
 
 def first(reading: Consumer, count: int) -> list[object]:
-    """So many messages, however they were batched; with manual_ack nothing is acked by it."""
+    """Take `count` messages, in batches of any size; with manual_ack that acks nothing."""
     found: list[object] = []
     deadline = time.monotonic() + WITHIN_S
     while len(found) < count:
@@ -83,7 +84,7 @@ def first(reading: Consumer, count: int) -> list[object]:
 
 
 def all_of(reading: Consumer, count: int) -> list[int]:
-    """So many as there are, and what comes behind them, which should be nothing. All are finished then."""
+    """Take `count` messages and any that follow, which should be none. All are settled then."""
     return numbers(itertools.islice(reading, count)) + numbers(reading.poll(NOTHING_FOR_S))
 
 
@@ -100,7 +101,7 @@ def test_messages_come_in_order_and_once(url: str, topic: str) -> None:
 def test_the_message_whose_handling_failed_comes_again(url: str, topic: str) -> None:
     produce(url, topic, 5)
     with consumer(url, topic) as reading:
-        assert numbers(itertools.islice(reading, 4)) == [0, 1, 2, 3]  # and 3 is in hand when it closes
+        assert numbers(itertools.islice(reading, 4)) == [0, 1, 2, 3]  # and 3 is in hand at the close
     with consumer(url, topic) as reading:
         assert all_of(reading, 2) == [3, 4]
 
@@ -254,7 +255,7 @@ def test_what_a_member_was_too_late_to_commit_is_refused(url: str, topic: str) -
 
 
 def hear_no_more(reading: Consumer) -> None:
-    """Its member learns nothing of the group from now on."""
+    """Cut the member off from the group: from now on it learns nothing of it."""
     member, is_deaf = reading._stream, threading.Event()
     assert member is not None
 

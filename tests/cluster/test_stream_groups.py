@@ -1,7 +1,8 @@
-"""A stream group over a cluster: members come and go, brokers die, and every message is processed by its one owner.
+"""A stream group over a cluster: members join and leave, brokers die, and the one owner of a partition processes its
+messages.
 
-`PORTALMQ_CHURN` sets how often the group loses a member and gains one (the suite: 4; the full proof is 20), and
-`PORTALMQ_CHURN_KILLS` how often the broker that coordinates the group is killed meanwhile (the suite: 1; the proof 5).
+`PORTALMQ_CHURN` sets how often the group loses a member and gains one (the suite: 4; the full run: 20), and
+`PORTALMQ_CHURN_KILLS` how often the group's coordinator is killed (the suite: 1; the full run: 5).
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ KILLS = int(os.environ.get("PORTALMQ_CHURN_KILLS", "1"))
 MEMBERS = 6
 PARTITIONS = 12
 LOADS = ("a", "b")
-# A member is lost because it vanished, not because the machine stood still for a while.
+# A member is lost because it disappears, not because the machine pauses.
 SESSION_S = 7.0
 PAUSE_S = 0.004
-# A partition that keeps its member is read on while members come and go: it is never behind by more than what comes in
-# 2 s at most, when all run at full speed. Counted in messages, since a machine that stands still sends none.
+# A partition that keeps its member is read while members come and go: it is never behind by more than the messages of 2
+# s, when all run at full speed. Counted in messages, since a paused machine sends none.
 BEHIND_MAX = round(2.0 * len(LOADS) / (PAUSE_S * PARTITIONS))
 
 
 @dataclass
 class Sight:
-    """A message that was handed out: when, where, by whom, and in which generation."""
+    """A delivered message: time, place, member and generation."""
 
     at: float
     partition: int
@@ -49,7 +50,7 @@ class Sight:
 
 @dataclass
 class Reader:
-    """A member of the group in a thread. Everything that it is handed is noted, before it asks for more."""
+    """A member of the group in a thread. It notes every message before it asks for more."""
 
     consumer: Consumer
     sights: list[Sight] = field(default_factory=list)
@@ -83,7 +84,7 @@ class Reader:
         self.thread.join(10)
 
     def vanish(self) -> None:
-        """As a process that is killed: it commits nothing, and does not leave."""
+        """Stop as a killed process does: without a commit, and without leaving."""
         member = self.consumer._stream
         assert member is not None
         member._left = True
@@ -94,7 +95,7 @@ class Reader:
 
 
 class Group:
-    """The members, those that are gone included."""
+    """The members, including those that are gone."""
 
     def __init__(self, cluster: Cluster, topic: str) -> None:
         self._cluster = cluster
@@ -116,7 +117,7 @@ class Group:
         self.all.append(reader)
 
     def settle(self) -> None:
-        """Until all partitions are given out, evenly."""
+        """Wait until all partitions are assigned, evenly."""
         wait_until(self._is_settled, f"{PARTITIONS} partitions among {len(self.live)} members", 40)
 
     def _is_settled(self) -> bool:
@@ -149,7 +150,7 @@ class Group:
 
 
 def coordinator(cluster: Cluster, topic: str) -> int:
-    """The broker that coordinates the group: whoever is asked says so, when it may not forward."""
+    """The broker that coordinates the group: every broker names it in a call without forwarding."""
     path = f"/v1/groups/group-{topic}/members/nobody"
 
     def found() -> int | None:
@@ -213,10 +214,10 @@ def test_members_and_coordinators_come_and_go(cluster: Cluster, topic: str) -> N
 
 
 def _furthest_behind(group: Group, running: list[Load], began: float, before: dict[int, tuple[str, int]]) -> int:
-    """The most messages of a partition whose member stayed that were acked, since `began`, between two that it read."""
+    """The largest number of messages acked, since `began`, between two that a staying member read from a partition."""
     ended, after = time.monotonic(), group.owners()
     stayed = [partition for partition, owner in before.items() if after.get(partition) == owner]
-    assert stayed, "who is neither lost nor new keeps most of what he has"
+    assert stayed, "a member that stays keeps most of its partitions"
     read: dict[int, list[float]] = defaultdict(list)
     for sight in group.sights:
         read[sight.partition].append(sight.at)
@@ -233,11 +234,11 @@ def _furthest_behind(group: Group, running: list[Load], began: float, before: di
 
 
 def _check_owners(sights: list[Sight]) -> None:
-    """No partition was owned twice in a generation."""
+    """Assert that no partition has two owners in a generation."""
     by_generation: dict[tuple[int, int], set[str]] = defaultdict(set)
     by_since: dict[tuple[int, int], set[str]] = defaultdict(set)
     for sight in sights:
-        if sight.since >= 0:  # it was not taken away while its message was noted
+        if sight.since >= 0:  # the partition was not revoked while its message was noted
             by_generation[sight.partition, sight.generation].add(sight.member)
             by_since[sight.partition, sight.since].add(sight.member)
     for owners in (by_generation, by_since):
@@ -246,7 +247,7 @@ def _check_owners(sights: list[Sight]) -> None:
 
 
 def test_a_group_reads_on_without_zookeeper(cluster: Cluster, topic: str) -> None:
-    """Its members heartbeat, read and commit as if nothing were: a ZooKeeper outage alone stops no partition."""
+    """Its members heartbeat, read and commit without interruption: a ZooKeeper outage alone stops no partition."""
     cluster.admin().create_topic(topic, partitions=3)
     cluster.wait_in_sync(topic)
     group = Group(cluster, topic)
@@ -265,7 +266,7 @@ def test_a_group_reads_on_without_zookeeper(cluster: Cluster, topic: str) -> Non
                 while time.monotonic() < ended:
                     load.wait_for_acked(20)
             newest = {load.acked[-1].value for load in running}
-            wait_until(lambda: newest <= {sight.value for sight in group.sights}, "what was sent meanwhile is read")
+            wait_until(lambda: newest <= {sight.value for sight in group.sights}, "all sent is read")
 
             def committed() -> list[int]:
                 told = cluster.ask(f"/v1/groups/group-{topic}/offsets", asked)
@@ -282,7 +283,7 @@ def test_a_group_reads_on_without_zookeeper(cluster: Cluster, topic: str) -> Non
     wait_until(lambda: acked <= {sight.value for sight in group.sights}, "every message was processed")
     group.close()
     group.check_faults()
-    assert len(group.sights) == len(acked), "nothing came twice"
+    assert len(group.sights) == len(acked), "no message was delivered twice"
 
 
 def test_a_coordinator_that_is_stopped_hands_over_and_nobody_notices(cluster: Cluster, topic: str) -> None:
@@ -305,11 +306,11 @@ def test_a_coordinator_that_is_stopped_hands_over_and_nobody_notices(cluster: Cl
     wait_until(lambda: acked <= {sight.value for sight in group.sights}, "every message was processed")
     group.close()
     group.check_faults()
-    assert len(group.sights) == len(acked), "nothing came twice"
+    assert len(group.sights) == len(acked), "no message was delivered twice"
 
 
 def test_a_coordinator_that_stands_still_is_replaced(cluster: Cluster, topic: str) -> None:
-    """And when it goes on, it changes nothing any more."""
+    """When it continues, it changes nothing."""
     cluster.admin().create_topic(topic, partitions=3)
     cluster.wait_in_sync(topic)
     group = Group(cluster, topic)

@@ -1,4 +1,4 @@
-"""`portalmq up`, `down` and `status` as somebody at a terminal uses them."""
+"""`portalmq up`, `down` and `status` as a user runs them in a terminal."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Terminal:
         )
 
     def up(self, *options: str) -> subprocess.Popen[bytes]:
-        """In the foreground, once it is ready."""
+        """Start the cluster in the foreground, and return when it is ready."""
         with self.log.open("wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "portalmq.cli.main", "up", *FREE_PORTS, *options],
@@ -77,12 +77,13 @@ class Terminal:
         return json.loads((self.data_dir / "cluster.json").read_text())
 
     def family(self) -> list[psutil.Process]:
-        """Every process of the cluster, the supervisor and all children included."""
+        """Every process of the cluster, including the supervisor and all children."""
         root = psutil.Process(self.record()["supervisor"]["pid"])
         return [root, *root.children(recursive=True)]
 
     def stood_in_line_s(self) -> float:
-        """What a busy machine added to the start: ZooKeeper comes first, then the brokers, side by side."""
+        """The delay that a busy machine added to the start: ZooKeeper starts first, then the brokers, at the same
+        time."""
         added = {}
         for each in self.record()["processes"]:
             process = psutil.Process(each["pid"])
@@ -104,7 +105,7 @@ def terminal(tmp_path: Path) -> Iterator[Terminal]:
 
 
 def live(url: str) -> list[int]:
-    """As this broker knows it."""
+    """The live brokers, as this broker knows them."""
     brokers = requests.get(f"{url}/v1/cluster", timeout=30).json()["brokers"]
     return [broker["id"] for broker in brokers if broker["live"]]
 
@@ -123,7 +124,8 @@ def shown_to_others(directory: Path) -> Iterator[Path]:
 
 
 def assert_private(terminal: Terminal) -> None:
-    """Other users of the machine read neither the files nor ZooKeeper, but find the brokers there."""
+    """Assert that other users of the machine can read neither the files nor ZooKeeper, but can find the brokers
+    there."""
     zookeeper, urls = terminal.record()["zookeeper"], terminal.record()["urls"]
     anyone = ZooKeeper(zookeeper, session_timeout_s=20)
     anyone.start()
@@ -302,5 +304,5 @@ def test_wrong_settings_are_exit_2_before_anything_starts(terminal: Terminal) ->
     assert done.returncode == 2
     assert "advertised_url" in done.stderr
     done = terminal.run("up", *FREE_PORTS, PORTALMQ_ZOOKEEPER="none")
-    assert done.returncode == 2, "each broker would be a cluster of its own"
+    assert done.returncode == 2, "without this refusal each broker would be a cluster of its own"
     assert "portalmq dev" in done.stderr

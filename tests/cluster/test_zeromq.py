@@ -1,6 +1,6 @@
-"""MiniQ over ZeroMQ in front of three brokers: a program written from its text, and everything that may die, dying.
+"""MiniQ over ZeroMQ in front of three brokers: a program written from its text, and the death of each process.
 
-PORTALMQ_MINIQ_MESSAGES=10000 makes the first test a long one.
+PORTALMQ_MINIQ_MESSAGES=10000 makes the first test long.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from portalmq.errors import MessageNotFound, PortalMQError
 
 MESSAGES = int(os.environ.get("PORTALMQ_MINIQ_MESSAGES", "600"))
 LEASE_S = 2.0
-# With room for a machine that does 20 messages a second.
+# Long enough for a machine that does 20 messages a second.
 DRAIN_WITHIN_S = 60.0 + MESSAGES / 20
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180 + MESSAGES // 5)]
 
 
 class Program:
-    """The program as a process; what it says is in a file, so that nobody has to read along."""
+    """The program as a process. Its output goes to a file, so that it never blocks on a pipe."""
 
     def __init__(self, directory: Path, name: str, miniq: ZeroMQProcess, *arguments: str) -> None:
         self._said = directory / f"{name}.out"
@@ -76,7 +76,7 @@ def test_a_program_from_the_text_loses_nothing_when_a_leader_and_a_consumer_die(
             producers[name] = Program(tmp_path, name, miniq, "produce", queue, name, str(each))
             programs.append(producers[name])
 
-        # It dies with a message in hand; the others come then, or they might leave it too few.
+        # It dies with a message in hand. The others start later: they might leave it too few messages.
         produce("orders", "orders-a")
         dying = Program(tmp_path, "dying", miniq, "consume", "orders", "10")
         programs.append(dying)
@@ -144,12 +144,12 @@ def test_producers_and_consumers_go_on_when_the_server_is_killed_and_started_aga
                 message = consumer.consume("jobs")
                 if message is not None:
                     seen[message.message] = message.deliveries
-                    with contextlib.suppress(MessageNotFound):  # the answer was late, and it asked again
+                    with contextlib.suppress(MessageNotFound):  # the answer was late, and the delete was repeated
                         consumer.delete(message)
                 return set(acked) <= seen.keys()
 
             wait_until(drained, "all that was acked comes", DRAIN_WITHIN_S)
-            assert seen[held.message] >= 2, "what was handed out and not deleted comes again"
+            assert seen[held.message] >= 2, "a message that was delivered and not deleted is delivered again"
 
 
 def test_while_no_broker_answers_requests_are_refused_and_then_served_again(tmp_path: Path):
@@ -251,7 +251,7 @@ def run(*command: str) -> str:
 
 def test_the_command_refuses_to_start_where_it_makes_no_sense(tmp_path: Path):
     with ZeroMQProcess(tmp_path, ["http://127.0.0.1:1"], "--timeout", "0.5") as miniq:
-        assert "Until then" in miniq.stderr(), "a cluster that is not there yet may come"
+        assert "Until then" in miniq.stderr(), "the server waits for a cluster that is not running yet"
         taken = start("--command-port", str(miniq.ports["commands"]), "--producer-port", "0", "--consumer-port", "0")
         assert (taken.returncode, "commands" in taken.stderr) == (73, True)
         assert miniq.stop() == 0

@@ -1,6 +1,6 @@
-"""ZooKeeper dies, comes back, comes back empty or as it was long ago: brokers that have leaders go on without it.
+"""ZooKeeper dies, comes back, comes back empty or with an old state: brokers with elected leaders work without it.
 
-`PORTALMQ_ZOOKEEPER_OUTAGE_S` sets how long it is gone (the suite: 8 s, more than a session; by hand: 30 s).
+`PORTALMQ_ZOOKEEPER_OUTAGE_S` sets the length of the outage (the suite: 8 s, more than a session; by hand: 30 s).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 OUTAGE_S = float(os.environ.get("PORTALMQ_ZOOKEEPER_OUTAGE_S", "8"))
 PAUSE_S = 0.002
-# A session of the brokers: who stands still for less may be a slow machine, who was given up stands still for longer.
+# A session of the brokers: a shorter gap may be a slow machine, a longer one is a lost leader.
 GAP_MAX_S = 6.0
 
 
@@ -38,7 +38,7 @@ def test_producing_and_consuming_go_on_without_zookeeper(cluster: Cluster, topic
     ):
         for load in running:
             load.wait_for_acked(200)
-        # The group's first use writes its settings to ZooKeeper, as making a topic does.
+        # The group's first use writes its settings to ZooKeeper, as creating a topic does.
         first = consumer.poll(timeout_s=60)
         assert first
         consumer.ack(first)
@@ -49,7 +49,7 @@ def test_producing_and_consuming_go_on_without_zookeeper(cluster: Cluster, topic
             assert messages, "nothing is received while ZooKeeper is gone"
             consumer.ack(messages)
             received |= {message.text for message in messages}
-        # All sessions are over by now, and each partition is written to as before.
+        # All sessions have ended by now, and each partition still accepts writes.
         for load in running:
             for partition in before:
                 load.wait_for_acked(100, partition=partition)
@@ -60,7 +60,7 @@ def test_producing_and_consuming_go_on_without_zookeeper(cluster: Cluster, topic
         wait_until(lambda: cluster.live() == set(cluster.brokers), "every broker is registered again")
         for load in running:
             load.wait_for_acked(500)
-        assert led(cluster, topic) == before, "nor does its end"
+        assert led(cluster, topic) == before, "the end of the outage stops no partition either"
         gap = max(load.longest_gap_s(gone_at, partition) for load in running for partition in range(3))
     print(f"{len(received)} received meanwhile, longest gap {gap:.2f} s")
     assert gap < GAP_MAX_S
@@ -68,7 +68,7 @@ def test_producing_and_consuming_go_on_without_zookeeper(cluster: Cluster, topic
 
 
 def led(cluster: Cluster, topic: str) -> dict[int, tuple[int, int]]:
-    """Each partition's leader, and his epoch: nobody was elected while they are the same."""
+    """Each partition's leader and leader epoch: no election happened while they are the same."""
     described = wait_until(lambda: cluster.partitions(topic), "somebody tells who leads")
     return {each["partition"]: (each["leader"], each["leader_epoch"]) for each in described}
 
@@ -82,7 +82,7 @@ def test_a_leader_killed_while_zookeeper_is_gone_is_replaced_once_it_is_back(clu
             load.wait_for_acked(200)
         cluster.zookeeper.kill()
         cluster.kill(leader)
-        time.sleep(1)  # nobody can be elected meanwhile: there is no condition to wait for
+        time.sleep(1)  # no election is possible during this time, so there is no condition to wait for
         cluster.zookeeper.start()
         cluster.wait_for_leader(topic, other_than=leader)
         for load in running:
