@@ -49,7 +49,7 @@ def test_each_alarm_goes_off_where_it_should_and_only_there(tmp_path: Path):
     promtool("test", "rules", CASES.name, cwd=tmp_path)
 
 
-def test_no_alarm_is_without_a_case_a_severity_and_a_sentence():
+def test_every_alarm_has_a_case_a_severity_and_a_description():
     names = [alarm["alert"] for alarm in ALARMS]
     assert len(set(names)) == len(names) > 10
     tried = CASES.read_text()
@@ -59,7 +59,7 @@ def test_no_alarm_is_without_a_case_a_severity_and_a_sentence():
         assert len(alarm["annotations"]["summary"]) > 20
 
 
-def test_the_manual_tells_what_to_do_about_each_alarm():
+def test_the_manual_has_a_procedure_for_each_alarm():
     manual = (REPOSITORY / "docs" / "OPERATING.md").read_text()
     assert [alarm["alert"] for alarm in ALARMS if f"`{alarm['alert']}`" not in manual] == []
 

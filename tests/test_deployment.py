@@ -34,7 +34,7 @@ def test_every_service_is_one_of_the_three_kinds():
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_a_service_says_only_what_compose_understands(name):
+def test_a_service_has_only_known_compose_keys(name):
     service = SERVICES[name]
     assert set(service) <= SERVICE_KEYS
     assert set(service.get("healthcheck", {})) <= HEALTHCHECK_KEYS
@@ -43,13 +43,13 @@ def test_a_service_says_only_what_compose_understands(name):
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_what_a_service_waits_for_is_there_and_tells_its_health(name):
+def test_the_dependencies_of_a_service_exist_and_have_health_checks(name):
     for awaited, how in SERVICES[name].get("depends_on", {}).items():
         assert how == {"condition": "service_healthy"}
         assert awaited in BROKERS or "test" in SERVICES[awaited]["healthcheck"]
 
 
-def test_nothing_waits_in_a_circle():
+def test_dependencies_have_no_cycle():
     def depth(name: str, seen: tuple[str, ...] = ()) -> int:
         assert name not in seen, seen
         return 1 + max((depth(each, (*seen, name)) for each in SERVICES[name].get("depends_on", {})), default=0)
@@ -74,7 +74,7 @@ def test_ports_are_open_on_this_machine_only():
     assert all(port.startswith("127.0.0.1:") for port in ports)
 
 
-def test_what_has_to_last_is_on_volumes_of_its_own():
+def test_durable_data_is_on_named_volumes():
     volumes = [volume for service in SERVICES.values() for volume in service.get("volumes", [])]
     named = [volume.partition(":")[0] for volume in volumes]
     assert sorted(named) == sorted(compose()["volumes"]), "each volume is declared, and no two services share one"
@@ -83,7 +83,7 @@ def test_what_has_to_last_is_on_volumes_of_its_own():
 
 
 @pytest.mark.parametrize("name", BROKERS)
-def test_a_brokers_settings_are_settings(name):
+def test_a_brokers_environment_has_only_known_settings(name):
     environment = image().environment | BROKERS[name]["environment"]
     config = load_config({}, environ=environment)
     assert config.url == f"http://{name}:{config.port}"
@@ -146,7 +146,7 @@ class TestMiniQ:
 
     service = compose(MINIQ)["services"]["miniq"]
 
-    def test_it_says_only_what_compose_understands(self):
+    def test_it_has_only_known_compose_keys(self):
         assert set(self.service) <= SERVICE_KEYS
         assert list(compose(MINIQ)["services"]) == ["miniq"]
         assert (ROOT / MINIQ).parent.joinpath(self.service["build"]).resolve() == ROOT, "built from this checkout"
@@ -163,13 +163,13 @@ class TestMiniQ:
         told = image().environment | self.service["environment"]
         return load_config({}, environ={name: interpolated(value, variables) for name, value in told.items()})
 
-    def test_the_secret_is_the_one_that_is_chosen_and_none_is_refused(self):
+    def test_a_secret_is_required_and_used(self):
         assert self.settings(MINIQ_SECRET="s3cret").secret == "s3cret"
         with pytest.raises(MissingVariable, match="choose a secret"):
             self.settings()
 
     @pytest.mark.parametrize(("given", "mode"), [({}, False), ({"MINIQ_NO_CONFIRM": "true"}, True)])
-    def test_messages_are_confirmed_unless_somebody_says_otherwise(self, given: dict[str, str], mode: bool):
+    def test_confirmation_is_on_unless_turned_off(self, given: dict[str, str], mode: bool):
         assert self.settings(MINIQ_SECRET="s", **given).no_confirm is mode
 
 

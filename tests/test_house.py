@@ -201,7 +201,7 @@ def setup() -> configparser.ConfigParser:
     return parser
 
 
-def test_there_is_a_house_to_look_at() -> None:
+def test_all_layers_have_modules() -> None:
     assert len(modules()) > 20
     assert ("portalmq.control_plane.standalone", "portalmq.control_plane.plane") in set(every_import())
 
@@ -253,7 +253,7 @@ def identifiers_of(file: Path) -> Iterator[str]:
             yield node.name
 
 
-def test_the_words_are_the_fields() -> None:
+def test_no_private_words_are_used() -> None:
     wrong = {
         f"{module}: {name}"
         for module, file in modules().items()
@@ -298,7 +298,7 @@ def may_import(module: str, homes: str | tuple[str, ...]) -> bool:
     return any(f"{module}.".startswith(f"{home}.") for home in homes)
 
 
-def test_each_foreign_library_has_its_room() -> None:
+def test_each_external_library_is_imported_in_its_layer() -> None:
     wrong = [
         f"{module} imports {imported}: only {ONLY_IN[top]} may"
         for module, imported in every_import()
@@ -316,7 +316,7 @@ def test_the_core_is_pure() -> None:
     assert wrong == []
 
 
-def test_nobody_imports_the_folders_by_their_bare_names() -> None:
+def test_no_file_imports_the_folders_by_their_bare_names() -> None:
     """`broker.x` and `portalmq.broker.x` would be two modules with two sets of classes."""
     tests = {str(file): file for file in sorted((ROOT / "tests").rglob("*.py"))}
     wrong = [

@@ -85,7 +85,7 @@ PRODUCE = "/v1/topics/t/messages"
         ("DELETE", "/v1/consumer?cid=7&id=1", {}, 3),
     ],
 )
-def test_only_what_may_be_done_twice_is_asked_twice(
+def test_only_repeatable_requests_are_repeated(
     dying: list[Behind], tmp_path: Path, method: str, path: str, headers: dict[str, str], times: int
 ):
     with Nginx(tmp_path, [server.port for server in dying]) as nginx:
@@ -114,7 +114,7 @@ def refused_ports() -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("path", [PRODUCE, "/publish", "/v1/groups/g/receive"])
-def test_a_broker_that_is_not_there_costs_nobody_an_answer(tmp_path: Path, refused_ports: list[int], path: str):
+def test_requests_are_answered_while_a_broker_is_down(tmp_path: Path, refused_ports: list[int], path: str):
     living = Behind(ANSWER)
     try:
         with Nginx(tmp_path, [refused_ports[0], living.port, refused_ports[1]]) as nginx:
@@ -125,7 +125,7 @@ def test_a_broker_that_is_not_there_costs_nobody_an_answer(tmp_path: Path, refus
     assert len(living.heads) == 10, "each request arrives once"
 
 
-def test_the_request_is_passed_on_as_it_came(tmp_path: Path):
+def test_the_request_is_passed_on_unchanged(tmp_path: Path):
     living = Behind(ANSWER)
     try:
         with Nginx(tmp_path, [living.port]) as nginx:
@@ -141,7 +141,7 @@ def test_the_request_is_passed_on_as_it_came(tmp_path: Path):
     assert not [line for line in lines if line.lower().startswith("connection:")], "the connection may be kept"
 
 
-def test_what_is_far_too_large_is_refused_in_the_api_s_form(dying: list[Behind], tmp_path: Path):
+def test_an_oversize_request_is_refused_with_a_problem(dying: list[Behind], tmp_path: Path):
     with Nginx(tmp_path, [server.port for server in dying]) as nginx:
         for path in (PRODUCE, "/publish"):
             answer = nginx.request("POST", path, None, {"Content-Length": str(10 * 1024 * 1024)})
@@ -149,7 +149,7 @@ def test_what_is_far_too_large_is_refused_in_the_api_s_form(dying: list[Behind],
     assert asked(dying) == 0
 
 
-def test_one_address_cannot_ask_without_end(tmp_path: Path):
+def test_one_address_has_a_request_limit(tmp_path: Path):
     living = Behind(ANSWER)
     slow = ((r"rate=5000r/s", "rate=1r/m"), (r"burst=5000", "burst=2"))
     try:
@@ -161,7 +161,7 @@ def test_one_address_cannot_ask_without_end(tmp_path: Path):
     problem(answers[3], 429, "backpressure", "not_applied")
 
 
-def test_doors_that_are_not_for_clients_are_shut(dying: list[Behind], tmp_path: Path):
+def test_internal_paths_are_closed(dying: list[Behind], tmp_path: Path):
     with Nginx(tmp_path, [server.port for server in dying]) as nginx:
         assert nginx.request("POST", "/internal/v1/fetch", b"").status == 404
         assert nginx.request("GET", "/metrics").status == 404

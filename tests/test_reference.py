@@ -23,11 +23,11 @@ def reference() -> ModuleType:
 
 
 @pytest.mark.parametrize("name", ["PYTHON.md", "SETTINGS.md"])
-def test_a_page_is_what_the_code_says(reference: ModuleType, name: str) -> None:
+def test_a_page_is_up_to_date_with_the_code(reference: ModuleType, name: str) -> None:
     assert (DOCS / name).read_text("utf-8") == reference.PAGES[name](), "run python docs/reference.py"
 
 
-def test_a_setting_without_a_meaning_is_no_page(reference: ModuleType) -> None:
+def test_a_setting_without_a_comment_is_refused(reference: ModuleType) -> None:
     class Config(msgspec.Struct):
         """A structure of this test."""
 

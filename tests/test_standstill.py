@@ -37,7 +37,7 @@ def test_a_command_is_stopped_for_a_moment_and_its_exit_status_stays():
     assert main([*OFTEN, "--", sys.executable, "-c", SEES_A_GAP]) == 7
 
 
-def test_so_are_the_processes_it_starts():
+def test_the_processes_that_a_command_starts_are_stopped_too():
     assert main([*OFTEN, "--", sys.executable, "-c", ITS_CHILD_SEES_ONE]) == 7
 
 
@@ -46,7 +46,7 @@ def test_what_the_command_has_stopped_stays_stopped():
     assert main([*quick, "--", sys.executable, "-c", STOPS_A_CHILD]) == 8
 
 
-def test_it_runs_as_its_own_words_say():
+def test_it_runs_as_its_docstring_says():
     command = [sys.executable, "-m", "support.standstill", "--seed", "1", "--", sys.executable, "-c", "print('done')"]
     ended = subprocess.run(command, cwd=__file__.rpartition("/")[0], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (0, "done\n")

@@ -63,7 +63,7 @@ def test_an_emptied_disk_is_filled_again_from_the_others(cluster: Cluster, topic
     check(running, everything_in(cluster.brokers[emptied].url, topic))
 
 
-def test_an_emptied_leader_does_not_make_the_others_forget(cluster: Cluster, topic: str):
+def test_an_emptied_leader_does_not_empty_the_others(cluster: Cluster, topic: str):
     """The leader comes back at once with an empty disk. It must not lead again before it has the records."""
     cluster.admin().create_topic(topic)
     with loads(cluster.urls, topic=topic) as running:
@@ -93,7 +93,7 @@ def test_a_full_leader_refuses_and_serves_what_it_has(cluster: Cluster, topic: s
             assert answer.status in {200, 507}, answer.body
             return answer.status == 507
 
-        wait_until(refused, "the leader says 507")
+        wait_until(refused, "the leader answers 507")
         with Consumer(topic, group=topic, bootstrap=cluster.urls) as consumer:
             assert "before" in [message.text for message in consumer.poll(timeout_s=30)]
         full.unlink()
@@ -123,7 +123,7 @@ def test_a_full_follower_falls_behind_alone_and_catches_up(cluster: Cluster, top
     check(running, everything_in(cluster.urls, topic))
 
 
-def test_a_leader_without_any_room_is_well_again_when_there_is_some(cluster: Cluster, topic: str):
+def test_a_leader_on_a_full_disk_recovers_when_there_is_space(cluster: Cluster, topic: str):
     """Even the record of an ack finds no space: the broker must recover, and no ack that was answered may be lost."""
     cluster.admin().create_topic(topic)
     cluster.wait_in_sync(topic)
@@ -181,7 +181,7 @@ def test_clocks_that_jump_an_hour_change_neither_order_nor_leases(cluster: Clust
     assert stamps == sorted(stamps), "timestamps never decrease, at any leader"
 
 
-def test_a_broker_in_slow_motion_costs_no_message(cluster: Cluster, topic: str):
+def test_a_slow_broker_loses_no_message(cluster: Cluster, topic: str):
     """A follower runs in every other tenth of a second, and stays in sync or leaves and rejoins the ISR."""
     cluster.admin().create_topic(topic)
     cluster.wait_in_sync(topic)

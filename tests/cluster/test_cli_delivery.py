@@ -144,7 +144,7 @@ def test_locks_by_hand_and_around_a_command(broker: BrokerProcess, topic: str) -
 
 
 @pytest.mark.parametrize("mode", ["queue", "stream"])
-def test_asyncio_brings_everything_once(broker: BrokerProcess, topic: str, mode: str) -> None:
+def test_asyncio_delivers_every_message_once(broker: BrokerProcess, topic: str, mode: str) -> None:
     async def test() -> None:
         async with AsyncProducer(broker.url) as producer:
             placed = await asyncio.gather(*(producer.send(topic, {"n": number}) for number in range(500)))

@@ -37,7 +37,7 @@ def test_the_services_of_the_compose_file_work_together(tmp_path):
             everyone = [(number, True) for number in (1, 2, 3)]
             wait_until(
                 lambda: [(broker.id, broker.live) for broker in admin.cluster().brokers] == everyone,
-                "whoever is asked knows the others",
+                "each broker knows the others",
             )
         for name in [*sensors, *controllers]:
             running.start(name)

@@ -43,7 +43,7 @@ def test_messages_received_before_a_failover_are_acked_after_it(cluster: Cluster
     assert cluster.admin().lag(topic) == 0
 
 
-def test_what_was_not_acked_before_a_failover_is_handed_out_again(cluster: Cluster, topic: str):
+def test_messages_not_acked_before_a_failover_are_delivered_again(cluster: Cluster, topic: str):
     cluster.admin().create_topic(topic)
     cluster.wait_in_sync(topic)
     values = produce(cluster, topic, 20)
@@ -71,7 +71,7 @@ def test_a_consumer_that_sleeps_is_woken_by_the_new_leader(cluster: Cluster, top
         assert [message.text for message in consumer.poll(timeout_s=30)] == ["awake"]
 
 
-def test_a_key_of_idempotency_is_known_to_the_next_leader(cluster: Cluster, topic: str):
+def test_an_idempotency_key_is_known_to_the_next_leader(cluster: Cluster, topic: str):
     cluster.admin().create_topic(topic)
     cluster.wait_in_sync(topic)
     leader = cluster.wait_for_leader(topic)

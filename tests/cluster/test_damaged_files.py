@@ -81,7 +81,7 @@ def serve_all_from(cluster: Cluster, broker_id: int, topic: str) -> None:
         cluster.start(other)
 
 
-def test_bits_that_flip_at_rest_are_found_though_nobody_reads_them(cluster: Cluster, topic: str):
+def test_bit_flips_at_rest_are_detected_without_a_reader(cluster: Cluster, topic: str):
     running = loaded(cluster, topic)
     leader = cluster.wait_for_leader(topic)
     damaged = next(broker_id for broker_id in cluster.running if broker_id != leader)
@@ -114,7 +114,7 @@ def lose_the_end(wal: Path) -> None:
     os.truncate(wal, 32 + valid // 2 * frame_bytes)
 
 
-def test_a_disk_that_forgot_what_it_had_promised_makes_no_leader(cluster: Cluster, topic: str):
+def test_a_broker_whose_disk_lost_fsynced_records_does_not_lead(cluster: Cluster, topic: str):
     """It lost the end of its fsynced write-ahead log, and does not lead without the lost records."""
     running = loaded(cluster, topic)
     # A checkpoint may have followed the last of them. The next one is not due yet.
@@ -126,11 +126,11 @@ def test_a_disk_that_forgot_what_it_had_promised_makes_no_leader(cluster: Cluste
     home: Path = cluster.brokers[damaged].data_dir
     folder = partition_of(home, topic)
     end = end_of(running)
-    wait_until(lambda: saved_high_watermark(folder) >= end, "what is committed is saved too")
+    wait_until(lambda: saved_high_watermark(folder) >= end, "the high watermark is saved too")
     cluster.kill(damaged)
     (wal,) = folder.glob("0*.sqlite-wal")
     lose_the_end(wal)
     cluster.start(damaged)
-    wait_until(lambda: is_rebuilt(cluster, home, topic, end), "it has begun anew", 60)
+    wait_until(lambda: is_rebuilt(cluster, home, topic, end), "a new replica is in place", 60)
     serve_all_from(cluster, damaged, topic)
     check(running, everything_in(cluster.brokers[damaged].url, topic))

@@ -136,7 +136,7 @@ def test_each_dead_letter_is_copied_once_while_leaders_are_killed(cluster: Clust
     assert len(listed(cluster, 1, topic)) == DEAD, "the group lists each"
 
 
-def test_a_commit_brought_to_any_broker_is_done_once(cluster: Cluster, topic: str):
+def test_a_commit_sent_to_any_broker_is_applied_once(cluster: Cluster, topic: str):
     """A commit takes one hop to the leader. A repeat gets the first answer from every broker, and from the next
     leader."""
     prepared(cluster, topic, 1)

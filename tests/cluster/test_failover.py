@@ -109,7 +109,7 @@ def test_a_follower_killed_stops_nothing(tmp_path: Path, topic: str):
     assert gap <= LONG_LAG_S / 4
 
 
-def test_a_leader_that_stands_still_is_replaced_and_acknowledges_nothing_more(tmp_path: Path, topic: str):
+def test_a_paused_leader_is_replaced_and_acknowledges_nothing_more(tmp_path: Path, topic: str):
     """SIGSTOP: its port still accepts connections. When it continues, it first reads the requests buffered during the
     pause."""
     with Cluster(tmp_path, "--session-timeout-ms", f"{LONG_SESSION_S * 1000:.0f}") as cluster:
@@ -151,7 +151,7 @@ def let_a_leader_stand_still(cluster: Cluster, topic: str) -> None:
             sender.join(60)
         cluster.wait_in_sync(topic)
     found = everything_in(cluster.urls, topic)
-    print(f"another leader after {replaced_after_s:.2f} s, gap {gap:.2f} s, the zombie said", answers["all"].status)
+    print(f"another leader after {replaced_after_s:.2f} s, gap {gap:.2f} s, the zombie answered", answers["all"].status)
     for acks, answer in answers.items():
         assert answer.status in {409, 421, 503}, (acks, answer.status, answer.body)
     there = {value for places in found.values() for _, value in places}

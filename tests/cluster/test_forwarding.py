@@ -77,7 +77,7 @@ def in_background(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]
 
 
 def parked(cluster: Cluster, broker_id: int) -> int:
-    told = wait_until(lambda: cluster.ask("/healthz", broker_id), f"broker {broker_id} tells of itself")
+    told = wait_until(lambda: cluster.ask("/healthz", broker_id), f"broker {broker_id} answers")
     return told["parked_receives"]
 
 
@@ -137,7 +137,7 @@ def test_an_idempotency_key_counts_at_every_broker(cluster: Cluster, spread: str
         assert (answer.status, answer.json()["outcome"]) == (422, "not_applied")
 
 
-def test_who_wants_no_forwarding_is_told_the_leader(cluster: Cluster, spread: str):
+def test_a_call_without_forwarding_is_answered_with_the_leader(cluster: Cluster, spread: str):
     leads = leaders(cluster, spread)
     for broker_id, broker in cluster.brokers.items():
         for partition, leader in leads.items():
@@ -156,7 +156,7 @@ def test_who_wants_no_forwarding_is_told_the_leader(cluster: Cluster, spread: st
                 assert problem["leader_url"] == cluster.brokers[leader].url
 
 
-def test_a_browse_that_waits_hears_of_a_message_at_another_broker(cluster: Cluster, spread: str):
+def test_a_waiting_browse_returns_a_message_sent_to_another_broker(cluster: Cluster, spread: str):
     leads = leaders(cluster, spread)
     asked = next(broker_id for broker_id in cluster.brokers if broker_id != leads[0])
     path = f"/v1/topics/{spread}/partitions/0/messages?offset=latest&wait_ms={WAIT_MS}"
@@ -169,7 +169,7 @@ def test_a_browse_that_waits_hears_of_a_message_at_another_broker(cluster: Clust
     assert set(values(found[0]["messages"])) == {"news"}
 
 
-def test_offsets_and_sizes_are_the_leaders_whoever_is_asked(cluster: Cluster, spread: str):
+def test_every_broker_shows_the_leaders_offsets_and_sizes(cluster: Cluster, spread: str):
     for partition in range(PARTITIONS):
         for _ in range(partition + 1):
             send(cluster.brokers[1], spread, "x", partition)
@@ -258,7 +258,7 @@ def test_acks_that_ride_with_a_receive_reach_all_leaders(cluster: Cluster, sprea
     assert call(cluster.brokers[2], "GET", f"/v1/groups/{spread}").json()["lag"] == 0
 
 
-def test_a_sleeper_hears_of_a_message_at_any_leader(cluster: Cluster, spread: str):
+def test_a_waiting_receive_returns_a_message_of_any_leader(cluster: Cluster, spread: str):
     for partition, leader in leaders(cluster, spread).items():
         for broker_id, broker in cluster.brokers.items():
             wait_for_parked(cluster, broker_id, 0)
@@ -273,7 +273,7 @@ def test_a_sleeper_hears_of_a_message_at_any_leader(cluster: Cluster, spread: st
             settle(broker, "ack", spread, [found[0][0]["receipt"]])
 
 
-def test_one_message_wakes_one_of_many_sleepers_on_three_brokers(cluster: Cluster, spread: str):
+def test_one_message_wakes_one_of_many_waiting_receives_on_three_brokers(cluster: Cluster, spread: str):
     got: list[list[str]] = []
 
     def sleep(broker: BrokerProcess) -> None:
@@ -300,7 +300,7 @@ def test_one_message_wakes_one_of_many_sleepers_on_three_brokers(cluster: Cluste
     assert sorted(got) == [[f"m{number:02}"] for number in range(PARTITIONS, PARTITIONS + len(threads))]
 
 
-def test_a_consumer_that_has_gone_away_is_handed_nothing(cluster: Cluster, spread: str):
+def test_a_consumer_that_has_disconnected_receives_nothing(cluster: Cluster, spread: str):
     leads = leaders(cluster, spread)
     for broker_id, broker in cluster.brokers.items():
         wait_for_parked(cluster, broker_id, 0)
@@ -352,7 +352,7 @@ def test_partitions_that_are_added_are_read_from_their_beginning_by_a_group_that
     assert values(gathered(cluster.brokers[3], spread, PARTITIONS)) == ["3", "4", "5"]
 
 
-def test_settings_that_one_broker_was_told_count_at_every_leader(cluster: Cluster, spread: str):
+def test_group_settings_from_one_broker_apply_at_every_leader(cluster: Cluster, spread: str):
     call(cluster.brokers[1], "PUT", f"/v1/groups/{spread}", {"retry_backoff_ms": [600_000]})
     for broker in cluster.brokers.values():
         wait_until(
@@ -367,7 +367,7 @@ def test_settings_that_one_broker_was_told_count_at_every_leader(cluster: Cluste
     assert call(cluster.brokers[1], "GET", f"/v1/groups/{spread}").json()["scheduled"] == 3
 
 
-def test_stale_receipts_are_told_in_the_order_of_the_request(cluster: Cluster, spread: str):
+def test_stale_receipts_are_listed_in_the_order_of_the_request(cluster: Cluster, spread: str):
     begin(cluster, spread)
     for partition in range(PARTITIONS):
         send(cluster.brokers[1], spread, f"{partition}", partition)
@@ -387,7 +387,7 @@ def test_stale_receipts_are_told_in_the_order_of_the_request(cluster: Cluster, s
     assert [result["receipt"] for result in problem["results"]] == [message["receipt"] for message in first]
 
 
-def test_a_deleted_group_is_gone_everywhere_and_begins_anew(cluster: Cluster, spread: str):
+def test_a_deleted_group_is_gone_everywhere_and_starts_over(cluster: Cluster, spread: str):
     begin(cluster, spread)
     for partition in range(PARTITIONS):
         send(cluster.brokers[1], spread, f"{partition}", partition)
@@ -400,7 +400,7 @@ def test_a_deleted_group_is_gone_everywhere_and_begins_anew(cluster: Cluster, sp
     assert settle(cluster.brokers[1], "ack", spread, receipts).status == 400, "receipts of the deleted group"
 
 
-def test_no_forward_receives_what_is_led_here(cluster: Cluster, spread: str):
+def test_a_receive_without_forwarding_returns_the_brokers_own_partitions(cluster: Cluster, spread: str):
     leads = leaders(cluster, spread)
     for partition in range(PARTITIONS):
         send(cluster.brokers[1], spread, f"{partition}", partition)
@@ -425,7 +425,7 @@ def test_a_client_library_finds_the_brokers_by_zookeeper(cluster: Cluster, sprea
     assert {broker.id for broker in Admin(bootstrap).cluster().brokers} == set(cluster.brokers)
 
 
-def test_the_brokers_own_door_is_shut_for_clients(cluster: Cluster):
+def test_the_brokers_internal_calls_are_closed_to_clients(cluster: Cluster):
     for name in ("produce", "fetch", "receive", "nonsense"):
         answer = call(cluster.brokers[1], "POST", f"/internal/v1/{name}", b"\x90")
         assert (answer.status, answer.json()["code"]) == (401, "unauthorized")
@@ -477,7 +477,7 @@ def test_a_send_through_another_broker_survives_the_leaders_death_within_one_req
     assert values(page["messages"]) == ["after", "before"]
 
 
-def test_sleepers_survive_the_death_of_the_leader_they_wait_for(cluster: Cluster, spread: str):
+def test_waiting_receives_survive_the_death_of_the_leader(cluster: Cluster, spread: str):
     victim = cluster.wait_for_leader(spread, 0)
     entry_id, entry = next(each for each in cluster.brokers.items() if each[0] != victim)
     wait_for_parked(cluster, entry_id, 0)

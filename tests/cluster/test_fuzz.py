@@ -77,7 +77,7 @@ class Dice(random.Random):
         return bytes(body[: self.randrange(len(body))] if self.random() < 0.05 else body)
 
 
-def test_no_request_is_answered_by_a_mistake_of_the_broker(tmp_path):
+def test_no_request_causes_an_internal_error(tmp_path):
     dice = Dice(SEED)
     routes = sorted({(route.method, route.path) for route in (*ROUTES, *PROTOCOL_ROUTES)})
     with BrokerProcess(tmp_path) as broker:

@@ -125,8 +125,8 @@ def test_sigterm_hands_over_what_is_led_before_the_process_ends(tmp_path: Path) 
             assert cluster.brokers[leaving].wait() == 0
             # ZooKeeper already has the state that the other brokers receive.
             assert {each.value.leader for each in catalog.partitions(topic).values()} <= others
-        wait_until(lambda: cluster.live(observer) == others, "it has left, and is not only not heard of")
-        led = wait_until(lambda: cluster.partitions("t", observer), "somebody tells of the topic")
+        wait_until(lambda: cluster.live(observer) == others, "it has left the cluster")
+        led = wait_until(lambda: cluster.partitions("t", observer), "a broker describes the topic")
         assert {each["leader"] for each in led} <= others
 
 

@@ -62,7 +62,7 @@ def test_another_order_is_caught_though_nothing_was_acked():
         check([load], {0: [(1, "a-1"), (2, "a-0")]})
 
 
-def test_a_load_that_failed_or_did_nothing_is_no_proof():
+def test_a_load_that_failed_or_sent_nothing_does_not_pass():
     idle, failed = Past(), Past("a-0")
     failed.failures.append(OSError("gone"))
     with pytest.raises(AssertionError, match="sent nothing"):

@@ -94,7 +94,7 @@ def stop_between_writes(child: subprocess.Popen[str], db: Path) -> None:
 
     def does_not_write() -> bool:
         child.send_signal(signal.SIGSTOP)
-        wait_until(lambda: stands_still(child) or child.poll() is not None, "it stands still")
+        wait_until(lambda: stands_still(child) or child.poll() is not None, "it is stopped")
         with closing(sqlite3.connect(db, timeout=1, isolation_level=None)) as connection:
             try:
                 connection.execute("BEGIN IMMEDIATE")
@@ -104,16 +104,18 @@ def stop_between_writes(child: subprocess.Popen[str], db: Path) -> None:
             connection.execute("ROLLBACK")
             return True
 
-    wait_until(does_not_write, "it stands still between two writes")
+    wait_until(does_not_write, "it is stopped between two writes")
 
 
 def described(cluster: Cluster, name: str, broker_id: int | None = None) -> dict[str, Any]:
     """Return the lock, as a broker that can answer describes it."""
-    told: dict[str, Any] = wait_until(lambda: cluster.ask(f"/v1/locks/{name}", broker_id), "somebody tells of the lock")
+    told: dict[str, Any] = wait_until(
+        lambda: cluster.ask(f"/v1/locks/{name}", broker_id), "a broker describes the lock"
+    )
     return told
 
 
-def test_a_lock_outlives_the_broker_it_was_got_from(cluster: Cluster, topic: str) -> None:
+def test_a_lock_outlives_the_broker_that_granted_it(cluster: Cluster, topic: str) -> None:
     lock = Lock(topic, cluster.urls, ttl_s=TTL_S)
     other = Lock(topic, cluster.urls, ttl_s=TTL_S)
     token = lock.acquire()
@@ -187,7 +189,7 @@ def test_a_holder_that_is_stopped_loses_the_lock_and_its_late_write_is_refused(
 ) -> None:
     db = tmp_path / "account.db"
     with worker(cluster, db, 1, "--ttl", "1", "--hold", str(HOLD_S), prelude=STOPS_ITSELF) as slow:
-        wait_until(lambda: stands_still(slow), "the first holder has claimed the row, and stands still")
+        wait_until(lambda: stands_still(slow), "the first holder has claimed the row, and is stopped")
         assert fence(db) > 0
         with worker(cluster, db, 3, "--ttl", "5") as quick:
             assert quick.stdout is not None
@@ -219,7 +221,7 @@ def test_kills_and_pauses_of_brokers_and_holders_lose_no_deposit(cluster: Cluste
         worker(cluster, db, each) as paused,
     ):
         workers = [first, second, paused]
-        wait_until(lambda: db.exists() and fence(db) > 0, "somebody works")
+        wait_until(lambda: db.exists() and fence(db) > 0, "a worker makes deposits")
         for number in range(KILLS):
             victim = 1 + number % 3
             stop_between_writes(paused, db)
@@ -275,7 +277,7 @@ def test_a_zombie_is_fenced_over_the_restart_of_all_brokers(cluster: Cluster, to
         admin.close()
 
 
-def test_without_zookeeper_nobody_gets_a_lock_and_holders_lose_theirs_in_time(
+def test_without_zookeeper_no_lock_is_granted_and_holders_lose_theirs_in_time(
     cluster: Cluster, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("portalmq.lock.REACH_TIMEOUT_S", 3.0)

@@ -49,7 +49,7 @@ def is_served(connection):
 def wait_until(condition):
     deadline = time.monotonic() + WITHIN_S
     while not condition():
-        assert time.monotonic() < deadline, "it did not become true"
+        assert time.monotonic() < deadline, "the condition did not become true"
         time.sleep(0.02)
 
 

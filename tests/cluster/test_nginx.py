@@ -35,7 +35,7 @@ def test_one_broker_s_answers_come_through_as_they_are(tmp_path: Path):
         assert (refused.status, refused.json()["code"]) == (413, "message_too_large")
         assert "9 MiB" not in refused.json()["detail"], "the broker answers, not nginx"
         _events_come_at_once(nginx)
-        wait_until(lambda: _waiting(broker) == 0, "the broker knows that nobody follows the events any more")
+        wait_until(lambda: _waiting(broker) == 0, "the broker has no follower of the events")
         _a_wait_ends_with_the_message(broker, nginx)
         _who_goes_away_takes_nothing(broker, nginx)
 
@@ -90,7 +90,7 @@ def _who_goes_away_takes_nothing(broker: BrokerProcess, nginx: Nginx) -> None:
     connection.request("POST", "/v1/groups/g/receive", b'{"topics": ["left"], "wait_ms": 60000}', TOKEN)
     wait_until(lambda: _waiting(broker) == 1, "the call waits")
     connection.close()
-    wait_until(lambda: _waiting(broker) == 0, "the broker knows that nobody waits any more", 30)
+    wait_until(lambda: _waiting(broker) == 0, "the broker has no waiting call", 30)
     nginx.request("POST", "/v1/topics/left/messages", b"mine", TOKEN)
     answer = nginx.request("POST", "/v1/groups/g/receive", b'{"topics": ["left"], "wait_ms": 5000}', TOKEN)
     assert [message["delivery_count"] for message in answer.json()["messages"]] == [1]

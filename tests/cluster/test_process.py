@@ -57,7 +57,7 @@ def test_there_is_one_worker(broker):
     assert len(broker.family()) == 2
 
 
-def test_dev_says_in_one_line_where_it_is(tmp_path):
+def test_dev_prints_its_address_in_one_line(tmp_path):
     with BrokerProcess(tmp_path, command=("dev",)) as broker:
         assert broker.stderr() == (
             f"PortalMQ broker 1 is ready at http://127.0.0.1:{broker.port} (data in {broker.data_dir})\n"
@@ -269,11 +269,11 @@ def wait_for(condition, within_s=30.0):
     """Poll until another process makes the condition true."""
     deadline = time.monotonic() + within_s
     while not condition():
-        assert time.monotonic() < deadline, "it did not become true"
+        assert time.monotonic() < deadline, "the condition did not become true"
         time.sleep(0.02)
 
 
-def test_no_process_stays_behind(tmp_path):
+def test_no_process_is_left_over(tmp_path):
     with BrokerProcess(tmp_path) as broker:
         family = broker.family()
         broker.stop()

@@ -125,7 +125,7 @@ def test_a_client_that_sends_on_after_its_head_was_refused_can_read_why(broker, 
     refusal(broker, head, status)
 
 
-def test_an_oversize_upload_is_not_invited_by_100_continue(broker):
+def test_an_oversize_upload_gets_no_100_continue(broker):
     head = HEAD + b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n"
     refusal(broker, head % (LIMIT + 1), 413)
     with Wire(broker) as wire:
@@ -145,7 +145,7 @@ def test_a_body_that_is_cut_short_is_400_and_not_applied(broker):
     assert stored(broker) == []
 
 
-def test_a_client_that_stalls_within_a_body_is_let_go(tmp_path):
+def test_a_client_that_stalls_within_a_body_is_disconnected(tmp_path):
     with BrokerProcess(tmp_path, "--body-timeout-s", "1.5") as hasty:
         hasty.request("PUT", "/v1/topics/t")
         problem = refusal(hasty, HEAD + b"Content-Length: 10\r\n\r\nhalf", 400)
@@ -189,7 +189,7 @@ def test_broken_chunks_are_400_and_not_applied(broker):
     ],
     ids=lambda value: value[:60].decode("latin-1").replace("\r\n", " ") if isinstance(value, bytes) else None,
 )
-def test_what_is_not_http_as_we_speak_it_is_a_problem_too(broker, data, status):
+def test_unsupported_http_is_answered_with_a_problem(broker, data, status):
     refusal(broker, data, status)
     assert stored(broker) == []
 
@@ -232,11 +232,11 @@ def waiting(broker):
 def wait_for(condition, within_s=30.0):
     deadline = time.monotonic() + within_s
     while not condition():
-        assert time.monotonic() < deadline, "it did not become true"
+        assert time.monotonic() < deadline, "the condition did not become true"
         time.sleep(0.02)
 
 
-def test_a_client_that_has_gone_is_handed_nothing(broker):
+def test_a_client_that_has_disconnected_receives_nothing(broker):
     gone = Wire(broker)
     gone.send(receive(60_000, "gone"))
     wait_for(lambda: waiting(broker) == 1)

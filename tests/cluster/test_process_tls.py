@@ -103,8 +103,8 @@ def test_brokers_believe_the_authorities_that_are_named(tmp_path: Path) -> None:
         trusting(BrokerConfig(tls_cert=pem("server"), tls_key=key("server"), tls_peer_ca=tmp_path / "missing"))
 
 
-def test_a_certificate_without_its_authority_is_believed_as_it_is() -> None:
-    """Without an authority of their own, brokers may use certificates of authorities that the system trusts."""
+def test_without_an_authority_file_brokers_trust_their_own_certificate() -> None:
+    """Brokers may also use certificates of authorities that the system trusts."""
     config = BrokerConfig(tls_cert=pem("server"), tls_key=key("server"))
     assert believes(config, "server")
     assert not believes(config, "untrusted")
@@ -135,7 +135,7 @@ def test_brokers_show_their_certificate_before_they_ask_for_one_themselves() -> 
     assert names_shown(trusting(config)) == ["client"]
 
 
-def test_commands_believe_and_show_what_brokers_do_and_else_what_clients_do(
+def test_commands_use_the_brokers_tls_files_or_else_the_clients(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     as_broker = BrokerConfig(tls_cert=pem("client"), tls_key=key("client"), tls_peer_ca=pem("authority"))

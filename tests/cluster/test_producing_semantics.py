@@ -146,7 +146,7 @@ def test_a_zombie_is_fenced_on_every_partition_and_by_every_later_leader(cluster
     assert sorted(values(cluster, topic)) == ["after", "before"]
 
 
-def test_a_broker_that_was_away_knows_who_was_fenced_meanwhile(cluster: Cluster, topic: str):
+def test_a_returning_broker_knows_the_fencings_of_its_absence(cluster: Cluster, topic: str):
     cluster.admin().create_topic(topic)
     cluster.wait_in_sync(topic)
     zombie = named(cluster, 1, topic)
@@ -170,7 +170,7 @@ def test_a_broker_that_was_away_knows_who_was_fenced_meanwhile(cluster: Cluster,
     assert values(cluster, topic) == []
 
 
-def test_a_paused_broker_is_waited_for_and_never_takes_what_is_fenced(cluster: Cluster, topic: str):
+def test_a_fencing_waits_for_a_paused_broker_which_accepts_no_fenced_batch(cluster: Cluster, topic: str):
     """The paused broker still considers itself the leader when it continues; the zombie's batch is in its socket."""
     cluster.admin().create_topic(topic)
     cluster.wait_in_sync(topic)
@@ -229,7 +229,7 @@ class Succession:
                     self.late.append((identity, began))
 
 
-def test_no_instance_is_answered_after_its_successor_whatever_dies_or_stands_still(cluster: Cluster, topic: str):
+def test_no_instance_is_answered_after_its_successor_through_kills_and_pauses(cluster: Cluster, topic: str):
     cluster.admin().create_topic(topic, partitions=3)
     cluster.wait_in_sync(topic)
     succession = Succession(cluster, topic)
@@ -240,7 +240,7 @@ def test_no_instance_is_answered_after_its_successor_whatever_dies_or_stands_sti
     try:
         for number in range(FENCE_FAULTS):
             before = len(succession.answered)
-            wait_until(lambda seen=before: len(succession.answered) > seen + 5, "the name goes on", 60)
+            wait_until(lambda seen=before: len(succession.answered) > seen + 5, "an instance takes over the name", 60)
             leader = cluster.wait_for_leader(topic, number % 3)
             if number % 2:
                 cluster.pause(leader)

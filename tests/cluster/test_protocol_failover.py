@@ -105,7 +105,7 @@ def test_a_consume_whose_outcome_is_unknown_is_repeated_and_ends_one_message(clu
     assert ask(cluster, "POST", "/consume", body, follower).status in (200, 204)
     cluster.resume(leader)
     cluster.wait_in_sync(topic)
-    wait_until(lambda: (read(cluster, topic) or {}).get("offset") == second, "the second message's turn has come")
+    wait_until(lambda: (read(cluster, topic) or {}).get("offset") == second, "the second message is next")
     for broker_id in cluster.running:
         assert read(cluster, topic, broker_id)["message"] == "b"
 
@@ -221,7 +221,7 @@ def test_a_lock_that_is_replicated_outlives_the_leader_that_gave_it(cluster: Clu
     assert [each["id"] for each in ask(cluster, "GET", "/v1/queue").json()["messages"]] == [behind]
 
 
-def test_a_lock_that_is_over_is_another_s_at_every_broker(cluster: Cluster) -> None:
+def test_an_expired_lock_goes_to_another_consumer_at_every_broker(cluster: Cluster) -> None:
     made(cluster, "default", lease_s=0.5)
     number = ask(cluster, "POST", "/v1/publish", {"message": "a"}).json()["id"]
     assert len(ask(cluster, "GET", "/v1/consumer?cid=1").json()["messages"]) == 1

@@ -182,7 +182,7 @@ def named(prefix: str) -> list[str]:
 
 
 @pytest.mark.parametrize("way_out", named("out_by_"))
-def test_every_protocol_in_leads_to_this_protocol_out(doors: Doors, way_out: str) -> None:
+def test_messages_of_every_protocol_are_received_by_this_protocol(doors: Doors, way_out: str) -> None:
     sent: Came = []
     for way_in in named("in_by_"):
         write: Callable[[Any], str] = getattr(doors, way_in)

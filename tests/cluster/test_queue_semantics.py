@@ -188,7 +188,7 @@ def test_delayed_messages_each_come_none_early_and_in_time_while_leaders_die(clu
         # Below 0 for most: the ordinary message was sent some milliseconds later.
         p50, p95 = late[len(late) // 2], late[int(0.95 * len(late))]
         repeated = sum(len(times) - 1 for times in seen.values())
-        print(f"{repeated} came again, late p50 {p50:.0f} ms, p95 {p95:.0f} ms, worst {late[-1]:.0f} ms")
+        print(f"{repeated} delivered again, late p50 {p50:.0f} ms, p95 {p95:.0f} ms, worst {late[-1]:.0f} ms")
         assert p50 <= LATE_MS / 2, "the wake-up is slow"
         assert p95 <= (LATE_MS if KILLS >= 5 else 5 * LATE_MS), "this machine was busy, or the wake-up is slow"
 

@@ -107,7 +107,7 @@ class TestAdopting:
             fill(cluster, "t", range(2 * MESSAGES, 3 * MESSAGES))
             assert values_of(cluster.brokers[3], "t") == list(range(3 * MESSAGES))
 
-    def test_who_was_behind_catches_up_and_leads_nothing_before(self, tmp_path: Path) -> None:
+    def test_a_lagging_replica_catches_up_before_it_leads(self, tmp_path: Path) -> None:
         with Cluster(tmp_path) as cluster:
             cluster.admin().create_topic("t")
             cluster.wait_in_sync("t")
@@ -126,7 +126,7 @@ class TestAdopting:
             cluster.wait_in_sync("t")
             assert values_of(cluster.brokers[behind], "t") == list(range(150))
 
-    def test_a_brokers_own_directory_becomes_a_clusters(self, tmp_path: Path) -> None:
+    def test_a_standalone_brokers_directory_joins_a_cluster(self, tmp_path: Path) -> None:
         alone = BrokerProcess(tmp_path / "alone", command=("dev",))
         with alone:
             for value in range(10):
@@ -140,7 +140,7 @@ class TestAdopting:
             with joined:
                 assert values_of(joined, "t") == list(range(10))
 
-    def test_an_empty_cluster_that_came_in_between_is_replaced_only_by_name(self, tmp_path: Path) -> None:
+    def test_adopting_replaces_a_newer_empty_cluster_only_by_its_name(self, tmp_path: Path) -> None:
         with Cluster(tmp_path, brokers=1) as cluster:
             at = ("--zookeeper", cluster.zookeeper.hosts)
             fill(cluster, "t", range(20))
@@ -173,12 +173,12 @@ class TestElectingByName:
             cluster.start(3)
             yield cluster
 
-    def test_only_with_both_words_and_then_the_partition_goes_on_with_what_is_left(self, offline: Cluster) -> None:
+    def test_an_unclean_election_needs_both_options_and_keeps_the_remaining_messages(self, offline: Cluster) -> None:
         at = ("--zookeeper", offline.zookeeper.hosts)
         for words in ((), ("--unclean",), ("--i-accept-data-loss",)):
             refused = portalmq("elect", "t", "0", *words, *at)
             assert (refused.returncode, "--i-accept-data-loss" in refused.stderr) == (2, True)
-        wait_until(lambda: offline.leader("t") is None, "the sessions of those that are gone have ended", 60)
+        wait_until(lambda: offline.leader("t") is None, "the sessions of the killed brokers have ended", 60)
         elected = portalmq("elect", "t", "0", "--unclean", "--i-accept-data-loss", *at)
         assert elected.returncode == 0, elected.stderr
         assert "broker 3 leads t/0" in elected.stdout
@@ -189,7 +189,7 @@ class TestElectingByName:
         expected = [*range(50), *range(1_000, 1_050)]
         assert [values_of(broker, "t") for broker in offline.brokers.values()] == [expected] * 3
 
-    def test_it_is_refused_while_one_that_is_in_sync_is_there(self, offline: Cluster) -> None:
+    def test_an_unclean_election_is_refused_while_an_in_sync_replica_is_live(self, offline: Cluster) -> None:
         words = ("--unclean", "--i-accept-data-loss", "--zookeeper", offline.zookeeper.hosts)
         absent = portalmq("elect", "t", "0", "--broker", "2", *words)
         assert (absent.returncode, "broker 2 cannot lead" in absent.stderr) == (69, True)
@@ -199,7 +199,7 @@ class TestElectingByName:
         offline.wait_in_sync("t")
         assert values_of(offline.brokers[3], "t") == list(range(150))
 
-    def test_what_is_not_there_is_named(self, offline: Cluster) -> None:
+    def test_a_missing_topic_or_partition_is_named(self, offline: Cluster) -> None:
         words = ("--unclean", "--i-accept-data-loss", "--zookeeper", offline.zookeeper.hosts)
         for arguments, said in ((("u", "0"), "no topic 'u'"), (("t", "7"), "has partitions 0 to 0")):
             refused = portalmq("elect", *arguments, *words)

@@ -73,7 +73,7 @@ def test_no_deadlock_of_the_watcher_on_the_leader(cluster: Cluster, topic: str):
             seen = {each["name"] for each in answer["topics"]} if answer else set()
             return {name for name in seen if name.startswith(f"{topic}-") and "after" not in name} == wanted
 
-        wait_until(sees_all, f"broker {broker_id} has heard of every change")
+        wait_until(sees_all, f"broker {broker_id} has received every change")
 
 
 def test_no_write_accepted_by_a_broker_that_does_not_lead(cluster: Cluster, topic: str):
@@ -93,7 +93,7 @@ def test_no_write_accepted_by_a_broker_that_does_not_lead(cluster: Cluster, topi
     assert [message.text for message in cluster.admin().read_all(topic)] == [str(leader)]
 
 
-def test_a_session_that_ended_is_made_anew(cluster: Cluster, topic: str):
+def test_an_expired_session_is_replaced(cluster: Cluster, topic: str):
     """The seed's broker never recovered from an expired session. Here the broker is paused for longer than its
     session."""
     cluster.admin().create_topic(topic)
@@ -103,7 +103,7 @@ def test_a_session_that_ended_is_made_anew(cluster: Cluster, topic: str):
     cluster.pause(deaf)
     wait_until(lambda: (live := cluster.live()) and deaf not in live, "its session has ended")
     cluster.resume(deaf)
-    wait_until(lambda: cluster.live(deaf) == set(cluster.brokers), "it is registered, and hears of the others")
+    wait_until(lambda: cluster.live(deaf) == set(cluster.brokers), "it is registered, and sees the others")
     cluster.wait_in_sync(topic)
     for other in cluster.running:
         if other not in {deaf, leader}:
@@ -117,7 +117,7 @@ def test_a_session_that_ended_is_made_anew(cluster: Cluster, topic: str):
         assert answer.status == 200 or answer.json()["outcome"] == "not_applied", answer.body
         return answer.status == 200
 
-    wait_until(is_written, "with two of three it can be written to again", 60)
+    wait_until(is_written, "with two of three brokers it accepts writes again", 60)
 
 
 QUOTES = [
@@ -134,7 +134,7 @@ QUOTES = [
 ]
 
 
-def test_no_sql_is_made_of_what_is_in_a_message(cluster: Cluster, topic: str):
+def test_message_content_never_becomes_sql(cluster: Cluster, topic: str):
     with Producer(cluster.urls) as producer:
         for text in QUOTES:
             headers = {"x": text.replace("\0", "").replace("\n", "")}

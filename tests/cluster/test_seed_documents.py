@@ -79,7 +79,7 @@ def test_the_older_queues_commands_do_what_the_page_says(broker: BrokerProcess, 
 
 
 @needs_curl
-def test_a_look_into_a_queue_as_the_manual_has_it(broker: BrokerProcess, tmp_path: Path):
+def test_the_manuals_browse_of_a_queue_works(broker: BrokerProcess, tmp_path: Path):
     (looked,) = said_by("OPERATING.md", broker, tmp_path)
     table, row, as_json, by_http = [line for line in looked.splitlines() if line]
     assert table.split()[:2] == ["ID", "STATE"]
@@ -89,14 +89,14 @@ def test_a_look_into_a_queue_as_the_manual_has_it(broker: BrokerProcess, tmp_pat
 
 
 @needs_curl
-def test_order_by_key_as_the_notes_have_it(broker: BrokerProcess, tmp_path: Path):
+def test_the_notes_example_of_order_by_key_works(broker: BrokerProcess, tmp_path: Path):
     (said,) = said_by("NOTES.md", broker, tmp_path)
     messages = json.loads(said.splitlines()[-1])["messages"]
     assert [message["key"] for message in messages] == ["account-1", "account-2"]
     assert len({message.get("value") or message["value_base64"] for message in messages}) == 1, "open, twice"
 
 
-def test_the_two_names_of_the_notes(broker: BrokerProcess):
+def test_the_notes_two_function_names_work(broker: BrokerProcess):
     text = (REPOSITORY / "docs" / "NOTES.md").read_text(encoding="utf-8")
     (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     program, ends = re.subn("idle_timeout_s=2", "idle_timeout_s=10", program)  # a busy machine may be later

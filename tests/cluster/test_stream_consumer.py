@@ -98,7 +98,7 @@ def test_messages_come_in_order_and_once(url: str, topic: str) -> None:
         assert all_of(reading, 10) == list(range(2_000, 2_010))
 
 
-def test_the_message_whose_handling_failed_comes_again(url: str, topic: str) -> None:
+def test_a_message_whose_handling_failed_is_delivered_again(url: str, topic: str) -> None:
     produce(url, topic, 5)
     with consumer(url, topic) as reading:
         assert numbers(itertools.islice(reading, 4)) == [0, 1, 2, 3]  # and 3 is in hand at the close
@@ -117,7 +117,7 @@ def test_at_most_once_commits_before_it_hands_out(url: str, topic: str) -> None:
         assert 0 not in found
 
 
-def test_with_manual_ack_nothing_is_committed_but_by_word(url: str, topic: str) -> None:
+def test_manual_ack_commits_only_on_request(url: str, topic: str) -> None:
     produce(url, topic, 6)
     with consumer(url, topic, manual_ack=True) as reading:
         messages = first(reading, 4)
@@ -146,18 +146,18 @@ def test_two_members_share_the_partitions_and_a_third_takes_over_from_one_that_c
             thread.start()
         wait_until(lambda: len(one.assignment) == len(other.assignment) == 2, "each has two partitions")
         produce(url, topic, 200, partitions=4)
-        wait_until(lambda: len(found) >= 200 and lag(url, topic) == 0, "all messages came, and are done")
+        wait_until(lambda: len(found) >= 200 and lag(url, topic) == 0, "all messages arrived, and are settled")
         one.close()
         wait_until(lambda: len(other.assignment) == 4, "the other one has all four")
         produce(url, topic, 40, first=200, partitions=4)
-        wait_until(lambda: len(found) >= 240, "all messages came")
+        wait_until(lambda: len(found) >= 240, "all messages arrived")
         other.close()
         for thread in threads:
             thread.join(10)
     assert sorted(found) == list(range(240))
 
 
-def test_of_two_consumers_with_one_member_id_the_older_is_told(url: str, topic: str) -> None:
+def test_of_two_consumers_with_one_member_id_the_older_is_fenced(url: str, topic: str) -> None:
     produce(url, topic, 3)
     with consumer(url, topic, member_id="one") as older, consumer(url, topic, member_id="one") as newer:
         assert next(older).text == "0"
@@ -176,7 +176,7 @@ def test_a_static_member_that_comes_back_has_its_partitions_at_once(url: str, to
         one.close()
         with consumer(url, topic, member_id="one") as again:
             again.poll(0.1)
-            wait_until(lambda: again.assignment == before, "it has its own again", SESSION_S / 2)
+            wait_until(lambda: again.assignment == before, "it has its partitions again", SESSION_S / 2)
             assert len(two.assignment) == 1
 
 
@@ -198,7 +198,7 @@ def test_a_seek_sets_the_whole_group_back(url: str, topic: str) -> None:
         assert all_of(reading, 0) == []
 
 
-def test_what_is_paused_is_not_handed_out(url: str, topic: str) -> None:
+def test_paused_partitions_are_not_delivered(url: str, topic: str) -> None:
     Admin(url).create_topic(topic, partitions=2)
     with consumer(url, topic) as reading:
         reading.poll(0.1)
@@ -236,7 +236,7 @@ def test_a_partition_that_is_added_is_read_from_its_beginning(url: str, topic: s
         assert numbers(reading.poll(WITHIN_S)) == [7]
 
 
-def test_a_queue_consumer_is_told_of_the_other_mode(url: str, topic: str) -> None:
+def test_a_queue_consumer_of_a_stream_group_is_refused(url: str, topic: str) -> None:
     produce(url, topic, 1)
     with consumer(url, topic) as reading:
         assert reading.poll(WITHIN_S)
@@ -267,7 +267,7 @@ def hear_no_more(reading: Consumer) -> None:
     assert is_deaf.wait(WITHIN_S)
 
 
-def test_delivery_of_a_queue_group_is_fixed_by_who_makes_it(url: str, topic: str, tmp_path: Path) -> None:
+def test_delivery_of_a_queue_group_is_fixed_at_its_creation(url: str, topic: str, tmp_path: Path) -> None:
     produce(url, topic, 1)
     with Consumer(topic, group=topic, bootstrap=url) as plain:
         assert plain.poll(WITHIN_S)
@@ -297,7 +297,7 @@ def test_a_message_whose_commit_failed_is_read_again(url: str, topic: str) -> No
         assert all_of(reading, 3) == [0, 1, 2]
 
 
-def test_the_group_that_delivers_otherwise_is_not_read(url: str, topic: str) -> None:
+def test_a_group_with_another_delivery_is_not_read(url: str, topic: str) -> None:
     produce(url, topic, 1)
     with consumer(url, topic) as reading:
         assert reading.poll(WITHIN_S)
@@ -347,7 +347,7 @@ def test_a_commit_of_what_a_purge_has_passed_over_is_no_error(url: str, topic: s
         reading.commit()
         assert committed(url, topic) == passed_over
         produce(url, topic, 2, first=40, partitions=2)
-        wait_until(lambda: {message.text for message in reading.poll(1, 100)} & {"40", "41"}, "reading goes on")
+        wait_until(lambda: {message.text for message in reading.poll(1, 100)} & {"40", "41"}, "reading continues")
         reading.commit()
     assert [now > before for now, before in zip(committed(url, topic), passed_over, strict=True)].count(True) >= 1
 

@@ -207,7 +207,7 @@ def test_members_and_coordinators_come_and_go(cluster: Cluster, topic: str) -> N
     _check_owners(group.sights)
     again = len(group.sights) - len({sight.value for sight in group.sights})
     print(
-        f"{CHURN} members lost and regained, {KILLS} coordinators killed: {len(acked)} messages, {again} came again; "
+        f"{CHURN} members lost and regained, {KILLS} coordinators killed: {len(acked)} messages, {again} repeated; "
         f"{furthest_behind} were acked, at most, while a partition that stayed stood still"
     )
     assert furthest_behind <= BEHIND_MAX
@@ -272,7 +272,7 @@ def test_a_group_reads_on_without_zookeeper(cluster: Cluster, topic: str) -> Non
                 told = cluster.ask(f"/v1/groups/group-{topic}/offsets", asked)
                 return [each["partition"] for each in told["offsets"] if each["committed"] > 0] if told else []
 
-            wait_until(lambda: committed() == [0, 1, 2], "it commits, and the lag is told, meanwhile")
+            wait_until(lambda: committed() == [0, 1, 2], "it commits, and the lag is known")
         finally:
             cluster.zookeeper.start()
         wait_until(lambda: cluster.live() == set(cluster.brokers), "every broker is registered again")
@@ -286,7 +286,7 @@ def test_a_group_reads_on_without_zookeeper(cluster: Cluster, topic: str) -> Non
     assert len(group.sights) == len(acked), "no message was delivered twice"
 
 
-def test_a_coordinator_that_is_stopped_hands_over_and_nobody_notices(cluster: Cluster, topic: str) -> None:
+def test_a_coordinator_that_is_stopped_hands_over_without_a_reassignment(cluster: Cluster, topic: str) -> None:
     cluster.admin().create_topic(topic, partitions=3)
     cluster.wait_in_sync(topic)
     group = Group(cluster, topic)
@@ -309,7 +309,7 @@ def test_a_coordinator_that_is_stopped_hands_over_and_nobody_notices(cluster: Cl
     assert len(group.sights) == len(acked), "no message was delivered twice"
 
 
-def test_a_coordinator_that_stands_still_is_replaced(cluster: Cluster, topic: str) -> None:
+def test_a_paused_coordinator_is_replaced(cluster: Cluster, topic: str) -> None:
     """When it continues, it changes nothing."""
     cluster.admin().create_topic(topic, partitions=3)
     cluster.wait_in_sync(topic)
@@ -325,7 +325,7 @@ def test_a_coordinator_that_stands_still_is_replaced(cluster: Cluster, topic: st
         for load in running:
             load.wait_for_acked(100)
         wait_until(lambda: coordinator(cluster, topic) == other, "the one that took over stays")
-        wait_until(lambda: [reader.partitions for reader in group.live] == [1, 1, 1], "each has one still, or again")
+        wait_until(lambda: [reader.partitions for reader in group.live] == [1, 1, 1], "each has one partition")
     acked = {each.value for load in running for each in load.acked}
     wait_until(lambda: acked <= {sight.value for sight in group.sights}, "every message was processed")
     group.close()
@@ -333,7 +333,7 @@ def test_a_coordinator_that_stands_still_is_replaced(cluster: Cluster, topic: st
     _check_owners(group.sights)
 
 
-def test_a_topic_that_is_made_anew_is_read_from_its_beginning(cluster: Cluster, topic: str) -> None:
+def test_a_recreated_topic_is_read_from_its_beginning(cluster: Cluster, topic: str) -> None:
     cluster.admin().create_topic(topic)
     with Producer(cluster.urls) as producer:
         producer.send(topic, "old").result(timeout=20)
@@ -348,7 +348,7 @@ def test_a_topic_that_is_made_anew_is_read_from_its_beginning(cluster: Cluster, 
         assert [message.text for message in reading.poll(60)] == ["new"]
 
 
-def test_who_left_and_what_was_deleted_is_refused_at_every_broker(cluster: Cluster, topic: str) -> None:
+def test_former_members_and_deleted_groups_are_refused_at_every_broker(cluster: Cluster, topic: str) -> None:
     cluster.admin().create_topic(topic, partitions=6)
     cluster.wait_in_sync(topic)
     one, two, three = cluster.running

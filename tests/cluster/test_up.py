@@ -140,7 +140,7 @@ def assert_private(terminal: Terminal) -> None:
     assert (terminal.data_dir / "zookeeper.password").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_directory_of_before_is_taken_over_and_closed(terminal: Terminal) -> None:
+def test_an_older_directory_is_kept_and_made_private(terminal: Terminal) -> None:
     with EmbeddedZooKeeper(terminal.data_dir / "zookeeper") as server:
         anyone = ZooKeeper(server.hosts, session_timeout_s=20)
         anyone.start()
@@ -177,7 +177,7 @@ def test_up_is_ready_soon_says_where_and_ctrl_c_leaves_nothing(terminal: Termina
     assert not (terminal.data_dir / "cluster.json").exists()
 
 
-def test_detached_it_stays_keeps_its_data_and_down_ends_exactly_that(terminal: Terminal) -> None:
+def test_a_detached_cluster_keeps_its_data_and_down_ends_it(terminal: Terminal) -> None:
     done = terminal.run("up", "--detach", *FREE_PORTS)
     assert done.returncode == 0, done.stderr
     assert "portalmq down" in done.stderr
@@ -205,7 +205,7 @@ def test_detached_it_stays_keeps_its_data_and_down_ends_exactly_that(terminal: T
         assert [message.text for message in consumer.poll(timeout_s=60)] == ["kept"]
 
 
-def test_status_shows_who_is_there_and_what_needs_attention(terminal: Terminal) -> None:
+def test_status_shows_live_brokers_and_problems(terminal: Terminal) -> None:
     terminal.up()
     with Admin(terminal.record()["urls"]) as admin:
         admin.create_topic("t", partitions=3)
@@ -262,7 +262,7 @@ def test_a_supervisor_that_is_killed_leaves_nothing(terminal: Terminal) -> None:
     terminal.up("--brokers", "1")
 
 
-def test_down_does_not_touch_a_process_that_only_has_the_number(terminal: Terminal) -> None:
+def test_down_does_not_signal_another_process_with_a_reused_pid(terminal: Terminal) -> None:
     process = terminal.up("--brokers", "1")
     record = terminal.record()
     process.send_signal(signal.SIGTERM)

@@ -133,7 +133,7 @@ def test_producers_and_consumers_go_on_when_the_server_is_killed_and_started_aga
                 before = len(acked)
                 miniq.kill()
                 miniq.start()
-                wait_until(lambda: len(acked) > before + 20, "producing goes on")
+                wait_until(lambda: len(acked) > before + 20, "producing continues")
             finally:
                 enough.set()
                 thread.join(30)
@@ -148,7 +148,7 @@ def test_producers_and_consumers_go_on_when_the_server_is_killed_and_started_aga
                         consumer.delete(message)
                 return set(acked) <= seen.keys()
 
-            wait_until(drained, "all that was acked comes", DRAIN_WITHIN_S)
+            wait_until(drained, "every acked message is delivered", DRAIN_WITHIN_S)
             assert seen[held.message] >= 2, "a message that was delivered and not deleted is delivered again"
 
 
@@ -175,7 +175,7 @@ def ok(answer: dict[str, Any]) -> dict[str, Any] | None:
     return answer if answer["status"] == "ok" else None
 
 
-def test_what_goes_in_by_one_door_of_miniq_comes_out_of_the_other(tmp_path: Path):
+def test_miniqs_http_and_zeromq_share_their_messages(tmp_path: Path):
     with (
         BrokerProcess(tmp_path / "broker", "--secret", "strong-secret") as broker,
         ZeroMQProcess(

@@ -62,14 +62,14 @@ def test_producing_and_consuming_go_on_without_zookeeper(cluster: Cluster, topic
             load.wait_for_acked(500)
         assert led(cluster, topic) == before, "the end of the outage stops no partition either"
         gap = max(load.longest_gap_s(gone_at, partition) for load in running for partition in range(3))
-    print(f"{len(received)} received meanwhile, longest gap {gap:.2f} s")
+    print(f"{len(received)} received during the outage, longest gap {gap:.2f} s")
     assert gap < GAP_MAX_S
     check(running, everything_in(cluster.urls, topic))
 
 
 def led(cluster: Cluster, topic: str) -> dict[int, tuple[int, int]]:
     """Each partition's leader and leader epoch: no election happened while they are the same."""
-    described = wait_until(lambda: cluster.partitions(topic), "somebody tells who leads")
+    described = wait_until(lambda: cluster.partitions(topic), "a broker names the leaders")
     return {each["partition"]: (each["leader"], each["leader_epoch"]) for each in described}
 
 

@@ -21,7 +21,7 @@ from portalmq.demo_iot.processes import DemoBroker, DemoFailed, ProcessGroup, wa
 
 pytestmark = pytest.mark.cluster
 
-# The scripts as files, wherever the package is installed: users start them by path.
+# The scripts as files, at the installed package's location: users start them by path.
 FOLDER = Path(readings.__file__).parent
 
 
@@ -72,13 +72,13 @@ def test_two_controllers_share_a_topic_and_end_on_sigterm(url: str, tmp_path: Pa
         wait_for(is_all_seen, 60, "not every reading came")
         for controller in controllers:
             controller.end_well()
-        assert max(Counter(chain(*seen())).values()) == 1, "each came to one of them"
+        assert max(Counter(chain(*seen())).values()) == 1, "each reading reached one controller"
 
 
 @pytest.mark.spark
 @pytest.mark.timeout(240)
 def test_the_demo_kills_a_leader_loses_nothing_and_reports(tmp_path: Path) -> None:
-    # Long enough that half of it is still to come when the leader is killed, and there is a fail-over to be measured.
+    # Long enough that half of it remains when the leader is killed, so that a fail-over can be measured.
     command = ("-m", "portalmq.demo_iot.demo", "--count", "60", "--seconds", "12", "--report", "told")
     out = run(*command, cwd=tmp_path, within_s=220)
     last = out.splitlines()[-1]
@@ -91,7 +91,8 @@ def test_the_demo_kills_a_leader_loses_nothing_and_reports(tmp_path: Path) -> No
     report = json.loads((tmp_path / "told" / "report.json").read_text())
     assert (report["totals"]["messages"], report["totals"]["topics"]) == (720, 12)
     assert sum(group["acked"] for group in report["groups"]) == 720
-    # With what the killed leader handed out at its end, and was acked to the next one without a record of the hand-out.
+    # Including the killed leader's last deliveries, which were acked at the next one without a record of their
+    # delivery.
     assert sum(group["delivered"] for group in report["groups"]) == 720
     led = {(epoch["topic"], epoch["partition"]) for epoch in report["fail_overs"] if epoch["leader_epoch"] > 1}
     assert led, "the killed leader's partitions have no second epoch in the report"

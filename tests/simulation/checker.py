@@ -44,7 +44,7 @@ class Violation(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A log that was durable on a disk that was lost since."""
+    """A log that was durable on a disk that was lost later."""
 
     start: int
     ends: dict[int, int]  # end offset -> uid
@@ -57,7 +57,7 @@ class Checker:
         self.committed: list[Batch] = []
         self.committed_at: dict[int, int] = {0: 0}  # end offset -> uid
         self.acked: dict[int, tuple[int, int]] = {}  # base offset -> (uid, end), acks=all
-        self.authority = 0  # epochs below were overruled by an operator
+        self.authority = 0  # an operator overruled the epochs below
         self._is_settled = True
         self._leaders: dict[int, tuple[int, int]] = {}
         self._placed: dict[tuple[int, int], int] = {}
@@ -172,7 +172,7 @@ class Checker:
         if isinstance(action, Truncate) and action.to_offset < replica.high_watermark and not self.authority:
             self.fail("I8", "{} truncates to {}, below {}", shell.node.id, action.to_offset, replica.high_watermark)
         if isinstance(action, ResetLog) and action.offset > self.high_watermark and not self.authority:
-            self.fail("I14", "{} begins anew at {}, which is not committed", shell.node.id, action.offset)
+            self.fail("I14", "{} starts over at {}, which is not committed", shell.node.id, action.offset)
 
     def _check_authority(self, shell: ReplicaShell, does: str, fetch: Fetch) -> None:
         """A leader of an earlier epoch has no authority, whether it sends records or accepts them."""
@@ -182,7 +182,7 @@ class Checker:
                       fetch.leader_epoch, known)  # fmt: skip
 
     def acts(self, shell: ReplicaShell, epoch: int) -> None:
-        """A replica writes, or asks, in this epoch: it has to have it on disk, and none above."""
+        """A replica writes, or asks, in this epoch: its disk must have the epoch, and none above."""
         if shell.disk.highest_epoch < epoch:
             self.fail("I1", "{} acts in epoch {} before it remembers it", shell.node.id, epoch)
         if epoch < shell.disk.acted_epoch:
@@ -261,7 +261,7 @@ class Checker:
         self._lost.append(Copy(disk.start, {batch.end: batch.uid for batch in disk.batches}))
 
     def _check_holds(self, invariant: str, disk: Disk, upto: int, who: str) -> None:
-        """Everything committed below `upto`, unless dropped from the start by retention."""
+        """Everything committed below `upto` is there, unless retention dropped it from the start."""
         if disk.start >= upto or (not disk.start and not upto):
             return
         found = disk.ending_at(upto)
@@ -276,7 +276,7 @@ class Checker:
         if copies < needed:
             self.fail("I4", "{} is committed with {} copies, {} are needed", batch, copies, needed)
 
-    # --- what stands in ZooKeeper ------------------------------------------------------------------------------------
+    # --- the state in ZooKeeper --------------------------------------------------------------------------------------
 
     def partition_written(self, before: PartitionState, after: PartitionState, version: int) -> None:
         if after.leader_epoch < before.leader_epoch:
@@ -341,7 +341,7 @@ class Checker:
         for joiner, store_uuid in proposal.store_uuids.items():
             disk = self.world.nodes[joiner].disk
             if disk.replica_store != store_uuid or self._is_overruled(epoch):
-                continue  # lost meanwhile: it is in sync on paper, and resigns
+                continue  # lost in the meantime: it is in sync on paper, and resigns
             start = next((start for number, start in disk.epochs() if number == epoch), None)
             if start is None:
                 self.fail("I7", "{} joins without the start of epoch {}", joiner, epoch)
@@ -387,7 +387,7 @@ class Checker:
         self.acked[batch.base] = (uid, batch.end)
 
     def reads(self, node: Node, batches: list[Batch]) -> None:
-        """A consumer was given these."""
+        """A consumer received these."""
         if self._is_overruled(node.shell.replica.leader_epoch):
             return
         for batch in batches:
@@ -397,8 +397,8 @@ class Checker:
     # --- an operator's election --------------------------------------------------------------------------------------
 
     def overruled(self, epoch: int) -> None:
-        """From `epoch` on, the log of its leader at the beginning is the log; records that only others hold are given
-        up."""
+        """From `epoch` on, the log of its first leader is the committed log; records that only other replicas have are
+        given up."""
         self.authority = epoch
         self._is_settled = False
 

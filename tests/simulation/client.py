@@ -33,7 +33,8 @@ def mail_at(world: World, wall_ms: int) -> Mail:
 
 
 class Producer:
-    """One batch at a time. An idempotent one repeats a batch until it knows, or takes a new epoch and begins at 0."""
+    """Sends one batch at a time. An idempotent one repeats a batch until it knows the outcome, or takes a new epoch and
+    begins at 0."""
 
     def __init__(self, world: World, producer_id: int | None, epoch: int = 0, sequence: int = 0) -> None:
         self.world = world
@@ -77,7 +78,7 @@ class Producer:
             self.world.after(20, self._answered, attempt, -1, PortalMQError("refused"), False)
 
         if attempt != self._attempt and stamp is not None:
-            return  # the batch it was sent for is not at hand any more; duplicates in time are enough
+            return  # the batch it was sent for is done; duplicates in time are enough
         submission = Submission(self.world.next_uid(), self._count, stamp, self.acks, answer)
         if self.world.options.groups is not None:
             submission.mail = tuple(mail_at(self.world, self.world.nodes[target].wall_ms) for _ in range(self._count))

@@ -64,7 +64,7 @@ class Disk:
     flipped: set[int] = field(default_factory=set)  # uids of batches that no longer fit their CRC
     full: bool = False
     slow_ms: int = 0
-    forgot_upto: int = 0  # the end of what it had fsynced, and does not hold any more
+    forgot_upto: int = 0  # the end of its lost fsynced records
     acted_epoch: int = 0  # the checker's: the highest epoch that a replica on this disk fetched or wrote in
 
     @property
@@ -132,7 +132,7 @@ class Disk:
         self.start = offset
 
     def empty(self) -> None:
-        """Damaged, and moved out of the way: a new replica begins on this disk. The epochs seen stay seen."""
+        """The disk was damaged and set aside: a new replica begins on this disk. The highest epoch seen remains."""
         self.generation += 1
         self.forgot_upto = 0
         self.reset(0, [])

@@ -1,5 +1,5 @@
-"""The faults, and when they stop. They stay within what the brokers promise to survive: the last clean copy of the log
-among the in-sync replicas is not destroyed (except in a disaster, which an operator has to resolve)."""
+"""The faults, and when they stop. They stay within the guarantees of the brokers: the last clean copy of the log among
+the in-sync replicas is not destroyed (except in a disaster, which an operator has to resolve)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Faults:
         self.names = list(world.options.faults)
         self.weights = list(world.options.faults.values())
         self.stopped = False
-        self._lies = Random(f"lies of {world.options.seed}")  # its own chance: other seeds stay what they are
+        self._lies = Random(f"lies of {world.options.seed}")  # randomness of its own: other seeds remain the same
         self._next()
 
     def _next(self) -> None:
@@ -124,7 +124,7 @@ class Faults:
 
     def mistake(self) -> None:
         """The leader is cut off from the brokers by something that refuses connections, as if it had ended: another is
-        elected at once, while clients still reach the one that was there."""
+        elected at once, while clients still reach the old one."""
         node, duration = self._leader(), self._a_while()
         self.world.mistaken_until[node.id] = self.world.now + duration
         for other in self.world.ids:

@@ -71,7 +71,7 @@ class Fetches:
         if not replica.leading or replica.leader_epoch != waiting.fetch.leader_epoch:
             self._send_reply(waiting.fetch, Rejected(replica.highest_epoch), [])
             return
-        if waiting.offset < self.disk.start:  # dropped meanwhile
+        if waiting.offset < self.disk.start:  # dropped in the meantime
             self.shell.fetch(waiting.fetch)  # no news of the follower
             return
         first = self.disk.index_from(waiting.offset)

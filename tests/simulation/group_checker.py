@@ -44,7 +44,7 @@ class GroupChecker:
         self._told: dict[tuple[str, int], str] = {}
         self._attempts: defaultdict[tuple[str, str], set[Receipt]] = defaultdict(set)
         self._refused: set[tuple[str, Receipt]] = set()
-        self._answered: defaultdict[str, dict[int, int]] = defaultdict(dict)  # group -> offset -> its ack was answered
+        self._answered: defaultdict[str, dict[int, int]] = defaultdict(dict)  # group -> offset -> time of the answer
 
     def dropped_below(self) -> int:
         """A committed record purges everything below; dead messages there are forgotten."""
@@ -106,7 +106,7 @@ class GroupChecker:
                     live.pop(offset, None)
 
     def forgets(self, host: GroupHost) -> None:
-        """A transaction was refused, or a log cut: grants that were in it are gone, within their epoch too."""
+        """A transaction was refused, or a log cut: its grants are gone, within their epoch too."""
         for (_, epoch), live in self._live.items():
             if epoch == host.epoch:
                 live.clear()
@@ -160,8 +160,8 @@ class GroupChecker:
                 self.world.count("redelivery")
 
     def _check_key(self, host: GroupHost, model: QueueModel, offset: int, live: dict[int, Held]) -> None:
-        """One of a key at a time, and the earlier ones are done; a delayed one is in the order once it was handed
-        out, or held."""
+        """One message of a key is out at a time, and the earlier ones are done; a delayed one takes its place in the
+        order when it is first delivered, or held."""
         letter = self.letters[offset]
         is_delayed = model.spot(offset, letter)[0] >= DELAYED
         for other, its in self.letters.items():
@@ -172,7 +172,7 @@ class GroupChecker:
                     "I12", "{}: message {} is handed out while {} of its key is", model.config.name, offset, other
                 )
             if host.epoch < self.world.checker.committed_epoch:
-                continue  # it knows nothing of what was committed since
+                continue  # it does not know the records committed in the meantime
             if other > offset or model.is_done(other) or its.mail.has_expired(host.node.wall_ms):
                 continue
             waits_for = model.state.get(other) == "out" or not (is_delayed or model.spot(other, its)[0] >= DELAYED)
@@ -205,7 +205,7 @@ class GroupChecker:
                 live[offset] = (deadline_ms, live[offset][1])
 
     def accepted(self, host: GroupHost, group: str, receipts: list[Receipt], verdicts: list[bool]) -> None:
-        """A leader is about to use these receipts, or refuses them."""
+        """A leader is about to accept or refuse these receipts."""
         live = self._live[group, host.epoch]
         knows_all = host.epoch >= self.world.checker.committed_epoch
         for receipt, good in zip(receipts, verdicts, strict=True):
@@ -226,7 +226,7 @@ class GroupChecker:
     # --- answers to clients -----------------------------------------------------------------------------------------
 
     def settled(self, group: str, receipts: list[Receipt], verdicts: list[bool], *, by_commit: bool = False) -> None:
-        """A client's acks succeed. An ack of a message that expired since is fine, a commit is not."""
+        """A client's acks succeed. An ack of a message that has expired is fine, a commit is not."""
         model = self.queues[group]
         good_states = ("acked",) if by_commit else ("acked", "expired", "dropped")
         for receipt, good in zip(receipts, verdicts, strict=True):

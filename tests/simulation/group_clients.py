@@ -20,11 +20,11 @@ KEPT_RECEIPTS_MAX = 50
 
 
 class NoAnswer(PortalMQError):
-    """The client waited in vain."""
+    """The client got no answer in time."""
 
 
 class Caller:
-    """One call at a time goes to one broker; exactly one answer comes of it, if only NoAnswer."""
+    """One call at a time is sent to one broker; it gets exactly one answer, or NoAnswer."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -80,7 +80,7 @@ class QueueConsumer(Caller):
         self.world.after(self.world.random.randint(1, 60), self._receive)
 
     def _receive(self) -> None:
-        """Sometimes under an attempt id, and then twice when no answer came."""
+        """Receive, sometimes under an attempt id, and then twice when no answer arrived."""
         random = self.world.random
         attempt = None
         if self.world.chance(self.options.attempts):
@@ -157,7 +157,7 @@ class QueueConsumer(Caller):
 
 
 class Operator(Caller):
-    """Redrives and drops dead letters, takes scheduled messages back, seeks; and lets zombies use their receipts."""
+    """Redrives and drops dead letters, cancels scheduled messages, seeks; and uses old receipts as a zombie."""
 
     def __init__(self, world: World) -> None:
         super().__init__(world)

@@ -38,7 +38,7 @@ class Lanes:
     """The messages of a log by lane, as storage finds them: (due_ms, offset), sorted."""
 
     def __init__(self) -> None:
-        self.mail: dict[int, tuple[Mail, int, int]] = {}  # offset -> what, appended at, uid of its batch
+        self.mail: dict[int, tuple[Mail, int, int]] = {}  # offset -> (message, time of append, uid of its batch)
         self.places: dict[int, list[tuple[int, int]]] = {}
 
     def add(self, batch: Batch) -> None:
@@ -133,7 +133,7 @@ class GroupHost:
                 self.groups.apply(batch.control.group, record, batch.base, batch.head.leader_epoch)
 
     def readable_by_ms(self) -> int:
-        """All messages that are due by then are readable: one that is not is due after the time of its batch."""
+        """The time by which all due messages are readable: an unreadable message is due after the time of its batch."""
         while self._unreadable and self._unreadable[0][0] <= self.high_watermark:
             self._unreadable.popleft()
         return self._unreadable[0][1] if self._unreadable else NEVER_MS
@@ -161,7 +161,7 @@ class GroupHost:
             with suppress(Unavailable):
                 self.append("", Purge(upto))
 
-    # --- what a leader is asked --------------------------------------------------------------------------------------
+    # --- requests to a leader ----------------------------------------------------------------------------------------
 
     @property
     def high_watermark(self) -> int:
@@ -236,7 +236,7 @@ class GroupHost:
         return submission.base
 
     def wait_appended(self, then: Callable[[PortalMQError | None], None]) -> None:
-        """When all that is appended by now is committed."""
+        """Call `then` when everything appended by now is committed."""
         settled = self._when_settled(then)
         assert settled is not None
         self.shell.wait_for(self.shell.replica.next_offset, settled)
@@ -257,7 +257,7 @@ class GroupHost:
     def _when_settled(
         self, then: Callable[[PortalMQError | None], None] | None
     ) -> Callable[[PortalMQError | None], None] | None:
-        """Answer when no leader before this one delivers any more."""
+        """Answer when no earlier leader can deliver any more."""
 
         def answer(error: PortalMQError | None) -> None:
             assert then is not None

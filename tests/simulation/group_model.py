@@ -77,7 +77,7 @@ class QueueModel:
         self.refused_calls: set[str] = set()
         self.call_of: dict[int, str] = {}  # message -> the call that committed it, "" for one without outputs
         self.redriven: set[int] = set()
-        self.finals: set[int] = set()  # acked or expired for good by the record that was taken last
+        self.finals: set[int] = set()  # acked or expired for good by the last record
         self._fresh: dict[int, list[tuple[int, int]]] = {}
         self._cursors: dict[int, tuple[int, int]] = {}
 
@@ -195,15 +195,15 @@ class QueueModel:
             self._move(lane, (due_ms, offset), wall_ms)
 
     def _check_due(self, offset: int, wall_ms: int) -> None:
-        """None comes before its time, as the clock of the leader had it that handed it out first. Where clocks were
-        turned back the log's time counts, which never falls."""
+        """No message is delivered before its time by the clock of the leader that delivered it first. Where clocks were
+        set back, the log's time, which never decreases, counts."""
         letter = self.letters[offset]
         due_ms = letter.mail.deliver_at_ms
         if due_ms is not None and due_ms > max(wall_ms, letter.appended_at_ms):
             self.fail("I12", "{}: message {} comes {} ms early", self.config.name, offset, due_ms - wall_ms)
 
     def _move(self, lane: int, cursor: tuple[int, int], wall_ms: int) -> None:
-        """All that the cursor passes is accounted for."""
+        """Every message that the cursor passes is accounted for."""
         self._cursors[lane] = max(cursor, self._cursors.get(lane, (0, 0)))
         fresh = self._fresh.get(lane, [])
         passed = bisect_left(fresh, cursor)

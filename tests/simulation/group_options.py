@@ -25,7 +25,7 @@ class GroupOptions:
     queues: tuple[QueueGroup, ...]
     consumers: int
     members: int
-    streams: int  # partitions, as it were, of the stream group
+    streams: int  # partitions of the stream group
     delayed: float
     priorities: float
     expiring: float
@@ -39,7 +39,7 @@ class GroupOptions:
     late: float  # receipts that are used again long after
     attempts: float
     skewed: bool  # clocks that are an hour apart from the beginning
-    takeover: float  # how often a broker takes a living coordinator for dead
+    takeover: float  # how often a broker declares a live coordinator dead
 
 
 def has_groups(seed: int) -> bool:

@@ -21,12 +21,12 @@ from simulation.mutants import MUTANTS
 from simulation.run import failure_of
 
 SEEDS_MAX = 2_000
-assert delivery_mutants.mutant  # imported for what it plants
+assert delivery_mutants.mutant  # imported for its side effect: it registers its mutants
 
 
 @contextmanager
 def planted(name: str) -> Iterator[None]:
-    """With the bug in the core, the controller or the simulated broker."""
+    """Plant the bug in the core, the controller or the simulated broker for the block."""
     with ExitStack() as stack:
         for owner, target, replacement in MUTANTS[name].patches:
             stack.enter_context(patch.object(owner, target, replacement))
@@ -34,12 +34,13 @@ def planted(name: str) -> Iterator[None]:
 
 
 def seeds_for(name: str) -> Iterable[int]:
-    """SEEDS_MAX runs; a bug of delivery is looked for in those that have groups."""
+    """SEEDS_MAX runs; a bug of delivery is hunted in those that have groups."""
     return range(EVERY - 1, EVERY * SEEDS_MAX, EVERY) if MUTANTS[name].has_groups else range(SEEDS_MAX)
 
 
 def killer_of(name: str, first: Iterable[int] = ()) -> tuple[int, str] | None:
-    """A seed whose run breaks with this bug, and how; `first` are tried before all others. None if all hold."""
+    """Return a seed whose run breaks with this bug, and its failure; `first` are tried before all others. None if all
+    hold."""
     with planted(name):
         for seed in chain(first, seeds_for(name)):
             failure, _ = failure_of(seed)

@@ -61,7 +61,7 @@ class Membership:
     # --- the session -------------------------------------------------------------------------------------------------
 
     def beat(self) -> None:
-        """A heartbeat. A session that is over is learned of here, and replaced."""
+        """Send a heartbeat. It detects an ended session, and replaces it."""
         if self.session is None:
             self.session = self.zookeeper.connect(self.node)
             if self.session is not None:
@@ -304,7 +304,7 @@ class Membership:
         missing = self.world.options.replication_factor - len(held.replicas)
         added = [id for id in sorted(live) if id not in held.replicas][: max(0, missing)]
         log_ends = None
-        # In a run in which no disk lies, elections must do without what their logs tell.
+        # In a run in which no disk loses synced records, elections must work without the log ends.
         if self.world.has_lied and controller.is_cold(held, live):
             log_ends = self._log_ends(held, live)
             if log_ends is None:
@@ -333,8 +333,8 @@ class Membership:
         self.zookeeper.write(session, request, done, f"election {_short(wanted)}", of_partition=True)
 
     def _log_ends(self, held: PartitionState, live: Mapping[int, BrokerState]) -> dict[int, controller.LogEnd] | None:
-        """Return the log ends of the reachable ISR members; None while others are waited for. Members whose disk lost
-        synced records are beyond what is promised."""
+        """Return the log ends of the reachable ISR members; None while the call waits for others. The guarantees
+        exclude members whose disk lost synced records."""
         world, log_ends = self.world, dict[int, controller.LogEnd]()
         for member in held.isr:
             node = world.nodes[member]
@@ -362,7 +362,7 @@ class Membership:
         if found.controller_epoch != epoch:
             raise Conflict
 
-    # --- watching over each other ------------------------------------------------------------------------------------
+    # --- watching each other -----------------------------------------------------------------------------------------
 
     def judged_dead(self, broker_id: int) -> bool:
         return broker_id in self.refused or self.unanswered.get(broker_id, 0) >= UNANSWERED_MAX
@@ -383,14 +383,14 @@ class Membership:
                 self._depose(tree.controller)
 
     def suspect(self, broker_id: int) -> None:
-        """Someone saw this broker refuse connections, or not answer."""
+        """Another broker saw this broker refuse connections, or not answer."""
         if self.controller_epoch is not None:
             self._probe(broker_id)
             if self.judged_dead(broker_id):
                 self._decide()
 
     def mistake(self, broker_id: int) -> None:
-        """Something on the way refuses connections in that broker's place."""
+        """A component on the way refuses connections in that broker's place."""
         if self.controller_epoch is not None:
             self.refused.add(broker_id)
             self._decide()

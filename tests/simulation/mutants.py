@@ -130,7 +130,7 @@ def _(original: Any, self: Any, action: core.Action) -> None:
     (LeadingReplica, "_advance_high_watermark"),
 )
 def _(original: Any, self: Any, event: Any, *now: int) -> Any:
-    """Without either of the two the other still holds: what was acknowledged in an older epoch ends below the start."""
+    """Without one of the two the other still holds: acknowledgements of an older epoch end below the start."""
     if not isinstance(event, core.FetchReceived):
         start, self._leading.epoch_start = self._leading.epoch_start, -1
         actions = original(self, event)

@@ -76,7 +76,7 @@ class Network:
                 release()
 
     def heal(self, *, wholly: bool) -> None:
-        """Open all links; `wholly`: and lose, repeat and delay nothing any more."""
+        """Open all links; with `wholly` also stop losing, repeating and delaying messages."""
         self._cuts.clear()
         for source, target in list(self._clogs):
             self._clogs[source, target] = 1

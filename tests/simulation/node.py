@@ -102,13 +102,13 @@ class Node:
 
     @property
     def now_ms(self) -> int:
-        """The clock of leases: Unix time as it was when this process began, and no jump since."""
+        """The clock of leases: Unix time at the start of this process, without later jumps."""
         return BEGAN_MS + self.world.now + self.anchor_ms
 
-    # --- what reaches it ---------------------------------------------------------------------------------------------
+    # --- events ------------------------------------------------------------------------------------------------------
 
     def hear(self, life: int, act: Callable[..., None], *content: Any) -> None:
-        """For one life of this process: kept while it is paused, lost when that life is over."""
+        """Deliver to one life of this process: kept while it is paused, lost when that life is over."""
         if life != self.life or not self.alive:
             return
         if self.paused:
@@ -117,7 +117,7 @@ class Node:
             act(*content)
 
     def call(self, refused: Callable[[], None], name: str, *content: Any) -> None:
-        """A request from outside to whatever life there is."""
+        """Deliver a request from outside to the current life."""
         if not self.alive:
             refused()
         elif self.paused:
@@ -135,7 +135,7 @@ class Node:
 
         self.soon(self.world.random.randint(1, period_ms), again)
 
-    # --- what membership tells ---------------------------------------------------------------------------------------
+    # --- events of membership ----------------------------------------------------------------------------------------
 
     def on_state(self, state: PartitionStateChanged) -> None:
         self._tell(state)
@@ -159,14 +159,14 @@ class Node:
     # --- damage ------------------------------------------------------------------------------------------------------
 
     def damaged_at_rest(self) -> None:
-        """Batches do not fit their CRC: this replica is worth nothing, a new one begins in its place."""
+        """Batches do not match their CRC: this replica is discarded, and a new one begins in its place."""
         self.world.checker.disk_lost(self.disk)
         self.disk.empty()
-        self.world.note(self.id, "finds its replica damaged and begins anew as {}", self.store)
+        self.world.note(self.id, "finds its replica damaged and starts over as {}", self.store)
 
     def reopen(self, high_watermark: int) -> None:
         """Create another replica object over the same disk, within this life, with the known state. It may continue to
-        lead in its epoch, so it continues the lease numbers; a broker creates no new one before it leads on."""
+        lead in its epoch, so it continues the lease numbers; a real broker keeps its replica object."""
         before, self.shell = self.shell, ReplicaShell(self, high_watermark)
         if before is not None and before.host is not None and self.shell.host is not None:
             self.shell.host.groups.go_on_after(before.host.groups)

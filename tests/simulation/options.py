@@ -8,7 +8,7 @@ from random import Random
 
 from simulation.group_options import EVENTS_FACTOR, GroupOptions, draw_groups
 
-# What may happen, and how often relative to the rest. A seed silences some of it, so that others come into their own.
+# The faults and their relative frequency. A seed turns some of them off, so that others dominate.
 FAULTS = {
     "crash": 6.0,
     "kill_leader": 4.0,
@@ -38,7 +38,7 @@ FAULTS = {
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """`after` is how the run ends: all comes back, one broker stays dead, or the faults of the network stay."""
+    """`after` is the end of the run: all recovers, one broker stays dead, or the faults of the network continue."""
 
     seed: int
     events: int

@@ -34,7 +34,7 @@ class Destination:
         self._ids: set[Id] = set()
 
     def append(self, sender: Node, id: Id, topic: str, content: str) -> None:
-        """Take an output, unless that is here, and say so to its sender."""
+        """Accept an output once, and confirm it to its sender."""
         if id not in self._ids:
             self._ids.add(id)
             self.log.append((topic, content))
@@ -58,7 +58,7 @@ class Outbox:
         self._sent_ms.clear()
 
     def needed(self) -> list[int]:
-        """Offsets that the log must keep for it."""
+        """The offsets that the log must keep for it."""
         needed = list(self.host.groups.outbox)
         for offset in self.host.groups.outbox:
             record = self.host.record_at(offset)
@@ -71,7 +71,7 @@ class Outbox:
             self.host.shell.soon(0, self.host.tick)
 
     def work(self) -> None:
-        """Send committed output without an answer, now and then again."""
+        """Send committed output that has no answer, and repeat it now and then."""
         for offset, group in list(self.host.groups.outbox.items()):
             if not self.is_committed(offset):
                 continue

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from simulation.group_host import Answer, GroupHost
 
 GIVEN_UP_MAX = 3
-# A book is built of so many messages at a time, and anything may happen between.
+# A book is built of so many messages at a time, with other events between.
 KEYS_PER_STEP = 2
 
 
@@ -53,7 +53,7 @@ class Receipt(NamedTuple):
 
 
 class Shelf:
-    """The readable messages of a log, as the core's choice wants to see them."""
+    """The readable messages of a log, in the form that the core's selection reads."""
 
     def __init__(self, host: GroupHost, *, by_key: bool) -> None:
         self._host = host
@@ -82,7 +82,7 @@ class Shelf:
         yield from self._runs([offset for offset in range(start, end) if offset in self._lanes.mail])
 
     def _runs(self, offsets: list[int]) -> Iterator[Run]:
-        """Neighbours that are alike in one run, as long as it pleases."""
+        """Join adjacent equal messages into runs."""
         start = 0
         for end in range(1, len(offsets) + 1):
             first, last = offsets[start], offsets[end - 1]
@@ -128,7 +128,7 @@ class QueueGroups:
             return
         now_ms = self.node.now_ms
         if not self.host.shell.replica.may_deliver(self.world.now):
-            raise Unavailable("nobody vouches for this leader")
+            raise Unavailable("this leader may not deliver")
         if attempt is not None and (spans := delivery.replay(attempt, now_ms)) is not None:
             again = [
                 Receipt(offset, span.deliveries, span.leader_epoch, span.lease)
@@ -199,7 +199,7 @@ class QueueGroups:
     # --- settle ------------------------------------------------------------------------------------------------------
 
     def _weigh(self, group: str, receipts: list[Receipt]) -> tuple[list[bool], list[int]]:
-        """Which count, and the messages of those that may be unfinished."""
+        """Return which receipts count, and the messages of those that may be unfinished."""
         delivery = self._delivery(group)
         verdicts: list[bool] = []
         unfinished: list[int] = []
@@ -227,7 +227,7 @@ class QueueGroups:
         verdicts, unfinished = self._weigh(group, receipts)
         ranges, ahead = self._finished(group, unfinished)
         done = self._when_committed(back, verdicts)
-        if not all(verdicts):  # what is refused is to stay so
+        if not all(verdicts):  # a refusal is final
             then, done = done, lambda error: back(error) if error else self.host.wait_appended(then)
         if ranges or ahead:
             self.host.append(group, Ack(ranges, self.node.now_ms, ahead), done)
@@ -247,7 +247,7 @@ class QueueGroups:
         return verdicts
 
     def nack(self, group: str, receipts: list[Receipt], delay_ms: int, back: Answer) -> None:
-        """Back with them; those that were delivered often enough are given up at once."""
+        """Return them to the queue; those with enough deliveries are dead-lettered at once."""
         verdicts = self._held(group, receipts)
         delivery, now_ms = self._delivery(group), self.node.now_ms
         held = {receipt.offset for receipt, holds in zip(receipts, verdicts, strict=True) if holds}
@@ -274,7 +274,7 @@ class QueueGroups:
         back(verdicts)
 
     def commit(self, group: str, receipts: list[Receipt], call: str, outputs: int, back: Answer) -> None:
-        """Input done and output ordered, or neither. `call` names the outputs."""
+        """Finish the input and order the output, or neither. `call` names the outputs."""
         delivery = self._delivery(group)
         commit_id = blake2b(repr((group, sorted(receipts))).encode(), digest_size=16).digest()
         if commit_id in delivery.commits:
@@ -291,7 +291,7 @@ class QueueGroups:
         record = Commit(commit_id, self.node.now_ms, ordered, ranges, ahead)
         offset = self.host.append(group, record, lambda error: back(error or offset))
 
-    # --- what is given up --------------------------------------------------------------------------------------------
+    # --- dead letters ------------------------------------------------------------------------------------------------
 
     def _give_up(
         self,
@@ -323,7 +323,7 @@ class QueueGroups:
         return [found[number] for number in range(len(found)) if self.world.chance(0.5)]
 
     def cancel(self, back: Answer) -> None:
-        """Take a scheduled message back, for all groups."""
+        """Cancel a scheduled message, for all groups."""
         wall_ms = self.node.wall_ms
         scheduled = [
             offset
@@ -337,7 +337,7 @@ class QueueGroups:
         self.host.append("", Cancel(((offset, offset + 1),)), self._when_committed(back, offset))
 
     def sweep(self) -> None:
-        """Give up messages without deliveries left, and pass over expired ones."""
+        """Dead-letter messages without deliveries left, and pass over expired ones."""
         for group, delivery in self.host.groups.delivery.items():
             config = self.world.queue_groups[group]
             overdue = delivery.overdue(self.node.now_ms, config.max_deliveries, GIVEN_UP_MAX)
@@ -348,7 +348,7 @@ class QueueGroups:
                 self._grant(group, choice, self.node.now_ms)
 
     def first_unpassed(self) -> list[int]:
-        """Of each group, the first message that its cursors have not reached."""
+        """For each group, the first message that its cursors have not reached."""
         found = []
         for delivery in self.host.groups.delivery.values():
             fresh = (offset for offset in self.host.lanes.mail if not delivery.has_passed(self._spot(offset)))

@@ -251,7 +251,7 @@ class ReplicaShell:
         self._write()
 
     def _refused(self) -> None:
-        """No room: nothing of the transaction, nor of what was allotted after it, is in the log."""
+        """The disk is full: neither the transaction nor offsets allotted after it are in the log."""
         self.world.count("disk refused")
         self.world.note(self.node.id, "has no room on its disk")
         dropped = [submission for _, submission in self._writing + self._queue]
@@ -264,7 +264,8 @@ class ReplicaShell:
             self._actions = deque(a for a in self._actions if not isinstance(a, Append | Replicate))
             self._to_replicate.clear()
             self._tail = self.disk.batches[-1].uid if self.disk.batches else (-1 if self.disk.start else 0)
-            # Before whatever waits: what would be stepped first would be allotted after what is not there.
+            # Ahead of other waiting events: one stepped first would be allotted an offset after records that are not
+            # there.
             waiting = [(event, batches) for event, batches in self._events if not isinstance(event, Appended)]
             self._events = deque([(Truncated(self.disk.end, self.disk.producers()), []), *waiting])
             self._pump()
@@ -278,7 +279,7 @@ class ReplicaShell:
         self._fail_waiters(full)
 
     def _begin_reshape(self, change: Callable[[], None], tell: Callable[[], None]) -> None:
-        assert not self._queue, "a log is cut only when all that was asked for is on disk"
+        assert not self._queue, "a log is cut only when all appends are on disk"
         assert not self._writing
         self._reshape = change
         self.soon(self._fsync_ms(), self._reshaped, tell)
@@ -364,7 +365,7 @@ class ReplicaShell:
             self.host.committed(high_watermark)
 
     def _on_step_down(self, leader: int | None) -> None:
-        """Return batches, including those being written: other ones may take their place later."""
+        """Return batches, including those being written: others may take their offsets later."""
         unknown = NotLeader("moved", leader=leader, outcome="unknown")
         on_their_way = [submission for _, submission in self._writing + self._queue if submission is not None]
         for submission in [*self._uncommitted, *on_their_way, *self._duplicates]:
@@ -403,7 +404,7 @@ class ReplicaShell:
             then(error)
 
     def fetch(self, fetch: Fetch, sent_after_ms: int = NEVER_MS) -> None:
-        """A follower asks, `sent_after_ms` after this broker has answered it last."""
+        """A follower fetches, `sent_after_ms` after this broker's last answer to it."""
         self.tell(FetchReceived(fetch, fetch, sent_after_ms))
 
     def replied(self, answer: FetchReplied, batches: list[Batch], answered_ms: int) -> None:

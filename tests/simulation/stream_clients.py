@@ -40,7 +40,7 @@ class Member(Caller):
         self.generation = -1
         self.reading: dict[str, Reading] = {}
         self.silent_until = 0
-        # Drawn apart: other decisions of the seed stay what they are.
+        # A generator of its own: other decisions of the seed remain the same.
         self.recut = Random(f"{member_id} of {world.options.seed}")
         self._coordinator = world.random.choice(world.ids)
         self._turn = 0
@@ -61,7 +61,7 @@ class Member(Caller):
             self._ask("join", (self.member_id, self.timeout_ms), turn)
 
     def _heartbeat(self, turn: int) -> None:
-        """Now and then one goes silent, longer than its session lasts perhaps, or leaves and comes back."""
+        """Send a heartbeat. Some members go silent, perhaps for longer than their session, or leave and return."""
         world = self.world
         if turn != self._turn:
             return
@@ -100,7 +100,7 @@ class Member(Caller):
 
     def _assigned(self, answer: AnswerMember) -> None:
         if answer.generation < self.generation:
-            return  # an answer that was overtaken
+            return  # a newer answer has arrived
         self.generation = answer.generation
         before, self.reading = self.reading, {}
         for assigned in answer.assignment:
@@ -126,7 +126,7 @@ class Member(Caller):
                     self.world.after(self.world.random.randint(10, 200), self._read, reading)
                 elif result[0]:
                     self._commit(reading, result)
-                else:  # records of groups: a commit of them would never come to an end
+                else:  # a batch of group records: a commit of each would never end
                     reading.position = result[1]
                     self.world.after(self.world.random.randint(1, 100), self._read, reading)
 
@@ -150,9 +150,9 @@ class Member(Caller):
                 if with_outputs:
                     self.world.checker.groups.stream_refused(reading.name, transform[-2])
                 if self._is_its(reading) and "committed" in result.extra:
-                    self._read_from(reading, result.extra["committed"])  # a try of its own, or of its name, was here
+                    self._read_from(reading, result.extra["committed"])  # another commit of this name was applied
                 elif self._is_its(reading):
-                    del self.reading[reading.name]  # until a heartbeat says better
+                    del self.reading[reading.name]  # until a heartbeat assigns it again
             elif isinstance(result, PortalMQError):
                 if self._is_its(reading) and self.recut.random() < 0.5:
                     self.world.count("cut again")
@@ -164,7 +164,7 @@ class Member(Caller):
                 self._read_from(reading, offset)
 
         if not self._is_its(reading) and not self.world.chance(0.2):
-            return  # else: it is late to let go
+            return  # otherwise it lets go late
         if with_outputs:
             self.call(self.leader(), "stream.transform", transform, answered)
         else:

@@ -31,7 +31,7 @@ class StreamGroups:
     def _stream(self, name: str) -> StreamOffsets:
         stream = self.host.groups.streams.get(name)
         if stream is None:
-            raise IllegalGeneration("nobody has claimed it")
+            raise IllegalGeneration("no member has claimed it")
         return stream
 
     def claim(self, name: str, member: str, generation: int, back: Answer) -> None:
@@ -84,7 +84,7 @@ class StreamGroups:
         self.host.wait_appended(lambda error: back(error or offset))
 
     def seek(self, name: str, generation: int, offset: int, back: Answer) -> None:
-        """To there, as far as the log goes; older generations are fenced."""
+        """Move the offset there, at most to the end of the log; older generations are fenced."""
         self._stream(name).check_claim(generation)
         offset = max(self.host.shell.disk.start, min(offset, self.host.high_watermark))
         self.host.append(name, Seek(offset, generation, self.node.now_ms))

@@ -14,8 +14,8 @@ from portalmq.errors import PortalMQError
 
 @dataclass(slots=True, eq=False)
 class Submission:
-    """A produce request that arrived here. Each arrival is one, with a uid of its own. `fold`: a STATE record,
-    which lets the log begin at `log_start`; `control`: a group's. `then` is called here, where `answer` travels."""
+    """A produce request that arrived at this broker. Each arrival has a uid of its own. `fold`: a STATE record, which
+    lets the log begin at `log_start`; `control`: a group's. `then` is called at this broker, `answer` at the client."""
 
     uid: int
     count: int

@@ -77,7 +77,7 @@ class Run:
             answer = self.fixture.broker.produce(
                 TOPIC, ProduceRequest(records(*values), partition=partition, producer=stamp)
             )
-            assert results in (None, answer), "a repeat is answered with the first place"
+            assert results in (None, answer), "a repeat is answered with the first offsets"
             results = answer
         self.sequence[partition] += count
         self.sent[partition] += values
@@ -86,7 +86,7 @@ class Run:
         request = wire.ReceiveRequest([TOPIC], max_messages=self.random.randint(1, 12), visibility_timeout_ms=LEASE_MS)
         for message in self.fixture.broker.receive("g", request, None):
             value = message.record.value.decode()
-            assert value not in self.acked, "what was acked never comes again"
+            assert value not in self.acked, "an acked message is never delivered again"
             assert value not in self.purged
             assert self.leased_until.get(value, 0) <= self.clock.lease_ms, "one live lease at a time"
             self.held[value] = message.receipt
@@ -153,7 +153,7 @@ class Run:
             yield
 
     def finish(self) -> None:
-        """Everything that was sent is there, and everything that was not acked is still delivered."""
+        """Everything that was sent is stored, and everything that was not acked is still delivered."""
         there = [[] for _ in range(PARTITIONS)]
         for stored in self.fixture.broker.read_all(TOPIC, None):
             there[stored.partition].append(stored.record.value.decode())

@@ -31,7 +31,7 @@ def test_a_planted_bug_is_found(name: str) -> None:
     assert killer_of(name, range(seed, seed + WINDOW * step, step)) is not None
 
 
-def test_a_seed_is_a_run() -> None:
+def test_the_same_seed_gives_the_same_run() -> None:
     traces = []
     for _ in range(2):
         world = World(7, tracing=True)
@@ -41,22 +41,22 @@ def test_a_seed_is_a_run() -> None:
     assert len(traces[0]) > 100
 
 
-def test_no_replica_is_lost_for_good_while_an_election_is_on_its_way() -> None:
-    """With min_insync_replicas 1 the election may leave the ISR to that one alone, and no broker could lead."""
+def test_no_replica_is_lost_for_good_during_an_election() -> None:
+    """With min_insync_replicas 1 the election may leave that replica alone in the ISR, and no broker could lead."""
     world = World(7)
     while (session := world.nodes[1].membership.session) is None or not world.is_quiet():
         world.step()
     world.zookeeper.write(session, lambda tree: tree, lambda answer: None, "election", of_partition=True)
     assert not world.is_quiet()
     world.nodes[1].crash()
-    assert not world.is_quiet(), "what was sent is carried out, whatever becomes of who sent it"
+    assert not world.is_quiet(), "a sent request is carried out, even if its sender ends"
     while world.now <= session.executed_ms:
         world.step()
     assert world.is_quiet()
 
 
-def test_the_simulation_goes_where_it_hurts() -> None:
-    """Counted over some seeds: a fault that is drawn and does nothing would prove nothing."""
+def test_the_simulation_reaches_the_rare_states() -> None:
+    """Counted over some seeds: a fault that is drawn without effect would prove nothing."""
     reached = sum((failure_of(seed)[1] for seed in range(100)), start=World(0).reached)
     rare = [
         what

@@ -30,7 +30,7 @@ TRACE_LINES_KEPT = 100_000
 
 
 class World:
-    """`tracing` keeps a line of text for each thing that happens; without it nothing is formatted."""
+    """`tracing` keeps a line of text for each event; without it nothing is formatted."""
 
     def __init__(self, seed: int, events: int = EVENTS, *, tracing: bool = False) -> None:
         self.random = Random(seed)
@@ -44,12 +44,12 @@ class World:
         self.slowness = 0.05
         self.fetch_batches_max = self.options.fetch_batches_max
         self.acked_before = 0
-        self.mistaken_until: dict[int, int] = {}  # brokers in whose place something refuses their peers' connections
+        self.mistaken_until: dict[int, int] = {}  # brokers whose peers' connections another component refuses
         self.dying = False
         self.left_dead: Node | None = None
         self.has_lied = False
         self.healed = False
-        self.healed_at = 0  # the high watermark then
+        self.healed_at = 0  # the high watermark at that time
         self._heap: list[tuple[int, float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._pushed = 0
         self._uids = 0
@@ -106,7 +106,7 @@ class World:
         brokers = {id: (BrokerState("", incarnations[id], stores[id]), 0) for id in early}
         return Tree(partition, 0, brokers)
 
-    # --- what everything is made of ----------------------------------------------------------------------------------
+    # --- the basics --------------------------------------------------------------------------------------------------
 
     def after(self, delay_ms: int, act: Callable[..., None], *content: Any) -> None:
         self._pushed += 1
@@ -143,7 +143,7 @@ class World:
         assert self.options.groups is not None
         return self.options.groups
 
-    # --- what several need -------------------------------------------------------------------------------------------
+    # --- shared by several -------------------------------------------------------------------------------------------
 
     def may_lose(self, node: Node) -> bool:
         """Return whether a clean in-sync replica is left.
@@ -166,7 +166,7 @@ class World:
         return disk.replica_store == held.store_uuids.get(member) and not disk.is_forgetful
 
     def replace_disk(self, node: Node) -> None:
-        """A new, empty disk. The process that used the old one is gone."""
+        """Give the broker a new, empty disk. The process that used the old one has ended."""
         node.crash()
         self.checker.disk_lost(node.disk)
         node.disk = Disk(self._next_store())
@@ -194,7 +194,7 @@ class World:
         act(*content)
 
     def run(self) -> None:
-        """Faults for so many events; then heal, and see it come back to life. Raises Violation."""
+        """Inject faults for the given number of events; then heal, and check the recovery. Raises Violation."""
         while self.events < self.options.events:
             self.step()
         self.heal()
@@ -211,7 +211,7 @@ class World:
         return self.now < self.mistaken_until.get(broker_id, 0)
 
     def heal(self) -> None:
-        """The end of the faults, as the options have it."""
+        """End the faults as the options say."""
         self.note("world", "heals: {}", self.options.after)
         self.faults.stopped = True
         self.healed = True
@@ -251,13 +251,13 @@ class World:
             self.acked_before = self.acked
 
     def is_quiet(self) -> bool:
-        """No change of the ISR is on its way: none that a leader waits for, and none that was sent and not carried out,
-        of a controller, or of a broker that has crashed since."""
+        """Return whether no change of the ISR is under way: no leader waits for one, and none that a controller or a
+        crashed broker sent is still to be carried out."""
         on_its_way = self.now <= self.zookeeper.partition_settled_ms
         return not on_its_way and not any(node.alive and node.shell.isr_changing for node in self.nodes.values())
 
     def missing(self) -> str | None:
-        """Return what is not yet as it should be in a world without faults; None if all is."""
+        """Return the first deviation from the state of a world without faults; None if there is none."""
         held = self.zookeeper.tree.partition
         if self.dying:
             return "one is to die yet"
@@ -278,21 +278,21 @@ class World:
         return self._unreadable(node) or self._unsettled(node)
 
     def _awaits_an_operator(self, held: PartitionState) -> bool:
-        """Only one copy was promised (min_insync 1), an election trusted an ephemeral and left the ISR to one replica,
-        and its disk had been lost: clean copies elsewhere are no longer in sync."""
+        """Only one copy is guaranteed (min_insync 1), an election trusted an ephemeral and left one replica in the ISR,
+        and its disk is lost: clean copies elsewhere are no longer in sync."""
         if any(self.is_clean(member, held) for member in held.isr) or min_insync(held, self.options.min_insync) > 1:
             return False
         self.count("awaits an operator")
         return True
 
     def _unsettled(self, node: Node) -> str | None:
-        """Of the groups, all that was there when the faults ended."""
+        """Return the group work that existed when the faults ended and is unfinished."""
         if node.shell.host is None:
             return None
         return self.checker.groups.missing(node.shell.host, self.healed_at)
 
     def _unreadable(self, node: Node) -> str | None:
-        """Every acknowledged record is readable, but for those that retention dropped."""
+        """Check that every acknowledged record is readable, except for those that retention dropped."""
         end = self.checker.high_watermark
         if node.shell.replica.high_watermark < end:
             return f"high watermark {node.shell.replica.high_watermark} of {end}"

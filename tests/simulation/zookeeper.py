@@ -74,7 +74,7 @@ class ZooKeeper:
         self.connection_loss = world.options.connection_loss
         self.outliving_ms = world.options.outliving_ms
         self.sessions: list[Session] = []
-        self.partition_settled_ms = -1  # until then writes of the partition's state are on their way
+        self.partition_settled_ms = -1  # until then writes of the partition's state are under way
 
     @property
     def tree(self) -> Tree:
@@ -83,7 +83,7 @@ class ZooKeeper:
     # --- sessions ----------------------------------------------------------------------------------------------------
 
     def connect(self, node: Node) -> Session | None:
-        """A new session, or None when nothing answers."""
+        """Return a new session, or None when no server answers."""
         if not self.reachable(node):
             return None
         number = len(self.sessions) + 1
@@ -98,7 +98,7 @@ class ZooKeeper:
         return self.world.now >= self.gone_until and self.world.network.is_open(node.id, ZOOKEEPER)
 
     def heard(self, session: Session) -> bool:
-        """A heartbeat. False when the session is over."""
+        """Record a heartbeat. Return False when the session is over."""
         if not session.expired:
             session.expires_ms = max(session.expires_ms, self.world.now + self.world.options.session_ms)
         return not session.expired
@@ -106,7 +106,7 @@ class ZooKeeper:
     def _check(self, session: Session) -> None:
         if session.expired:
             return
-        if self.world.now < self.gone_until:  # nobody is there to expire it; all get their time anew
+        if self.world.now < self.gone_until:  # no server is up to expire it; every session gets its full timeout again
             session.expires_ms = max(session.expires_ms, self.gone_until + self.world.options.session_ms)
         if self.world.now >= session.expires_ms:
             self.expire(session)
@@ -142,7 +142,7 @@ class ZooKeeper:
         world = self.world
         random = world.random
         if not self.reachable(session.node) or random.random() < self.connection_loss / 2:
-            # It got lost on its way, or it is on its way still.
+            # The request is lost, or delayed.
             late = random.random() < 0.3
             if late:
                 self._execute_at(session, random.randint(0, 1_000), execute, None)

@@ -1,12 +1,12 @@
-"""A real broker in a process of its own, for tests: started on a free port, waited for, and always ended.
+"""A real broker in a process of its own, for tests: it starts on a free port, is waited for, and always ends.
 
     with BrokerProcess(directory) as broker:
         broker.request("POST", "/v1/topics/t/messages", b"hello")
         broker.kill()       # SIGKILL to the started process, as a crash
         broker.start()      # again, on the same directory and port
 
-Every wait is bounded. What the broker says is in `broker.stderr()`, and in the failure when it does not start. Its port
-stays its own from the first start to the end, while it does not run too: others on this machine ask for free ports.
+Every wait is bounded. The broker's output is in `broker.stderr()`, and in the failure when it does not start. It keeps
+its port from the first start to the end, also while it does not run: other processes ask for free ports.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ POLL_S = 0.02
 
 
 def wait_until_gone(process: psutil.Process) -> None:
-    """Until the process has ended; one that nobody has collected yet (a zombie) has."""
+    """Wait until the process has ended; a zombie, which no parent has collected yet, has ended."""
     deadline = time.monotonic() + END_WITHIN_S
     while not has_ended(process):
         if time.monotonic() > deadline:
@@ -52,11 +52,12 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 def stood_in_line_s(process: psutil.Process) -> float:
-    """How long the busiest of its threads could have run and had no processor: what a busy machine adds to a start."""
-    files = list(Path(f"/proc/{process.pid}/task").glob("*/schedstat"))  # Linux has them; elsewhere nothing is known
+    """How long the busiest of its threads was ready to run and had no processor: the delay that a busy machine adds to
+    a start."""
+    files = list(Path(f"/proc/{process.pid}/task").glob("*/schedstat"))  # Linux only; elsewhere the result is 0
     waited_ns = []
     for file in files:
-        with contextlib.suppress(OSError):  # a thread may end meanwhile
+        with contextlib.suppress(OSError):  # a thread may end during the reading
             waited_ns.append(int(file.read_text().split()[1]))
     return max(waited_ns, default=0) / 1e9
 
@@ -74,8 +75,8 @@ class Answer:
 class BrokerProcess:
     """One broker, without ZooKeeper unless `command` says otherwise.
 
-    `options` are command-line options, `environment` is added to ours, and `prelude` is Python that runs first in the
-    process: a test breaks something there. With `port` 0 the broker chooses one."""
+    `options` are command-line options, `environment` is added to this process's, and `prelude` is Python that runs
+    first in the process: a test injects a fault there. With `port` 0 the broker chooses one."""
 
     def __init__(
         self,
@@ -112,7 +113,7 @@ class BrokerProcess:
         self.end()
 
     def launch(self) -> subprocess.Popen[bytes]:
-        """Start the process and wait for nothing. A port that was bound once is asked for again."""
+        """Start the process without waiting. It binds the port of its first start again."""
         if self._keeps_port:
             self._keep_port()
         name, *more = self.command
@@ -138,17 +139,17 @@ class BrokerProcess:
 
     def _keep_port(self) -> None:
         if self._place is None:
-            with contextlib.suppress(OSError):  # somebody has it already, which is for the broker to say
+            with contextlib.suppress(OSError):  # if another process has the port, the broker reports it
                 self._place = kept_port(self.port)
                 self.port = number_of(self._place)
 
     def start(self) -> None:
-        """Start, and return once /readyz says so."""
+        """Start, and return once /readyz answers that the broker is ready."""
         self.launch()
         self.wait_ready()
 
     def wait_ready(self) -> None:
-        """Until the broker that was launched last is ready."""
+        """Wait until the broker that was launched last is ready."""
         while not (self._has_said_where() and self._is_ready()):
             if self.process.poll() is not None:
                 raise AssertionError(f"the broker ended with {self.process.returncode}:\n{self.stderr()}")
@@ -160,22 +161,23 @@ class BrokerProcess:
         self.ready_after_s = time.monotonic() - self._launched_at
 
     def wait(self, within_s: float = END_WITHIN_S) -> int:
-        """The exit code, once the process has ended."""
+        """Wait until the process has ended, and return its exit code."""
         return self.process.wait(within_s)
 
     def stop(self) -> int:
-        """SIGTERM; the exit code."""
+        """Send SIGTERM and return the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.wait()
 
     def strike(self) -> list[psutil.Process]:
-        """SIGKILL to the started process. Answers who is to be gone then: once it is, its children are nobody's."""
+        """Send SIGKILL to the started process. Return the processes that must end: later its children have no
+        parent."""
         family = self.family()
         self.process.kill()
         return family
 
     def kill(self) -> None:
-        """SIGKILL to the started process, and wait until all its children are gone too."""
+        """Send SIGKILL to the started process, and wait until all its children have ended too."""
         family = self.strike()
         self.wait()
         for process in family:
@@ -186,7 +188,7 @@ class BrokerProcess:
         self.start()
 
     def pause(self) -> None:
-        """SIGSTOP to the started process and its children: it holds its port and says nothing."""
+        """Send SIGSTOP to the started process and its children: it keeps its port and answers nothing."""
         for process in self.family():
             process.suspend()
 
@@ -195,7 +197,7 @@ class BrokerProcess:
             process.resume()
 
     def end(self) -> None:
-        """End the process whatever state it is in."""
+        """End the process in any state."""
         if self.runs:
             with contextlib.suppress(ProcessLookupError):
                 self.process.send_signal(signal.SIGCONT)
@@ -204,7 +206,7 @@ class BrokerProcess:
             self._place.close()
             self._place = None
 
-    # --- looking -----------------------------------------------------------------------------------------------------
+    # --- state -------------------------------------------------------------------------------------------------------
 
     @property
     def has_started(self) -> bool:
@@ -237,14 +239,15 @@ class BrokerProcess:
             return []
 
     def stderr(self) -> str:
-        """What the latest start has said so far."""
+        """The output since the latest start."""
         return self._log_path().read_text("utf-8", "replace")
 
     def _log_path(self) -> Path:
         return self.directory / f"stderr-{self._starts}"
 
     def _has_said_where(self) -> bool:
-        """It does so once it is ready. A port that it chose itself is kept for the next start."""
+        """Return whether the broker has printed its address, as it does once it is ready. Keep a port that it chose for
+        the next start."""
         found = re.search(r"is ready at \w+://\S+:(\d+) .*\n", self.stderr())
         if found is not None and self.port == 0:
             self.port = int(found[1])
@@ -256,12 +259,12 @@ class BrokerProcess:
         except (OSError, http.client.HTTPException):
             return False
 
-    # --- talking -----------------------------------------------------------------------------------------------------
+    # --- requests ----------------------------------------------------------------------------------------------------
 
     def request(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, timeout_s: float = 30.0
     ) -> Answer:
-        """One call on a connection of its own. A body that is not bytes goes as JSON."""
+        """Send one request on a connection of its own. A body that is not bytes is sent as JSON."""
         if body is not None and not isinstance(body, bytes):
             body = json.dumps(body).encode("utf-8")
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)

@@ -1,7 +1,7 @@
-"""A page in Chromium, for tests that look at what a person would see.
+"""A page in Chromium, for tests that check what a user sees.
 
-It is spoken to by its DevTools protocol over a pair of pipes (--remote-debugging-pipe: JSON messages that end with a
-zero byte, on descriptors 3 and 4), so there is no port, and no library is needed.
+The browser is driven by its DevTools protocol over a pair of pipes (--remote-debugging-pipe: JSON messages that end
+with a zero byte, on descriptors 3 and 4), so it needs no port and no library.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def find() -> str | None:
 
 @dataclass
 class Seen:
-    """What a page did while it loaded."""
+    """The events of a page while it loaded."""
 
     requests: list[str] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)
@@ -40,13 +40,13 @@ class Seen:
 
 
 class Chromium:
-    """One browser with one page. On leaving, its processes are gone."""
+    """One browser with one page. On exit its processes have ended."""
 
     def __init__(self, program: str, profile: Path) -> None:
         self._profile = profile
         to_browser, self._write = os.pipe()
         self._read, from_browser = os.pipe()
-        # The shell gives the pipes the numbers that the browser wants, whatever numbers they have here.
+        # The shell moves the pipes to the descriptors that the browser expects, whatever descriptors they have here.
         command = f'exec "$0" "$@" 3<&{to_browser} 4>&{from_browser}'
         arguments = [*_QUIET, "--remote-debugging-pipe", f"--user-data-dir={profile}", "about:blank"]
         self._process = subprocess.Popen(
@@ -76,7 +76,7 @@ class Chromium:
     def __exit__(
         self, kind: type[BaseException] | None, fault: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        os.close(self._write)  # a browser that nobody steers any more ends
+        os.close(self._write)  # a browser whose pipe closes ends
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:
@@ -94,14 +94,14 @@ class Chromium:
         url = path.absolute().as_uri()
         loader = self._call("Page.navigate", url=url)["loaderId"]
         deadline = time.monotonic() + ANSWER_WITHIN_S
-        while self.seen.loader != loader:  # until then it is the page before that answers, or none
+        while self.seen.loader != loader:  # until then the previous page answers, or none
             self._note(self._next(deadline, "Page.navigate"))
         while self.ask("document.readyState") != "complete":
             assert time.monotonic() < deadline, f"{path} did not load"
         self.ask("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))")
 
     def ask(self, expression: str) -> Any:
-        """The value of a JavaScript expression in the page."""
+        """Return the value of a JavaScript expression in the page."""
         answer = self._call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
@@ -114,7 +114,7 @@ class Chromium:
         self._call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def picture(self, *, whole: bool = False, clip: tuple[float, float, float, float] | None = None) -> bytes:
-        """PNG; of what is in the window, of all the page, or of x, y, width, height in it."""
+        """Return a PNG of the window, of the whole page, or of x, y, width, height in it."""
         options: dict[str, Any] = {"format": "png"}
         if clip or whole:
             size = self._call("Page.getLayoutMetrics")["cssContentSize"]
@@ -124,7 +124,7 @@ class Chromium:
         return base64.b64decode(self._call("Page.captureScreenshot", **options)["data"])
 
     def paper(self) -> bytes:
-        """PDF, as printed."""
+        """Return a PDF, as printed."""
         return base64.b64decode(self._call("Page.printToPDF", printBackground=True)["data"])
 
     def _call(self, method: str, **parameters: Any) -> dict[str, Any]:

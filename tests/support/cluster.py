@@ -31,7 +31,7 @@ ASK_TIMEOUT_S = 3.0
 
 
 def wait_until(condition: Callable[[], T], what: str, within_s: float = WITHIN_S) -> T:
-    """The condition's value, once it is true. Raises AssertionError, with `what`, when that does not come."""
+    """Return the condition's value, once it is true. Raise AssertionError, with `what`, after `within_s`."""
     deadline = time.monotonic() + within_s
     while not (value := condition()):
         assert time.monotonic() < deadline, f"{what}: not within {within_s:g} s"
@@ -85,7 +85,7 @@ class Cluster:
         self.zookeeper.stop()
 
     def add(self, broker_id: int, *options: str, prelude: str = "", directory: Path | None = None) -> BrokerProcess:
-        """A broker of this cluster that does not run yet."""
+        """Add a broker to this cluster without starting it."""
         broker = BrokerProcess(
             directory or self.directory / f"broker-{broker_id}",
             *("--broker-id", str(broker_id)),
@@ -98,14 +98,14 @@ class Cluster:
         return broker
 
     def start(self, *broker_ids: int) -> None:
-        """Start these brokers side by side, and return once all are ready."""
+        """Start these brokers at the same time, and return once all are ready."""
         for broker_id in broker_ids:
             self.brokers[broker_id].launch()
         for broker_id in broker_ids:
             self.brokers[broker_id].wait_ready()
 
     def kill(self, *broker_ids: int) -> None:
-        """SIGKILL to these brokers, all at once; on return nothing of them runs."""
+        """Send SIGKILL to these brokers, all at once; on return none of their processes runs."""
         gone = [process for broker_id in broker_ids for process in self.brokers[broker_id].strike()]
         for broker_id in broker_ids:
             self._paused.discard(broker_id)
@@ -122,12 +122,12 @@ class Cluster:
         self._paused.discard(broker_id)
 
     def empty_disk(self, broker_id: int) -> None:
-        """Take away all that a broker, which does not run, has kept."""
+        """Delete all data of a broker that does not run."""
         assert not self.brokers[broker_id].runs
         shutil.rmtree(self.brokers[broker_id].data_dir)
 
     def heal(self) -> None:
-        """Let go of every pause, start what does not run, and wait until every broker knows every one as live."""
+        """Continue paused brokers, start stopped ones, and wait until every broker lists all of them as live."""
         self.zookeeper.start()
         for broker_id in list(self._paused):
             self.resume(broker_id)
@@ -136,7 +136,7 @@ class Cluster:
         everyone = set(self.brokers)
         wait_until(lambda: all(self.live(asked) == everyone for asked in everyone), "every broker is live")
 
-    # --- looking -----------------------------------------------------------------------------------------------------
+    # --- state -------------------------------------------------------------------------------------------------------
 
     @property
     def running(self) -> list[int]:
@@ -147,30 +147,30 @@ class Cluster:
 
     @property
     def urls(self) -> list[str]:
-        """Of all brokers that were started once, those that are down included."""
+        """The URLs of all brokers that were ever started, including those that are down."""
         return [broker.url for broker in self.brokers.values() if broker.port]
 
     def admin(self, *, timeout_s: float = WITHIN_S) -> Admin:
         return Admin(self.urls, timeout_s=timeout_s)
 
     def ask(self, path: str, broker_id: int | None = None) -> Any:
-        """GET from a broker, or from whichever answers first; None when it answers no 200."""
+        """GET from one broker, or from the first that answers; None if it answers no 200."""
         for asked in [broker_id] if broker_id is not None else self.running:
             try:
                 answer = self.brokers[asked].request("GET", path, timeout_s=ASK_TIMEOUT_S)
-            except (OSError, HTTPException):  # it dies in the midst of an answer
+            except (OSError, HTTPException):  # the broker dies during an answer
                 continue
             if answer.status == 200:
                 return answer.json()
         return None
 
     def partitions(self, topic: str, broker_id: int | None = None) -> list[dict[str, Any]]:
-        """As `GET /v1/topics/{topic}` tells; none when nobody answers."""
+        """The partitions as `GET /v1/topics/{topic}` lists them; none when no broker answers."""
         described = self.ask(f"/v1/topics/{topic}", broker_id)
         return described["partitions"] if described else []
 
     def leader(self, topic: str, partition: int = 0) -> int | None:
-        """Who leads, as the brokers see it that can answer: None unless they agree."""
+        """The leader as the brokers that can answer name it: None unless they agree."""
         said = {self._leader_says(broker_id, topic, partition) for broker_id in self.running}
         return said.pop() if len(said) == 1 else None
 
@@ -186,7 +186,7 @@ class Cluster:
 
     def led_by(self, broker_id: int, topic: str) -> list[int]:
         """The partitions of the topic that a broker leads."""
-        described = wait_until(lambda: self.partitions(topic), f"somebody tells of {topic}")
+        described = wait_until(lambda: self.partitions(topic), f"a broker describes {topic}")
         return [each["partition"] for each in described if each["leader"] == broker_id]
 
     def controller(self) -> int | None:
@@ -198,7 +198,7 @@ class Cluster:
     def wait_for_leader(
         self, topic: str, partition: int = 0, *, other_than: int | None = None, within_s: float = WITHIN_S
     ) -> int:
-        """The broker that leads and that all brokers name."""
+        """Return the broker that leads and that all brokers name."""
 
         def found() -> int | None:
             leader = self.leader(topic, partition)
@@ -214,7 +214,8 @@ class Cluster:
         return wait_until(found, f"a controller other than {other_than}", within_s)
 
     def wait_in_sync(self, *topics: str, members: Iterable[int] | None = None, within_s: float = 2 * WITHIN_S) -> None:
-        """Until each partition of the topics has a leader and all of `members` (all brokers that run) in sync."""
+        """Wait until each partition of the topics has a leader and all of `members` (default: all running brokers) in
+        sync."""
         wanted = set(self.running if members is None else members)
 
         def all_in_sync() -> bool:
@@ -227,7 +228,7 @@ class Cluster:
         wait_until(all_in_sync, f"brokers {sorted(wanted)} in sync on {', '.join(topics)}", within_s)
 
     def wait_out_of_sync(self, broker_id: int, topic: str, *, within_s: float = WITHIN_S) -> None:
-        """Until a broker is not in the ISR of the topic's first partition, of which somebody tells."""
+        """Wait until a broker is not in the ISR of the topic's first partition, as another broker reports."""
 
         def has_left() -> bool:
             described = self.partitions(topic)
@@ -236,7 +237,7 @@ class Cluster:
         wait_until(has_left, f"broker {broker_id} leaves the ISR of {topic}", within_s)
 
     def _tell(self) -> None:
-        """What the brokers said, for the report of a test that failed."""
+        """Print the brokers' output for the report of a failed test."""
         for broker_id, broker in self.brokers.items():
             state = "runs" if broker.runs else "does not run"
             print(f"--- broker {broker_id} ({state}), its last lines:")

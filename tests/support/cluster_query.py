@@ -1,10 +1,11 @@
-"""The driver of an application on a Spark cluster, a process of its own: it reads, streams and writes, and tells.
+"""The driver of an application on a Spark cluster, in a process of its own: it reads, streams, writes, and reports its
+results.
 
     query = ClusterQuery(folder, environment)
     answers = query.run({"master": "spark://…", "bootstrap": "zk://…", "paths": […], "token": …, "topic": "t"})
-    answers["batch by HTTP"]        what the step of this name gave, or {"fault": its traceback}
+    answers["batch by HTTP"]        the result of the step of this name, or {"fault": its traceback}
 
-Run as a script it is that driver. A token comes by stdin: nothing but the broker's client is to have it.
+Run as a script it is that driver. A token is passed on stdin: only the broker's client may have it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from portalmq.spark.writing.sender import REQUEST_BYTES_MAX
 
-# As a script its folder is on the path, and tests/ is not.
+# The folder of a script is on the path, but tests/ is not.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ Hindered = Callable[[Iterator[int]], Iterator[tuple[str]]]
 WITHIN_S = 600.0
 STEP_S = 180.0
 POLL_S = 0.02
-# Of a batch that is written, in two Spark partitions; half of one of them is more than the sink sends at a time.
+# A written batch, in two Spark partitions; half of one of them is more than the sink sends at a time.
 ROWS, ROW_BYTES = 8 * REQUEST_BYTES_MAX // 1_000, 1_000
 PAGES = ("jobs", "environment", "SQL", "StreamingQuery")
 
@@ -91,7 +92,7 @@ class _Application:
         return self.spark.read.format("portalmq").options(topic=self.topic, **door).load()
 
     def counted(self, door: dict[str, str]) -> list[list[int]]:
-        """Of each partition: its number, how many rows, and the sum of their values."""
+        """For each partition: its number, the number of rows, and the sum of their values."""
         from pyspark.sql import functions as f
 
         rows = self.read(door).selectExpr("partition", "cast(cast(value AS string) AS bigint) AS number")
@@ -136,7 +137,7 @@ class _Application:
         return {"told": _told(query)}
 
     def written_twice(self, topic: str, hinder: Callable[[Path], Hindered]) -> list[str]:
-        """Write `ROWS` rows; `hinder` sees to it that a part of them comes twice. Gives the attempts that began."""
+        """Write `ROWS` rows; `hinder` makes a task with some of them run twice. Return the attempts that began."""
         signs = self.folder / topic
         signs.mkdir()
         ended = threading.Event()
@@ -150,8 +151,8 @@ class _Application:
         return sorted(path.name for path in signs.glob("attempt-*"))
 
     def _watch(self, topic: str, sign: Path, ended: threading.Event) -> None:
-        """Give the sign once the topic holds more rows than the second Spark partition has: some are of the first one,
-        whose second attempt waits for the sign."""
+        """Give the sign once the topic has more rows than the second Spark partition: some are of the first one, whose
+        second attempt waits for the sign."""
         from portalmq import Admin
 
         with Admin(self.by_http["bootstrap"], token=self.by_http["token"]) as admin:
@@ -160,7 +161,7 @@ class _Application:
                     sign.touch()
                     return
 
-    # --- what is shown of it -----------------------------------------------------------------------------------------
+    # --- what Spark shows of the query -------------------------------------------------------------------------------
 
     def explained(self) -> str:
         told: list[str] = []
@@ -172,7 +173,7 @@ class _Application:
         return "\n".join(told)
 
     def tasks_by_host(self) -> dict[str, int]:
-        """How many tasks ended on each, those of executors that are gone included."""
+        """The number of tasks that ended on each host, including those of executors that are gone."""
         hosts: Counter[str] = Counter()
         for executor in self.api("allexecutors"):
             if executor["id"] != "driver":
@@ -203,21 +204,21 @@ def _told(query: Any) -> str:
     return "\n".join([plan, json.dumps(query.status), *(progress.json for progress in query.recentProgress)])
 
 
-# --- what hinders the first attempt of the first partition -----------------------------------------------------------
+# --- faults in the first attempt of the first partition --------------------------------------------------------------
 
 
 def _stall(signs: Path) -> Hindered:
-    """It stands still in the middle, with rows of it in the topic, until another attempt has got as far."""
+    """The task stops in the middle, with some of its rows in the topic, until another attempt is as far."""
     return _hindered(signs, "middle-0.1", kills=False)
 
 
 def _kill_executor(signs: Path) -> Hindered:
-    """Its executor dies in the middle, with rows of it in the topic."""
+    """The task's executor dies in the middle, with some of its rows in the topic."""
     return _hindered(signs, "some-are-there", kills=True)
 
 
 def _hindered(signs: Path, awaited: str, *, kills: bool) -> Hindered:
-    # Names of this module do not travel to the executors.
+    # Names of this module are not available in the executors.
     middle, size, bound_s, pause_s = ROWS // 4, ROW_BYTES, STEP_S, POLL_S
 
     def wait_for(sign: str) -> None:
@@ -263,7 +264,7 @@ def _drive(folder: Path, given: dict[str, Any]) -> None:
         began = time.monotonic()
         try:
             answers[name] = step()
-        except Exception:  # noqa: BLE001 - the other steps are to be seen as well
+        except Exception:  # noqa: BLE001 - the other steps run as well
             answers[name] = {"fault": traceback.format_exc()}
         print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)
     spark.stop()

@@ -1,4 +1,4 @@
-"""A throughput report, figure by figure, against what plain Python finds in the same files."""
+"""Compare a throughput report, figure by figure, with plain Python's results from the same files."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from support.plain_figures import PlainLog, by, grouped, quantile, size_border, 
 
 from portalmq.spark.report.model import Report
 
-NEAR = 0.0011  # what distributions promise above 1,023
+NEAR = 0.0011  # the precision of distributions above 1,023
 
 
 def agrees(report: Report, logs: Sequence[PlainLog]) -> None:
-    """Asserts that every list of the report, none of which was cut, is what the logs say."""
+    """Assert that every list of the report, none of which was cut, agrees with the logs."""
     assert report.left_out == {}
     _appended(report, logs)
     _series(report, logs)
@@ -155,7 +155,7 @@ def _latencies(report: Report, expected: dict[tuple[str, str], Any]) -> None:
 
 def _lag(report: Report, logs: Sequence[PlainLog], left: dict[tuple[str, str, int], set[int]]) -> None:
     places = {(log.topic, log.partition): log for log in logs}
-    # Of the control records those that say something of messages: the start of an epoch, and the groups'.
+    # The control records about messages: the start of an epoch, and the records of groups.
     as_of = max(row[3] for log in logs for row in log.batches if row[1] in (0, 1, *range(10, 20), 21, 22, 23))
     found = by(report.lag, "group", "topic", "partition")
     assert set(found) == set(left)

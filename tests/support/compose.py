@@ -1,7 +1,7 @@
-"""What docker-compose.yml and the Dockerfile say, as plain data, and their services as plain processes.
+"""docker-compose.yml and the Dockerfile as plain data, and their services as plain processes.
 
-There need be no Docker: a container is its command, its environment and its names of hosts. The names become
-127.0.0.1, each port a free one, and the data directory one of the test's.
+Docker is not needed: a container is its command, its environment and its host names. The names become 127.0.0.1, each
+port a free one, and the data directory one of the test's.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def compose(name: str = "docker-compose.yml") -> dict[str, Any]:
 
 
 class MissingVariable(Exception):
-    """The compose file cannot be used without it; the sentence is the file's."""
+    """A variable that the compose file requires is not set; the message is the file's."""
 
 
 def interpolated(text: str, environment: Mapping[str, str]) -> str:
-    """`${NAME:-default}` and `${NAME:?sentence}` as Docker Compose fills them in."""
+    """Fill in `${NAME:-default}` and `${NAME:?sentence}` as Docker Compose does."""
 
     def value(found: re.Match[str]) -> str:
         name, kind, more = found.groups()
@@ -54,7 +54,7 @@ def interpolated(text: str, environment: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class Image:
-    """What a Dockerfile's last stage says of the process in the container."""
+    """The settings in a Dockerfile's last stage for the process in the container."""
 
     entrypoint: list[str]
     command: list[str]
@@ -74,13 +74,13 @@ def image() -> Image:
 
 @dataclass
 class Containers:
-    """Services as processes. `places` maps host:port of the file to host:port here."""
+    """Services as processes. `places` maps host:port of the file to host:port on this machine."""
 
     directory: Path
     places: dict[str, str]
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     file: str = "docker-compose.yml"
-    # What `docker compose` itself would be started with: the values of ${...}.
+    # The environment of `docker compose` itself: the values of ${...}.
     variables: dict[str, str] = field(default_factory=dict)
 
     def start(self, name: str) -> subprocess.Popen[bytes]:
@@ -113,7 +113,7 @@ class Containers:
         return _PLACE.sub(lambda found: self.places[found[0]], value)
 
     def is_healthy(self, name: str) -> bool:
-        """What the image's health check says when it is run beside the service."""
+        """Run the image's health check next to the service, and return its result."""
         command = image().health
         checked = subprocess.run(
             [*_here(command[0]), *command[1:]], env=self.environment(name), capture_output=True, timeout=30, check=False
@@ -125,7 +125,7 @@ class Containers:
 
 
 def _here(program: str) -> list[str]:
-    """A program of the image, as it is called on this machine."""
+    """The command on this machine for a program of the image."""
     return {"portalmq": [sys.executable, "-m", "portalmq.cli.main"], "python": [sys.executable]}[program]
 
 
@@ -133,7 +133,7 @@ def _here(program: str) -> list[str]:
 def containers(
     directory: Path, zookeeper_ports: list[int], *, file: str = "docker-compose.yml", **variables: str
 ) -> Iterator[Containers]:
-    """Nothing runs yet; whatever was started is ended on leaving."""
+    """Yield containers of which none runs yet; all started ones end on exit."""
     services, default = compose(file)["services"], image().environment["PORTALMQ_PORT"]
     brokers = {
         name: service["environment"].get("PORTALMQ_PORT", default)

@@ -1,4 +1,4 @@
-"""A program that adds up numbers in SQLite, each once, through a TransactionalSink. It ends when it is killed.
+"""A program that adds up numbers in SQLite, each once, through a TransactionalSink. It runs until it is killed.
 
 python counter.py URLS TOPIC GROUP MODE DATABASE
 """

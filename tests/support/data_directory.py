@@ -1,14 +1,14 @@
-"""A broker's data directory to read from, written by the broker's own code and closed: what Spark's tests read.
+"""A broker's data directory for Spark's tests, written by the broker's own code and closed.
 
     with written(tmp_path / "data") as data:          a broker in this process; its clock is set by hand
         data.topic("t", partitions=4)
         data.put("t", b"a", b"b", partition=1)
         data.later(1_000)
-        data.roll("t")                                sealed up to here, a new segment begins
-    data.path                                         whole once the block has ended
+        data.roll("t")                                seals the segment, a new one begins
+    data.path                                         complete once the block has ended
 
-Read it only after the block: two SQLite libraries in one process do not see each other's locks. A directory in use is
-what `support.broker_process.BrokerProcess` makes.
+Read it only after the block: two SQLite libraries in one process do not see each other's locks. For a directory in use
+take `support.broker_process.BrokerProcess`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class DataDirectory:
         self.fixture.broker.create_topic(name, wire.CreateTopic(partitions=partitions, config=config))
 
     def put(self, topic: str, *records: Record | bytes, partition: int = 0) -> list[int]:
-        """One batch. The offsets."""
+        """Append one batch. Return the offsets."""
         rows = [record if isinstance(record, Record) else Record(record) for record in records]
         return [each.offset for each in self.fixture.broker.produce(topic, ProduceRequest(rows, partition=partition))]
 
@@ -51,20 +51,20 @@ class DataDirectory:
         return next(each for each in self.fixture.broker.topics if each.name == topic).partition(number)
 
     def roll(self, topic: str, number: int = 0) -> None:
-        """The active segment is full: what stands in it is sealed."""
+        """Seal the active segment, as when it is full."""
         partition = self.partition(topic, number)
         partition.log.roll()
         partition.log.seal(partition.high_watermark)
 
     def directory(self, topic: str, number: int = 0) -> Path:
-        """Where a partition's files are."""
+        """The directory of a partition's files."""
         (found,) = self.path.glob(f"partitions/{topic}@*/{number}")
         return found
 
 
 @contextmanager
 def written(path: Path, clock: HandClock | None = None) -> Iterator[DataDirectory]:
-    """Open it again on the same path to go on."""
+    """Write a data directory. A second call on the same path continues it."""
     with running(path, clock or HandClock(START_MS)) as fixture:
         yield DataDirectory(path, fixture)
 
@@ -86,7 +86,7 @@ sys.stdin.readline()
 
 @contextmanager
 def locked_by_another(path: Path) -> Iterator[None]:
-    """Another process has the file alone, as one that settles it after a crash; it gives it back as it was."""
+    """Another process holds an exclusive lock on the file, as a recovery after a crash does, and changes nothing."""
     command = [sys.executable, "-c", _LOCKS, str(path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
         assert owner.stdin is not None

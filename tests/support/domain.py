@@ -1,4 +1,4 @@
-"""A broker's domain without HTTP or processes: real logs in a temporary directory, a clock that is set by hand."""
+"""A broker's domain without HTTP or processes: real logs in a temporary directory, and a clock that a test sets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from portalmq.control_plane.state import BrokerState
 
 
 class HandClock:
-    """Both clocks of a broker; they move when a test says so."""
+    """Both clocks of a broker; they move when a test moves them."""
 
     def __init__(self, now_ms: int = 1_700_000_000_000) -> None:
         self.lease_ms = now_ms
@@ -103,7 +103,7 @@ _incarnations = iter(range(1, 1_000_000))
 
 @contextmanager
 def running(data_dir: Path, clock: HandClock | None = None) -> Iterator[Fixture]:
-    """A started broker on `data_dir`, closed at the end. Open it again on the same directory to restart."""
+    """Yield a started broker on `data_dir`, closed at the end. Call it again on the same directory for a restart."""
     fixture = Fixture(data_dir, clock or HandClock(), next(_incarnations))
     try:
         yield fixture

@@ -1,14 +1,14 @@
-"""A disk that fails at one step: every call that changes files is counted, those of SQLite and those of Python.
+"""A disk that fails at one step: every call that changes files is counted, in SQLite and in Python.
 
 with unsynced_disk(monkeypatch) as disk:
-    with disk.failing(at=7, kind="full"):     # the seventh step finds no room, and no step after it
+    with disk.failing(at=7, kind="full"):     # the seventh step finds no space, and no step after it
         change(log)
-    disk.steps                                # how many steps there were
+    disk.steps                                # the number of steps
 
-    full     no room from that step on
+    full     no space from that step on
     broken   an I/O error at that step
 
-Nothing is fsynced in earnest: what is on trial is the order of the steps, and what is done after an error.
+Nothing is really fsynced: the tests check the order of the steps, and the reaction to an error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import apsw
 import pytest
 
 KINDS = ("full", "broken")
-# Calls of Python, and whether a full disk can refuse them.
+# Calls of Python, and whether they can fail on a full disk.
 CALLS = {"rename": True, "replace": True, "mkdir": True, "unlink": False, "chmod": False}
 
 
@@ -65,7 +65,7 @@ class FailingDisk:
             raise error
 
 
-# A log closes nothing after a fault: its files are closed when they are collected, by their VFS.
+# A log closes nothing after a fault: its files are closed when they are garbage-collected, by their VFS.
 _used: list[apsw.VFS] = []
 
 
@@ -96,13 +96,13 @@ class _Vfs(apsw.VFS):
 
     def xDelete(self, name: str, _sync: bool) -> None:
         self._disk.sqlite_step(apsw.SQLITE_IOERR_DELETE, takes_room=False)
-        if os.path.exists(name):  # SQLite takes no offence where it is gone; apsw would raise
+        if os.path.exists(name):  # SQLite accepts a missing file here; apsw would raise
             super().xDelete(name, False)
 
 
 @contextmanager
 def unsynced_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[FailingDisk]:
-    """What SQLite opens meanwhile is on this disk."""
+    """Put all files that SQLite opens in the block on this disk."""
     disk = FailingDisk()
     _used.append(_Vfs(disk))
     opened = io.open

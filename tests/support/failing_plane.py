@@ -1,4 +1,4 @@
-"""A control plane of which one call fails: the one that a test names by its number."""
+"""A control plane in which one call fails: a test chooses it by its number."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ T = TypeVar("T")
 
 
 class FailingPlane:
-    """`fails` is the number of the call that fails, with all after it if `for_good`. `fault` says how:
+    """`fails` is the number of the failing call; with `for_good` all later calls fail too. `fault` is the kind:
 
-    away      nothing was applied, nobody answers
+    away      nothing was applied, no server answers
     refused   nothing was applied, and never will be
     lost      a commit was applied, and its answer is lost; other calls are away
-    unsent    a commit was not applied, and nobody knows; other calls are away
+    unsent    a commit was not applied, and its outcome is unknown; other calls are away
     """
 
     def __init__(self, plane: ControlPlane, fails: int, fault: str = "away", *, for_good: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""A broker of a few dictionaries, for tests of the API: it records its calls, and refuses them on demand."""
+"""A broker made of a few dictionaries, for tests of the API: it records its calls, and refuses them on demand."""
 
 from __future__ import annotations
 

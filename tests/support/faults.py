@@ -1,8 +1,8 @@
-"""Faults that a broker process of a test can be given: Python that runs first in it, steered by a file.
+"""Faults for a broker process of a test: Python that runs first in the process, controlled by a file.
 
 prelude = disk_that_fills(tmp_path / "full")     # the disk is full while the file exists: the broker knows, and refuses
-                                                 # with AT_ITS_END in the file nobody knows until a write fails
-prelude = clock_moved_by(tmp_path / "shift")     # the time of day is off by the seconds that the file holds
+                                                 # with AT_ITS_END in the file only a write fails
+prelude = clock_moved_by(tmp_path / "shift")     # the time of day is off by the seconds in the file
 """
 
 from __future__ import annotations

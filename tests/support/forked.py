@@ -1,4 +1,4 @@
-"""A child process for a test: forked from this one, with all that its parent has used."""
+"""A child process for a test: forked from this one, with the state of its parent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 
 def in_child(do: Callable[[], object]) -> object:
-    """What `do` answers in a child of this process (as JSON can say it). Its exception is this one's failure."""
+    """Return the result of `do` in a child of this process (through JSON). An exception in the child fails the test."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -18,7 +18,7 @@ def in_child(do: Callable[[], object]) -> object:
             os.close(reading)
             try:
                 said = b"=" + msgspec.json.encode(do())
-            except BaseException:  # noqa: BLE001 - the parent tells
+            except BaseException:  # noqa: BLE001 - the parent reports it
                 said = b"!" + traceback.format_exc().encode()
             os.write(writing, said)
         finally:

@@ -1,4 +1,4 @@
-"""A control plane in whose commits somebody else comes in between, or the network does."""
+"""A control plane whose commits compete with others or lose requests and answers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from portalmq.control_plane.standalone import Standalone
 
 
 class Interrupted(Standalone):
-    """A plane whose next commits can be met by somebody else's, or lose their requests or answers. `session` is the
-    session that whoever asks belongs to. Reads show what `lagging` holds until the next sync, as a server does that
-    has not heard of the newest commits."""
+    """A plane whose next commits can meet another client's commit first, or lose their requests or answers. `session`
+    is the session of the caller. Until the next sync, reads return `lagging`, as from a server that lags behind."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)

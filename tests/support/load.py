@@ -1,10 +1,10 @@
-"""Producers that keep sending, and a checker of what became of it.
+"""Producers that keep sending, and a checker of the result.
 
-Each load is one idempotent producer whose messages are numbered; it notes each acknowledgement with its place and
-time. The rules that `check` holds over what is read back afterwards:
+Each load is one idempotent producer whose messages are numbered; it notes each acknowledgement with its offset and
+time. `check` asserts these rules over the messages read back afterwards:
 
-    nothing acknowledged is missing, and it is at the place that was acknowledged
-    nothing is there twice, and nothing that was not sent
+    every acknowledged message is stored, at its acknowledged offset
+    no message is stored twice, and none that was not sent
     within a producer and a partition the order of sending is the order of offsets
 """
 
@@ -39,7 +39,7 @@ class Load:
     def __init__(
         self, urls: str | Sequence[str], name: str, *, topic: str, partitions: int = 1, pause_s: float = 0.0
     ) -> None:
-        """`pause_s` lies between two messages: 0 sends as fast as a small buffer allows."""
+        """`pause_s` is the pause between two messages: 0 sends as fast as a small buffer allows."""
         self.name = name
         self.topic = topic
         self.partitions = partitions
@@ -74,7 +74,7 @@ class Load:
             self._progress.notify_all()
 
     def wait_for_acked(self, more: int, *, partition: int | None = None, within_s: float = ACKED_WITHIN_S) -> None:
-        """Until so many were acknowledged from now on."""
+        """Wait until `more` further messages are acknowledged."""
         with self._progress:
             start = len(self.acked)
 
@@ -88,7 +88,7 @@ class Load:
         assert not self.failures, self.failures[:3]
 
     def stop(self) -> None:
-        """No more is sent; returns when all that was sent is settled."""
+        """Stop sending, and return when all messages are settled."""
         self._stopped.set()
         self._thread.join(150)
         assert not self._thread.is_alive(), f"{self.name} does not end"
@@ -110,7 +110,7 @@ def loads(
     pause_s: float = 0.0,
     make: Callable[..., Load] = Load,
 ) -> Iterator[list[Load]]:
-    """Loads that run meanwhile, and are settled afterwards."""
+    """Run the loads during the block, and settle them afterwards."""
     running = [make(urls, name, topic=topic, partitions=partitions, pause_s=pause_s) for name in names]
     try:
         yield running
@@ -123,7 +123,7 @@ Found = dict[int, list[tuple[int, str]]]
 
 
 def everything_in(urls: str | Sequence[str], topic: str) -> Found:
-    """What each partition holds now, (offset, value) in the order of reading."""
+    """The messages of each partition now, as (offset, value) in the order of reading."""
     found: Found = defaultdict(list)
     with Admin(urls if isinstance(urls, str) else list(urls)) as admin:
         for message in admin.read_all(topic):
@@ -132,7 +132,7 @@ def everything_in(urls: str | Sequence[str], topic: str) -> Found:
 
 
 def check(loads: Sequence[Load], found: Found) -> None:
-    """Raises AssertionError with examples when a rule does not hold."""
+    """Raise AssertionError with examples when a rule does not hold."""
     for places in found.values():
         assert all(before < after for (before, _), (after, _) in pairwise(places)), "offsets rise"
     everything = [value for places in found.values() for _, value in places]

@@ -1,4 +1,4 @@
-"""Batches and logs to test the storage room with."""
+"""Batches and logs for tests of the storage."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def open_log(directory: Path, *, segment_bytes: int = 1 << 30, identity: LogIden
 
 
 class Writer:
-    """Builds batches that carry on from a log's end, or from one another."""
+    """Builds batches that continue a log's end, or each other."""
 
     def __init__(self, log: Log, *, at_ms: int = 1_000) -> None:
         self.log = log
@@ -53,7 +53,7 @@ class Writer:
         return msgspec.structs.replace(batch, crc=checksum(batch))
 
     def put(self, *records: Record | bytes) -> Batch:
-        """Appends one batch of `records`."""
+        """Append one batch of `records`."""
         batch = self.messages_batch(records)
         self.log.append([batch])
         return batch
@@ -82,13 +82,13 @@ def three_segments(directory: Path) -> tuple[Log, list[Batch]]:
 
 
 def crash_image(directory: Path, target: Path) -> Path:
-    """The files as a kill at this moment leaves them. The log in `directory` must not be used after this."""
+    """Copy the files as a kill at this moment leaves them. The log in `directory` must not be used afterwards."""
     shutil.copytree(directory, target)
     return target
 
 
 def reading_from(file: Path) -> apsw.Connection:
-    """Somebody in the middle of reading a live file. By apsw: two SQLite libraries in one process share no locks."""
+    """Open a reader in the middle of a live file. It uses apsw: two SQLite libraries in one process share no locks."""
     connection = apsw.Connection(f"file:{file}?mode=ro", flags=apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI)
     connection.execute("BEGIN")
     connection.execute("SELECT count(*) FROM messages").fetchall()

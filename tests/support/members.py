@@ -1,6 +1,6 @@
 """Members of a cluster without their partitions: real memberships on greenlets of one process, over one ZooKeeper.
 
-What a probe would find of a broker is what a test says (`cluster.probes`); who is not mentioned answers.
+A test sets the result of a probe for each broker (`cluster.probes`); a broker without an entry answers.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from portalmq.control_plane.zookeeper import ZooKeeper
 T = TypeVar("T")
 
 WITHIN_S = 60.0
-# The longest that the servers of the tests grant: no pause of the machine ends it.
+# The longest session that the tests' servers grant: no pause of the machine ends it.
 SESSION_S = 10.0
 
 
 def until(holds: Callable[[], object], what: str = "", *, within_s: float = WITHIN_S) -> float:
-    """Let greenlets run until the condition holds; answers the seconds it took."""
+    """Let greenlets run until the condition holds; return the seconds that it took."""
     began = time.monotonic()
     while not holds():
         if time.monotonic() - began > within_s:
@@ -45,7 +45,7 @@ def url_of(broker_id: int) -> str:
 
 
 class Member:
-    """One broker's membership, and what it was told."""
+    """One broker's membership, and the events that it received."""
 
     def __init__(
         self, cluster: Members, broker_id: int, *, incarnation: int, store_uuid: str, url: str, session_timeout_s: float
@@ -77,7 +77,7 @@ class Member:
         return self.membership.is_controller
 
     def partition(self, topic: TopicState, number: int = 0) -> Versioned[PartitionState]:
-        """As it has been told; which may take a moment when the topic is new."""
+        """The partition's state as this member knows it, which may take a moment when the topic is new."""
         until(lambda: (topic.topic_id, number) in self.membership.mirror.partitions)
         return self.membership.mirror.partitions[(topic.topic_id, number)]
 
@@ -87,7 +87,7 @@ class Member:
 
 
 class Line:
-    """Peers, as far as a membership needs it: the calls of one broker."""
+    """Peers, as far as a membership needs them: the calls of one broker."""
 
     def __init__(self, cluster: Members, broker_id: int) -> None:
         self._cluster = cluster
@@ -103,14 +103,14 @@ class Line:
 
 
 class Members:
-    """They call each other without HTTP."""
+    """Members that call each other without HTTP."""
 
     def __init__(self, hosts: str, session_timeout_s: float = SESSION_S) -> None:
         self.hosts = hosts
         self.session_timeout_s = session_timeout_s
         self.members: dict[int, Member] = {}
         self.killed: dict[int, Member] = {}
-        # By url: what whoever probes finds.
+        # By URL: the result of a probe.
         self.probes: dict[str, Probe] = {}
         self.probed: list[tuple[int, str]] = []
         self.cuts: set[frozenset[int]] = set()
@@ -139,7 +139,7 @@ class Members:
         return started
 
     def kill(self, broker_id: int) -> None:
-        """Its greenlets end and its port refuses; its session stays until it has run out."""
+        """Its greenlets end and its port refuses; its session stays until its timeout."""
         member = self.members.pop(broker_id)
         self.killed[broker_id] = member
         member.membership.controller_loop.close()
@@ -148,7 +148,7 @@ class Members:
         self.probes[url_of(broker_id)] = Probe.REFUSED
 
     def expire(self, broker_id: int) -> None:
-        """The session of one that was killed has run out."""
+        """End the session of a killed member."""
         self.killed.pop(broker_id).plane.close()
 
     def probe(self, by: int, url: str) -> Probe:
@@ -158,8 +158,8 @@ class Members:
         return self.probes.get(url, Probe.ANSWERED)
 
     def cut(self, broker_id: int, *others: int) -> None:
-        """From now on the links between them refuse connections, as behind a firewall that rejects; those to ZooKeeper
-        stand."""
+        """Let the links between them refuse connections from now on, as a rejecting firewall does; links to ZooKeeper
+        remain open."""
         self.cuts |= {frozenset((broker_id, other)) for other in others}
 
     @property

@@ -1,12 +1,12 @@
-"""A program as somebody writes it who has read MiniQ's text and nothing else: pyzmq, JSON, three ports.
+"""A program written by a reader of MiniQ's text alone: pyzmq, JSON, three ports.
 
     python miniq_zeromq_program.py COMMANDS PRODUCERS CONSUMERS produce QUEUE NAME COUNT
     python miniq_zeromq_program.py COMMANDS PRODUCERS CONSUMERS consume QUEUE [CRASH_AFTER]
 
 The text: "producer client connects to miniq, send command to create queue, generates messages and send it through zmq
 protocol", "every incoming message from producer will be acknowledged by broker"; "consumer client connects to miniq,
-send request to consume message, process message and notifies miniq to delete message". A producer prints what was
-acknowledged, a consumer what it has processed.
+send request to consume message, process message and notifies miniq to delete message". A producer prints the
+acknowledged messages, a consumer the processed ones.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Client:
         return socket
 
     def ask(self, socket: Any, request: dict[str, Any]) -> dict[str, Any]:
-        """Until it is done: a request that was refused for a moment is sent again. A message that another consumer has
-        deleted, after its lease here was over, is gone."""
+        """Repeat the request until it is done: a temporary refusal is retried. A message that another consumer deleted,
+        after its lease here ended, is gone."""
         while True:
             socket.send(json.dumps(request).encode())
             answer: dict[str, Any] = json.loads(socket.recv())

@@ -1,4 +1,4 @@
-"""nginx with the configuration of docs/deploy, on a free port, in front of whatever listens at some ports here."""
+"""nginx with the configuration of docs/deploy, on a free port, in front of servers at some ports of this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONFIGURATION = REPOSITORY / "docs" / "deploy" / "nginx.conf"
 PROGRAM = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
 WITHIN_S = 15.0
 
-# Debian: apt-get install nginx. Where it has to be there, as in CI, its absence is a failure.
+# Debian: apt-get install nginx. In CI, where it is required, a missing program is a failure.
 needs_nginx = pytest.mark.skipif(
     PROGRAM is None and "PORTALMQ_NGINX_REQUIRED" not in os.environ, reason="there is no nginx here"
 )
@@ -44,7 +44,7 @@ http {{
 
 
 class Nginx:
-    """`changes` are further (pattern, replacement) in the configuration; each has to be found there."""
+    """`changes` are further (pattern, replacement) in the configuration; each pattern must match there."""
 
     def __init__(self, directory: Path, ports: list[int], *changes: tuple[str, str]) -> None:
         self.directory = directory

@@ -1,4 +1,4 @@
-"""Commits and dead letters at a broker of one process: what goes in, and what has come out."""
+"""Commits and dead letters at a broker of one process: inputs and outputs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def outputs(*values: str, topic: str = "out", partition: int | None = None, **mo
 
 
 def there(fixture: Fixture, topic: str = "out") -> list[str]:
-    """What stands in a topic, by partition and offset."""
+    """The values in a topic, by partition and offset."""
     return [stored.record.value.decode() for stored in stored_in(fixture, topic)]
 
 
@@ -47,14 +47,14 @@ def partition_of(fixture: Fixture, topic: str = "in", number: int = 0) -> Partit
 
 
 def settled(fixture: Fixture) -> None:
-    """Until every order is carried out."""
+    """Wait until the broker has carried out every order."""
     eventually(lambda: fixture.broker.outboxes.open == 0)
 
 
 def give_up(
     fixture: Fixture, messages, *, topic: str = "in.dlq", reason: str = "max_deliveries", group: str = "g"
 ) -> None:
-    """These received messages are dead from here on."""
+    """Dead-letter these received messages."""
     for message in messages:
         partition = partition_of(fixture, message.topic, message.partition)
         ranges = ((message.offset, message.offset + 1, message.delivery_count),)

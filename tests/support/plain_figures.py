@@ -1,4 +1,4 @@
-"""The figures of a throughput report by the shortest way: every row of every file into Python, and dictionaries.
+"""The figures of a throughput report computed directly: every row of every file into Python, and dictionaries.
 
 Shares nothing with portalmq.spark: SQLite files are read as SCHEMA.md describes them, message by message.
 """
@@ -43,7 +43,7 @@ class PlainLog:
 
 
 def logs_in(*directories: Path) -> list[PlainLog]:
-    """Of several replicas the one that knows of the most committed offsets."""
+    """Of several replicas, the one with the most committed offsets."""
     best: dict[tuple[str, int], PlainLog] = {}
     for directory in directories:
         for place in sorted(directory.glob("partitions/*/*")):
@@ -57,7 +57,7 @@ def logs_in(*directories: Path) -> list[PlainLog]:
 
 def _log(place: Path) -> PlainLog:
     meta = dict(_rows(place / "state.sqlite", "SELECT key, value FROM meta"))
-    # A replica whose groups are being read anew has saved nothing: it knows of nothing that is committed.
+    # A replica whose groups are being reread has saved nothing: it knows of no committed offset.
     log = PlainLog(
         place.parent.name.split("@")[0], int(place.name), meta.get("log_start_offset", 0), meta.get("high_watermark", 0)
     )
@@ -106,7 +106,7 @@ def quantile(values: Iterable[int], rank: float) -> float:
 
 @dataclass
 class Told:
-    """What became of messages in one group on one topic."""
+    """The deliveries and settlements of one group on one topic."""
 
     mode: str
     # Message -> (at, waited). A message is (partition, offset, how many groups of the name were deleted before).
@@ -116,11 +116,11 @@ class Told:
     nacked: int = 0
     acked: int = 0
     dead: int = 0
-    unrecorded: int = 0  # acked, although no hand-out stands in the log
+    unrecorded: int = 0  # acked, without a recorded delivery in the log
 
 
 def told(logs: Sequence[PlainLog]) -> tuple[dict[tuple[str, str], Told], dict[tuple[str, str, int], set[int]]]:
-    """What became of messages by (group, topic), and what is not done by (group, topic, partition)."""
+    """The outcomes of messages by (group, topic), and the unfinished ones by (group, topic, partition)."""
     found: dict[tuple[str, str], Told] = {}
     left: dict[tuple[str, str, int], set[int]] = {}
     for log in logs:
@@ -150,7 +150,7 @@ def told(logs: Sequence[PlainLog]) -> tuple[dict[tuple[str, str], Told], dict[tu
                     for offset in range(start, end):
                         message = log.messages.get(offset)
                         if message is None:
-                            continue  # purged since
+                            continue  # purged in the meantime
                         each.first.setdefault((log.partition, offset, life), (at, max(0, at - message.due)))
                         each.counts[delivery] += 1
                         if delivery > 1:
@@ -192,7 +192,7 @@ def told(logs: Sequence[PlainLog]) -> tuple[dict[tuple[str, str], Told], dict[tu
 
 
 def _there(log: PlainLog, ranges: Iterable[Any]) -> set[int]:
-    """The offsets of ranges, but for messages that are purged since."""
+    """The offsets of ranges, except for purged messages."""
     return {offset for start, end, *_ in ranges for offset in range(start, end) if offset in log.messages}
 
 
@@ -201,7 +201,7 @@ def size_border(value: int) -> int:
 
 
 def by(rows: Iterable[Any], *names: str) -> dict[Any, Any]:
-    """Rows of a report by their keys, each once."""
+    """The rows of a report by their keys, each once."""
     made: dict[Any, Any] = {}
     for row in rows:
         key = tuple(getattr(row, name) for name in names)

@@ -1,5 +1,5 @@
-"""Ports of 127.0.0.1 that stay whose they are while nobody listens there: others on this machine ask for free ones all
-the time, tests beside this one and their brokers."""
+"""Ports of 127.0.0.1 that remain reserved while no process listens there: other processes, such as parallel tests and
+their brokers, ask for free ports all the time."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from contextlib import ExitStack, contextmanager
 
 
 def kept_port(port: int = 0) -> socket.socket:
-    """Bound and not listening: connections are refused, a server that sets SO_REUSEADDR (as those of Python, gunicorn,
-    ZooKeeper and nginx do) may listen there, and nobody is given the port as a free one, until this is closed. 0 is
-    any. Raises OSError when somebody listens there."""
+    """Bind a port without listening: connections are refused, a server that sets SO_REUSEADDR (as those of Python,
+    gunicorn, ZooKeeper and nginx do) may listen there, and no process gets the port as a free one until this socket is
+    closed. 0 is any port. Raises OSError when another process listens there."""
     kept = socket.socket()
     kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -24,7 +24,7 @@ def kept_port(port: int = 0) -> socket.socket:
 
 @contextmanager
 def kept_ports(count: int) -> Iterator[list[int]]:
-    """So many of them, until the block ends."""
+    """Yield so many ports, reserved until the block ends."""
     with ExitStack() as held:
         yield [number_of(held.enter_context(kept_port())) for _ in range(count)]
 

@@ -1,9 +1,10 @@
-"""Replicas of one partition on several brokers of one process: real logs, real fetches, and a network that is a call.
+"""Replicas of one partition on several brokers of one process: real logs, real fetches, and a network of function
+calls.
 
-Group(tmp_path, 3)     three hosts, the partition's node, and who leads
+Group(tmp_path, 3)     three hosts, the partition's state, and its leader
   .partition(1)        the replica there
-  .elect(2)            the control plane has chosen
-  .cut(3) .mend(3)     the host's calls reach nobody, and nobody's reach it
+  .elect(2)            the control plane's election
+  .cut(3) .mend(3)     the host's calls and calls to it are not delivered
 """
 
 from __future__ import annotations
@@ -44,21 +45,21 @@ TOPIC_ID = "topic-id-1"
 
 
 BEAT_S = 0.05
-# A beat that comes later than this comes late because the process stood still.
+# A later beat is late because the process was paused.
 BEAT_MAX_S = 0.1
 
 
 def eventually(is_so: Callable[[], object], within_s: float = 60.0) -> None:
-    """Wait for something to become true; the bound is for what never does."""
+    """Wait until the condition holds; the bound is for a condition that never does."""
     deadline = time.monotonic() + within_s
     while not is_so():
-        assert time.monotonic() < deadline, "it did not come to pass"
+        assert time.monotonic() < deadline, "the condition did not become true"
         gevent.sleep(0.005)
 
 
 class BeatenClock(Clock):
-    """The hosts' clock goes on with the beats of their group: a pause of the process that they all live in is no time
-    to them, however long it is."""
+    """The hosts' clock advances with the beats of their group: a pause of their process, however long, is no time to
+    them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +77,7 @@ class BeatenClock(Clock):
 
 
 class Unreached(Unavailable):
-    """The call did not get there."""
+    """The call did not arrive."""
 
 
 class Network:
@@ -111,7 +112,7 @@ class Mirror:
 
 
 class Membership:
-    """The control plane as a call. `holds` keeps compare-and-sets waiting."""
+    """The control plane as a function call. `holds` delays compare-and-sets."""
 
     def __init__(self, group: Group, host: Host) -> None:
         self.mirror = Mirror(group)
@@ -330,10 +331,10 @@ class Group:
         for broker_id in tuple(self.hosts):
             self.stop(broker_id)
 
-    # --- what is in the logs -----------------------------------------------------------------------------------------
+    # --- contents of the logs ----------------------------------------------------------------------------------------
 
     def agree(self) -> bool:
-        """Whether all replicas hold the same log, and know that all of it is committed."""
+        """Return whether all replicas have the same log, and know that all of it is committed."""
         ends = {host.partition.replica.high_watermark for host in self.hosts.values() if host.partition}
         return ends == {self.leader.replica.next_offset} and len(set(map(contents, self.partitions()))) == 1
 

@@ -1,4 +1,4 @@
-"""Throughput reports made by hand: one as a demo gives, one of nothing, one that is as big as they get."""
+"""Throughput reports made by hand: one like the demo's, an empty one, and one of the largest possible size."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def made(
     leader_dies: bool = True,
     left_out: dict[str, int] | None = None,
 ) -> Report:
-    """`topics`: name -> partitions. Rates wander, the first half of the topics loses its leader half way, partitions
-    are uneven. The same arguments give the same report."""
+    """`topics`: name -> partitions. Rates vary, the first half of the topics loses its leader half way, partitions are
+    uneven. The same arguments give the same report."""
     random = Random(7)
     dies_at = seconds // 2 if leader_dies else None
     throughput, by_partition, sizes, partitions, figures, fail_overs = [], [], [], [], [], []

@@ -1,9 +1,9 @@
-"""A small broker in this process for tests of the client: it works, until a script tells it to misbehave.
+"""A small broker in this process for tests of the client: it works, until a script makes it fail.
 
     with ScriptedBroker() as broker:
         broker.script("POST", "/v1/topics/t/messages", [lose_answer, refuse(503, "unavailable")])
 
-Each step of a script is used up by one request that matches; after the last one the broker works again.
+Each matching request uses up one step of a script; after the last one the broker works again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from portalmq.errors import ERRORS_BY_CODE, PortalMQError
 
 @dataclass
 class Call:
-    """One request as it came in."""
+    """One request as it arrived."""
 
     method: str
     path: str
@@ -52,19 +52,19 @@ class Reply:
 
 
 class HangUp(Exception):
-    """Close the connection instead of answering."""
+    """Close the connection without an answer."""
 
 
 Step = Callable[["ScriptedBroker", Call], Reply]
 
 
 def hang_up(broker: ScriptedBroker, call: Call) -> Reply:
-    """The connection breaks before anything is done."""
+    """The connection breaks before the request is executed."""
     raise HangUp
 
 
 def lose_answer(broker: ScriptedBroker, call: Call) -> Reply:
-    """The request is done, its answer gets lost."""
+    """The request is executed, and its answer is lost."""
     broker.work(call)
     raise HangUp
 
@@ -78,7 +78,7 @@ def refuse(status: int, code: str, *, retry_after: str | None = None, **members:
 
 
 def hold(until: threading.Event) -> Step:
-    """Answer only when the event is set (the broker is slow)."""
+    """Answer only when the event is set, as a slow broker does."""
 
     def step(broker: ScriptedBroker, call: Call) -> Reply:
         assert until.wait(30)
@@ -93,7 +93,7 @@ def problem(error: PortalMQError, status: int | None = None, retry_after: str | 
 
 
 class ScriptedBroker:
-    """Listens on a free port of 127.0.0.1. Everything it was asked is in `calls`."""
+    """Listens on a free port of 127.0.0.1. All its requests are in `calls`."""
 
     def __init__(self, partitions: int = 1, *, auto_create: bool = True) -> None:
         self.partitions = partitions
@@ -133,12 +133,12 @@ class ScriptedBroker:
         self.topics[topic][0] += [wire.PackMessage(value=value) for value in values]
 
     def wait_for(self, what: Callable[[], bool]) -> None:
-        """Wait until a request has made it so."""
+        """Wait until a request has made the condition true."""
         with self.changed:
             assert self.changed.wait_for(what, timeout=30)
 
     def drop_connections(self) -> None:
-        """Close every kept-alive connection, as a broker that restarts does."""
+        """Close every kept-alive connection, as a restarting broker does."""
         self._server.drop_connections()
 
     def __enter__(self) -> Self:
@@ -153,7 +153,7 @@ class ScriptedBroker:
         self._server.server_close()
         self._thread.join()
 
-    # --- what a broker does ------------------------------------------------------------------------------------------
+    # --- the broker --------------------------------------------------------------------------------------------------
 
     def answer(self, call: Call) -> Reply:
         with self.changed:
@@ -330,7 +330,7 @@ class _Server(ThreadingHTTPServer):
                 self._open.discard(connection)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes away is part of the play."""
+        """Ignore a client that disconnects."""
 
 
 def _handler(broker: ScriptedBroker) -> type[BaseHTTPRequestHandler]:
@@ -352,7 +352,7 @@ def _handler(broker: ScriptedBroker) -> type[BaseHTTPRequestHandler]:
             self.send_response(reply.status)
             for name, value in reply.headers.items():
                 self.send_header(name, value)
-            if reply.status == 204:  # has no body, and one that is sent all the same is read as the next answer
+            if reply.status == 204:  # a 204 has no body: one that is sent is read as the next answer
                 self.end_headers()
                 return
             self.send_header("Content-Type", reply.content_type)

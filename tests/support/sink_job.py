@@ -1,13 +1,13 @@
 """A streaming query from a topic through a shuffle into another, in a driver process that can be killed at any moment.
 
     job = SinkJob(folder)
-    job.hold(2)                 no more than two batches are ever done
+    job.hold(2)                 at most two batches are ever finished
     job.start({"path": data_dir, "topic": "t", "maxRowsPerTrigger": "300", "into": urls, "to": "out"})
 
-as support.spark_job has it; it ends by itself when all is read.
+The rest is as in support.spark_job; it ends by itself when all is read.
 
-A batch that is held is one of which a third of the rows waits: the task of the last of its three partitions takes them
-and gives none on, while the others write theirs.
+In a held batch a third of the rows waits: the task of the last of its three partitions reads them and passes none on,
+while the others write theirs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# As a script its folder is on the path, and tests/ is not.
+# The folder of a script is on the path, but tests/ is not.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from support.spark_job import SparkJob, drive
@@ -36,14 +36,14 @@ class SinkJob(SparkJob):
     script = __file__
 
     def hold(self, batches: int | None) -> None:
-        """So many batches may be done, since ever, also of a job that runs; None: all."""
+        """Allow this number of finished batches in total, also of a running job; None: all."""
         self.folder.mkdir(parents=True, exist_ok=True)
         new = self.folder / "hold.new"
         new.write_text(str(sys.maxsize if batches is None else batches))
         os.replace(new, self.folder / "hold")
 
     def offsets(self, batches: int) -> int:
-        """Up to where the first so many batches read, over all partitions together."""
+        """The end of the first `batches` batches, summed over all partitions."""
         if not batches:
             return 0
         *_, source = (self.folder / "checkpoint" / "offsets" / str(batches - 1)).read_text().splitlines()
@@ -51,7 +51,7 @@ class SinkJob(SparkJob):
 
 
 def passed(value: str, hold: str) -> str:
-    """The value, once its batch may be done. Runs in Spark's workers."""
+    """Return the value, once its batch may finish. Runs in Spark's workers."""
     from pyspark import TaskContext
 
     task = TaskContext.get()
@@ -68,7 +68,7 @@ def started(spark: SparkSession, folder: Path, options: dict[str, str]) -> Strea
 
     messages = spark.readStream.format("portalmq").options(**reading).load()
     rows = messages.selectExpr("cast(value AS string) AS value", "offset % 2 AS half").repartition(PARTITIONS, "value")
-    # Every other row has a key: it goes where the key points, the rest where its identity does.
+    # Every other row has a key, which decides its partition; the identity of the others decides theirs.
     value = udf(passed).asNondeterministic()("value", lit(str(folder / "hold")))
     shown = rows.withColumn("value", value).selectExpr("value", "CASE half WHEN 0 THEN value END AS key")
     writer = shown.writeStream.format("portalmq").options(bootstrap=options["into"], topic=options["to"])

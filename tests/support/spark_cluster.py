@@ -3,9 +3,9 @@
     with SparkCluster(directory) as spark:
         subprocess.run([..., "--master", spark.master], env=spark.environment)
 
-It is the Spark that pip installed, started by its own `spark-class`. Worker n stands at 127.0.0.n, so that Spark takes
-them for machines of their own; ports are free ones, and all that is written lies below `directory`. The workers know
-nothing of this test's Python: which one their tasks run in is for the application to say.
+It is the Spark that pip installed, started by its own `spark-class`. Worker n is at 127.0.0.n, so that Spark treats
+each as a machine of its own; ports are free ones, and all files are below `directory`. The workers do not know this
+test's Python: the application chooses the Python of its tasks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from support.cluster import wait_until
 from portalmq.spark.session import java_home
 
 WITHIN_S = 200.0
-# Short queries: to compile them well takes a JVM longer than to run them.
+# Short queries: a JVM needs longer to optimize them than to run them.
 JAVA_OPTIONS = "-XX:+UseSerialGC -XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=240m"
 
 _MASTER = re.compile(r"Starting Spark master at (spark://\S+)")
@@ -79,7 +79,7 @@ class SparkCluster:
         self.end()
 
     def end(self) -> None:
-        """SIGKILL to all, executors and their Python workers included."""
+        """Send SIGKILL to all processes, including executors and their Python workers."""
         family: list[psutil.Process] = []
         for process in self._processes:
             if process.poll() is None:
@@ -96,7 +96,8 @@ class SparkCluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of a driver: its defaults are small, and all that Spark shows of an application is kept, in `events`."""
+        """The environment of a driver: small defaults, and all that Spark shows of an application is kept in
+        `events`."""
         return self._environment | {
             "HOME": os.environ.get("HOME", "/"),
             "SPARK_LOCAL_IP": "127.0.0.1",
@@ -109,7 +110,7 @@ class SparkCluster:
         defaults = {
             "spark.driver.memory": "512m",
             "spark.driver.extraJavaOptions": JAVA_OPTIONS,
-            "spark.cores.max": str(self._cores),  # one executor, where the application does not ask for more
+            "spark.cores.max": str(self._cores),  # one executor, if the application does not ask for more
             "spark.executor.memory": "512m",
             "spark.executor.extraJavaOptions": JAVA_OPTIONS,
             "spark.eventLog.enabled": "true",
@@ -122,7 +123,7 @@ class SparkCluster:
             "spark.sql.shuffle.partitions": "2",
             "spark.sql.execution.arrow.maxRecordsPerBatch": "1000",
             "spark.sql.warehouse.dir": str(self.directory / "warehouse"),
-            # A task that takes half as long again as half of the others did is run a second time beside itself.
+            # A task that takes 1.5 times the median runs a second time in parallel.
             "spark.speculation": "true",
             "spark.speculation.interval": "100ms",
             "spark.speculation.multiplier": "1.5",
@@ -149,7 +150,7 @@ class SparkCluster:
 
     @property
     def _environment(self) -> dict[str, str]:
-        """Of a machine that has Spark and a Java. Nothing of Python, of this test's or of any other's settings."""
+        """The environment of a machine that has Spark and Java, without Python settings of this test or of the user."""
         home = java_home() or os.environ.get("JAVA_HOME")
         return {
             "PATH": os.defpath,
@@ -162,10 +163,10 @@ class SparkCluster:
             "SPARK_DAEMON_JAVA_OPTS": JAVA_OPTIONS,
         }
 
-    # --- looking -----------------------------------------------------------------------------------------------------
+    # --- state -------------------------------------------------------------------------------------------------------
 
     def state(self) -> dict:
-        """What the master tells: `workers`, `activeapps`, `completedapps`."""
+        """The master's state: `workers`, `activeapps`, `completedapps`."""
         with urllib.request.urlopen(f"{self._web}/json/", timeout=60) as answer:
             return json.load(answer)
 
@@ -176,7 +177,7 @@ class SparkCluster:
         return self.directory / f"{name}.log"
 
     def _said(self, name: str, what: re.Pattern[str]) -> str:
-        """The first group of what a daemon says."""
+        """The first group of a match in a daemon's output."""
 
         def found() -> re.Match[str] | None:
             said = self._log(name).read_text("utf-8", "replace")

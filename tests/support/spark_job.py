@@ -66,7 +66,7 @@ class SparkJob:
             )
 
     def kill(self) -> None:
-        """SIGKILL to the whole family, and wait until it is gone. Nothing when it does not run."""
+        """Send SIGKILL to all its processes, and wait until they have ended. Do nothing when it does not run."""
         if self._process is None:
             return
         try:
@@ -83,25 +83,25 @@ class SparkJob:
         assert not left, left
 
     def has_ended(self) -> bool:
-        """All is done. Raises AssertionError for a driver that failed."""
+        """Return whether the job is done. Raise AssertionError if the driver failed."""
         assert self._process is not None
         code = self._process.poll()
         assert code in {None, 0}, f"the driver ended with {code}:\n{self.said()}"
         return code == 0
 
     def batches(self) -> int:
-        """How many have been planned, since ever."""
+        """The number of batches ever planned."""
         numbers = [
             int(path.name) for path in (self.folder / "checkpoint" / "offsets").glob("*") if path.name.isdecimal()
         ]
         return max(numbers, default=-1) + 1
 
     def committed(self) -> int:
-        """How many batches Spark has noted as done."""
+        """The number of batches that Spark has recorded as done."""
         return sum(path.name.isdecimal() for path in (self.folder / "checkpoint" / "commits").glob("*"))
 
     def wait_for_batches(self, more: int) -> None:
-        """Until so many more were planned than are by now."""
+        """Wait until so many further batches are planned."""
         wanted, deadline = self.batches() + more, time.monotonic() + BATCHES_WITHIN_S
         while self.batches() < wanted:
             assert not self.has_ended(), f"the driver has ended:\n{self.said()}"
@@ -109,7 +109,7 @@ class SparkJob:
             time.sleep(POLL_S)
 
     def said(self) -> str:
-        """What the latest start has said so far, the end of it."""
+        """The end of the output since the latest start."""
         return self._said().read_text("utf-8", "replace")[-4_000:]
 
     def _said(self) -> Path:
@@ -117,9 +117,9 @@ class SparkJob:
 
 
 def drive(started: Callable[[SparkSession, Path, dict[str, str]], StreamingQuery]) -> None:
-    """The driver: the query of `started`, until it ends or this process is killed.
+    """The driver: run the query of `started`, until it ends or this process is killed.
 
-    A JVM that is killed leaves its temporary files, so that they are below the job's folder too.
+    A killed JVM leaves its temporary files behind, so they are below the job's folder too.
     """
     folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
     temporary = folder / "temporary"

@@ -1,12 +1,11 @@
-"""Runs a command on a machine that does not give every process its turn: to find tests that depend on how fast
-something happens.
+"""Run a command on a simulated overloaded machine, to find tests that depend on how fast something happens.
 
     python -m support.standstill -- python -m pytest cluster/test_locks.py
 
-Again and again one of the command's processes (it, a broker, ZooKeeper, a JVM), drawn at random, is stopped for a
-moment, as a crowded machine does it. A test that fails then waits for too little, or its promise is about time: then
-the pauses have to be shorter than what it promises. (And whom a test stops while he stands still anyway, goes on too
-soon.) Ends with the command's own exit status.
+One of the command's processes at a time (the command, a broker, ZooKeeper, a JVM), chosen at random, is stopped for a
+moment, as on an overloaded machine. A test that fails then waits too short a time, or it checks a guarantee about time:
+then the pauses must be shorter than that guarantee. (A process that a test stops during such a pause continues too
+soon.) Exits with the command's own status.
 """
 
 from __future__ import annotations
@@ -20,13 +19,14 @@ from collections.abc import Sequence
 
 import psutil
 
-# What a test has stopped itself stays stopped until that test lets it go on.
+# A process that a test has stopped itself stays stopped until that test continues it.
 _NOT_OURS = {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE}
 SHORTEST_S, LONGEST_S, BETWEEN_S = 0.2, 1.0, 0.5
 
 
 def run(command: Sequence[str], *, shortest_s: float, longest_s: float, between_s: float, chance: random.Random) -> int:
-    """Pauses are drawn evenly from the shortest to the longest; between two lie `between_s` on average."""
+    """Pauses are distributed evenly from the shortest to the longest; the time between two is `between_s` on
+    average."""
     process = subprocess.Popen(command)
     while not _has_ended(process, chance.expovariate(1 / between_s)):
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,5 +1,5 @@
-"""A data directory in which all happens that a throughput report tells of: written by the broker's code, in one
-process, on a clock set by hand."""
+"""A data directory with every kind of event in a throughput report: written by the broker's code, in one process, on a
+clock that is set by hand."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ WITHIN_S = 60
 
 def busy(path: Path) -> Path:
     """Two topics with messages (one in two partitions and several segments, by three senders; one with delays and
-    priorities) and an empty one; queue groups that ack, nack, give back, give up and redrive; a stream group that goes
-    back; a group that is deleted and made again; a leader that dies."""
+    priorities) and an empty one; queue groups that ack, nack, release, dead-letter and redrive; a stream group that
+    seeks back; a group that is deleted and created again; a leader that dies."""
     clock, random = HandClock(START_MS), Random(11)
     with written(path, clock) as data:
         data.topic("orders", partitions=2)
@@ -41,7 +41,7 @@ def busy(path: Path) -> Path:
         _stream(data)
         _deleted(data)
     clock.advance(7_300)
-    with written(path, clock) as data:  # the leader is back: an epoch begins, with a gap before it
+    with written(path, clock) as data:  # the leader is back: an epoch begins, after a gap
         data.put("orders", b"after", b"the fall", partition=0)
         data.later(61_000)
         data.put("orders", b"much later", partition=1)
@@ -108,7 +108,7 @@ def _queue(data: DataDirectory) -> None:
 
 
 def _deleted(data: DataDirectory) -> None:
-    """A group is deleted, and one of its name begins, in which messages come back unseen."""
+    """Delete a group and create one of its name, in which messages are returned without a delivery."""
     broker = data.fixture.broker
     _take(data, "again", "orders", 9)
     broker.delete_group("again")

@@ -2,9 +2,9 @@
 
     job = StreamJob(tmp_path)
     job.start({"path": data_dir, "topic": "t", "maxRowsPerTrigger": "500"})
-    job.rows()                  what the sink's log says that the folder holds
+    job.rows()                  the rows of the folder according to the sink's log
 
-as support.spark_job has it; it goes on until it is killed.
+The rest is as in support.spark_job; it runs until it is killed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# As a script its folder is on the path, and tests/ is not.
+# The folder of a script is on the path, but tests/ is not.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from support.spark_job import SparkJob, drive
@@ -40,7 +40,7 @@ class StreamJob(SparkJob):
     script = __file__
 
     def rows(self) -> list[dict[str, Any]]:
-        """As any reader of the sink's own log sees them: files that a killed driver left behind do not count."""
+        """The rows as any reader of the sink's own log sees them: files left by a killed driver do not count."""
         import pyarrow.parquet as parquet
 
         rows: list[dict[str, Any]] = []
@@ -49,7 +49,7 @@ class StreamJob(SparkJob):
         return rows
 
     def _files(self) -> list[str]:
-        """A compacted log file repeats those before it."""
+        """The files of the sink's log. A compacted log file repeats those before it."""
         found: dict[str, str] = {}
         for log in (self.folder / "rows" / "_spark_metadata").glob("[0-9]*"):
             _version, *entries = log.read_text().splitlines()

@@ -1,12 +1,12 @@
-"""Stretches of the event loop: how long its thread works without a look at its sockets, while nobody else is served.
+"""Stretches of the event loop: how long its thread works without polling its sockets, while no other request is served.
 
     with Stretches() as stretches:
         ...
     stretches.longest          processor time in ms, with the stack that was seen in it
 
-A stretch is measured in the processor time of the thread, so pauses of the process do not count; nor do collections of
-garbage, which is that of the whole test run. A second thread takes the stack once in a while: a stretch that is shorter
-than that has none.
+A stretch is measured in the processor time of the thread, so pauses of the process do not count; nor do garbage
+collections, whose cost depends on the whole test run. A second thread samples the stack: a stretch shorter than its
+interval has none.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Stretches:
         self._watcher.join()
 
     def _end_stretch(self) -> None:
-        """The loop has looked at its sockets just now."""
+        """The loop has just polled its sockets."""
         ms = (time.thread_time() - self._began) * 1_000
         if ms > self.longest.ms:
             number, stack = self._seen

@@ -1,4 +1,4 @@
-"""The messages of a partition as a list: what a group's choice reads, without a log."""
+"""The messages of a partition as a list: the input of a group's selection, without a log."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Message:
 
 
 class ListSupply:
-    """`pieces` joins what stands side by side in lane 0 and is alike, as batches do."""
+    """`pieces` joins adjacent, equal messages in lane 0, as batches do."""
 
     def __init__(self, *, by_key: bool = False, pieces: bool = False) -> None:
         self.messages: list[Message] = []
@@ -37,7 +37,7 @@ class ListSupply:
         self.pieces = pieces
 
     def add(self, count: int = 1, **more: object) -> list[Message]:
-        """Append so many messages; offsets go on from the last one."""
+        """Append so many messages; offsets continue from the last one."""
         first = self.messages[-1].offset + 1 if self.messages else 0
         added = [Message(offset, **more) for offset in range(first, first + count)]  # type: ignore[arg-type]
         self.messages += added
@@ -98,7 +98,7 @@ def chosen(
     cancelled: frozenset[int] = frozenset(),
     max_bytes: int = NEVER_MS,
 ) -> Selection:
-    """One clock for leases and for the time of day."""
+    """Select messages, with one clock for leases and for the time of day."""
     while supply.by_key and not read_keys(group, supply, now_ms):
         pass
     return select(
@@ -117,7 +117,7 @@ def chosen(
 
 
 def granted(group: GroupDelivery, choice: Selection, now_ms: int, deadline_ms: int) -> None:
-    """Apply the choice as the shell does."""
+    """Apply the selection as the shell does."""
     group.apply(
         Grant(
             tuple((start, end, deliveries) for start, end, deliveries, _, _ in choice.delivered),

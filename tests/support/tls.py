@@ -26,7 +26,7 @@ def key(name: str) -> Path:
 
 
 class TlsFront:
-    """What the server says is sent on in records as large as they come, many of its answers in one."""
+    """Forwards the server's output in records of the maximum size, with several of its answers in one."""
 
     def __init__(self, port: int, certificate: str, *, asks_for_certificate: bool = False) -> None:
         self._target = port

@@ -1,4 +1,4 @@
-"""A program that reads messages, makes one of each, and commits both at once. It ends when it is killed.
+"""A program that reads messages, makes one output of each, and commits both at once. It runs until it is killed.
 
 python transformer.py URLS TOPIC OUT GROUP MODE      URLS separated by commas
 """
@@ -19,7 +19,7 @@ def transformed(text: str) -> str:
 
 
 def transform(consumer: Consumer, messages: list[Message], out: str) -> None:
-    """Commit the messages of each partition with what they become."""
+    """Commit the messages of each partition with their outputs."""
     ordered = sorted(messages, key=lambda message: (message.partition, message.offset))
     for _, own in groupby(ordered, key=lambda message: message.partition):
         batch = list(own)
@@ -28,7 +28,7 @@ def transform(consumer: Consumer, messages: list[Message], out: str) -> None:
             consumer.commit_with(batch, outputs)
         except (
             PortalMQError
-        ) as error:  # they are another's by now, or nobody knows: if they are not done they come again
+        ) as error:  # another member owns them, or the outcome is unknown: unfinished ones are delivered again
             print(f"not committed: {error.code}: {error}", file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""MiniQ's server for tests: in this process over a cluster that is a stand-in, or `portalmq zeromq` as a process."""
+"""MiniQ's server for tests: in this process over a stand-in for a cluster, or `portalmq zeromq` as a process."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Queues:
     def delete(self, queue: str, partition: int, ids: list[str], timeout_s: float) -> list[bool]:
         self._called("delete", queue, partition, *ids)
         with self._lock:
-            receipts = [each.replace("0-", f"{queue}/", 1) for each in ids]  # all is in partition 0
+            receipts = [each.replace("0-", f"{queue}/", 1) for each in ids]  # all messages are in partition 0
             return [self.leased.pop(receipt, None) is not None for receipt in receipts]
 
     def command(self, body: bytes, timeout_s: float) -> bytes:
@@ -95,14 +95,14 @@ def serving(
     ports: dict[PortRole, int] | None = None,
     curve: Curve | None = None,
 ) -> Iterator[Server]:
-    """A server on free ports, in a thread of its own; ended at the end."""
+    """Yield a server on free ports, in a thread of its own, which ends on exit."""
     made: Future[Server] = Future()
 
     def run() -> None:
         try:
             free: dict[PortRole, int] = {"commands": 0, "producers": 0, "consumers": 0}
             server = Server(queues, TokenAccess(tokens), ports=ports or free, limits=limits, curve=curve)
-        except BaseException as fault:  # noqa: BLE001 - for whoever waits
+        except BaseException as fault:  # noqa: BLE001 - for the waiting thread
             made.set_exception(fault)
             return
         made.set_result(server)
@@ -132,7 +132,7 @@ def service_at(ports: dict[PortRole, int], **options: Any) -> MiniQService:
 
 @contextlib.contextmanager
 def socket_to(port: int, kind: int = zmq.REQ, **options: Any) -> Iterator[zmq.Socket[bytes]]:
-    """A plain client socket; what it waits for comes within WITHIN_S, or it raises zmq.Again."""
+    """Yield a plain client socket; what it waits for arrives within WITHIN_S, or it raises zmq.Again."""
     with zmq.Context() as context, context.socket(kind) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RCVTIMEO, round(WITHIN_S * 1000))
@@ -156,7 +156,7 @@ def failing(error: PortalMQError, *kinds: str) -> Callable[[tuple[Any, ...]], No
 
 
 class ZeroMQProcess:
-    """`portalmq zeromq` over real brokers. Started anew it takes the same ports."""
+    """`portalmq zeromq` over real brokers. A second start takes the same ports."""
 
     def __init__(self, directory: Path, urls: list[str], *options: str) -> None:
         self._directory = directory
@@ -184,7 +184,7 @@ class ZeroMQProcess:
         return self._process
 
     def start(self) -> None:
-        """Return once it says where it listens."""
+        """Start, and return once it has printed its ports."""
         self._directory.mkdir(parents=True, exist_ok=True)
         self._starts += 1
         arguments = [sys.executable, "-c", _PROGRAM, "--server", ",".join(self._urls), "-o", "json"]

@@ -19,7 +19,7 @@ def frame(body: bytes, *flags: int) -> bytes:
 
 
 def greeted(port: int) -> socket.socket:
-    """A connection that has done its handshake."""
+    """Return a connection after its handshake."""
     connection = socket.create_connection(("127.0.0.1", port), timeout=WITHIN_S)
     connection.sendall(GREETING)
     received = b""
@@ -31,7 +31,7 @@ def greeted(port: int) -> socket.socket:
 
 
 def is_cut_off(connection: socket.socket) -> bool:
-    """Waits until the other side ends the connection. Raises TimeoutError when it does not."""
+    """Wait until the other side ends the connection. Raises TimeoutError when it does not."""
     try:
         while connection.recv(4096):
             pass

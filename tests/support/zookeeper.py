@@ -1,4 +1,4 @@
-"""Real ZooKeeper servers for tests, and a wire to them that a test can cut, bend and spoil.
+"""Real ZooKeeper servers for tests, and a connection to them that a test can cut, delay and corrupt.
 
 `zookeeper_server` is one server for each pytest process; a test takes a chroot of its own in it (`fresh_chroot`), and
 leaves it running. A test that kills, stops or configures a server starts one with EmbeddedZooKeeper.
@@ -38,7 +38,7 @@ def fresh_chroot() -> str:
 
 
 def until(holds: Callable[[], object], *, within_s: float = WITHIN_S, what: str = "") -> float:
-    """Wait for the condition; answers the seconds it took."""
+    """Wait for the condition; return the seconds that it took."""
     began = time.monotonic()
     while not holds():
         if time.monotonic() - began > within_s:
@@ -51,10 +51,10 @@ class Wire:
     """A TCP proxy in front of one server.
 
     cut()              ends all connections and refuses new ones, until heal()
-    swallow_answers    what the server says is lost on the way, as long as this is true; so with swallow_requests
-    silent_next        on so many connections from now on, what the client says is lost
-    turns_away         connections that go on with a session are closed, as by a server that lags behind their clients
-    inject(data)       the client hears these bytes as if the server had said them
+    swallow_answers    while this is true, the server's data is lost; swallow_requests: the client's
+    silent_next        on so many connections from now on, the client's data is lost
+    turns_away         connections that resume a session are closed, as by a server that lags behind its clients
+    inject(data)       the client receives these bytes as if from the server
     """
 
     def __init__(self, port: int) -> None:
@@ -172,6 +172,6 @@ class Wire:
 
 
 def _goes_on_with_a_session(request: bytes) -> bool:
-    """Whether it is a client's first on a connection, and names a session: length, version 0, zxid, timeout, session.
-    Others have their number where that has its version, and none has 0."""
+    """Return whether it is a client's first request on a connection, and names a session: length, version 0, zxid,
+    timeout, session. Other requests have their number in the place of the version, and none has number 0."""
     return request[4:8] == bytes(4) and request[20:28] not in (b"", bytes(8))
