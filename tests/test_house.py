@@ -207,7 +207,7 @@ def test_all_layers_have_modules() -> None:
 
 
 def may_see(room: str) -> set[str]:
-    """Return the rooms that modules of `room` may import."""
+    """Return the layers that modules of `room` may import."""
     floors = TOWER[TOWER.index("partition") : TOWER.index(room)] if room in TOWER else ()
     return {room, *MAY_IMPORT[room], *floors}
 

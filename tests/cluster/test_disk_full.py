@@ -1,4 +1,5 @@
-"""A disk that is nearly full: the broker refuses to produce before SQLite runs out of space, and consuming goes on."""
+"""A disk that is nearly full: the broker refuses to produce before SQLite runs out of space, and consuming
+continues."""
 
 from __future__ import annotations
 

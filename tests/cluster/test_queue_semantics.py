@@ -70,7 +70,7 @@ class Crew:
                         answered = time.monotonic()
                         for message in good:
                             self.acked_at.setdefault(message.id, answered)
-        except BaseException as fault:  # noqa: BLE001 - told by the thread that waits
+        except BaseException as fault:  # noqa: BLE001 - raised again by the waiting thread
             self.faults.append(fault)
 
     def _settle(self, call: Callable[[list[Message]], None], messages: list[Message]) -> bool:
@@ -135,7 +135,7 @@ def test_delayed_messages_each_come_none_early_and_in_time_while_leaders_die(clu
     cluster.admin().create_topic(topic, partitions=3)
     cluster.wait_in_sync(topic)
     seen: dict[str, list[tuple[float, float]]] = {}
-    ordinary: dict[int, list[tuple[float, float]]] = defaultdict(list)  # by partition: (meant to be sent at, came at)
+    ordinary: dict[int, list[tuple[float, float]]] = defaultdict(list)  # by partition: (planned send, receipt)
 
     def handle(message: Message) -> bool:
         said = message.json()
@@ -236,7 +236,7 @@ def test_the_order_of_keys_holds_with_many_consumers_nacks_and_dying_leaders(clu
         crew.end()
     assert not broken, broken[:10]
     undone = [f"{before} of {key}" for key, before, receipts in went_on if crew.refused.issuperset(receipts)]
-    assert not undone, f"the next of their keys came before these were acked: {undone[:10]}"
+    assert not undone, f"the next message of the key was received before these were acked: {undone[:10]}"
     assert not crew.again
     assert set(last.values()) == {PER_KEY - 1}
     print(f"{KEYS} keys of {PER_KEY} messages, {CONSUMERS} consumers, {KILLS} kills: in order")

@@ -30,7 +30,7 @@ from portalmq.transport.request import Request
 pytestmark = pytest.mark.cluster
 
 _numbers = itertools.count(1)
-# The time limit for what must happen.
+# The time limits for events that must happen, and that must not.
 WITHIN_S = 60.0
 NOTHING_FOR_S = 0.5
 # No member is lost because the machine pauses.
@@ -78,7 +78,7 @@ def first(reading: Consumer, count: int) -> list[object]:
     found: list[object] = []
     deadline = time.monotonic() + WITHIN_S
     while len(found) < count:
-        assert time.monotonic() < deadline, f"{len(found)} of {count} came"
+        assert time.monotonic() < deadline, f"{len(found)} of {count} were received"
         found += reading.poll(1, count - len(found))
     return found
 

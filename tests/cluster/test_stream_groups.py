@@ -72,7 +72,7 @@ class Reader:
                 self.sights.append(
                     Sight(time.monotonic(), message.partition, message.text, member.member_id, generation, since)
                 )
-        except BaseException as fault:  # noqa: BLE001 - the test tells of it
+        except BaseException as fault:  # noqa: BLE001 - the test reports it
             self.fault = fault
 
     @property

@@ -120,7 +120,7 @@ def test_producers_and_consumers_go_on_when_the_server_is_killed_and_started_aga
                 message = f"m{len(acked)}"
                 service.produce("jobs", message)
                 acked.append(message)
-        except BaseException as fault:  # noqa: BLE001 - told at the end
+        except BaseException as fault:  # noqa: BLE001 - reported at the end
             faults.append(fault)
 
     with ZeroMQProcess(tmp_path, cluster.urls, "--lease", str(LEASE_S)) as miniq:

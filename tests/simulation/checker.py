@@ -226,7 +226,7 @@ class Checker:
                 self.fail("I2", "{} on {} is not {} as elsewhere", batch, shell.node.id, self._placed[at])
             parent = before.uid if before else (None if disk.start else 0)
             if parent is not None and batch.parent not in (parent, -1):
-                self.fail("I2", "before {} stands {} on {}, {} elsewhere", batch, parent, shell.node.id, batch.parent)
+                self.fail("I2", "before {} is {} on {}, {} elsewhere", batch, parent, shell.node.id, batch.parent)
             if batch.uid in self._refused:
                 self.fail("I13", "{} on {} was refused", batch, shell.node.id)
             if batch.head.stamp is not None:
@@ -250,7 +250,7 @@ class Checker:
                 else known.producer_epoch < stamp.producer_epoch and stamp.sequence == 0
             )
             if not follows:
-                self.fail("I9", "{} with {} stands after {} with {}", batch, stamp, other, known)
+                self.fail("I9", "{} with {} is after {} with {}", batch, stamp, other, known)
             return
 
     def shrank(self, node: Node) -> None:
@@ -380,7 +380,7 @@ class Checker:
             self.fail("I13", "[{},{}) is acknowledged and not committed", submission.base, submission.end)
             return
         if batch.base != submission.base or (batch.uid != submission.uid and batch.head.stamp != submission.stamp):
-            self.fail("I13", "#{} is acknowledged at [{},{}), where {} stands", submission.uid, submission.base,
+            self.fail("I13", "#{} is acknowledged at [{},{}), where {} is", submission.uid, submission.base,
                       submission.end, batch)  # fmt: skip
         if submission.stamp is not None and self._answers.setdefault(submission.stamp, batch.base) != batch.base:
             self.fail("I9", "{} is answered {} and {}", submission.stamp, self._answers[submission.stamp], batch.base)
@@ -392,7 +392,7 @@ class Checker:
             return
         for batch in batches:
             if batch.end > self.high_watermark or self.committed_at.get(batch.end) != batch.uid:
-                self.fail("I5", "{} hands out {}, which is not committed", node.id, batch)
+                self.fail("I5", "{} delivers {}, which is not committed", node.id, batch)
 
     # --- an operator's election --------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ TIMEOUT_MS = 1_500
 
 
 def mail_at(world: World, wall_ms: int) -> Mail:
-    """A message of some kind, as the broker that takes it reckons its times."""
+    """A message of some kind, with times by the clock of the broker that accepts it."""
     random, groups = world.random, world.groups
     if world.faults.stopped:
         return PLAIN

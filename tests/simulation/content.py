@@ -1,6 +1,6 @@
 """The content of a batch as groups see it: the properties of its messages, or a record that changes a group's state.
 
-Payloads are left out, as everywhere in the simulation: `Batch.uid` stands for them.
+Payloads are left out, as everywhere in the simulation: `Batch.uid` represents them.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class GroupCoordinator:
         self.core: GroupMembership | None = None
         node.every(TICK_MS, self._tick)
 
-    # --- what members ask --------------------------------------------------------------------------------------------
+    # --- requests of members -----------------------------------------------------------------------------------------
 
     def request(self, verb: str, content: tuple[Any, ...], back: Answer) -> None:
         tree = self.node.membership.tree
@@ -110,7 +110,7 @@ class GroupCoordinator:
         if self.core is not None:
             self._step(core.Tick())
 
-    # --- what the core asks for --------------------------------------------------------------------------------------
+    # --- actions of the core -----------------------------------------------------------------------------------------
 
     def _step(self, event: core.Event, of: GroupMembership | None = None) -> None:
         """Drop calls for an earlier term of this broker as coordinator."""

@@ -1,9 +1,9 @@
-"""A broker's disk with one partition: what is fsynced, and what a crash may leave of the rest.
+"""A broker's disk with one partition: the fsynced data, and the part of the rest that may survive a crash.
 
     synced batches ........ | written, not synced
     a crash keeps all       | and any prefix of these
 
-Persisted: the log, the epochs and producers of what was dropped below its start, the highest epoch seen, and an earlier
+Persisted: the log, the epochs and producers of dropped records below its start, the highest epoch seen, and an earlier
 high watermark. Nothing else.
 """
 
@@ -23,7 +23,7 @@ from portalmq.broker.core.replica.producers import Producers
 class Batch:
     """A batch, created once; replicas share the object.
 
-    `uid` stands for its payload; `parent` is the uid of the batch before it in the log it was created for, 0 at the
+    `uid` represents its payload; `parent` is the uid of the batch before it in the log it was created for, 0 at the
     beginning. `mail` are its messages, or `control` its record. `state` is the groups' part of a STATE record, encoded;
     once that is committed the log may begin at `log_start`.
     """

@@ -20,7 +20,7 @@ FETCH_TIMEOUT_MS = 1_500
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """A follower's fetch whose log matches: the batches from `offset` on are to be sent."""
+    """A follower's fetch whose log matches: it waits for the batches from `offset` on."""
 
     fetch: Fetch
     offset: int

@@ -50,7 +50,7 @@ class GroupChecker:
         """A committed record purges everything below; dead messages there are forgotten."""
         return self._purged
 
-    # --- what is committed -------------------------------------------------------------------------------------------
+    # --- committed records -------------------------------------------------------------------------------------------
 
     def committed(self, batch: Batch, leader_epoch: int) -> None:
         for offset, mail in enumerate(batch.mail, batch.base):
@@ -67,7 +67,7 @@ class GroupChecker:
         elif isinstance(record, Purge):
             self._purged = max(self._purged, record.upto)
         elif isinstance(record, GroupStart):
-            # What was purged before the group began is missing sooner or later, on whoever leads.
+            # The group began after a purge: every leader misses the purged messages, sooner or later.
             self.queues[control.group].begin(max(record.start, self.dropped_below()))
         elif control.group in self.queues:
             self._take(self.queues[control.group], control, batch, leader_epoch)
@@ -94,10 +94,10 @@ class GroupChecker:
         queue.take(control, batch)
         self._finals[control.group].update(dict.fromkeys(queue.finals, leader_epoch))
 
-    # --- what a leader decides ---------------------------------------------------------------------------------------
+    # --- decisions of a leader ---------------------------------------------------------------------------------------
 
     def appended(self, host: GroupHost, control: Control) -> None:
-        """A leader ends leases by what it appends, committed or not."""
+        """A leader ends leases by the records that it appends, committed or not."""
         record: Any = control.record
         if isinstance(record, Ack | Nack | Dead | Commit):
             live = self._live[control.group, host.epoch]
@@ -133,19 +133,19 @@ class GroupChecker:
             self._check_unanswered(host, group, offset)
             letter = self.letters.get(offset)
             if letter is None:
-                self.fail("I12", "{}: {} is handed out and not committed", group, offset)
+                self.fail("I12", "{}: {} is delivered and not committed", group, offset)
                 return
             is_first = receipt.lease == 1 and model.state.get(offset, "fresh") == "fresh" and not model.config.by_key
             due_ms = letter.mail.deliver_at_ms
             if is_first and due_ms is not None and due_ms > max(wall_ms, letter.appended_at_ms):
-                self.fail("I12", "{}: message {} is handed out {} ms early", group, offset, due_ms - wall_ms)
+                self.fail("I12", "{}: message {} is delivered {} ms early", group, offset, due_ms - wall_ms)
             if letter.mail.has_expired(wall_ms):
-                self.fail("I12", "{}: message {} is handed out, and has expired", group, offset)
+                self.fail("I12", "{}: message {} is delivered, and has expired", group, offset)
             if self._finals[group].get(offset, host.epoch + 1) <= host.epoch:
-                self.fail("I12", "{}: message {} is handed out in epoch {}, and is {}", group, offset, host.epoch,
+                self.fail("I12", "{}: message {} is delivered in epoch {}, and is {}", group, offset, host.epoch,
                           model.state.get(offset))  # fmt: skip
             if offset in live and live[offset][0] > now_ms:
-                self.fail("I12", "{}: message {} is handed out under the live lease {}", group, offset, live[offset])
+                self.fail("I12", "{}: message {} is delivered under the live lease {}", group, offset, live[offset])
             if receipt.delivery > model.config.max_deliveries:
                 self.fail("I12", "{}: {} is one delivery too many", group, receipt)
             if model.config.by_key and letter.mail.key and model.has_begun:
@@ -153,7 +153,7 @@ class GroupChecker:
             live[offset] = (deadline_ms, receipt)
             model.delivered.add(offset)
             if receipt in model.receipts:
-                self.fail("I12", "{}: {} is handed out a second time", group, receipt)
+                self.fail("I12", "{}: {} is delivered a second time", group, receipt)
             model.receipts.add(receipt)
             self.world.count("delivery")
             if receipt.delivery > 1:
@@ -168,34 +168,32 @@ class GroupChecker:
             if its.mail.key != letter.mail.key or other == offset or other < max(model.start, self.dropped_below()):
                 continue
             if other in live and live[other][0] > host.node.now_ms:
-                self.fail(
-                    "I12", "{}: message {} is handed out while {} of its key is", model.config.name, offset, other
-                )
+                self.fail("I12", "{}: message {} is delivered while {} of its key is", model.config.name, offset, other)
             if host.epoch < self.world.checker.committed_epoch:
                 continue  # it does not know the records committed in the meantime
             if other > offset or model.is_done(other) or its.mail.has_expired(host.node.wall_ms):
                 continue
             waits_for = model.state.get(other) == "out" or not (is_delayed or model.spot(other, its)[0] >= DELAYED)
             if waits_for:
-                self.fail("I12", "{}: message {} is handed out before {} of its key, which is {}", model.config.name,
+                self.fail("I12", "{}: message {} is delivered before {} of its key, which is {}", model.config.name,
                           offset, other, model.state.get(other, "fresh"))  # fmt: skip
 
     def repeated(self, host: GroupHost, group: str, attempt: str, receipts: list[Receipt]) -> None:
         """A leader delivers these again to their holder."""
         if not self._attempts[group, attempt].issuperset(receipts):
-            self.fail("I12", "{}: {} of {} are handed out again to {!r}", group, receipts,
+            self.fail("I12", "{}: {} of {} are delivered again to {!r}", group, receipts,
                       self._attempts[group, attempt], attempt)  # fmt: skip
         live = self._live[group, host.epoch]
         for receipt in receipts:
             self._check_unanswered(host, group, receipt.offset)
             lease = live.get(receipt.offset)
             if lease is not None and lease[0] > host.node.now_ms and lease[1].lease != receipt.lease:
-                self.fail("I12", "{}: {} is handed out again, {} is another's", group, receipt, lease)
+                self.fail("I12", "{}: {} is delivered again, {} is another's", group, receipt, lease)
 
     def _check_unanswered(self, host: GroupHost, group: str, offset: int) -> None:
         """After an ack is answered, its messages are delivered to no consumer, by no leader."""
         if offset in self._answered[group]:
-            self.fail("I16", "{}: message {} is handed out in epoch {}, and its ack was answered at {}", group, offset,
+            self.fail("I16", "{}: message {} is delivered in epoch {}, and its ack was answered at {}", group, offset,
                       host.epoch, self._answered[group][offset])  # fmt: skip
 
     def extended(self, host: GroupHost, group: str, offsets: list[int], deadline_ms: int) -> None:
@@ -212,9 +210,10 @@ class GroupChecker:
             is_open = host.groups.delivery[group].has_span(receipt.offset)
             granted = self.queues[group].leases.get(receipt.offset)
             if good and is_open and knows_all and granted and receipt.leader_epoch < granted.leader_epoch:
-                self.fail("I12", "{}: {} is accepted, and was granted anew in epoch {}", group, receipt,
+                self.fail("I12", "{}: {} is accepted, and was granted again in epoch {}", group, receipt,
                           granted.leader_epoch)  # fmt: skip
-            # What a leader accepts when a later one has committed is never committed, and so never answered.
+            # A receipt accepted by an old leader after a commit of a later one is never committed, and so never
+            # answered.
             if good and is_open and knows_all and (group, receipt) in self._refused:
                 self.fail("I15", "{}: {} was refused, and is accepted now", group, receipt)
             lease = live.get(receipt.offset)
@@ -289,7 +288,7 @@ class GroupChecker:
         self.arrived_outputs.add((topic, content))
         self.world.count("output")
 
-    # --- what a leader knows -----------------------------------------------------------------------------------------
+    # --- knowledge of a leader ---------------------------------------------------------------------------------------
 
     def agrees(self, host: GroupHost) -> None:
         """Compare the fold of a leader that has appended nothing beyond the committed log with the models."""

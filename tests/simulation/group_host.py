@@ -148,7 +148,7 @@ class GroupHost:
         return control.record if control is not None else None
 
     def purge(self, upto: int) -> None:
-        """Purge what lies below `upto` and neither a group nor the outbox needs, by a record. Only whole batches are
+        """Purge everything below `upto` that neither a group nor the outbox needs, by a record. Only whole batches are
         purged."""
         if not self.serves():
             return

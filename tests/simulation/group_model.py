@@ -71,7 +71,7 @@ class QueueModel:
         self.start = -1
         self.state: dict[int, str] = {}
         self.leases: dict[int, Lease] = {}
-        self.delivered: set[int] = set()  # by whatever leader, committed or not
+        self.delivered: set[int] = set()  # by any leader, committed or not
         self.receipts: set[Receipt] = set()
         self.calls: set[str] = set()
         self.refused_calls: set[str] = set()
@@ -101,7 +101,7 @@ class QueueModel:
             return
         lane, due_ms, _ = self.spot(offset, letter)
         if (due_ms, offset) < self._cursors.get(lane, (0, 0)):
-            self.fail("I12", "{}: message {} comes behind the cursor {} of lane {}, and will not be seen",
+            self.fail("I12", "{}: message {} is behind the cursor {} of lane {}, and is never delivered",
                       self.config.name, offset, self._cursors[lane], lane)  # fmt: skip
         insort(self._fresh.setdefault(lane, []), (due_ms, offset))
 
@@ -135,7 +135,7 @@ class QueueModel:
                         self.state[offset] = "dead"
                         self.leases.pop(offset, None)
                     if deliveries < self.config.max_deliveries:
-                        self.fail("I12", "{}: [{},{}) is given up after {} deliveries", self.config.name, start, end,
+                        self.fail("I12", "{}: [{},{}) is dead-lettered after {} deliveries", self.config.name, start, end,
                                   deliveries)  # fmt: skip
             case Redrive():
                 for offset in self._each(record.ranges, "dead", "redrive"):
@@ -164,17 +164,17 @@ class QueueModel:
         for start, end, deliveries in grant.ranges:
             for offset in range(start, end):
                 if offset not in self.letters:
-                    self.fail("I12", "{}: {} is handed out and is no message", name, offset)
+                    self.fail("I12", "{}: {} is delivered and is no message", name, offset)
                 state = self.state.get(offset, "fresh")
                 lease = self.leases.get(offset)
                 if state not in ("fresh", "out"):
-                    self.fail("I12", "{}: message {} is handed out, and is {}", name, offset, state)
+                    self.fail("I12", "{}: message {} is delivered, and is {}", name, offset, state)
                 if lease and lease.leader_epoch == leader_epoch and lease.deadline_ms > grant.granted_at_ms:
-                    self.fail("I12", "{}: message {} is handed out under a live lease", name, offset)
+                    self.fail("I12", "{}: message {} is delivered under a live lease", name, offset)
                 if state == "fresh":
                     self._check_due(offset, wall_ms)
                     if offset in self.cancelled and self.letters[offset].is_delayed(offset):
-                        self.fail("I12", "{}: message {} is handed out, and was taken back", name, offset)
+                        self.fail("I12", "{}: message {} is delivered, and was cancelled", name, offset)
                 self.state[offset] = "out"
                 self.leases[offset] = Lease(leader_epoch, grant.deadline_ms, deliveries, holder)
                 granted.add(offset)
@@ -189,7 +189,7 @@ class QueueModel:
             self.finals.add(offset)
             self.leases.pop(offset, None)
             if not self.letters[offset].mail.has_expired(wall_ms) and offset not in self.redriven:
-                self.fail("I12", "{}: message {} is given up, and has not expired", name, offset)
+                self.fail("I12", "{}: message {} is dead-lettered, and has not expired", name, offset)
         self._move(0, (0, grant.next), wall_ms)
         for lane, due_ms, offset in grant.cursors:
             self._move(lane, (due_ms, offset), wall_ms)
@@ -221,7 +221,7 @@ class QueueModel:
         for spot in record.ahead:
             offset = spot[2]
             if offset not in self.letters or self.spot(offset, self.letters[offset]) != spot:
-                self.fail("I12", "{}: {} is acked, and no message stands there", self.config.name, spot)
+                self.fail("I12", "{}: {} is acked, and there is no message", self.config.name, spot)
             known = self.state.get(offset, "fresh")
             if known != "fresh" and not (known == "acked" and isinstance(record, Ack)):
                 self.fail("I12", "{}: {} is done ahead, and is {}", self.config.name, offset, known)
@@ -230,7 +230,7 @@ class QueueModel:
     def _acked(self, offset: int) -> None:
         self.finals.add(offset)
         if offset not in self.delivered:
-            self.fail("I12", "{}: message {} is acked, and was never handed out", self.config.name, offset)
+            self.fail("I12", "{}: message {} is acked, and was never delivered", self.config.name, offset)
         self.state[offset] = "acked"
         self.leases.pop(offset, None)
 
@@ -317,7 +317,7 @@ class StreamModel:
         for offset in self.letters:
             if self.committed <= offset < commit.offset:
                 if offset not in self.fetched and offset >= self.dropped_below():
-                    self.fail("I11", "{}: {} is committed over message {}, which nobody read", self.name,
+                    self.fail("I11", "{}: {} is committed over message {}, which no member read", self.name,
                               commit.offset, offset)  # fmt: skip
                 self.passed.add(offset)
         self.committed = commit.offset

@@ -67,7 +67,7 @@ class Membership:
             if self.session is not None:
                 self.believed_until = self.world.now + self.world.options.session_ms
                 if self.world.chance(0.5):
-                    self.rang()  # what is read before the registration may be older than what an earlier life knew
+                    self.rang()  # a read before the registration may be older than an earlier life's state
                 self._register()
         elif self.zookeeper.reachable(self.node):
             if self.zookeeper.heard(self.session):
@@ -149,7 +149,7 @@ class Membership:
 
     def _learn(self, tree: Tree) -> None:
         before = self.tree
-        if before is not None and before.version > tree.version:  # a new session may read what is older
+        if before is not None and before.version > tree.version:  # a new session may read an older state
             tree = replace(tree, partition=before.partition, version=before.version)
         self.tree = tree
         if self._brokers is not tree.brokers:
@@ -260,7 +260,7 @@ class Membership:
         if tree is None or not self.registered:
             return
         if tree.controller is not None and self.session is not None:
-            # An election whose answer got lost is found here.
+            # An election whose answer was lost is found here.
             is_mine = tree.controller[1] == self.session.number
             self.controller_epoch = tree.controller[0].epoch if is_mine else None
         if tree.controller is None and not self._campaigning and not self.draining:

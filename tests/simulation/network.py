@@ -1,7 +1,7 @@
 """Links between brokers, clients and ZooKeeper: each message has a delay of its own, gets lost, or arrives twice.
 
-A link has two directions. One that is cut loses what is sent; one that is clogged holds it until it opens again, and
-then delivers everything at once, in any order.
+A link has two directions. A cut direction loses all messages; a clogged one holds them until it opens again, and then
+delivers all of them at once, in any order.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from portalmq.broker.core.replica.events import BrokersChanged, Event, LeaseRene
 if TYPE_CHECKING:
     from simulation.world import World
 
-# Unix time when a run begins: more than what a clock may jump back.
+# Unix time when a run begins: more than the largest backward jump of a clock.
 BEGAN_MS = 100_000_000
 
 
@@ -43,7 +43,7 @@ class Node:
     # --- the process -------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Make what a crash left durable before any of it is claimed (rule 12)."""
+        """Make all data that a crash left durable before the broker claims any of it (rule 12)."""
         if self.alive:
             return
         if self.disk.flipped and self.world.chance(0.5):

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from simulation.group_host import Answer, GroupHost
 
 GIVEN_UP_MAX = 3
-# A book is built of so many messages at a time, with other events between.
+# A book is built of this number of messages at a time, with other events between.
 KEYS_PER_STEP = 2
 
 
@@ -150,7 +150,7 @@ class QueueGroups:
             for handed in choice.delivered
             for offset in range(handed.start, handed.end)
         ]
-        self.world.note(self.node.id, "{}: hands out {} until {}", group, receipts, deadline_ms)
+        self.world.note(self.node.id, "{}: delivers {} until {}", group, receipts, deadline_ms)
         self.world.checker.groups.handed(self.host, group, receipts, deadline_ms, attempt, alone=choice.alone)
         if config.at_most_once:
             ranges = ranges_of([receipt.offset for receipt in receipts])

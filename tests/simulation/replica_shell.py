@@ -1,8 +1,8 @@
 """The shell that joins one core and one disk, as the broker's partition does: it performs the core's actions, in order,
 and sends it their results.
 
-RememberEpoch takes time, and what follows waits. Events in the meantime wait too, or are stepped with their actions
-queued: both are right, and a seed chooses.
+RememberEpoch takes time, and the actions after it wait. Events in the meantime wait too, or are stepped with their
+actions queued: both are right, and a seed chooses.
 """
 
 from __future__ import annotations
@@ -431,8 +431,8 @@ class ReplicaShell:
             self.disk.saved_high_watermark = min(self.replica.high_watermark, self.disk.end)
 
     def retain(self) -> None:
-        """A leader states in the log what may be dropped. Every replica drops what a committed STATE record allows, and
-        nothing else."""
+        """A leader states in the log how far it may be dropped. Every replica drops the part that a committed STATE
+        record allows, and nothing else."""
         if self.replica.leading:
             upto = self.world.random.randint(self.disk.start, max(self.disk.start, self.replica.high_watermark))
             if self.host is not None:
@@ -476,7 +476,7 @@ class ReplicaShell:
         self._on_step_down(None)
 
     def crash(self, *, cleanly: bool) -> None:
-        """Keep what is synced, and any prefix of what was being written."""
+        """Keep the synced data, and any prefix of the data being written."""
         if self._writing:
             survivors = [batch for batch, _ in self._writing][: self.world.random.randint(0, len(self._writing))]
             if survivors:

@@ -21,7 +21,7 @@ LAST_LINES = 60
 
 
 def failure_of(seed: int, events: int = EVENTS) -> tuple[str | None, Counter[str]]:
-    """Return the failure of a run, None without one; and what it reached."""
+    """Return the failure of a run, None without one; and the states that it reached."""
     world = World(seed, events)
     try:
         world.run()

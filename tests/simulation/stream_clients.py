@@ -133,7 +133,7 @@ class Member(Caller):
             self.call(self.leader(), "stream.fetch", (reading.name, reading.position), fetched)
 
     def _commit(self, reading: Reading, result: tuple[list[int], int]) -> None:
-        """Commit what was read, alone or with outputs."""
+        """Commit the messages read, alone or with outputs."""
         inputs, offset = result
         call = f"call {self.world.next_uid()}"
         self.world.checker.groups.transforms(reading.name, call, inputs)

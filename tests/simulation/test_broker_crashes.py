@@ -1,7 +1,8 @@
-"""A broker's domain under random work and crashes: a seed is a run, and a crash keeps what is on disk at that moment.
+"""A broker's domain under random work and crashes: a seed is a run, and a crash keeps the state of the disk at that
+moment.
 
-Acknowledged messages are there, once, in the order of each partition. What a group acked is never delivered again; what
-it did not ack is delivered, however often the broker crashes. A failing seed is replayed by its number.
+Acknowledged messages are stored once, in the order of each partition. A message that a group acked is never delivered
+again; one that it did not ack is delivered, however often the broker crashes. A failing seed is replayed by its number.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ PARTITIONS = 2
 
 
 class Run:
-    """One seed: a broker, what its clients know of it, and random steps."""
+    """One seed: a broker, its clients' knowledge of it, and random steps."""
 
     def __init__(self, directory: Path, seed: int) -> None:
         self.random = random.Random(seed)

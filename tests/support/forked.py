@@ -27,5 +27,5 @@ def in_child(do: Callable[[], object]) -> object:
     with os.fdopen(reading, "rb") as pipe:
         said = pipe.read()
     os.waitpid(child, 0)
-    assert said.startswith(b"="), said[1:].decode() or "the child ended without a word"
+    assert said.startswith(b"="), said[1:].decode() or "the child ended without an answer"
     return msgspec.json.decode(said[1:])

@@ -24,7 +24,7 @@ def kept_port(port: int = 0) -> socket.socket:
 
 @contextmanager
 def kept_ports(count: int) -> Iterator[list[int]]:
-    """Yield so many ports, reserved until the block ends."""
+    """Yield `count` ports, reserved until the block ends."""
     with ExitStack() as held:
         yield [number_of(held.enter_context(kept_port())) for _ in range(count)]
 

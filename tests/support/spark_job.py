@@ -101,7 +101,7 @@ class SparkJob:
         return sum(path.name.isdecimal() for path in (self.folder / "checkpoint" / "commits").glob("*"))
 
     def wait_for_batches(self, more: int) -> None:
-        """Wait until so many further batches are planned."""
+        """Wait until `more` further batches are planned."""
         wanted, deadline = self.batches() + more, time.monotonic() + BATCHES_WITHIN_S
         while self.batches() < wanted:
             assert not self.has_ended(), f"the driver has ended:\n{self.said()}"

@@ -37,7 +37,7 @@ class ListSupply:
         self.pieces = pieces
 
     def add(self, count: int = 1, **more: object) -> list[Message]:
-        """Append so many messages; offsets continue from the last one."""
+        """Append `count` messages; offsets continue from the last one."""
         first = self.messages[-1].offset + 1 if self.messages else 0
         added = [Message(offset, **more) for offset in range(first, first + count)]  # type: ignore[arg-type]
         self.messages += added

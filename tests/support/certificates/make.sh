@@ -1,7 +1,7 @@
 #!/bin/sh
-# Makes the certificates of the tests anew: an authority, a server (localhost, 127.0.0.1, ::1), a client, a server of
-# another name, and a server whose authority nobody here trusts. They hold from 2000 to 2126, whatever a machine's clock
-# says, and prove nothing. They stand before X509_STRICT, which Python 3.13 asks for.
+# Makes the certificates of the tests again: an authority, a server (localhost, 127.0.0.1, ::1), a client, a server of
+# another name, and a server whose authority no test trusts. They are valid from 2000 to 2126, for any clock of the
+# machine, and protect nothing. They satisfy X509_STRICT, which Python 3.13 requires.
 set -eu
 cd "$(dirname "$0")"
 work=$(mktemp -d)
@@ -21,7 +21,7 @@ commonName = supplied
 END
 : >"$work/index"
 echo "$(openssl rand -hex 8)" | sed 's/^./1/' >"$work/serial"
-made() { # name, common name, extensions, and how it is signed
+made() { # name, common name, extensions, signing options
     name=$1 subject=$2
     printf '%s\n' "$3" >"$work/extensions"
     shift 3

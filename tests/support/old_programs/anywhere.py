@@ -1,4 +1,4 @@
-"""HTTP as an old program has it: urllib, and a list of servers of which one may be down."""
+"""HTTP as an old program uses it: urllib, and a list of servers of which one may be down."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ GIVE_UP_S = 120
 
 
 def numbered(name: str, count: int) -> Iterator[str]:
-    """The messages of a sender, which pauses half way until whoever started the program sends it a line, and before the
-    last one until its standard input is closed: what the test does in between, it does in the middle of the sending."""
+    """The messages of a sender. It pauses half way until it reads a line from standard input, and before the last one
+    until standard input is closed: the test acts during the sending."""
     for number in range(count):
         if number == count // 2:
             sys.stdin.readline()
@@ -29,7 +29,7 @@ def numbered(name: str, count: int) -> Iterator[str]:
 
 
 class Anywhere:
-    """Asks one server, and the next one when that is down or cannot answer now."""
+    """Asks one server, and the next one when that server is down or cannot answer now."""
 
     def __init__(self, urls: str, **headers: str) -> None:
         self._urls = itertools.cycle(urls.split(","))
@@ -37,7 +37,7 @@ class Anywhere:
         self._headers = headers
 
     def call(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-        """The status and the JSON of the answer. Repeated until there is one; a refusal (4xx) is an answer."""
+        """Return the status and the JSON of the answer. Repeat until there is one; a refusal (4xx) is an answer."""
         deadline = time.monotonic() + GIVE_UP_S
         while True:
             try:
@@ -46,7 +46,7 @@ class Anywhere:
                 if error.code < 500 and error.code != 429:
                     return error.code, None
             except (OSError, http.client.HTTPException):
-                pass  # refused, silent, or cut off, perhaps in the middle of an answer
+                pass  # refused, silent, or cut off, possibly during an answer
             except ValueError as fault:
                 raise SystemExit(f"{method} {path} was answered by something that is no JSON: {fault}") from fault
             if time.monotonic() > deadline:

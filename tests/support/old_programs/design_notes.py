@@ -1,9 +1,9 @@
-"""A program as somebody writes it who has read the design notes: publishMessage and subscribeMessage.
+"""A program written by a reader of the design notes: publishMessage and subscribeMessage.
 
     PORTALMQ_URL=... python design_notes.py publish TOPIC NAME COUNT
     PORTALMQ_URL=... python design_notes.py subscribe TOPIC GROUP [CRASH_AFTER]
 
-A publisher prints what was published; a subscriber what it has processed.
+A publisher prints the published messages; a subscriber the processed ones.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A program as somebody writes it who has read the text of MiniQ over HTTP and nothing else.
+"""A program written by a reader of the text of MiniQ over HTTP alone.
 
     python miniq_http.py URLS SECRET post NAME COUNT
     python miniq_http.py URLS SECRET get [CRASH_AFTER]
 
 The text: "make a POST request to /message with your message in the request body and the Authorization header set to the
 secret"; "users hit the /confirm endpoint once a message has been consumed so that it can be removed from the queue". A
-poster prints what was taken, `sent <message> <partition> <begun at> <answered at>`; a reader prints
+poster prints accepted messages, `sent <message> <partition> <begun at> <answered at>`; a reader prints
 `got <key> <message> <asked at> <shown at>` and, once it is confirmed, `confirmed <key> <message> <at>`.
 """
 

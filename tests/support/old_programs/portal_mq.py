@@ -1,12 +1,12 @@
-"""A program as somebody writes it who has read Portal MQ's text and nothing else.
+"""A program written by a reader of Portal MQ's text alone.
 
     python portal_mq.py URLS produce TOPIC NAME COUNT
     python portal_mq.py URLS consume TOPIC NAME
 
 The text: "producer keeps on retrying to send the message in case of network failure until it receives an
 acknowledgement from broker"; "broker first sends the message with its sequence number, only when consumer receives the
-message it tells the broker to consume". A producer prints what was acknowledged; a consumer prints what it has
-received, `got <offset> <message>`, and only then consumes it and prints what came of it, `consumed <offset> <status>`.
+message it tells the broker to consume". A producer prints the acknowledged messages; a consumer prints a
+received message, `got <offset> <message>`, then consumes it and prints the result, `consumed <offset> <status>`.
 """
 
 from __future__ import annotations

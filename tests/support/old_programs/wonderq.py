@@ -1,11 +1,11 @@
-"""A program as somebody writes it who has read WonderQ's text and nothing else.
+"""A program written by a reader of WonderQ's text alone.
 
     python wonderq.py URLS publish NAME COUNT
     python wonderq.py URLS consume CID LIMIT [CRASH_AFTER]
 
 The text: "consumer retrieves messages from the queue depending on the limit", "sets consumerId ensuring message is
 processed by only one consumer at any given time", "after processing messages get deleted", "if message is not processed
-within a defined time, message is unlocked". A publisher prints what got an id,
+within a defined time, message is unlocked". A publisher prints the messages with an id,
 `sent <message> <partition> <begun at> <answered at>`; a consumer prints
 `got <id> <message> <asked at> <shown at>` and `deleted <id> <true or false> <at>`.
 """
