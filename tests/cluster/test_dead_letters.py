@@ -1,7 +1,7 @@
 """Dead letters over several leaders: any broker serves them, and each is copied once while leaders are killed.
 
 `PORTALMQ_DEAD` sets the number of messages that are dead-lettered (the suite: 1,000), `PORTALMQ_KILLS` the number of
-leaders that are killed at the same time (the suite: 2).
+leaders that are killed during the test (the suite: 2).
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ LOADS = ("a", "b")
 # A member is lost because it disappears, not because the machine pauses.
 SESSION_S = 7.0
 PAUSE_S = 0.004
-# A partition that keeps its member is read while members come and go: it is never behind by more than the messages of 2
-# s, when all run at full speed. Counted in messages, since a paused machine sends none.
+# A partition that keeps its member is read while members come and go: it is never behind by more than the messages of
+# two seconds, when all run at full speed. Counted in messages, since a paused machine sends none.
 BEHIND_MAX = round(2.0 * len(LOADS) / (PAUSE_S * PARTITIONS))
 
 

@@ -135,7 +135,7 @@ class QueueModel:
                         self.state[offset] = "dead"
                         self.leases.pop(offset, None)
                     if deliveries < self.config.max_deliveries:
-                        self.fail("I12", "{}: [{},{}) is dead-lettered after {} deliveries", self.config.name, start, end,
+                        self.fail("I12", "{}: [{},{}) is dead after {} deliveries", self.config.name, start, end,
                                   deliveries)  # fmt: skip
             case Redrive():
                 for offset in self._each(record.ranges, "dead", "redrive"):
