@@ -37,7 +37,7 @@ from portalmq.broker.storage.batch import Record
 from portalmq.errors import InvalidRequest, MessageTooLarge, NotLeader, PortalMQError, Unavailable
 from portalmq.wire import INTEGER_MAX, Acks, Produced, ProducedRange, ProducerStamp
 
-_turns = count()
+_round_robin = count()
 
 
 class ProduceRequest(msgspec.Struct):
@@ -386,7 +386,7 @@ def _numbers(
     topic: Topic, records: list[Record], partitions: list[int | None] | None, partition: int | None
 ) -> list[int]:
     size, first_size = topic.state.partitions, topic.state.first_partitions
-    spread = next(_turns) % size
+    spread = next(_round_robin) % size
     if partition is not None or size == 1:
         named = [p for p in partitions or () if p is not None]
         if partition is not None and any(p != partition for p in named):

@@ -27,7 +27,7 @@ SETTLEMENT_KINDS = frozenset(
     }
 )
 
-Place = tuple[int, bytes | None, int]
+StoredAt = tuple[int, bytes | None, int]
 
 
 class Uncommitted:
@@ -41,7 +41,7 @@ class Uncommitted:
         self.unsettled: list[Pending] = []
         self._pending: deque[Pending] = deque()
         self._repeats: list[tuple[int, Pending]] = []
-        self._ids: dict[bytes, Place] = {}
+        self._ids: dict[bytes, StoredAt] = {}
         self._sought: set[bytes] = set()
 
     @property
@@ -129,10 +129,10 @@ class Uncommitted:
             if record.message_id is not None:
                 self._ids[record.message_id] = (offset, record.body_hash, pending.appended_at_ms)
 
-    def place_of(self, message_id: bytes) -> Place | None:
+    def place_of(self, message_id: bytes) -> StoredAt | None:
         return self._ids.get(message_id)
 
-    def places_of(self, message_ids: Iterable[bytes]) -> dict[bytes, Place]:
+    def places_of(self, message_ids: Iterable[bytes]) -> dict[bytes, StoredAt]:
         """Return the places of those ids that are here, in their order."""
         if not self._ids:
             return {}

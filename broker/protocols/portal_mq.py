@@ -34,7 +34,7 @@ LOOK_MS = 500
 KEY_LENGTH_MAX = 255
 
 Name = Annotated[str, msgspec.Meta(max_length=1_000)]
-_turns = count()
+_round_robin = count()
 
 
 class PublishRequest(MessageBody, kw_only=True):
@@ -94,7 +94,7 @@ def read(context: RequestContext) -> Response:
 
 def _first_message(context: RequestContext, topic: str, size: int, wait_ms: int) -> StoredMessage | None:
     """Return the current message of any of `size` partitions, or None; each call begins with another partition."""
-    turn = next(_turns)
+    turn = next(_round_robin)
     while True:
         numbers = [(turn + step) % size for step in range(size)]
         head = context.broker.shared_offsets.first_head(PORTAL_GROUP, topic, numbers)

@@ -49,12 +49,12 @@ class GroupPartition(GroupReceiver):
         self,
         partition: Partition,
         group: GroupState,
-        book: ReceiptSigner,
+        signer: ReceiptSigner,
         clock: Clock,
         metrics: Metrics,
         settings: Callable[[], GroupConfig],
     ) -> None:
-        super().__init__(partition, group, book, clock, metrics, settings)
+        super().__init__(partition, group, signer, clock, metrics, settings)
         self._ahead_max = AHEAD_STEP
 
     # --- ack ---------------------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ class GroupReceiver:
         self,
         partition: Partition,
         group: GroupState,
-        book: ReceiptSigner,
+        signer: ReceiptSigner,
         clock: Clock,
         metrics: Metrics,
         settings: Callable[[], GroupConfig],
@@ -62,7 +62,7 @@ class GroupReceiver:
         self.group = group.name
         self.group_id = group.group_id
         self.settings = settings
-        self._book = book
+        self._signer = signer
         self._clock = clock
         self._metrics = metrics
         self._ready_messages = ReadyMessages(partition)
@@ -344,7 +344,7 @@ class GroupReceiver:
         for run in runs:
             first, deliveries = run[0][0].start, run[0][1]
             lease = self.delivery.earlier(first) + deliveries
-            head = self._book.head(number, first, run[-1][0].end - first, lease, leader_epoch)
+            head = self._signer.head(number, first, run[-1][0].end - first, lease, leader_epoch)
             delivered += [
                 LeasedMessage(topic, number, first + nth, at_ms, record, head + nth_text(nth), deliveries, deadline_ms)
                 for piece, _, _ in run

@@ -76,7 +76,7 @@ class Groups(GroupRegistry):
         self._metrics = metrics
         self._key = receipt_key
         self._attached: dict[tuple[str, str, int], GroupPartition] = {}
-        self._books: dict[tuple[str, str, str], ReceiptSigner] = {}
+        self._signers: dict[tuple[str, str, str], ReceiptSigner] = {}
         self._tags: dict[bytes, Topic] = {}
         # Tags that the control plane does not know: until when it is not asked again.
         self._unknown_tags: dict[bytes, float] = {}
@@ -166,7 +166,7 @@ class Groups(GroupRegistry):
         for key in [key for key in self._attached if key[1] == topic_id]:
             self._attached[key].end_waits()
             self._detach(key)
-        self._books = {key: book for key, book in self._books.items() if key[2] != topic_id}
+        self._signers = {key: signer for key, signer in self._signers.items() if key[2] != topic_id}
         self._begun = {begun for begun in self._begun if begun[1] != topic_id}
         self._tags.pop(topic.tag, None)
 
@@ -194,7 +194,7 @@ class Groups(GroupRegistry):
         for key in [key for key, each in self._attached.items() if key[0] == name and each.group_id != kept]:
             self._attached[key].end_waits()
             self._detach(key)
-        self._books = {key: book for key, book in self._books.items() if key[0] != name or key[1] == kept}
+        self._signers = {key: signer for key, signer in self._signers.items() if key[0] != name or key[1] == kept}
 
     def attach(self, group: GroupState, partition: Partition, topic_id: str) -> GroupPartition:
         """Return the group on a partition that is led here; attach it if it is not."""
@@ -204,9 +204,9 @@ class Groups(GroupRegistry):
             self._detach(key)
             attached = None
         if attached is None:
-            book = self.book(group, topic_id)
+            signer = self.receipt_signer(group, topic_id)
             settings = partial(self._settings, group)
-            attached = GroupPartition(partition, group, book, self._clock, self._metrics, settings)
+            attached = GroupPartition(partition, group, signer, self._clock, self._metrics, settings)
             self._attached[key] = attached
         return attached
 
@@ -217,12 +217,12 @@ class Groups(GroupRegistry):
 
     # --- receipts ----------------------------------------------------------------------------------------------------
 
-    def book(self, group: GroupState, topic_id: str) -> ReceiptSigner:
+    def receipt_signer(self, group: GroupState, topic_id: str) -> ReceiptSigner:
         key = (group.name, group.group_id, topic_id)
-        book = self._books.get(key)
-        if book is None:
-            book = self._books[key] = ReceiptSigner(self._key, topic_id, group.name, group.group_id)
-        return book
+        signer = self._signers.get(key)
+        if signer is None:
+            signer = self._signers[key] = ReceiptSigner(self._key, topic_id, group.name, group.group_id)
+        return signer
 
     def by_tag(self, tag: bytes) -> Topic | None:
         """Return the topic of a receipt, None for a deleted one. Raises Unavailable for one not in the mirror yet."""

@@ -39,7 +39,7 @@ class SettleGroupLookup(Protocol):
         ...
 
     def by_tag(self, tag: bytes) -> Topic | None: ...
-    def book(self, group: GroupState, topic_id: str) -> ReceiptSigner: ...
+    def receipt_signer(self, group: GroupState, topic_id: str) -> ReceiptSigner: ...
 
     def at(self, group: GroupState, place: TopicPartition) -> GroupPartition:
         """Return the group on a partition that is led here. Raises NotLeader, Unavailable, and InvalidRequest when the
@@ -258,7 +258,7 @@ class Settlement:
         topic = self._groups.by_tag(tag_of(head))
         if topic is None:
             raise InvalidRequest(f"receipt {index} belongs to no topic that group {group.name!r} received from")
-        lease = self._groups.book(group, topic.state.topic_id).check(head)
+        lease = self._groups.receipt_signer(group, topic.state.topic_id).check(head)
         found = by_head[head] = (lease, ReceiptSpan(lease.delivery, lease.leader_epoch, [], []))
         place = TopicPartition(topic.name, topic.state.topic_id, lease.partition)
         by_place.setdefault(place, []).append(found[1])

@@ -250,10 +250,10 @@ def is_loopback(host: str) -> bool:
 
 
 def _read_bool(text: str) -> bool:
-    word = text.strip().lower()
-    if word in {"1", "true", "yes", "on"}:
+    value = text.strip().lower()
+    if value in {"1", "true", "yes", "on"}:
         return True
-    if word in {"0", "false", "no", "off"}:
+    if value in {"0", "false", "no", "off"}:
         return False
     raise ValueError("true or false")
 

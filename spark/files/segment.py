@@ -335,8 +335,8 @@ class SegmentRows:
             )
             if missing <= removed:
                 return
-        word = "lacks" if missing > 0 else "has too many:"
-        raise DamagedFile(self._path, f"{word} {abs(missing)} of the messages from offset {start} to {end - 1}")
+        verb = "lacks" if missing > 0 else "has too many:"
+        raise DamagedFile(self._path, f"{verb} {abs(missing)} of the messages from offset {start} to {end - 1}")
 
     def _finished(self, cursor: Any, rows: pa.Table, headers: _Batches) -> pa.RecordBatch:
         (batch,) = rows.to_batches()

@@ -480,9 +480,9 @@ def older_receipt(fixture: Fixture, message, epochs_ago: int = 1) -> str:
     """Return the receipt that an earlier leader gave for the same delivery of a message."""
     group = fixture.broker.groups.get("g")
     topic = fixture.broker.topics.get("t")
-    book = fixture.broker.groups.book(group, topic.state.topic_id)
+    signer = fixture.broker.groups.receipt_signer(group, topic.state.topic_id)
     epoch = topic.partition(message.partition).replica.leader_epoch
-    return book.head(message.partition, message.offset, 1, message.delivery_count, epoch - epochs_ago) + nth_text(0)
+    return signer.head(message.partition, message.offset, 1, message.delivery_count, epoch - epochs_ago) + nth_text(0)
 
 
 def test_a_receipt_of_an_earlier_leader_is_valid_until_the_next_lease(tmp_path):
