@@ -1,6 +1,6 @@
-# A broker, and everything else that `portalmq` does: `docker build -t portalmq .`
-# Built in one image and run in another, so that no compiler and no source is carried along. glibc, not musl: the
-# wheels of apsw, gevent and msgspec are made for it.
+# A broker, and every other command of `portalmq`: `docker build -t portalmq .`
+# One image builds the wheels and another runs them, so the second contains no compiler and no source. glibc, not musl:
+# the wheels of apsw, gevent and msgspec need it.
 
 FROM python:3.12-slim AS build
 WORKDIR /src
@@ -20,8 +20,8 @@ USER portalmq
 WORKDIR /var/lib/portalmq
 VOLUME /var/lib/portalmq
 
-# In a container "this machine only" would be the container only. That no token is asked for has to be said on purpose:
-# give PORTALMQ_TOKEN_FILE, or PORTALMQ_INSECURE=true where the network around it is trusted.
+# In a container, loopback reaches only the container itself, so the broker listens on all addresses. It then requires
+# PORTALMQ_TOKEN_FILE, or PORTALMQ_INSECURE=true in a trusted network.
 ENV PORTALMQ_HOST=0.0.0.0 \
     PORTALMQ_PORT=5000 \
     PORTALMQ_DATA_DIR=/var/lib/portalmq \
@@ -30,7 +30,7 @@ EXPOSE 5000
 HEALTHCHECK --interval=5s --timeout=4s --start-period=30s --retries=3 \
     CMD ["python", "-c", "import os, urllib.request as url; url.urlopen(f'http://127.0.0.1:{os.environ[\"PORTALMQ_PORT\"]}/readyz', timeout=3)"]
 
-# The broker is process 1 itself, so `docker stop` reaches it: SIGTERM hands leadership over and ends it with 0.
+# The broker is process 1, so `docker stop` reaches it: on SIGTERM it hands its leaderships over and exits with 0.
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["portalmq"]
 CMD ["broker"]

