@@ -20,7 +20,7 @@ def spread(counted: Counter[int], over: set[int]) -> int:
 
 
 @given(counts, factors, brokers, firsts)
-def test_every_partition_is_on_as_many_brokers_as_there_are(
+def test_every_partition_is_on_as_many_brokers_as_exist(
     partitions: int, factor: int, live: set[int], first: int
 ) -> None:
     placed = place(partitions, factor, live, first=first)
@@ -43,7 +43,7 @@ def test_replicas_are_spread_evenly(partitions: int, factor: int, live: set[int]
 
 
 @given(st.integers(3, 9), firsts)
-def test_the_work_of_a_dead_leader_falls_to_all_others(live: int, first: int) -> None:
+def test_all_others_share_the_partitions_of_a_dead_leader(live: int, first: int) -> None:
     placed = place(live * (live - 1), 2, range(live), first=first)
     for dead in range(live):
         heirs = Counter(follower for leader, follower in placed if leader == dead)
@@ -65,6 +65,6 @@ def test_topics_of_one_partition_do_not_all_begin_at_the_same_broker() -> None:
     assert min(leaders.values()) > 60
 
 
-def test_without_brokers_there_is_no_place() -> None:
+def test_without_brokers_no_assignment_is_made() -> None:
     with pytest.raises(ValueError, match="no broker"):
         place(1, 1, [])

@@ -63,7 +63,7 @@ class TestBrokers:
 
 
 class TestCreatingTopics:
-    def test_a_setting_that_is_misspelt_is_refused_with_the_names_that_there_are(self, catalog: Catalog) -> None:
+    def test_a_misspelt_setting_is_refused_with_the_valid_names(self, catalog: Catalog) -> None:
         with pytest.raises(InvalidRequest, match=r"retention_hours.*the settings are .*retention_ms, retention_bytes"):
             catalog.create_topic("t", wire.CreateTopic(config={"retention_hours": 1}), brokers=THREE)
 
@@ -84,7 +84,7 @@ class TestCreatingTopics:
         assert topic.replication_factor == 3
         assert catalog.partitions(topic)[0].value.replicas == (1,)
 
-    def test_one_that_is_alike_in_the_fields_given_is_answered(self, catalog: Catalog) -> None:
+    def test_a_repeated_creation_with_equal_fields_returns_the_topic(self, catalog: Catalog) -> None:
         first, _ = create(catalog, partitions=2, config={"retention_ms": 5})
         for fields in ({}, {"partitions": 2}, {"config": {"retention_ms": 5}}, {"config": {"cleanup": "delete"}}):
             assert create(catalog, **fields) == (first, False)
@@ -97,7 +97,9 @@ class TestCreatingTopics:
             ({"config": {"retention_ms": None}}, "config.retention_ms"),
         ],
     )
-    def test_one_that_differs_is_refused(self, catalog: Catalog, fields: dict[str, object], named: str) -> None:
+    def test_a_repeated_creation_with_other_fields_is_refused(
+        self, catalog: Catalog, fields: dict[str, object], named: str
+    ) -> None:
         create(catalog, partitions=2)
         with pytest.raises(TopicExists, match=named):
             create(catalog, **fields)
@@ -123,7 +125,7 @@ class TestCreatingTopics:
             with pytest.raises(InvalidRequest):
                 call()
 
-    def test_without_brokers_it_has_to_wait(self, catalog: Catalog) -> None:
+    def test_without_brokers_a_creation_has_to_wait(self, catalog: Catalog) -> None:
         with pytest.raises(Unavailable):
             catalog.create_topic("t", wire.CreateTopic(), brokers={})
 
@@ -134,10 +136,10 @@ class TestCreatingTopics:
         plane.watch(lambda _path: seen.append(len(catalog.topics())))
         topic, _ = create(catalog, partitions=1_000)
         assert len(catalog.partitions(topic)) == 1_000
-        assert seen == sorted(seen), "the topic was there before all of its partitions were"
+        assert seen == sorted(seen), "the topic appeared before all of its partitions"
         assert seen.count(0) > 900
 
-    def test_of_two_creations_at_once_one_wins_and_its_partitions_stand(
+    def test_of_two_concurrent_creations_one_wins_and_keeps_its_partitions(
         self, plane: Interrupted, catalog: Catalog
     ) -> None:
         plane.meanwhile = [lambda: None, lambda: create(Catalog(plane), partitions=150)]
@@ -157,7 +159,7 @@ class TestCreatingTopics:
     def test_a_refusal_after_a_lost_answer_is_decided_by_what_was_read_after_a_sync(
         self, plane: Interrupted, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A second sync tells nothing new, and fails as if nothing of the lost attempt could have been applied."""
+        """A second sync would give no new information; it fails, as if the lost attempt could not have been applied."""
         real = plane.sync
 
         def sync() -> None:
@@ -175,7 +177,7 @@ class TestCreatingTopics:
             create(catalog, partitions=3)
 
     @pytest.mark.parametrize("before", range(6))
-    def test_a_sweep_in_the_middle_of_a_creation_takes_nothing_that_is_used(
+    def test_a_sweep_during_a_creation_removes_nothing_in_use(
         self, plane: Interrupted, catalog: Catalog, before: int
     ) -> None:
         plane.meanwhile = [lambda: None] * before + [lambda: Catalog(plane).sweep()]
@@ -200,7 +202,7 @@ class TestAlteringTopics:
         assert len(after) == 5
         assert {number: after[number] for number in before} == before
 
-    def test_a_growth_that_broke_off_is_finished_by_the_next(self, plane: Interrupted, catalog: Catalog) -> None:
+    def test_the_next_growth_completes_an_interrupted_one(self, plane: Interrupted, catalog: Catalog) -> None:
         create(catalog)
         plane.meanwhile = [lambda: None, lambda: catalog.put_group("g", {}), *[plane.close]]
         with pytest.raises(Unavailable):
@@ -210,12 +212,12 @@ class TestAlteringTopics:
         altered = catalog.alter_topic("t", wire.AlterTopic(partitions=300), brokers=ONE)
         assert len(catalog.partitions(altered)) == 300
 
-    def test_partitions_cannot_be_taken_away(self, catalog: Catalog) -> None:
+    def test_partitions_cannot_be_removed(self, catalog: Catalog) -> None:
         create(catalog, partitions=2)
         with pytest.raises(InvalidRequest, match="only grow"):
             catalog.alter_topic("t", wire.AlterTopic(partitions=1), brokers=ONE)
 
-    def test_two_changes_at_once_both_count(self, plane: Interrupted, catalog: Catalog) -> None:
+    def test_two_concurrent_changes_are_both_applied(self, plane: Interrupted, catalog: Catalog) -> None:
         create(catalog)
         other = wire.AlterTopic(config={"retention_ms": 1})
         plane.meanwhile.append(lambda: Catalog(plane).alter_topic("t", other, brokers=ONE))
@@ -229,7 +231,9 @@ class TestAlteringTopics:
 
 
 class TestDeletingTopics:
-    def test_a_tombstone_is_left_and_the_partitions_go(self, plane: Interrupted, catalog: Catalog) -> None:
+    def test_a_deletion_leaves_a_tombstone_and_removes_the_partitions(
+        self, plane: Interrupted, catalog: Catalog
+    ) -> None:
         topic, _ = create(catalog, partitions=250)
         assert catalog.delete_topic("t", now_ms=77) == topic
         assert catalog.find_topic("t") is None
@@ -259,7 +263,7 @@ class TestDeletingTopics:
         assert catalog.delete_topic("t", now_ms=0) == topic
         assert list(catalog.tombstones()) == [topic.topic_id]
 
-    def test_what_a_crash_left_is_swept(self, plane: Interrupted, catalog: Catalog) -> None:
+    def test_a_sweep_removes_the_rest_of_a_crashed_creation(self, plane: Interrupted, catalog: Catalog) -> None:
         create(catalog, "kept")
         create(catalog)
         plane.meanwhile = [lambda: None, plane.close]
@@ -285,7 +289,7 @@ class TestPartitions:
 
 
 class TestGroups:
-    def test_first_use_makes_it_with_defaults(self, catalog: Catalog) -> None:
+    def test_the_first_use_creates_a_group_with_defaults(self, catalog: Catalog) -> None:
         assert catalog.ensure_group("g").config == wire.GroupConfig()
         assert list(catalog.groups()) == ["g"]
 
@@ -296,7 +300,7 @@ class TestGroups:
         assert (group.config.max_deliveries, group.config.ordering) == (9, "key")
         assert catalog.ensure_group("g") == group
 
-    def test_the_mode_stays(self, catalog: Catalog) -> None:
+    def test_the_mode_of_a_group_cannot_change(self, catalog: Catalog) -> None:
         catalog.put_group("g", {"mode": "queue"})
         with pytest.raises(GroupModeMismatch):
             catalog.put_group("g", {"mode": "stream"})
@@ -370,16 +374,16 @@ class TestContention:
 
 
 class TestServersThatLag:
-    """What was made or deleted through another server a moment ago is not refused by what an older state says."""
+    """A server's older state causes no refusal for nodes just created or deleted through another server."""
 
-    def test_what_is_there_is_found(self, plane: Interrupted, catalog: Catalog) -> None:
+    def test_an_existing_topic_is_found(self, plane: Interrupted, catalog: Catalog) -> None:
         create(catalog)
         catalog.put_group("g", {})
         for path, find in ((state.topic_path("t"), catalog.find_topic), (state.group_path("g"), catalog.find_group)):
             plane.lagging[path] = None
             assert find(path.rpartition("/")[2]) is not None
 
-    def test_what_is_there_is_changed_and_deleted(self, plane: Interrupted, catalog: Catalog) -> None:
+    def test_an_existing_topic_is_changed_and_deleted(self, plane: Interrupted, catalog: Catalog) -> None:
         create(catalog)
         plane.lagging[state.topic_path("t")] = None
         assert catalog.alter_topic("t", wire.AlterTopic(partitions=3), brokers=ONE).partitions == 3
@@ -389,7 +393,7 @@ class TestServersThatLag:
         plane.lagging[state.group_path("g")] = None
         catalog.delete_group("g")
 
-    def test_what_is_deleted_is_in_nobodys_way(self, plane: Interrupted, catalog: Catalog) -> None:
+    def test_a_deleted_topic_does_not_block_its_name(self, plane: Interrupted, catalog: Catalog) -> None:
         create(catalog, partitions=2)
         catalog.put_group("g", {"mode": "stream"})
         before = [plane.get(path) for path in (state.topic_path("t"), state.group_path("g"))]
@@ -400,7 +404,7 @@ class TestServersThatLag:
         plane.lagging = {node.path: node for node in before if node is not None}
         assert catalog.put_group("g", {"mode": "queue"})[1]
 
-    def test_a_refusal_that_cannot_be_confirmed_is_none(
+    def test_a_refusal_that_cannot_be_confirmed_is_reported_as_unavailable(
         self, plane: Interrupted, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def away() -> None:
@@ -411,7 +415,7 @@ class TestServersThatLag:
             with pytest.raises(PlaneUnavailable):
                 refuse()
 
-    def test_those_who_wait_share_a_sync(self, plane: Interrupted, catalog: Catalog) -> None:
+    def test_waiting_calls_share_a_sync(self, plane: Interrupted, catalog: Catalog) -> None:
         gate = catalog._confirming = Gate(8)  # type: ignore[assignment]
         callers = [threading.Thread(target=catalog.confirm) for _ in range(8)]
         with gate.lock:
@@ -422,7 +426,7 @@ class TestServersThatLag:
             caller.join(60)
         assert plane.syncs == 1
 
-    def test_a_sync_that_began_before_somebody_asked_is_no_answer(
+    def test_a_sync_that_began_before_a_call_does_not_answer_it(
         self, plane: Interrupted, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         gate = catalog._confirming = Gate(2)  # type: ignore[assignment]
@@ -441,7 +445,7 @@ class TestServersThatLag:
 
 
 class Gate:
-    """A lock that knows how many came to it."""
+    """A lock that counts the calls that acquire it."""
 
     def __init__(self, all_of_them: int) -> None:
         self.lock = threading.Lock()

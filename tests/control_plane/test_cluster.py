@@ -1,4 +1,4 @@
-"""The cluster and its brokers: ids that are claimed, one controller at a time, and commits that are fenced."""
+"""The cluster and its brokers: claimed ids, one controller at a time, and fenced commits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TestTheCluster:
         assert len(bytes.fromhex(secret)) == 32
         assert Catalog(plane).cluster_secret() == secret
 
-    def test_an_id_can_be_brought_along_while_there_is_none(self, catalog: Catalog) -> None:
+    def test_a_broker_can_bring_a_cluster_id_if_none_exists(self, catalog: Catalog) -> None:
         assert catalog.find_cluster_id() is None
         assert catalog.cluster_id("brought along") == "brought along"
         assert catalog.cluster_id("another") == catalog.find_cluster_id() == "brought along"
@@ -38,7 +38,7 @@ class TestClaimingAnId:
         catalog.claim_broker_id("a", 2)
         assert [catalog.claim_broker_id(store) for store in ("b", "c")] == [1, 3]
 
-    def test_two_at_once_get_two_ids(self, plane: Interrupted, catalog: Catalog) -> None:
+    def test_two_concurrent_claims_get_two_ids(self, plane: Interrupted, catalog: Catalog) -> None:
         plane.meanwhile.append(lambda: Catalog(plane).claim_broker_id("other"))
         assert catalog.claim_broker_id("own") == 2
 
@@ -48,7 +48,7 @@ class TestClaimingAnId:
         assert catalog.claim_broker_id("a") == 1
         assert list(catalog.claims()) == [1]
 
-    def test_an_emptied_disk_gets_its_id_back_when_nobody_has_it(self, catalog: Catalog) -> None:
+    def test_a_broker_with_an_emptied_disk_gets_its_free_id_back(self, catalog: Catalog) -> None:
         catalog.claim_broker_id("old", 1)
         catalog.next_incarnation(1, "old", 6)
         assert catalog.claim_broker_id("new", 1) == 1
@@ -56,7 +56,7 @@ class TestClaimingAnId:
         with pytest.raises(BrokerIdTaken, match="another data directory"):
             catalog.next_incarnation(1, "old")
 
-    def test_the_id_of_a_broker_that_is_there_is_not_passed_on(self, catalog: Catalog) -> None:
+    def test_the_id_of_a_registered_broker_is_not_given_to_another(self, catalog: Catalog) -> None:
         catalog.claim_broker_id("store-1", 1)
         catalog.register_broker(1, broker(1))
         with pytest.raises(BrokerIdTaken, match="http://localhost:5001") as taken:
@@ -73,7 +73,7 @@ class TestClaimingAnId:
 
 
 class TestIncarnations:
-    def test_they_rise_whatever_the_disk_remembers(self, catalog: Catalog) -> None:
+    def test_incarnations_rise_whatever_the_disk_remembers(self, catalog: Catalog) -> None:
         catalog.claim_broker_id("a", 1)
         assert [catalog.next_incarnation(1, "a", before) for before in (0, 0, 7, 3)] == [1, 2, 8, 9]
 
@@ -91,12 +91,12 @@ class TestRegistering:
         assert node is not None
         assert (node.version, node.ephemeral, catalog.brokers()) == (1, True, {1: draining})
 
-    def test_a_ghost_cannot_replace_its_later_self(self, catalog: Catalog) -> None:
+    def test_an_earlier_start_cannot_replace_the_entry_of_a_later_one(self, catalog: Catalog) -> None:
         catalog.register_broker(1, broker(1, incarnation=5))
         with pytest.raises(BrokerIdTaken, match="started later"):
             catalog.register_broker(1, broker(1, incarnation=4))
 
-    def test_only_the_own_entry_is_taken_away(self, plane: Interrupted, catalog: Catalog) -> None:
+    def test_a_broker_removes_only_its_own_entry(self, plane: Interrupted, catalog: Catalog) -> None:
         catalog.register_broker(1, broker(1))
         plane.session = 2
         catalog.unregister_broker(1)
@@ -117,7 +117,7 @@ class TestElectingAController:
         assert catalog.remove_controller(held)
         assert catalog.elect_controller(2, 1) == Versioned(ControllerState(2, 1, 2), 0)
 
-    def test_of_two_at_once_one_wins(self, plane: Interrupted, catalog: Catalog) -> None:
+    def test_of_two_concurrent_elections_one_wins(self, plane: Interrupted, catalog: Catalog) -> None:
         catalog.plane.commit(Create(state.CONTROLLER_EPOCH))
         plane.meanwhile.append(lambda: Catalog(plane).elect_controller(2, 1))
         assert catalog.elect_controller(1, 1) is None
@@ -138,7 +138,9 @@ class TestElectingAController:
         assert held == catalog.controller()
         assert held.value.epoch == 1
 
-    def test_the_office_of_an_earlier_session_is_taken_over(self, plane: Interrupted, catalog: Catalog) -> None:
+    def test_a_broker_replaces_the_controller_entry_of_its_earlier_session(
+        self, plane: Interrupted, catalog: Catalog
+    ) -> None:
         first = catalog.elect_controller(1, 1)
         plane.session = 2
         second = catalog.elect_controller(1, 1)
@@ -146,7 +148,7 @@ class TestElectingAController:
         assert second is not None
         assert second.value.epoch == first.value.epoch + 1
 
-    def test_the_office_of_an_earlier_start_is_taken_over(self, catalog: Catalog) -> None:
+    def test_a_broker_replaces_the_controller_entry_of_its_earlier_start(self, catalog: Catalog) -> None:
         catalog.elect_controller(1, 1)
         second = catalog.elect_controller(1, 2)
         assert second is not None
@@ -187,7 +189,7 @@ class TestCommittingAsController:
         assert plane.commits == 3
         assert {each.value.leader_epoch for each in catalog.partitions(topic).values()} == {9}
 
-    def test_what_does_not_fit_holds_up_nobody(
+    def test_a_change_that_does_not_fit_delays_no_other(
         self, plane: Interrupted, catalog: Catalog, topic: state.TopicState, held: Versioned[ControllerState]
     ) -> None:
         changes = self.raised(catalog, topic)
@@ -206,7 +208,7 @@ class TestCommittingAsController:
         epochs = {number: each.value.leader_epoch for number, each in catalog.partitions(topic).items()}
         assert {number for number, epoch in epochs.items() if epoch == 1} == stale
 
-    def test_a_deposed_one_changes_nothing(
+    def test_a_deposed_controller_changes_nothing(
         self, catalog: Catalog, topic: state.TopicState, held: Versioned[ControllerState]
     ) -> None:
         catalog.remove_controller(held)
@@ -215,7 +217,7 @@ class TestCommittingAsController:
             catalog.commit_as_controller(held, self.raised(catalog, topic))
         assert {each.value.leader_epoch for each in catalog.partitions(topic).values()} == {1}
 
-    def test_one_that_is_deposed_on_the_way_goes_no_further(
+    def test_a_controller_that_is_deposed_between_commits_stops(
         self, plane: Interrupted, catalog: Catalog, topic: state.TopicState, held: Versioned[ControllerState]
     ) -> None:
         other = Catalog(plane)
@@ -246,7 +248,7 @@ class TestCommittingAsController:
 
 
 class TestTombstones:
-    def test_they_go_with_their_confirmations(self, plane: Interrupted, catalog: Catalog) -> None:
+    def test_tombstones_are_removed_with_their_confirmations(self, plane: Interrupted, catalog: Catalog) -> None:
         topic, _ = catalog.create_topic("t", wire.CreateTopic(), brokers={1: broker(1)})
         catalog.delete_topic("t", now_ms=1)
         catalog.confirm_removed(topic.topic_id, 1)
@@ -261,7 +263,7 @@ class TestTombstones:
 
 
 class TestStrays:
-    def test_a_sweep_takes_the_named_ones_and_no_topic(self, plane: Interrupted, catalog: Catalog) -> None:
+    def test_a_sweep_removes_the_named_strays_and_no_topic(self, plane: Interrupted, catalog: Catalog) -> None:
         topic, _ = catalog.create_topic("t", wire.CreateTopic(), brokers={1: broker(1)})
         for name in ("young", "old"):
             plane.commit(Create(f"/partitions/{name}", name.encode()), Create(f"/partitions/{name}/0", b"{}"))

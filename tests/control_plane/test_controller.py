@@ -35,14 +35,16 @@ class TestElections:
         elected = elect(HELD, {3: broker(3)})
         assert (elected.leader, elected.leader_epoch, elected.isr) == (None, 8, (1, 2))
 
-    def test_a_broker_that_left_the_isr_is_not_elected_when_the_last_member_is_gone(self) -> None:
-        """The one that stayed may have led and acknowledged alone: without it nobody knows, and there is no leader."""
+    def test_a_broker_outside_the_isr_is_not_elected_when_the_last_member_is_gone(self) -> None:
+        """The last member may have led and acknowledged alone: without it the log's end is unknown, so none leads."""
         alone = elect(HELD, {2: broker(2), 3: broker(3)}, configured_min_insync=1)
         assert (alone.leader, alone.leader_epoch, alone.isr) == (2, 8, (2,))
         back = {1: broker(1, incarnation=2), 3: broker(3)}
         nobody = elect(alone, back, configured_min_insync=1)
         assert (nobody.leader, nobody.leader_epoch, nobody.isr) == (None, 9, (2,))
-        assert decide(nobody, back, configured_min_insync=1) is None, "it waits, and takes no turns with itself"
+        assert decide(nobody, back, configured_min_insync=1) is None, (
+            "it waits, and does not elect the same leader repeatedly"
+        )
         assert elect(nobody, {**back, 2: broker(2, incarnation=2)}, configured_min_insync=1).leader == 2
 
     def test_a_replica_whose_data_directory_was_replaced_is_never_elected(self) -> None:
@@ -50,14 +52,14 @@ class TestElections:
         assert elect(HELD, {1: broker(1, store="emptied")}).leader is None
 
     def test_a_registration_older_than_the_partition_proves_no_loss(self) -> None:
-        """Brokers and partitions are read one after the other: what was read first may be the store of an earlier life,
-        and the one that joined since must not be dropped below the floor for it."""
+        """Brokers and partitions are read one after the other. The broker's entry may name an earlier data directory; a
+        replica that has joined the ISR since must not leave it below the floor for that reason."""
         held = msgspec.structs.replace(HELD, incarnations={1: 1, 2: 5, 3: 1})
         assert elect(held, {1: broker(1), 2: broker(2, incarnation=4, store="before")}).isr == (1, 2)
         assert elect(held, {1: broker(1), 2: broker(2, incarnation=6, store="emptied")}).isr == (1,)
         assert elect(held, {2: broker(2, incarnation=4)}).leader is None
 
-    def test_a_stranger_is_never_elected(self) -> None:
+    def test_a_broker_without_a_replica_is_never_elected(self) -> None:
         assert elect(HELD, {9: broker(9)}).leader is None
 
 
@@ -66,13 +68,13 @@ ANEW = {number: broker(number, incarnation=2) for number in (1, 2, 3)}
 
 
 class TestColdElections:
-    """All candidates have restarted: they have what their disks kept."""
+    """All candidates have restarted: they have only the records on their disks."""
 
     def test_an_election_is_cold_when_every_candidate_has_restarted(self) -> None:
         assert is_cold(ALL_IN_SYNC, ANEW)
         assert is_cold(ALL_IN_SYNC, {2: ANEW[2]})
-        assert not is_cold(ALL_IN_SYNC, {**ANEW, 2: broker(2)}), "that one saw what was committed"
-        assert not is_cold(ALL_IN_SYNC, {}), "there is nobody to ask"
+        assert not is_cold(ALL_IN_SYNC, {**ANEW, 2: broker(2)}), "this candidate saw the committed records"
+        assert not is_cold(ALL_IN_SYNC, {}), "no candidate can be asked"
 
     def test_an_election_with_at_most_one_candidate_is_not_cold(self) -> None:
         assert not is_cold(ALL_IN_SYNC, {**ANEW, 1: broker(1)})
@@ -91,7 +93,7 @@ class TestColdElections:
         assert elect(ALL_IN_SYNC, ANEW, log_ends={1: None, 2: (7, 10)}).leader == 2
         assert elect(ALL_IN_SYNC, {1: ANEW[1]}, log_ends={1: None}).leader is None
 
-    def test_a_draining_leader_hands_over_to_no_broker_that_has_just_restarted(self) -> None:
+    def test_a_draining_leader_hands_over_to_no_freshly_restarted_broker(self) -> None:
         draining = msgspec.structs.replace(broker(1), draining=True)
         assert elect(ALL_IN_SYNC, {1: draining, 2: broker(2, incarnation=2)}).leader == 1
         assert elect(ALL_IN_SYNC, {1: draining, 2: broker(2)}).leader == 2

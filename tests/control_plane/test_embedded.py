@@ -1,4 +1,4 @@
-"""A real ZooKeeper on this machine: what it needs, where it is, that it ends, and the command that runs one."""
+"""A real ZooKeeper on this machine: its requirements, its address, its end, and the command that runs it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from portalmq.control_plane.embedded import AlreadyInUse, EmbeddedError, Embedde
 from portalmq.control_plane.plane import Create, Node, Set
 from portalmq.control_plane.zookeeper import ZooKeeper
 
-# Of a command: more than it gives its servers.
+# The limit of a command: longer than the command gives its servers.
 END_WITHIN_S = 60.0
 COMMAND = (sys.executable, "-m", "portalmq.cli.main", "zookeeper")
 
 
 def fake_java(directory: Path, says: str, exit_code: int = 0) -> Path:
-    """A `java` that says something and does nothing else; answers the home it is in."""
+    """Create a `java` that only prints a text; return its home."""
     java = directory / "bin" / "java"
     java.parent.mkdir(parents=True)
     java.write_text(f"#!/bin/sh\necho '{says}' >&2\nexit {exit_code}\n")
@@ -37,7 +37,7 @@ def fake_java(directory: Path, says: str, exit_code: int = 0) -> Path:
 
 
 def fake_jars(directory: Path, *names: str) -> Path:
-    """A package `pyspark` that has these jars and cannot be imported; answers the folder that it is in."""
+    """Create a package `pyspark` that has these jars and cannot be imported; return its parent folder."""
     jars = directory / "pyspark" / "jars"
     jars.mkdir(parents=True)
     (directory / "pyspark" / "__init__.py").write_text("raise AssertionError('it takes a second to import')")
@@ -57,7 +57,7 @@ FIVE_JARS = (
 
 @pytest.fixture
 def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine with nothing: no Java, no jars."""
+    """A machine without Java and jars."""
     for name in ("JAVA_HOME", "PORTALMQ_ZK_CLASSPATH"):
         monkeypatch.delenv(name, raising=False)
     empty = tmp_path / "empty"
@@ -77,11 +77,11 @@ class TestFindingJava:
     @pytest.mark.parametrize(
         "says", ['openjdk version "17.0.15" 2025-04-15', 'java version "25" 2025-09-16 LTS', 'openjdk version "21.0.1"']
     )
-    def test_one_that_is_new_enough_is_taken(self, bare: Path, monkeypatch: pytest.MonkeyPatch, says: str) -> None:
+    def test_a_new_enough_java_is_used(self, bare: Path, monkeypatch: pytest.MonkeyPatch, says: str) -> None:
         monkeypatch.setenv("PATH", str(fake_java(bare / "jdk", says) / "bin"))
         assert embedded.find_java() == str(bare / "jdk" / "bin" / "java")
 
-    def test_java_home_comes_before_the_path_and_old_ones_are_passed_over(
+    def test_java_home_comes_before_the_path_and_old_javas_are_skipped(
         self, bare: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("JAVA_HOME", str(fake_java(bare / "old", 'java version "1.8.0_392"')))
@@ -90,7 +90,7 @@ class TestFindingJava:
         monkeypatch.setenv("JAVA_HOME", str(fake_java(bare / "newer", 'openjdk version "25.0.2"')))
         assert embedded.find_java() == str(bare / "newer" / "bin" / "java")
 
-    def test_the_old_and_the_broken_are_named(self, bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_error_names_old_and_broken_javas(self, bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("JAVA_HOME", str(fake_java(bare / "old", 'java version "1.8.0_392"')))
         monkeypatch.setenv("PATH", str(fake_java(bare / "broken", "no such VM", exit_code=1) / "bin"))
         with pytest.raises(ZooKeeperMissing, match=r"old/bin/java is Java 8; .*broken/bin/java does not run"):
@@ -103,11 +103,13 @@ class TestFindingZooKeeper:
             embedded.find_classpath()
         assert caught.value.exit_code == 2
 
-    def test_the_variable_comes_first_and_is_taken_as_it_is(self, bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_variable_comes_first_and_is_used_unchanged(self, bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PORTALMQ_ZK_CLASSPATH", "/opt/zookeeper/lib/*")
         assert embedded.find_classpath() == "/opt/zookeeper/lib/*"
 
-    def test_pyspark_has_all_five_without_being_imported(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_all_five_jars_are_found_in_pyspark_without_importing_it(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.delenv("PORTALMQ_ZK_CLASSPATH", raising=False)
         home = fake_jars(tmp_path / "site [1]", *FIVE_JARS, "zookeeper-jute-x.jar.old", "netty-4.jar")
         monkeypatch.setattr(sys, "path", [str(home), *sys.path])
@@ -116,7 +118,9 @@ class TestFindingZooKeeper:
         assert [Path(jar).name for jar in found] == list(FIVE_JARS)
 
     @pytest.mark.parametrize("missing", FIVE_JARS)
-    def test_four_of_the_five_jars_are_none(self, bare: Path, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    def test_four_of_the_five_jars_are_not_enough(
+        self, bare: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+    ) -> None:
         """Without snappy-java, for one, the server opens its port, answers `ruok`, and never serves."""
         home = fake_jars(bare / "site", *(jar for jar in FIVE_JARS if jar != missing))
         found = {"pyspark": type("Spec", (), {"origin": str(home / "pyspark" / "__init__.py")})}
@@ -124,7 +128,7 @@ class TestFindingZooKeeper:
         with pytest.raises(ZooKeeperMissing):
             embedded.find_classpath()
 
-    def test_debian_has_it_in_its_own_place(self, bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_jars_of_debians_package_are_found(self, bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         java = bare / "java"
         java.mkdir()
         for name in embedded.DEBIAN_JARS:
@@ -151,7 +155,7 @@ class TestRunning:
         assert server.pids == []
 
     @pytest.mark.parametrize("servers", [1, 3])
-    def test_what_was_committed_is_there_after_a_kill_and_after_a_new_start(self, tmp_path: Path, servers: int) -> None:
+    def test_commits_survive_a_kill_and_a_new_start(self, tmp_path: Path, servers: int) -> None:
         with EmbeddedZooKeeper(tmp_path, servers=servers) as first:
             hosts = first.hosts
             plane = ZooKeeper(f"{hosts}/c", session_timeout_s=10.0)
@@ -180,11 +184,11 @@ class TestRunning:
         assert server.pids == []
         assert "ClassNotFoundException" in (tmp_path / "data" / "1" / "output").read_text()
 
-    def test_two_on_one_data_directory_are_refused(self, tmp_path: Path) -> None:
+    def test_a_second_zookeeper_on_one_data_directory_is_refused(self, tmp_path: Path) -> None:
         with EmbeddedZooKeeper(tmp_path), pytest.raises(AlreadyInUse, match="--data-dir"):
             EmbeddedZooKeeper(tmp_path).start()
 
-    def test_a_stopped_server_is_ended_too(self, tmp_path: Path) -> None:
+    def test_a_paused_server_is_ended_too(self, tmp_path: Path) -> None:
         with EmbeddedZooKeeper(tmp_path) as server:
             process = psutil.Process(server.pids[0])
             process.suspend()
@@ -192,7 +196,7 @@ class TestRunning:
 
     @pytest.mark.parametrize(("first", "then"), [(1, 3), (3, 1)])
     def test_a_directory_keeps_its_number_of_servers(self, tmp_path: Path, first: int, then: int) -> None:
-        """Two servers that know nothing, or an older state, are a majority over the one that knows more."""
+        """Two servers with an empty or older state would be a majority over the server with the latest one."""
         with EmbeddedZooKeeper(tmp_path, servers=first):
             pass
         with pytest.raises(AlreadyInUse, match=f"--servers {first}"):
@@ -201,14 +205,14 @@ class TestRunning:
             assert len(again.pids) == first
 
     @pytest.mark.parametrize("servers", [0, 2, 5])
-    def test_there_are_one_or_three_servers(self, tmp_path: Path, servers: int) -> None:
+    def test_only_one_or_three_servers_are_accepted(self, tmp_path: Path, servers: int) -> None:
         with pytest.raises(ValueError, match="1 server or 3"):
             EmbeddedZooKeeper(tmp_path, servers=servers)
 
 
 @pytest.fixture
 def port() -> int:
-    """A free one, of those that the system gives to nobody by itself: it is free until it is used."""
+    """A free port outside the system's ephemeral range, so no other process gets it by chance."""
     while True:
         number = random.randrange(15_000, 32_000)
         with socket.socket() as held, contextlib.suppress(OSError):
@@ -217,7 +221,7 @@ def port() -> int:
 
 
 class Foreground:
-    """The command, run as a user runs it."""
+    """The command as a process, as a user runs it."""
 
     def __init__(self, directory: Path, *options: str, environment: dict[str, str] | None = None) -> None:
         self.output = directory / "said"
@@ -283,7 +287,7 @@ class TestTheCommand:
             command.process.kill()
             command.process.wait()
 
-    def test_a_server_that_ends_by_itself_ends_the_command_with_a_word(self, tmp_path: Path) -> None:
+    def test_a_server_that_ends_by_itself_ends_the_command_with_a_message(self, tmp_path: Path) -> None:
         command = Foreground(tmp_path, "--port", "0")
         try:
             command.hosts()
@@ -314,8 +318,8 @@ class TestTheCommand:
         command = Foreground(tmp_path, "--servers", "2")
         assert command.process.wait(END_WITHIN_S) == 2
 
-    def test_without_java_it_is_2_with_the_commands_that_mend_it(self, tmp_path: Path) -> None:
-        """Run where neither PATH nor the environment has one: the interpreter is named by its path."""
+    def test_without_java_it_is_2_with_the_commands_that_install_it(self, tmp_path: Path) -> None:
+        """Neither PATH nor the environment has a Java; the test names the interpreter by its path."""
         script = (
             "import sys; from portalmq import java; java._javas = lambda: iter(());"
             "from portalmq.cli.main import main; sys.exit(main(sys.argv[1:]))"

@@ -1,4 +1,4 @@
-"""Locks: who gets one, when, and under which token; the table over a plane that loses answers."""
+"""Locks: their holders, waiters and tokens; the table over a plane that loses answers."""
 
 from __future__ import annotations
 
@@ -42,32 +42,32 @@ def held_by(owner: str | None, *queue: LockTicket, token: int = 7) -> LockState:
 
 
 class TestWhoGetsIt:
-    def test_a_free_lock_goes_to_who_asks_under_the_next_token(self) -> None:
+    def test_a_free_lock_goes_to_the_caller_under_the_next_token(self) -> None:
         outcome = requested(held_by(None), "a", TTL, 0, LIVE, None)
         assert outcome == LockOutcome(LockState(8, "a", TTL), granted=True)
 
-    def test_a_held_lock_is_not_given(self) -> None:
+    def test_a_held_lock_is_not_granted(self) -> None:
         assert not requested(held_by("a"), "b", TTL, TTL - 1, LIVE, None).granted
 
-    def test_a_lock_whose_holder_let_the_ttl_pass_is_given_on(self) -> None:
+    def test_a_lock_whose_ttl_has_passed_goes_to_the_next_owner(self) -> None:
         outcome = requested(held_by("a"), "b", TTL, TTL, LIVE, None)
         assert outcome.granted
         assert (outcome.state.owner, outcome.state.token) == ("b", 8)
 
-    def test_the_holder_who_asks_again_keeps_his_token_and_begins_his_ttl_again(self) -> None:
+    def test_a_holder_that_acquires_again_keeps_its_token_and_restarts_its_ttl(self) -> None:
         outcome = requested(held_by("a"), "a", 9_000, 100, LIVE, None)
         assert outcome.granted
         assert (outcome.state.token, outcome.state.ttl_ms, outcome.state.beat) == (7, 9_000, 1)
 
-    def test_a_holder_who_comes_back_too_late_gets_a_new_token(self) -> None:
+    def test_a_holder_that_returns_after_its_ttl_gets_a_new_token(self) -> None:
         assert requested(held_by("a"), "a", TTL, TTL, LIVE, None).state.token == 8
 
-    def test_who_waits_gets_a_place_at_the_end_once(self) -> None:
+    def test_a_waiter_is_queued_at_the_end_once(self) -> None:
         lock = requested(held_by("a", ticket("b")), "c", TTL, 0, LIVE, ticket("c")).state
         assert [each.owner_digest for each in lock.queue] == [digest_of("b"), digest_of("c")]
         assert requested(lock, "c", TTL, 0, LIVE, ticket("c")).state == lock
 
-    def test_an_owner_who_waits_at_another_broker_now_keeps_his_place(self) -> None:
+    def test_a_waiter_that_moves_to_another_broker_keeps_its_place(self) -> None:
         lock = held_by("a", ticket("b", 1), ticket("c", 1))
         moved = requested(lock, "b", TTL, 0, LIVE, ticket("b", 2)).state
         assert moved.queue == (ticket("b", 2), ticket("c", 1))
@@ -89,27 +89,27 @@ class TestTurns:
         assert until_turn_ms(lock, digest_of("a"), 0, LIVE) == 0
         assert until_turn_ms(lock, digest_of("b"), 0, LIVE) == PATIENCE_MS
 
-    def test_who_comes_new_does_not_overtake_those_who_wait(self) -> None:
+    def test_a_new_waiter_does_not_overtake_earlier_ones(self) -> None:
         assert not requested(held_by(None, ticket("a", 2)), "new", TTL, 0, LIVE, None).granted
 
-    def test_places_of_brokers_that_are_gone_or_were_started_again_do_not_count(self) -> None:
+    def test_tickets_of_dead_or_restarted_brokers_do_not_count(self) -> None:
         gone, older = LockTicket(digest_of("x"), 9, 1), LockTicket(digest_of("y"), 2, 19)
         lock = held_by(None, gone, older, ticket("b", 3))
         outcome = requested(lock, "b", TTL, 0, LIVE, ticket("b", 3))
         assert outcome.granted
         assert outcome.state.queue == ()
 
-    def test_a_silent_broker_holds_the_others_up_for_a_moment_only(self) -> None:
+    def test_a_silent_broker_delays_the_others_only_briefly(self) -> None:
         lock = held_by(None, ticket("a", 2), ticket("b", 2), ticket("c", 3))
         assert until_turn_ms(lock, digest_of("c"), 0, LIVE) == PATIENCE_MS  # once for a broker, not for each ticket
         assert until_turn_ms(lock, digest_of("c"), PATIENCE_MS, LIVE) == 0
 
-    def test_the_turn_after_a_ttl_that_runs_counts_from_its_end(self) -> None:
+    def test_a_waiters_turn_counts_from_the_end_of_the_ttl(self) -> None:
         lock = held_by("h", ticket("a", 1), ticket("b", 2))
         assert until_turn_ms(lock, digest_of("a"), 1_000, LIVE) == TTL - 1_000
         assert until_turn_ms(lock, digest_of("b"), TTL + 400, LIVE) == PATIENCE_MS - 400
 
-    def test_taking_it_drops_those_who_were_passed_over_and_keeps_those_behind(self) -> None:
+    def test_acquiring_drops_skipped_waiters_and_keeps_later_ones(self) -> None:
         lock = held_by(None, ticket("a", 2), ticket("b", 1), ticket("c", 2))
         outcome = requested(lock, "b", TTL, PATIENCE_MS, LIVE, ticket("b", 1))
         assert outcome.state.queue == (ticket("c", 2),)
@@ -127,7 +127,7 @@ class TestTheHolder:
                 change()
             assert caught.value.extra["newest_token"] == 7
 
-    def test_giving_it_back_twice_is_fine_until_somebody_else_has_it(self) -> None:
+    def test_a_second_release_is_fine_until_another_owner_holds_the_lock(self) -> None:
         free = released(held_by("a"), "a", 7)
         assert free.owner is None
         assert released(free, "a", 7) == free
@@ -145,9 +145,9 @@ class TestTheHolder:
     )
 )
 def test_tokens_rise_with_holders_and_two_never_hold_at_once(steps: list[tuple[str, str, int]]) -> None:
-    """Each owner trusts his own count of the ttl, which begins when he asks, as a client does."""
+    """Each owner counts the ttl by its own clock from its request on, as a client does."""
     lock, now, since = held_by(None, token=0), 0, 0
-    until: dict[str, tuple[int, int]] = {}  # owner -> (token, end of his ttl, by his own count)
+    until: dict[str, tuple[int, int]] = {}  # owner -> (token, end of its ttl, by its own count)
     for owner, verb, later in steps:
         now += later
         age, before = now - since, lock
@@ -170,7 +170,7 @@ def test_tokens_rise_with_holders_and_two_never_hold_at_once(steps: list[tuple[s
                     lock = released(lock, owner, token)
                     del until[owner]
         except Fenced:
-            assert until.pop(owner)[1] <= now  # whoever is fenced knew already that his ttl is over
+            assert until.pop(owner)[1] <= now  # a fenced owner knew already that its ttl is over
         assert lock.token >= before.token
         assert len({each.owner_digest for each in lock.queue}) == len(lock.queue)
         if lock.mark != before.mark:
@@ -180,11 +180,11 @@ def test_tokens_rise_with_holders_and_two_never_hold_at_once(steps: list[tuple[s
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_brokers_that_look_rarely_and_hold_up_requests_never_shorten_a_lease(data: st.DataObject) -> None:
-    """Two brokers, each with what it saw and when. A request is sent, reaches its broker later, and its answer later
-    still: the holder counts from the sending, a broker from when it looks. One may come anew, knowing nothing."""
+    """Two brokers observe the lock at different times. A request reaches its broker after a delay, and its answer takes
+    longer still: the holder counts from the sending, a broker from its observation. A broker may restart empty."""
     lock, now = held_by(None, token=0), 0
     sightings: dict[int, tuple[tuple[int, int, bool], int]] = {}
-    ends: dict[str, tuple[int, int]] = {}  # owner -> (token, when its lease is over, as it counts)
+    ends: dict[str, tuple[int, int]] = {}  # owner -> (token, end of its lease, by its own count)
 
     def age(broker: int) -> int:
         mark, since = sightings.get(broker, (lock.mark, now))
@@ -205,7 +205,7 @@ def test_brokers_that_look_rarely_and_hold_up_requests_never_shorten_a_lease(dat
             case "renew" | "release" as verb if ends:
                 owner = data.draw(st.sampled_from(sorted(ends)))
                 token, end = ends[owner]
-                if now >= end:  # he knows that it is over, and asks no more
+                if now >= end:  # the owner knows that its lease is over, and stops renewing
                     del ends[owner]
                     continue
                 sent_at = now
@@ -233,11 +233,11 @@ def test_brokers_that_look_rarely_and_hold_up_requests_never_shorten_a_lease(dat
                     assert [name for name, (_, end) in ends.items() if end > now and name != owner] == []
                 if outcome.granted:
                     ends[owner] = (lock.token, sent_at + TTL)
-        age(broker)  # it knows what it wrote itself
+        age(broker)  # a broker observes its own writes
 
 
 class Seen:
-    """A observe that saw every mark just now, but for what a test says."""
+    """An `observe` that has just seen every mark, except for the ages that a test sets."""
 
     def __init__(self) -> None:
         self.age_ms = 0
@@ -257,7 +257,7 @@ class TestTheTable:
     def table(self, plane: Interrupted) -> LockTable:
         return LockTable(plane)
 
-    def test_the_first_to_ask_makes_the_lock(self, table: LockTable, seen: Seen) -> None:
+    def test_the_first_acquisition_creates_the_lock(self, table: LockTable, seen: Seen) -> None:
         assert table.ask("l", "a", TTL, seen, LIVE).state == LockState(1, "a", TTL)
         assert not table.ask("l", "b", TTL, seen, LIVE).granted
         assert table.names() == ["l"]
@@ -280,27 +280,27 @@ class TestTheTable:
         taken = table.ask("l", "b", TTL, seen, LIVE, ticket=ticket("b")).state
         assert (taken.owner, taken.token, taken.queue) == ("b", 2, ())
 
-    def test_a_renewal_that_comes_in_between_wins_over_who_thought_it_expired(
+    def test_a_concurrent_renewal_wins_over_a_judgement_of_expiry(
         self, plane: Interrupted, table: LockTable, seen: Seen
     ) -> None:
         table.ask("l", "a", TTL, seen, LIVE)
         ages = iter([TTL, 0])
 
         def observe(name: str, held: VersionedLock | None) -> int:
-            return next(ages)  # the first look saw the mark long ago, the second one a new mark
+            return next(ages)  # the first observation has an old mark, the second a new one
 
         plane.meanwhile.append(lambda: table.renew("l", "a", 1, None, seen))
         assert not table.ask("l", "b", TTL, observe, LIVE).granted
         assert table.read("l").value.owner == "a"  # type: ignore[union-attr]
 
-    def test_of_two_who_take_a_free_lock_at_once_one_gets_it(
+    def test_of_two_concurrent_acquisitions_of_a_free_lock_one_succeeds(
         self, plane: Interrupted, table: LockTable, seen: Seen
     ) -> None:
         plane.meanwhile.append(lambda: table.ask("l", "b", TTL, seen, LIVE))
         assert not table.ask("l", "a", TTL, seen, LIVE).granted
         assert table.read("l").value.owner == "b"  # type: ignore[union-attr]
 
-    def test_tokens_go_on_rising_when_the_lock_was_removed_and_made_again(self, table: LockTable, seen: Seen) -> None:
+    def test_tokens_keep_rising_when_a_lock_is_removed_and_created_again(self, table: LockTable, seen: Seen) -> None:
         for token in range(1, 6):
             state = table.ask("l", "a", TTL, seen, LIVE).state
             assert state.token == token
@@ -310,10 +310,10 @@ class TestTheTable:
         assert table.ask("another", "a", TTL, seen, LIVE).state.token == 6
 
     @pytest.mark.parametrize("verb", ["ask", "renew", "release"])
-    def test_who_judged_a_lock_that_was_made_again_judges_again(
+    def test_a_judgement_of_a_lock_that_is_created_again_is_repeated(
         self, plane: Interrupted, table: LockTable, seen: Seen, verb: str
     ) -> None:
-        """The new node begins at the version that the old one had: the version alone does not tell them apart."""
+        """The new node begins at the old node's version: the version alone does not distinguish them."""
         mark = table.ask("l", "gone", TTL, seen, LIVE).state.mark
         another = LockTable(plane)
 
@@ -330,7 +330,7 @@ class TestTheTable:
                 table.renew("l", "gone", 1, None, seen) if verb == "renew" else table.release("l", "gone", 1, seen)
         assert table.read("l").value == LockState(2, "holder", TTL)  # type: ignore[union-attr]
 
-    def test_many_unused_locks_are_removed_in_one_step_but_for_those_that_somebody_took(
+    def test_many_unused_locks_are_removed_in_one_step_except_acquired_ones(
         self, plane: Interrupted, table: LockTable, seen: Seen
     ) -> None:
         marks = {
@@ -352,9 +352,7 @@ class TestTheTable:
         with pytest.raises(LockNotFound):
             table.release("l", "a", 2, seen)
 
-    def test_a_lock_that_somebody_took_or_waits_for_is_not_removed(
-        self, plane: Interrupted, table: LockTable, seen: Seen
-    ) -> None:
+    def test_a_held_or_awaited_lock_is_not_removed(self, plane: Interrupted, table: LockTable, seen: Seen) -> None:
         mark = table.ask("l", "a", TTL, seen, LIVE).state.mark
         table.renew("l", "a", 1, None, seen)
         assert not table.remove("l", mark)
@@ -365,13 +363,15 @@ class TestTheTable:
         plane.meanwhile.append(lambda: table.ask("l", "c", TTL, seen, LIVE))
         assert not table.remove("l", free.mark)
 
-    def test_the_floor_and_the_removal_are_one_act(self, plane: Interrupted, table: LockTable, seen: Seen) -> None:
+    def test_the_floor_and_the_removal_are_one_transaction(
+        self, plane: Interrupted, table: LockTable, seen: Seen
+    ) -> None:
         free = table.release("l", "a", table.ask("l", "a", TTL, seen, LIVE).state.token, seen)
         plane.lose_answers = 1
-        assert not table.remove("l", free.mark)  # it is gone, and whoever removed it raised the floor
+        assert not table.remove("l", free.mark)  # it is gone, and its removal raised the floor
         assert table.ask("l", "a", TTL, seen, LIVE).state.token == 2
 
-    def test_only_this_very_place_is_left(self, table: LockTable, seen: Seen) -> None:
+    def test_only_the_given_ticket_leaves_the_queue(self, table: LockTable, seen: Seen) -> None:
         table.ask("l", "a", TTL, seen, LIVE)
         table.ask("l", "b", TTL, seen, LIVE, ticket=ticket("b", 2))
         table.leave("l", {ticket("b", 1)}, seen)
@@ -379,7 +379,7 @@ class TestTheTable:
         table.leave("l", {ticket("b", 2)}, seen)
         assert table.read("l").value.queue == ()  # type: ignore[union-attr]
 
-    def test_an_end_of_ttl_is_reported_to_all_unless_it_was_renewed(self, table: LockTable, seen: Seen) -> None:
+    def test_an_expiry_is_published_unless_the_lock_was_renewed(self, table: LockTable, seen: Seen) -> None:
         mark = table.ask("l", "a", TTL, seen, LIVE).state.mark
         again = table.renew("l", "a", 1, None, seen)
         table.free("l", mark, seen)
@@ -387,7 +387,7 @@ class TestTheTable:
         table.free("l", again.mark, seen)
         assert remaining_ms(table.read("l").value, 0) == 0  # type: ignore[union-attr]
 
-    def test_without_room_for_more_locks_those_there_are_served(self, table: LockTable, seen: Seen) -> None:
+    def test_without_room_for_more_locks_existing_ones_are_served(self, table: LockTable, seen: Seen) -> None:
         table.ask("l", "a", TTL, seen, LIVE)
         assert table.ask("l", "a", TTL, seen, LIVE, may_create=False).granted
         with pytest.raises(Backpressure):

@@ -1,4 +1,4 @@
-"""The mirror: what is read, how often, and what is told of it."""
+"""The mirror: the nodes it reads, how often, and the changes it reports."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ THREE = {number: BrokerState(f"http://localhost:500{number}", number, f"store-{n
 
 
 class CountingPlane(Standalone):
-    """Counts the nodes that are read, and fails when a test says so."""
+    """Counts node reads, and fails at the read that a test sets."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -85,10 +85,10 @@ def test_the_first_refresh_reads_everything(plane: CountingPlane, catalog: Catal
     assert (mirror.url_of(1), mirror.url_of(2)) == ("http://localhost:5001", None)
 
 
-def test_others_may_run_after_each_node_that_is_taken(
+def test_other_greenlets_may_run_after_each_node(
     plane: CountingPlane, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And find no partition without its topic, whatever is read, and whatever changes meanwhile."""
+    """They find no partition without its topic, whatever is read or changes during the refresh."""
     monkeypatch.setattr("portalmq.control_plane.mirror.NODES_A_READ", 4)
     decode, decoded, most = state.decode, [0], [0, 0]
 
@@ -145,7 +145,7 @@ def test_a_change_of_one_partition_costs_one_read(plane: CountingPlane, catalog:
     assert mirror.partitions[(topic.topic_id, 7)].version == held.version + 1
 
 
-def test_without_a_note_nothing_is_read(plane: CountingPlane, mirror: Mirror) -> None:
+def test_without_a_notification_nothing_is_read(plane: CountingPlane, mirror: Mirror) -> None:
     plane.read.clear()
     assert not mirror.refresh()
     mirror.note("/producer_ids")
@@ -161,7 +161,7 @@ def test_a_new_topic_is_reported_with_its_partitions(catalog: Catalog, mirror: M
     assert changes == Changes(topics={"t"}, partitions={(topic.topic_id, 0), (topic.topic_id, 1)})
 
 
-def test_partitions_whose_bells_were_not_heard_are_read_with_their_topic(
+def test_partitions_with_a_missed_notification_are_read_with_their_topic(
     catalog: Catalog, plane: CountingPlane
 ) -> None:
     mirror = Mirror(plane)
@@ -174,7 +174,7 @@ def test_partitions_whose_bells_were_not_heard_are_read_with_their_topic(
     assert mirror.refresh().partitions == {(topic.topic_id, 2), (topic.topic_id, 3)}
 
 
-def test_partitions_of_a_topic_that_is_not_there_yet_are_not_shown(
+def test_partitions_of_a_topic_that_does_not_exist_yet_are_not_shown(
     plane: CountingPlane, catalog: Catalog, mirror: Mirror
 ) -> None:
     other = Catalog(plane).create_topic("u", wire.CreateTopic(), brokers=THREE)[0]
@@ -185,7 +185,9 @@ def test_partitions_of_a_topic_that_is_not_there_yet_are_not_shown(
     assert list(mirror.partitions) == [(other.topic_id, 0)]
 
 
-def test_a_deleted_topic_takes_its_partitions_along_and_shows_its_tombstone(catalog: Catalog, mirror: Mirror) -> None:
+def test_a_deleted_topic_disappears_with_its_partitions_and_shows_its_tombstone(
+    catalog: Catalog, mirror: Mirror
+) -> None:
     topic = create(catalog, partitions=2)
     mirror.refresh()
     catalog.delete_topic("t", now_ms=5)
@@ -205,7 +207,7 @@ def test_a_topic_is_never_seen_gone_without_its_tombstone(catalog: Catalog, plan
     assert list(mirror.tombstones) == [topic.topic_id]
 
 
-def test_a_topic_made_again_between_two_refreshes_is_another(catalog: Catalog, mirror: Mirror) -> None:
+def test_a_topic_that_is_created_again_between_refreshes_is_another_topic(catalog: Catalog, mirror: Mirror) -> None:
     first = create(catalog, partitions=2)
     mirror.refresh()
     catalog.delete_topic("t", now_ms=5)
@@ -229,12 +231,12 @@ def test_a_version_never_falls(catalog: Catalog, plane: CountingPlane, monkeypat
     assert mirror.partitions[(topic.topic_id, 0)].version == 1
 
 
-def test_what_a_failed_refresh_found_is_reported_by_the_next(
+def test_the_next_refresh_reports_the_changes_of_a_failed_one(
     plane: CountingPlane, catalog: Catalog, mirror: Mirror
 ) -> None:
     topic = create(catalog)
     mirror.note(None)
-    plane.fail_at = 0  # the topics were read, and their partitions were not
+    plane.fail_at = 0  # the topics are read, and their partitions are not
     with pytest.raises(PlaneUnavailable):
         mirror.refresh()
     assert (list(mirror.topics), mirror.partitions) == (["t"], {})
@@ -243,13 +245,13 @@ def test_what_a_failed_refresh_found_is_reported_by_the_next(
     assert (changes.topics, changes.partitions, changes.everything) == ({"t"}, {(topic.topic_id, 0)}, True)
 
 
-def test_many_notes_become_one_for_everything(plane: CountingPlane, mirror: Mirror) -> None:
+def test_many_notifications_become_one_for_everything(plane: CountingPlane, mirror: Mirror) -> None:
     for number in range(5_000):
         mirror.note(f"/groups/g{number}")
     assert mirror.refresh().everything
 
 
-def test_a_note_calls_who_waits_for_it(plane: CountingPlane) -> None:
+def test_a_notification_wakes_a_waiting_refresh(plane: CountingPlane) -> None:
     rings: list[None] = []
     mirror = Mirror(plane, on_noted=lambda: rings.append(None))
     mirror.note("/topics/t")
@@ -257,7 +259,7 @@ def test_a_note_calls_who_waits_for_it(plane: CountingPlane) -> None:
     assert len(rings) == 2
 
 
-def test_a_node_that_nobody_can_read_is_passed_over(
+def test_an_unreadable_node_is_skipped(
     plane: CountingPlane, catalog: Catalog, mirror: Mirror, caplog: pytest.LogCaptureFixture
 ) -> None:
     topic = create(catalog)
@@ -277,7 +279,7 @@ def test_a_node_that_nobody_can_read_is_passed_over(
     assert path in caplog.text
 
 
-def test_what_somebody_put_beside_the_brokers_is_no_broker(plane: CountingPlane, catalog: Catalog) -> None:
+def test_a_foreign_node_beside_the_brokers_is_no_broker(plane: CountingPlane, catalog: Catalog) -> None:
     catalog.register_broker(1, THREE[1])
     plane.commit(Create("/brokers/ids/notes", b"mine"), Create("/brokers/stores/notes", b"mine"))
     mirror = Mirror(plane)
@@ -287,7 +289,7 @@ def test_what_somebody_put_beside_the_brokers_is_no_broker(plane: CountingPlane,
 
 
 class TestReadingAgain:
-    def test_it_answers_what_stands_now_and_leaves_telling_to_the_refresh(
+    def test_a_read_returns_the_current_state_and_leaves_the_report_to_the_refresh(
         self, plane: CountingPlane, catalog: Catalog
     ) -> None:
         topic = create(catalog)
@@ -307,9 +309,9 @@ class TestReadingAgain:
 
 
 class TestLateWords:
-    """An older state that is told after a newer one, as a late answer or a server that lags would."""
+    """An older state that arrives after a newer one, from a late answer or a lagging server."""
 
-    def test_they_change_nothing(self, plane: CountingPlane, catalog: Catalog, mirror: Mirror) -> None:
+    def test_an_older_state_changes_nothing(self, plane: CountingPlane, catalog: Catalog, mirror: Mirror) -> None:
         topic = create(catalog)
         catalog.put_group("g", {})
         catalog.register_broker(1, THREE[1])
@@ -346,7 +348,9 @@ class TestLateWords:
         assert (mirror.topics, mirror.groups, mirror.partitions, mirror.brokers) == known
         assert mirror.controller == newest
 
-    def test_what_was_made_again_is_newer_though_its_version_is_not(self, catalog: Catalog, mirror: Mirror) -> None:
+    def test_a_topic_that_is_created_again_is_newer_despite_its_lower_version(
+        self, catalog: Catalog, mirror: Mirror
+    ) -> None:
         create(catalog)
         catalog.put_group("g", {})
         catalog.put_group("g", {"max_deliveries": 3})
@@ -365,7 +369,7 @@ class TestOnZooKeeper:
     def test_300_partitions_are_read_again_in_a_few_requests_and_a_fraction_of_the_time_that_300_take(
         self, zookeeper_server: EmbeddedZooKeeper
     ) -> None:
-        """Some 10 ms against 150: both at once on this machine, however slow it is, and the best of five of each."""
+        """About 10 ms against 150. The test measures both on the same machine and compares the best of five of each."""
         plane = ZooKeeper(zookeeper_server.hosts + fresh_chroot(), session_timeout_s=10.0)
         plane.start()
         try:
@@ -392,7 +396,7 @@ class TestOnZooKeeper:
             plane.close()
 
 
-def test_a_control_plane_that_was_set_back_is_reported_for_good(
+def test_a_control_plane_that_was_set_back_stays_reported(
     plane: CountingPlane, catalog: Catalog, mirror: Mirror
 ) -> None:
     topic = create(catalog)
@@ -409,7 +413,7 @@ def test_a_control_plane_that_was_set_back_is_reported_for_good(
     assert mirror.partitions[(topic.topic_id, 0)].version == 1
 
 
-def test_a_topic_that_is_gone_was_deleted_or_forgotten(plane: CountingPlane, catalog: Catalog, mirror: Mirror) -> None:
+def test_a_missing_topic_was_deleted_or_forgotten(plane: CountingPlane, catalog: Catalog, mirror: Mirror) -> None:
     forgotten = create(catalog, "forgotten")
     create(catalog, "deleted")
     mirror.refresh()
@@ -424,7 +428,7 @@ def test_a_topic_that_is_gone_was_deleted_or_forgotten(plane: CountingPlane, cat
 
 
 def test_the_lists_of_one_refresh_share_a_pace(plane: CountingPlane, catalog: Catalog) -> None:
-    """So that many short loops are not one long turn together."""
+    """Many short loops together must not block the event loop."""
     paces: list[int] = []
 
     def new_pace() -> Any:
@@ -446,6 +450,6 @@ def test_the_lists_of_one_refresh_share_a_pace(plane: CountingPlane, catalog: Ca
     mirror.note(None)
     mirror.refresh()
     first, second = paces
-    # Topics and partitions: read, taken, read beside. The second compares them with what was known.
+    # Topics and partitions: read, taken, and read again. The second list is compared with the known one.
     assert first >= 3 * 2 + 6
     assert second >= 3 * 5 + 2 * 6

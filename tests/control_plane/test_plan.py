@@ -69,12 +69,12 @@ def planned(
 
 
 def reach(**heard: str) -> dict[int, dict[int, bool]]:
-    """reach(b1="2 -3") : broker 2 has an answer of broker 1, broker 3 has none."""
+    """reach(b1="2 -3"): broker 2 has an answer of broker 1, broker 3 has none."""
     return {int(name[1:]): {abs(int(word)): int(word) > 0 for word in told.split()} for name, told in heard.items()}
 
 
 class TestLeadersThatTooFewReach:
-    """The controller reaches them; who is in sync with them may not."""
+    """The controller reaches these leaders; their in-sync replicas may not."""
 
     def decided(self, held: PartitionState, told: Reach, *there: int, **fields: Any) -> tuple[int | None, int]:
         wanted = decide(held, live(*(there or (1, 2, 3))), reach=told, **fields) or held
@@ -85,18 +85,18 @@ class TestLeadersThatTooFewReach:
         assert self.decided(partition(), told) == (2, 6)
         wanted = decide(partition(), live(1, 2, 3), reach=told)
         assert wanted is not None
-        assert wanted.isr == (2, 3), "as if the old one were gone: it may not fetch either"
-        assert decide(wanted, live(1, 2, 3), reach=told) is None, "and it stays so"
+        assert wanted.isr == (2, 3), "the old leader leaves: it may be unable to fetch too"
+        assert decide(wanted, live(1, 2, 3), reach=told) is None, "a second pass changes nothing"
 
     def test_a_leader_that_enough_reach_stays(self) -> None:
         assert self.decided(partition(), reach(b1="2 -3", b2="1 3", b3="1 2")) == (1, 5)
         assert self.decided(partition(), reach(b1="-2 -3", b2="1 3"), configured_min_insync=1) == (1, 5), (
-            "it goes on alone"
+            "it continues alone"
         )
 
     def test_replicas_that_cannot_answer_move_nothing(self) -> None:
         assert self.decided(partition(), reach(b1="-2", b2="1 3", b3="1 2")) == (1, 5)
-        assert self.decided(partition(), reach(b1="-2 -3")) == (1, 5), "nobody was asked who reaches the others"
+        assert self.decided(partition(), reach(b1="-2 -3")) == (1, 5), "no broker reported that it reaches the others"
         assert self.decided(partition(), {}) == (1, 5)
 
     def test_a_replica_that_too_few_reach_is_not_elected(self) -> None:
@@ -117,7 +117,7 @@ class TestLeadersThatTooFewReach:
         assert self.decided(partition(), told, 1, 3) == (3, 6)
         wanted = decide(partition(), live(1, 3), reach=told)
         assert wanted is not None
-        assert wanted.isr == (2, 3), "none that could hold something leaves below the floor but the old leader"
+        assert wanted.isr == (2, 3), "below the floor only the old leader leaves"
 
     @given(st.lists(st.booleans(), min_size=12, max_size=12), st.integers(1, 4))
     def test_links_that_stay_as_they_are_move_a_partition_once(self, links: list[bool], least: int) -> None:
@@ -135,14 +135,14 @@ class TestLeadersThatTooFewReach:
 class TestElections:
     def test_nothing_changes_while_the_leader_is_there(self) -> None:
         assert planned([partition()], live(1, 2, 3)) == []
-        assert planned([partition(isr=(1, 2))], live(1, 2, 3)) == [], "who joins the ISR is the leader's to say"
+        assert planned([partition(isr=(1, 2))], live(1, 2, 3)) == [], "only the leader adds members to the ISR"
 
     def test_a_leader_that_is_gone_is_replaced_and_leaves_the_isr(self) -> None:
         (change,) = planned([partition()], live(2, 3))
         assert (change.topic_id, change.number, change.version) == ("id-t", 0, 40)
         assert (change.state.leader, change.state.leader_epoch, change.state.isr) == (2, 6, (2, 3))
 
-    def test_a_follower_that_is_gone_is_the_leaders_business(self) -> None:
+    def test_a_dead_follower_is_left_to_the_leader(self) -> None:
         assert planned([partition()], live(1, 2)) == []
 
     def test_a_restarted_leader_is_reelected_when_no_other_can_lead(self) -> None:
@@ -153,11 +153,11 @@ class TestElections:
         (change,) = planned([partition()], live(2, 3, b1=broker(1, incarnation=2)))
         assert (change.state.leader, change.state.isr) == (2, (1, 2, 3))
 
-    def test_a_leader_on_another_disk_is_no_leader_and_leaves_the_isr(self) -> None:
+    def test_a_leader_with_another_data_directory_is_replaced_and_leaves_the_isr(self) -> None:
         (change,) = planned([partition()], live(2, 3, b1=broker(1, store_uuid="emptied")))
         assert (change.state.leader, change.state.isr) == (2, (2, 3))
 
-    def test_a_replica_that_was_rebuilt_on_its_disk_is_of_that_disk(self) -> None:
+    def test_a_rebuilt_replica_belongs_to_its_data_directory(self) -> None:
         rebuilt = partition(store_uuids={1: "store-1/2", 2: "store-2", 3: "store-3"})
         assert planned([rebuilt], live(1, 2, 3)) == []
 
@@ -166,16 +166,16 @@ class TestElections:
         assert (change.state.leader, change.state.leader_epoch, change.state.isr) == (None, 6, (1,))
         assert planned([change.state], live(2, 3)) == []
 
-    def test_the_clean_one_that_comes_back_is_elected(self) -> None:
+    def test_a_clean_replica_that_returns_is_elected(self) -> None:
         offline = partition(None, isr=(1,))
         (change,) = planned([offline], live(2, b1=broker(1, incarnation=3)))
         assert (change.state.leader, change.state.isr, change.state.incarnations[1]) == (1, (1,), 3)
 
-    def test_a_leader_that_resigned_is_followed_by_a_clean_one(self) -> None:
+    def test_a_clean_replica_replaces_a_leader_that_resigned(self) -> None:
         (change,) = planned([partition(None, isr=(2, 3))], live(1, 2, 3))
         assert change.state.leader == 2
 
-    def test_nobody_is_elected_while_nobody_is_there(self) -> None:
+    def test_without_live_brokers_no_leader_is_elected(self) -> None:
         (change,) = planned([partition()], {})
         assert change.state.leader is None
         assert planned([change.state], {}) == []
@@ -188,7 +188,7 @@ class TestElections:
         (change,) = planned([partition()], live(3), topic(min_insync_replicas=1))
         assert change.state.isr == (3,)
 
-    def test_partitions_of_a_dead_leader_are_spread_over_who_is_left(self) -> None:
+    def test_partitions_of_a_dead_leader_are_spread_over_the_others(self) -> None:
         changes = planned([partition() for _ in range(10)], live(2, 3))
         assert Counter(change.state.leader for change in changes) == {2: 5, 3: 5}
 
@@ -196,7 +196,7 @@ class TestElections:
         changes = planned([partition(2)] * 4 + [partition(1)] * 4, live(2, 3))
         assert Counter(change.state.leader for change in changes) == {3: 4}
 
-    def test_partitions_of_no_topic_are_left_alone(self) -> None:
+    def test_partitions_without_a_topic_are_left_alone(self) -> None:
         assert plan(View({}, {("stray", 0): Versioned(partition(), 0)}, live(2, 3))) == []
 
     def test_every_partition_is_a_step_between_which_others_may_run(self) -> None:
@@ -219,21 +219,21 @@ class TestElections:
 
 
 class TestDraining:
-    def test_another_leads_and_the_one_that_drains_follows(self) -> None:
+    def test_a_draining_leader_becomes_a_follower_of_another(self) -> None:
         (change,) = planned([partition()], live(2, 3, b1=broker(1, draining=True)))
         assert (change.state.leader, change.state.isr) == (2, (1, 2, 3))
 
-    def test_it_leads_on_when_nobody_else_can(self) -> None:
+    def test_a_draining_leader_stays_when_no_other_can_lead(self) -> None:
         draining = broker(1, draining=True)
         assert planned([partition(isr=(1,))], live(2, 3, b1=draining)) == []
         assert planned([partition()], live(b1=draining)) == []
         assert planned([partition()], live(b1=draining, b2=broker(2, draining=True))) == []
 
-    def test_one_that_drains_is_elected_rather_than_nobody(self) -> None:
+    def test_a_draining_replica_is_elected_when_no_other_can_lead(self) -> None:
         (change,) = planned([partition(2)], live(b1=broker(1, draining=True)))
         assert change.state.leader == 1
 
-    def test_it_gets_no_replicas(self) -> None:
+    def test_a_draining_broker_gets_no_replicas(self) -> None:
         assert planned([partition(isr=(1,), replicas=(1,))], live(1, b2=broker(2, draining=True))) == []
 
 
@@ -246,28 +246,28 @@ class TestDepartures:
         assert all(change.state.leader_epoch == held.leader_epoch for change in changes)
         return [change.state.isr for change in changes]
 
-    def test_a_follower_that_ends_is_in_sync_no_more(self) -> None:
+    def test_a_follower_that_shuts_down_leaves_the_isr(self) -> None:
         assert self.departed(partition(), 2) == [(1, 3)]
 
-    def test_it_stays_where_it_is_needed(self) -> None:
+    def test_a_follower_that_shuts_down_stays_in_the_isr_where_it_is_needed(self) -> None:
         assert self.departed(partition(isr=(1, 2)), 2) == []
         assert self.departed(partition(), 2, min_insync_replicas=3) == []
         assert self.departed(partition(isr=(1, 2)), 2, min_insync_replicas=1) == [(1,)]
 
-    def test_a_leader_and_one_that_is_not_in_sync_have_nothing_to_leave(self) -> None:
+    def test_a_leader_or_an_out_of_sync_replica_does_not_leave_the_isr(self) -> None:
         assert self.departed(partition(), 1) == []
         assert self.departed(partition(isr=(1, 3)), 2) == []
         assert self.departed(partition(None), 2) == []
 
 
 class TestReplicas:
-    def test_they_are_added_as_brokers_join_and_count_for_nothing_yet(self) -> None:
+    def test_new_replicas_are_added_as_brokers_join_and_are_not_in_sync(self) -> None:
         (change,) = planned([partition(isr=(1,), replicas=(1,))], live(1, 2))
         assert (change.state.replicas, change.state.isr, change.state.leader_epoch) == ((1, 2), (1,), 5)
         assert change.state.store_uuids == {1: "store-1"}
         assert min_insync(change.state, None) == 1
 
-    def test_there_are_never_more_than_the_topic_wants(self) -> None:
+    def test_replicas_never_exceed_the_topics_factor(self) -> None:
         assert planned([partition(isr=(1,), replicas=(1,))], live(1, 2, 3), topic(factor=1)) == []
         (change,) = planned([partition(isr=(1,), replicas=(1,))], live(1, 2, 3, 4), topic(factor=2))
         assert len(change.state.replicas) == 2
@@ -284,7 +284,7 @@ class TestReplicas:
         st.sets(st.integers(1, 8), min_size=1),
         st.integers(1, 5),
     )
-    def test_what_is_added_fits_and_is_spread(self, placed: Any, brokers: set[int], factor: int) -> None:
+    def test_added_replicas_fit_and_are_spread(self, placed: Any, brokers: set[int], factor: int) -> None:
         added = add_replicas(placed, dict.fromkeys(placed, factor), brokers)
         for key, replicas in placed.items():
             more = added.get(key, [])
@@ -309,11 +309,11 @@ class TestReplicas:
 class TestLiveBrokers:
     REGISTERED: Mapping[int, BrokerState] = live(1, 2)
 
-    def test_the_registered_do_unless_a_probe_found_them_gone(self) -> None:
+    def test_registered_brokers_live_unless_a_probe_found_them_gone(self) -> None:
         assert live_brokers(self.REGISTERED, {}, (), in_grace=False).keys() == {1, 2}
         assert live_brokers(self.REGISTERED, {}, {(2, 1)}, in_grace=False).keys() == {1}
 
-    def test_a_later_incarnation_is_not_the_one_that_was_found_gone(self) -> None:
+    def test_a_later_incarnation_of_a_dead_broker_lives(self) -> None:
         assert live_brokers(live(1, b2=broker(2, incarnation=2)), {}, {(2, 1)}, in_grace=False).keys() == {1, 2}
 
     def test_a_broker_known_before_counts_only_in_the_grace_and_until_a_probe_fails(self) -> None:
@@ -321,7 +321,7 @@ class TestLiveBrokers:
         assert live_brokers(self.REGISTERED, before, (), in_grace=False).keys() == {1, 2}
         assert live_brokers(self.REGISTERED, before, {(4, 1)}, in_grace=True).keys() == {1, 2, 3}
 
-    def test_what_is_registered_now_counts_and_not_what_was_known(self) -> None:
+    def test_the_current_registration_counts_and_not_the_earlier_one(self) -> None:
         anew = live(b2=broker(2, incarnation=2))
         assert live_brokers(anew, live(2), (), in_grace=True) == anew
 
@@ -333,7 +333,7 @@ class TestStrays:
         assert old_strays(["a", "b"], seen, 1_000 + STRAY_FOR_MS - 1) == []
         assert old_strays(["a", "b"], seen, 1_000 + STRAY_FOR_MS) == ["a"]
 
-    def test_one_that_became_a_topic_begins_again(self) -> None:
+    def test_a_stray_that_became_a_topic_starts_its_age_again(self) -> None:
         seen: dict[str, int] = {}
         old_strays(["a"], seen, 0)
         assert old_strays([], seen, STRAY_FOR_MS) == []
@@ -355,7 +355,7 @@ class TestTombstones:
             ({1}, {1, 2}, {1}, 2 * TOMBSTONE_MS, False),
         ],
     )
-    def test_it_goes_when_nobody_has_files(
+    def test_a_tombstone_is_removed_when_no_broker_has_files(
         self, confirmed: set[int], registered: set[int], claimed: set[int], age_ms: int, may: bool
     ) -> None:
         assert (
@@ -367,7 +367,7 @@ class TestTombstones:
 
 
 class TestUncleanElections:
-    def test_the_chosen_one_leads_alone_and_the_epoch_is_marked(self) -> None:
+    def test_an_unclean_leader_leads_alone_and_its_epoch_is_marked(self) -> None:
         held = partition(None, isr=(1,))
         elected = elect_unclean(held, 3, 9, "store-3/1")
         assert (elected.leader, elected.leader_epoch, elected.isr, elected.unclean) == (3, 6, (3,), (6,))
@@ -403,14 +403,14 @@ class TestAnyInput:
         if wanted is None:
             return
         assert wanted.leader_epoch == held.leader_epoch + 1
-        assert set(wanted.isr) <= set(held.isr), "an election lets nobody in"
+        assert set(wanted.isr) <= set(held.isr), "an election adds no member"
         if wanted.leader is not None:
             assert wanted.leader in held.isr
             assert brokers[wanted.leader].store_uuid == held.store_uuids[wanted.leader]
             clean = [number for number in held.isr if number in brokers and brokers[number].store_uuid == "store"]
             assert len(wanted.isr) >= min(min_insync(held, configured), len(clean))
             assert set(clean) <= set(wanted.isr)
-        assert decide(wanted, brokers, configured_min_insync=configured) is None, "the same view asks for no more"
+        assert decide(wanted, brokers, configured_min_insync=configured) is None, "a second pass changes nothing"
 
     @given(partitions(), brokers_states)
     def test_with_a_clean_replica_there_is_a_leader(
@@ -421,7 +421,7 @@ class TestAnyInput:
         assert (after.leader in clean) if clean else (after.leader is None)
 
     @given(partitions(), brokers_states)
-    def test_an_election_is_the_same_wherever_it_is_held(
+    def test_every_controller_elects_the_same_leader(
         self, held: PartitionState, brokers: dict[int, BrokerState]
     ) -> None:
         turned = msgspec.json.decode(msgspec.json.encode(held), type=PartitionState)
@@ -430,7 +430,7 @@ class TestAnyInput:
 
 class TestRebalance:
     def moved(self, leaders: list[int | None], brokers: Mapping[int, BrokerState], **fields: Any) -> list[int | None]:
-        """Who leads each partition after one pass."""
+        """Return the leader of each partition after one pass."""
         of = topic(partitions=len(leaders))
         held = {
             (of.topic_id, number): Versioned(partition(leader, **fields), number)
@@ -451,7 +451,7 @@ class TestRebalance:
     def test_a_restarted_broker_that_is_in_sync_takes_its_share(self) -> None:
         assert set(self.moved([2, 2, 2], live(2, 3, b1=broker(1, incarnation=2)))) == {1, 2, 3}
 
-    def test_what_is_even_stays(self) -> None:
+    def test_an_even_spread_stays(self) -> None:
         assert self.moved([1, 2, 3, 1], live(1, 2, 3)) == [1, 2, 3, 1]
 
     def test_a_broker_that_is_out_of_sync_drains_or_is_gone_never_leads(self) -> None:
@@ -459,11 +459,11 @@ class TestRebalance:
         assert set(self.moved([2, 2, 2, 2], live(2, 3, b1=broker(1, draining=True)))) == {2, 3}
         assert set(self.moved([2, 2, 2, 2], live(2, 3))) == {2, 3}
 
-    def test_one_that_needs_an_election_is_left_to_it(self) -> None:
+    def test_a_partition_that_needs_an_election_is_not_moved(self) -> None:
         assert self.moved([None, 1, 1], live(2, 3)) == [None, 1, 1]
 
     @given(st.lists(st.sampled_from([1, 2, 3]), max_size=12))
-    def test_it_ends_even_and_a_second_pass_moves_nothing(self, leaders: list[int]) -> None:
+    def test_a_pass_spreads_leaders_evenly_and_a_second_one_moves_nothing(self, leaders: list[int]) -> None:
         after = self.moved(list(leaders), live(1, 2, 3))
         count = Counter(after)
         assert max((count[number] for number in (1, 2, 3)), default=0) - min(count[number] for number in (1, 2, 3)) <= 1

@@ -19,7 +19,7 @@ STATES: list[msgspec.Struct] = [
 
 
 @pytest.mark.parametrize("value", STATES, ids=lambda value: type(value).__name__)
-def test_what_is_encoded_is_decoded_alike(value: msgspec.Struct) -> None:
+def test_an_encoded_state_is_decoded_unchanged(value: msgspec.Struct) -> None:
     assert state.decode(state.encode(value), type(value)) == value
 
 
@@ -37,6 +37,6 @@ def test_settings_that_an_older_broker_did_not_know_get_their_defaults() -> None
     assert state.decode(older, state.GroupState) == state.GroupState("g", GroupConfig(mode="stream"))
 
 
-def test_a_leader_outside_the_in_sync_replicas_is_a_mistake() -> None:
+def test_a_leader_outside_the_in_sync_replicas_is_refused() -> None:
     with pytest.raises(AssertionError):
         state.PartitionState(2, 1, (1,), (1, 2), {}, {})

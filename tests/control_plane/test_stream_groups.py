@@ -1,4 +1,4 @@
-"""What stands in the control plane of stream groups: rosters by compare-and-set, checkpoints, and their end."""
+"""The state of stream groups in the control plane: rosters by compare-and-set, checkpoints, and their removal."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_nothing_is_written_for_an_older_group_of_the_name(plane: Standalone, gr
     assert plane.children("/streams") == []
 
 
-def test_a_group_takes_all_that_stands_of_it_with_it(plane: Standalone, group: GroupState) -> None:
+def test_a_deleted_group_leaves_no_node(plane: Standalone, group: GroupState) -> None:
     store = StreamGroups(plane)
     store.set_roster("g", group.group_id, roster(1), -1)
     for number in range(150):

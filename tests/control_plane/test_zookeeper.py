@@ -1,7 +1,7 @@
-"""What ZooKeeper and kazoo do to a cluster that takes them at their word: each trap sprung on a real server.
+"""Pitfalls of ZooKeeper and kazoo: each test provokes one ("trap") on a real server.
 
-The wire between the plane and its server is cut, slowed and spoiled by a proxy (support.zookeeper.Wire). Sessions whose
-end is waited for are short here, all others as long as the server grants them: a machine that stands still ends none.
+A proxy (support.zookeeper.Wire) cuts, slows and corrupts the connection between the plane and its server. Sessions are
+short where a test waits for their end, and otherwise as long as the server grants: a paused machine ends none.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def wire(zookeeper_server: EmbeddedZooKeeper) -> Iterator[Wire]:
 
 @pytest.fixture
 def opened() -> Iterator[Callable[[str], ZooKeeper]]:
-    """Opens planes that are closed at the end."""
+    """Open planes that are closed at the end."""
     with contextlib.ExitStack() as closing:
 
         def open_plane(hosts: str, session_timeout_s: float = LONG_SESSION_S) -> ZooKeeper:
@@ -84,18 +84,18 @@ def plane(opened: Callable[[str], ZooKeeper], wire: Wire, chroot: str) -> ZooKee
 
 @pytest.fixture
 def brief(opened: Callable[[str, float], ZooKeeper], wire: Wire, chroot: str) -> ZooKeeper:
-    """As `plane`, and its session may soon be over."""
+    """Like `plane`, with a short session."""
     return opened(wire.hosts + chroot, SESSION_S)
 
 
 @pytest.fixture
 def other(opened: Callable[[str], ZooKeeper], zookeeper_server: EmbeddedZooKeeper, chroot: str) -> ZooKeeper:
-    """Another broker's plane on the same tree, with no trouble of its own."""
+    """Another broker's plane on the same tree, with a direct connection."""
     return opened(zookeeper_server.hosts + chroot)
 
 
 def expire(plane: ZooKeeper, wire: Wire, other: ZooKeeper) -> None:
-    """Cut the plane off until the server has ended its session, as another sees by an ephemeral node that goes."""
+    """Cut the plane off until the server has ended its session. Another plane observes the end by an ephemeral node."""
     plane.commit(Create("/expires", ephemeral=True))
     other.sync()
     assert other.get("/expires") is not None
@@ -104,7 +104,7 @@ def expire(plane: ZooKeeper, wire: Wire, other: ZooKeeper) -> None:
 
 
 class Call:
-    """A call in a thread of its own, and what became of it."""
+    """A call in a thread of its own, and its outcome."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self.answer: Any = None
@@ -116,7 +116,7 @@ class Call:
     def _run(self) -> None:
         try:
             self.answer = self._call()
-        except BaseException as error:  # noqa: BLE001 - whatever it was, the test looks at it
+        except BaseException as error:  # noqa: BLE001 - the test checks every error
             self.error = error
 
     def ended(self) -> bool:
@@ -135,7 +135,7 @@ class TestSessions:
         brief.watch(lambda _: states.append(brief.state))
         first = brief.session_id
         expire(brief, wire, other)
-        assert brief.state is PlaneState.SUSPENDED, "nobody could have told it"
+        assert brief.state is PlaneState.SUSPENDED, "no server could have reported the end"
         assert brief.session_id == first
         assert clock_s() - brief.last_answered > brief.session_timeout_s * 2 / 3, "a lease would have run out"
         answered = brief.last_answered
@@ -148,8 +148,8 @@ class TestSessions:
     def test_trap_a_heartbeat_is_an_answer_so_an_idle_lease_goes_on(
         self, opened: Callable[[str, float], ZooKeeper], zookeeper_server: EmbeddedZooKeeper, chroot: str
     ) -> None:
-        """Nothing is asked, so only heartbeats can move it. Of seven pauses most have to be short enough, and not all:
-        where the machine stands still, one may be longer."""
+        """Without requests, only heartbeats can renew the lease. Of seven pauses most must be short enough; a paused
+        machine may lengthen one."""
         plane = opened(zookeeper_server.hosts + chroot, 2.0)
         answers = [plane.last_answered]
 
@@ -176,7 +176,7 @@ class TestSessions:
         plane = ZooKeeper(zookeeper_server.hosts + chroot, session_timeout_s=asked)
 
         def is_started() -> bool:
-            """One that asks for a short session waits no longer for its first answer."""
+            """A plane with a short session waits for its first answer no longer than that."""
             with contextlib.suppress(PlaneUnavailable):
                 plane.start()
                 return True
@@ -209,7 +209,7 @@ class TestSessions:
     def test_trap_a_commit_queued_inside_kazoo_is_not_sent_in_the_next_session(
         self, brief: ZooKeeper, wire: Wire, other: ZooKeeper
     ) -> None:
-        """The queue outlives the session: what a lost leader had left there must not be done in its next life."""
+        """The queue outlives the session: a request of a lost session must not run in the next one."""
         first = brief.session_id
         expire(brief, wire, other)
         call = Call(brief._commit_in, first, [Create("/late")], clock_s() + 20)
@@ -218,19 +218,19 @@ class TestSessions:
         assert call.ended()
         assert isinstance(call.error, PlaneUnavailable), call.error
         until(lambda: brief.session_id not in (0, first))
-        with pytest.raises(PlaneUnavailable):  # one that was queued a moment later, when the new session was being made
+        with pytest.raises(PlaneUnavailable):  # queued a moment later, during the start of the new session
             brief._commit_in(first, [Create("/later")], clock_s() + 10)
         brief.sync()
         assert brief.get_many(["/late", "/later"]) == [None, None]
 
-    def test_trap_what_was_given_up_waiting_is_not_sent_later(
+    def test_trap_a_request_that_timed_out_is_not_sent_later(
         self, plane: ZooKeeper, wire: Wire, other: ZooKeeper
     ) -> None:
         wire.cut()
         until(lambda: plane.state is PlaneState.SUSPENDED)
         with pytest.raises(PlaneUnavailable):
             plane._commit_in(plane.session_id, [Create("/late")], clock_s() + 0.1)
-        assert len(plane._client._queue) == 1, "this test is about a request that kazoo still holds"
+        assert len(plane._client._queue) == 1, "this test needs a request that kazoo still holds"
         wire.heal()
         until(lambda: plane.state is PlaneState.CONNECTED)
         plane.sync()
@@ -303,14 +303,14 @@ class TestOutcomes:
         assert call.answer == Node("/a", b"1", 0), call.error
 
     def test_a_commit_is_waited_for_until_its_deadline_and_no_longer(self, plane: ZooKeeper, wire: Wire) -> None:
-        """Also while the connection stands, and only this one answer does not come: it stands when the wait is over."""
+        """Even if the connection works and only this answer is missing: the connection still works after the wait."""
         plane.sync()
         wire.swallow_answers = True
         with pytest.raises(OutcomeUnknown):
             plane._commit_in(plane.session_id, [Create("/a")], clock_s() + 1.5)
         assert plane.state is PlaneState.CONNECTED
 
-    def test_reads_end_in_about_a_session_when_nobody_answers(self, brief: ZooKeeper, wire: Wire) -> None:
+    def test_reads_end_in_about_a_session_when_no_server_answers(self, brief: ZooKeeper, wire: Wire) -> None:
         wire.cut()
         began = time.monotonic()
         calls = [Call(brief.sync), Call(brief.get, "/a"), Call(brief.children, "/a")]
@@ -329,10 +329,10 @@ class TestOutcomes:
         assert exists.value.path == "/a"
         assert plane.get("/a") == Node("/a", b"0", 0)
 
-    def test_trap_a_creation_whose_answer_was_lost_is_known_again_by_its_content(
+    def test_trap_a_creation_whose_answer_was_lost_is_recognised_by_its_content(
         self, plane: ZooKeeper, wire: Wire, other: ZooKeeper
     ) -> None:
-        """NodeExists after a lost answer may be one's own node, or another's."""
+        """NodeExists after a lost answer may mean the plane's own node, or another's."""
         commit, outcomes = plane.commit, []
 
         def lose_the_first_answer(*ops: Op) -> list[int]:
@@ -347,10 +347,10 @@ class TestOutcomes:
         wire.heal()
         assert call.ended()
         assert call.error is None
-        assert outcomes == ["lost"], "what was read afterwards is its own, so there is nothing to repeat"
+        assert outcomes == ["lost"], "the node read afterwards is its own, so it repeats nothing"
         assert call.answer == Catalog(other).cluster_id() == Catalog(plane).cluster_id()
 
-    def test_trap_of_two_that_make_a_parent_at_once_both_succeed(self, plane: ZooKeeper, other: ZooKeeper) -> None:
+    def test_trap_two_concurrent_creations_of_a_parent_both_succeed(self, plane: ZooKeeper, other: ZooKeeper) -> None:
         for number in range(20):
             calls = [Call(each.commit, Create(f"/p/{number}/q/{each.session_id}")) for each in (plane, other)]
             assert all(call.ended() and call.error is None for call in calls), [call.error for call in calls]
@@ -359,14 +359,14 @@ class TestOutcomes:
 
 
 class TestEphemerals:
-    def test_trap_an_entry_of_our_earlier_session_is_replaced_though_it_looks_the_same(
+    def test_trap_an_equal_entry_of_an_earlier_session_is_replaced(
         self, opened: Callable[[str], ZooKeeper], brief: ZooKeeper, wire: Wire, other: ZooKeeper
     ) -> None:
-        """A restart within the old session: that session's end would take the entry, and the broker would be gone."""
+        """A restart within the old session: the end of that session would remove the broker's entry."""
         Catalog(brief).register_broker(1, ME)
         brief.commit(Create("/old-session", ephemeral=True))
         old = brief.session_id
-        wire.cut()  # as if the process were dead: nobody says goodbye to the server
+        wire.cut()  # as if the process were dead: no client closes the session
         Catalog(other).register_broker(1, ME)
         held = other.get(state.broker_path(1))
         assert held is not None
@@ -374,7 +374,7 @@ class TestEphemerals:
         until(lambda: other.get("/old-session") is None, what="the old session ends")
         assert Catalog(other).brokers() == {1: ME}
 
-    def test_an_entry_of_our_own_session_is_left_alone(self, plane: ZooKeeper) -> None:
+    def test_an_entry_of_the_current_session_is_left_alone(self, plane: ZooKeeper) -> None:
         catalog = Catalog(plane)
         catalog.register_broker(1, ME)
         catalog.register_broker(1, ME)
@@ -401,7 +401,7 @@ class TestEphemerals:
 
 
 class TestTheBell:
-    def test_trap_watches_die_with_the_connection_so_they_are_laid_again(
+    def test_trap_watches_end_with_the_connection_and_are_set_again(
         self, plane: ZooKeeper, wire: Wire, other: ZooKeeper
     ) -> None:
         rung: list[str | None] = []
@@ -418,7 +418,7 @@ class TestTheBell:
             until(lambda number=round_number: f"/heard-{number}/deep" in rung)  # type: ignore[misc]
             rung.clear()
 
-    def test_trap_watches_die_with_the_session_so_they_are_laid_again(
+    def test_trap_watches_end_with_the_session_and_are_set_again(
         self, brief: ZooKeeper, wire: Wire, other: ZooKeeper
     ) -> None:
         rung: list[str | None] = []
@@ -429,14 +429,14 @@ class TestTheBell:
         until(lambda: brief.session_id not in (0, first))
         until(lambda: other.commit(Create(f"/n/{clock_s()}")) and any(path for path in rung if path))
 
-    def test_trap_a_node_deleted_and_made_again_rings(self, plane: ZooKeeper, other: ZooKeeper) -> None:
+    def test_trap_a_node_that_is_deleted_and_created_again_notifies(self, plane: ZooKeeper, other: ZooKeeper) -> None:
         plane.commit(Create("/ids/1", b"me"))
         rung: list[str | None] = []
         plane.watch(rung.append)
         other.commit(Delete("/ids/1", 0), Create("/ids/1", b"me"))
         until(lambda: "/ids/1" in rung)
 
-    def test_trap_a_bell_that_blocks_or_fails_holds_up_neither_the_session_nor_the_other_bells(
+    def test_trap_a_callback_that_blocks_or_fails_delays_neither_the_session_nor_other_callbacks(
         self, brief: ZooKeeper, other: ZooKeeper
     ) -> None:
         release = threading.Event()
@@ -464,13 +464,13 @@ class TestTheBell:
         other.commit(Create("/b"))
         until(lambda: "/b" in rung or None in rung)
 
-    def test_a_bell_that_calls_the_plane_by_mistake_does_not_hang_it(self, plane: ZooKeeper, other: ZooKeeper) -> None:
+    def test_a_callback_that_calls_the_plane_does_not_block_it(self, plane: ZooKeeper, other: ZooKeeper) -> None:
         found: list[Node | None] = []
         plane.watch(lambda path: found.append(plane.get(path)) if path else None)
         other.commit(Create("/a"))
         until(lambda: Node("/a", b"", 0) in found)
 
-    def test_changes_outside_the_chroot_ring_no_bell(
+    def test_changes_outside_the_chroot_cause_no_notification(
         self, opened: Callable[[str], ZooKeeper], plane: ZooKeeper, wire: Wire, chroot: str
     ) -> None:
         rung: list[str | None] = []
@@ -491,7 +491,7 @@ class TestReaching:
             silent.bind(("127.0.0.1", 0))
             silent.listen(0)
             port = silent.getsockname()[1]
-            for _ in range(4):  # fills its backlog: from now on a SYN is not answered
+            for _ in range(4):  # fills its backlog: the kernel answers no further SYN
                 full = held.enter_context(socket.socket())
                 full.setblocking(False)
                 full.connect_ex(("127.0.0.1", port))
@@ -501,12 +501,12 @@ class TestReaching:
             plane.start()
             took = time.monotonic() - began
             plane.close()
-        assert 1.5 < took < LONG_SESSION_S, "a quarter of the session is what the silent one may have, not all of it"
+        assert 1.5 < took < LONG_SESSION_S, "the silent server may take a quarter of the session, not all of it"
 
     def test_trap_a_server_that_takes_the_connection_and_says_nothing_does_not_use_up_the_session(
         self, plane: ZooKeeper, wire: Wire
     ) -> None:
-        """As one that is just starting may: what it takes too early it never answers."""
+        """A server that is starting may do so: it never answers requests that arrive too early."""
         session_id = plane.session_id
         wire.silent_next = 1
         wire.cut()
@@ -516,18 +516,18 @@ class TestReaching:
         assert plane.session_id == session_id
 
     def test_trap_greenlets_in_a_patched_process_and_threads_in_any_other(self, plane: ZooKeeper) -> None:
-        """Mixed with the wrong one, kazoo hangs. test_zookeeper_gevent runs this in a patched process too."""
+        """kazoo hangs with the wrong handler. test_zookeeper_gevent runs this in a patched process too."""
         patched = not hasattr(time.sleep, "__self__")  # the standard library's is a builtin
         assert plane._client.handler.name == f"sequential_{'gevent' if patched else 'threading'}_handler"
 
-    def test_there_is_no_session_to_be_had_where_nobody_listens(self) -> None:
+    def test_a_start_without_a_server_fails_in_time(self) -> None:
         with socket.socket() as held:
             held.bind(("127.0.0.1", 0))
             plane = ZooKeeper(f"127.0.0.1:{held.getsockname()[1]}/x", session_timeout_s=1.0)
             began = time.monotonic()
             with pytest.raises(PlaneUnavailable, match="does not answer"):
                 plane.start()
-            assert time.monotonic() - began < 10, "two seconds, and whatever the machine takes"
+            assert time.monotonic() - began < 10, "two seconds, and the machine's own delays"
         assert plane.state is PlaneState.LOST
 
     def test_a_plane_that_could_not_start_can_be_started_later(self, wire: Wire, chroot: str) -> None:
@@ -542,7 +542,7 @@ class TestReaching:
         plane.close()
 
     @pytest.mark.parametrize("hosts", ["", "/chroot", "a:1,,b:2", "a:1/x//y", "a:1/x/"])
-    def test_hosts_that_are_none_are_refused(self, hosts: str) -> None:
+    def test_invalid_hosts_are_refused(self, hosts: str) -> None:
         with pytest.raises(ValueError, match="not"):
             ZooKeeper(hosts)
 
@@ -599,16 +599,16 @@ class TestServersThatGo:
             until(lambda: plane.state is PlaneState.SUSPENDED)
             server.start()
             until(lambda: plane.state is PlaneState.CONNECTED)
-            assert plane.session_id == session_id, "or it had not come back before the server ended it"
+            assert plane.session_id == session_id, "the session did not reconnect before the server ended it"
             assert plane.get("/a") == Node("/a", b"1", 0)
             assert plane.get("/e") == Node("/e", b"", 0, ephemeral=True, owner=session_id)
             assert plane.commit(Set("/a", b"2", 0)) == [1]
             plane.close()
 
-    def test_trap_after_a_long_outage_the_pauses_are_still_short_and_the_session_stands(self, tmp_path: Path) -> None:
-        """A server that is away for longer than the session does not count that time; kazoo must not have slept in.
+    def test_trap_after_a_long_outage_reconnects_are_quick_and_the_session_continues(self, tmp_path: Path) -> None:
+        """A server does not count its own downtime towards the session's end; kazoo must reconnect soon enough.
 
-        A server counts anew from the moment it reads its files: the session has to outlast the rest of its start."""
+        A server restarts the count when it reads its files: the session has to outlast the rest of its start."""
         with EmbeddedZooKeeper(tmp_path) as server:
             plane = ZooKeeper(f"{server.hosts}/c", session_timeout_s=6.0)
             plane.start()
@@ -640,9 +640,9 @@ class TestServersThatGo:
             until(lambda: plane.state is PlaneState.CONNECTED)
             plane.close()
 
-    def test_closing_ends_the_laying_of_a_watch_at_once(self, plane: ZooKeeper) -> None:
-        """On greenlets, one that tried on without a pause would let kazoo never end."""
-        client, plane._client = plane._client, None  # as close() has it while kazoo ends
+    def test_closing_ends_the_setting_of_a_watch_at_once(self, plane: ZooKeeper) -> None:
+        """On greenlets, a retry without a pause would keep kazoo from ending."""
+        client, plane._client = plane._client, None  # as in close() while kazoo ends
         try:
             assert Call(plane._set_watch, plane._connections).ended()
         finally:
@@ -661,7 +661,7 @@ class TestThreeServers:
     def test_trap_a_read_after_sync_is_not_stale_though_another_server_answers_it(self, tmp_path: Path) -> None:
         with EmbeddedZooKeeper(tmp_path, servers=3) as servers:
             hosts = servers.hosts.split(",")
-            # The last one leads, or the one before.
+            # The last server leads, or the one before.
             writer, *readers = [ZooKeeper(f"{host}/c", session_timeout_s=LONG_SESSION_S) for host in hosts]
             for plane in (writer, *readers):
                 plane.start()

@@ -1,4 +1,4 @@
-"""How long a call of the plane may take, without a server: the wire's part is played by hand."""
+"""The time limits of the plane's calls, without a server: the tests play the connection."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from portalmq.control_plane.zookeeper import ZooKeeper
 from portalmq.control_plane.zookeeper.connection import NotSentError
 
 
-def test_a_read_whose_time_is_over_when_the_connection_is_back_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wait for the connection took all of it: what is asked now is taken back unsent, each time."""
+def test_a_read_whose_time_is_over_when_the_connection_returns_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait for the connection took all the time: each later request is withdrawn unsent."""
     plane = ZooKeeper("localhost:2181")
     tries: list[float] = []
 
     def take_back(request: Any, deadline: float) -> None:
         tries.append(deadline)
-        assert len(tries) < 10, "it is asked for ever"
+        assert len(tries) < 10, "the read repeats without an end"
         raise NotSentError
 
     monkeypatch.setattr(plane, "_deadline", lambda: clock_s() - 0.001)

@@ -1,4 +1,4 @@
-"""ZooKeeper's nodes are world-writable by default. With credentials they are not, and wrong ones end at the start."""
+"""ZooKeeper's nodes are world-writable by default, and not with credentials. Wrong credentials fail at the start."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def split(hosts: str) -> tuple[str, str]:
     return servers, slash + chroot
 
 
-def test_trap_nodes_are_open_to_all_without_credentials_and_ours_alone_with_them(plane: ZooKeeper, hosts: str) -> None:
+def test_trap_nodes_are_open_to_all_without_credentials_and_private_with_them(plane: ZooKeeper, hosts: str) -> None:
     plane.commit(Create("/a/b", b"ours"), Create("/e", ephemeral=True))
     servers, chroot = split(hosts)
     anonymous = ZooKeeper(servers)
@@ -65,7 +65,7 @@ def test_trap_nodes_are_open_to_all_without_credentials_and_ours_alone_with_them
     for read in reads:
         with pytest.raises(PlaneRefused):
             read()
-    assert anonymous.state is PlaneState.CONNECTED, "a refusal costs nobody the session"
+    assert anonymous.state is PlaneState.CONNECTED, "a refusal does not end the session"
     anonymous.close()
     assert plane.children("/a") == ["b"]
 
@@ -96,7 +96,7 @@ def test_the_credentials_hold_on_every_new_connection_and_session(tmp_path: Path
         plane.close()
 
 
-def test_trap_a_chroot_made_by_hand_is_open_until_we_close_it(hosts: str) -> None:
+def test_trap_a_chroot_made_by_hand_is_open_until_a_broker_closes_it(hosts: str) -> None:
     servers, chroot = split(hosts)
     anonymous = ZooKeeper(servers)
     anonymous.start()
@@ -110,7 +110,7 @@ def test_trap_a_chroot_made_by_hand_is_open_until_we_close_it(hosts: str) -> Non
 
 
 def acls(hosts: str, *paths: str, user: tuple[str, str] = OURS) -> list[list[str]]:
-    """Who may do something at each of the nodes."""
+    """Return the identities with rights on each of the nodes."""
     client = KazooClient(hosts, auth_data=[("digest", ":".join(user))])
     client.start(timeout=WITHIN_S)
     try:
@@ -120,7 +120,7 @@ def acls(hosts: str, *paths: str, user: tuple[str, str] = OURS) -> list[list[str
         client.close()
 
 
-# No pause of the machine ends it, and with it what is ephemeral.
+# A pause of the machine does not end such a session, nor its ephemeral nodes.
 LONG_SESSION_S = 20.0
 OPEN_TREE = ["/cluster_secret", "/a/b/c", "/topics/t", "/brokers/ids/7", "/brokers/stores/7"]
 
@@ -145,7 +145,7 @@ def test_a_tree_that_was_open_is_closed_to_the_last_node(tmp_path: Path, owns_ro
         plane.commit(Create("/brokers/ids/8", ephemeral=True), Create("/later"))
         closed = ["/", "/a", "/a/b", "/a/b/c", "/topics/t", "/brokers", "/brokers/stores/7", "/many/299", "/later"]
         assert acls(hosts, *closed) == [["portalmq"]] * len(closed)
-        # Clients find brokers by `zk://` and need no credentials for it. Nobody else registers one.
+        # Clients find brokers by `zk://` without credentials. Only brokers register one.
         shown = ["/brokers/ids", "/brokers/ids/7", "/brokers/ids/8"]
         assert acls(hosts, *shown) == [["anyone", "portalmq"]] * 3
         assert anonymous.children("/brokers/ids") == ["7", "8"]
@@ -158,7 +158,7 @@ def test_a_tree_that_was_open_is_closed_to_the_last_node(tmp_path: Path, owns_ro
         plane.close()
 
 
-def test_a_node_that_another_user_keeps_is_refused_by_name(hosts: str) -> None:
+def test_an_error_names_a_node_that_another_user_owns(hosts: str) -> None:
     plane = ZooKeeper(hosts, auth=OURS)
     plane.start()
     plane.commit(Create("/a"))
@@ -215,4 +215,4 @@ def test_credentials_are_in_no_log(plane: ZooKeeper, hosts: str, caplog: pytest.
         again.commit(Create("/a"))
         again.close()
     assert OURS[1] not in caplog.text
-    assert "session" in caplog.text, "something was logged, so the search could have found it"
+    assert "session" in caplog.text, "something was logged, so the search is meaningful"

@@ -1,4 +1,4 @@
-"""A broker's plane runs on greenlets, and kazoo has other machinery for them: the same tests, in a patched process."""
+"""A broker's plane runs on greenlets, for which kazoo has another handler: the same tests in a patched process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ sys.exit(pytest.main(sys.argv[1:]))
 
 
 @pytest.mark.cluster
-@pytest.mark.timeout(300)  # it is many tests
+@pytest.mark.timeout(300)  # it runs many tests
 @pytest.mark.parametrize(
     ("file", "which"),
     [
@@ -31,7 +31,7 @@ sys.exit(pytest.main(sys.argv[1:]))
         ("tests/control_plane/test_zookeeper_set_back.py", "TestServersThatForgot or TestServersThatLag"),
     ],
 )
-def test_it_holds_on_greenlets(file: str, which: str) -> None:
+def test_the_plane_works_on_greenlets(file: str, which: str) -> None:
     ran = subprocess.run(
         [sys.executable, "-c", PATCHED, "-q", "-p", "no:xdist", "-p", "no:cacheprovider", file, "-k", which],
         cwd=ROOT,

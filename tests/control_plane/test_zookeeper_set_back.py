@@ -1,7 +1,7 @@
 """A ZooKeeper that was emptied, or restored from an older copy, while its clients live.
 
-It turns away whoever has seen more than it knows, by closing the connection; so do one that lags, and a port behind
-which nobody serves. The first must end a session that would otherwise be suspended for ever, the others must not.
+Such a server closes the connections of clients that have seen a later state. A lagging server and a port without a
+server do the same. The first must end a session that would otherwise be suspended for ever, the others must not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from portalmq.control_plane.zookeeper import ZooKeeper
 
 pytestmark = pytest.mark.cluster
 
-# A session has to outlast what is left of its server's start when that reads its files and counts anew.
+# A server restarts the session's count when it reads its files: the session has to outlast the rest of the start.
 SESSION_S = 6.0
 LONG_SESSION_S = 10.0
 COMMITS = 30
@@ -72,7 +72,7 @@ class TestServersThatForgot:
         assert plane.set_back
         assert plane.get("/a") is None
 
-    def test_a_session_ends_where_a_server_was_restored_from_an_older_copy_though_it_is_in_it(
+    def test_a_session_ends_where_a_server_was_restored_from_an_older_copy_that_contains_it(
         self, server: EmbeddedZooKeeper, plane: ZooKeeper, tmp_path: Path
     ) -> None:
         plane.commit(Create("/a"))
@@ -96,9 +96,9 @@ class TestServersThatForgot:
 
 
 class TestServersThatLag:
-    """They turn away whoever has seen more, and catch up."""
+    """These servers close the connections of clients that have seen a later state, and then catch up."""
 
-    def test_a_session_that_is_turned_away_again_and_again_goes_on(self, server: EmbeddedZooKeeper, wire: Wire) -> None:
+    def test_a_session_that_is_refused_repeatedly_continues(self, server: EmbeddedZooKeeper, wire: Wire) -> None:
         plane = ZooKeeper(f"{wire.hosts}/c", session_timeout_s=LONG_SESSION_S)
         plane.start()
         session_id = plane.session_id
@@ -117,14 +117,14 @@ class TestServersThatDoNotServe:
     def test_a_port_that_takes_connections_and_closes_them_ends_no_session(
         self, server: EmbeddedZooKeeper, wire: Wire
     ) -> None:
-        """As a proxy without its server does, and a server without its quorum."""
+        """A proxy without its server does so, and a server without its quorum."""
         plane = ZooKeeper(f"{wire.hosts}/c", session_timeout_s=SESSION_S)
         plane.start()
         plane.commit(Create("/e", ephemeral=True))
         session_id = plane.session_id
         server.kill()
         until(lambda: plane.state is PlaneState.SUSPENDED)
-        time.sleep(1.5 * SESSION_S)  # what must not happen has no condition to wait for
+        time.sleep(1.5 * SESSION_S)  # nothing must happen: there is no condition to wait for
         assert (plane.state, plane.session_id) == (PlaneState.SUSPENDED, session_id)
         server.start()
         until(lambda: plane.state is PlaneState.CONNECTED)

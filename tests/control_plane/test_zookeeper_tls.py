@@ -1,4 +1,4 @@
-"""ZooKeeper by TLS: its name is checked, whoever is not trusted is refused, and no answer is left lying."""
+"""ZooKeeper by TLS: the plane checks its name, refuses untrusted servers, and reads every answer."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def test_the_control_plane_works_by_tls(zookeeper_server: EmbeddedZooKeeper) -> 
         plane.close()
 
 
-def test_trap_what_lies_in_the_buffer_of_tls_is_seen() -> None:
-    """The second answer of a record is in no socket: kazoo would read it when the next one comes, seconds later."""
+def test_trap_an_answer_in_the_buffer_of_tls_is_read() -> None:
+    """The second answer of a record is in no socket: kazoo would read it seconds later, with the next one."""
     handler = SequentialThreadingHandler()
     secure_handler(handler, TRUSTED.context())
     with socket.create_server(("127.0.0.1", 0)) as server, TlsFront(server.getsockname()[1], "server") as front:
@@ -59,7 +59,7 @@ def test_many_answers_at_a_time_are_all_read(zookeeper_server: EmbeddedZooKeeper
         plane.close()
 
 
-def test_a_certificate_is_shown_where_one_is_asked_for(zookeeper_server: EmbeddedZooKeeper) -> None:
+def test_a_client_certificate_is_sent_on_request(zookeeper_server: EmbeddedZooKeeper) -> None:
     with TlsFront(zookeeper_server.ports[0], "server", asks_for_certificate=True) as front:
         hosts = f"localhost:{front.port}{fresh_chroot()}"
         plane = ZooKeeper(
@@ -73,14 +73,14 @@ def test_a_certificate_is_shown_where_one_is_asked_for(zookeeper_server: Embedde
 
 
 @pytest.mark.parametrize("certificate", ["elsewhere", "untrusted"])
-def test_another_server_is_not_spoken_to(zookeeper_server: EmbeddedZooKeeper, certificate: str) -> None:
+def test_an_untrusted_server_is_refused(zookeeper_server: EmbeddedZooKeeper, certificate: str) -> None:
     with TlsFront(zookeeper_server.ports[0], certificate) as front:
         plane = ZooKeeper(f"localhost:{front.port}", tls=TRUSTED, session_timeout_s=0.5)
         with pytest.raises(PlaneUnavailable):
             plane.start()
 
 
-def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+def test_an_error_names_unusable_files(tmp_path: Path) -> None:
     (tmp_path / "broken.pem").write_text("nothing")
     for tls in (Tls(tmp_path / "missing.pem"), Tls(tmp_path / "broken.pem"), Tls(None, pem("client"), key("server"))):
         plane = ZooKeeper("localhost:1", tls=tls)
