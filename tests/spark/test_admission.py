@@ -1,4 +1,4 @@
-"""How a micro-batch that may hold only so many rows is shared out."""
+"""The division of a micro-batch's row limit between the logs."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import random
 from portalmq.spark.reading.admission import shares
 
 
-def test_rows_are_shared_in_proportion_to_what_waits():
+def test_rows_are_shared_in_proportion_to_the_waiting_rows():
     assert shares({"a": 1_000, "b": 3_000, "c": 0}, 400) == {"a": 100, "b": 300}
 
 
-def test_all_that_waits_is_taken_when_there_is_room():
+def test_all_waiting_rows_are_taken_if_they_fit():
     assert shares({"a": 7, "b": 0, "c": 5}, 12) == {"a": 7, "c": 5}
 
 
-def test_shares_never_exceed_what_waits_nor_the_limit_and_leave_no_log_out():
+def test_shares_exceed_neither_the_waiting_rows_nor_the_limit_and_include_every_log():
     chance = random.Random(5)
     for _ in range(2_000):
         waiting = {f"log-{n}": chance.choice((0, 1, 2, 10, 10**6, 10**12)) for n in range(chance.randint(1, 9))}

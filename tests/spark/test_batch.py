@@ -1,4 +1,4 @@
-"""A batch read: which offsets are planned, which files are opened for them, and what Spark makes of both."""
+"""A batch read: its planned offsets, the files it opens, and the rows that Spark returns."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def one(tmp_path) -> Path:
     return tmp_path / "one"
 
 
-# --- where it begins and ends -----------------------------------------------------------------------------------------
+# --- the beginning and the end of a read ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_offsets_out_of_range_are_reported(one, options, fault, sentence):
         ({"endingOffsets": '{"t": {"0": 3}}'}, range(0)),
     ],
 )
-def test_offsets_that_are_purged_are_reported_unless_nobody_minds(one, options, read):
+def test_purged_offsets_are_reported_unless_data_loss_is_allowed(one, options, read):
     with written(one) as directory:
         directory.fixture.broker.purge("t", partition=0, before_offset=5)
     with pytest.raises(DataLoss, match=r"begins at offset 5 now: \d is gone .*With failOnDataLoss=false"):
@@ -138,7 +138,7 @@ def test_offsets_that_are_purged_are_reported_unless_nobody_minds(one, options, 
     assert values(one) == numbered(6, start=4)
 
 
-def test_a_file_that_goes_while_it_is_read_is_reported_unless_nobody_minds(data):
+def test_a_file_removed_during_its_read_is_reported_unless_data_loss_is_allowed(data):
     readers = [reader_of(data, failOnDataLoss=minds) for minds in ("true", "false")]
     plans = [reader.partitions() for reader in readers]
     for path in data.glob("partitions/t@*/0/0*0.sqlite"):
@@ -148,7 +148,7 @@ def test_a_file_that_goes_while_it_is_read_is_reported_unless_nobody_minds(data)
     assert list(readers[1].read(plans[1][0])) == []
 
 
-# --- which files are opened -------------------------------------------------------------------------------------------
+# --- opened files -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +173,7 @@ def hour(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def connected(monkeypatch) -> list[str]:
-    """The files that SQLite was asked to open, in this process."""
+    """The files that SQLite opens in this process."""
     found: list[str] = []
 
     def noted(connect):
@@ -197,8 +197,8 @@ def test_a_minute_of_an_hour_reads_the_segments_that_hold_it(hour, connected):
     assert [(span.log.partition, span.path.name) for span in spans] == [
         (number, sorted((hour / "partitions").glob(f"t@*/{number}/0*.sqlite"))[30].name) for number in range(2)
     ]
-    # Planned by the state, by the newest file's own words about the log, and by the file in which the minute begins
-    # and the one in which it ends: of 60 files a partition, 57 are not touched.
+    # Planning reads the state, the newest file's metadata, and the files in which the minute begins and ends: of 60
+    # files a partition, it does not open 57.
     assert {name for name in connected if name.startswith("t/0/0")} == {
         f"t/0/{sorted((hour / 'partitions').glob('t@*/0/0*.sqlite'))[index].name}" for index in (30, 31, 59)
     }
@@ -208,7 +208,7 @@ def test_a_minute_of_an_hour_reads_the_segments_that_hold_it(hour, connected):
     assert set(connected) == {f"t/{span.log.partition}/{span.path.name}" for span in spans}
 
 
-def test_times_given_as_options_read_as_few(hour, connected):
+def test_times_in_options_read_equally_few_files(hour, connected):
     times = {"startingTimestamp": str(START_MS + 1_800_000), "endingTimestamp": str(START_MS + 1_860_000)}
     assert len(values(hour, **times)) == 12
     assert len({name for name in connected if re.match(r"t/\d/0", name)}) == 6
@@ -226,7 +226,7 @@ def rows_of_span(reader, span):
     return [row for batch in reader.read(span) for row in batch.to_pylist()]
 
 
-def test_what_nothing_can_pass_is_not_read(hour, connected):
+def test_a_filter_that_no_row_passes_reads_nothing(hour, connected):
     for filters in (
         [GreaterThan(OFFSET, 5), LessThan(OFFSET, 3)],
         [EqualTo(("topic",), "u")],
@@ -240,14 +240,14 @@ def test_what_nothing_can_pass_is_not_read(hour, connected):
         assert list(reader.read(InputPartition(None))) == []
 
 
-def test_a_reader_travels_light(hour):
+def test_a_pickled_reader_is_small(hour):
     reader = reader_of(hour)
     reader.partitions()
     assert len(pickle.dumps(reader)) < 2_000
     assert len(pickle.dumps(reader.partitions()[0])) < 1_000
 
 
-def test_what_cannot_be_pushed_is_handed_back(hour):
+def test_unsupported_filters_are_handed_back(hour):
     reader = FilteringReader(batch_options({"path": str(hour)}), tuple(COLUMNS))
     contains = StringContains(("content_type",), "json")
     assert list(reader.pushFilters([contains, EqualTo(OFFSET, 5)])) == [contains]
@@ -299,12 +299,12 @@ def test_every_column_holds_what_was_sent(spark, tmp_path):
 
 
 def local(ms: int) -> datetime:
-    """As PySpark shows a timestamp: naive, in the zone of this machine."""
+    """Return the time as PySpark shows a timestamp: naive, in the zone of this machine."""
     return datetime.fromtimestamp(ms // 1000) + timedelta(milliseconds=ms % 1000)
 
 
 @pytest.mark.spark
-def test_columns_that_nobody_asks_for_are_not_read(spark, data):
+def test_unneeded_columns_are_not_read(spark, data):
     narrow = loaded(spark, data, columns="value,offset")
     assert narrow.columns == ["value", "offset"]
     assert narrow.count() == 60
@@ -312,7 +312,7 @@ def test_columns_that_nobody_asks_for_are_not_read(spark, data):
     assert by_schema.filter("offset < 5").agg({"offset": "sum"}).first()[0] == 2 * sum(range(1, 5))
 
 
-# SQL, of one column each; {…} is filled in.
+# SQL filters of one column each; the test fills in {…}.
 CONDITIONS = [
     "offset {compare} {offset}",
     "offset in ({offset}, {other})",
@@ -357,13 +357,13 @@ def condition(chance: random.Random, zone: timedelta) -> str:
 
 @pytest.mark.spark
 @pytest.mark.parametrize(("zone", "ahead_h"), [("Asia/Tokyo", 9), ("America/New_York", -5)])
-def test_filters_that_are_pushed_down_let_through_what_spark_does(spark, data, zone, ahead_h):
+def test_pushed_filters_pass_the_same_rows_as_spark(spark, data, zone, ahead_h):
     with written(data) as directory:
         directory.topic("u")
         directory.put("u", *[Record(b"%d" % number, key=b"k") for number in range(5)])
     columns = "topic, partition, offset, key, value, timestamp, appended_at"
     found = loaded(spark, data).selectExpr(*columns.split(", "))
-    alone = spark.createDataFrame(found.collect(), found.schema)  # Spark has nobody to push a filter to
+    alone = spark.createDataFrame(found.collect(), found.schema)  # Spark has no source to push a filter to
     spark.conf.set("spark.sql.session.timeZone", zone)
     try:
         chance = random.Random(zone)
@@ -379,14 +379,14 @@ def test_filters_that_are_pushed_down_let_through_what_spark_does(spark, data, z
             assert plain == expected, wanted
             assert pushed == expected, wanted
             counts.add(len(expected))
-        assert len(counts) > 2  # they differ, and so tell something
+        assert len(counts) > 2  # the counts differ, so the test is meaningful
     finally:
         spark.conf.set("spark.sql.session.timeZone", "UTC")
 
 
 @pytest.mark.spark
 def test_one_data_frame_may_be_filtered_in_many_ways(spark, data):
-    """Which goes wrong in Spark as soon as a reader takes filters: so none does unasked."""
+    """Spark returns wrong rows here if a reader takes filters: so readers take none by default."""
     whole = loaded(spark, data)
     few, others = whole.filter("offset <= 3"), whole.filter("offset > 27 and offset < 30")
     assert [few.count(), whole.count(), others.count(), whole.count()] == [6, 60, 4, 60]
@@ -395,12 +395,12 @@ def test_one_data_frame_may_be_filtered_in_many_ways(spark, data):
 
 
 def plan_of(frame) -> str:
-    """The last plan, without the scan's own words."""
+    """Return the last plan, without the scan's description."""
     return frame._jdf.queryExecution().executedPlan().toString().replace("RuntimeFilters", "")
 
 
 @pytest.mark.spark
-def test_spark_does_not_look_again_at_what_is_settled(spark, hour):
+def test_spark_does_not_evaluate_pushed_filters_again(spark, hour):
     def plan(wanted: str) -> str:
         return plan_of(loaded(spark, hour, topic="t", pushdown="true").filter(wanted))
 
@@ -428,7 +428,7 @@ def test_a_topic_is_a_view_in_sql(spark, data):
 
 
 @pytest.mark.spark
-def test_what_is_wrong_reaches_the_user_as_a_sentence(spark, data, tmp_path):
+def test_an_error_reaches_the_user_as_a_sentence(spark, data, tmp_path):
     def told(path: Path, schema: str = "", **options: str) -> str:
         reader = spark.read.format("portalmq").options(**options)
         with pytest.raises((AnalysisException, PySparkException)) as raised:

@@ -46,7 +46,7 @@ def frame(base: int, *values: bytes) -> contract.Frame:
 
 
 def given(base: int, *values: bytes, high_watermark: int = 6) -> Step:
-    """Frames of a leader, whatever it was asked for."""
+    """Return a leader's frames, whatever offset is requested."""
     end = base + len(values)
     return lambda _: contract.FetchedPartition(*PLACE, end, high_watermark, 0, [frame(base, *values)], None, "id-1")
 
@@ -63,8 +63,8 @@ OUT_OF_TIME = fails(DeadlinePassed("the time for this call is over"))
 
 
 class Leaders:
-    """In the place of a Transport: answers fetches from a script, the last step for ever. Time passes in pauses
-    only."""
+    """A substitute for a Transport that answers fetches from a script; the last step repeats. Time passes only in
+    pauses."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -114,7 +114,7 @@ def values(of: Span) -> list[bytes]:
     return [value for batch in of.batches(("value",)) for value in batch.column("value").to_pylist()]
 
 
-def test_a_span_is_fetched_from_where_the_last_answer_ended(leaders: Leaders) -> None:
+def test_a_span_is_fetched_from_the_end_of_the_last_answer(leaders: Leaders) -> None:
     leaders.script = [given(0, b"0", b"1"), given(2, b"2", b"3", b"4"), given(5, b"5", b"6")]
     assert values(span()) == [b"0", b"1", b"2", b"3", b"4", b"5"]
     assert leaders.asked == [0, 2, 5]
@@ -125,7 +125,7 @@ def test_a_frame_that_begins_below_the_span_gives_the_part_that_is_in_it(leaders
     assert values(span(1, 3)) == [b"1", b"2"]
 
 
-def test_another_leader_is_gone_to_and_no_row_comes_twice(leaders: Leaders) -> None:
+def test_reading_continues_at_another_leader_and_repeats_no_row(leaders: Leaders) -> None:
     moved = errors.NotLeader("broker 2 leads it", leader_url="http://two:1")
     leaders.script = [given(0, b"0", b"1"), refused(moved), given(2, b"2", b"3", b"4", b"5")]
     assert values(span()) == [b"0", b"1", b"2", b"3", b"4", b"5"]
@@ -133,7 +133,7 @@ def test_another_leader_is_gone_to_and_no_row_comes_twice(leaders: Leaders) -> N
     assert leaders.asked == [0, 2, 2]
 
 
-def test_what_a_new_leader_does_not_show_yet_is_waited_for(leaders: Leaders) -> None:
+def test_reading_waits_for_messages_that_a_new_leader_does_not_show_yet(leaders: Leaders) -> None:
     nothing: Step = lambda offset: contract.FetchedPartition(*PLACE, offset, offset, topic_id="id-1")  # noqa: E731
     not_yet = refused(errors.Unavailable("offset 2 is not committed yet"))
     leaders.script = [given(0, b"0", b"1"), not_yet, nothing, given(2, b"2", b"3", b"4", b"5")]
@@ -145,7 +145,7 @@ def test_a_lost_connection_is_tried_again(leaders: Leaders) -> None:
     assert values(span()) == [b"a", b"b", b"c", b"d", b"e", b"f"]
 
 
-def test_a_wrong_checksum_is_fetched_again_and_ends_in_a_sentence_when_it_stays(leaders: Leaders) -> None:
+def test_a_wrong_checksum_is_fetched_again_and_a_lasting_one_is_an_error(leaders: Leaders) -> None:
     def broken(offset: int) -> contract.FetchedPartition:
         torn = frame(0, b"0", b"1")
         return contract.FetchedPartition(*PLACE, 2, 6, 0, [contract.Frame(torn.header, 1, torn.body)], None, "id-1")
@@ -157,7 +157,7 @@ def test_a_wrong_checksum_is_fetched_again_and_ends_in_a_sentence_when_it_stays(
         values(span(patience_s=5))
 
 
-def test_removed_messages_are_a_loss_and_reading_goes_on_behind_them_when_that_is_wanted(leaders: Leaders) -> None:
+def test_removed_messages_are_a_loss_and_reading_skips_them_if_allowed(leaders: Leaders) -> None:
     removed = refused(errors.OffsetOutOfRange("gone", log_start_offset=4, high_watermark=6))
     leaders.script = [given(0, b"0", b"1"), removed]
     with pytest.raises(DataLoss, match="offsets 2 to 3 of t@id-1/0 were removed before they were read"):
@@ -178,14 +178,14 @@ def test_removed_messages_are_a_loss_and_reading_goes_on_behind_them_when_that_i
         ),
     ],
 )
-def test_what_is_gone_for_good_is_reported_at_once(leaders: Leaders, step: Step, sentence: str) -> None:
+def test_a_permanent_loss_is_reported_at_once(leaders: Leaders, step: Step, sentence: str) -> None:
     leaders.script = [step]
     with pytest.raises(DataLoss, match=sentence):
         values(span(patience_s=60))
     assert list(rows_of(span(), ("value",), fails_on_data_loss=False)) == []
 
 
-def test_a_partition_without_a_leader_is_waited_for_and_then_said_to_be_unreadable(leaders: Leaders) -> None:
+def test_a_partition_without_a_leader_is_reported_after_a_wait(leaders: Leaders) -> None:
     leaders.script = [refused(errors.Unavailable("a leader is being elected"))]
     with pytest.raises(Unreachable, match=r"offset 0 of 't', partition 0, could not be read for 20 s: a leader is"):
         values(span(patience_s=20))
@@ -193,29 +193,29 @@ def test_a_partition_without_a_leader_is_waited_for_and_then_said_to_be_unreadab
     assert set(leaders.asked) == {0}
 
 
-def test_a_program_that_stood_still_until_its_patience_ended_tells_what_was_wrong_before(leaders: Leaders) -> None:
+def test_a_reader_paused_beyond_its_patience_reports_the_earlier_fault(leaders: Leaders) -> None:
     leaders.script = [refused(errors.Unavailable("a leader is being elected")), OUT_OF_TIME]
     with pytest.raises(Unreachable, match=r"could not be read for 20 s: a leader is being elected\. Looked at"):
         values(span(patience_s=20))
 
 
-def test_a_refusal_that_time_does_not_mend_is_reported_at_once(leaders: Leaders) -> None:
+def test_a_permanent_refusal_is_reported_at_once(leaders: Leaders) -> None:
     leaders.script = [fails(errors.Unauthorized("send a token"))]
     with pytest.raises(SourceError, match=r"http://scripted:1 refuses to be read .*: give the option token"):
         values(span(patience_s=60))
 
 
-def test_a_reader_that_is_given_up_leaves_no_thread(leaders: Leaders) -> None:
+def test_an_abandoned_reader_leaves_no_thread(leaders: Leaders) -> None:
     leaders.script = [given(0, b"0"), given(1, b"1"), given(2, b"2")]
     before = set(threading.enumerate())
     batches = span().batches(("value",))
     next(batches)
     batches.close()  # type: ignore[attr-defined]
-    assert set(threading.enumerate()) <= before, "others may have ended meanwhile"
+    assert set(threading.enumerate()) <= before, "a thread of the reader still runs"
 
 
 class Planned(Leaders):
-    """Tells of topics of one partition each, and answers for each from a script of its own, the last step for ever."""
+    """Describes topics of one partition each, and answers for each from its own script; the last step repeats."""
 
     def __init__(self, topics: dict[str, list[Step]]) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ def test_a_partition_that_has_no_leader_is_named_when_patience_ends(monkeypatch:
     assert 10 < made.now <= 20
 
 
-def test_what_was_wrong_before_a_standstill_is_reported_in_planning_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planning_reports_the_fault_before_a_pause_too(monkeypatch: pytest.MonkeyPatch) -> None:
     planned(monkeypatch, {"b": [refused(errors.Unavailable("a leader is being elected")), OUT_OF_TIME]})
     with pytest.raises(Unreachable, match=r"for 20 s: a leader is being elected\. Looked at http"):
         Brokers(["http://scripted:1"], patience_s=20).logs()
@@ -287,7 +287,7 @@ def _raise(error: Exception) -> None:
     raise error
 
 
-def test_a_topic_that_is_deleted_while_it_is_planned_is_left_out_or_missed_by_name(
+def test_a_topic_deleted_during_planning_is_left_out_or_reported_if_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     topics = {"a": [ends_at(0, 5)], "b": [refused(errors.TopicNotFound("there is no topic 'b'"), "")]}
@@ -304,7 +304,7 @@ def test_spans_cover_a_range_once() -> None:
     assert origin.spans(LOG, 5, 5) == []
 
 
-def test_what_travels_to_the_workers_can_and_the_token_is_in_no_text() -> None:
+def test_readers_can_be_pickled_and_show_no_token() -> None:
     origin = pickle.loads(pickle.dumps(Brokers(["http://localhost:1"], ["t"], token="secret")))
     (sent,) = pickle.loads(pickle.dumps(origin.spans(LOG, 0, 6)))
     assert (sent.log, sent.start, sent.end, sent.access.token) == (LOG, 0, 6, "secret")
@@ -312,14 +312,14 @@ def test_what_travels_to_the_workers_can_and_the_token_is_in_no_text() -> None:
 
 
 @pytest.mark.parametrize("bootstrap", ["ftp://localhost", "http://user:secret@localhost", "http://"])
-def test_what_is_no_address_is_reported_as_an_option_that_is_wrong(bootstrap: str) -> None:
+def test_an_invalid_address_is_reported_as_a_bad_option(bootstrap: str) -> None:
     with pytest.raises(BadOption, match="bootstrap"):
         Brokers([bootstrap])
 
 
-def test_nobody_there_is_reported_with_the_addresses_that_were_tried() -> None:
+def test_unreachable_brokers_are_reported_with_their_addresses() -> None:
     with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))  # bound, and not listening: refused
+        free.bind(("127.0.0.1", 0))  # bound but not listening: connections are refused
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
         with pytest.raises(Unreachable, match=f"no broker answered within 0.2 s; looked at {url}"):
             Brokers([url], patience_s=0.2).logs()
@@ -341,7 +341,7 @@ def test_a_server_that_is_no_broker_is_reported() -> None:
             Brokers([f"http://127.0.0.1:{server.getsockname()[1]}"], patience_s=60).logs()
 
 
-# --- real ones --------------------------------------------------------------------------------------------------------
+# --- real leaders -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -376,8 +376,8 @@ def produced(broker: BrokerProcess, topic: str, partitions: int = 3) -> None:
 
 
 def until_the_files_tell(files: Directories, http: Brokers) -> list[PartitionLog]:
-    """What is committed stands in the files up to a second later."""
-    return wait_until(lambda: (logs := http.logs()) == files.logs() and logs, "both doors show the same logs")
+    """Wait until the files show the committed messages, up to a second later."""
+    return wait_until(lambda: (logs := http.logs()) == files.logs() and logs, "both origins show the same logs")
 
 
 @pytest.mark.cluster
@@ -395,7 +395,7 @@ def test_files_and_http_give_the_same_rows_and_columns(broker: BrokerProcess) ->
 
 
 @pytest.mark.cluster
-def test_a_moment_is_the_same_message_by_files_and_http(broker: BrokerProcess) -> None:
+def test_a_time_finds_the_same_message_by_files_and_http(broker: BrokerProcess) -> None:
     produced(broker, "times", partitions=1)
     files, http = Directories([str(broker.data_dir)], ["times"]), Brokers([broker.url], ["times"])
     (log,) = until_the_files_tell(files, http)
@@ -410,7 +410,7 @@ def test_a_moment_is_the_same_message_by_files_and_http(broker: BrokerProcess) -
 
 
 @pytest.mark.cluster
-def test_internal_topics_are_left_out_and_one_that_is_not_there_is_named(broker: BrokerProcess) -> None:
+def test_internal_topics_are_left_out_and_a_missing_topic_is_named(broker: BrokerProcess) -> None:
     Admin(broker.url).create_topic("shown")
     Admin(broker.url).create_topic("__hidden")
     assert {"shown"} <= {log.topic for log in Brokers([broker.url]).logs()}
@@ -439,7 +439,7 @@ def test_a_pattern_selects_the_topics_that_match_it_by_files_and_http(broker: Br
 
 
 @pytest.mark.cluster
-def test_a_purge_moves_the_beginning_and_a_topic_that_is_made_again_is_another(broker: BrokerProcess) -> None:
+def test_a_purge_moves_the_beginning_and_a_recreated_topic_is_another_topic(broker: BrokerProcess) -> None:
     produced(broker, "purged", partitions=1)
     origin = Brokers([broker.url], ["purged"])
     (log,) = origin.logs()
@@ -459,7 +459,7 @@ def test_a_purge_moves_the_beginning_and_a_topic_that_is_made_again_is_another(b
 
 
 @pytest.mark.cluster
-def test_a_broker_without_topics_and_one_that_wants_a_token(tmp_path: Path) -> None:
+def test_a_broker_without_topics_and_a_broker_with_a_token(tmp_path: Path) -> None:
     with BrokerProcess(tmp_path, "--secret", "open sesame", command=("dev",)) as guarded:
         with pytest.raises(NoTopic, match="there are no topics at"):
             Brokers([guarded.url], token="open sesame").logs()
@@ -476,34 +476,32 @@ def value_of(batch: int, number: int) -> bytes:
 
 
 @pytest.mark.cluster
-def test_a_leader_that_is_killed_between_planning_and_reading_and_in_the_middle_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leaders_killed_before_and_during_reading_lose_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(brokers_module, "FETCH_BYTES", 20_000)
     with Cluster(tmp_path) as cluster:
         cluster.admin().create_topic("t", partitions=2)
         cluster.wait_in_sync("t")
         with Producer(cluster.urls, batch_messages=20) as producer:
             offsets: list[list[int]] = [[], []]
-            for batch in range(40):  # each waited for, or the broker would make one of many
+            for batch in range(40):  # waits for each, or the broker would join them to one batch
                 sent = [[producer.send("t", value_of(batch, n), partition=part) for n in range(100)] for part in (0, 1)]
                 for part, futures in enumerate(sent):
                     offsets[part] += [future.result(30).offset for future in futures]
         origin = Brokers([f"zk://{cluster.zookeeper.hosts}"], ["t"], patience_s=60)
         planned = [each for log in origin.logs() for each in origin.spans(log, log.start_offset, log.end_offset)]
-        cluster.kill(cluster.wait_for_leader("t", 0))  # planned, and not read yet
+        cluster.kill(cluster.wait_for_leader("t", 0))  # between planning and reading
         reading = [each.batches(("offset", "value")) for each in planned]
         rows = [next(batches).to_pylist() for batches in reading]
         assert all(0 < len(some) < 4_000 for some in rows)
         cluster.heal()
         cluster.wait_in_sync("t")
-        cluster.kill(cluster.wait_for_leader("t", 1))  # in the middle
+        cluster.kill(cluster.wait_for_leader("t", 1))  # during the read
         for some, batches in zip(rows, reading, strict=True):
             some += [row for batch in batches for row in batch.to_pylist()]
         for found, wanted in zip(rows, offsets, strict=True):
             assert [row["offset"] for row in found] == wanted
             assert [row["value"] for row in found] == [value_of(batch, n) for batch in range(40) for n in range(100)]
-        # Planning again, while one broker is away.
+        # Plans again while one broker is down.
         assert sum(log.end_offset > log.start_offset for log in origin.logs()) == 2
 
 
@@ -512,8 +510,8 @@ def test_a_leader_that_is_killed_between_planning_and_reading_and_in_the_middle_
 
 @pytest.mark.spark
 @pytest.mark.cluster
-@pytest.mark.timeout(300)  # the first one starts Spark
-def test_a_query_gives_the_same_by_files_and_http_and_a_refusal_reaches_who_asked(spark: Any, tmp_path: Path) -> None:
+@pytest.mark.timeout(300)  # the first test starts Spark
+def test_a_query_gives_the_same_by_files_and_http_and_a_refusal_reaches_its_user(spark: Any, tmp_path: Path) -> None:
     with BrokerProcess(tmp_path, command=("dev",)) as broker:
         produced(broker, "asked")
         until_the_files_tell(Directories([str(broker.data_dir)], ["asked"]), Brokers([broker.url], ["asked"]))

@@ -1,4 +1,4 @@
-"""`portalmq report`: what it is given, where it puts things, what it says when it cannot."""
+"""`portalmq report`: its arguments, its output, and its errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(commands.report, [str(argument) for argument in arguments])
 
 
-# --- what is refused, before Spark is started ------------------------------------------------------------------------
+# --- refusals before Spark starts ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ class TestRefused:
         assert run().exit_code == 2
 
 
-def test_a_disk_that_is_full_is_reported_of_out_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_for_out_and_leaves_nothing(tmp_path: Path) -> None:
     full = pytest.raises(output.OutputUnusable, match=r"out cannot be written to \(No space left on device\)")
     with full as told, output.workspace(tmp_path / "out"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -117,7 +117,7 @@ def test_a_fault_in_a_worker_is_reported_in_one_sentence() -> None:
         "[PYTHON_VERSION_MISMATCH] Python in worker has different version: 3.12 than that in driver: 3.11, PySpark",
     ],
 )
-def test_a_cluster_without_our_python_is_reported_in_one_sentence(said: str) -> None:
+def test_a_cluster_whose_python_lacks_portalmq_is_reported_in_one_sentence(said: str) -> None:
     from pyspark.errors import PySparkException
 
     refused = pytest.raises(session.SparkMissing, match=r"do not run in .*PYSPARK_PYTHON")
@@ -127,7 +127,7 @@ def test_a_cluster_without_our_python_is_reported_in_one_sentence(said: str) -> 
     assert told.value.exit_code == 2
 
 
-def test_the_summary_is_five_lines_whatever_there_is() -> None:
+def test_the_summary_is_always_five_lines() -> None:
     nothing = model.Totals(0, 0, 0, 0, 0, 0, None, None, 0.0, 0.0, 0.0)
     lines = commands.summary(model.Report(1, 1, ["x"], 1_000, nothing))
     assert len(lines) == 5
@@ -150,7 +150,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_terminal_shows_how_far_spark_is_and_left_clean(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_shows_the_progress_of_spark_and_is_left_clean(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("portalmq.spark.progress.SILENT_S", 0.001)
     monkeypatch.setattr("portalmq.spark.progress.EVERY_S", 0.001)
     monkeypatch.setattr("portalmq.spark.progress.END_WITHIN_S", WITHIN_S)
@@ -164,7 +164,7 @@ def test_a_terminal_shows_how_far_spark_is_and_left_clean(monkeypatch: pytest.Mo
     assert not progress._thread.is_alive()
 
 
-def test_what_java_says_after_the_end_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_of_java_after_the_end_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SILENT_S", "EVERY_S", "END_WITHIN_S"):
         monkeypatch.setattr(f"portalmq.spark.progress.{name}", 0.001)
     asked, answers = Event(), Event()
@@ -253,11 +253,11 @@ class TestRuns:
 @pytest.mark.spark
 @pytest.mark.timeout(WITHIN_S + 60)
 class TestProcesses:
-    """Sessions of their own."""
+    """Reports in a process and a session of their own."""
 
     def check(self, *command: object, out: Path) -> subprocess.CompletedProcess[str]:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("SPARK", "PYSPARK"))}
-        environment |= {"PATH": _PATH, "SPARK_LOCAL_IP": "127.0.0.1"}  # spark-submit asks `python` where Spark is
+        environment |= {"PATH": _PATH, "SPARK_LOCAL_IP": "127.0.0.1"}  # spark-submit finds Spark by `python`
         said = subprocess.run(
             [*map(str, command), "--out", str(out)],
             capture_output=True,
@@ -282,7 +282,7 @@ class TestProcesses:
         self, tmp_path: Path, small: Path, given_java_home: str | None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         if given_java_home is None:
-            monkeypatch.delenv("JAVA_HOME", raising=False)  # the command finds a Java by itself
+            monkeypatch.delenv("JAVA_HOME", raising=False)  # the command finds a Java itself
         command = (sys.executable, "-m", "portalmq.cli.main", "report", "--master", "local[2]", "--data-dir", small)
         said = self.check(*command, out=tmp_path / "out")
         assert said.stderr == "" or all(line.startswith("portalmq report: ") for line in said.stderr.splitlines())
@@ -290,7 +290,7 @@ class TestProcesses:
     def test_spark_submit_runs_the_same(self, tmp_path: Path, small: Path) -> None:
         submit = shutil.which("spark-submit", path=_PATH)
         assert submit is not None
-        # As small as the command's own session: with Spark's defaults (200 parts, compiled queries) it takes minutes.
+        # As small as the command's own session: Spark's defaults (200 parts, compiled queries) take minutes.
         confs = {**session.settings("local[2]"), "spark.pyspark.python": session.workers_python()}
         temporary = tmp_path / "temporary"
         temporary.mkdir()
@@ -298,4 +298,4 @@ class TestProcesses:
         settings = tuple(word for name, value in confs.items() for word in ("--conf", f"{name}={value}"))
         script = ROOT / "spark" / "throughput.py"
         self.check(submit, "--master", "local[2]", *settings, script, "--data-dir", small, out=tmp_path / "out")
-        assert list(temporary.iterdir()) == [], "Java has left something"
+        assert list(temporary.iterdir()) == [], "Java has left files"

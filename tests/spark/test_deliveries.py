@@ -32,7 +32,7 @@ TABLES = {"batches": batches, "deliveries": deliveries, "groups": groups}
 
 
 def rows(table: str, *paths: Path, columns: tuple[str, ...] | None = None, **more: str) -> list[dict[str, Any]]:
-    """The table's rows, as its reader gives them to Spark."""
+    """Return the table's rows as its reader gives them to Spark."""
     module: Any = TABLES[table]
     reading = options.batch_options({"path": ",".join(map(str, paths)), "table": table, **more})
     reader = module.reader(reading, module.schema_of(columns))
@@ -71,7 +71,7 @@ def test_a_batch_is_a_row_with_its_messages_sizes_and_producer(tmp_path: Path) -
     assert batch["appended_at"].timestamp() * 1000 == START_MS
 
 
-def test_batches_of_a_purged_log_count_only_what_is_left(tmp_path: Path) -> None:
+def test_batches_of_a_purged_log_count_only_remaining_messages(tmp_path: Path) -> None:
     with written(tmp_path / "data") as data:
         data.topic("t")
         offsets = data.put("t", *numbered(10, size=5))
@@ -80,7 +80,7 @@ def test_batches_of_a_purged_log_count_only_what_is_left(tmp_path: Path) -> None
     assert (batch["base_offset"], batch["messages"], batch["bytes"]) == (offsets[0], 6, 30)
 
 
-def test_headers_alone_are_read_when_nothing_else_is_asked_for(story: Path) -> None:
+def test_only_headers_are_read_if_no_body_is_needed(story: Path) -> None:
     whole = [row["messages"] for row in rows("batches", story)]
     assert [row["messages"] for row in rows("batches", story, columns=("messages", "kind"))] == whole
     assert sum(whole) == sum(len(log.messages) for log in logs_in(story))
@@ -151,14 +151,14 @@ def test_the_bodies_are_read_as_the_broker_writes_them(name: str) -> None:
     assert names == [field.name for field in msgspec.structs.fields(theirs)][: len(names)]
 
 
-def test_every_kind_of_group_record_that_speaks_of_messages_is_known() -> None:
+def test_every_kind_of_group_record_about_messages_is_known() -> None:
     left_out = {BatchKind.DONE}
     assert {kind.value: kind.name for kind in BatchKind if kind >= 10 and kind not in left_out} == {
         kind.value: kind.name for kind in bodies.RecordKind
     }
 
 
-def test_what_became_of_messages_is_reported_in_order(tmp_path: Path) -> None:
+def test_deliveries_are_reported_in_order(tmp_path: Path) -> None:
     with written(tmp_path / "data") as data:
         data.topic("t")
         data.put("t", b"a", b"b")
@@ -189,13 +189,13 @@ def test_what_became_of_messages_is_reported_in_order(tmp_path: Path) -> None:
     ]
     granted = [row for row in found if row["event"] == "granted"]
     waits = [(row["at"] - row["available_at"]).total_seconds() for row in granted[:2]]
-    assert waits == [1.5, 0.5], "two batches, two moments"
+    assert waits == [1.5, 0.5], "two batches with two times"
     assert {row["mode"] for row in found} == {"queue"}
     assert [row["reason"] for row in found if row["event"] == "nacked"] == ["bad day"]
 
 
 @pytest.mark.parametrize("kind", [written_bodies.Ack, written_bodies.Commit])
-def test_messages_that_were_handed_out_without_a_record_are_acked_with_delivery_0(kind: Any, tmp_path: Path) -> None:
+def test_messages_delivered_without_a_record_are_acked_with_delivery_0(kind: Any, tmp_path: Path) -> None:
     with written(tmp_path / "data") as data:
         data.topic("t")
         offsets = data.put("t", b"a", b"b", b"c")
@@ -222,7 +222,7 @@ def test_a_delayed_message_could_be_delivered_from_its_time_on(tmp_path: Path) -
     assert waits == {5.0: 1, 3.0: 2, 2.0: 1}
 
 
-def test_messages_whose_file_is_gone_have_no_moment(tmp_path: Path) -> None:
+def test_messages_whose_file_is_gone_have_no_time(tmp_path: Path) -> None:
     with written(tmp_path / "data") as data:
         data.topic("t", segment_bytes=1_048_576)
         data.put("t", *(bytes(100_000) for _ in range(12)))
@@ -238,7 +238,7 @@ def test_messages_whose_file_is_gone_have_no_moment(tmp_path: Path) -> None:
     assert Availability([data.directory("t")]).granted(offset, offset + 5, 0) == [(offset, 5, None)]
 
 
-def test_a_stream_group_commits_what_lies_between(tmp_path: Path) -> None:
+def test_a_stream_group_commits_the_messages_between_two_offsets(tmp_path: Path) -> None:
     with written(tmp_path / "data") as data:
         data.topic("t")
         first = data.put("t", b"a", b"b", b"c")
@@ -263,7 +263,7 @@ def test_a_stream_group_commits_what_lies_between(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("start", ["earliest", "latest"])
-def test_what_a_seek_passed_over_is_committed_for_the_first_time_later(tmp_path: Path, start: str) -> None:
+def test_messages_that_a_seek_skipped_are_first_committed_later(tmp_path: Path, start: str) -> None:
     with written(tmp_path / "data") as data:
         data.topic("t")
         first, *_, last = data.put("t", *numbered(10))
@@ -317,7 +317,7 @@ def test_a_group_that_was_deleted_ended_and_its_name_begins_again(tmp_path: Path
     }
 
 
-def test_what_became_of_purged_messages_is_gone_with_them(tmp_path: Path) -> None:
+def test_deliveries_of_purged_messages_are_left_out(tmp_path: Path) -> None:
     with written(tmp_path / "data") as data:
         data.topic("t")
         first, *_ = data.put("t", *numbered(6))
@@ -332,7 +332,7 @@ def test_what_became_of_purged_messages_is_gone_with_them(tmp_path: Path) -> Non
     assert events == [("granted", 3, 1), ("acked", 3, 1)]
 
 
-def test_many_small_tasks_tell_the_same_story(story: Path) -> None:
+def test_many_small_tasks_find_the_same_deliveries(story: Path) -> None:
     def in_order(found: list[dict[str, Any]]) -> list[str]:
         return sorted(map(repr, found))
 
@@ -342,7 +342,7 @@ def test_many_small_tasks_tell_the_same_story(story: Path) -> None:
 # --- groups ----------------------------------------------------------------------------------------------------------
 
 
-def test_lag_is_what_is_not_done(story: Path) -> None:
+def test_lag_counts_unfinished_messages(story: Path) -> None:
     _, left = told(logs_in(story))
     found = {(row["group"], row["topic"], row["partition"]): row for row in rows("groups", story)}
     assert {name: row["lag"] for name, row in found.items()} == {name: len(offsets) for name, offsets in left.items()}
@@ -365,7 +365,7 @@ def test_lag_over_priorities_and_delays_agrees_with_the_broker(tmp_path: Path) -
     assert row["in_flight"] == 10
 
 
-def test_a_group_that_has_read_nothing_has_all_before_it(tmp_path: Path) -> None:
+def test_a_group_that_has_read_nothing_lags_by_every_message(tmp_path: Path) -> None:
     with written(tmp_path / "data") as data:
         data.topic("t")
         receive(data)
@@ -386,7 +386,7 @@ def test_topics_without_messages_or_groups_have_no_rows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("table", TABLES)
 def test_a_machine_that_does_not_see_the_directory_has_no_empty_table(tmp_path: Path, table: str) -> None:
-    """An executor of a cluster, asked for what the driver has planned."""
+    """An executor of a cluster reads the spans that the driver planned."""
     home = tmp_path / "data"
     with written(home) as data:
         data.topic("t")
@@ -404,7 +404,7 @@ def test_a_machine_that_does_not_see_the_directory_has_no_empty_table(tmp_path: 
 # --- options ---------------------------------------------------------------------------------------------------------
 
 
-def test_tables_stand_in_files_and_are_read_whole(story: Path) -> None:
+def test_tables_are_read_whole_and_from_files_only(story: Path) -> None:
     for given, match in (
         ({"bootstrap": "http://localhost:1"}, "name their data directories as path"),
         ({"path": str(story), "startingOffsets": '{"orders": {"0": 3}}'}, "leave the starting and ending options out"),

@@ -1,4 +1,4 @@
-"""Data directories: every committed message once, whatever has happened to the files; and what is wrong is told."""
+"""Data directories: every committed message once, whatever the state of the files, and errors that name faults."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COLUMNS = ("topic", "partition", "offset", "value")
 
 
 def rows(*paths: Path, topics: list[str] | None = None, **more: int) -> list[tuple[str, int, int, bytes]]:
-    """All that is read, as it comes."""
+    """Return all rows in the order of reading."""
     origin = Directories([str(path) for path in paths], topics, **more)
     return [
         tuple(row[name] for name in COLUMNS)
@@ -69,7 +69,7 @@ def remove(path: Path) -> None:
     path.unlink()
 
 
-# --- what is read -----------------------------------------------------------------------------------------------------
+# --- rows -------------------------------------------------------------------------------------------------------------
 
 
 def test_every_message_is_read_once_and_in_order(data):
@@ -108,7 +108,7 @@ def test_internal_topics_are_read_when_they_are_named(tmp_path):
     assert values(tmp_path / "data", topics=["__other"]) == [b"internal"]
 
 
-def test_replicas_and_other_ways_to_the_same_place_are_read_once(data, tmp_path):
+def test_replicas_and_aliases_of_a_directory_are_read_once(data, tmp_path):
     link = tmp_path / "link"
     link.symlink_to(data)
     assert rows(data, copy_of(data), link, data / ".." / data.name) == rows(data)
@@ -116,7 +116,7 @@ def test_replicas_and_other_ways_to_the_same_place_are_read_once(data, tmp_path)
 
 @pytest.fixture
 def behind(tmp_path) -> tuple[Path, Path]:
-    """A leader with 20 messages and a follower, which knows of the first 10 and has a tail that diverged."""
+    """A leader with 20 messages, and a follower with the first 10 committed and a diverged tail."""
     path = tmp_path / "leader"
     with written(path) as directory:
         directory.topic("t")
@@ -134,17 +134,17 @@ def behind(tmp_path) -> tuple[Path, Path]:
     return path, follower
 
 
-def test_the_replica_is_read_that_knows_of_the_most(behind):
+def test_the_replica_with_the_most_committed_messages_is_read(behind):
     leader, follower = behind
     assert values(leader, follower) == values(follower, leader) == numbered(20)
 
 
-def test_what_is_not_committed_is_not_shown(behind):
+def test_uncommitted_messages_are_not_shown(behind):
     _, follower = behind
     assert values(follower) == numbered(10)
 
 
-def test_a_tail_that_diverged_is_no_copy_of_what_is_missing(behind):
+def test_a_diverged_tail_does_not_replace_missing_messages(behind):
     leader, follower = behind
     (path,) = segments_of(leader)
     whole = path.read_bytes()
@@ -166,7 +166,7 @@ def test_retention_removes_segments_from_the_front(data):
     assert [value for _, partition, _, value in rows(data) if partition == 0] == numbered(20, start=10)
 
 
-def test_what_is_purged_is_not_shown_although_it_stands_in_the_file(tmp_path):
+def test_purged_messages_that_are_still_in_the_file_are_not_shown(tmp_path):
     with written(tmp_path) as directory:
         directory.topic("t")
         offsets = directory.put("t", *numbered(10))
@@ -179,7 +179,7 @@ def test_what_is_purged_is_not_shown_although_it_stands_in_the_file(tmp_path):
 def test_compaction_leaves_holes_and_empty_segments(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "portalmq.broker.cluster.maintenance.COMPACT_EVERY_S", 3_600.0
-    )  # the broker's own comes in between
+    )  # the broker's own record is between them
     monkeypatch.setattr(compaction, "DIRTY_BYTES_MIN", 1)
     monkeypatch.setattr(compaction, "DIRTY_A_CLEAN", 0)
     with written(tmp_path) as directory:
@@ -196,7 +196,7 @@ def test_compaction_leaves_holes_and_empty_segments(tmp_path, monkeypatch):
     assert values(tmp_path) == [b"2", b"2", b"2", b"3"]
 
 
-def test_a_topic_that_was_made_again_is_another_one(tmp_path):
+def test_a_recreated_topic_is_another_topic(tmp_path):
     path = tmp_path / "data"
     with written(path) as directory:
         directory.topic("t")
@@ -225,7 +225,7 @@ def test_partitions_are_spread_over_brokers(data):
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_a_missing_segment_is_reported_and_another_replica_s_read(data, which):
+def test_a_missing_segment_is_reported_or_read_from_another_replica(data, which):
     whole = rows(data)
     other = copy_of(data)
     remove(segments_of(data)[which])
@@ -251,7 +251,7 @@ def test_a_partition_without_a_file_is_reported(data):
 
 @pytest.mark.parametrize("which", [0, 1, 2])
 @pytest.mark.parametrize("content", [b"", b"no SQLite at all" * 100, None])
-def test_a_torn_segment_is_reported_and_another_replica_s_read(data, which, content):
+def test_a_torn_segment_is_reported_or_read_from_another_replica(data, which, content):
     whole = rows(data)
     other = copy_of(data)
     path = segments_of(data)[which]
@@ -289,7 +289,7 @@ def test_a_newer_version_s_files_are_not_guessed_at(data):
         rows(data)
 
 
-def test_without_the_state_nobody_knows_what_is_committed(data):
+def test_without_the_state_unsealed_files_are_not_read(data):
     whole = rows(data)
     other = copy_of(data)
     state_of(data).unlink()
@@ -307,7 +307,7 @@ def test_sealed_files_are_read_without_the_state(data):
 
 
 @pytest.mark.parametrize("content", [b"torn" * 1000, b""])
-def test_a_torn_state_is_reported_and_another_replica_s_read(data, content):
+def test_a_torn_state_is_reported_or_read_from_another_replica(data, content):
     whole = rows(data)
     other = copy_of(data)
     state_of(data).write_bytes(content)
@@ -316,7 +316,7 @@ def test_a_torn_state_is_reported_and_another_replica_s_read(data, content):
     assert rows(data, other) == whole
 
 
-def test_a_torn_manifest_is_reported_and_another_replica_s_read(data):
+def test_a_torn_manifest_is_reported_or_read_from_another_replica(data):
     whole = rows(data)
     other = copy_of(data)
     segments_of(data)[0].with_name("manifest.json").write_text("{")
@@ -325,7 +325,7 @@ def test_a_torn_manifest_is_reported_and_another_replica_s_read(data):
     assert rows(data, other) == whole
 
 
-def test_a_file_that_goes_after_the_planning_is_data_loss(data):
+def test_a_file_removed_after_planning_is_data_loss(data):
     origin = Directories([str(data)], ["t"])
     log = origin.logs()[0]
     span = origin.spans(log, log.start_offset, log.end_offset)[0]
@@ -334,8 +334,8 @@ def test_a_file_that_goes_after_the_planning_is_data_loss(data):
         list(span.batches(COLUMNS))
 
 
-def test_a_machine_that_does_not_see_the_directory_says_so_and_loses_nothing(data):
-    """An executor of a cluster. Nobody may take that for messages that were removed."""
+def test_a_machine_that_does_not_see_the_directory_reports_it_and_no_loss(data):
+    """An executor of a cluster does not see the directory; it must not report removed messages."""
     origin = Directories([str(data)], ["t"])
     log = origin.logs()[0]
     span = origin.spans(log, log.start_offset, log.end_offset)[0]
@@ -344,8 +344,8 @@ def test_a_machine_that_does_not_see_the_directory_says_so_and_loses_nothing(dat
         list(rows_of(span, COLUMNS, fails_on_data_loss=False))
 
 
-def test_files_are_planned_by_the_name_that_was_given(data):
-    """Behind a link, that is, which other machines of a cluster may have to another place."""
+def test_files_are_planned_under_the_given_name(data):
+    """The name may be a link, whose target may differ on other machines of a cluster."""
     link = data.with_name("link")
     link.symlink_to(data)
     origin = Directories([str(link), str(data)], ["t"])
@@ -354,10 +354,10 @@ def test_files_are_planned_by_the_name_that_was_given(data):
     assert all(span.path.is_relative_to(link) and span.elsewhere == () for span in spans)
 
 
-# --- places that are not what they should be --------------------------------------------------------------------------
+# --- invalid directories ----------------------------------------------------------------------------------------------
 
 
-def test_what_is_no_data_directory_is_reported(data, tmp_path):
+def test_a_directory_without_broker_data_is_reported(data, tmp_path):
     with pytest.raises(NothingThere, match=r"there is no directory .*nowhere: name what the broker was given"):
         rows(tmp_path / "nowhere")
     with pytest.raises(NothingThere, match="has no folder 'partitions'"):
@@ -388,7 +388,7 @@ def test_two_clusters_are_not_mixed(data, tmp_path):
 # --- planning ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_moment_is_found_exactly(data):
+def test_a_time_is_found_exactly(data):
     origin = Directories([str(data)], ["t"])
     with closing(sqlite3.connect(":memory:")) as found:
         found.execute("CREATE TABLE batches(base_offset, ms)")
@@ -402,7 +402,7 @@ def test_a_moment_is_found_exactly(data):
             assert origin.offset_at(log, ms) == (log.end_offset if expected is None else expected)
 
 
-def test_a_moment_is_found_by_another_replica_s_file(data):
+def test_a_time_is_found_in_another_replicas_file(data):
     other = copy_of(data)
     alone = Directories([str(data)], ["t"])
     expected = [alone.offset_at(log, START_MS + 1) for log in alone.logs()]
@@ -416,7 +416,7 @@ def test_a_moment_is_found_by_another_replica_s_file(data):
         alone.offset_at(alone.logs()[0], START_MS + 1)
 
 
-def test_a_query_is_planned_by_one_look(data, monkeypatch):
+def test_a_query_reads_each_file_once_for_its_plan(data, monkeypatch):
     looks, asked = [], []
     monkeypatch.setattr(replica, "opened", lambda path: asked.append(path) or segment.opened(path))
     look = Directories._found
@@ -425,14 +425,14 @@ def test_a_query_is_planned_by_one_look(data, monkeypatch):
     logs = origin.logs()
     for log in logs:
         origin.spans(log, log.start_offset, log.end_offset)
-    assert len(asked) == len(set(asked)) == 2 * len(logs)  # its state, and its newest segment
+    assert len(asked) == len(set(asked)) == 2 * len(logs)  # the state and the newest segment of each
     for log in logs:
         origin.offset_at(log, START_MS)
     assert len(asked) == 3 * len(logs)
     assert len(looks) == 1
 
 
-def test_what_was_committed_since_is_seen(behind):
+def test_later_commits_are_seen(behind):
     leader, follower = behind
     origin = Directories([str(follower)])
     (log,) = origin.logs()
@@ -446,8 +446,8 @@ def test_what_was_committed_since_is_seen(behind):
         origin.spans(log, log.start_offset, log.end_offset + 1_000)
 
 
-def test_a_file_that_is_opened_during_the_read_is_asked_again(data, monkeypatch):
-    """As if a broker had begun to write between the first look at the file and the second."""
+def test_a_file_that_a_broker_opens_during_the_read_is_read_again(data, monkeypatch):
+    """A broker starts to write between the two checks of the file."""
     path = state_of(data)
     asked = []
 
@@ -463,7 +463,7 @@ def test_a_file_that_is_opened_during_the_read_is_asked_again(data, monkeypatch)
     assert asked.count(path) == 2
 
 
-# --- places that may not be written to -------------------------------------------------------------------------------
+# --- read-only directories -------------------------------------------------------------------------------------------
 
 READER = """
 import os, sys
@@ -506,7 +506,7 @@ def test_directories_are_read_without_the_right_to_write(tmp_path):
     with (
         tempfile.TemporaryDirectory() as folder,
         written(tmp_path / "data") as directory,
-    ):  # others may not see tmp_path
+    ):  # other users may not see tmp_path
         Path(folder).chmod(0o755)
         directory.topic("t")
         directory.put("t", *numbered(10))
@@ -525,7 +525,7 @@ def test_directories_are_read_without_the_right_to_write(tmp_path):
         )
 
 
-def test_files_that_this_user_may_not_read_are_not_called_damaged(data):
+def test_unreadable_files_are_not_reported_as_damaged(data):
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         copy = Path(shutil.copytree(data, Path(folder, "copy")))
@@ -552,7 +552,7 @@ def test_a_broker_s_directory_is_read_while_it_runs(tmp_path):
         for number in range(20):
             broker.request("POST", f"/v1/topics/t/messages?partition={number % 2}", b"%d" % number)
             assert len(values(broker.data_dir)) <= number + 1
-        wait_until(lambda: len(values(broker.data_dir)) == 20, "all that is committed is shown")
+        wait_until(lambda: len(values(broker.data_dir)) == 20, "all committed messages are shown")
         assert sorted(map(int, values(broker.data_dir))) == list(range(20))
         broker.kill()
         assert sorted(map(int, values(broker.data_dir))) == list(range(20))

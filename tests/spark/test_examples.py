@@ -1,4 +1,4 @@
-"""The notebooks of docs/examples: their commands run as they are shown, and their results are true."""
+"""The notebooks of docs/examples: their commands run as shown, and their results are correct."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def broker(tmp_path: Path) -> Iterator[BrokerProcess]:
 
 
 def run(name: str, spark: Any, monkeypatch: pytest.MonkeyPatch, **settings: str) -> dict[str, Any]:
-    """The example as a program, in the session of the tests; its names afterwards."""
+    """Run the example as a program in the tests' session; return its variables."""
     for key, value in settings.items():
         monkeypatch.setenv(key, value)
     return runpy.run_path(str(EXAMPLES / name))
 
 
 def commands_of(name: str) -> list[str]:
-    """What the head of an example says to type, but for the broker and the example itself."""
+    """Return the commands in an example's header, except the broker's and the example's own."""
     head = (EXAMPLES / name).read_text().split('"""')[1]
     found = re.findall(r"^    (.+)$", head, re.MULTILINE)
     assert found[0] == "portalmq dev 5000 &"
@@ -72,8 +72,8 @@ def typed(command: str, broker: BrokerProcess, directory: Path) -> None:
 
 
 def sent_over(windows: int, broker: BrokerProcess, readings: Iterator[Reading]) -> None:
-    """Readings of a sensor as fast as they are acknowledged, until they lie in so many windows by the broker's own
-    clock: one that passes without a reading does not count."""
+    """Send readings of a sensor as fast as they are acknowledged, until they lie in `windows` windows by the broker's
+    clock. A window without a reading does not count."""
     met: set[int] = set()
     with Producer(broker.url) as producer:
         while len(met) < windows:
@@ -83,7 +83,7 @@ def sent_over(windows: int, broker: BrokerProcess, readings: Iterator[Reading]) 
 
 
 def expected_averages(broker: BrokerProcess) -> dict[tuple[int, str], tuple[float | None, int, int]]:
-    """By window and sensor: the average, readings, and those that measured something. All windows but the last."""
+    """Return the average, all readings, and readings with a value, by window and sensor, except the last window's."""
     groups: dict[tuple[int, str], list[float | None]] = defaultdict(list)
     for message in Admin(broker.url).peek("temp_1", limit=None):
         reading = json.loads(message.value)
@@ -97,7 +97,7 @@ def expected_averages(broker: BrokerProcess) -> dict[tuple[int, str], tuple[floa
     }
 
 
-def test_averages_come_once_for_each_window_that_is_over_also_over_several_runs(
+def test_each_finished_window_is_written_once_over_several_runs(
     spark: Any, broker: BrokerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     readings = replay("temp", 1)
@@ -118,33 +118,33 @@ def test_averages_come_once_for_each_window_that_is_over_also_over_several_runs(
             (round(row.minute.timestamp() * 1000), row.sensor): (row.average, row.readings, row.measured)
             for row in rows
         }
-        assert len(found) == len(rows), "a window came twice"
+        assert len(found) == len(rows), "a window was written twice"
         expected = expected_averages(broker)
         assert list(found) == sorted(expected)
         for place, row in found.items():
             assert row == pytest.approx(expected[place]), place
         assert {(row.station, row.unit) for row in rows} == {("EWR", "F")}
         windows.append(len(rows))
-    assert 4 == windows[0] <= windows[1] - 4  # the last one of each run is not over
+    assert 4 == windows[0] <= windows[1] - 4  # the last window of each run is not over
 
 
 # --- a batch in SQL ---------------------------------------------------------------------------------------------------
 
 
 def ends(**door: str) -> dict[tuple[str, int], int]:
-    """Where the logs end, seen through this door."""
+    """Return the ends of the logs as this origin shows them."""
     logs = open_origin(options.stream_options({"topic": "temp_*", **door})).logs()
     return {(log.topic, log.partition): log.end_offset for log in logs}
 
 
-def test_the_sql_of_a_year_of_weather(
+def test_the_sql_example_agrees_with_a_year_of_weather(
     spark: Any, broker: BrokerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for command in commands_of("spark_sql.py"):
         assert "2000" in command
         typed(command.replace("2000", "300"), broker, tmp_path)
     assert len((tmp_path / "weather.txt").read_text().splitlines()) == 300
-    # The files tell what is committed up to a second late, and the example reads what became of the messages from them.
+    # The files show commits up to a second late, and the example reads the outcome of the messages from them.
     wait_until(
         lambda: ends(path=str(broker.data_dir)) == ends(bootstrap=broker.url), "what was acked stands in the files"
     )
@@ -172,7 +172,7 @@ def test_the_sql_of_a_year_of_weather(
     assert handled == {("temp_1", "weather", "granted"): 300, ("temp_1", "weather", "acked"): 300}
 
 
-def test_the_sensor_of_the_averages_is_started_as_it_is_shown(broker: BrokerProcess, tmp_path: Path) -> None:
+def test_the_sensor_command_of_the_averages_runs_as_shown(broker: BrokerProcess, tmp_path: Path) -> None:
     (command,) = commands_of("spark_averages.py")
     assert command.endswith(" 0.1 &")
     typed(command.replace(" 0.1 &", " 0.1 --count 3"), broker, tmp_path)

@@ -1,4 +1,4 @@
-"""Every figure of a throughput report agrees with what plain Python and SQL find in the same files."""
+"""Every figure of a throughput report agrees with a count by plain Python and SQL of the same files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_all_figures_agree_with_a_count_in_plain_sql(spark: SparkSession, story:
     logs = logs_in(story)
     made = report(spark, tmp_path / "parquet", story)
     agrees(made, logs)
-    # The story holds what the figures are to tell of.
+    # The messages contain every case that the figures cover.
     shop = next(group for group in made.groups if group.group == "shop")
     assert min(shop.nacked, shop.dead, shop.redelivered) > 0
     assert sum(1 for each in made.fail_overs if each.gap_ms is not None) == 2
@@ -68,8 +68,8 @@ def test_one_message(spark: SparkSession, tmp_path: Path) -> None:
     assert (made.totals.messages_per_s, made.totals.peak_messages_per_s) == (1.0, 1.0)
 
 
-def test_what_was_acked_without_a_record_of_its_hand_out_was_delivered(spark: SparkSession, tmp_path: Path) -> None:
-    """As after a fail-over: the dead leader's last hand-outs are not in the log, the acks that followed are."""
+def test_a_message_acked_without_a_delivery_record_counts_as_delivered(spark: SparkSession, tmp_path: Path) -> None:
+    """After a fail-over the log lacks the dead leader's last deliveries, and has the acks that followed."""
     with written(tmp_path / "data") as data:
         data.topic("t")
         offsets = data.put("t", *numbered(10))
@@ -84,7 +84,7 @@ def test_what_was_acked_without_a_record_of_its_hand_out_was_delivered(spark: Sp
     assert (group.delivered, group.acked, made.lag[0].lag) == (9, 9, 1)
 
 
-def test_a_list_that_workers_wrote_to_disks_of_their_own_is_not_taken_for_an_empty_one(
+def test_a_list_that_workers_wrote_to_local_disks_is_not_read_as_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lists, "FEW_ROWS", 0)
@@ -96,7 +96,7 @@ def test_a_list_that_workers_wrote_to_disks_of_their_own_is_not_taken_for_an_emp
     assert written == [f"file://{tmp_path}/topics"]
 
 
-def test_a_long_list_is_read_again_whatever_its_directory_is_called(
+def test_a_long_list_is_read_back_from_any_directory_name(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lists, "FEW_ROWS", 0)
@@ -107,7 +107,7 @@ def test_a_long_list_is_read_again_whatever_its_directory_is_called(
         assert sorted(row["n"] for row in again.collect()) == [0, 1, 2]
 
 
-def test_long_lists_are_cut_to_the_busiest_and_the_rest_is_summed(
+def test_long_lists_keep_the_busiest_entries_and_sum_up_the_rest(
     spark: SparkSession, story: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("TOPICS_SHOWN", "PARTITIONS_SHOWN", "PRODUCERS_SHOWN", "GROUPS_SHOWN", "LAG_SHOWN"):

@@ -1,4 +1,4 @@
-"""A cluster whose leader dies: the report over all brokers' files agrees with a count in plain SQL, each row once."""
+"""A cluster with a killed leader: the report over all brokers' files agrees with a count in plain SQL."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def take(cluster: Cluster, topic: str, group: str, count: int, mode: str) -> Non
                 break
 
 
-def test_a_report_over_three_brokers_and_a_dead_leader(spark: SparkSession, tmp_path: Path) -> None:
+def test_a_report_over_three_brokers_and_a_killed_leader(spark: SparkSession, tmp_path: Path) -> None:
     with Cluster(tmp_path / "cluster") as cluster:
         cluster.admin().create_topic("t", partitions=PARTITIONS)
         cluster.wait_in_sync("t")

@@ -1,4 +1,4 @@
-"""Filters as ranges: exactly what SQL lets through, by hand and against an evaluation row by row."""
+"""Filters as ranges: they pass the same rows as SQL, by examples and by evaluation row by row."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_time_between_two_ms_equals_none():
     assert not bounds_of([Not(EqualTo(TIME, at(5_001)))])[0].nothing
 
 
-def test_both_time_columns_are_one():
+def test_both_time_columns_are_equivalent():
     bounds, _ = bounds_of([GreaterThanOrEqual(TIME, at(4_000)), LessThan(("appended_at",), at(8_000))])
     assert bounds.within(0, 100, lambda ms: ms) == ((4, 8),)
 
@@ -160,7 +160,7 @@ def test_a_partition_is_decided_for_each_log():
         Not(StringContains(PARTITION, "1")),
     ],
 )
-def test_what_is_not_understood_goes_back_to_spark(foreign):
+def test_unsupported_filters_go_back_to_spark(foreign):
     own = GreaterThan(OFFSET, 5)
     bounds, left = bounds_of([foreign, own])
     assert len(left) == 1
@@ -168,7 +168,7 @@ def test_what_is_not_understood_goes_back_to_spark(foreign):
     assert bounds == bounds_of([own])[0]
 
 
-def test_many_pieces_become_one_and_spark_chooses_among_the_rows():
+def test_many_ranges_become_one_and_spark_filters_its_rows():
     exact, scattered = Not(EqualTo(OFFSET, 50)), In(OFFSET, list(range(10, 90, 2)))
     assert len(scattered.value) > RANGES_MAX
     bounds, left = bounds_of([exact, scattered])
@@ -180,7 +180,7 @@ def test_many_pieces_become_one_and_spark_chooses_among_the_rows():
 
 
 def sql(asked, row):
-    """What SQL makes of a filter: True, False, or None."""
+    """Return SQL's result of a filter: True, False, or None."""
     if isinstance(asked, Not):
         value = sql(asked.child, row)
         return None if value is None else not value
@@ -227,7 +227,7 @@ FILTERS = st.lists(
 
 @settings(max_examples=600, deadline=None)
 @given(FILTERS, st.integers(0, 5), st.lists(st.sampled_from([0, 0, 1, 3]), min_size=18, max_size=18))
-def test_the_ranges_and_what_is_left_let_through_what_sql_does(filters, start, steps):
+def test_ranges_and_remaining_filters_pass_the_same_rows_as_sql(filters, start, steps):
     end = start + len(steps)
     times_ms = [sum(steps[: index + 1]) for index in range(len(steps))]
     bounds, left = bounds_of(filters)

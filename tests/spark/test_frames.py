@@ -1,4 +1,4 @@
-"""Fetched batches into Arrow: the same rows as the files give, in bounded pieces."""
+"""Fetched batches as Arrow: the same rows as from the files, in bounded pieces."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_offsets_outside_the_range_are_left_out() -> None:
     assert rows(first, start=13) == []
 
 
-def test_what_compaction_removed_is_no_row_and_the_others_keep_their_offsets_and_sequences() -> None:
+def test_compacted_messages_are_no_rows_and_the_others_keep_their_offsets_and_sequences() -> None:
     holed = frame(10, text("a"), None, text("c"), None, sequence=100)
     columns = ("offset", "value", "sequence", "producer_id")
     assert rows(holed, columns=columns) == [
@@ -62,7 +62,7 @@ def test_control_records_are_no_rows() -> None:
     assert rows(frame(0, text("x"), kind=2), frame(1, text("a"))) == [{"offset": 1, "value": b"a"}]
 
 
-def test_columns_come_in_the_order_that_was_asked_for_with_their_types() -> None:
+def test_columns_have_the_requested_order_and_their_types() -> None:
     (batch,) = batches_of([frame(0, text("a"))], LOG, 0, 1, ("value", "topic", "partition", "leader_epoch"))
     assert batch.schema == MESSAGES_TABLE.arrow_schema(("value", "topic", "partition", "leader_epoch"))
     assert batch.to_pylist() == [{"value": b"a", "topic": "t", "partition": 3, "leader_epoch": 4}]
