@@ -1,6 +1,6 @@
-"""Reading the files of a broker that is being written to: every message once, and the broker goes on as if nobody did.
+"""Reading the files of a broker during writes: every message once, without an effect on the broker.
 
-PORTALMQ_LIVE_S=60 reads for a minute. What it costs the broker measures `python -m portalmq.spark.bench --live`.
+PORTALMQ_LIVE_S=60 reads for a minute. `python -m portalmq.spark.bench --live` measures the broker's cost.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ pytestmark = pytest.mark.cluster
 
 LIVE_S = float(os.environ.get("PORTALMQ_LIVE_S", "4"))
 WITHIN_S = 60.0
-# An append that finds more in the write-ahead log moves it into the database itself (storage/log.py).
+# An append that finds a longer write-ahead log checkpoints it (storage/log.py).
 WAL_BYTES_MAX = 64 * 1024 * 1024
 BATCH = 1_000
-# Full segments are sealed every ten seconds: too seldom to wait for.
+# Full segments are sealed every ten seconds, which is too long for the tests.
 SEAL_OFTEN = "import portalmq.broker.cluster.maintenance as h; h.RETAIN_EVERY_S = 0.5"
 
 
@@ -37,7 +37,7 @@ def value_of(number: int) -> bytes:
 
 
 class Writing:
-    """One partition, written to without a pause: message n is `value_of(n)`."""
+    """Writes to one partition without a pause: message n is `value_of(n)`."""
 
     def __init__(self, url: str, topic: str) -> None:
         self.sent = 0
@@ -45,7 +45,7 @@ class Writing:
         self._url, self._topic = url, topic
 
     def go(self) -> int:
-        """How many were sent, all of them acknowledged."""
+        """Send and wait for all acknowledgements; return the number of messages."""
         with Producer(self._url, batch_messages=BATCH) as producer:
             waiting: deque[Future] = deque()
             while not self._ending.is_set():
@@ -76,7 +76,7 @@ def written(url: str, topic: str, **config: int) -> Iterator[tuple[Writing, Futu
 
 
 def numbers_read(data: Path, topic: str) -> int:
-    """How many messages a pass finds. They are the first ones, in order, each once."""
+    """Return the number of messages that a pass finds: the first ones, in order, each once."""
     origin = Directories([str(data)], [topic])
     (log,) = origin.logs()
     number = 0
@@ -101,12 +101,12 @@ def test_each_pass_over_a_live_partition_finds_each_message_once(tmp_path):
         passes = [numbers_read(broker.data_dir, "t")]
         deadline = time.monotonic() + LIVE_S
         while time.monotonic() < deadline or passes[-1] == passes[0]:
-            assert time.monotonic() < deadline + WITHIN_S, f"{len(passes)} passes, and nothing came"
+            assert time.monotonic() < deadline + WITHIN_S, f"{len(passes)} passes without a new message"
             passes.append(numbers_read(broker.data_dir, "t"))
         writing.end()
         total = sent.result(60)
         assert passes == sorted(passes)
-        # The state of the partition is up to a second behind.
+        # The state of the partition may be a second old.
         wait_until(lambda: numbers_read(broker.data_dir, "t") == total, "all that was acked", WITHIN_S)
 
 
@@ -129,7 +129,7 @@ def test_the_write_ahead_log_stays_short_while_the_file_is_read_without_a_pause(
                 while time.monotonic() < deadline or not longest:
                     assert time.monotonic() < deadline + WITHIN_S, "there is no write-ahead log"
                     for path in files(broker.data_dir, "t"):
-                        with suppress(FileNotFoundError):  # it goes when its file is sealed
+                        with suppress(FileNotFoundError):  # sealing the file removes it
                             longest = max(longest, Path(f"{path}-wal").stat().st_size)
                     time.sleep(0.02)
             finally:
@@ -156,15 +156,15 @@ def test_full_segments_are_sealed_while_they_are_read_without_a_pause(tmp_path):
         wait_until(read_and_look, "the full segments are sealed", WITHIN_S)
 
 
-def test_a_slow_reader_keeps_nobody_from_the_file(tmp_path):
-    """Between two batches Spark may be busy for minutes: no lock is held meanwhile."""
+def test_a_slow_reader_holds_no_lock_on_the_file(tmp_path):
+    """Spark may be busy for minutes between two batches: the reader holds no lock during this time."""
     sealing = BrokerProcess(tmp_path, prelude=SEAL_OFTEN)
     with sealing as broker, written(broker.url, "t", segment_bytes=1 << 20) as (writing, sent):
         wait_until(lambda: numbers_read(broker.data_dir, "t") > 10 * BATCH, "some messages", WITHIN_S)
         origin = Directories([str(broker.data_dir)], ["t"])
         (log,) = origin.logs()
         spans = [span.batches(("value",)) for span in origin.spans(log, log.start_offset, log.end_offset)]
-        slow = [next(batches).num_rows for batches in spans]  # each has given its first batch, none has ended
+        slow = [next(batches).num_rows for batches in spans]  # each has returned its first batch, none has ended
         wait_until(lambda: len(files(broker.data_dir, "t")) > len(spans) + 1, "more files", WITHIN_S)
         writing.end()
         total = sent.result(60)

@@ -1,4 +1,4 @@
-"""Options: each means what it says, and what is not understood is told with what is meant instead."""
+"""Options: the meaning of each, and errors that name the valid options."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_names_are_read_in_any_case():
     assert (reading.paths, reading.topics, reading.span_offsets) == (("/a", "/b"), ("x", "y"), 7)
 
 
-def test_what_is_left_out_has_a_sensible_value():
+def test_omitted_options_have_defaults():
     reading = batch_options(PATH)
     assert reading.topics is None
     assert reading.columns is None
@@ -107,7 +107,7 @@ def test_a_stream_has_no_end():
     assert stream_options(PATH | {"maxRowsPerTrigger": "1000"}).rows_per_trigger_max == 1000
 
 
-def test_a_schema_is_asked_for_before_it_is_known_who_reads():
+def test_a_schema_is_known_before_the_kind_of_query():
     assert schema_options(PATH | {"maxRowsPerTrigger": "5", "endingOffsets": "latest"}).columns is None
 
 

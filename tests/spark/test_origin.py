@@ -1,4 +1,4 @@
-"""How pieces become tasks: few are one each, many small ones travel together, and none is lost on the way."""
+"""Pieces become tasks: few pieces are one task each, many small ones share tasks, and none is lost."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ def test_thousands_of_small_pieces_are_some_hundred_tasks():
     assert [span for task in tasks for span in spans_of(task)] == pieces
 
 
-def test_big_pieces_stay_alone_among_thousands():
+def test_big_pieces_have_tasks_of_their_own():
     pieces = spans(*[PACKED_OFFSETS // 2 + 1, 10, 10] * TASKS_FEW)
     tasks = packed(pieces)
     assert [span for task in tasks for span in spans_of(task)] == pieces
     assert all(sum(span.end - span.start for span in spans_of(task)) <= PACKED_OFFSETS for task in tasks)
 
 
-def test_no_task_reads_more_than_was_asked_for():
+def test_no_task_reads_more_than_requested():
     pieces = spans(*[10] * (3 * TASKS_FEW))
     assert packed(pieces, 10) == pieces
     assert all(sum(span.end - span.start for span in spans_of(task)) == 20 for task in packed(pieces, 29))
 
 
-def test_a_task_that_spark_makes_up_reads_nothing():
+def test_an_extra_task_of_spark_reads_nothing():
     assert spans_of(InputPartition(None)) == ()
 
 
@@ -85,7 +85,7 @@ def test_many_small_segments_are_read_once_by_fewer_tasks(small_segments):
     )
 
 
-def test_a_segment_that_goes_costs_the_others_of_its_task_nothing(small_segments):
+def test_a_removed_segment_does_not_affect_the_others_of_its_task(small_segments):
     reader = MessagesReader(batch_options({"path": str(small_segments), "failOnDataLoss": "false"}), ("value",))
     task = next(task for task in reader.partitions() if isinstance(task, SpanGroup))
     there = numbered(2 * len(task.spans))

@@ -1,4 +1,4 @@
-"""The directory that a report goes into: whole, the last one that came, and nothing beside it."""
+"""The report's directory: one complete report, the last one, and no other files."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ def make(making: Path, what: str) -> None:
 
 
 def compare_positions(out: Path) -> set[str]:
-    """What the parts of the report that stands there say, which is one thing when it is whole."""
+    """Return the contents of the report's parts, which are equal in a complete report."""
     assert {path.name for path in out.iterdir()} == {output.PARQUET, output.PAGE, output.JSON}
     assert [path.name for path in (out / output.PARQUET).iterdir()] == ["part"]
     return {path.read_text() for path in (out / output.PARQUET / "part", out / output.PAGE, out / output.JSON)}
 
 
-def test_two_that_are_made_at_a_time_do_not_meet_and_the_last_one_stays(tmp_path: Path) -> None:
+def test_two_concurrent_reports_are_independent_and_the_last_one_stays(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with output.workspace(out) as first:
         make(first, "first")
         with output.workspace(out) as second:
             make(second, "second")
             output.publish(second, out)
-        assert (first / output.PAGE).read_text() == "first", "the other one has swept it away"
+        assert (first / output.PAGE).read_text() == "first", "the other report has removed it"
         output.publish(first, out)
     assert compare_positions(out) == {"first"}
 
 
-def test_of_many_that_end_in_the_same_moment_one_is_there_whole(tmp_path: Path) -> None:
+def test_of_many_reports_that_end_at_once_one_remains_complete(tmp_path: Path) -> None:
     out, together = tmp_path / "out", Barrier(3)
 
     def report(what: str) -> None:
@@ -59,7 +59,7 @@ def test_of_many_that_end_in_the_same_moment_one_is_there_whole(tmp_path: Path) 
             assert found in names
 
 
-def test_what_a_killed_one_was_making_is_swept_away(tmp_path: Path) -> None:
+def test_the_rest_of_a_killed_report_is_removed(tmp_path: Path) -> None:
     out = tmp_path / "out"
     program = (
         "import os, sys\nfrom pathlib import Path\nfrom portalmq.spark.report import output\n"
@@ -75,8 +75,10 @@ def test_what_a_killed_one_was_making_is_swept_away(tmp_path: Path) -> None:
     assert compare_positions(out) == {"whole"}
 
 
-def test_one_that_ends_while_the_next_begins_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It removes what it was making, and needs no turn for that."""
+def test_a_report_that_ends_while_the_next_begins_causes_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It removes its own work directory, and needs no lock for that."""
     out = tmp_path / "out"
     locked = output._locked
 
@@ -91,7 +93,7 @@ def test_one_that_ends_while_the_next_begins_is_no_obstacle(tmp_path: Path, monk
         assert list(out.iterdir()) == [making]
 
 
-def test_who_is_not_given_a_turn_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_is_not_acquired_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output, "TURN_WITHIN_S", 0.05)
     other = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(other, fcntl.LOCK_EX)
@@ -106,7 +108,7 @@ def test_who_is_not_given_a_turn_is_reported(tmp_path: Path, monkeypatch: pytest
         pass
 
 
-def test_without_locks_a_report_is_made_and_nothing_of_others_is_touched(
+def test_without_locks_a_report_is_written_and_other_reports_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""The report's page: what it says, what it bears, and, where there is a Chromium, what a person sees of it."""
+"""The report's page: its content, its limits, and its appearance in Chromium if there is one."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class TestWhatItSays:
         assert tuple(section["id"] for section in found.all("section")) == SECTIONS
         assert [link["href"] for link in found.all("a")][1:] == [f"#{name}" for name in SECTIONS]
 
-    def test_figures_are_reported_as_a_person_reads_them(self) -> None:
+    def test_figures_are_formatted_for_people(self) -> None:
         report = reports.demo()
         found = read(report).words
         assert f"{report.totals.messages:,} messages in 35.9 s" in found
@@ -76,7 +76,7 @@ class TestWhatItSays:
         assert "22 Nov 2026, 00:21:47 to 00:22:22 UTC" in found
         told = re.search(r"controllers got half within (\S+) ms, 99 % within (\S+) ms", found)
         assert told is not None
-        # No more than the greatest of its topics, in the table below; the classes of the plot end at 8 and 64.
+        # At most the largest value of its topics in the table below; the classes of the plot end at 8 and 64.
         waits = [group.latency_ms for group in report.groups if group.latency_ms is not None]
         assert 0 < float(told[1]) <= min(8, max(wait.p50 for wait in waits) + 0.5)
         assert 0 < float(told[2]) <= min(64, max(wait.p99 for wait in waits) + 0.5)
@@ -91,19 +91,19 @@ class TestWhatItSays:
         assert "00:21:47" in found
         assert "00:21:49" in found
 
-    def test_a_report_of_nothing_says_so_in_each_section(self) -> None:
+    def test_an_empty_report_says_so_in_each_section(self) -> None:
         found = read(reports.nothing())
         assert "No messages yet" in found.words
         assert len([p for p in found.all("p") if p.get("class") == "nothing"]) == len(SECTIONS)
         assert "no group has read yet" in found.words.lower()
         assert found.all("svg") == []
 
-    def test_messages_that_nobody_read(self) -> None:
+    def test_a_report_of_messages_without_consumers(self) -> None:
         found = read(reports.made({"a": 1}, groups={})).words
         assert "No group has read yet, so there is no latency to show." in found
         assert "No group has read yet, so nothing waits for one." in found
 
-    def test_one_message(self) -> None:
+    def test_a_report_of_one_message(self) -> None:
         totals = msgspec.structs.replace(
             reports.nothing().totals, messages=1, bytes=5, topics=1, partitions=1, first_ms=9, last_ms=9
         )
@@ -115,18 +115,18 @@ class TestWhatItSays:
         assert "1 message at once" in found
         assert "All messages have 4–7 B" in found
 
-    def test_what_the_lists_leave_out_is_reported(self) -> None:
+    def test_the_page_says_how_many_entries_the_lists_leave_out(self) -> None:
         found = read(reports.biggest()).words
         assert "31 topics more: all are in the Parquet files" in found
         assert "1,200 partitions more" in found
         assert "70 others" in found
 
-    def test_lag_names_who_is_behind_and_for_how_long(self) -> None:
+    def test_lag_names_the_group_and_its_age(self) -> None:
         found = read(reports.made({"orders": 3}, groups={"fast": "queue", "slow": "queue"})).words
         assert "slow is 111 messages behind on orders" in found
         assert "8.4 s" in found
 
-    def test_messages_that_come_again_thousands_of_times_are_few_columns(self) -> None:
+    def test_thousands_of_redeliveries_are_few_columns(self) -> None:
         made = reports.made({"orders": 3}, groups={"g": "queue"})
         many = [Deliveries("g", "orders", number, 1) for number in range(1, 5_001)]
         cut = msgspec.structs.replace(made, deliveries=many[:500], left_out={"deliveries": 4_500})
@@ -148,7 +148,7 @@ class TestWhatItSays:
             ("a", 0, 4),
         ]
 
-    def test_an_uneven_topic_is_called_so(self) -> None:
+    def test_an_uneven_topic_is_marked(self) -> None:
         report = reports.made({"orders": 2})
         topics = [msgspec.structs.replace(report.topics[0], skew=1.8)]
         partitions = [
@@ -159,7 +159,7 @@ class TestWhatItSays:
 
 
 class TestWhatItBears:
-    def test_it_is_one_file_that_asks_nobody_for_anything(self) -> None:
+    def test_the_page_is_one_file_and_makes_no_request(self) -> None:
         html = page.html(reports.demo())
         found = Reading(html)
         assert found.all("img") == []
@@ -179,12 +179,12 @@ class TestWhatItBears:
         for data in re.findall(r'<script type="application/json">(.*?)</script>', html, re.DOTALL):
             json.loads(data)
 
-    def test_text_becomes_markup_only_by_being_said_to_be_it(self) -> None:
+    def test_text_becomes_markup_only_if_declared_as_markup(self) -> None:
         assert element("p", "a < b", Markup("<b>c</b>"), ["&"], None, title='"x"', hidden=False, inert=True) == (
             '<p title="&quot;x&quot;" inert>a &lt; b<b>c</b>&amp;</p>'
         )
 
-    def test_figures_that_are_no_numbers_do_not_break_it(self) -> None:
+    def test_figures_without_a_number_do_not_break_the_page(self) -> None:
         report = reports.demo()
         wild = Quantiles(float("nan"), float("nan"), float("inf"), float("inf"), float("inf"))
         groups = [msgspec.structs.replace(one, latency_ms=wild) for one in report.groups]
@@ -194,7 +194,7 @@ class TestWhatItBears:
         assert "nan" not in found
         assert "10" in found
 
-    def test_moments_far_apart_make_no_endless_axis(self) -> None:
+    def test_distant_times_make_no_endless_axis(self) -> None:
         times = Times.over([0, 10**12], 1_000)
         assert times
         assert times.columns <= 480
@@ -212,7 +212,7 @@ class TestWhatItBears:
         assert "No messages yet" in path.read_text(encoding="utf-8")
         assert list(tmp_path.iterdir()) == [path]
 
-    def test_every_plot_has_words_for_who_does_not_see_it(self) -> None:
+    def test_every_plot_has_a_text_alternative(self) -> None:
         found = read(reports.demo())
         plots = [div for div in found.all("div") if div.get("aria-roledescription") == "plot"]
         assert len(plots) >= 6
@@ -255,7 +255,7 @@ class TestWhatIsSeen:
     @pytest.mark.parametrize("dark", [False, True])
     @pytest.mark.parametrize("width", [390, 1440])
     @pytest.mark.parametrize("name", ["demo", "nothing", "biggest"])
-    def test_it_fits_loads_alone_and_complains_of_nothing(
+    def test_the_page_fits_the_screen_and_loads_alone_without_errors(
         self, browser: chromium.Chromium, tmp_path: Path, name: str, width: int, dark: bool
     ) -> None:
         path = tmp_path / "report.html"
@@ -286,7 +286,7 @@ class TestWhatIsSeen:
         assert len({box["colour"] for box in boxes}) == 12
         assert len(browser.picture()) > 30_000
 
-    def test_the_cursor_tells_the_values_of_a_column(self, browser: chromium.Chromium, tmp_path: Path) -> None:
+    def test_the_cursor_shows_the_values_of_a_column(self, browser: chromium.Chromium, tmp_path: Path) -> None:
         path = tmp_path / "report.html"
         report = reports.demo()
         page.write(report, path)
@@ -322,7 +322,7 @@ class TestWhatIsSeen:
         assert browser.ask("document.querySelectorAll('.tip, .tip *').length") > 2
         assert browser.ask("document.querySelectorAll('.tip img, .tip script').length") == 0
 
-    def test_it_prints(self, browser: chromium.Chromium, tmp_path: Path) -> None:
+    def test_the_page_can_be_printed(self, browser: chromium.Chromium, tmp_path: Path) -> None:
         path = tmp_path / "report.html"
         page.write(reports.demo(), path)
         browser.open(path)
@@ -337,11 +337,11 @@ class TestBursts:
         series = [plots.PlotSeries("t", values)]
         return str(plots.stacked(series, times, unit="/s", label=words.brief, describe="Columns"))
 
-    def test_one_burst_does_not_flatten_the_rest_and_its_height_is_reported(self) -> None:
+    def test_one_burst_does_not_flatten_the_plot_and_its_height_is_shown(self) -> None:
         drawn = self.drawn([10.0] * 40 + [5_000.0])
         assert "cut here: 5,000/s" in drawn
-        assert ">15<" in drawn, "the ordinate is made for the others"
+        assert ">15<" in drawn, "the ordinate fits the other values"
 
-    def test_what_is_only_uneven_is_shown_whole(self) -> None:
+    def test_an_uneven_series_is_not_cut(self) -> None:
         assert "cut here" not in self.drawn([float(number) for number in range(40)])
         assert "cut here" not in self.drawn([1.0, 2.0, 5_000.0]), "too few to call one of them a burst"

@@ -1,4 +1,4 @@
-"""The rivals of the benchmark read what the source reads: else there is nothing to compare."""
+"""The benchmark's rivals read the same messages as the source; otherwise a comparison has no meaning."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_plain_scan_counts_what_the_source_counts(directory, columns):
     assert plain_rows(found, columns) == (32, sum(len(value) for _, value in rows_of(directory, TWO)))
 
 
-def test_a_part_of_each_file_is_a_part_of_each_file(directory):
+def test_a_fraction_selects_a_part_of_each_file(directory):
     assert [piece.end - piece.start for piece in pieces(directory, 3)] == [3, 3, 3, 3]
 
 
@@ -80,7 +80,7 @@ def test_the_report_divides_by_the_rival():
     assert figures["peak of a Python worker, scan, MB"] == 140
 
 
-def test_times_are_moments(directory):
+def test_timestamps_are_read_as_times(directory):
     source = Tuples({"path": str(directory), "columns": ",".join(ALL)})
     reader = source.reader(source.schema())
     first = next(iter(reader.read(reader.partitions()[0])))

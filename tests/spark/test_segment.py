@@ -1,4 +1,4 @@
-"""One file into Arrow: what comes out is what the broker itself reads, each row once, in little memory."""
+"""One file as Arrow: the same rows that the broker reads, each once, in little memory."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def moment(ms: int | None) -> int | None:
 
 
 def as_broker_reads(log: BrokerLog) -> list[dict[str, Any]]:
-    """Times as microseconds: what is far away is no datetime."""
+    """Return the broker's rows with times in microseconds: a datetime cannot hold distant times."""
     rows = []
     for batch in everything(log):
         for index, record in enumerate(batch.records):
@@ -98,7 +98,7 @@ def rows_of(batches: list[pa.RecordBatch]) -> list[dict[str, Any]]:
 
 
 def read_back(directory: Path, log: PartitionLog, columns: list[str], start: int, end: int) -> list[dict[str, Any]]:
-    """Through every file of the directory that holds a part of [start, end)."""
+    """Return the rows of every file in the directory that holds a part of [start, end)."""
     paths = sorted(directory.glob("0*.sqlite"))
     bases = [int(path.name[:20]) for path in paths]
     rows = []
@@ -119,7 +119,7 @@ def read_back(directory: Path, log: PartitionLog, columns: list[str], start: int
     range_=st.tuples(st.floats(0, 1), st.floats(0, 1)),
     chunk=st.sampled_from([(1, 1 << 24), (3, 1 << 24), (7, 64), (65_536, 16), (65_536, 200), (65_536, 1 << 24)]),
 )
-def test_any_columns_of_any_range_are_what_the_broker_reads(steps, compacted, columns, range_, chunk):
+def test_any_columns_of_any_range_agree_with_the_broker(steps, compacted, columns, range_, chunk):
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr(segment, "CHUNK_OFFSETS", chunk[0])
         patch.setattr(segment, "CHUNK_BYTES", chunk[1])
@@ -173,7 +173,7 @@ def values(path: Path, log: PartitionLog) -> list[bytes]:
 # --- memory and shape -------------------------------------------------------------------------------------------------
 
 
-def test_no_batch_is_heavier_than_a_chunk_but_for_one_message(tmp_path):
+def test_no_batch_is_larger_than_a_chunk_unless_one_message_is(tmp_path):
     light, heavy = b"x" * 100, b"y" * (1 << 20)
     path, log = one_file(
         tmp_path, *([light] * 300 + [heavy] * 5 for _ in range(10)), [b"z" * 20_000_000], [light] * 300
@@ -182,10 +182,10 @@ def test_no_batch_is_heavier_than_a_chunk_but_for_one_message(tmp_path):
     assert sum(batch.num_rows for batch in read) == log.end_offset
     too_heavy = [batch for batch in read if batch.column("value").nbytes > segment.CHUNK_BYTES]
     assert [batch.num_rows for batch in too_heavy] == [1]
-    assert len(read) < 30  # and what is light does not travel message by message because of its heavy neighbours
+    assert len(read) < 30  # and light messages beside heavy ones still share batches
 
 
-def test_light_messages_travel_by_the_chunk(tmp_path):
+def test_light_messages_share_a_batch(tmp_path):
     path, log = one_file(tmp_path, *([b"x" * 100] * 10_000 for _ in range(14)))
     sizes = [batch.num_rows for batch in SegmentRows(path, log, tuple(COLUMNS)).batches(0, log.end_offset)]
     assert sizes == [65_536, 65_536, 140_000 - 2 * 65_536]
@@ -200,7 +200,7 @@ def test_a_chunk_without_messages_is_no_batch(tmp_path):
     assert list(SegmentRows(path, log_of(log), ["offset"]).batches(0, 10)) == []
 
 
-# --- files that are not what they should be ---------------------------------------------------------------------------
+# --- missing, torn or foreign files -----------------------------------------------------------------------------------
 
 
 def alter(path: Path, *statements: str) -> None:
@@ -234,18 +234,18 @@ SELECT 25, key, value, content_type, headers, timestamp_ms, deliver_at_ms, expir
         ("DROP TABLE messages", "not a file of PortalMQ"),
     ],
 )
-def test_a_file_that_lacks_something_says_so(tmp_path, statement, said):
+def test_a_file_with_missing_rows_is_reported(tmp_path, statement, said):
     path, log = one_file(tmp_path, numbered(10), numbered(10))
     alter(path, statement)
     read = SegmentRows(path, log, tuple(COLUMNS)).batches(0, 20)
-    if said is None:  # what stands beyond is nobody's business
+    if said is None:  # later rows do not matter
         assert sum(batch.num_rows for batch in read) == 20
         return
     with pytest.raises(DamagedFile, match=said):
         list(read)
 
 
-def test_no_more_may_be_missing_than_compaction_removed(tmp_path):
+def test_only_compacted_messages_may_be_missing(tmp_path):
     path, log = one_file(tmp_path, numbered(10), numbered(10))
     alter(path, "INSERT INTO holes VALUES (10, 2, 0)", "DELETE FROM messages WHERE offset IN (11, 12)")
     assert len(values(path, log)) == 18
@@ -255,7 +255,7 @@ def test_no_more_may_be_missing_than_compaction_removed(tmp_path):
 
 
 @pytest.mark.parametrize("size", [0, 100, 4096, 10_000])
-def test_a_torn_file_says_so(tmp_path, size):
+def test_a_torn_file_is_reported(tmp_path, size):
     path, log = one_file(tmp_path, *(numbered(100) for _ in range(10)), seal=True)
     path.chmod(0o644)
     os.truncate(path, size)
@@ -263,14 +263,14 @@ def test_a_torn_file_says_so(tmp_path, size):
         values(path, log)
 
 
-def test_a_foreign_file_says_so(tmp_path):
+def test_a_foreign_file_is_reported(tmp_path):
     path = tmp_path / "00000000000000000000.sqlite"
     path.write_bytes(b"no database" * 1000)
     with pytest.raises(DamagedFile, match="not a file of PortalMQ"):
         values(path, PartitionLog("t", "id", 0, 0, 10))
 
 
-def test_a_file_that_is_gone_is_not_called_damaged(tmp_path):
+def test_a_removed_file_is_not_reported_as_damaged(tmp_path):
     path, log = one_file(tmp_path, numbered(10))
     path.unlink()
     with pytest.raises(FileNotFoundError):
@@ -278,8 +278,8 @@ def test_a_file_that_is_gone_is_not_called_damaged(tmp_path):
 
 
 @pytest.mark.parametrize("is_live", [False, True])
-def test_a_file_that_goes_just_before_it_is_opened_is_not_made_again(tmp_path, monkeypatch, is_live):
-    """An empty file in its place would be taken for a foreign segment when the broker starts again."""
+def test_a_file_removed_just_before_its_opening_is_not_created_again(tmp_path, monkeypatch, is_live):
+    """On its next start the broker would read an empty file in its place as a foreign segment."""
     path, log = one_file(tmp_path / "log", numbered(10))
     if is_live:
         Path(f"{path}-wal").touch()
@@ -305,7 +305,7 @@ def test_a_file_that_goes_just_before_it_is_opened_is_not_made_again(tmp_path, m
 
 
 class _Once:
-    """Does something before, or after, the first chunk is read by the real `_read`."""
+    """Call an action before or after the real `_read` reads the first chunk."""
 
     def __init__(self, patch: pytest.MonkeyPatch, act: Any, *, after: bool) -> None:
         self.calls: list[bool] = []
@@ -344,7 +344,7 @@ def test_a_chunk_of_a_file_that_is_opened_during_the_read_is_read_again_as_a_liv
 
 @pytest.mark.parametrize("after", [False, True], ids=["before it is read", "when it was read"])
 def test_a_file_that_was_written_and_closed_during_the_read_is_noticed_without_its_log(tmp_path, monkeypatch, after):
-    """No write-ahead log before, none afterwards, and another file between: seen by its time."""
+    """The file has no write-ahead log before and after the change; its modification time shows the change."""
     path, log = one_file(tmp_path, numbered(100))
     os.utime(path, (1, 1))
 
@@ -368,7 +368,7 @@ def test_a_fault_seen_while_the_file_changed_does_not_count(tmp_path, monkeypatc
     assert len(once.calls) == 2
 
 
-def test_a_file_that_never_rests_is_given_up_with_a_sentence(tmp_path, monkeypatch):
+def test_a_file_that_changes_all_the_time_is_reported(tmp_path, monkeypatch):
     path, log = one_file(tmp_path, numbered(10))
     real, calls = SegmentRows._read, []
 
@@ -384,7 +384,7 @@ def test_a_file_that_never_rests_is_given_up_with_a_sentence(tmp_path, monkeypat
 
 
 def test_a_locked_file_is_waited_for_and_not_called_damaged(tmp_path, monkeypatch):
-    """Another process that settles the file has it alone for a moment; here for ever."""
+    """Another process may lock the file for a moment; here it holds the lock for ever."""
     path, log = one_file(tmp_path, numbered(10))
     monkeypatch.setattr(segment, "BUSY_TIMEOUT_MS", 300)
     with locked_by_another(path):

@@ -1,4 +1,4 @@
-"""Which Java Spark is started with, and how: nothing is started here."""
+"""The Java that starts Spark, and its settings; these tests start no Spark."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from portalmq.spark.session import SparkMissing
 
 
 def fake_java(home: Path, version: str = "17.0.1") -> Path:
-    """A `java` that tells its version, and otherwise the arguments that reach it."""
+    """Create a `java` that prints its version, or else its arguments."""
     java = home / "bin" / "java"
     java.parent.mkdir(parents=True)
     java.write_text(
@@ -74,11 +74,11 @@ def test_jdk4pys_java_is_run_without_the_module_that_it_lacks(bare: Path, monkey
         [f"{home}/bin/java", *given], capture_output=True, text=True, check=True, env={"PATH": os.defpath}
     ).stdout.splitlines()
     assert said == ["<-Xmx1g>", "<-Dname=two words>", "<Main>", "<>"]
-    assert session.java_home(bare / "cache") == home, "and again"
+    assert session.java_home(bare / "cache") == home, "a second call returns the same home"
     assert [path.name for path in Path(home, "bin").iterdir()] == ["java"]
 
 
-def test_a_home_that_cannot_be_written_to_is_no_obstacle(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_only_home_causes_no_error(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (bare / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(bare / "file"))
     monkeypatch.setenv("TMPDIR", str(bare))
@@ -86,8 +86,8 @@ def test_a_home_that_cannot_be_written_to_is_no_obstacle(bare: Path, monkeypatch
     assert session._cache_directory().is_dir()
 
 
-def test_a_cache_that_is_another_user_s_is_no_obstacle(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it is when the first report was made with sudo."""
+def test_a_cache_of_another_user_causes_no_error(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first report made with sudo leaves such a cache."""
     cache = bare / "home" / "portalmq"
     cache.mkdir(parents=True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(bare / "home"))
@@ -98,19 +98,19 @@ def test_a_cache_that_is_another_user_s_is_no_obstacle(bare: Path, monkeypatch: 
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != cache and may(path, mode))
     fallback = session._cache_directory()
     assert fallback == bare / f"portalmq-{os.getuid()}"
-    fallback.chmod(0o777)  # others may have put a program there, which would be run
+    fallback.chmod(0o777)  # other users may have put a program there, which would run
     other = session._cache_directory()
     assert (other.parent, other != fallback, other.stat().st_mode & 0o077) == (bare, True, 0)
 
 
-def test_a_master_elsewhere_is_left_to_its_own_settings() -> None:
+def test_a_remote_master_keeps_its_own_settings() -> None:
     assert "spark.driver.host" in session.settings("local[2]")
     assert not {"spark.driver.host", "spark.driver.memory", "spark.sql.shuffle.partitions"} & set(
         session.settings("spark://cluster:7077")
     )
 
 
-def test_a_cluster_is_asked_for_the_python_of_this_program_unless_another_one_is_named(
+def test_a_cluster_runs_this_programs_python_unless_another_is_named(
     bare: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(fake_java(bare / "jdk").parent))
@@ -122,10 +122,10 @@ def test_a_cluster_is_asked_for_the_python_of_this_program_unless_another_one_is
         assert os.environ["PYSPARK_PYTHON"] == "/opt/python"
 
 
-def test_a_master_that_is_not_there_is_reported_before_spark_is_started() -> None:
+def test_an_unreachable_master_is_reported_before_spark_starts() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         there = listening.getsockname()[1]
-        with socket.socket() as bound:  # and does not listen
+        with socket.socket() as bound:  # bound but not listening
             bound.bind(("127.0.0.1", 0))
             gone = bound.getsockname()[1]
             session.check_master(f"spark://127.0.0.1:{gone},127.0.0.1:{there}")
@@ -137,11 +137,11 @@ def test_a_master_that_is_not_there_is_reported_before_spark_is_started() -> Non
     with pytest.raises(SparkMissing, match="no address of a Spark master"):
         session.check_master("spark://cluster:port")
     with pytest.raises(SparkMissing, match="no Spark master answers"):
-        session.check_master("spark://cluster..example:7077")  # no name at all
+        session.check_master("spark://cluster..example:7077")  # not a valid name
     session.check_master("yarn")
 
 
-def test_ctrl_c_while_spark_starts_counts_when_it_has_started() -> None:
+def test_ctrl_c_during_the_start_of_spark_takes_effect_after_it() -> None:
     before, steps = signal.getsignal(signal.SIGINT), []
 
     def start() -> None:
@@ -161,7 +161,7 @@ def test_without_pyspark_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         pass
 
 
-def test_workers_here_take_the_installed_package_and_not_spark_s_copies_of_it(
+def test_local_workers_import_the_installed_package_and_not_sparks_copies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import pyspark

@@ -1,4 +1,4 @@
-"""The sink: what a row is as a message, what it is known by, and that it is written once."""
+"""The sink: a row's message, its identity, and that it is written once."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def keys(contents: list[bytes], query="q", batch="1", partition=0) -> list[str]:
     return identities.keys_of(contents)
 
 
-# As a hash spreads what is counted.
+# Spreads the counted values as a hash does.
 SPREAD = 0x9E3779B97F4A7C15
 
 
-# --- what a row is known by ------------------------------------------------------------------------------------------
+# --- the identity of a row -------------------------------------------------------------------------------------------
 
 
 def test_rows_have_the_same_keys_in_whatever_order_they_come():
@@ -49,7 +49,7 @@ def test_rows_have_the_same_keys_in_whatever_order_they_come():
     again = contents[:]
     random.Random(5).shuffle(again)
     assert sorted(keys(contents)) == sorted(keys(again))
-    assert len(set(keys(contents))) == 2_000, "rows that are alike are rows of their own"
+    assert len(set(keys(contents))) == 2_000, "equal rows are separate rows"
 
 
 @pytest.mark.parametrize("other", [{"query": "r"}, {"batch": "2"}, {"partition": 1}])
@@ -61,7 +61,7 @@ def test_names_of_queries_and_batches_do_not_run_into_each_other():
     assert keys([b"a"], query="q/1", batch="") != keys([b"a"], query="q", batch="1")
 
 
-def test_all_keys_of_a_task_stand_side_by_side_in_the_index():
+def test_all_keys_of_a_task_are_neighbours_in_the_index():
     assert len({wire.message_id_of(key)[:4] for key in keys([b"%d" % n for n in range(100)])}) == 1
 
 
@@ -81,7 +81,7 @@ def test_a_million_rows_are_counted_in_a_few_dozen_megabytes():
     assert sys.getsizeof(counts._numbers) + sys.getsizeof(counts._counts) < 40_000_000
 
 
-# --- what a row is as a message --------------------------------------------------------------------------------------
+# --- a row as a message ----------------------------------------------------------------------------------------------
 
 
 KINDS = {
@@ -98,7 +98,7 @@ KINDS = {
 
 
 def schema(text: str) -> types.StructType:
-    """As Spark's DDL has it, without a session."""
+    """Return the schema of Spark's DDL, without a session."""
     named = [column.split(" ") for column in text.split(", ")]
     return types.StructType([types.StructField(name, KINDS[kind]) for name, kind in named])
 
@@ -133,7 +133,7 @@ def test_a_topic_is_an_option_or_a_column():
         check_columns(schema("value string"), "no such/name")
 
 
-def test_every_column_becomes_what_it_says():
+def test_every_column_becomes_its_field_of_the_message():
     moment = datetime.datetime(2031, 1, 2, 3, 4, 5, 678_999, tzinfo=datetime.UTC)
     batch = pa.record_batch(
         {
@@ -178,7 +178,7 @@ def test_the_option_topic_wins_over_the_column():
     assert [placed.topic for placed in routed_rows(batch, "option")] == ["option"]
 
 
-def test_everything_in_a_row_belongs_to_its_content():
+def test_every_column_belongs_to_the_content():
     base = {"value": ["a"], "topic": ["t"], "key": ["k"], "priority": [1], "partition": [0], "content_type": ["x"]}
     others = [base] + [
         {**base, name: [other]}
@@ -219,7 +219,7 @@ def test_headers_in_another_order_are_the_same_content():
         ({"value": b"x" * wire.BODY_BYTES_MAX}, "a request takes"),
     ],
 )
-def test_a_row_that_can_be_no_message_is_reported(row, said):
+def test_an_invalid_row_is_reported(row, said):
     kinds = {"value": pa.binary(), "topic": pa.string(), "headers": pa.map_(pa.string(), pa.string())}
     given = {"value": b"v", "topic": "t", **row}
     batch = pa.record_batch({name: pa.array([value], kinds.get(name)) for name, value in given.items()})
@@ -235,7 +235,7 @@ def test_a_topic_is_never_overwritten(writer):
 
 @pytest.mark.parametrize(("bootstrap", "token"), [("ftp://localhost", None), ("http://localhost:1", "a\nb")])
 @pytest.mark.parametrize("writer", [sink.BatchWriter, sink.StreamWriter])
-def test_an_address_or_a_token_that_makes_no_sense_is_reported_at_once(writer, bootstrap, token):
+def test_an_invalid_address_or_token_is_reported_at_once(writer, bootstrap, token):
     with pytest.raises(BadOption, match="bootstrap, token or tls_"):
         writer(WriteOptions((bootstrap,), token, "t", None), schema("value string"), False)
 
@@ -251,7 +251,7 @@ def test_a_stream_that_does_not_know_its_query_writes_nothing():
         writer.write(iter([]))
 
 
-def test_a_batch_is_named_by_its_option_or_for_this_once(monkeypatch):
+def test_a_batch_is_named_by_its_option_or_by_a_new_name(monkeypatch):
     monkeypatch.setattr(sink, "partitions_of", lambda transport, name: None)
 
     def name_of(query):
@@ -263,11 +263,11 @@ def test_a_batch_is_named_by_its_option_or_for_this_once(monkeypatch):
     assert len({name_of("mine"), name_of("other"), name_of(None), name_of(None)}) == 4
 
 
-# --- on the way ------------------------------------------------------------------------------------------------------
+# --- sending ---------------------------------------------------------------------------------------------------------
 
 
 class Brokers:
-    """Stands in for the cluster: takes the requests of a Sender, and fails those it is told to."""
+    """A substitute for the cluster: accepts the requests of a Sender, and fails those that a test selects."""
 
     def __init__(self, partitions: int = 2) -> None:
         self.partitions = partitions
@@ -317,7 +317,7 @@ def put(sender, *values, **columns):
     sender.put_all(rows)
 
 
-def test_rows_of_a_partition_go_out_in_their_order(brokers, sender, monkeypatch):
+def test_rows_of_a_partition_are_sent_in_order(brokers, sender, monkeypatch):
     monkeypatch.setattr(sender_module, "REQUEST_ROWS_MAX", 7)
     values = [b"%03d" % number for number in range(500)]
     put(sender, *values)
@@ -328,7 +328,7 @@ def test_rows_of_a_partition_go_out_in_their_order(brokers, sender, monkeypatch)
     assert sorted(value for _, part in brokers.requests for value in part) == values
 
 
-def test_the_first_rows_leave_at_once_and_larger_requests_are_gathered_while_they_are_on_their_way(
+def test_the_first_rows_leave_at_once_and_larger_requests_are_collected_during_the_request(
     brokers, sender, monkeypatch
 ):
     monkeypatch.setattr(sender_module, "REQUEST_ROWS_MIN", 10)
@@ -340,14 +340,14 @@ def test_the_first_rows_leave_at_once_and_larger_requests_are_gathered_while_the
 
     monkeypatch.setattr(brokers, "call", waiting)
     put(sender, *(b"%d" % number for number in range(10)), partition=0)
-    assert sender._sent, "it is on its way before anybody flushes"
+    assert sender._sent, "the request leaves before a flush"
     put(sender, *(b"%d" % number for number in range(10, 100)), partition=0)
     answered.set()
     sender.flush()
     assert [len(part) for _, part in brokers.requests] == [10, 90]
 
 
-def test_rows_go_where_they_say_else_where_their_key_or_identity_points(brokers, sender):
+def test_rows_go_to_their_partition_or_that_of_their_key_or_identity(brokers, sender):
     brokers.partitions = 5
     put(sender, b"named", partition=4)
     put(sender, b"keyed", key="k")
@@ -358,18 +358,18 @@ def test_rows_go_where_they_say_else_where_their_key_or_identity_points(brokers,
     assert by_value == {
         b"named": 4,
         b"keyed": zlib.crc32(b"k") % 5,
-        b"neither": zlib.crc32(wire.message_id_of(key)) % 2,  # of those that the topic began with
+        b"neither": zlib.crc32(wire.message_id_of(key)) % 2,  # of the topic's initial partitions
     }
 
 
-def test_a_partition_that_there_is_not_is_reported(brokers, sender):
+def test_a_missing_partition_is_reported(brokers, sender):
     with pytest.raises(BadRow, match="0 to 1"):
         put(sender, b"a", partition=2)
     brokers.partitions = 3
     put(sender, b"a", partition=2)
 
 
-def test_what_waits_is_bounded_whatever_the_rows_are_spread_over(brokers, sender, monkeypatch):
+def test_waiting_rows_are_bounded_over_any_number_of_partitions(brokers, sender, monkeypatch):
     monkeypatch.setattr(sender_module, "BYTES_WAITING_MAX", 10_000)
     brokers.partitions = 500
     for number in range(500):
@@ -394,15 +394,15 @@ def test_a_request_that_is_too_large_goes_in_halves(brokers, sender):
 
 
 @pytest.mark.parametrize("failure", [Unavailable("away"), IdempotencyKeyReused("used")])
-def test_what_the_brokers_do_not_take_fails_the_task_with_a_sentence(brokers, sender, failure):
+def test_a_request_that_brokers_refuse_fails_the_task_with_a_sentence(brokers, sender, failure):
     brokers.failure = failure
     put(sender, b"a")
     with pytest.raises(NotWritten, match=r"t, partition \d.*each is written once"):
         sender.flush()
 
 
-def test_wide_rows_are_made_messages_a_few_at_a_time(monkeypatch):
-    """Each is there as an object and encoded, too: a thousand of a megabyte would be gigabytes."""
+def test_wide_rows_become_messages_a_few_at_a_time(monkeypatch):
+    """Each message exists as an object and encoded: a thousand of a megabyte would take gigabytes."""
     made = []
     monkeypatch.setattr(
         sink, "routed_rows", lambda batch, topic: made.append(batch.num_rows) or routed_rows(batch, topic)
@@ -415,7 +415,7 @@ def test_wide_rows_are_made_messages_a_few_at_a_time(monkeypatch):
     assert made == [1_000, 1_000, 500, 8, 8, 4]
 
 
-def test_nobody_there_is_reported_before_the_job_starts(monkeypatch):
+def test_unreachable_brokers_are_reported_before_the_job_starts(monkeypatch):
     monkeypatch.setattr(sink, "PREFLIGHT_TIMEOUT_S", 0.2)
     with pytest.raises(Unreachable, match=r"no broker answers at http://127\.0\.0\.1:9"):
         sink.BatchWriter(WriteOptions(("http://127.0.0.1:9",), None, "t", None), schema("value string"), False)
@@ -440,7 +440,7 @@ def url(broker: BrokerProcess) -> str:
 
 
 @pytest.mark.cluster
-def test_no_topic_is_made_where_the_cluster_makes_none(tmp_path):
+def test_no_topic_is_created_if_the_cluster_creates_none(tmp_path):
     with BrokerProcess(tmp_path / "strict", environment={"PORTALMQ_AUTO_CREATE_TOPICS": "false"}) as strict:
         sender = Sender([url(strict)], None, delivery_timeout_s=60)
         with Admin(url(strict)) as admin:
@@ -471,8 +471,8 @@ def test_a_task_that_runs_again_in_another_order_writes_nothing_twice(broker):
 
 
 @pytest.mark.cluster
-def test_two_attempts_of_a_task_side_by_side_write_each_row_once(broker, monkeypatch):
-    """As speculation has them. Requests are small here, so that the two meet often."""
+def test_two_concurrent_attempts_of_a_task_write_each_row_once(broker, monkeypatch):
+    """Speculation starts such attempts. Small requests make the two interleave often."""
     monkeypatch.setattr(sender_module, "REQUEST_ROWS_MAX", 50)
     Admin(url(broker)).create_topic("speculation", partitions=2)
     writing = WriteOptions((url(broker),), None, "speculation", None)
@@ -489,7 +489,7 @@ def test_two_attempts_of_a_task_side_by_side_write_each_row_once(broker, monkeyp
 
 @pytest.mark.cluster
 @pytest.mark.spark
-def test_a_data_frame_becomes_messages_with_all_that_its_columns_say(spark, broker):
+def test_a_data_frame_becomes_messages_with_all_fields_of_its_columns(spark, broker):
     rows = spark.sql(
         "SELECT '{\"c\": 21.5}' AS value, 'application/json' AS content_type, 's-1' AS key, map('unit', 'C') AS"
         " headers, 'columns' AS topic, timestamp'2030-01-01 00:00:00' AS deliver_at, 60000L AS ttl_ms, 7 AS priority"
@@ -542,7 +542,7 @@ def test_a_mistake_is_reported_by_spark(spark, broker, columns, options, mode, s
 
 @pytest.mark.cluster
 @pytest.mark.spark
-def test_a_stream_goes_on_from_its_checkpoint_and_its_last_batch_is_not_doubled(spark, broker, tmp_path: Path):
+def test_a_stream_resumes_from_its_checkpoint_and_repeats_no_row_of_its_last_batch(spark, broker, tmp_path: Path):
     source, checkpoint = tmp_path / "source", tmp_path / "checkpoint"
 
     def arrive(start: int) -> None:
@@ -558,7 +558,7 @@ def test_a_stream_goes_on_from_its_checkpoint_and_its_last_batch_is_not_doubled(
     arrive(0)
     run()
     assert len(stored(broker, "stream")) == 100
-    (checkpoint / "commits" / "0").unlink()  # as if the driver had died before it noted the batch
+    (checkpoint / "commits" / "0").unlink()  # as if the driver had died before it recorded the batch
     (checkpoint / "commits" / ".0.crc").unlink(missing_ok=True)
     run()
     assert len(stored(broker, "stream")) == 100

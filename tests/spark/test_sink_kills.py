@@ -1,5 +1,5 @@
-"""A streaming job whose driver is killed with -9 again and again, and a leader of its topic once: every row is in the
-topic exactly once. PORTALMQ_SPARK_KILLS=10 for more kills."""
+"""A streaming job whose driver is killed repeatedly with SIGKILL, and a leader of its topic once: every row is in the
+topic exactly once. PORTALMQ_SPARK_KILLS=10 sets more kills."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.prove, pytest.mark.spark, pytest.mark.cluster, pytest.
 ROWS_A_BATCH = 400
 BATCHES_A_KILL = 2
 WITHIN_S = 240.0
-# Each begins with a record of its own, in each partition.
+# Each epoch begins with a record of its own in each partition.
 EPOCHS_MAX = 60
 
 
@@ -32,7 +32,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def stored(cluster: Cluster, topic: str) -> int:
-    """How many records the topic holds, about: what marks the beginnings of epochs counts too."""
+    """Return the approximate number of the topic's records, which includes the starts of epochs."""
     return sum(partition["high_watermark"] for partition in cluster.partitions(topic))
 
 
@@ -48,7 +48,7 @@ def messages(cluster: Cluster, topic: str) -> Iterator[dict]:
 
 
 def wait_in_the_middle(cluster: Cluster, job: SinkJob, batches: int) -> None:
-    """Until so many batches are done, and some rows of the next one, which is held, are in the topic."""
+    """Wait until `batches` batches are done and the topic has some rows of the next one, which is held."""
 
     def is_there() -> bool:
         assert not job.has_ended(), f"it ended before it was killed:\n{job.said()}"
@@ -57,9 +57,9 @@ def wait_in_the_middle(cluster: Cluster, job: SinkJob, batches: int) -> None:
     wait_until(is_there, "a batch under way", WITHIN_S)
 
 
-def test_every_row_is_in_the_topic_once_however_often_the_driver_and_a_leader_are_killed(cluster, tmp_path: Path):
+def test_every_row_is_in_the_topic_once_after_kills_of_driver_and_leader(cluster, tmp_path: Path):
     total = ROWS_A_BATCH * BATCHES_A_KILL * (KILLS + 2)
-    values = [b"%d" % (number // 2) for number in range(total)]  # each row has a twin, mostly in the same batch
+    values = [b"%d" % (number // 2) for number in range(total)]  # each row has an equal one, mostly in the same batch
     with written(tmp_path / "source") as source:
         source.topic("t", partitions=2)
         for start in range(0, total, 500):
@@ -96,4 +96,4 @@ def test_every_row_is_in_the_topic_once_however_often_the_driver_and_a_leader_ar
     twice = {value: count for value, count in found.items() if count > 2}
     assert found == Counter(value.decode() for value in values), f"too often: {twice}"
     print(f"{KILLS} kills, {total} rows: {msgspec.json.encode(twice)!r}")
-    assert unfinished == KILLS, "a kill hit no batch that Spark had to run again: nothing was shown"
+    assert unfinished == KILLS, "a kill interrupted no batch, so Spark ran none again: the test proved nothing"

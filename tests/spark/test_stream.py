@@ -1,4 +1,4 @@
-"""A stream, without Spark: the reader is asked what Spark asks it, in Spark's order. Its clock moves when it sleeps."""
+"""A stream without Spark: tests call the reader in Spark's order. Its clock moves only when it sleeps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALL = ReadAllAvailable()
 
 
 class Clock:
-    """Moves by sleeping. `on_sleep` are called by it, once each, in order."""
+    """A clock that moves by sleeping. Each sleep calls the next of `on_sleep`."""
 
     def __init__(self, *on_sleep: Callable[[], None]) -> None:
         self.now = 1_000.0
@@ -84,7 +84,7 @@ def reader(clock: Clock | None = None, columns: Sequence[str] = ("offset", "valu
 
 
 def later(clock: Clock) -> None:
-    """A look that was had a moment ago is not good any more."""
+    """Move the clock on, so that the last look-up is too old."""
     clock.now += 6
 
 
@@ -104,7 +104,7 @@ def test_with_fewer_rows_than_logs_they_take_turns(pretended):
     assert served == {f"t@a/{n}": 4 for n in range(5)}
 
 
-# --- where it begins -----------------------------------------------------------------------------------------------
+# --- the beginning -------------------------------------------------------------------------------------------------
 
 
 def test_a_stream_begins_at_the_end_by_default(pretended):
@@ -116,8 +116,8 @@ def test_a_stream_begins_at_the_end_by_default(pretended):
     assert reader(startingTimestamp="35").initialOffset() == {"t@a/0": 30, "t@a/1": 35}
 
 
-def test_a_beginning_that_would_not_be_found_again_is_written_down_before_anything_is_read(pretended):
-    """After a crash in the first batch Spark asks for the beginning anew: "latest" is another place by then."""
+def test_a_beginning_that_may_move_is_checkpointed_before_a_row_is_read(pretended):
+    """After a crash in the first batch Spark requests the beginning again: "latest" has moved by then."""
     clock = Clock()
     pretended.found = [log("t@a/0", 30)]
     source = reader(clock)
@@ -127,7 +127,7 @@ def test_a_beginning_that_would_not_be_found_again_is_written_down_before_anythi
     assert source.initialOffset() == start, "Spark asks a second time"
     later(clock)
     assert source.latestOffset(start, ALL) == {"t@a/0": 50}
-    again = reader(clock)  # killed while that empty batch was done
+    again = reader(clock)  # killed during that empty batch
     assert again.initialOffset() == {"t@a/0": 50}
     assert again.partitions({"t@a/0": 50}, start) == []
     assert pieces(again.partitions(start, again.latestOffset(start, ALL))) == [("t@a/0", 30, 50)]
@@ -147,7 +147,7 @@ def test_the_earliest_beginning_needs_no_empty_batch(pretended):
         ({"u": {"0": 1}}, "partition 0 of 'u', which is not read here"),
     ],
 )
-def test_a_beginning_that_is_not_there_is_refused(pretended, asked, says):
+def test_a_missing_beginning_is_refused(pretended, asked, says):
     pretended.found = [log("t@a/0", 30)]
     with pytest.raises(BadOption, match=says):
         reader(startingOffsets=asked).initialOffset()
@@ -162,7 +162,7 @@ def test_a_beginning_that_was_removed_is_a_loss(pretended, caplog):
     assert "begins at 10 now" in caplog.text
 
 
-def test_a_topic_that_is_not_there_is_said_at_once_when_it_was_named_and_waited_for_when_not(pretended):
+def test_a_missing_topic_is_an_error_if_named_and_awaited_otherwise(pretended):
     clock = Clock()
     pretended.fault = NoTopic("there is no topic 't'")
     with pytest.raises(NoTopic):
@@ -179,7 +179,7 @@ def test_a_topic_that_is_not_there_is_said_at_once_when_it_was_named_and_waited_
     assert clock.slept == 0
 
 
-def test_a_place_that_is_not_there_is_said_at_once(tmp_path):
+def test_a_missing_directory_is_reported_at_once(tmp_path):
     clock = Clock()
     source = reader(clock, path=str(tmp_path / "nowhere"))
     for ask in (source.initialOffset, source.prepareForTriggerAvailableNow):
@@ -193,10 +193,10 @@ def test_other_tables_are_no_streams():
         reader(table="groups")
 
 
-# --- how far the next batch goes --------------------------------------------------------------------------------------
+# --- the end of the next batch ----------------------------------------------------------------------------------------
 
 
-def test_the_limit_is_what_spark_says_not_what_the_option_says(pretended):
+def test_the_limit_is_sparks_and_not_the_options(pretended):
     pretended.found = [log("t@a/0", 1_000)]
     source = reader(startingOffsets="earliest", maxRowsPerTrigger="100")
     assert source.getDefaultReadLimit() == ReadMaxRows(100)
@@ -207,8 +207,8 @@ def test_the_limit_is_what_spark_says_not_what_the_option_says(pretended):
     assert source.reportLatestOffset() == {"t@a/0": 1_000}
 
 
-def test_when_nothing_is_new_the_offset_is_the_same_text(pretended):
-    """Spark compares texts: another order of names would be a new batch, for ever."""
+def test_without_new_messages_the_offset_is_the_same_text(pretended):
+    """Spark compares texts: another order of names would start a new batch each time."""
     clock = Clock()
     pretended.found = [log("b@1/0", 5), log("a@2/10", 5), log("a@2/9", 5)]
     source = reader(clock, startingOffsets="earliest")
@@ -218,7 +218,7 @@ def test_when_nothing_is_new_the_offset_is_the_same_text(pretended):
     assert json.dumps(source.latestOffset(json.loads(json.dumps(end)), ALL)) == json.dumps(end)
 
 
-def test_looking_costs_a_fifth_of_a_core_at_most(pretended, monkeypatch):
+def test_looking_for_new_data_takes_at_most_a_fifth_of_a_core(pretended, monkeypatch):
     clock = Clock()
     pretended.found = [log("t@a/0", 5)]
     source = reader(clock, startingOffsets="earliest")
@@ -237,7 +237,7 @@ def _count(pretended: Pretended) -> list[PartitionLog]:
 
 
 def test_new_partitions_and_topics_are_read_from_their_beginning(pretended):
-    """The beginning stands in the checkpoint before anything of it is read."""
+    """The checkpoint has their beginning before a row is read."""
     clock = Clock()
     pretended.found = [log("t@a/0", 30)]
     source = reader(clock)
@@ -252,7 +252,7 @@ def test_new_partitions_and_topics_are_read_from_their_beginning(pretended):
     assert pieces(source.partitions(first, second)) == [("t@a/1", 0, 8), ("u@b/0", 0, 9)]
 
 
-def test_available_now_reads_what_was_there_and_ends(pretended):
+def test_available_now_reads_the_existing_messages_and_ends(pretended):
     clock = Clock()
     pretended.found = [log("t@a/0", 100), log("t@a/1", 100)]
     source = reader(clock, startingOffsets="earliest", maxRowsPerTrigger="70")
@@ -276,11 +276,11 @@ def test_available_now_takes_up_a_new_partition_of_the_last_run_and_ends(pretend
     assert ends[1:] == [{"t@a/0": 100, "t@a/1": 0}, {"t@a/0": 100, "t@a/1": 20}]
 
 
-# --- what becomes of the logs -----------------------------------------------------------------------------------------
+# --- changes of the logs ----------------------------------------------------------------------------------------------
 
 
-def test_it_never_goes_back_when_a_replica_knows_less_for_a_moment(pretended):
-    """A broker failed over: what its successor has noted as committed is a second old."""
+def test_the_offset_never_falls_when_a_replica_is_behind_for_a_moment(pretended):
+    """After a fail-over the successor's record of commits is a second old."""
     clock = Clock()
     pretended.found = [log("t@a/0", 90)]
     source = reader(clock)
@@ -292,7 +292,7 @@ def test_it_never_goes_back_when_a_replica_knows_less_for_a_moment(pretended):
     assert source.latestOffset(start, ALL) == {"t@a/0": 130}
     pretended.found = [log("t@a/0", 90)]
     later(clock)
-    assert source.latestOffset(start, ALL) == start, "the patience begins anew"
+    assert source.latestOffset(start, ALL) == start, "the patience starts again"
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_it_never_goes_back_when_a_replica_knows_less_for_a_moment(pretended):
     ],
 )
 @pytest.mark.parametrize("available_now", [False, True])
-def test_what_stays_wrong_is_a_loss(pretended, now, says, available_now):
+def test_a_lasting_fault_is_a_loss(pretended, now, says, available_now):
     clock = Clock()
     pretended.found = now
     source = reader(clock)
@@ -321,7 +321,7 @@ def test_what_stays_wrong_is_a_loss(pretended, now, says, available_now):
     assert 19 <= clock.now - 1_000 <= 22
 
 
-def test_who_does_not_mind_a_loss_goes_on_at_the_end_and_reads_nothing_twice(pretended, caplog):
+def test_a_query_that_allows_loss_continues_at_the_end_and_repeats_no_row(pretended, caplog):
     clock = Clock()
     pretended.found = [log("t@a/0", 90)]
     source = reader(clock, failOnDataLoss="false")
@@ -338,7 +338,7 @@ def test_who_does_not_mind_a_loss_goes_on_at_the_end_and_reads_nothing_twice(pre
     assert pieces(source.partitions(start, source.latestOffset(start, ALL))) == [("t@a/0", 90, 95)]
 
 
-def test_what_retention_removed_unread_is_a_loss_at_once(pretended, caplog):
+def test_unread_messages_that_retention_removed_are_a_loss_at_once(pretended, caplog):
     pretended.found = [log("t@a/0", 90, start=50)]
     start = {"t@a/0": 10}
     strict = reader()
@@ -347,7 +347,7 @@ def test_what_retention_removed_unread_is_a_loss_at_once(pretended, caplog):
             strict.latestOffset(start, ALL)
     lenient = reader(failOnDataLoss="false")
     assert lenient.latestOffset(start, ReadMaxRows(5)) == {"t@a/0": 55}, (
-        "the limit counts from where there is something"
+        "the limit counts from the first available message"
     )
     assert pieces(lenient.partitions(start, {"t@a/0": 55})) == [("t@a/0", 50, 55)]
     assert caplog.text.count("offsets 10 to 49") == 1
@@ -355,7 +355,7 @@ def test_what_retention_removed_unread_is_a_loss_at_once(pretended, caplog):
         reader().partitions(start, {"t@a/0": 55})
 
 
-def test_a_topic_that_was_made_again_is_another_one(pretended):
+def test_a_recreated_topic_is_another_topic(pretended):
     pretended.found = [log("t@b/0", 40)]
     start = {"t@a/0": 30}
     with pytest.raises(DataLoss, match=r"the topic of t@a/0 was deleted and made again, with the id b.*offset 30"):
@@ -399,7 +399,7 @@ def test_a_broker_that_is_away_for_a_moment_does_not_end_the_query(pretended):
     assert source.latestOffset(start, ALL) == {"t@a/0": 90}
 
 
-def test_a_place_that_goes_for_a_moment_does_not_end_the_query(pretended):
+def test_a_directory_that_is_missing_for_a_moment_does_not_end_the_query(pretended):
     clock = Clock()
     pretended.found = [log("t@a/0", 90)]
     source = reader(clock)
@@ -443,7 +443,7 @@ def test_a_batch_that_is_read_again_waits_until_it_is_known_to_be_committed(pret
     assert pieces(lenient.partitions({"t@a/0": 50}, {"t@a/0": 60})) == [("t@a/0", 50, 55)]
 
 
-def test_a_file_that_goes_while_a_batch_is_planned_is_looked_for_again(pretended):
+def test_a_file_removed_during_planning_is_looked_up_again(pretended):
     clock = Clock()
     pretended.found = [log("t@a/0", 60)]
     pretended.faults_of_spans = [NothingThere("t@a/0 is nowhere"), FileNotFoundError("manifest.json")]
@@ -454,6 +454,6 @@ def test_a_file_that_goes_while_a_batch_is_planned_is_looked_for_again(pretended
         source.partitions({"t@a/0": 50}, {"t@a/0": 60})
 
 
-def test_an_empty_range_has_no_pieces_and_needs_no_look(pretended):
+def test_an_empty_range_has_no_pieces_and_needs_no_look_up(pretended):
     pretended.fault = SourceError("no broker answers")
     assert reader().partitions({"t@a/0": 50, "u@b/0": 3}, {"t@a/0": 50, "u@b/0": 3}) == []

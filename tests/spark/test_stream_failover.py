@@ -1,4 +1,4 @@
-"""A stream while leaders are killed, by three data directories and by HTTP: without Spark, in Spark's order."""
+"""A stream during kills of leaders, by three data directories and by HTTP: without Spark, in Spark's order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ READ_WITHIN_S = 120.0
 
 
 class Query:
-    """What Spark does with a source, one micro-batch after the other."""
+    """Calls a source as Spark does, one micro-batch after the other."""
 
     def __init__(self, **given: str) -> None:
         self.rows: list[tuple[int, int, str]] = []
@@ -30,12 +30,12 @@ class Query:
         self.position = self.source.initialOffset()
 
     def restart(self, **given: str) -> None:
-        """With other options, from the checkpoint."""
+        """Restart from the checkpoint, with other options."""
         reading = options.stream_options(given | {"topic": "t", "startingOffsets": "earliest"})
         self.source = MessagesStream(reading, ("partition", "offset", "value"))
 
     def run_until(self, rows: int) -> None:
-        """Until it has read so many."""
+        """Run micro-batches until `rows` rows are read."""
         deadline = time.monotonic() + READ_WITHIN_S
         while len(self.rows) < rows:
             assert time.monotonic() < deadline, f"{len(self.rows)} of {rows} rows within {READ_WITHIN_S:g} s"
@@ -43,7 +43,7 @@ class Query:
 
     def run_batch(self) -> None:
         end = self.source.latestOffset(self.position, ReadMaxRows(ROWS_MAX))
-        assert all(end[name] >= offset for name, offset in self.position.items()), "it never goes back"
+        assert all(end[name] >= offset for name, offset in self.position.items()), "the end of a batch fell"
         batch = [
             (row["partition"], row["offset"], row["value"].decode())
             for span in self.source.partitions(self.position, end)
@@ -52,7 +52,7 @@ class Query:
         ]
         assert len(batch) <= ROWS_MAX
         if end == self.position:
-            time.sleep(0.01)  # as long as Spark waits before it asks again
+            time.sleep(0.01)  # Spark's own wait between look-ups
         self.rows += batch
         self.position = end
 

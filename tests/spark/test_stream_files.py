@@ -1,4 +1,4 @@
-"""A stream over real files, without Spark: the reader is asked what Spark asks it, in Spark's order."""
+"""A stream over real files, without Spark: tests call the reader in Spark's order."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def reader(path: Path, **given: Any) -> MessagesStream:
 
 
 def values(source: MessagesStream, start: dict[str, int], end: dict[str, int]) -> list[bytes]:
-    """The batch, as Spark's workers read it: reader and pieces come to them by pickle."""
+    """Return the batch as Spark's workers read it, from a pickled reader and pickled pieces."""
     source = MessagesStream(source.reading, source.columns)
     spans = pickle.loads(pickle.dumps(source.partitions(start, end)))
     worker = pickle.loads(pickle.dumps(MessagesStream(source.reading, source.columns)))
     return [value for span in spans for batch in worker.read(span) for value in batch.column("value").to_pylist()]
 
 
-def test_batch_after_batch_every_message_comes_once(data):
+def test_each_message_is_in_one_batch(data):
     source = reader(data, topic="t", startingOffsets="earliest")
     start, found, rows = source.initialOffset(), Counter(), []
     while (end := source.latestOffset(start, ReadMaxRows(7))) != start:
@@ -99,7 +99,7 @@ def test_a_purge_between_two_batches_is_a_loss(tmp_path, caplog):
     assert values(lenient, start, lenient.latestOffset(start, ALL)) == [b"after the purge"]
 
 
-def test_a_segment_that_goes_between_planning_and_reading_is_a_loss(data):
+def test_a_segment_removed_between_planning_and_reading_is_a_loss(data):
     source = reader(data, topic="t", startingOffsets="earliest")
     start = source.initialOffset()
     spans = source.partitions(start, source.latestOffset(start, ALL))
@@ -112,19 +112,19 @@ def test_a_segment_that_goes_between_planning_and_reading_is_a_loss(data):
     assert left == 50
 
 
-def test_a_topic_that_is_gone_does_not_stop_the_others(data, tmp_path):
-    """Named, or by a pattern that overlaps another one."""
+def test_a_deleted_topic_does_not_stop_the_others(data, tmp_path):
+    """The option names the topic, or has overlapping patterns."""
     given = {"topic": "t,empty,t*", "failOnDataLoss": "false"}
     source = reader(data, startingOffsets="earliest", **given)
     start = source.initialOffset()
     (gone,) = data.glob("partitions/empty@*")
     shutil.rmtree(gone)
     end = source.latestOffset(start, ALL)
-    assert set(end) == set(start), "it may be back in a moment"
+    assert set(end) == set(start), "the topic may return in a moment"
     assert Counter(values(source, start, end)) == {b"%d" % number: 2 for number in range(30)}
 
 
-def test_a_pattern_that_nothing_matches_yet_is_waited_for(tmp_path):
+def test_a_pattern_without_a_match_is_awaited(tmp_path):
     with written(tmp_path / "data") as place:
         place.topic("other")
     source = reader(tmp_path / "data", topic="temp_*,wind_?")
@@ -137,8 +137,8 @@ def test_a_pattern_that_nothing_matches_yet_is_waited_for(tmp_path):
     assert values(source, begun, source.latestOffset(begun, ALL)) == numbered(3)
 
 
-def test_a_checkpoint_goes_on_with_another_broker_of_the_cluster(tmp_path):
-    """The names in the checkpoint are the topics', not the directories'."""
+def test_a_checkpoint_continues_with_another_broker_of_the_cluster(tmp_path):
+    """The checkpoint has the names of topics, not of directories."""
     with written(tmp_path / "one") as place:
         place.topic("t")
         place.put("t", *numbered(10))

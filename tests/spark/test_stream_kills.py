@@ -1,7 +1,7 @@
-"""A streaming job killed with -9 again and again, at any moment, while messages come in: each is written once.
+"""A streaming job that is killed repeatedly with SIGKILL during writes: each message is written once.
 
-`PORTALMQ_SPARK_KILLS` sets how often it is killed (the suite: 2; the full proof is 10). With each start it goes on by
-the next of the doors in `PORTALMQ_SPARK_DOORS`: the checkpoint is the same for both.
+`PORTALMQ_SPARK_KILLS` sets the number of kills (2 in the suite, 10 in the full proof). Each start continues by the next
+origin in `PORTALMQ_SPARK_DOORS`, from the same checkpoint.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KILLS = int(os.environ.get("PORTALMQ_SPARK_KILLS", "2"))
 SEED = int(os.environ.get("PORTALMQ_SPARK_SEED", "0")) or random.randrange(1, 10**6)
 DOORS = os.environ.get("PORTALMQ_SPARK_DOORS", "path,bootstrap").split(",")
 PARTITIONS = 2
-# The moment of a kill after a batch was planned: a batch takes about half a second here.
+# The time from a batch's plan to a kill: a batch takes about half a second here.
 KILL_WITHIN_S = 0.8
 
 
@@ -48,7 +48,7 @@ def test_a_killed_job_writes_every_message_once(spark, tmp_path: Path):
                 planned = []
                 for _ in range(KILLS):
                     job.start(given | next(doors))
-                    load.wait_for_acked(100)  # there is something to lose
+                    load.wait_for_acked(100)  # messages exist that a kill could lose
                     job.wait_for_batches(chance.choice((1, 1, 2)))
                     time.sleep(chance.uniform(0, KILL_WITHIN_S))
                     job.kill()
@@ -71,7 +71,7 @@ def test_a_killed_job_writes_every_message_once(spark, tmp_path: Path):
 
 
 def _wait_until_readable(given: dict[str, str], sent: dict[tuple[int, int], str]) -> None:
-    """By files one sees what was committed a second ago."""
+    """The files show commits up to a second late."""
     ends = {
         number: max(offset for partition, offset in sent if partition == number) + 1 for number in range(PARTITIONS)
     }

@@ -1,4 +1,4 @@
-"""Streaming queries in Spark itself: what it hands down, what it writes into the checkpoint, what reaches the user."""
+"""Streaming queries in Spark itself: its calls of the source, its checkpoints, and the errors that users see."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ENDS_WITHIN_S = 240
 
 
 def run(spark, folder: Path, **given: str) -> Any:
-    """A query that reads what is there into Parquet, and has ended."""
+    """Run a query that reads the existing messages into Parquet and ends."""
     messages = spark.readStream.format("portalmq").options(**given).load()
     query = (
         messages.selectExpr("partition", "offset", "cast(value as string) value")
@@ -37,11 +37,11 @@ def rows(spark, folder: Path) -> list[str]:
 
 
 def checkpointed(folder: Path, batch: int) -> dict[str, int]:
-    """Where a micro-batch ends, as Spark has written it down."""
+    """Return the end of a micro-batch from Spark's checkpoint."""
     return json.loads((folder / "checkpoint" / "offsets" / str(batch)).read_text().splitlines()[2])
 
 
-def test_what_is_there_is_read_in_batches_of_so_many_rows_and_once(spark, data: Path, tmp_path: Path):
+def test_existing_messages_are_read_once_in_bounded_batches(spark, data: Path, tmp_path: Path):
     query = run(spark, tmp_path, path=str(data), topic="t", startingOffsets="earliest", maxRowsPerTrigger="25")
     batches = [progress.numInputRows for progress in query.recentProgress if progress.numInputRows]
     assert sum(batches) == 60
@@ -50,18 +50,18 @@ def test_what_is_there_is_read_in_batches_of_so_many_rows_and_once(spark, data: 
     assert run(spark, tmp_path, path=str(data), topic="t").recentProgress[-1].numInputRows == 0
 
 
-def test_a_crash_in_the_first_batch_does_not_move_where_latest_was(spark, data: Path, tmp_path: Path):
+def test_a_crash_in_the_first_batch_does_not_move_its_beginning(spark, data: Path, tmp_path: Path):
     run(spark, tmp_path, path=str(data), topic="empty")
     first = checkpointed(tmp_path, 0)
     with written(data) as place:
         place.put("empty", *numbered(5))
-    shutil.rmtree(tmp_path / "checkpoint" / "commits")  # as if killed before the first batch was done
+    shutil.rmtree(tmp_path / "checkpoint" / "commits")  # as if killed before the end of the first batch
     run(spark, tmp_path, path=str(data), topic="empty")
     assert checkpointed(tmp_path, 0) == first
     assert rows(spark, tmp_path) == ["0", "1", "2", "3", "4"]
 
 
-def test_what_was_removed_unread_is_reported_to_the_user(spark, data: Path, tmp_path: Path):
+def test_removed_unread_messages_are_reported_to_the_user(spark, data: Path, tmp_path: Path):
     given = {"path": str(data), "topic": "t"}
     run(spark, tmp_path, **given, startingOffsets="earliest")
     with written(data) as place:
@@ -81,7 +81,7 @@ def test_the_example_in_the_documents_runs_as_pasted(spark, tmp_path: Path):
     with written(tmp_path / "data" / "5000") as place:
         place.topic("temp_1")
         place.put("temp_1", *numbered(5))
-    for folder in ("data", "out"):  # the folder of Spark's own processes is not this one
+    for folder in ("data", "out"):  # Spark's own processes run in another folder
         example = example.replace(f'"{folder}/', f'"{tmp_path}/{folder}/')
     exec(example, {"spark": spark})
     found = spark.read.parquet(str(tmp_path / "out" / "messages")).collect()

@@ -1,4 +1,4 @@
-"""Which topics an option means."""
+"""The topics that an option selects."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_names_patterns_and_all(asked: list[str] | None, found: list[str]) -> No
     assert [topic for topic in TOPICS if is_wanted(topic, asked)] == found
 
 
-def test_what_no_topic_is_is_named() -> None:
+def test_a_missing_topic_is_named() -> None:
     assert not_found(["temp_*", "rain_*", "temp_1", "temp_3"], TOPICS) == ["rain_*", "temp_3"]
     assert not_found(None, []) == []
     assert not_found(["*"], ["__offsets"]) == ["*"]
