@@ -35,7 +35,7 @@ def pages(end: int, size_max: int = 2):  # type: ignore[no-untyped-def]
     return step
 
 
-def test_a_topic_is_created_with_the_given_settings_alone() -> None:
+def test_a_topic_is_created_with_only_the_given_settings() -> None:
     with ScriptedBroker() as broker, Admin(broker.url) as admin:
         broker.script("PUT", "/v1/topics/t", [reply(TOPIC, 201), refuse(409, "topic_exists")])
         assert admin.create_topic("t", partitions=2, config={"retention_ms": 1000}).name == "t"
@@ -84,7 +84,7 @@ def test_groups_are_created_and_described_with_their_lag() -> None:
         admin.delete_group("g")
 
 
-def test_a_name_that_cannot_be_one_never_leaves_the_client() -> None:
+def test_an_invalid_name_never_leaves_the_client() -> None:
     with ScriptedBroker() as broker, Admin(broker.url) as admin:
         for call in (admin.describe, admin.delete_topic, admin.purge, admin.group, lambda name: list(admin.peek(name))):
             with pytest.raises(InvalidRequest):
@@ -114,7 +114,7 @@ def test_peek_ends_where_the_topic_ended_when_it_began() -> None:
         assert len(list(admin.peek("t", partition=0, limit=None))) == 4
 
 
-def test_a_time_to_start_from_travels_in_utc() -> None:
+def test_a_start_time_is_sent_in_utc() -> None:
     with ScriptedBroker() as broker, Admin(broker.url) as admin:
         broker.script("GET", "/v1/topics/t/partitions", [pages(0)])
         admin.browse("t", 0, at=datetime(2026, 5, 1, 12, tzinfo=UTC), wait_s=2)

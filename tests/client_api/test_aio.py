@@ -1,5 +1,5 @@
-"""AsyncProducer and AsyncConsumer: the loop is never blocked, a cancellation loses nothing, all else as in the sync
-ones."""
+"""AsyncProducer and AsyncConsumer: they never block the loop, lose nothing on a cancellation, and otherwise act as the
+synchronous classes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(test: Coroutine[Any, Any, Any]) -> Any:
 
 
 def block_no_longer_than(producer: AsyncProducer, seconds: float) -> None:
-    """Set max_block_s from now on: the first send has more time, to learn of the topic."""
+    """Set max_block_s for later sends: the first send has more time, for the look-up of the topic."""
     producer._max_block_s = producer._producer._max_block_s = seconds
 
 
@@ -142,7 +142,7 @@ class TestProducing:
         run(test())
 
     def test_many_concurrent_waits_take_no_longer_than_one(self, broker: ScriptedBroker) -> None:
-        """They wait one behind the other, and the time of each counts from its call."""
+        """They wait in a queue, and each limit counts from its call."""
         never = threading.Event()
         broker.fill("t", [])
         broker.script("POST", "/v1/topics/t/messages", [hold(never)] * 100)
@@ -152,7 +152,7 @@ class TestProducing:
             first = asyncio.create_task(producer.send("t", b"0"))
             await until(lambda: broker.calls_of("POST", "/v1/topics/t/messages"))
             block_no_longer_than(producer, 0.4)
-            sends = (producer.send("t", b"x") for _ in range(100))  # 40 s, one behind the other
+            sends = (producer.send("t", b"x") for _ in range(100))  # 40 s in sequence
             outcomes = await asyncio.wait_for(asyncio.gather(*sends, return_exceptions=True), 15)
             never.set()
             await first
@@ -247,7 +247,7 @@ class TestProducing:
         finally:
             never.set()
 
-    def test_a_closed_one_says_so(self, broker: ScriptedBroker) -> None:
+    def test_a_closed_client_raises_closed(self, broker: ScriptedBroker) -> None:
         async def test() -> None:
             producer = AsyncProducer(broker.url)
             await producer.close()
@@ -258,7 +258,7 @@ class TestProducing:
 
 
 class TestConsuming:
-    def test_asking_for_the_next_message_acks_the_one_before(self, broker: ScriptedBroker) -> None:
+    def test_the_next_message_acks_the_previous_one(self, broker: ScriptedBroker) -> None:
         broker.fill("t", [b"1", b"2", b"3"])
 
         async def test() -> None:
@@ -271,7 +271,7 @@ class TestConsuming:
         run(test())
         assert broker.done == {("t", 0, offset) for offset in range(3)}
 
-    def test_an_exception_in_the_body_gives_the_message_back(self, broker: ScriptedBroker) -> None:
+    def test_an_exception_in_the_body_returns_the_message(self, broker: ScriptedBroker) -> None:
         broker.fill("t", [b"1", b"2"])
 
         async def test() -> None:
@@ -327,7 +327,7 @@ class TestConsuming:
 
         run(test())
 
-    def test_poll_gives_some_and_ack_does_not_wait_for_the_receive_that_waits(self, broker: ScriptedBroker) -> None:
+    def test_an_ack_does_not_wait_for_a_waiting_poll(self, broker: ScriptedBroker) -> None:
         broker.fill("t", [b"1", b"2", b"3"])
 
         async def test() -> None:
@@ -359,7 +359,7 @@ class TestConsuming:
     ) -> None:
         monkeypatch.setattr(
             "portalmq.consumers.prefetch.AHEAD_S", LONGER_THAN_A_TEST_MS
-        )  # a receive brings all that there is
+        )  # a receive returns all available messages
         broker.fill("t", [b"1"])
 
         async def test() -> None:

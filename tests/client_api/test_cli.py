@@ -112,7 +112,7 @@ def test_an_unreachable_broker_is_exit_69_with_its_address_and_a_remedy(monkeypa
     "words",
     [["nonsense"], ["topic", "create"], ["consume", "t", "--offset", "x"], ["status", "--server", "ftp://here:21"]],
 )
-def test_a_wrong_call_is_exit_2(words: list[str]) -> None:
+def test_a_usage_error_is_exit_2(words: list[str]) -> None:
     assert CliRunner().invoke(main, words).exit_code == 2
 
 
@@ -144,7 +144,7 @@ def test_a_command_of_a_missing_package_says_how_to_install_it(
     assert "report" in CliRunner().invoke(main, ["--help"]).stdout
 
 
-def test_the_command_line_of_the_client_loads_no_other_room() -> None:
+def test_the_command_line_of_the_client_imports_no_other_package() -> None:
     code = (
         "import sys, portalmq.cli.main; print([m for m in sys.modules if m.startswith(('portalmq.broker', 'flask'))])"
     )
@@ -259,7 +259,7 @@ def test_consume_as_a_group_ends_at_the_end(broker: ScriptedBroker, monkeypatch:
     assert len(broker.done) == 250
 
 
-def test_consume_as_a_group_acks_what_is_printed_while_it_waits_for_more(broker: ScriptedBroker) -> None:
+def test_consume_as_a_group_acks_printed_messages_while_it_waits(broker: ScriptedBroker) -> None:
     """Otherwise the lease of a message would expire before the hundredth arrives, and it would be printed again."""
     broker.fill("t", [b"one"])
     program = [sys.executable, "-m", "portalmq.cli.main", "consume", "t", "-g", "g", "--server", broker.url]
@@ -273,10 +273,8 @@ def test_consume_as_a_group_acks_what_is_printed_while_it_waits_for_more(broker:
     assert process.returncode == 130
 
 
-def test_consume_as_a_group_gives_back_what_could_not_be_printed(
-    broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The reader has ended (`| head`): only messages that it can have read are acked."""
+def test_consume_as_a_group_returns_unprinted_messages(broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader has ended (`| head`): consume acks only messages that it can have read."""
 
     def show(message: Message, form: str) -> None:
         if message.value == b"three":
@@ -289,7 +287,7 @@ def test_consume_as_a_group_gives_back_what_could_not_be_printed(
     assert broker.leased == {}
 
 
-def test_consume_without_a_group_only_looks(broker: ScriptedBroker) -> None:
+def test_consume_without_a_group_acks_nothing(broker: ScriptedBroker) -> None:
     broker.fill("t", [b"one", b"two", b"three"])
     broker.script("GET", "/v1/topics/t/partitions", [browse] * 10)
     broker.script("GET", "/v1/topics/t", [reply(TOPIC)] * 10)
@@ -331,7 +329,7 @@ def test_a_host_that_resets_connections_is_a_broker_that_does_not_answer() -> No
             while True:
                 try:
                     connection, _ = server.accept()
-                except OSError:  # the test is over
+                except OSError:  # the test has ended
                     return
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 connection.close()
@@ -344,7 +342,7 @@ def test_a_host_that_resets_connections_is_a_broker_that_does_not_answer() -> No
     assert f"no broker answers at {url}" in result.stderr
 
 
-def test_peek_shows_bytes_that_are_no_text_as_such(broker: ScriptedBroker) -> None:
+def test_peek_marks_bytes_that_are_no_text(broker: ScriptedBroker) -> None:
     broker.topics["t"] = [[wire.PackMessage(value=b"\xff\x00", content_type=wire.BYTES)]]
     broker.script("GET", "/v1/topics/t/partitions", [browse])
     broker.script("GET", "/v1/topics/t", [reply(TOPIC)])
@@ -352,7 +350,7 @@ def test_peek_shows_bytes_that_are_no_text_as_such(broker: ScriptedBroker) -> No
     assert row.endswith(r"b'\xff\x00'")
 
 
-def test_on_a_terminal_no_row_is_broader_than_it(
+def test_no_row_is_wider_than_the_terminal(
     broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(output, "_on_terminal", lambda: True)
@@ -366,7 +364,7 @@ def test_on_a_terminal_no_row_is_broader_than_it(
     assert lines[3].endswith("y…")
 
 
-def test_a_state_is_coloured_on_a_terminal_alone(
+def test_a_state_is_coloured_only_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -378,9 +376,7 @@ def test_a_state_is_coloured_on_a_terminal_alone(
     assert "\x1b[31mwithout leader" in capsys.readouterr().out
 
 
-def test_a_package_that_is_missing_is_a_sentence_with_the_extra_that_brings_it(
-    broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_reported_with_its_extra(broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: object, **__: object) -> None:
         raise ModuleNotFoundError("No module named 'pyarrow'", name="pyarrow.lib")
 

@@ -1,4 +1,4 @@
-"""`portalmq group`, `dlq`, `scheduled`, and the like options of `produce` and `topic`: their requests and output."""
+"""`portalmq group`, `dlq`, `scheduled`, and related options of `produce` and `topic`: their requests and output."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class TestGroups:
 
 
 class TestDeadLetters:
-    def test_list_goes_through_all_pages_and_tells_why(self, broker: ScriptedBroker) -> None:
+    def test_list_reads_all_pages_and_shows_reasons(self, broker: ScriptedBroker) -> None:
         headers = {
             "portalmq-delivery-count": "5",
             "portalmq-dead-reason": "timeout",
@@ -130,7 +130,7 @@ class TestDeadLetters:
         asked = [call.query for call in broker.calls_of("GET", "/v1/groups/g/dead-letters")]
         assert [query.get("after") for query in asked] == [None, "0-1"]
 
-    def test_a_count_bounds_what_is_asked_for(self, broker: ScriptedBroker) -> None:
+    def test_a_count_limits_the_request(self, broker: ScriptedBroker) -> None:
         page = {"messages": [shown(1)], "next_after": "0-1"}
         broker.script("GET", "/v1/groups/g/dead-letters", [reply(page)])
         assert run(broker, "dlq", "list", "g", "t", "-n", "1").exit_code == 0
@@ -196,7 +196,7 @@ class TestSchedules:
         assert result.exit_code == 1
         assert "0-1 of t is cancelled" in result.stderr
 
-    def test_produce_sends_delays_moments_lives_and_priorities(self, broker: ScriptedBroker) -> None:
+    def test_produce_sends_delays_times_ttls_and_priorities(self, broker: ScriptedBroker) -> None:
         words = ["--delay", "1.5s", "--ttl", "2h", "--priority", "7"]
         assert run(broker, "produce", "t", *words, stdin="x\n").exit_code == 0
         sent = broker.topics["t"][0][0]
@@ -215,7 +215,7 @@ class TestSchedules:
             ["--delay", "1s", "--at", "2027-01-15T08:00:00Z"],
         ],
     )
-    def test_times_that_are_none_are_usage_errors(self, broker: ScriptedBroker, words: list[str]) -> None:
+    def test_invalid_times_are_usage_errors(self, broker: ScriptedBroker, words: list[str]) -> None:
         assert run(broker, "produce", "t", *words, stdin="x\n").exit_code == 2
         assert broker.topics == {}
 

@@ -48,7 +48,7 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def test_a_lock_by_hand(broker: LockBroker) -> None:
+def test_a_lock_is_acquired_renewed_and_released_by_hand(broker: LockBroker) -> None:
     taken = json.loads(run(broker, "acquire", "l", "--owner", "me", "--ttl", "5s", "-o", "json").stdout)
     assert taken == {"owner": "me", "fencing_token": 1, "expires_in_ms": 5000}
     assert json.loads(run(broker, "acquire", "l", "--owner", "me", "-o", "json").stdout)["fencing_token"] == 1
@@ -79,12 +79,12 @@ def test_locks_are_listed_and_shown(broker: LockBroker) -> None:
         ["release", "l", "--owner", "me", "--token", "x"],
     ],
 )
-def test_usage_errors_ask_for_no_lock(broker: LockBroker, words: list[str]) -> None:
+def test_usage_errors_request_no_lock(broker: LockBroker, words: list[str]) -> None:
     assert run(broker, *words).exit_code == 2
     assert broker.calls_of("POST", PATH) == []
 
 
-def test_a_command_runs_under_the_lock_and_its_exit_code_is_ours(broker: LockBroker) -> None:
+def test_a_command_runs_under_the_lock_and_sets_the_exit_code(broker: LockBroker) -> None:
     child = process(broker, "l", "--", sys.executable, "-c", f"{SHOW}; raise SystemExit(7)")
     assert child.communicate(timeout=WITHIN_S)[0].split() == ["l", "1"]
     assert child.returncode == 7
@@ -106,7 +106,7 @@ def test_a_missing_command_releases_the_lock(broker: LockBroker) -> None:
     assert broker.holder is None
 
 
-def test_a_lock_that_is_held_runs_nothing(broker: LockBroker, tmp_path: Path) -> None:
+def test_a_held_lock_runs_no_command(broker: LockBroker, tmp_path: Path) -> None:
     broker.pass_on()
     child = process(broker, "l", "--wait", "0s", "--", "touch", str(tmp_path / "ran"))
     assert "held" in child.communicate(timeout=WITHIN_S)[1]
@@ -137,7 +137,7 @@ def test_a_paused_holder_stops_its_command_when_it_wakes(broker: LockBroker) -> 
     assert child.returncode == 75
 
 
-def test_signals_go_to_the_command_and_the_lock_goes_back(broker: LockBroker) -> None:
+def test_signals_reach_the_command_and_the_lock_is_released(broker: LockBroker) -> None:
     trap = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(3)); print('on', flush=True)"
     child = process(broker, "l", "--", sys.executable, "-c", f"{trap}; time.sleep(60)")
     assert child.stdout is not None
@@ -165,8 +165,8 @@ main()
 
 
 def test_ctrl_c_on_a_terminal_reaches_the_command_once(broker: LockBroker) -> None:
-    """The terminal signals all foreground processes, the command too; a second signal could mean an urgent end to
-    it."""
+    """The terminal signals all foreground processes, the command too, which may read a second signal as an urgent
+    end."""
     count = "import signal, time; n = []; signal.signal(signal.SIGINT, lambda *_: n.append(1)); print('on', flush=True)"
     wait = (
         "[time.sleep(0.01) for _ in iter(lambda: bool(n), True)]; time.sleep(0.5); print('heard', len(n), flush=True)"

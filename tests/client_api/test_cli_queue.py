@@ -58,14 +58,14 @@ def test_json_is_one_document(broker: ScriptedBroker) -> None:
     assert broker.calls_of("GET", "/v1/groups/g/messages")[1].query["limit"] == "2"
 
 
-def test_pages_are_read_on_until_enough_is_there(broker: ScriptedBroker) -> None:
+def test_pages_are_read_until_the_count_is_reached(broker: ScriptedBroker) -> None:
     script(broker, {"messages": [message(3, "ready")], "next": "0-3"}, {"messages": [message(4, "scheduled")]})
     result = run(broker, "-o", "ndjson")
     assert [json.loads(line)["id"] for line in result.stdout.splitlines()] == ["0-3", "0-4"]
     assert [call.query.get("after") for call in broker.calls_of("GET", "/v1/groups/g/messages")] == [None, None, "0-3"]
 
 
-def test_the_counts_alone(broker: ScriptedBroker) -> None:
+def test_only_the_counts_are_shown(broker: ScriptedBroker) -> None:
     script(broker)
     told = json.loads(run(broker, "-n", "0", "-o", "json").stdout)
     assert told == {"topic": "t", "group": "g", **COUNTS, "messages": [], "more": False}

@@ -48,17 +48,17 @@ def riding(broker: ScriptedBroker) -> list[list[str]]:
     return [acks for call in broker.calls_of("POST", RECEIVE) if (acks := call.json().get("ack"))]
 
 
-def test_iterating_hands_out_every_message_and_acks_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_iteration_delivers_and_acks_every_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("portalmq.consumers.lease.ACK_DELAY_S_MAX", AN_HOUR_S)
     with ScriptedBroker() as broker:
         broker.fill("t", [b"1", b"2", b"3"])
         with consumer(broker) as messages:
             assert [message.value for message in messages] == [b"1", b"2", b"3"]
-            assert riding(broker) == [["t.0.0.1", "t.0.1.1", "t.0.2.1"]], "together, with the next receive"
+            assert riding(broker) == [["t.0.0.1", "t.0.1.1", "t.0.2.1"]], "one ack with the next receive"
         assert receipts(broker, NACK) == []
 
 
-def test_a_message_is_what_was_sent() -> None:
+def test_a_message_has_all_fields_as_sent() -> None:
     with ScriptedBroker() as broker:
         broker.topics["t"] = [[wire.PackMessage(value=b'{"a":1}', content_type=wire.JSON)]]
         with consumer(broker) as messages:
@@ -67,7 +67,7 @@ def test_a_message_is_what_was_sent() -> None:
             assert (message.id, message.json(), message.delivery_count) == ("0-0", {"a": 1}, 1)
 
 
-def test_an_exception_in_the_body_gives_the_message_and_the_waiting_ones_back() -> None:
+def test_an_exception_in_the_body_returns_the_message_and_the_waiting_ones() -> None:
     with ScriptedBroker() as broker:
         broker.fill("t", [b"1", b"2", b"3", b"4"])
 
@@ -80,9 +80,9 @@ def test_an_exception_in_the_body_gives_the_message_and_the_waiting_ones_back() 
         assert receipts(broker, ACK) == [["t.0.0.1"]]
         assert receipts(broker, NACK) == [["t.0.1.1"], ["t.0.2.1", "t.0.3.1"]]
         handed, waiting = (call.json() for call in broker.calls_of("POST", NACK))
-        assert "delay_ms" not in handed, "the group's back-off holds for what failed"
-        assert waiting["delay_ms"] == 0, "what was never begun is free at once"
-        assert waiting["unseen"] is True, "and counts as never delivered"
+        assert "delay_ms" not in handed, "the failed message gets the group's back-off"
+        assert waiting["delay_ms"] == 0, "a message that was never handled is free at once"
+        assert waiting["unseen"] is True, "it counts as never delivered"
         assert "unseen" not in handed
         with consumer(broker) as messages:
             assert [(message.value, message.delivery_count) for message in messages] == [
@@ -106,18 +106,18 @@ def test_a_consumer_without_close_returns_its_messages_when_garbage_collected() 
         broker.wait_for(lambda: sorted(itertools.chain(*receipts(broker, NACK))) == ["t.0.0.1", "t.0.1.1"])
 
 
-def test_a_message_is_acked_soon_after_the_next_is_asked_for() -> None:
+def test_a_message_is_acked_soon_after_the_next_is_requested() -> None:
     with ScriptedBroker() as broker:
         broker.fill("t", [b"1", b"2"])
         with consumer(broker) as messages:
             next(messages)
             next(messages)
-            # Nothing is asked of the consumer any more: its keeper sends the ack.
+            # The program makes no further call: the consumer's keeper sends the ack.
             broker.wait_for(lambda: ("t", 0, 0) in broker.done)
             assert receipts(broker, ACK) == [["t.0.0.1"]]
 
 
-def test_an_ack_travels_with_the_next_receive(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ack_is_sent_with_the_next_receive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("portalmq.consumers.lease.ACK_DELAY_S_MAX", AN_HOUR_S)
     with ScriptedBroker() as broker:
         broker.fill("t", [b"1", b"2", b"3"])
@@ -129,9 +129,7 @@ def test_an_ack_travels_with_the_next_receive(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_acks_of_a_failed_receive_are_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "portalmq.consumers.lease.ACK_DELAY_S_MAX", AN_HOUR_S
-    )  # by the end, and not by the keeper as well
+    monkeypatch.setattr("portalmq.consumers.lease.ACK_DELAY_S_MAX", AN_HOUR_S)  # by the end, and not also by the keeper
     with ScriptedBroker() as broker:
         broker.fill("t", [b"1"])
         with consumer(broker) as messages:
@@ -147,7 +145,7 @@ def test_acks_of_a_failed_receive_are_sent_again(monkeypatch: pytest.MonkeyPatch
 def test_closing_during_a_receive_that_carries_acks_sends_them_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "portalmq.consumers.lease.ACK_DELAY_S_MAX", AN_HOUR_S
-    )  # or the keeper may be there before the receive
+    )  # or the keeper may send them before the receive
     released = threading.Event()
     with ScriptedBroker() as broker:
         broker.fill("t", [b"1"])
@@ -191,7 +189,7 @@ def test_closing_ends_an_iteration_that_waits_in_another_thread() -> None:
         released.set()
 
 
-def test_messages_leased_during_close_go_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_leased_during_close_are_returned_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("portalmq.consumer.LAST_ANSWER_S", WITHIN_S)
     leased, closing = threading.Event(), threading.Event()
 
@@ -277,7 +275,7 @@ def test_a_signal_that_closes_before_the_first_receive_does_not_wait_for_its_own
     assert took_s[0] < WITHIN_S
 
 
-def test_what_a_receive_asks_for() -> None:
+def test_a_receive_sends_its_parameters() -> None:
     with ScriptedBroker() as broker:
         with consumer(broker, max_messages=7, visibility_timeout_s=2) as messages:
             messages.poll(0)
@@ -304,7 +302,7 @@ def test_start_latest_is_set_once_before_the_first_receive() -> None:
     "options",
     [{"mode": "log"}, {"delivery": "twice"}, {"start": "middle"}, {"max_messages": 0}, {"member_id": "a"}],
 )
-def test_options_that_do_not_work_are_refused_with_a_sentence(options: dict[str, object]) -> None:
+def test_invalid_options_are_refused_with_a_sentence(options: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r".+"):
         Consumer("t", **options)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="topic"):
@@ -316,17 +314,17 @@ def test_options_that_do_not_work_are_refused_with_a_sentence(options: dict[str,
 # --- poll ------------------------------------------------------------------------------------------------------------
 
 
-def test_poll_returns_at_most_what_it_is_asked_for_and_keeps_the_rest() -> None:
+def test_poll_returns_at_most_max_messages_and_keeps_the_rest() -> None:
     with ScriptedBroker() as broker:
         broker.fill("t", [b"1", b"2", b"3"])
         with consumer(broker) as messages:
             assert [message.value for message in messages.poll(1, 2)] == [b"1", b"2"]
             assert [message.value for message in messages.poll(1, 2)] == [b"3"]
             assert messages.poll(0) == []
-        assert len(broker.done) == 3, "each poll acks the one before"
+        assert len(broker.done) == 3, "each poll acks the previous one"
 
 
-def test_poll_waits_no_longer_than_it_is_told() -> None:
+def test_poll_waits_no_longer_than_its_timeout() -> None:
     with ScriptedBroker() as broker, consumer(broker) as messages:
         assert messages.poll(0.05) == []
 
@@ -355,7 +353,7 @@ def test_with_manual_ack_messages_in_hand_keep_their_leases_after_close() -> Non
         broker.fill("t", [b"1", b"2"])
         with consumer(broker, manual_ack=True) as messages:
             message = next(messages)
-        assert receipts(broker, NACK) == [["t.0.1.1"]], "only what was never handed out"
+        assert receipts(broker, NACK) == [["t.0.1.1"]], "only the message that was never delivered"
         message.ack()
         assert broker.done == {("t", 0, 0)}
 
@@ -398,7 +396,7 @@ def test_a_stale_receipt_while_iterating_is_logged_and_the_loop_goes_on(caplog: 
         with consumer(broker, max_messages=1) as messages:
             next(messages)
             del broker.leased["t.0.0.1"]
-            broker.leased["t.0.0.2"] = ("t", 0, 0)  # another consumer has it now
+            broker.leased["t.0.0.2"] = ("t", 0, 0)  # now leased to another consumer
             assert next(messages).value == b"2"
         assert "1 messages were handled longer than their lease" in caplog.text
 
@@ -411,7 +409,7 @@ def test_a_message_without_a_lease_cannot_be_settled() -> None:
         messages.ack(browsed)
 
 
-# --- trouble ---------------------------------------------------------------------------------------------------------
+# --- failures --------------------------------------------------------------------------------------------------------
 
 
 def test_a_lost_answer_to_a_receive_loses_no_message() -> None:
@@ -444,19 +442,19 @@ def test_a_permanent_error_ends_the_iteration(code: str, status: int, kind: type
             next(messages)
 
 
-def test_an_ack_of_the_keeper_that_is_refused_for_good_is_raised_in_the_loop() -> None:
+def test_a_permanent_refusal_of_the_keepers_ack_is_raised_in_the_loop() -> None:
     with ScriptedBroker() as broker:
         broker.fill("t", [b"x"] * 3)
         broker.script("POST", ACK, [refuse(403, "forbidden")])
         with consumer(broker) as messages:
             next(messages)
-            next(messages)  # the third waits here, so no receive takes the ack along
+            next(messages)  # the third message waits here, so no receive carries the ack
             until(lambda: messages._leases._failure is not None)
             with pytest.raises(Forbidden):
                 next(messages)
 
 
-# --- leases of what waits --------------------------------------------------------------------------------------------
+# --- leases of waiting messages --------------------------------------------------------------------------------------
 
 
 class Broker:
@@ -482,7 +480,7 @@ def leases(broker: Broker, clock: Callable[[], float], max_handling_s: float = 0
     return held
 
 
-def test_a_message_whose_lease_has_run_out_is_not_handed_out() -> None:
+def test_a_message_whose_lease_has_expired_is_not_delivered() -> None:
     now = [0.0]
     held = leases(Broker(), lambda: now[0])
     assert held.take() is not None
@@ -502,7 +500,7 @@ def test_waiting_leases_are_extended_while_a_message_is_handled() -> None:
     assert held.take() is not None
 
 
-def test_messages_behind_a_stuck_one_go_back_to_the_group() -> None:
+def test_messages_behind_a_stuck_one_are_returned_to_the_group() -> None:
     now = [0.0]
     broker = Broker()
     held = leases(broker, lambda: now[0])
@@ -513,7 +511,7 @@ def test_messages_behind_a_stuck_one_go_back_to_the_group() -> None:
     assert held.take() is None
 
 
-def test_a_message_whose_lease_was_lost_while_waiting_is_not_handed_out() -> None:
+def test_a_message_whose_lease_was_lost_while_waiting_is_not_delivered() -> None:
     now = [0.0]
     results = [{"receipt": "r1", "status": "stale_receipt"}, {"receipt": "r2", "status": "ok"}]
     held = leases(Broker(StaleReceipt("stale", results=results)), lambda: now[0])
@@ -538,7 +536,7 @@ def test_leases_in_hand_are_renewed_until_max_handling(caplog: pytest.LogCapture
     assert "handled for 90 s" in caplog.messages[0], "the last time"
     now[0] = 101.0
     held._keep_waiting(now[0])
-    assert broker.sent[-1] == ("nack", ["r1", "r2"]), "others may have what waits"
+    assert broker.sent[-1] == ("nack", ["r1", "r2"]), "the waiting messages are free for others"
 
 
 def test_a_lease_that_the_user_extended_is_not_shortened() -> None:
@@ -571,7 +569,7 @@ def test_a_lease_that_expired_before_the_next_message_is_checked() -> None:
     held.take()
     now[0] = 31.0
     held.finish_handed()
-    assert (broker.sent, held.take_acks()) == ([("extend", ["r0"])], ["r0"]), "nobody else had it"
+    assert (broker.sent, held.take_acks()) == ([("extend", ["r0"])], ["r0"]), "no other consumer had it"
     held.receive_failed()
     held._to_ack = []
     held._waiting_until = 60.0
@@ -594,7 +592,7 @@ def test_a_message_that_was_acked_before_it_was_handed_out_is_not_lost() -> None
     assert held.take() is not None
 
 
-def test_messages_behind_a_slow_one_go_back_to_the_group() -> None:
+def test_messages_behind_a_slow_one_are_returned_to_the_group() -> None:
     with ScriptedBroker() as broker:
         broker.fill("t", [b"1", b"2", b"3"])
         with consumer(broker) as busy, consumer(broker, max_messages=1, idle_timeout_s=None) as idle:
@@ -638,7 +636,7 @@ def test_a_consumer_fetches_what_it_handles_in_a_second(each_s: float, wanted: i
     assert prefetch.wanted() == wanted
     prefetch.received(0)
     now[0] += 1000
-    assert prefetch.wanted() == wanted, "that nothing came says nothing of the handling"
+    assert prefetch.wanted() == wanted, "an empty receive does not change the measured handling time"
 
 
 def test_no_more_is_fetched_than_the_user_allows() -> None:
@@ -656,7 +654,7 @@ def test_release_does_not_fail_without_a_broker() -> None:
 
 
 def test_a_release_right_after_an_answer_returns_its_messages() -> None:
-    """The closing thread waits for the lock, and gets it at the first moment that it is free."""
+    """The closing thread waits for the lock, and gets it as soon as it is free."""
     broker = Broker()
     held = Leases(broker, "g", 30.0, lambda: 0.0)  # type: ignore[arg-type]
     held._keeper = threading.current_thread()

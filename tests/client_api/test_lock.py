@@ -92,7 +92,7 @@ class TestHolding:
         assert broker.count("DELETE") == 1
         assert lock._acquisition is not None
         lock._acquisition._thread.join(WITHIN_S)
-        assert not lock._acquisition._thread.is_alive(), "or it would renew on"
+        assert not lock._acquisition._thread.is_alive(), "its renewal thread must end"
 
     def test_a_broker_that_fails_for_less_than_the_ttl_costs_nothing(
         self, broker: LockBroker, make: Callable[..., Lock]
@@ -166,7 +166,7 @@ class TestWaiting:
         with pytest.raises(LockHeld), make(acquire_timeout_s=0.2):
             pass
         asked = broker.calls_of("POST", PATH)[-1].json()
-        assert "keep_place_ms" not in asked  # nobody comes back for it
+        assert "keep_place_ms" not in asked  # no later request needs the place
 
     def test_a_waiter_gets_the_lock_when_the_holder_releases_it(
         self, broker: LockBroker, make: Callable[..., Lock]

@@ -37,7 +37,7 @@ def acked(broker: ScriptedBroker) -> list[str]:
     return [receipt for call in calls for receipt in (*call.get("ack", ()), *call.get("receipts", ()))]
 
 
-def test_input_is_done_and_output_published_and_nothing_is_acked_beside_that() -> None:
+def test_a_commit_finishes_its_input_and_publishes_its_output_and_acks_nothing_else() -> None:
     with ScriptedBroker() as broker:
         broker.fill("t", [b"1", b"2", b"3"])
         with consumer(broker) as messages:
@@ -66,7 +66,7 @@ def test_a_commit_whose_answer_is_lost_is_repeated_and_done_once() -> None:
         assert first.published == 1
         assert broker.values("out") == [b"A"]
         bodies = {call.body for call in broker.calls_of("POST", COMMIT)}
-        assert len(bodies) == 1, "the same was shown each time"
+        assert len(bodies) == 1, "each try sends the same body"
 
 
 def test_a_stale_receipt_is_raised_and_the_message_is_not_acked() -> None:
@@ -83,7 +83,7 @@ def test_a_stale_receipt_is_raised_and_the_message_is_not_acked() -> None:
 
 
 def test_a_commit_that_fails_leaves_its_messages_unacked() -> None:
-    """Asking for more must not ack them: the input would be done without its output."""
+    """The next receive must not ack them: the input would be done without its output."""
     with ScriptedBroker() as broker:
         broker.fill("t", [b"1", b"2"])
         broker.script("POST", COMMIT, [refuse(503, "unavailable", outcome="unknown", retryable=False)])
@@ -95,7 +95,7 @@ def test_a_commit_that_fails_leaves_its_messages_unacked() -> None:
         assert message.receipt not in acked(broker)
 
 
-def test_outputs_travel_as_they_are() -> None:
+def test_outputs_are_sent_unchanged() -> None:
     (message,) = packed([{"topic": "t", "value": {"a": 1}, "key": b"\xff", "headers": {"h": "x"}, "priority": 4}])
     assert (message.value, message.content_type, message.key) == (b'{"a":1}', wire.JSON, b"\xff")
     assert (message.headers, message.priority) == ({"h": "x"}, 4)
@@ -150,7 +150,7 @@ def test_messages_of_two_partitions_none_or_browsed_ones_are_refused() -> None:
             messages.commit_with(message(0), [])
 
 
-def test_messages_of_a_partition_that_was_elsewhere_in_between_are_not_committed() -> None:
+def test_messages_of_a_partition_that_was_reassigned_are_not_committed() -> None:
     """Another member has published for the first of them."""
 
     def message(offset: int) -> Message:
@@ -187,7 +187,7 @@ def test_messages_of_a_partition_that_was_elsewhere_in_between_are_not_committed
         (201, "exactly_once", 1, False),
         (200, "exactly_once", 1, False),
         (200, "at_least_once", 1, True),
-        (201, "at_least_once", 2, False),  # a broker that does not know the parameter has made it
+        (201, "at_least_once", 2, False),  # an older broker ignores the parameter
     ],
 )
 def test_a_stream_group_is_created_with_its_delivery_by_one_call(status, delivery, calls, refused) -> None:

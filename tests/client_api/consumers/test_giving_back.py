@@ -59,7 +59,7 @@ def test_waiting_messages_go_back_later_if_the_group_could_not_be_asked() -> Non
         now[0] = held._release_waiting_at()
         held._release_waiting()
         assert (transport.asked, transport.on_its_way) == (tries, [])
-        assert held._release_waiting_at() == now[0] + HOLD_BACK_S_MAX, "it asks again, and not at once"
+        assert held._release_waiting_at() == now[0] + HOLD_BACK_S_MAX, "it retries after a pause"
     transport.fail = None
     held._release_waiting()
     assert (transport.on_its_way, held.take()) == ([True], None)

@@ -43,7 +43,7 @@ def test_a_lease_that_expires_in_hand_while_waiting_ones_are_extended_is_checked
     now[0] = 16.0
     held._keep_waiting(now[0])
     assert broker.sent == [("extend", ["r1", "r2"])]
-    now[0] = 31.0  # those that wait are leased until 46
+    now[0] = 31.0  # the waiting messages are leased until 46
     broker.fail = StaleReceipt("stale")
     with pytest.raises(LeaseLost):
         held.finish_handed()

@@ -63,7 +63,7 @@ def test_buffered_messages_stay_the_parents() -> None:
         assert values(broker) == [b"buffered", b"child", b"watched"]
 
 
-def test_a_child_that_is_forked_while_a_request_is_on_its_way_waits_for_nothing_of_it() -> None:
+def test_a_child_that_is_forked_during_a_request_does_not_wait_for_it() -> None:
     answer = threading.Event()
     with ScriptedBroker() as broker, Producer(broker.url) as producer:
         producer.send("t", b"first").result(30)
@@ -95,7 +95,7 @@ def test_a_closed_producer_stays_closed_in_the_child() -> None:
         assert in_child(child)
 
 
-def test_a_child_neither_acks_nor_gives_back_what_the_parent_has_in_hand() -> None:
+def test_a_child_neither_acks_nor_returns_the_parents_messages() -> None:
     with ScriptedBroker() as broker:
         broker.fill("t", [b"1", b"2", b"3"])
         with Consumer("t", group="g", bootstrap=broker.url, idle_timeout_s=0) as consumer:
@@ -106,7 +106,7 @@ def test_a_child_neither_acks_nor_gives_back_what_the_parent_has_in_hand() -> No
                 consumer.close()
                 return left
 
-            assert in_child(child) == [], "all of it is leased to the parent"
+            assert in_child(child) == [], "the parent holds every lease"
             assert [call.path for call in broker.calls if call.path.endswith("ack")] == []
             assert [message.value for message in consumer] == [b"2", b"3"]
         names = {call.json()["consumer"] for call in broker.calls_of("POST", RECEIVE)}
@@ -123,12 +123,12 @@ def test_a_child_may_ack_explicitly() -> None:
             assert broker.done == {("t", 0, 0)}
 
 
-def test_a_child_that_ends_gives_nothing_back() -> None:
+def test_a_child_that_ends_returns_no_message() -> None:
     with ScriptedBroker() as broker:
         broker.fill("t", [b"1"])
         with Consumer("t", group="g", bootstrap=broker.url, idle_timeout_s=0) as consumer:
             next(consumer)
-            in_child(consumer._shut_down)  # what the end of the interpreter calls
+            in_child(consumer._shut_down)  # called at the interpreter's exit
             assert broker.calls_of("POST", "/v1/groups/g/nack") == []
 
 
@@ -193,7 +193,7 @@ def test_asynchronous_clients_run_in_an_event_loop_of_the_child() -> None:
             await producer.send("t", b"before")
             assert [message.text for message in await consumer.poll(30, 1)] == ["1"]
             said = await asyncio.to_thread(in_child, lambda: asyncio.new_event_loop().run_until_complete(use()))
-            assert said == ["sent"], "the other is leased to the parent"
+            assert said == ["sent"], "the parent holds the other lease"
             assert await use() == ["before", "sent"]
             await producer.close()
             await consumer.close()

@@ -17,7 +17,7 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 def read(sent: bytes, method: str = "POST", first_bytes: int = PIECE_BYTES) -> tuple[HttpAnswer, bool]:
-    """Return the answer read from these bytes, whose first piece has at most so many of them."""
+    """Return the answer read from these bytes, whose first piece has at most `first_bytes` bytes."""
     here, there = socket.socketpair()
     with here, there:
         here.settimeout(60)
@@ -99,7 +99,7 @@ def test_a_large_body_is_whole(by_library: list[bytes]) -> None:
     assert len(by_library) == 1
 
 
-def test_of_a_field_that_comes_twice_the_first_counts() -> None:
+def test_the_first_of_two_equal_fields_counts() -> None:
     answer, _ = read(b"HTTP/1.1 200 OK\r\nA: 1\r\na: 2\r\nContent-Length: 0\r\n\r\n")
     assert answer.headers.get("A") == "1"
 

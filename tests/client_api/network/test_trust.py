@@ -45,7 +45,7 @@ def test_hosts_that_may_receive_a_token(advertised: str, named: list[str], told:
 
 @pytest.fixture
 def stranger() -> Iterator[ScriptedBroker]:
-    """A broker on this machine, advertised under a host that was not named."""
+    """A broker on this machine, advertised under a host that the user did not name."""
     with ScriptedBroker() as broker:
         yield broker
 
@@ -70,7 +70,7 @@ def test_an_advertised_host_does_not_get_the_token_if_disallowed(
 
 
 @pytest.mark.parametrize("by", ["default", "option", "no token"])
-def test_an_advertised_host_is_asked_unless_the_user_forbids_it(
+def test_an_advertised_host_is_used_unless_the_user_forbids_it(
     by: str, broker: ScriptedBroker, stranger: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if by != "default":
@@ -97,18 +97,16 @@ def test_a_plain_text_token_is_warned_of_once_except_on_loopback(caplog: pytest.
 
 @pytest.fixture
 def secure(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A broker behind TLS, with a certificate that the system does not know."""
+    """A broker behind TLS, with a certificate that the system does not trust."""
     with ScriptedBroker() as broker, TlsFront(int(broker.url.rpartition(":")[2]), "server") as front:
         topics = Reply(body=msgspec.json.encode({"topics": [wire.TopicSummary("t", 1, 1)]}))
         broker.script("GET", "/v1/topics", [lambda broker, call: topics] * 9)
         yield f"https://localhost:{front.port}"
 
 
-def test_an_authority_of_ones_own_is_named_by_an_option_or_the_environment(
-    secure: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_option_or_the_environment_names_a_private_authority(secure: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched, Admin(secure) as admin:
-        patched.setattr("portalmq.transport.reachability.FIRST_CONTACT_S", 0.0)  # one try, which has its whole time
+        patched.setattr("portalmq.transport.reachability.FIRST_CONTACT_S", 0.0)  # one try, with the whole time
         with pytest.raises(Unavailable, match="certificate"):
             admin.topics()
     with Admin(secure, tls_ca=str(pem("authority"))) as admin:
@@ -122,7 +120,7 @@ def test_an_authority_of_ones_own_is_named_by_an_option_or_the_environment(
 
 @pytest.fixture
 def asking(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A broker behind TLS that asks clients for a certificate."""
+    """A broker behind TLS that requests a certificate from clients."""
     with ScriptedBroker() as broker:
         topics = Reply(body=msgspec.json.encode({"topics": [wire.TopicSummary("t", 1, 1)]}))
         broker.script("GET", "/v1/topics", [lambda broker, call: topics] * 9)
@@ -131,7 +129,7 @@ def asking(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
             yield f"https://localhost:{front.port}"
 
 
-def test_a_certificate_is_shown_where_brokers_ask_for_one(
+def test_a_client_certificate_is_sent_to_brokers_that_request_one(
     asking: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = {"tls_client_cert": str(pem("client")), "tls_client_key": str(key("client"))}
@@ -150,7 +148,7 @@ def test_a_certificate_is_shown_where_brokers_ask_for_one(
         assert [topic.name for topic in admin.topics()] == ["t"]
 
 
-def test_a_command_shows_a_certificate_too(asking: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_sends_a_client_certificate_too(asking: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PORTALMQ_TLS_CLIENT_CERT", "PORTALMQ_TLS_CLIENT_KEY"):
         monkeypatch.setenv(name, "")
     files = ("--tls-client-cert", str(pem("client")), "--tls-client-key", str(key("client")))
@@ -158,7 +156,7 @@ def test_a_command_shows_a_certificate_too(asking: str, monkeypatch: pytest.Monk
     assert (said.exit_code, "t" in said.output) == (0, True), said.output
 
 
-def test_a_command_takes_it_too(secure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_accepts_the_authority_too(secure: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PORTALMQ_TLS_CA", "")
     said = CliRunner().invoke(
         main, ["topic", "list", "--server", secure, "--tls-ca", str(pem("authority")), "-o", "ndjson"]

@@ -45,7 +45,7 @@ def test_invalid_times_and_priorities_are_refused_at_the_call(options, what) -> 
         ({"ttl_s": "1"}, "ttl_s='1' must be a number"),
     ],
 )
-def test_times_of_another_kind_are_refused_with_the_kind_to_give(options, what) -> None:
+def test_times_of_another_type_are_refused_with_the_valid_type(options, what) -> None:
     with ScriptedBroker() as broker, Producer(broker.url) as producer, pytest.raises(TypeError, match=what):
         producer.send("t", b"x", **options)
 
@@ -57,7 +57,7 @@ def test_a_full_topic_is_retried_and_gets_each_message_once() -> None:
         assert [future.result(10).offset for future in futures] == [0, 1, 2]
         assert len(broker.calls_of("POST", PRODUCE)) >= 6
         assert broker.values("t") == [b"0", b"1", b"2"]
-        assert len(broker.calls_of("POST", PRODUCERS)) == 1, "what was not applied leaves the identity as it is"
+        assert len(broker.calls_of("POST", PRODUCERS)) == 1, "a batch that was not applied keeps the identity"
 
 
 def test_a_topic_that_stays_full_fails_the_send_after_the_delivery_timeout() -> None:
@@ -72,7 +72,7 @@ def test_a_topic_that_stays_full_fails_the_send_after_the_delivery_timeout() -> 
         assert late.value.outcome == "not_applied"
 
 
-def test_a_batch_that_is_more_than_may_ever_wait_goes_in_parts() -> None:
+def test_a_batch_above_the_backlog_limit_is_sent_in_parts() -> None:
     def at_most_two(broker: ScriptedBroker, call):  # type: ignore[no-untyped-def]
         if len(call.batch().messages) > 2:
             raise MessageTooLarge("at most 2 may wait: split it")
@@ -85,10 +85,10 @@ def test_a_batch_that_is_more_than_may_ever_wait_goes_in_parts() -> None:
         assert [future.result(0).offset for future in futures] == list(range(9))
 
 
-def test_a_producer_that_takes_a_new_epoch_says_which_instance_it_is() -> None:
+def test_a_producer_that_requests_a_new_epoch_sends_its_instance() -> None:
     with ScriptedBroker() as broker, Producer(broker.url, producer_name="billing") as producer:
         producer.send("t", b"one").result(10)
-        broker.stamps.clear()  # the broker has forgotten it
+        broker.stamps.clear()  # the broker has forgotten the producer
         producer.send("t", b"two").result(10)
         first, second = [call.json() for call in broker.calls_of("POST", PRODUCERS)]
     assert first["name"] == second["name"] == "billing"
@@ -111,7 +111,7 @@ def test_a_superseded_producer_that_renews_its_epoch_does_not_fence_its_successo
         assert fenced.value.outcome == "not_applied"
 
 
-def test_an_unnamed_producer_asks_for_an_identity_and_no_more() -> None:
+def test_an_unnamed_producer_requests_only_an_identity() -> None:
     with ScriptedBroker() as broker, Producer(broker.url) as producer:
         producer.send("t", b"one").result(10)
         assert [call.json() for call in broker.calls_of("POST", PRODUCERS)] == [{}]

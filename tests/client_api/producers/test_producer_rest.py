@@ -1,4 +1,4 @@
-"""Idle senders: a sender that is woken for a message sends it, even while others sleep."""
+"""Idle senders: a sender that wakes for a message sends it, even while others sleep."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def rest(producer: Producer) -> None:
 
 
 def test_a_message_after_an_idle_time_is_sent_without_reading_its_future() -> None:
-    """Two senders: the one that watches the clock sleeps without a limit, the other one is woken first."""
+    """Two senders: the one that keeps the time sleeps without a limit, and the other one wakes first."""
     with ScriptedBroker() as broker, Producer(broker.url, linger_ms=2) as producer:
         for topic in ("one", "two"):
             producer.send(topic, b"first").result(10)

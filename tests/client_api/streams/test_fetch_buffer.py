@@ -84,7 +84,7 @@ def begin(feeds: FetchBuffer, offset: int = 0, since: int = 1) -> None:
 
 
 def batch(feeds: FetchBuffer) -> list[str]:
-    """Return the next batch, as soon as there is one, and hand out all of it."""
+    """Wait for the next batch, deliver all of it, and return it."""
 
     def one() -> list[str]:
         with feeds.lock:
@@ -98,12 +98,12 @@ def batch(feeds: FetchBuffer) -> list[str]:
     return wait_until(one, "a batch")
 
 
-def test_batches_come_in_order_from_the_offset_on(leader: Leader, feeds: FetchBuffer) -> None:
+def test_batches_arrive_in_order_from_the_given_offset(leader: Leader, feeds: FetchBuffer) -> None:
     leader.script = [brings(frame(0, "a", "b", "c"), end=3), brings(frame(5, "d"), end=9)]
     begin(feeds, offset=1)
     assert batch(feeds) == ["1:b", "2:c"]
     assert batch(feeds) == ["5:d"]
-    wait_until(lambda: len(leader.asked) == 3, "it fetches on")
+    wait_until(lambda: len(leader.asked) == 3, "the fetches continue")
     assert [asked.partitions[0].offset for asked in leader.asked] == [1, 3, 9]
 
 
@@ -154,7 +154,7 @@ def _locked(feeds: FetchBuffer) -> object:
 def test_buffers_of_revoked_partitions_are_dropped(leader: Leader, feeds: FetchBuffer) -> None:
     leader.script = [brings(frame(0, "old"), end=1)]
     begin(feeds)
-    assert leader.waits.wait(WITHIN_S), "the next is asked for"
+    assert leader.waits.wait(WITHIN_S), "the next fetch"
     before = feeds.by_partition[PLACE]
     assert before.frames
     begin(feeds, offset=40, since=2)
@@ -164,14 +164,14 @@ def test_buffers_of_revoked_partitions_are_dropped(leader: Leader, feeds: FetchB
     assert batch(feeds) == ["40:new"]
 
 
-def test_no_more_is_read_ahead_than_there_is_room_for(leader: Leader) -> None:
+def test_read_ahead_is_bounded_by_the_room(leader: Leader) -> None:
     feeds = FetchBuffer(leader, lambda: NOW_MS, prefetch_bytes=1)  # type: ignore[arg-type]
     large = "x" * 300_000
     leader.script = [brings(frame(number, large), end=number + 1) for number in range(10)]
     begin(feeds)
-    wait_until(lambda: feeds.by_partition[PLACE].frames, "it was fetched")
-    wait_until(lambda: feeds._idle, "and no more")
+    wait_until(lambda: feeds.by_partition[PLACE].frames, "the first batch")
+    wait_until(lambda: feeds._idle, "the end of read-ahead")
     assert len(leader.asked) == 1
     assert batch(feeds)[0].startswith("0:x")
-    wait_until(lambda: len(leader.asked) == 2, "then the next")
+    wait_until(lambda: len(leader.asked) == 2, "the next fetch after it")
     feeds.close()

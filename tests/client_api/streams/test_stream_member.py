@@ -1,4 +1,4 @@
-"""A member of a stream group whose steps are made by a test."""
+"""A member of a stream group, which the tests step through."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_consumer_that_is_closed_while_it_joins_leaves_its_partitions_to_other
 
 
 class ChangingLeaders:
-    """Brokers that accept no commit at first."""
+    """Brokers that refuse the first commits."""
 
     def __init__(self) -> None:
         self.reachability = Reachability(lambda: 0.0)
@@ -101,7 +101,7 @@ class ChangingLeaders:
 def test_a_poll_whose_messages_are_committed_first_keeps_its_time_while_leaders_change() -> None:
     brokers = ChangingLeaders()
     it = member(None, brokers, "at_most_once")
-    it._thread = threading.current_thread()  # no turns of its own
+    it._thread = threading.current_thread()  # the member has no thread of its own
     feed = PartitionBuffer(stream_wire.AssignedPartition("t", 0, 0, 1))
     it.buffers.by_partition[feed.place] = feed
     it._batch = DecodedBatch(feed, [(0, stream_wire.FrameRecord(b"a", "text/plain"))], 0, 1)
