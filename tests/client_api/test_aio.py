@@ -247,7 +247,7 @@ class TestProducing:
         finally:
             never.set()
 
-    def test_a_closed_client_raises_closed(self, broker: ScriptedBroker) -> None:
+    def test_a_closed_client_raises_an_error(self, broker: ScriptedBroker) -> None:
         async def test() -> None:
             producer = AsyncProducer(broker.url)
             await producer.close()

@@ -48,7 +48,7 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def test_a_lock_is_acquired_renewed_and_released_by_hand(broker: LockBroker) -> None:
+def test_a_lock_is_acquired_and_released_by_hand(broker: LockBroker) -> None:
     taken = json.loads(run(broker, "acquire", "l", "--owner", "me", "--ttl", "5s", "-o", "json").stdout)
     assert taken == {"owner": "me", "fencing_token": 1, "expires_in_ms": 5000}
     assert json.loads(run(broker, "acquire", "l", "--owner", "me", "-o", "json").stdout)["fencing_token"] == 1

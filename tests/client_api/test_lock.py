@@ -84,7 +84,7 @@ class TestHolding:
         with make(owner="me"):
             assert broker.holder == "me"
 
-    def test_it_is_renewed_while_it_is_held_and_no_longer(self, broker: LockBroker, make: Callable[..., Lock]) -> None:
+    def test_a_lock_is_renewed_only_while_it_is_held(self, broker: LockBroker, make: Callable[..., Lock]) -> None:
         lock = make(ttl_s=0.6, clock=HandClock())
         with lock:
             until(lambda: broker.count("PUT") >= 4)
@@ -117,9 +117,7 @@ class TestHolding:
             never.set()
         assert broker.token == 1
 
-    def test_acquire_twice_is_a_mistake_and_so_is_releasing_what_was_not_acquired(
-        self, make: Callable[..., Lock]
-    ) -> None:
+    def test_a_second_acquire_and_a_release_without_an_acquire_are_errors(self, make: Callable[..., Lock]) -> None:
         lock = make()
         for call in (lock.release, lock.renew, lock.check, lock.wait_lost):
             with pytest.raises(RuntimeError, match="acquire it first"):
@@ -155,7 +153,9 @@ class TestHolding:
 
 
 class TestWaiting:
-    def test_without_time_to_wait_it_asks_once(self, broker: LockBroker, make: Callable[..., Lock]) -> None:
+    def test_without_time_to_wait_acquire_makes_one_request(
+        self, broker: LockBroker, make: Callable[..., Lock]
+    ) -> None:
         broker.pass_on()
         with pytest.raises(LockHeld):
             make().acquire(timeout_s=0)
@@ -192,7 +192,7 @@ class TestWaiting:
         assert {each["keep_place_ms"] for each in asked} == {2_000}
         assert lock.held
 
-    def test_a_lost_answer_is_asked_for_again_and_the_token_is_the_same(
+    def test_a_request_with_a_lost_answer_is_repeated_and_gets_the_same_token(
         self, broker: LockBroker, make: Callable[..., Lock]
     ) -> None:
         broker.script("POST", PATH, [lose_answer, refuse(503, "unavailable")])
@@ -212,7 +212,7 @@ class TestWaiting:
         with pytest.raises(ERRORS_BY_CODE["forbidden"]):
             make().acquire()
 
-    def test_a_lock_that_came_after_its_ttl_is_asked_for_again(
+    def test_a_lock_granted_after_its_ttl_is_requested_again(
         self, broker: LockBroker, make: Callable[..., Lock]
     ) -> None:
         clock = HandClock()
@@ -234,7 +234,7 @@ class TestLosing:
     ) -> None:
         clock, told = HandClock(), []
         lock = make(clock=clock, on_lost=told.append)
-        with pytest.raises(Fenced, match="10 s"), lock:  # noqa: PT012 - the loss is told behind the body
+        with pytest.raises(Fenced, match="10 s"), lock:  # noqa: PT012 - the end of the body raises the loss
             clock.now += 10
             assert (lock.held, lock.lost) == (False, True)
             with pytest.raises(Fenced):
@@ -246,7 +246,7 @@ class TestLosing:
     def test_a_holder_with_an_old_token_is_fenced(self, broker: LockBroker, make: Callable[..., Lock]) -> None:
         told: list[Fenced] = []
         lock = make(ttl_s=0.6, on_lost=told.append)
-        with pytest.raises(Fenced), lock:  # noqa: PT012 - the loss is told behind the body
+        with pytest.raises(Fenced), lock:  # noqa: PT012 - the end of the body raises the loss
             broker.pass_on()
             assert lock.wait_lost(WITHIN_S)
             assert lock.lost

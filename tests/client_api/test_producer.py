@@ -1,4 +1,4 @@
-"""`send()`: order, exactly once, batching, bounds, and futures that cost nothing until they are queried."""
+"""`send()`: order, exactly once, batching, bounds, and futures that cost nothing until they are read."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_send_returns_the_position_of_the_message() -> None:
         (None, b"null", wire.JSON),
     ],
 )
-def test_bytes_text_and_json_travel_with_their_type(value: object, payload: bytes, content_type: str | None) -> None:
+def test_bytes_text_and_json_are_sent_with_their_type(value: object, payload: bytes, content_type: str | None) -> None:
     with ScriptedBroker() as broker, Producer(broker.url) as producer:
         producer.send("t", value).result(10)
         message = broker.topics["t"][0][0]
@@ -105,7 +105,7 @@ def test_a_value_that_is_not_json_is_refused_at_the_call() -> None:
     "options",
     [{"compression": "zstd"}, {"acks": "most"}, {"batch_messages": 0}, {"idempotent": False, "producer_name": "p"}],
 )
-def test_options_that_do_not_work_are_refused_with_a_sentence(options: dict[str, object]) -> None:
+def test_invalid_options_are_refused_with_a_sentence(options: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r".+"):
         Producer(**options)  # type: ignore[arg-type]
 
@@ -113,7 +113,7 @@ def test_options_that_do_not_work_are_refused_with_a_sentence(options: dict[str,
 # --- batches ---------------------------------------------------------------------------------------------------------
 
 
-def test_messages_that_come_together_travel_together() -> None:
+def test_messages_sent_together_share_a_batch() -> None:
     with ScriptedBroker() as broker, Producer(broker.url, linger_ms=LONG, batch_messages=10) as producer:
         futures = [producer.send("t", b"%d" % number) for number in range(9)]
         assert broker.calls_of("POST", PRODUCE) == []
@@ -146,23 +146,23 @@ def test_a_batch_is_bounded_in_bytes() -> None:
         assert sizes == [2, 2, 2, 1]
 
 
-def test_a_batch_leaves_after_its_linger_without_being_asked() -> None:
+def test_a_batch_is_sent_after_its_linger() -> None:
     with ScriptedBroker() as broker, Producer(broker.url, linger_ms=20) as producer:
         producer.send("t", b"one")
         broker.wait_for(lambda: "t" in broker.topics and broker.values("t") == [b"one"])
 
 
-def test_asking_for_a_result_does_not_wait_for_the_linger(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_a_result_does_not_wait_for_the_linger(monkeypatch: pytest.MonkeyPatch) -> None:
     with ScriptedBroker() as broker, Producer(broker.url, linger_ms=LONG) as producer:
         assert producer.send("t", b"one").result(20).offset == 0
         assert producer.send("t", b"two").exception(20) is None
         monkeypatch.setattr("portalmq.producer.SEND_SELF_TIMEOUT_S_MIN", LONG)
         assert producer.send("t", b"three").result(20).offset == 2, (
-            "too short a time for the waiting thread to send itself"
+            "the time is too short for the waiting thread to send the batch itself"
         )
 
 
-def test_without_linger_every_send_leaves_at_once() -> None:
+def test_without_linger_every_message_is_sent_at_once() -> None:
     with ScriptedBroker() as broker, Producer(broker.url, linger_ms=0) as producer:
         done, _ = concurrent.futures.wait([producer.send("t", b"one")], timeout=10)
         assert len(done) == 1
@@ -211,7 +211,7 @@ def test_messages_without_a_key_are_spread_batch_by_batch() -> None:
             assert [int(message.value) for message in log] == [*range(first, first + 5), *range(second, second + 5)]
 
 
-def test_a_partition_that_was_added_is_found_when_it_is_named() -> None:
+def test_a_named_partition_that_was_added_is_found() -> None:
     with ScriptedBroker(1) as broker, Producer(broker.url) as producer:
         producer.send("t", b"").result(10)
         broker.topics["t"].append([])
@@ -244,7 +244,7 @@ def test_order_holds_whatever_is_retried() -> None:
         assert [future.result().offset for future in futures] == list(range(200))
 
 
-def test_several_threads_keep_each_their_own_order() -> None:
+def test_each_thread_keeps_its_own_order() -> None:
     with ScriptedBroker(2) as broker, Producer(broker.url, linger_ms=1, batch_messages=7) as producer:
         broker.script("POST", PRODUCE, [lose_answer, hang_up, lose_answer])
 
@@ -273,7 +273,7 @@ def test_a_producer_without_idempotence_does_not_repeat_an_unknown_outcome() -> 
             producer.send("t", b"one").result(10)
         assert caught.value.outcome == "unknown"
         broker.script("POST", PRODUCE, [refuse(503, "unavailable")])
-        assert producer.send("t", b"two").result(10).offset == 2, "a refusal says that nothing was done"
+        assert producer.send("t", b"two").result(10).offset == 2, "a refusal applied nothing"
         assert broker.values("t") == [b"zero", b"one", b"two"]
 
 
@@ -377,7 +377,7 @@ def test_a_full_buffer_makes_send_wait_and_then_fail() -> None:
     released = threading.Event()
     with ScriptedBroker() as broker, Producer(broker.url, buffer_messages=5) as producer:
         producer.send("t", b"first")
-        producer.flush(10)  # a result may be there before there is room
+        producer.flush(10)  # a result may arrive before the buffer has room
         producer._max_block_s = 0.1
         broker.script("POST", PRODUCE, [hold(released)])
         for _ in range(5):
@@ -389,7 +389,7 @@ def test_a_full_buffer_makes_send_wait_and_then_fail() -> None:
         assert producer.send("t", b"again").result(10).offset == 6
 
 
-def test_a_full_buffer_lets_send_go_on_as_soon_as_there_is_room() -> None:
+def test_a_send_continues_as_soon_as_a_full_buffer_has_room() -> None:
     with ScriptedBroker() as broker, Producer(broker.url, linger_ms=LONG, buffer_bytes=2000) as producer:
         for _ in range(200):
             producer.send("t", b"x" * 100)
@@ -419,7 +419,7 @@ def test_a_look_up_that_ends_between_two_tries_raises_the_last_error(
     producer.close()
 
 
-def test_flush_says_when_its_time_is_over() -> None:
+def test_flush_raises_when_its_time_is_over() -> None:
     released = threading.Event()
     with ScriptedBroker() as broker, Producer(broker.url) as producer:
         broker.script("POST", PRODUCE, [hold(released)])
@@ -429,7 +429,7 @@ def test_flush_says_when_its_time_is_over() -> None:
         released.set()
 
 
-def test_close_sends_what_is_left_and_can_be_called_twice() -> None:
+def test_close_sends_the_remaining_messages_and_can_be_called_twice() -> None:
     with ScriptedBroker() as broker:
         producer = Producer(broker.url, linger_ms=LONG)
         future = producer.send("t", b"one")
@@ -476,7 +476,7 @@ def test_a_future_that_is_never_queried_has_no_state() -> None:
         assert set(vars(future)) == {"_batch", "_index"}
 
 
-def test_callbacks_run_with_the_outcome_before_and_after_it_is_there() -> None:
+def test_callbacks_run_whether_added_before_or_after_the_outcome() -> None:
     with ScriptedBroker() as broker, Producer(broker.url, linger_ms=1) as producer:
         seen: list[int] = []
         future = producer.send("t", b"one")

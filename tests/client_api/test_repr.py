@@ -27,7 +27,7 @@ def test_a_repr_shows_the_address_and_not_the_token(make: Any, shown: str) -> No
     assert repr(make()) == shown
 
 
-def test_a_closed_one_says_so() -> None:
+def test_the_repr_of_a_closed_client_says_so() -> None:
     producer, consumer = Producer(AT), Consumer("a", bootstrap=AT)
     producer.close()
     consumer.close()

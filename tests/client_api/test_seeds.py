@@ -26,7 +26,7 @@ from portalmq import (
     subscribeMessage,
 )
 
-NOBODY = "http://127.0.0.1:1"  # no free port, which another process may take
+NOBODY = "http://127.0.0.1:1"  # a port outside the ephemeral range, so no process takes it
 
 
 class PortalBroker(ScriptedBroker):
@@ -146,7 +146,7 @@ def test_producers_and_consumers_are_registered_and_deleted(broker: PortalBroker
         assert [delete("p") for _ in range(2)] == [True, False]
 
 
-def test_a_living_broker_is_found(broker: PortalBroker) -> None:
+def test_a_live_broker_is_found(broker: PortalBroker) -> None:
     with PortalClient([NOBODY, broker.url]) as client:
         client.create_topic("t")
         assert client.topic_exists("t")
@@ -179,7 +179,7 @@ def test_a_publish_is_repeated_until_it_is_acked_and_is_one_message(broker: Port
     assert broker.programs == {"sensor"}
 
 
-def test_a_producer_that_comes_back_under_its_name_repeats_nothing(broker: PortalBroker) -> None:
+def test_a_producer_that_restarts_under_its_name_repeats_nothing(broker: PortalBroker) -> None:
     for _ in range(2):
         with PortalProducer("t", "sensor", broker.url) as producer:
             producer.publish("alike")
@@ -195,7 +195,7 @@ def test_any_message_arrives_as_it_was_published(broker: PortalBroker, message: 
         assert (read.message, read.topic, read.offset, read.timestamp_ms) == (message, "t", 0, 17)
 
 
-def test_what_a_broker_refuses_is_raised_at_once(broker: PortalBroker) -> None:
+def test_a_brokers_refusal_is_raised_at_once(broker: PortalBroker) -> None:
     broker.script("POST", "/publish", [refuse(413, "message_too_large")])
     with PortalProducer("t", bootstrap=broker.url) as producer:
         with pytest.raises(errors.MessageTooLarge):
@@ -205,12 +205,12 @@ def test_what_a_broker_refuses_is_raised_at_once(broker: PortalBroker) -> None:
         assert producer.publish("y") == 0
 
 
-def test_trying_ends_with_the_time_that_was_given() -> None:
+def test_retries_end_with_the_given_time() -> None:
     with PortalProducer("t", bootstrap=NOBODY, delivery_timeout_s=0.2) as producer, pytest.raises(Unavailable):
         producer.publish("x")
 
 
-def test_the_token_is_shown(broker: PortalBroker) -> None:
+def test_the_token_is_sent(broker: PortalBroker) -> None:
     broker.script("POST", "/producer", [refuse(401, "unauthorized")])
     with PortalProducer("t", "sensor", broker.url, token="s3cret") as producer:
         with pytest.raises(Unauthorized):
@@ -226,7 +226,7 @@ def filled(broker: PortalBroker, *messages: str) -> None:
     broker.messages["t"] = [{"message": message} for message in messages]
 
 
-def test_a_message_is_consumed_when_the_next_is_asked_for(broker: PortalBroker) -> None:
+def test_a_message_is_consumed_when_the_next_is_requested(broker: PortalBroker) -> None:
     filled(broker, "a", "b")
     with PortalConsumer("t", "c", broker.url, idle_timeout_s=0) as consumer:
         assert next(consumer).message == "a"
@@ -264,7 +264,7 @@ def test_a_consumer_continues_when_another_has_consumed_its_message(broker: Port
     with PortalConsumer("t", bootstrap=broker.url, idle_timeout_s=0) as slow:
         held = next(slow)
         with PortalConsumer("t", bootstrap=broker.url, idle_timeout_s=0) as quick:
-            assert next(quick) == held, "all are shown the message whose turn it is"
+            assert next(quick) == held, "every consumer sees the current message"
             assert quick.consume(held) is True
         assert next(slow).message == "b"
 
@@ -298,18 +298,18 @@ def test_a_sleeping_consumer_is_woken_by_a_message(broker: PortalBroker) -> None
         assert got == ["wake up"]
 
 
-def test_a_topic_that_is_missing_is_made(broker: PortalBroker) -> None:
+def test_a_missing_topic_is_created(broker: PortalBroker) -> None:
     with PortalConsumer("t", bootstrap=broker.url) as consumer:
         assert consumer.read() is None
     assert broker.messages == {"t": []}
 
 
-def test_a_topic_that_is_deleted_takes_the_message_in_hand_with_it(broker: PortalBroker) -> None:
+def test_a_deleted_topic_ends_the_iteration_with_a_message_in_hand(broker: PortalBroker) -> None:
     filled(broker, "a")
     with PortalConsumer("t", bootstrap=broker.url, idle_timeout_s=0) as consumer:
         assert next(consumer).message == "a"
         del broker.messages["t"]
-        assert list(consumer) == [], "there is nothing left to be ended"
+        assert list(consumer) == [], "the topic has no message left"
     assert broker.messages == {"t": []}
 
 
@@ -317,7 +317,7 @@ def test_generated_names_are_not_registered(broker: PortalBroker) -> None:
     with PortalProducer("t", bootstrap=broker.url) as producer, PortalConsumer("t", bootstrap=broker.url) as consumer:
         producer.publish("a")
         assert consumer.read() is not None
-    assert broker.programs == set(), "each start would leave one behind, for ever"
+    assert broker.programs == set(), "each start would leave a registration behind for ever"
 
 
 def test_a_consumer_does_not_create_a_topic_that_brokers_do_not(broker: PortalBroker) -> None:
@@ -331,7 +331,7 @@ def test_a_consumer_does_not_create_a_topic_that_brokers_do_not(broker: PortalBr
         assert consumer.read() is None
 
 
-def test_a_topic_that_is_deleted_while_its_consumer_sleeps_is_made_again(broker: PortalBroker) -> None:
+def test_a_topic_deleted_while_its_consumer_sleeps_is_created_again(broker: PortalBroker) -> None:
     broker.script("POST", "/read", [lambda broker, call: Reply(204), refuse(404, "topic_not_found")])
     with PortalConsumer("t", bootstrap=broker.url) as consumer:
         reading = threading.Thread(target=lambda: consumer.read(wait_s=60))
@@ -422,7 +422,7 @@ def test_the_cluster_of_the_environment_is_looked_up_each_time(monkeypatch: pyte
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
-def test_a_child_process_publishes_by_a_producer_of_its_own(broker: PortalBroker) -> None:
+def test_a_child_process_publishes_by_its_own_producer(broker: PortalBroker) -> None:
     publishMessage("t", "parent", bootstrap=broker.url)
     child = os.fork()
     if child == 0:

@@ -45,12 +45,12 @@ def effects(database: sqlite3.Connection) -> list[str]:
     return [row[0] for row in database.execute("SELECT value FROM effects ORDER BY rowid")]
 
 
-def test_a_message_that_comes_again_does_nothing(database) -> None:
+def test_a_repeated_message_has_no_effect(database) -> None:
     mine = TransactionalSink(database)
     assert handle(mine, message(1), message(2), message(1)) == [True, True, False]
     assert effects(database) == ["1", "2"]
     again = TransactionalSink(database)
-    assert handle(again, message(2), message(0)) == [False, True], "in any order: it is a queue"
+    assert handle(again, message(2), message(0)) == [False, True], "a queue delivers in any order"
 
 
 def test_a_failed_effect_leaves_no_record(database) -> None:
@@ -71,7 +71,7 @@ def test_groups_topics_partitions_and_recreated_topics_are_distinguished(databas
     mine, other = TransactionalSink(database, group="a"), TransactionalSink(database, group="b")
     assert handle(mine, message(1), message(1, partition=1), message(1, topic="u")) == [True] * 3
     assert handle(other, message(1)) == [True]
-    assert handle(mine, message(1, timestamp_ms=2)) == [True], "the topic was deleted and made anew"
+    assert handle(mine, message(1, timestamp_ms=2)) == [True], "the topic was deleted and created again"
 
 
 def test_two_transactions_that_handle_one_message_apply_it_once(tmp_path: Path, database) -> None:
@@ -90,7 +90,7 @@ def test_old_handled_messages_are_pruned_in_the_order_of_handling(database, monk
     monkeypatch.setattr(sink, "PRUNED_EVERY", 10)
     mine = TransactionalSink(database, handled_kept=20)
     handle(mine, *(message(offset) for offset in range(1_000, 1_050)))
-    handle(mine, message(1))  # it was delayed for long: of a small offset, and handled last
+    handle(mine, message(1))  # a long delay: the smallest offset, handled last
     (rows,) = database.execute("SELECT count(*) FROM portalmq_handled").fetchone()
     assert rows <= 31
     assert handle(mine, message(1), message(1_049)) == [False, False]
@@ -173,6 +173,6 @@ def test_the_worked_example_counts_once_what_is_delivered_twice(tmp_path: Path) 
         count = example().count
         expected = {"s0": 20, "s1": 25}
         assert count(broker.url, file) == expected
-        broker.done.clear()  # no ack has counted: all of it comes again
+        broker.done.clear()  # no ack has taken effect: all messages are delivered again
         assert count(broker.url, file) == expected
         assert all(number == 2 for number in broker.deliveries.values())

@@ -1,4 +1,4 @@
-"""`portalmq status`: the cluster on one screen, and what needs attention."""
+"""`portalmq status`: the cluster on one screen, and a list of problems."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_partition_needs_attention_without_leader_or_with_too_few_in_sync() ->
     assert list(needing_attention(topic(partition(0, 1, [1], [1]), replication_factor=1), 3)) == []
 
 
-def test_a_single_broker_misses_no_replicas_that_it_could_not_have() -> None:
+def test_a_single_broker_reports_no_missing_replicas() -> None:
     assert list(needing_attention(topic(partition(0, 1, [1], [1])), 1)) == []
 
 
@@ -76,7 +76,7 @@ def test_a_dead_broker_needs_attention_though_the_answering_one_is_healthy(broke
     assert "ready" in of_broker
 
 
-def test_the_table_shows_brokers_controller_and_trouble(broker: ScriptedBroker) -> None:
+def test_the_table_shows_brokers_controller_and_problems(broker: ScriptedBroker) -> None:
     answer(broker, TROUBLED)
     lines = run(broker).stdout.splitlines()
     words = [line.split() for line in lines]
@@ -89,7 +89,7 @@ def test_the_table_shows_brokers_controller_and_trouble(broker: ScriptedBroker) 
     assert "t      1          without leader    -       [1,2,3]   [1]" in lines
 
 
-def test_a_healthy_cluster_has_no_list_of_trouble(broker: ScriptedBroker) -> None:
+def test_a_healthy_cluster_has_no_list_of_problems(broker: ScriptedBroker) -> None:
     answer(broker, topic(partition(0, 1, [1, 2, 3], [1, 2, 3])))
     said = run(broker).stdout
     assert "under_replicated  0" in said

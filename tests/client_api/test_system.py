@@ -115,7 +115,7 @@ class TestChildren:
             assert parent.stdout is not None
             assert parent.stdout.readline() == b"started\n"
             parent.kill()
-            assert parent.stdout.read() == b"", "the pipe ends when no process has it any more"
+            assert parent.stdout.read() == b"", "the pipe ends when no process holds it"
 
     def test_the_process_that_watches_ends_with_the_child(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(system, "_prctl", lambda: None)
@@ -123,7 +123,7 @@ class TestChildren:
         with subprocess.Popen(["cat"], stdin=subprocess.PIPE, preexec_fn=system.dies_with_this_process()) as child:
             (watching,) = system.children_of(child.pid)
             assert system.start_of(watching) is not None
-        wait_until(lambda: system.start_of(watching) is None, "the watching process has ended")
+        wait_until(lambda: system.start_of(watching) is None, "the end of the watching process")
 
     def test_without_prctl_die_with_returns_false(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
@@ -143,7 +143,7 @@ class TestProcesses:
         assert started is not None
         assert abs(started - time.time()) < 3_600
         assert system.start_of(NO_PROCESS) is None
-        assert system.boot_id() == "", "a time of day needs no name of the boot"
+        assert system.boot_id() == "", "a time of day needs no boot id"
 
     @pytest.mark.parametrize("way", ["/proc", "ps"])
     def test_a_process_that_only_left_its_exit_code_has_ended(

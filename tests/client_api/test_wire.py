@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-# Each class is new to msgspec, and eight threads decode it first, all at once.
+# Each class is new to msgspec, and eight threads decode it concurrently.
 HAMMER = """
 import sys, threading, msgspec
 from portalmq import wire
@@ -32,7 +32,7 @@ for _ in range(300):
 """
 
 
-def test_threads_may_decode_a_kind_first_and_all_at_once_when_it_was_prepared() -> None:
+def test_threads_may_decode_a_prepared_struct_first_and_concurrently() -> None:
     """msgspec 0.22 crashes the process here without the preparation."""
     done = subprocess.run([sys.executable, "-c", HAMMER], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr

@@ -51,12 +51,12 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first contact is given up at once."""
+    """The first contact fails at once."""
     for name in ("transport.reachability.FIRST_CONTACT_S", "streams.member.FIRST_CONTACT_S"):
         monkeypatch.setattr(f"portalmq.{name}", 0.05)
 
 
-# --- the time that is given ------------------------------------------------------------------------------------------
+# --- given time limits -----------------------------------------------------------------------------------------------
 
 
 def poll(url: str, mode: str) -> object:
@@ -84,7 +84,7 @@ def test_a_consumer_that_reaches_no_broker_raises_in_time(
     use: Callable[[str, str], object], mode: str, nobody: str
 ) -> None:
     told = None
-    while told is None:  # a member's thread may come to its first try after a short poll is over
+    while told is None:  # a member's thread may make its first try after the end of a short poll
         try:
             assert use(nobody, mode) == []
         except Unavailable as error:
@@ -156,7 +156,7 @@ def test_a_consumer_whose_broker_fails_later_raises_at_the_end_of_an_iteration(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("portalmq.transport.reachability.SILENT_S_MAX", AN_HOUR_S)
-    monkeypatch.setattr("portalmq.consumers.lease.ACK_DELAY_S_MAX", AN_HOUR_S)  # no thread tries on, after the test too
+    monkeypatch.setattr("portalmq.consumers.lease.ACK_DELAY_S_MAX", AN_HOUR_S)  # no thread retries, even after the test
     monkeypatch.setattr("portalmq.consumers.lease.RELEASE_TIMEOUT_S", 0.05)
     with ScriptedBroker() as broker:
         broker.fill("t", [b"1"])
@@ -165,7 +165,7 @@ def test_a_consumer_whose_broker_fails_later_raises_at_the_end_of_an_iteration(
     with nobody_instead_of(broker), consumer:
         with pytest.raises(Unavailable):
             next(consumer)
-        assert consumer.poll(0.05) == [], "a poll may be asked again, and a broker that restarts is back soon"
+        assert consumer.poll(0.05) == [], "the program may poll again, and a restarting broker returns soon"
 
 
 @pytest.mark.usefixtures("patient")
@@ -210,10 +210,10 @@ def test_an_iteration_waits_while_a_broker_says_that_leaders_change(monkeypatch:
             assert [message.value for message in consumer] == [b"1"]
 
 
-# --- what a receive without an answer may have leased ----------------------------------------------------------------
+# --- messages that an unanswered receive may have leased -------------------------------------------------------------
 
 
-def test_a_receive_without_an_answer_is_asked_for_again_by_the_next_poll() -> None:
+def test_the_next_poll_repeats_a_receive_without_an_answer() -> None:
     with ScriptedBroker() as broker:
         broker.fill("t", [b"1"])
         with Consumer("t", group="g", bootstrap=broker.url) as consumer:
@@ -230,7 +230,7 @@ def test_a_receive_without_an_answer_is_asked_for_again_by_the_next_poll() -> No
 
 
 @pytest.mark.usefixtures("hasty")
-def test_a_failed_first_contact_says_what_to_do(nobody: str) -> None:
+def test_a_failed_first_contact_names_a_remedy(nobody: str) -> None:
     told = f"no broker answers at {nobody} .*portalmq dev.*PORTALMQ_URL"
     with Producer(nobody) as producer, pytest.raises(Unavailable, match=told):
         producer.send("t", b"x")
@@ -257,7 +257,7 @@ def test_after_the_first_contact_a_send_is_tried_for_its_whole_time(monkeypatch:
         producer.send("t", b"2").result(30)
 
 
-# --- what a closed consumer says -------------------------------------------------------------------------------------
+# --- closed consumers ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["queue", "stream"])
@@ -332,12 +332,12 @@ def test_one_broker_that_answers_is_enough(reach: Reachability, time: Time, capl
     assert (reach.failure, reach.silent_s, caplog.records) == (None, 0.0, [])
 
 
-def test_an_unknown_cluster_is_given_up_soon_and_a_known_one_is_not(reach: Reachability, time: Time) -> None:
+def test_an_unknown_cluster_fails_early_and_a_known_one_does_not(reach: Reachability, time: Time) -> None:
     assert reach.limit(100, 3) == 3 + FIRST_CONTACT_S
     reach.failed(ONE, [ONE], refused(), 0)
     assert not reach.may_report_empty()
     reach.failed(ONE, [ONE], Unavailable("no answer", outcome="unknown"), 0)
-    assert reach.limit(100, 3) == 100, "somebody took the request"
+    assert reach.limit(100, 3) == 100, "a broker accepted the request"
     assert reach.may_report_empty()
     time.now = SILENT_S_MAX
     assert not reach.may_report_empty()

@@ -17,7 +17,7 @@ def choices() -> list[object]:
     return [Backoff().next_s(), ProducerTopic(lanes, 0.0).sticky, book._share]
 
 
-def test_clients_leave_the_users_random_numbers_alone_and_choose_without_them() -> None:
+def test_clients_do_not_use_the_users_random_numbers() -> None:
     random.seed(7)
     before = random.getstate()
     first = choices()

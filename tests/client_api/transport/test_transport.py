@@ -72,7 +72,7 @@ def failure(code: str, **members: object) -> HttpAnswer:
     return answer(error.status, msgspec.json.encode(error.problem()), **headers)
 
 
-# --- where -----------------------------------------------------------------------------------------------------------
+# --- destinations ----------------------------------------------------------------------------------------------------
 
 
 def test_the_default_broker_is_port_5000_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +86,7 @@ def test_the_environment_names_several_brokers(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("url", ["ftp://localhost:21", "http://user:secret@host", "http://", "http://host?x=1", " "])
-def test_a_url_that_is_no_broker_is_refused_at_once(url: str) -> None:
+def test_an_invalid_url_is_refused_at_once(url: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
         bootstrap_addresses([url])
 
@@ -95,10 +95,10 @@ def test_a_path_before_the_api_is_kept() -> None:
     assert parse_address("http://host/queue/").url == "http://host:5000/queue"
 
 
-# --- when again ------------------------------------------------------------------------------------------------------
+# --- retries ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_refused_connection_is_tried_again_until_the_broker_is_there() -> None:
+def test_a_refused_connection_is_tried_again_until_the_broker_listens() -> None:
     network = Network(NotSent("refused"), NotSent("refused"), answer())
     assert network.transport().call(ONCE).status == 200
     assert len(network.asked) == 3
@@ -108,7 +108,7 @@ def test_pauses_grow_and_are_bounded() -> None:
     network = Network(NotSent("refused"))
     with pytest.raises(errors.Unavailable) as caught:
         network.transport(timeout_s=10).call(GET)
-    assert network.pauses[:5] == [0.02, 0.04, 0.08, 0.1, 0.1], "a new leader is there soon"
+    assert network.pauses[:5] == [0.02, 0.04, 0.08, 0.1, 0.1], "a new leader is elected soon"
     assert max(network.pauses) == Backoff.MAX_S
     assert network.now < 10
     assert caught.value.outcome == "not_applied"
@@ -163,10 +163,10 @@ def test_a_closed_transport_stops_repeating() -> None:
     with pytest.raises(errors.Unavailable, match="closed") as refused:
         transport.call(GET)
     assert network.asked == []
-    assert not refused.value.retryable  # or who repeats by himself would do so without a pause
+    assert not refused.value.retryable  # otherwise a caller's own retries would have no pause
 
 
-# --- what strangers say ----------------------------------------------------------------------------------------------
+# --- answers of other servers ----------------------------------------------------------------------------------------
 
 
 def test_a_redirect_is_not_followed() -> None:
@@ -241,7 +241,7 @@ def test_a_call_follows_the_leader_after_421() -> None:
     assert [url for url, _ in network.asked][1:] == ["http://one:1", "http://one:1", "http://two:2"]
 
 
-def test_a_leader_that_refuses_is_left_out_and_another_broker_is_asked() -> None:
+def test_a_leader_that_refuses_is_excluded_and_another_broker_is_tried() -> None:
     network = Network(metadata("http://two:2"), NotSent("refused"), metadata("http://two:2"), answer())
     transport = network.transport()
     transport.metadata(["t"])
@@ -267,13 +267,13 @@ def test_a_busy_broker_is_left_for_another_without_its_retry_pause() -> None:
     assert network.pauses == [0.02]
 
 
-def test_the_only_broker_there_is_is_given_the_pause_it_asks_for() -> None:
+def test_the_only_broker_gets_its_requested_pause() -> None:
     network = Network(failure("unavailable", retry_after_s=5.0), answer())
     network.transport().call(ONCE)
     assert network.pauses == [5.0]
 
 
-def test_too_few_replicas_are_too_few_at_every_broker() -> None:
+def test_too_few_replicas_are_not_tried_at_another_broker() -> None:
     network = Network(failure("not_enough_replicas", retry_after_s=2.0), answer())
     network.transport("http://one:1,http://two:2").call(ONCE)
     assert network.pauses == [2.0]
@@ -311,7 +311,7 @@ def test_only_the_first_try_is_marked_as_the_first() -> None:
     assert [b"PortalMQ-First-Try: 1" in head for _, head in network.asked] == [True, False, False]
 
 
-def test_a_connection_that_broke_under_the_first_try_makes_the_next_one_a_repeat() -> None:
+def test_a_connection_that_broke_during_the_first_try_makes_the_next_one_a_repeat() -> None:
     network = Network(NoAnswer("gone", stale=True), answer())
     network.transport().call(Request("POST", "/v1/groups/g/receive", b"{}", repeatable=True, marks_first_try=True))
     assert [b"PortalMQ-First-Try: 1" in head for _, head in network.asked] == [True, False]
@@ -324,19 +324,19 @@ def test_a_silent_leader_holds_a_batch_no_longer_than_a_few_seconds() -> None:
     assert Request("POST", "/receive", wait_s=20).try_timeout_s == 25.0
 
 
-def test_a_pause_of_less_than_a_second_travels_too() -> None:
+def test_a_pause_of_less_than_a_second_is_sent_too() -> None:
     network = Network(failure("backpressure", retry_after_s=0.25), answer())
     network.outcomes[0].headers["retry-after"] = "1"
     network.transport().call(ONCE)
     assert network.pauses == [0.25]
 
 
-def test_a_leader_under_another_scheme_is_not_believed() -> None:
+def test_a_leader_under_another_scheme_is_ignored() -> None:
     network = Network(metadata("http://two:2"), answer())
     transport = network.transport("https://one:1")
     transport.metadata(["t"])
     transport.call(TO_LEADER)
-    assert network.asked[-1][0] == "https://one:1", "the token would travel in clear"
+    assert network.asked[-1][0] == "https://one:1", "the token would be sent unencrypted"
 
 
 def idle(transport: Transport) -> list[Connection]:
@@ -412,7 +412,7 @@ def test_each_request_of_a_connection_has_its_own_time() -> None:
         connection = Connection(parse_address(broker.url), 60.0, None)
         head = b"GET /v1/metadata HTTP/1.1\r\nHost: x\r\n\r\n"
         connection.exchange("GET", head, b"", 60.0, Watch(0.001, lambda: bool(answered.set())))
-        assert 0 < (connection._socket.gettimeout() or 0) < 60.0, "a pause before the answer counts"
+        assert 0 < (connection._socket.gettimeout() or 0) < 60.0, "a pause before the answer counts towards the limit"
         for timeout_s in (60.0, 60.0, 50.0):
             connection.exchange("GET", head, b"", timeout_s)
             assert connection._socket.gettimeout() == timeout_s
@@ -451,12 +451,12 @@ def test_a_large_body_arrives_whole() -> None:
         assert broker.calls[0].body == body
 
 
-def test_importing_the_package_loads_neither_http_nor_the_other_rooms() -> None:
+def test_importing_the_package_loads_neither_http_nor_other_packages() -> None:
     code = "import sys, portalmq; print([m for m in sys.modules if m in ('http.client', 'click', 'portalmq.broker')])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
 
-def test_every_public_name_is_there() -> None:
+def test_every_public_name_exists() -> None:
     import portalmq
 
     assert all(getattr(portalmq, name) for name in portalmq.__all__)
@@ -466,7 +466,7 @@ def test_every_public_name_is_there() -> None:
         _ = portalmq.Nothing
 
 
-# --- a leader that stands still --------------------------------------------------------------------------------------
+# --- a paused leader -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -477,7 +477,7 @@ def two_brokers(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ScriptedBroke
     monkeypatch.setattr("portalmq.transport.transport.METADATA_TIMEOUT_S", 3_600.0)
     monkeypatch.setattr(
         "portalmq.consumers.receiver.LOOK_UP_WITHIN_S", 3_600.0
-    )  # a pause of the machine leads nowhere else
+    )  # a pause of the machine must not change the leader
     monkeypatch.setattr("portalmq.transport.transport.ASK_OTHERS_LONG_POLL_S", 0.05)
     monkeypatch.setattr("portalmq.transport.transport.ASK_OTHERS_AFTER_S", 0.05)
     with ScriptedBroker() as old, ScriptedBroker() as new:
@@ -497,12 +497,12 @@ def test_a_send_to_a_paused_leader_goes_to_the_current_one(
         (stamp,) = old.stamps
         new.stamps[stamp] = (0, 1)
         new.wait_for(lambda: len(new.calls_of("GET", "/v1/metadata")) >= 2)
-        assert not new.calls_of("POST", "/v1/topics/t/messages"), "who leads as before is waited for"
+        assert not new.calls_of("POST", "/v1/topics/t/messages"), "the client waits for a leader that has not changed"
         new.leader_epoch = 2
         assert future.result(60).offset == 1
         (sent,) = (call.batch().producer for call in new.calls_of("POST", "/v1/topics/t/messages"))
         assert sent is not None
-        assert (sent.id, sent.sequence) == (stamp[2], 1), "the same, whoever stores it"
+        assert (sent.id, sent.sequence) == (stamp[2], 1), "the same identity at either broker"
         still.set()
 
 
@@ -513,7 +513,7 @@ def test_a_receive_at_a_paused_leader_continues_at_the_next_one(
     still = threading.Event()
 
     def stand_still(broker: ScriptedBroker, call: Call) -> Reply:
-        new.leader_epoch = 2  # not before the receive is there: it could go to the next leader at once
+        new.leader_epoch = 2  # after the receive has arrived: an earlier one would go to the next leader at once
         return hold(still)(broker, call)
 
     old.fill("t", [])
@@ -528,7 +528,7 @@ def test_a_receive_at_a_paused_leader_continues_at_the_next_one(
 
 
 class Watched(Network):
-    """The first broker is silent until the watch gives up; meanwhile the client learns of leaders."""
+    """The first broker is silent until the watch ends the wait; during it the client learns of leaders."""
 
     def __init__(self, *learned: HttpAnswer) -> None:
         super().__init__(answer())
@@ -557,11 +557,11 @@ def test_a_wait_at_an_old_leader_ends_when_another_call_learns_the_new_one() -> 
     network.outcomes = [metadata("http://one:1", 1)]
     transport.metadata(["t"])
     transport.call(Request("POST", "/v1/topics/t/messages", b"{}", repeatable=True, leader_of=("t", 0)))
-    assert network.watches == 3, "one that leads still is waited for"
+    assert network.watches == 3, "the client waits for a broker that still leads"
     assert network.asked[-1][0] == "http://two:2"
 
 
-# --- whom to leave out -----------------------------------------------------------------------------------------------
+# --- excluded brokers ------------------------------------------------------------------------------------------------
 
 
 def test_exclusions_are_short_while_another_broker_is_starting() -> None:
@@ -576,7 +576,7 @@ def test_exclusions_are_short_while_another_broker_is_starting() -> None:
     book.answered(starting)
     book.mark_unreachable(back)
     now[0] = 20.0
-    assert book.other_than(starting) is None, "one that answers is enough"
+    assert book.other_than(starting) is None, "one answering broker is enough"
 
 
 def test_exclusions_are_short_while_no_broker_answers() -> None:

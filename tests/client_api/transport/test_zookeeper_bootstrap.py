@@ -91,7 +91,7 @@ def test_without_kazoo_the_error_says_what_to_install(monkeypatch: pytest.Monkey
         ZooKeeperBootstrap("zk://localhost:1").broker_urls()
 
 
-def test_a_zookeeper_that_is_not_there_is_unavailable_and_named() -> None:
+def test_an_unreachable_zookeeper_is_unavailable_and_named() -> None:
     with pytest.raises(errors.Unavailable, match=r"zk://127\.0\.0\.1:1 without TLS") as caught:
         ZooKeeperBootstrap("zk://127.0.0.1:1").broker_urls(timeout_s=0.3)
     assert caught.value.retryable
@@ -112,7 +112,7 @@ def test_brokers_are_looked_up_once_and_again_when_none_of_them_answers() -> Non
     assert book.any().url == "http://two:2"
     assert zookeeper.asked == 1
     book.mark_unreachable(book.any())
-    assert book.any().url == "http://one:1", "ZooKeeper is not asked again and again"
+    assert book.any().url == "http://one:1", "ZooKeeper is not queried repeatedly"
     now[0] += 6.0
     for _ in range(4):
         for known in book.known:
@@ -130,7 +130,7 @@ def test_a_lost_zookeeper_does_not_hide_the_brokers_that_it_named() -> None:
     now[0] += RESOLVE_EVERY_S
     book.mark_unreachable(book.known[0])
     assert (book.any().url, book.any().url) == ("http://one:1", "http://one:1")
-    assert zookeeper.asked == 2, "not again and again"
+    assert zookeeper.asked == 2, "no further queries"
 
 
 def test_of_concurrent_look_ups_one_asks_a_lost_zookeeper() -> None:
@@ -161,10 +161,10 @@ def test_of_concurrent_look_ups_one_asks_a_lost_zookeeper() -> None:
 
 
 @pytest.mark.parametrize("mode", ["queue", "stream"])
-def test_a_poll_says_that_no_zookeeper_answers(mode: Literal["queue", "stream"], no_zookeeper: None) -> None:
+def test_a_poll_reports_that_no_zookeeper_answers(mode: Literal["queue", "stream"], no_zookeeper: None) -> None:
     told = None
     with Consumer("t", bootstrap="zk://fake", mode=mode) as consumer:
-        while told is None:  # a member's thread may come to its first try after a short poll is over
+        while told is None:  # a member's thread may make its first try after the end of a short poll
             try:
                 assert consumer.poll(0.05) == []
             except errors.Unavailable as error:
@@ -172,7 +172,7 @@ def test_a_poll_says_that_no_zookeeper_answers(mode: Literal["queue", "stream"],
     assert told == "no ZooKeeper answers"
 
 
-def test_a_command_that_finds_no_zookeeper_ends_as_with_no_broker(no_zookeeper: None) -> None:
+def test_a_command_without_zookeeper_exits_as_without_a_broker(no_zookeeper: None) -> None:
     result = CliRunner().invoke(main, ["topic", "list", "--server", "zk://fake"])
     assert (result.exit_code, result.stderr) == (EXIT_UNREACHABLE, "portalmq: no ZooKeeper answers\n")
 
