@@ -27,14 +27,14 @@ PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo      sensors, controllers and a leader that is killed half way, and Spark's report over it: a minute"
+	@echo "make demo      sensors, controllers and a leader that is killed during the run, and Spark's report: a minute"
 	@echo "make test      the test suite"
 	@echo "make unit      its tests that start no broker, ZooKeeper or Spark: two minutes"
 	@echo "make prove     long runs: SEEDS=2000 of the simulator, mutants, Spark jobs and brokers killed under load"
-	@echo "make simulate  replication under every fault, over SEEDS=500 seeds; SEED=7 tells that run event by event"
+	@echo "make simulate  replication under every fault, over SEEDS=500 seeds; SEED=7 prints one run event by event"
 	@echo "make mutants   planted protocol bugs, each of which the simulator has to find"
 	@echo "make standstill  the test suite while its processes are stopped at random: TESTS=tests/cluster/test_locks.py"
-	@echo "make up        a cluster that stays, in the foreground: ZooKeeper and three brokers"
+	@echo "make up        a cluster in the foreground: ZooKeeper and three brokers"
 	@echo "make report    a throughput report: DATA='data/5000 data/5001' are brokers' data directories, OUT=build/report"
 	@echo "make bench     how fast it is here (make bench-spark: how fast Spark reads)"
 	@echo "make lint      style and types (make types: types alone; make format: mend the style)"
@@ -76,7 +76,7 @@ bench-spark: $(READY)
 	@exec $(BIN)/python -m portalmq.spark.bench
 
 report: $(READY)
-	@test -n "$(DATA)" || { echo "Whose report? make report DATA='data/5000 data/5001' names brokers' data directories" >&2; exit 2; }
+	@test -n "$(DATA)" || { echo "DATA is missing: make report DATA='data/5000 data/5001' names brokers' data directories" >&2; exit 2; }
 	@exec $(BIN)/portalmq report $(addprefix --data-dir ,$(DATA)) --out $(OUT)
 
 lint: $(READY) types
@@ -99,7 +99,7 @@ $(READY): setup.cfg pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "PortalMQ needs Python 3.11 or newer; name one with: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 2; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) \
-		|| { echo "No virtual environment: on Debian and Ubuntu, apt install python3-venv mends it" >&2; exit 2; }
+		|| { echo "No virtual environment: on Debian and Ubuntu, apt install python3-venv installs it" >&2; exit 2; }
 	@echo "Setting up $(VENV), once: a minute or two, 1.1 GB; half of it is Spark" >&2
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[$(EXTRAS)]"
 	@$(LINKED)

@@ -165,7 +165,7 @@ def example() -> ModuleType:
     return module
 
 
-def test_the_worked_example_counts_once_what_is_delivered_twice(tmp_path: Path) -> None:
+def test_the_worked_example_counts_a_redelivered_message_once(tmp_path: Path) -> None:
     with ScriptedBroker() as broker:
         readings = [msgspec.json.encode({"sensor": f"s{n % 2}", "value": n}) for n in range(10)]
         broker.fill("readings", readings)

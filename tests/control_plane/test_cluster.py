@@ -108,7 +108,7 @@ class TestRegistering:
 
 
 class TestElectingAController:
-    def test_one_is_elected_and_the_epoch_rises(self, catalog: Catalog) -> None:
+    def test_an_election_raises_the_epoch(self, catalog: Catalog) -> None:
         held = catalog.elect_controller(1, 7)
         assert held == Versioned(ControllerState(1, 7, 1), 0)
         assert catalog.controller() == held

@@ -139,7 +139,7 @@ class TestFindingZooKeeper:
 
 @pytest.mark.cluster
 class TestRunning:
-    def test_it_serves_when_it_has_started_and_leaves_no_process(self, tmp_path: Path) -> None:
+    def test_a_started_zookeeper_serves_and_leaves_no_process(self, tmp_path: Path) -> None:
         server = EmbeddedZooKeeper(tmp_path)
         with server:
             plane = ZooKeeper(f"{server.hosts}/c")
@@ -254,7 +254,9 @@ class Foreground:
 @pytest.mark.cluster
 class TestTheCommand:
     @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT])
-    def test_it_says_where_it_serves_and_ends_cleanly(self, tmp_path: Path, port: int, ending: signal.Signals) -> None:
+    def test_the_command_prints_its_address_and_ends_cleanly(
+        self, tmp_path: Path, port: int, ending: signal.Signals
+    ) -> None:
         command = Foreground(tmp_path, "--port", str(port))
         try:
             assert command.hosts() == f"127.0.0.1:{port}"

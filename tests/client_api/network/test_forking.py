@@ -28,7 +28,7 @@ def connections(broker: ScriptedBroker, method: str, path: str) -> list[int]:
     return [call.connection for call in broker.calls_of(method, path)]
 
 
-def test_what_parent_and_child_send_is_stored_under_two_identities() -> None:
+def test_messages_of_parent_and_child_are_stored_under_two_identities() -> None:
     with ScriptedBroker() as broker, Producer(broker.url) as producer:
         producer.send("t", b"before").result(30)
         in_child(lambda: producer.send("t", b"child").result(30).offset)

@@ -1,4 +1,4 @@
-"""zk:// stands for the brokers that are registered in ZooKeeper."""
+"""zk:// URLs find the brokers that are registered in ZooKeeper."""
 
 from __future__ import annotations
 
