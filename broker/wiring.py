@@ -35,11 +35,11 @@ from portalmq.broker.cluster.topics import Topics
 from portalmq.broker.cluster.unclean_election import own_log_end
 from portalmq.broker.messages.browse import MessageBrowser
 from portalmq.broker.messages.idempotency import RepeatFinder
+from portalmq.broker.messages.metrics import Metrics
 from portalmq.broker.messages.partition_growth import PartitionGrowth
 from portalmq.broker.messages.produce import Admission, ProduceHandler
 from portalmq.broker.messages.producer_fencing import ProducerFencing
 from portalmq.broker.messages.scheduled import ScheduledMessages
-from portalmq.broker.metrics import Metrics
 from portalmq.broker.partition.cache import BatchCache
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.compaction import Compactor

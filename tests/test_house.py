@@ -39,7 +39,7 @@ FOLDERS = {
 # The layers of the broker, the lowest first.
 TOWER = (
     *("fold", "core.replica", "core.queue", "core.stream"),
-    *("storage", "partition", "metrics", "replication", "cluster", "messages", "queues", "streams"),
+    *("storage", "partition", "replication", "cluster", "messages", "queues", "streams"),
     *("broker", "api", "protocols", "server", "ops", "bench"),
 )
 
@@ -68,7 +68,6 @@ ROOM_OF = {
     "portalmq.broker.core.queue.lanes": "fold",
     "portalmq.broker.storage": "storage",
     "portalmq.broker.partition": "partition",
-    "portalmq.broker.metrics": "metrics",
     "portalmq.broker.replication": "replication",
     "portalmq.broker.cluster": "cluster",
     "portalmq.broker.messages": "messages",
@@ -112,7 +111,6 @@ MAY_IMPORT = {
     "core.stream": {"contract", "fold", "core.replica", "core.queue"},
     "storage": {"contract", "fold"},
     "partition": {"contract", "fold", *CORE, "storage", "tree"},
-    "metrics": set(),
     "replication": {"contract", "fold", *CORE, "storage", "tree"},
     "cluster": {"contract", "network", "fold", *CORE, "storage", "tree", "control_plane"},
     "messages": {"contract", "fold", *CORE, "storage", "tree", "control_plane"},

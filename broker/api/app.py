@@ -14,7 +14,7 @@ from portalmq.broker.api.dispatch import Dispatcher, check_caller, check_ready
 from portalmq.broker.api.request_context import Authorizer, HttpSettings, RequestContext, ResponseParts
 from portalmq.broker.api.routes import ROUTES, Route
 from portalmq.broker.broker import Broker
-from portalmq.broker.metrics import Metrics
+from portalmq.broker.messages.metrics import Metrics
 
 
 def create_app(

@@ -16,7 +16,7 @@ from portalmq.broker.api.body import BodiesInFlight, read_body
 from portalmq.broker.api.origin_check import BrokerNames, OriginCheck
 from portalmq.broker.api.query import Query
 from portalmq.broker.broker import Broker
-from portalmq.broker.metrics import Metrics
+from portalmq.broker.messages.metrics import Metrics
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import Backpressure
 

@@ -30,8 +30,8 @@ from portalmq.broker.core.queue.delivery import GroupDelivery
 from portalmq.broker.core.queue.receipts import ReceiptSigner
 from portalmq.broker.core.queue.records import Commit, LanePosition, Output, Range
 from portalmq.broker.core.stream.offsets import StreamOffsets
+from portalmq.broker.messages.metrics import Metrics
 from portalmq.broker.messages.produce import size_of, with_default_ttl
-from portalmq.broker.metrics import Metrics
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.yielding import give_way, in_turns

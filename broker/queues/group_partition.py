@@ -14,7 +14,7 @@ from typing import NamedTuple
 from portalmq.broker.core.queue.delivery import OUTSTANDING_MAX
 from portalmq.broker.core.queue.receipts import ReceiptSigner
 from portalmq.broker.core.queue.records import Ack, Extend, LanePosition, Nack, Range, ranges_of
-from portalmq.broker.metrics import Metrics
+from portalmq.broker.messages.metrics import Metrics
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.writer import Pending

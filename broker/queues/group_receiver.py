@@ -22,7 +22,7 @@ from portalmq.broker.core.queue.records import (
     GroupStart,
 )
 from portalmq.broker.core.queue.selection import NEVER_MS, DeliveryRange, Selection, read_keys, select, update_keys
-from portalmq.broker.metrics import Metrics
+from portalmq.broker.messages.metrics import Metrics
 from portalmq.broker.partition.answer_size import fitting, sizes_of
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.long_poll import LeasedMessage, ReceiveOptions, Waiter

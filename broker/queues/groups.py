@@ -25,7 +25,7 @@ from portalmq.broker.cluster.rpc.queues import KNOWN, START, BeginGroup, GroupBe
 from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.cluster.topics import Topics
 from portalmq.broker.core.queue.receipts import ReceiptSigner, topic_tag
-from portalmq.broker.metrics import Metrics
+from portalmq.broker.messages.metrics import Metrics
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.long_poll import LongPolls
 from portalmq.broker.partition.partition import Partition

@@ -249,7 +249,7 @@ class BrokerProcess:
     def _build(self) -> Flask:
         from portalmq.broker.api.app import create_app
         from portalmq.broker.broker import Broker
-        from portalmq.broker.metrics import Metrics
+        from portalmq.broker.messages.metrics import Metrics
         from portalmq.broker.protocols.routes import PROTOCOL_ROUTES
         from portalmq.broker.server.gauges import GaugeCollector, gauges_of
         from portalmq.control_plane.catalog import Catalog

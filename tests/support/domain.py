@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from portalmq.broker.broker import Broker
-from portalmq.broker.metrics import Metrics
+from portalmq.broker.messages.metrics import Metrics
 from portalmq.broker.partition.yielding import give_way
 from portalmq.broker.server.config import BrokerConfig
 from portalmq.broker.storage.batch import Record

@@ -6,7 +6,7 @@ from flask.testing import FlaskClient
 from support.domain import Fixture
 
 from portalmq.broker.api.app import create_app
-from portalmq.broker.metrics import Metrics
+from portalmq.broker.messages.metrics import Metrics
 from portalmq.broker.protocols.routes import PROTOCOL_ROUTES
 from portalmq.broker.server.auth import Auth
 from portalmq.broker.server.config import BrokerConfig

@@ -10,7 +10,7 @@ from support.fake_broker import FakeBroker
 from support.stretches import Stretch, Stretches
 
 from portalmq.broker.api.app import create_app
-from portalmq.broker.metrics import Metrics
+from portalmq.broker.messages.metrics import Metrics
 from portalmq.broker.server.auth import Auth
 from portalmq.broker.server.config import BrokerConfig
 

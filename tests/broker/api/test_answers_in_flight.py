@@ -14,7 +14,7 @@ from werkzeug.test import EnvironBuilder
 
 from portalmq.broker.api.answers_in_flight import AnswersInFlight, Portion
 from portalmq.broker.api.app import create_app
-from portalmq.broker.metrics import Metrics
+from portalmq.broker.messages.metrics import Metrics
 from portalmq.broker.protocols.routes import PROTOCOL_ROUTES
 from portalmq.broker.server.auth import Auth
 from portalmq.broker.server.config import BrokerConfig

@@ -7,7 +7,7 @@ import pytest
 from portalmq.broker.api.app import create_app
 from portalmq.broker.api.routes import ROUTES
 from portalmq.broker.cluster.exits import UsageError
-from portalmq.broker.metrics import Metrics
+from portalmq.broker.messages.metrics import Metrics
 from portalmq.broker.protocols.routes import PROTOCOL_ROUTES
 from portalmq.broker.server.auth import Auth, auth_from
 from portalmq.broker.server.config import BrokerConfig

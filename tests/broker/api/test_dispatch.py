@@ -11,7 +11,7 @@ from support.fake_broker import FakeBroker
 from portalmq.broker.api.app import create_app
 from portalmq.broker.api.request_context import RequestContext, ResponseParts
 from portalmq.broker.api.routes import ROUTES, Route
-from portalmq.broker.metrics import Metrics
+from portalmq.broker.messages.metrics import Metrics
 from portalmq.broker.server.auth import Auth
 from portalmq.broker.server.config import BrokerConfig
 

@@ -12,7 +12,7 @@ from support.fake_broker import FakeBroker
 
 from portalmq.broker.api.app import create_app
 from portalmq.broker.cluster.peers import credential
-from portalmq.broker.metrics import Metrics
+from portalmq.broker.messages.metrics import Metrics
 from portalmq.broker.server.auth import Auth
 from portalmq.broker.server.config import BrokerConfig
 from portalmq.errors import NotLeader

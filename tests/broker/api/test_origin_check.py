@@ -8,7 +8,7 @@ from portalmq import wire
 from portalmq.broker.api.app import create_app
 from portalmq.broker.api.origin_check import READING_METHODS, TAKING_PATHS
 from portalmq.broker.api.routes import ROUTES
-from portalmq.broker.metrics import Metrics
+from portalmq.broker.messages.metrics import Metrics
 from portalmq.broker.protocols.routes import PROTOCOL_ROUTES
 from portalmq.broker.server.auth import Auth
 from portalmq.broker.server.config import BrokerConfig

@@ -15,8 +15,8 @@ from support.domain import Fixture, records, running
 from portalmq import stream_wire as contract
 from portalmq import wire
 from portalmq.broker.api.app import create_app
+from portalmq.broker.messages.metrics import Metrics
 from portalmq.broker.messages.produce import ProduceRequest
-from portalmq.broker.metrics import Metrics
 from portalmq.broker.server.auth import Auth
 from portalmq.broker.server.config import BrokerConfig
 

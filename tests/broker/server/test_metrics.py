@@ -5,7 +5,7 @@ from __future__ import annotations
 import gevent
 from prometheus_client.parser import text_string_to_metric_families
 
-from portalmq.broker.metrics import SAMPLES_A_TURN, Metrics
+from portalmq.broker.messages.metrics import SAMPLES_A_TURN, Metrics
 from portalmq.broker.server.gauges import KEPT_S, MANY_LAGS, GaugeCollector, Gauges, GroupLag, PartitionGauge
 
 
