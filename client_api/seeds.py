@@ -173,15 +173,18 @@ class PortalClient(Closeable):
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
-    def prepare(self, kind: Kind, name: str | None, topic: str) -> None:
-        """Register the name, unless it was generated: it would stay registered after each start. Learn the brokers and
-        the leader of the topic, as the broker that was named may fail later."""
-        if name is not None:
-            self._create(kind, name)
+    def look_up(self, topic: str) -> None:
+        """Learn the brokers and the leader of the topic: the broker that was named may fail later."""
         try:
             self._transport.metadata([topic], deadline=time.monotonic() + min(LOOK_UP_WITHIN_S, self._timeout_s))
         except PortalMQError:
             return  # the call itself goes to any known broker
+
+    def _prepare(self, kind: Kind, name: str | None, topic: str) -> None:
+        """Register the name, unless it was generated: it would stay registered after each start. Look the topic up."""
+        if name is not None:
+            self._create(kind, name)
+        self.look_up(topic)
 
     def close(self) -> None:
         """End waits and retries of other threads. A second close does nothing."""
@@ -232,7 +235,7 @@ class PortalProducer(Closeable):
         first use, and the PortalMQError of the last try: if its outcome is "unknown" the message may be stored.
         """
         if not self._is_known:
-            self._client.prepare("producer", self.producer_id if self._is_named else None, self.topic)
+            self._client._prepare("producer", self.producer_id if self._is_named else None, self.topic)
             self._is_known = True
         with self._lock:
             self._published += 1
@@ -281,7 +284,7 @@ class PortalConsumer(Closeable):
         """Return the message at the shared offset; wait for one up to `wait_s`. A missing topic is created; raises
         TopicNotFound if the cluster creates none at their first use."""
         if not self._is_known:
-            self._client.prepare("consumer", self.consumer_id if self._is_named else None, self.topic)
+            self._client._prepare("consumer", self.consumer_id if self._is_named else None, self.topic)
             self._is_known = True
         began = time.monotonic()
         was_missing = False

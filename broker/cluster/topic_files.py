@@ -7,7 +7,7 @@ topic was deleted. A folder of an unknown topic is moved to lost+found and kept.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import gevent
 from gevent.lock import BoundedSemaphore
@@ -25,8 +25,8 @@ STRAYS_AGAIN_S = 5.0
 
 
 class TopicFiles:
-    """`known` returns the ids of the topics that this broker knows or is still closing; `on_changed` is called after a
-    removal."""
+    """`known` are the ids of the topics that this broker knows, and of those that it is still closing; `on_changed` is
+    called after a removal."""
 
     def __init__(
         self,
@@ -34,27 +34,30 @@ class TopicFiles:
         catalog: Catalog,
         files: Files,
         *,
-        known: Callable[[], set[str]],
+        known: tuple[Collection[str], ...],
         on_changed: Callable[[], None],
     ) -> None:
         self.closed = False
         self._host = host
         self._catalog = catalog
         self._files = files
-        self._known = known
-        self._on_changed = on_changed
         self._removing: set[str] = set()
+        self._known = (*known, self._removing)
+        self._on_changed = on_changed
         self._strays_lock = BoundedSemaphore()
 
     def exist(self, topic_id: str) -> bool:
         """Whether any file of the topic is on this broker's disk."""
-        return topic_id in self._known() | self._removing or self._files.exist(topic_id)
+        return self._is_known(topic_id) or self._files.exist(topic_id)
 
     def remove(self, topic_id: str) -> None:
         """Remove the files of a topic with a tombstone. For a topic that is still closing this runs again later."""
-        if not self.closed and topic_id not in self._known() | self._removing:
+        if not self.closed and not self._is_known(topic_id):
             self._removing.add(topic_id)
             gevent.spawn(self._remove, topic_id)
+
+    def _is_known(self, topic_id: str) -> bool:
+        return any(topic_id in ids for ids in self._known)
 
     def _remove(self, topic_id: str) -> None:
         try:
@@ -80,6 +83,6 @@ class TopicFiles:
             except (PlaneError, PortalMQError) as error:
                 log.info("files of unknown topics cannot be looked for now: %s", error)
                 return False
-            explained |= self._known() | self._removing
+            explained = explained.union(*self._known)
             self._host.pool.apply(self._files.clean_up, (folders, explained, deleted))
             return True

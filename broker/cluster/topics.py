@@ -94,7 +94,7 @@ class Topics:
             host,
             catalog,
             self._replicas.files,
-            known=lambda: {*self._by_id, *self._ending},
+            known=(self._by_id, self._ending),
             on_changed=self._notify_changed,
         )
         self._change_locks: WeakValueDictionary[str, BoundedSemaphore] = WeakValueDictionary()

@@ -16,7 +16,7 @@ threads. All events for the core pass `step`, and its actions are performed in o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count
 from typing import Any
 
@@ -298,14 +298,28 @@ class Partition(AppendingPartition):
             delivery.take_over(now_ms, paced)
 
     def _take_over_in_turns(self, isr_tracker: IsrTracker) -> None:
-        self._take_over(TimeSlice().paced)
-        if self.replica.in_sync is isr_tracker and not self.closed:
+        time_slice = TimeSlice()
+
+        def leads() -> bool:
+            return self.replica.in_sync is isr_tracker and not self.closed
+
+        def while_leading(spans: list[SpanFold]) -> Iterator[SpanFold]:
+            """Yield with pauses. After a pause a later epoch may have begun, which converts them by its own time."""
+            for span in time_slice.paced(spans):
+                if not leads():
+                    return
+                yield span
+
+        self._take_over(while_leading)
+        if leads():
             self._serve()
 
     def _begin_to_serve(self) -> None:
         """Serve once the start of the epoch is committed: then the leader knows all that was committed before."""
         isr_tracker = self.replica.in_sync
-        if self.serves or isr_tracker is None or self.replica.high_watermark <= isr_tracker.epoch_start:
+        if self.serves or isr_tracker is None or isr_tracker is self._taking_over:
+            return
+        if self.replica.high_watermark <= isr_tracker.epoch_start:
             return
         # Not earlier: the last records of the earlier leader may have been written only after the election.
         now_ms = self.host.clock.now_ms()
@@ -313,7 +327,7 @@ class Partition(AppendingPartition):
         if sum(ahead) <= TAKEN_OVER_AT_ONCE:
             self._take_over()
             self._serve()
-        elif self._taking_over is not isr_tracker:
+        else:
             self._taking_over = isr_tracker
             gevent.spawn(self._take_over_in_turns, isr_tracker)
 

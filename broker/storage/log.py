@@ -489,7 +489,7 @@ class Log(ReadableLog):
                     if self._parked:
                         self._unpark()
             with self._reading:
-                if not self._parked:
+                if not self._parked and not self._closed:
                     with faults_of(self.directory):
                         yield
                     return

@@ -119,6 +119,25 @@ def test_a_closed_log_raises_log_closed(tmp_path):
         log.roll()
 
 
+def test_a_read_that_waits_while_the_log_closes_opens_no_file(tmp_path):
+    log = open_log(tmp_path)
+    Writer(log).put(b"x")
+    lock = log._reading
+
+    class ClosesFirst:
+        def __enter__(self):
+            log._reading = lock
+            log.close()
+            return lock.__enter__()
+
+        def __exit__(self, *fault):
+            return lock.__exit__(*fault)
+
+    log._reading = ClosesFirst()
+    with pytest.raises(LogClosed):
+        log.read(0)
+
+
 def test_a_full_segment_is_followed_by_another(tmp_path):
     log = open_log(tmp_path, segment_bytes=50_000)
     writer = Writer(log)
