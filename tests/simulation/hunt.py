@@ -1,5 +1,5 @@
-"""`make mutants`: plant each bug, and look for a seed that finds it. One that survives 2,000 seeds is a hole in the
-checker.
+"""`make mutants`: plant each bug, and look for a seed that finds it. One that survives 2,000 seeds, and its own, is a
+hole in the checker.
 
     python -m simulation.hunt                all
     python -m simulation.hunt NAME...        some
@@ -39,10 +39,10 @@ def seeds_for(name: str) -> Iterable[int]:
 
 
 def killer_of(name: str, first: Iterable[int] = ()) -> tuple[int, str] | None:
-    """Return a seed whose run breaks with this bug, and its failure; `first` are tried before all others. None if all
-    hold."""
+    """Return a seed whose run breaks with this bug, and its failure; `first` are tried before all others, and the seed
+    that found it once after them. None if all hold."""
     with planted(name):
-        for seed in chain(first, seeds_for(name)):
+        for seed in chain(first, seeds_for(name), [MUTANTS[name].seed]):
             failure, _ = failure_of(seed)
             if failure is not None:
                 return seed, failure
