@@ -15,28 +15,41 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import inspect
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from datetime import datetime
-from typing import Any, Literal, Self
+from collections.abc import Callable, Coroutine
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from portalmq import wire
 from portalmq.closeable import AsyncCloseable
 from portalmq.consumer import Consumer
-from portalmq.consumers.commit import Output
 from portalmq.errors import Backpressure, PortalMQError
 from portalmq.loop_threads import LoopThreads
 from portalmq.message import Message, RecordMetadata
 from portalmq.network.forking import reset_in_children
 from portalmq.producer import Producer
 from portalmq.producers.batching import SendFuture
-from portalmq.streams.group_calls import Delivery
-from portalmq.transport.transport import Bootstrap
 
 SETTLERS_MAX = 4
 CLOSE_TIMEOUT_S = 5.0
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _with_parameters_of(
+    model: Callable[Concatenate[Any, P], object],
+) -> Callable[[Callable[..., R]], Callable[Concatenate[Any, P], R]]:
+    """Give a method that passes its arguments on the parameters of `model`, for type checkers and for help()."""
+
+    def give(method: Callable[..., R]) -> Callable[Concatenate[Any, P], R]:
+        returned = method.__annotations__["return"]
+        method.__signature__ = inspect.signature(model).replace(return_annotation=returned)  # type: ignore[attr-defined]
+        return method
+
+    return give
 
 
 # --- producing -------------------------------------------------------------------------------------------------------
@@ -53,52 +66,13 @@ class AsyncProducer(AsyncCloseable):
     (for tasks: started).
     """
 
-    def __init__(
-        self,
-        bootstrap: Bootstrap = None,
-        *,
-        acks: wire.Acks = "all",
-        linger_ms: float = 5,
-        batch_messages: int = 1000,
-        batch_bytes: int = 1_000_000,
-        idempotent: bool = True,
-        producer_name: str | None = None,
-        compression: str | None = None,
-        delivery_timeout_s: float = 120,
-        token: str | None = None,
-        max_block_s: float = 60,
-        buffer_messages: int = 100_000,
-        buffer_bytes: int = 64 * 1024 * 1024,
-        tls_ca: str | None = None,
-        tls_client_cert: str | None = None,
-        tls_client_key: str | None = None,
-        allow_advertised: bool | None = None,
-    ) -> None:
-        self._producer = Producer(
-            bootstrap,
-            acks=acks,
-            linger_ms=linger_ms,
-            batch_messages=batch_messages,
-            batch_bytes=batch_bytes,
-            idempotent=idempotent,
-            producer_name=producer_name,
-            compression=compression,
-            delivery_timeout_s=delivery_timeout_s,
-            token=token,
-            max_block_s=max_block_s,
-            buffer_messages=buffer_messages,
-            buffer_bytes=buffer_bytes,
-            tls_ca=tls_ca,
-            tls_client_cert=tls_client_cert,
-            tls_client_key=tls_client_key,
-            allow_advertised=allow_advertised,
-        )
+    @_with_parameters_of(Producer.__init__)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._producer = Producer(*args, **options)
         # One thread keeps the order of the sends that have to wait; the other one is for flush and close.
         self._senders = LoopThreads("portalmq-async-send", 1)
         self._flusher = LoopThreads("portalmq-async-flush", 1)
         self._hurried: list[SendFuture] = []
-        self._max_block_s = max_block_s
-        self._delivery_timeout_s = delivery_timeout_s
         self._closing: asyncio.Future[None] | None = None
         reset_in_children(self)
 
@@ -111,52 +85,26 @@ class AsyncProducer(AsyncCloseable):
     def __repr__(self) -> str:
         return f"<Async{repr(self._producer)[1:]}"
 
-    async def send(
-        self,
-        topic: str,
-        value: Any,
-        *,
-        key: str | bytes | None = None,
-        headers: Mapping[str, str] | None = None,
-        partition: int | None = None,
-        delay_s: float | None = None,
-        deliver_at: datetime | float | None = None,
-        ttl_s: float | None = None,
-        priority: int = 0,
-        content_type: str | None = None,
-    ) -> RecordMetadata:
+    @_with_parameters_of(Producer.send)
+    async def send(self, topic: str, value: Any, **options: Any) -> RecordMetadata:
         """Send a message, and wait until it counts (see `acks`). Raises its PortalMQError, and the errors of
         Producer.send. While the buffer is full it waits, without blocking the event loop."""
-
-        def put() -> SendFuture:
-            return self._producer.send(
-                topic,
-                value,
-                key=key,
-                headers=headers,
-                partition=partition,
-                delay_s=delay_s,
-                deliver_at=deliver_at,
-                ttl_s=ttl_s,
-                priority=priority,
-                content_type=content_type,
-            )
-
         began = time.monotonic()
 
         def put_in_time() -> SendFuture:
-            if time.monotonic() - began > self._max_block_s:
+            within_s = self._producer._max_block_s
+            if time.monotonic() - began > within_s:
                 raise Backpressure(
-                    f"the sends before this one have been waiting for a broker for {self._max_block_s:g} s",
+                    f"the sends before this one have been waiting for a broker for {within_s:g} s",
                     outcome="not_applied",
                 )
-            return put()
+            return self._producer.send(topic, value, **options)
 
         # A send behind a waiting one must wait too, or it would overtake it.
-        if self._senders.unfinished or not self._producer.has_room_for(topic, partition):
+        if self._senders.unfinished or not self._producer.has_room_for(topic, options.get("partition")):
             future = await self._senders.run(put_in_time)
         else:
-            future = put()
+            future = self._producer.send(topic, value, **options)
         self._hurry(future)
         return await asyncio.wrap_future(future)
 
@@ -181,7 +129,7 @@ class AsyncProducer(AsyncCloseable):
         """Flush and stop. Messages unsent after `timeout` seconds (default: the delivery timeout) fail. A second close
         waits for the first, which continues if its caller is cancelled."""
         if self._closing is None:
-            limit_s = self._delivery_timeout_s if timeout is None else timeout
+            limit_s = self._producer._delivery_timeout_s if timeout is None else timeout
             sends_done = threading.Event()
             if self._senders.unfinished:
                 self._senders.start(sends_done.set)
@@ -202,6 +150,18 @@ class AsyncProducer(AsyncCloseable):
 # --- consuming -------------------------------------------------------------------------------------------------------
 
 
+def _in_settler_thread(
+    method: Callable[Concatenate[Consumer, P], R],
+) -> Callable[Concatenate[AsyncConsumer, P], Coroutine[Any, Any, R]]:
+    """Return the method of the consumer as one of AsyncConsumer."""
+
+    @functools.wraps(method)
+    async def run(self: AsyncConsumer, /, *args: P.args, **options: P.kwargs) -> R:
+        return await self._settlers.run(lambda: method(self._consumer, *args, **options))
+
+    return run
+
+
 class AsyncConsumer(AsyncCloseable):
     """Receives messages, with the arguments and guarantees of Consumer. For one event loop.
 
@@ -214,49 +174,9 @@ class AsyncConsumer(AsyncCloseable):
     ack() works too, but blocks the event loop for a round trip.
     """
 
-    def __init__(
-        self,
-        *topics: str,
-        group: str = "default",
-        bootstrap: Bootstrap = None,
-        mode: Literal["queue", "stream"] = "queue",
-        delivery: Delivery = "at_least_once",
-        max_messages: int = 100,
-        visibility_timeout_s: float = 30,
-        start: Literal["earliest", "latest"] | datetime = "earliest",
-        manual_ack: bool = False,
-        idle_timeout_s: float | None = None,
-        token: str | None = None,
-        member_id: str | None = None,
-        session_timeout_s: float = 10,
-        max_handling_s: float | None = None,
-        tls_ca: str | None = None,
-        tls_client_cert: str | None = None,
-        tls_client_key: str | None = None,
-        allow_advertised: bool | None = None,
-    ) -> None:
-        self._consumer = Consumer(
-            *topics,
-            group=group,
-            bootstrap=bootstrap,
-            mode=mode,
-            delivery=delivery,
-            max_messages=max_messages,
-            visibility_timeout_s=visibility_timeout_s,
-            start=start,
-            manual_ack=manual_ack,
-            idle_timeout_s=idle_timeout_s,
-            token=token,
-            member_id=member_id,
-            session_timeout_s=session_timeout_s,
-            max_handling_s=max_handling_s,
-            tls_ca=tls_ca,
-            tls_client_cert=tls_client_cert,
-            tls_client_key=tls_client_key,
-            allow_advertised=allow_advertised,
-        )
-        self._mode = mode
-        self._manual_ack = manual_ack
+    @_with_parameters_of(Consumer.__init__)
+    def __init__(self, *topics: str, **options: Any) -> None:
+        self._consumer = Consumer(*topics, **options)
         self._receiver = LoopThreads("portalmq-async-receive", 1)
         self._settlers = LoopThreads("portalmq-async-settle", SETTLERS_MAX)
         # While brokers are unreachable acks may occupy all settler threads and a queue behind them; close() has its own
@@ -309,7 +229,7 @@ class AsyncConsumer(AsyncCloseable):
         async with self._receive_lock:
             while not self._undelivered and not self._closed:
                 if self._receiving is None:
-                    if self._mode == "queue":
+                    if self._consumer._mode == "queue":
                         self._handed_out.clear()  # asking for more acks them
                     self._receiving = self._receiver.start(receive)
                     if not await self._wait_for(self._receiving, None):
@@ -319,7 +239,7 @@ class AsyncConsumer(AsyncCloseable):
             count = len(self._undelivered) if at_most is None else min(at_most, len(self._undelivered))
             messages = [self._undelivered.popleft() for _ in range(count)]
             for message in messages:
-                offset = message.offset if self._mode == "queue" else 0
+                offset = message.offset if self._consumer._mode == "queue" else 0
                 self._handed_out[message.topic, message.partition, offset] = message
             return messages
 
@@ -335,28 +255,15 @@ class AsyncConsumer(AsyncCloseable):
 
     # --- settling ----------------------------------------------------------------------------------------------------
 
-    async def ack(self, messages: Message | Iterable[Message]) -> None:
-        """Ack messages. Raises StaleReceipt if some leases were lost; the other messages are acked all the same."""
-        await self._settlers.run(lambda: self._consumer.ack(messages))
-
-    async def nack(
-        self, messages: Message | Iterable[Message], delay_s: float | None = None, reason: str | None = None
-    ) -> None:
-        """Return messages to the group for redelivery."""
-        await self._settlers.run(lambda: self._consumer.nack(messages, delay_s, reason))
-
-    async def extend(self, messages: Message | Iterable[Message], visibility_timeout_s: float | None = None) -> None:
-        """Extend leases to `visibility_timeout_s` seconds from now."""
-        await self._settlers.run(lambda: self._consumer.extend(messages, visibility_timeout_s))
-
-    async def commit_with(self, messages: Message | Iterable[Message], outputs: Iterable[Output]) -> wire.Committed:
-        """Ack messages of one partition and publish `outputs`, both or neither, exactly once."""
-        return await self._settlers.run(lambda: self._consumer.commit_with(messages, outputs))
+    ack = _in_settler_thread(Consumer.ack)
+    nack = _in_settler_thread(Consumer.nack)
+    extend = _in_settler_thread(Consumer.extend)
+    commit_with = _in_settler_thread(Consumer.commit_with)
 
     async def commit(self) -> None:
         """Ack all messages that this consumer handed out; durable on return. Messages of a cancelled receive are not
         included."""
-        if self._mode == "queue" and self._manual_ack:
+        if self._consumer._mode == "queue" and self._consumer._manual_ack:
             self._consumer.commit()  # raises the error that explains it
         given = list(self._handed_out.values())
 
@@ -369,12 +276,8 @@ class AsyncConsumer(AsyncCloseable):
 
     # --- streams -----------------------------------------------------------------------------------------------------
 
-    async def seek(
-        self,
-        topic: str,
-        to: Literal["earliest", "latest"] | int | datetime = "earliest",
-        partition: int | None = None,
-    ) -> None:
+    @_with_parameters_of(Consumer.seek)
+    async def seek(self, topic: str, to: Any = "earliest", partition: int | None = None) -> None:
         """Move the group to another position in a topic. Messages of the topic from a cancelled receive are dropped."""
         await self._settlers.run(lambda: self._consumer.seek(topic, to, partition))
 
@@ -384,13 +287,8 @@ class AsyncConsumer(AsyncCloseable):
         self._undelivered = deque(message for message in self._undelivered if not is_void(message))
         self._handed_out = {place: message for place, message in self._handed_out.items() if not is_void(message)}
 
-    async def pause(self, topic: str | None = None, partition: int | None = None) -> None:
-        """Hand out nothing of a topic, of one of its partitions, or of any topic, until resume()."""
-        await self._settlers.run(lambda: self._consumer.pause(topic, partition))
-
-    async def resume(self, topic: str | None = None, partition: int | None = None) -> None:
-        """Undo pause()."""
-        await self._settlers.run(lambda: self._consumer.resume(topic, partition))
+    pause = _in_settler_thread(Consumer.pause)
+    resume = _in_settler_thread(Consumer.resume)
 
     @property
     def assignment(self) -> list[tuple[str, int]]:
@@ -415,7 +313,7 @@ class AsyncConsumer(AsyncCloseable):
             if self._receiving is not None and not self._receive_lock.locked():  # a coroutine that waits for it gets it
                 with contextlib.suppress(PortalMQError):
                     await self._wait_for(self._receiving, CLOSE_TIMEOUT_S)
-            if self._manual_ack and self._undelivered and self._mode == "queue":
+            if self._consumer._manual_ack and self._undelivered and self._consumer._mode == "queue":
                 # In manual mode the user settles what was handed out, but these messages never were.
                 kept, reason = list(self._undelivered), "the consumer closed before it handled the message"
                 with contextlib.suppress(PortalMQError):
