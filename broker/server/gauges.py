@@ -1,14 +1,14 @@
 """The broker's state as gauges, read when Prometheus scrapes.
 
-A new gauge is a field of Gauges, its value in `gauges_of`, and a row of FAMILIES.
+A new gauge is a field made by `_gauge`, and its value in `gauges_of`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
 
 from gevent.lock import BoundedSemaphore
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -24,164 +24,77 @@ MANY_LAGS = 1_000
 KEPT_S = 1.0
 
 
+def _gauge(name: str, meaning: str, default: Any = MISSING) -> Any:
+    """Return a field that is a gauge. It has no sample where its value is None."""
+    return field(default=default, metadata={"gauge": (f"portalmq_{name}", meaning)})
+
+
 @dataclass(frozen=True, slots=True)
 class GroupLag:
-    """The lag of a group on one partition: messages not yet done, and the age of the oldest of them."""
+    """The lag of a group on one partition."""
 
     topic: str
     partition: int
     group: str
-    lag: int
-    oldest_unacked_age_s: float
+    lag: int = _gauge("group_lag_messages", "Messages of the partition that the group has not done")
+    oldest_unacked_age_s: float = _gauge(
+        "oldest_unacked_age_seconds", "Age of the oldest message that the group has not done"
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionGauge:
-    """A replica on this broker. `backlog`: offsets on the leader's disk that are not committed yet."""
+    """A replica on this broker."""
 
     topic: str
     partition: int
-    leading: bool
-    log_start_offset: int
-    high_watermark: int
+    leading: bool = _gauge("partition_leader", "1 while this broker leads the partition")
+    log_start_offset: int = _gauge("partition_log_start_offset", "First offset of the log")
+    high_watermark: int = _gauge("partition_high_watermark", "First offset that is not yet readable")
     under_replicated: bool = False
     quarantined: bool = False
-    backlog: int = 0
+    backlog: int | None = _gauge(
+        "partition_backlog_offsets", "Offsets on the leader's disk that wait for followers to be committed", None
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Gauges:
-    """The state of the broker at one moment. `storage_bytes` has the kind of file ("log") as its key;
-    `offline_partitions` counts the partitions of the whole cluster that have no leader."""
+    """The state of the broker at one moment. `storage_bytes` has the kind of file ("log") as its key."""
 
     group_lags: list[GroupLag] = field(default_factory=list)
     partitions: list[PartitionGauge] = field(default_factory=list)
     storage_bytes: dict[str, int] = field(default_factory=dict)
-    coordinator_connected: bool = False
-    is_controller: bool = False
-    offline_partitions: int = 0
-    # Commits and dead letters of partitions led here whose outputs are not appended yet.
-    open_orders: int = 0
-    # How far the machine's time of day is ahead of the brokers' agreed time; 0 within the tolerance.
-    clock_off_ms: int = 0
-    clocks_differ: bool = False
-    # Of the process and of the disk of the data directory; None where the system does not report them.
-    memory_bytes: int | None = None
-    memory_limit_bytes: int | None = None
-    disk_free_bytes: int | None = None
-    disk_low_water_bytes: int | None = None
-    # Processor time of this process since it began.
+    connected: bool = _gauge("coordinator_connected", "1 while the control plane answers", False)
+    is_controller: bool = _gauge("is_controller", "1 while this broker is the controller", False)
+    offline_partitions: int = _gauge("offline_partitions", "Partitions of the cluster that have no leader", 0)
+    open_orders: int = _gauge("outbox_orders", "Commits and dead letters whose outputs are not appended yet", 0)
+    clock_off_s: float = _gauge(
+        "clock_off_seconds", "How far this machine is ahead of the time that brokers agree on; 0 within tolerance", 0.0
+    )
+    clocks_differ: bool = _gauge("clocks_differ", "1 while this broker finds that the clocks do not agree", False)
+    memory_bytes: int | None = _gauge("memory_bytes", "Main memory that this broker uses", None)
+    memory_limit_bytes: int | None = _gauge(
+        "memory_limit_bytes", "Memory that it may use: the limit of a container, or the machine's memory", None
+    )
+    disk_free_bytes: int | None = _gauge("disk_free_bytes", "Free bytes on the disk of the data directory", None)
+    disk_low_water_bytes: int | None = _gauge(
+        "disk_low_water_bytes", "With fewer free bytes, messages are refused with 507", None
+    )
     cpu_seconds: float = 0.0
 
 
-Samples = Iterable[tuple[tuple[str, ...], float]]
-
-
-class Family(NamedTuple):
-    """A gauge. `samples` returns pairs of label values and a value; a gauge without labels and samples is left out."""
-
-    name: str
-    meaning: str
-    labels: tuple[str, ...]
-    samples: Callable[[Gauges], Samples]
-
-    def metric(self, state: Gauges) -> GaugeMetricFamily | None:
-        metric = GaugeMetricFamily(f"portalmq_{self.name}", self.meaning, labels=self.labels)
-        for values, value in self.samples(state):
-            metric.add_metric(values, value)
-        return metric if self.labels or metric.samples else None
-
-
-def _of_lag(name: str, meaning: str, value: Callable[[GroupLag], float]) -> Family:
-    return Family(
-        name,
-        meaning,
-        ("topic", "partition", "group"),
-        lambda state: [((lag.topic, str(lag.partition), lag.group), value(lag)) for lag in state.group_lags],
-    )
-
-
-def _of_partition(name: str, meaning: str, value: Callable[[PartitionGauge], float | None]) -> Family:
-    def samples(state: Gauges) -> Samples:
-        for each in state.partitions:
-            if (found := value(each)) is not None:
-                yield (each.topic, str(each.partition)), found
-
-    return Family(name, meaning, ("topic", "partition"), samples)
-
-
-def _single(name: str, meaning: str, value: Callable[[Gauges], float | None]) -> Family:
-    return Family(name, meaning, (), lambda state: [((), found)] if (found := value(state)) is not None else [])
-
-
-FAMILIES = (
-    _of_lag("group_lag_messages", "Messages of the partition that the group has not done", lambda lag: lag.lag),
-    _of_lag(
-        "oldest_unacked_age_seconds",
-        "Age of the oldest message that the group has not done",
-        lambda lag: lag.oldest_unacked_age_s,
-    ),
-    _of_partition("partition_leader", "1 while this broker leads the partition", lambda each: int(each.leading)),
-    _of_partition("partition_log_start_offset", "First offset of the log", lambda each: each.log_start_offset),
-    _of_partition(
-        "partition_high_watermark", "First offset that is not yet readable", lambda each: each.high_watermark
-    ),
-    _of_partition(
-        "partition_backlog_offsets",
-        "Offsets on the leader's disk that wait for followers to be committed",
-        lambda each: each.backlog if each.leading else None,
-    ),
-    Family(
-        "storage_bytes",
-        "Bytes on disk, by kind of file",
-        ("file",),
-        lambda state: [((kind,), size) for kind, size in sorted(state.storage_bytes.items())],
-    ),
-    _single(
-        "coordinator_connected", "1 while the control plane answers", lambda state: int(state.coordinator_connected)
-    ),
-    _single(
-        "under_replicated_partitions",
-        "Partitions led here of which a replica is not in sync",
-        lambda state: sum(each.under_replicated for each in state.partitions if each.leading),
-    ),
-    _single(
-        "quarantined_partitions",
-        "Replicas here that contradict their leader; an operator has to look",
-        lambda state: sum(each.quarantined for each in state.partitions),
-    ),
-    _single(
-        "offline_partitions", "Partitions of the cluster that have no leader", lambda state: state.offline_partitions
-    ),
-    _single(
-        "outbox_orders",
-        "Commits and dead letters whose outputs are not appended yet",
-        lambda state: state.open_orders,
-    ),
-    _single(
-        "clock_off_seconds",
-        "How far this machine is ahead of the time that brokers agree on",
-        lambda state: state.clock_off_ms / 1000,
-    ),
-    _single(
-        "clocks_differ",
-        "1 while this broker finds that the clocks do not agree",
-        lambda state: int(state.clocks_differ),
-    ),
-    _single("is_controller", "1 while this broker is the controller", lambda state: int(state.is_controller)),
-    _single("memory_bytes", "Main memory that this broker uses", lambda state: state.memory_bytes),
-    _single(
-        "memory_limit_bytes",
-        "Memory that it may use: the limit of a container, or the machine's memory",
-        lambda state: state.memory_limit_bytes,
-    ),
-    _single("disk_free_bytes", "Free bytes on the disk of the data directory", lambda state: state.disk_free_bytes),
-    _single(
-        "disk_low_water_bytes",
-        "With fewer free bytes, messages are refused with 507",
-        lambda state: state.disk_low_water_bytes,
-    ),
-)
+def _families(kind: type[Any], rows: Iterable[Any], *labels: str) -> Iterator[Metric]:
+    """Yield the gauges of a class: a sample for each row. One without labels and samples is left out."""
+    for each in fields(kind):
+        if "gauge" in each.metadata:
+            name, meaning = each.metadata["gauge"]
+            metric = GaugeMetricFamily(name, meaning, labels=labels)
+            for row in rows:
+                if (value := getattr(row, each.name)) is not None:
+                    metric.add_metric([str(getattr(row, label)) for label in labels], value)
+            if labels or metric.samples:
+                yield metric
 
 
 class GaugeCollector(Collector):
@@ -198,10 +111,24 @@ class GaugeCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         state = self._state()
-        for family in FAMILIES:
-            metric = family.metric(state)
-            if metric is not None:
-                yield metric
+        partitions = state.partitions
+        yield from _families(GroupLag, state.group_lags, "topic", "partition", "group")
+        yield from _families(PartitionGauge, partitions, "topic", "partition")
+        yield from _families(Gauges, [state])
+        storage = GaugeMetricFamily("portalmq_storage_bytes", "Bytes on disk, by kind of file", labels=["file"])
+        for kind, size in sorted(state.storage_bytes.items()):
+            storage.add_metric([kind], size)
+        yield storage
+        yield GaugeMetricFamily(
+            "portalmq_under_replicated_partitions",
+            "Partitions led here of which a replica is not in sync",
+            sum(each.under_replicated for each in partitions if each.leading),
+        )
+        yield GaugeMetricFamily(
+            "portalmq_quarantined_partitions",
+            "Replicas here that contradict their leader; an operator has to look",
+            sum(each.quarantined for each in partitions),
+        )
         yield CounterMetricFamily("portalmq_cpu_seconds", "Processor time that this broker used", state.cpu_seconds)
 
     def _state(self) -> Gauges:
@@ -231,20 +158,19 @@ def gauges_of(broker: Broker, disk: DiskGuard, *, connected: bool) -> Gauges:
             partition.high_watermark,
             is_under_replicated(partition),
             bool(partition.quarantined),
-            partition.log.end_offset - partition.high_watermark if partition.replica.leading else 0,
+            partition.log.end_offset - partition.high_watermark if partition.replica.leading else None,
         )
         for partition in replicas
     ]
-    size = sum([partition.log.size_bytes for partition in replicas])
     return Gauges(
         lags,
         partitions,
-        {"log": size},
+        {"log": sum([partition.log.size_bytes for partition in replicas])},
         connected,
         is_controller=broker.membership.is_controller,
         offline_partitions=broker.overview.offline_partitions(),
         open_orders=broker.outboxes.open,
-        clock_off_ms=broker.clock_agreement.off_ms if broker.clock_agreement.differs else 0,
+        clock_off_s=broker.clock_agreement.off_ms / 1000 if broker.clock_agreement.differs else 0.0,
         clocks_differ=broker.clock_agreement.differs,
         memory_bytes=resident_bytes(),
         memory_limit_bytes=memory_limit_bytes(),

@@ -81,7 +81,7 @@ def test_a_few_gauges_describe_replication():
     metrics = Metrics("0")
     partitions = [
         PartitionGauge("t", 0, True, 0, 9, under_replicated=True, backlog=4),
-        PartitionGauge("t", 1, True, 0, 9),
+        PartitionGauge("t", 1, True, 0, 9, backlog=0),
         PartitionGauge("t", 2, False, 0, 9, under_replicated=True, quarantined=True),
     ]
     metrics.registry.register(
