@@ -52,6 +52,7 @@ ROOM_OF = {
     "portalmq.message": "contract",
     "portalmq.closeable": "contract",
     "portalmq.java": "contract",  # for programs on Java: the development ZooKeeper, and Spark
+    "portalmq.tokens": "contract",
     "portalmq.system": "contract",  # the differences between POSIX systems
     "portalmq.network": "network",  # connections, TLS files, forks: for clients and for brokers that call brokers
     "portalmq.transport": "transport",

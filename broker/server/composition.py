@@ -35,7 +35,7 @@ from portalmq.broker.cluster.exits import (
 from portalmq.broker.cluster.retry_budget import RetryBudget
 from portalmq.broker.partition.yielding import give_way
 from portalmq.broker.server.auth import Auth, auth_from, has_open_zookeeper
-from portalmq.broker.server.config import SECRET_LENGTH_MIN, BrokerConfig, cluster_secret_in, is_loopback
+from portalmq.broker.server.config import SECRET_LENGTH_MIN, BrokerConfig, cluster_secret_in
 from portalmq.broker.server.heads import LINE_BYTES_MAX
 from portalmq.broker.server.logs import ServerLogger, start_logging
 from portalmq.broker.server.preflight import IdentityRequest, Preflight, tls_of
@@ -47,6 +47,7 @@ from portalmq.broker.storage.open_files import descriptor_limit
 from portalmq.control_plane.plane import ControlPlane, PlaneError, PlaneState
 from portalmq.errors import Unavailable
 from portalmq.system import raise_open_files_limit
+from portalmq.tokens import is_loopback
 
 if TYPE_CHECKING:
     from flask import Flask
@@ -73,7 +74,7 @@ def serve(config: BrokerConfig, *, announce: bool = False) -> NoReturn:
     preflight = Preflight.begin(config) if config.is_clustered else None
     try:
         listener = bind(config)
-        config = reachable(config.at_port(listener.getsockname()[1]))
+        config = reachable(replace(config, port=listener.getsockname()[1]))
         start_logging(config)
         if auth.needed and has_open_zookeeper(config):
             log.warning(

@@ -9,16 +9,16 @@ setting is one new field. This module is imported before the fork and stays ligh
 from __future__ import annotations
 
 import difflib
-import ipaddress
 import os
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
 from portalmq.broker.cluster.exits import UsageError
+from portalmq.tokens import is_loopback
 
 ENVIRONMENT_PREFIX = "PORTALMQ_"
 CONFIG_FILE = "portalmq.toml"
@@ -131,17 +131,18 @@ class BrokerConfig:
                 raise UsageError(f"{each.name} is {value}, but must be at least {least:g}")
         if self.port > 65_535:
             raise UsageError(f"port is {self.port}, but must be at most 65535")
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise UsageError("tls_cert and tls_key go together: give both, or neither")
+        for name, other in (
+            ("tls_cert", "tls_key"),
+            ("zookeeper_user", "zookeeper_password"),
+            ("zookeeper_tls_cert", "zookeeper_tls_key"),
+        ):
+            if (getattr(self, name) is None) != (getattr(self, other) is None):
+                raise UsageError(f"{name} and {other} go together: give both, or neither")
         if self.tls_cert is None and (self.tls_client_ca or self.tls_peer_ca):
             raise UsageError("tls_client_ca and tls_peer_ca need tls_cert and tls_key: there is no TLS without them")
-        if (self.zookeeper_user is None) != (self.zookeeper_password is None):
-            raise UsageError("zookeeper_user and zookeeper_password go together: give both, or neither")
         if self.is_clustered:
             needs_chroot = self.zookeeper_user is not None and not self.zookeeper_own_root
             check_zookeeper_hosts(self.zookeeper, needs_chroot=needs_chroot)
-        if (self.zookeeper_tls_cert is None) != (self.zookeeper_tls_key is None):
-            raise UsageError("zookeeper_tls_cert and zookeeper_tls_key go together: give both, or neither")
         if self.advertised_url is not None:
             check_url(self.advertised_url)
         if self.parked_receives_max >= self.worker_connections:
@@ -192,10 +193,6 @@ class BrokerConfig:
         """`data_dir` with {port} replaced."""
         return Path(str(self.data_dir).replace("{port}", str(self.port)))
 
-    def at_port(self, port: int) -> BrokerConfig:
-        """Return the settings with the port that was bound."""
-        return replace(self, port=port)
-
 
 def check_zookeeper_hosts(hosts: str, *, needs_chroot: bool = False) -> None:
     """Raise UsageError when `hosts` is not an address of ZooKeeper."""
@@ -227,10 +224,7 @@ def cluster_secret_in(config: BrokerConfig) -> str | None:
     """Return the secret in `cluster_secret_file`, None without the setting. Raises UsageError for a bad file."""
     if config.cluster_secret_file is None:
         return None
-    try:
-        secret = config.cluster_secret_file.read_text("utf-8").strip()
-    except (OSError, UnicodeDecodeError) as fault:
-        raise UsageError(f"the cluster's secret in {config.cluster_secret_file} cannot be read: {fault}") from None
+    secret = _text_in(config.cluster_secret_file, f"the cluster's secret in {config.cluster_secret_file}")
     if len(secret) < SECRET_LENGTH_MIN:
         raise UsageError(
             f"the cluster's secret in {config.cluster_secret_file} has {len(secret)} characters, and needs"
@@ -239,60 +233,29 @@ def cluster_secret_in(config: BrokerConfig) -> str | None:
     return secret
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach `host`."""
-    if host.lower() in {"localhost", "ip6-localhost"}:
-        return True
+def _text_in(file: Path, what: str) -> str:
+    """Return the text of a file. Raises UsageError that names `what`."""
     try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+        return file.read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as fault:
+        raise UsageError(f"{what} cannot be read: {fault}") from None
 
 
-def _read_bool(text: str) -> bool:
-    value = text.strip().lower()
-    if value in {"1", "true", "yes", "on"}:
-        return True
-    if value in {"0", "false", "no", "off"}:
-        return False
-    raise ValueError("true or false")
+def _one_of(words: tuple[str, ...]) -> tuple[Callable[[str], Any], str]:
+    return {word: word for word in words}.__getitem__, " or ".join(words)
 
 
-def _read_word(*words: str) -> Any:
-    def read(text: str) -> str:
-        if text not in words:
-            raise ValueError(" or ".join(words))
-        return text
+_BOOLEANS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
 
-    return read
-
-
-def _read_int(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError("a whole number") from None
-
-
-def _read_float(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError("a number") from None
-
-
-# Parsers of the text of a setting, by the annotation of its field.
-READERS: dict[str, Any] = {
-    "str": str,
-    "str | None": str,
-    "int": _read_int,
-    "int | None": _read_int,
-    "float": _read_float,
-    "bool": _read_bool,
-    "Path": Path,
-    "Path | None": Path,
-    "LogFormat": _read_word("text", "json"),
-    "LogLevel": _read_word("debug", "info", "warning", "error"),
+# By the annotation of a field: the parser of its text, which raises ValueError or KeyError, and what the text must be.
+READERS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "str": (str, "a text"),
+    "int": (int, "a whole number"),
+    "float": (float, "a number"),
+    "bool": (lambda text: _BOOLEANS[text.strip().lower()], "true or false"),
+    "Path": (Path, "a path"),
+    "LogFormat": _one_of(get_args(LogFormat)),
+    "LogLevel": _one_of(get_args(LogLevel)),
 }
 
 SETTINGS = {each.name: each for each in fields(BrokerConfig)}
@@ -301,19 +264,13 @@ SETTINGS = {each.name: each for each in fields(BrokerConfig)}
 def read_setting(name: str, value: Any, source: str) -> Any:
     """Return the value of a setting in its type. Text is parsed; a TOML value must have the right type already. Raises
     UsageError."""
-    reader = READERS[str(SETTINGS[name].type)]
+    read, wanted = READERS[str(SETTINGS[name].type).removesuffix(" | None")]
     try:
-        return reader(value if isinstance(value, str) else _toml_text(value))
-    except ValueError as wanted:
+        if not isinstance(value, str | int | float):
+            raise ValueError  # a list or a date of TOML
+        return read(str(value))
+    except (KeyError, ValueError):
         raise UsageError(f"{source}: {name} is {value!r}, but must be {wanted}") from None
-
-
-def _toml_text(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int | float):
-        return str(value)
-    raise ValueError("a single value")
 
 
 def load_config(
@@ -340,10 +297,7 @@ def load_config(
 
 def _secret_in(file: Path, option: str) -> str:
     """Return the only line of the file. Raises UsageError."""
-    try:
-        secret = file.read_text("utf-8").strip()
-    except (OSError, UnicodeDecodeError) as fault:
-        raise UsageError(f"{option}: {file} cannot be read: {fault}") from None
+    secret = _text_in(file, f"{option}: {file}")
     if not secret or "\n" in secret:
         raise UsageError(f"{option}: {file} must hold one line, the secret")
     return secret

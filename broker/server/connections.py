@@ -16,7 +16,7 @@ from socket import SHUT_RD
 
 import gevent.socket
 
-from portalmq.broker.server.config import is_loopback
+from portalmq.tokens import is_loopback
 
 RESERVE = 100
 

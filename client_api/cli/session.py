@@ -17,6 +17,7 @@ import msgspec
 from portalmq.admin import Admin
 from portalmq.cli.output import Form
 from portalmq.errors import Unavailable
+from portalmq.tokens import tokens_in
 
 # Someone waits for a command, so an unreachable broker is reported soon.
 COMMAND_TIMEOUT_S = 30.0
@@ -31,7 +32,10 @@ class Session:
     def __init__(self, server: str | None, token_file: Path | None, output: Form) -> None:
         self.server = server
         self.output = output
-        self.token = None if token_file is None else _read_token(token_file)
+        try:
+            self.token = None if token_file is None else tokens_in(token_file)[0]
+        except ValueError as fault:
+            raise click.UsageError(str(fault)) from None
 
     def admin(self) -> Admin:
         """Return an Admin whose broker answers. Raises Unavailable within seconds if none does."""
@@ -58,17 +62,6 @@ def _reach(probe: Admin) -> None:
             if not others:
                 error.extra.setdefault("looked_at", list(probe.urls))
                 raise
-
-
-def _read_token(file: Path) -> str:
-    try:
-        lines = [line.strip() for line in file.read_text().splitlines()]
-    except OSError as fault:
-        raise click.UsageError(f"--token-file: {fault}") from None
-    token = next((line for line in lines if line and not line.startswith("#")), None)
-    if token is None:
-        raise click.UsageError(f"--token-file: {file} holds no token")
-    return token
 
 
 def _remember_file(ctx: click.Context, parameter: click.Parameter, file: Path | None) -> None:

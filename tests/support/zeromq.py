@@ -18,13 +18,13 @@ from typing import Any
 import msgspec
 import zmq
 
-from portalmq.broker.protocols.zeromq.access import TokenAccess
 from portalmq.broker.protocols.zeromq.curve import Curve
 from portalmq.broker.protocols.zeromq.protocol import PortRole, ReceivedMessage
 from portalmq.broker.protocols.zeromq.server import Server, ServerLimits
 from portalmq.broker.protocols.zeromq.service import MiniQService
 from portalmq.errors import PortalMQError
 from portalmq.message import RecordMetadata
+from portalmq.tokens import Tokens
 
 WITHIN_S = 20.0
 _PROGRAM = "from portalmq.broker.protocols.zeromq.command import zeromq; zeromq(prog_name='portalmq zeromq')"
@@ -101,7 +101,7 @@ def serving(
     def run() -> None:
         try:
             free: dict[PortRole, int] = {"commands": 0, "producers": 0, "consumers": 0}
-            server = Server(queues, TokenAccess(tokens), ports=ports or free, limits=limits, curve=curve)
+            server = Server(queues, Tokens(tokens), ports=ports or free, limits=limits, curve=curve)
         except BaseException as fault:  # noqa: BLE001 - for the waiting thread
             made.set_exception(fault)
             return

@@ -5,9 +5,9 @@
     5556 consumers   {"queue"}                              {"status": "ok", "id", "message", ...}, null when empty
 
     protocol   decodes and encodes frames; pure        dispatcher  requests by queue, and the worker threads
-    access     token check                             cluster     the brokers' HTTP API, as this server uses it
-    server     the sockets                             service     MiniQService, the client for programs
-    command    `portalmq zeromq`                       curve, flood   encryption; protection against endless messages
+    server     the sockets                             cluster     the brokers' HTTP API, as this server uses it
+    command    `portalmq zeromq`                       service     MiniQService, the client for programs
+    curve      encryption                              flood       protection against endless messages
 
 The server keeps no state: queues, messages and leases are the brokers'. It may be killed, restarted, or run several
 times in front of one cluster.

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import click
 
 from portalmq import wire
-from portalmq.broker.protocols.zeromq.access import TokenAccess, access_from
 from portalmq.broker.protocols.zeromq.ports import COMMAND_PORT, CONSUMER_PORT, PRODUCER_PORT
 from portalmq.cli.output import show_one
 from portalmq.cli.session import Session, with_session
 from portalmq.errors import PortalMQError
+from portalmq.tokens import Tokens, is_loopback, tokens_in
 
 if TYPE_CHECKING:
     from portalmq.broker.protocols.zeromq.cluster import ClusterClient
@@ -86,7 +86,7 @@ def zeromq(
     try:
         if (curve_key_file is None) != (curve_clients is None):
             raise ValueError("--curve-key-file and --curve-clients go together: give both, or neither")
-        access = access_from(require_token, host, insecure=insecure or curve_key_file is not None)
+        tokens = tokens_for(require_token, host, insecure=insecure or curve_key_file is not None)
     except ValueError as fault:
         raise click.UsageError(str(fault)) from None
     try:
@@ -110,7 +110,7 @@ def zeromq(
     except ValueError as fault:
         raise click.UsageError(str(fault)) from None
     try:
-        server = _server(cluster, access, host, (command_port, producer_port, consumer_port), limits, curve)
+        server = _server(cluster, tokens, host, (command_port, producer_port, consumer_port), limits, curve)
     except PortTaken as taken:
         click.echo(f"portalmq: {taken}. Choose others with --command-port, --producer-port, --consumer-port.", err=True)
         sys.exit(EXIT_PORT_TAKEN)
@@ -124,9 +124,20 @@ def zeromq(
         cluster.close(CLOSE_WITHIN_S)
 
 
+def tokens_for(file: Path | None, host: str, *, insecure: bool) -> Tokens:
+    """Return the tokens of the clients that are let in. Raises ValueError when the file cannot be read or holds none,
+    and when ports reachable from the network would be open to everyone."""
+    if file is None and not insecure and not is_loopback(host):
+        raise ValueError(
+            f"without a token MiniQ listens on this machine only, and {host} is reachable from others: give "
+            "--require-token FILE, or --insecure if everyone who reaches it may do everything"
+        )
+    return Tokens(() if file is None else tokens_in(file))
+
+
 def _server(
     cluster: ClusterClient,
-    access: TokenAccess,
+    tokens: Tokens,
     host: str,
     ports: tuple[int, int, int],
     limits: ServerLimits,
@@ -135,7 +146,7 @@ def _server(
     from portalmq.broker.protocols.zeromq.server import PORT_ROLES, Server
 
     numbers = dict(zip(PORT_ROLES, ports, strict=True))
-    server = Server(cluster, access, host=host, ports=numbers, limits=limits, curve=curve)
+    server = Server(cluster, tokens, host=host, ports=numbers, limits=limits, curve=curve)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
     # A signal may arrive at any thread, and does not wake the others.

@@ -21,7 +21,6 @@ import zmq
 
 from portalmq import wire
 from portalmq.broker.protocols.zeromq import protocol
-from portalmq.broker.protocols.zeromq.access import TokenAccess
 from portalmq.broker.protocols.zeromq.curve import Curve
 from portalmq.broker.protocols.zeromq.dispatcher import ClusterClient, Job, Reply, RequestDispatcher
 from portalmq.broker.protocols.zeromq.flood import FloodGuard
@@ -34,7 +33,8 @@ from portalmq.broker.protocols.zeromq.protocol import (
     PortRole,
     SendRequest,
 )
-from portalmq.errors import Backpressure, PortalMQError, Unavailable
+from portalmq.errors import Backpressure, PortalMQError, Unauthorized, Unavailable
+from portalmq.tokens import Tokens
 
 _log = logging.getLogger("portalmq.zeromq")
 
@@ -93,7 +93,7 @@ class Server:
     def __init__(
         self,
         cluster: ClusterClient,
-        access: TokenAccess,
+        tokens: Tokens,
         *,
         host: str = "127.0.0.1",
         ports: dict[PortRole, int] | None = None,
@@ -103,7 +103,7 @@ class Server:
     ) -> None:
         """Bind the ports; 0 takes a free one. With `curve` only its clients may connect. Raises PortTaken."""
         self.limits = limits or ServerLimits()
-        self._access = access
+        self._tokens = tokens
         self._clock = clock
         self._context = zmq.Context()
         self._curve = curve
@@ -220,7 +220,7 @@ class Server:
             size = sum(map(len, frames))
             self._check_limits(role, envelope[0], size)
             what = self._parse(role, body)
-            self._access.check(what.token)
+            self._check_token(what.token)
         except Malformed as error:
             self._send(role, error.envelope, protocol.refusal(error))
         except PortalMQError as error:
@@ -239,6 +239,13 @@ class Server:
         if role == "producers":
             return protocol.parse_send(body, self.limits.message_bytes_max)
         return protocol.parse_receive(body) if role == "consumers" else protocol.parse_command(body)
+
+    def _check_token(self, token: str | None) -> None:
+        if self._tokens.needed:
+            if token is None:
+                raise Unauthorized('a request is a JSON object that carries the member "token"')
+            if not self._tokens.include(token.encode("utf-8", "replace")):
+                raise Unauthorized("the token is unknown")
 
     def _check_limits(self, role: PortRole, client: bytes, size: int) -> None:
         if self._pending.get((role, client), 0) >= PIPELINE_MAX:

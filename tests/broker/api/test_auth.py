@@ -77,7 +77,7 @@ def test_a_token_file_has_one_secret_a_line(tmp_path):
 def test_a_token_file_without_a_secret_does_not_open_the_broker(tmp_path, content):
     file = tmp_path / "tokens"
     file.write_text(content)
-    with pytest.raises(UsageError, match="holds no secret"):
+    with pytest.raises(UsageError, match="holds no token"):
         auth_from(BrokerConfig(token_file=file))
     with pytest.raises(UsageError, match="cannot be read"):
         auth_from(BrokerConfig(token_file=tmp_path / "missing"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from portalmq import wire
 from portalmq.broker.core.queue.receipts import ReceiptSigner, mark_in, nth_text, topic_mark
 from portalmq.broker.protocols.zeromq import protocol
-from portalmq.broker.protocols.zeromq.access import TokenAccess, access_from, is_loopback
 from portalmq.broker.protocols.zeromq.protocol import (
     Malformed,
     ReceivedMessage,
@@ -23,7 +21,7 @@ from portalmq.broker.protocols.zeromq.protocol import (
     parse_send,
     split_frames,
 )
-from portalmq.errors import Backpressure, InvalidRequest, MessageTooLarge, PortalMQError, Unauthorized
+from portalmq.errors import Backpressure, InvalidRequest, MessageTooLarge, PortalMQError
 
 MIB = 1024 * 1024
 
@@ -206,40 +204,3 @@ def test_any_message_is_parsed_unchanged(message: Any):
     queue, value, content_type = posted({"queue": "q", "message": message})
     assert queue == "q"
     assert (value if content_type is None else json.loads(value)) == message
-
-
-# --- access ----------------------------------------------------------------------------------------------------------
-
-
-def test_only_a_valid_token_gives_access():
-    access = TokenAccess(["one", "two"])
-    access.check("two")
-    for wrong in ("three", "", None, "twö"):
-        with pytest.raises(Unauthorized):
-            access.check(wrong)
-    TokenAccess().check(None)
-
-
-def test_a_file_of_tokens_has_one_a_line(tmp_path: Path):
-    file = tmp_path / "tokens"
-    file.write_text("# ours\n\n one \ntwo\n")
-    access = access_from(file, "0.0.0.0", insecure=False)
-    access.check("one")
-    with pytest.raises(Unauthorized):
-        access.check("# ours")
-    file.write_text("# none\n")
-    with pytest.raises(ValueError, match="holds no token"):
-        access_from(file, "127.0.0.1", insecure=False)
-    with pytest.raises(ValueError, match="cannot be read"):
-        access_from(tmp_path / "missing", "127.0.0.1", insecure=False)
-
-
-def test_the_network_is_admitted_with_a_token_or_insecure():
-    assert not access_from(None, "127.0.0.1", insecure=False).needed
-    assert not access_from(None, "0.0.0.0", insecure=True).needed
-    with pytest.raises(ValueError, match="--require-token"):
-        access_from(None, "0.0.0.0", insecure=False)
-    assert [is_loopback(host) for host in ("localhost", "::1", "127.8.8.8", "10.0.0.1", "example.org")] == [
-        *(True, True, True),
-        *(False, False),
-    ]

@@ -13,7 +13,6 @@ import zmq
 from support.cluster import wait_until
 from support.zeromq import Queues, ask, failing, service_at, serving, socket_to
 
-from portalmq.broker.protocols.zeromq.access import TokenAccess
 from portalmq.broker.protocols.zeromq.server import PIPELINE_MAX, PortTaken, Server, ServerLimits
 from portalmq.errors import (
     InvalidRequest,
@@ -23,6 +22,7 @@ from portalmq.errors import (
     Unauthorized,
     Unavailable,
 )
+from portalmq.tokens import Tokens
 
 WITHIN_S = 20.0
 
@@ -148,7 +148,7 @@ def test_a_frame_far_beyond_the_limit_cuts_its_own_connection_and_no_other():
 def test_a_message_for_a_client_that_is_gone_is_released():
     queues = Queues()
     queues.send("q", "precious", None)
-    server = Server(queues, TokenAccess(), ports={"commands": 0, "producers": 0, "consumers": 0})
+    server = Server(queues, Tokens(), ports={"commands": 0, "producers": 0, "consumers": 0})
     # A request of a client that left before the answer. libzmq decides when it notices the disconnect.
     server._accept("consumers", [b"gone", b"", b'{"queue": "q"}'])
     server.stop()
