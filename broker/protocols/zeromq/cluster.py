@@ -20,15 +20,13 @@ from portalmq.message import RecordMetadata
 from portalmq.producer import Producer
 from portalmq.transport import system_random
 from portalmq.transport.answers import decode_answer
-from portalmq.transport.request import Request
+from portalmq.transport.request import json_request
 from portalmq.transport.transport import Bootstrap, Transport
 
 LOOK_UP_WITHIN_S = 2.0
 GIVE_BACK_WITHIN_S = 5.0
 # For so many queues the broker to ask first is remembered.
 NEAR_MAX = 10_000
-
-_JSON = (("Content-Type", wire.JSON),)
 
 
 class _Received(msgspec.Struct):
@@ -97,26 +95,17 @@ class ClusterClient:
             visibility_timeout_ms=self._visibility_ms,
             attempt_id=f"zeromq:{uuid.uuid4().hex}",
         )
-        request = Request(
-            "POST",
-            wire.group_path(DEFAULT, "receive"),
-            msgspec.json.encode(wanted),
-            _JSON,
-            repeatable=True,
-            near=self._leader_near(queue),
-            marks_first_try=True,
-        )
-        messages: list[ReceivedMessage] = decode_answer(
-            self._transport.call(request, timeout_s=timeout_s), _Received
-        ).messages
+        path, near = wire.group_path(DEFAULT, "receive"), self._leader_near(queue)
+        request = json_request("POST", path, wanted, near=near, marks_first_try=True)
+        answer = self._transport.call(request, timeout_s=timeout_s)
+        messages: list[ReceivedMessage] = decode_answer(answer, _Received).messages
         for each in messages:
             each.id = f"{mark_of_receipt(each.receipt)}-{each.id}"
         return messages
 
     def give_back(self, receipts: list[str]) -> None:
         """Release messages that no client has seen, for delivery at once. If that fails, their leases expire."""
-        body = msgspec.json.encode(wire.NackRequest(receipts, unseen=True))
-        request = Request("POST", wire.group_path(DEFAULT, "nack"), body, _JSON, repeatable=True)
+        request = json_request("POST", wire.group_path(DEFAULT, "nack"), wire.NackRequest(receipts, unseen=True))
         self._transport.call(request, timeout_s=GIVE_BACK_WITHIN_S)
 
     # --- commands ----------------------------------------------------------------------------------------------------
@@ -124,17 +113,13 @@ class ClusterClient:
     def delete(self, queue: str, partition: int, ids: list[str], timeout_s: float) -> list[bool]:
         """Delete messages of one partition; True for each that existed."""
         command = {"type": "DELETE_MSG", "payload": {"queue": queue, "ids": ids}}
-        answer = self._command(msgspec.json.encode(command), timeout_s, near=(queue, partition))
+        answer = self.command(msgspec.json.encode(command), timeout_s, near=(queue, partition))
         deleted: list[bool] = msgspec.json.decode(answer, type=_Deleted).deleted
         return deleted
 
-    def command(self, body: bytes, timeout_s: float) -> bytes:
-        """Execute a command, and return a broker's answer unchanged."""
-        return self._command(body, timeout_s)
-
-    def _command(self, body: bytes, timeout_s: float, near: tuple[str, int] | None = None) -> bytes:
-        # Every command is idempotent.
-        request = Request("POST", "/miniq/command", body, _JSON, repeatable=True, near=near)
+    def command(self, body: bytes, timeout_s: float, near: tuple[str, int] | None = None) -> bytes:
+        """Execute a command, each of which is idempotent, and return a broker's answer unchanged."""
+        request = json_request("POST", "/miniq/command", msgspec.Raw(body), near=near)
         answer = self._transport.call(request, timeout_s=timeout_s)
         decode_answer(answer, dict[str, Any])
         return answer.body

@@ -6,35 +6,30 @@ import logging
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, cast
 
 import click
 
 from portalmq import wire
-from portalmq.broker.protocols.zeromq.ports import COMMAND_PORT, CONSUMER_PORT, PRODUCER_PORT
+from portalmq.broker.protocols.zeromq.protocol import PORTS, PortRole
 from portalmq.cli.output import show_one
 from portalmq.cli.session import Session, with_session
 from portalmq.errors import PortalMQError
 from portalmq.tokens import Tokens, is_loopback, tokens_in
-
-if TYPE_CHECKING:
-    from portalmq.broker.protocols.zeromq.cluster import ClusterClient
-    from portalmq.broker.protocols.zeromq.curve import Curve
-    from portalmq.broker.protocols.zeromq.server import Server, ServerLimits
 
 EXIT_USAGE = 2
 EXIT_PORT_TAKEN = 73
 CHECK_WITHIN_S = 2.0
 CLOSE_WITHIN_S = 5.0
 
-_PORT = click.IntRange(0, 65_535)
+_PORT: dict[str, Any] = {"type": click.IntRange(0, 65_535), "show_default": True}
 
 
 @click.command(short_help="Serve MiniQ over ZeroMQ, in front of a cluster.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen.")
-@click.option("--command-port", type=_PORT, default=COMMAND_PORT, show_default=True, help="Commands; 0: a free one.")
-@click.option("--producer-port", type=_PORT, default=PRODUCER_PORT, show_default=True, help="Messages in.")
-@click.option("--consumer-port", type=_PORT, default=CONSUMER_PORT, show_default=True, help="Messages out.")
+@click.option("--command-port", "commands", default=PORTS["commands"], help="Commands; 0: a free one.", **_PORT)
+@click.option("--producer-port", "producers", default=PORTS["producers"], help="Messages in.", **_PORT)
+@click.option("--consumer-port", "consumers", default=PORTS["consumers"], help="Messages out.", **_PORT)
 @click.option("--token", metavar="SECRET", help="The token to show to the brokers (better: --token-file).")
 @click.option(
     "--require-token", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
@@ -65,9 +60,6 @@ _PORT = click.IntRange(0, 65_535)
 def zeromq(
     session: Session,
     host: str,
-    command_port: int,
-    producer_port: int,
-    consumer_port: int,
     token: str | None,
     require_token: Path | None,
     curve_key_file: Path | None,
@@ -77,6 +69,7 @@ def zeromq(
     timeout_s: float,
     lease_s: float | None,
     max_message_bytes: int,
+    **ports: int,
 ) -> None:
     """Serve MiniQ over ZeroMQ (REQ/REP, JSON): commands, producers and consumers, each on a port.
 
@@ -92,7 +85,7 @@ def zeromq(
     try:
         from portalmq.broker.protocols.zeromq.cluster import ClusterClient
         from portalmq.broker.protocols.zeromq.curve import Curve
-        from portalmq.broker.protocols.zeromq.server import PortTaken, ServerLimits
+        from portalmq.broker.protocols.zeromq.server import PortTaken, Server, ServerLimits
     except ImportError as missing:
         click.echo(f"portalmq: {missing.name} is not installed: `pip install 'portalmq[zeromq]'`", err=True)
         sys.exit(EXIT_USAGE)
@@ -110,12 +103,19 @@ def zeromq(
     except ValueError as fault:
         raise click.UsageError(str(fault)) from None
     try:
-        server = _server(cluster, tokens, host, (command_port, producer_port, consumer_port), limits, curve)
+        server = Server(cluster, tokens, host=host, ports=cast(dict[PortRole, int], ports), limits=limits, curve=curve)
     except PortTaken as taken:
         click.echo(f"portalmq: {taken}. Choose others with --command-port, --producer-port, --consumer-port.", err=True)
         sys.exit(EXIT_PORT_TAKEN)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: server.stop())
+    # A signal may arrive at any thread, and does not wake the others.
+    signal.set_wakeup_fd(server.wakeup, warn_on_full_buffer=False)
     try:
-        _warn_if_unreachable(cluster)
+        try:
+            cluster.check(CHECK_WITHIN_S)
+        except PortalMQError as error:
+            click.echo(f"portalmq: {error}. Until then requests are answered with an error.", err=True)
         show_one({str(role): endpoint for role, endpoint in server.endpoints.items()}, session.output)
         sys.stdout.flush()
         server.run()
@@ -133,33 +133,6 @@ def tokens_for(file: Path | None, host: str, *, insecure: bool) -> Tokens:
             "--require-token FILE, or --insecure if everyone who reaches it may do everything"
         )
     return Tokens(() if file is None else tokens_in(file))
-
-
-def _server(
-    cluster: ClusterClient,
-    tokens: Tokens,
-    host: str,
-    ports: tuple[int, int, int],
-    limits: ServerLimits,
-    curve: Curve | None,
-) -> Server:
-    from portalmq.broker.protocols.zeromq.server import PORT_ROLES, Server
-
-    numbers = dict(zip(PORT_ROLES, ports, strict=True))
-    server = Server(cluster, tokens, host=host, ports=numbers, limits=limits, curve=curve)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: server.stop())
-    # A signal may arrive at any thread, and does not wake the others.
-    signal.set_wakeup_fd(server.wakeup, warn_on_full_buffer=False)
-    return server
-
-
-def _warn_if_unreachable(cluster: ClusterClient) -> None:
-    """Warn when no broker answers. The server starts anyway, and refuses requests until one does."""
-    try:
-        cluster.check(CHECK_WITHIN_S)
-    except PortalMQError as error:
-        click.echo(f"portalmq: {error}. Until then requests are answered with an error.", err=True)
 
 
 if __name__ == "__main__":

@@ -72,14 +72,8 @@ class Reply(NamedTuple):
     lease: tuple[str, str] | None = None
 
 
-class ReturnedMessage(NamedTuple):
-    """A message whose reply could not be sent."""
-
-    receipt: str
-
-
 _Lane = tuple[str, str, int]
-_Item = Job | ReturnedMessage
+_Item = Job | str  # a request, or the receipt of a message whose reply could not be sent
 
 
 class RequestDispatcher:
@@ -130,7 +124,7 @@ class RequestDispatcher:
 
     def give_back(self, queue: str, receipt: str) -> None:
         """Release a message whose reply could not be sent."""
-        self._enqueue(("give back", queue, 0), ReturnedMessage(receipt))
+        self._enqueue(("give back", queue, 0), receipt)
 
     def _enqueue(self, lane: _Lane, item: _Item) -> None:
         with self._lock:
@@ -164,7 +158,7 @@ class RequestDispatcher:
                     self._work.wait()
                 lane = self._ready.popleft()
                 items = self._lanes[lane]
-                batch = [items.popleft() for _ in range(min(len(items), _batch_max(lane)))]
+                batch = [items.popleft() for _ in range(min(len(items), _BATCH_MAX.get(lane[0], DELETE_MAX)))]
             left = self._serve(lane, batch)
             with self._lock:
                 items.extendleft(reversed(left))
@@ -178,7 +172,7 @@ class RequestDispatcher:
     def _serve(self, lane: _Lane, batch: Sequence[_Item]) -> list[Job]:
         """Serve items of one lane; return the jobs to retry."""
         kind, queue, partition = lane
-        receipts = [item.receipt for item in batch if isinstance(item, ReturnedMessage)]
+        receipts = [item for item in batch if isinstance(item, str)]
         jobs = [item for item in batch if isinstance(item, Job)]
         now = self._clock()
         late = [job for job in jobs if job.deadline - now < CALL_S_MIN]
@@ -292,7 +286,3 @@ class RequestDispatcher:
 
 _OPENS: dict[str, PortRole] = {"PRODUCE_MSG": "producers", "CONSUME": "consumers"}
 _BATCH_MAX = {"tell": 1, "receive": RECEIVE_MAX}
-
-
-def _batch_max(lane: _Lane) -> int:
-    return _BATCH_MAX.get(lane[0], DELETE_MAX)

@@ -29,6 +29,8 @@ HOPS_MAX = 8
 ID_LENGTH_MAX = 50
 
 PortRole = Literal["commands", "producers", "consumers"]
+# The ports that MiniQ's clients expect.
+PORTS: dict[PortRole, int] = {"commands": 5557, "producers": 5555, "consumers": 5556}
 Envelope = tuple[bytes, ...]
 
 _encode = msgspec.json.Encoder().encode
@@ -245,15 +247,6 @@ def _read(decode: Any, body: bytes) -> Any:
 # --- answers ---------------------------------------------------------------------------------------------------------
 
 
-class StoredAnswer(msgspec.Struct):
-    """The reply to a stored message."""
-
-    id: str
-    queue: str
-    timestamp: int
-    status: Literal["ok"] = "ok"
-
-
 class ReceivedMessage(msgspec.Struct, omit_defaults=True):
     """A message in a broker's answer. `value` is its JSON text."""
 
@@ -281,7 +274,8 @@ wire.prepare(ReceivedMessage)
 
 
 def stored(partition: int, offset: int, queue: str, timestamp_ms: int, topic_id: str = "") -> bytes:
-    return _encode(StoredAnswer(message_id_of(topic_mark(topic_id), partition, offset), queue, timestamp_ms))
+    message_id = message_id_of(topic_mark(topic_id), partition, offset)
+    return _encode({"id": message_id, "queue": queue, "timestamp": timestamp_ms, "status": "ok"})
 
 
 def handed(queue: str, message: ReceivedMessage) -> bytes:
@@ -306,15 +300,8 @@ def with_member(answer: bytes, name: str, value: Any) -> bytes:
 
 
 def refusal(error: PortalMQError) -> bytes:
-    return _encode(
-        {
-            "status": "error",
-            "detail": error.detail,
-            "code": error.code,
-            "retryable": error.retryable,
-            "outcome": error.outcome,
-        }
-    )
+    shown = ("detail", "code", "retryable", "outcome")
+    return _encode({"status": "error", **{name: getattr(error, name) for name in shown}})
 
 
 def message_of(answer: dict[str, Any]) -> Any:

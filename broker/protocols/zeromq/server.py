@@ -24,8 +24,8 @@ from portalmq.broker.protocols.zeromq import protocol
 from portalmq.broker.protocols.zeromq.curve import Curve
 from portalmq.broker.protocols.zeromq.dispatcher import ClusterClient, Job, Reply, RequestDispatcher
 from portalmq.broker.protocols.zeromq.flood import FloodGuard
-from portalmq.broker.protocols.zeromq.ports import COMMAND_PORT, CONSUMER_PORT, PRODUCER_PORT
 from portalmq.broker.protocols.zeromq.protocol import (
+    PORTS,
     CommandRequest,
     Envelope,
     Malformed,
@@ -54,8 +54,6 @@ HANDSHAKE_WITHIN_S = 10
 CLOSE_LINGER_MS = 1_000
 # A message as JSON, with escapes, in its envelope.
 ENVELOPE_BYTES = 64 * 1024
-
-PORT_ROLES: tuple[PortRole, ...] = ("commands", "producers", "consumers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +121,9 @@ class Server:
         os.set_blocking(self._wakeup_writer, False)
         self._stopping = False
         self._poller.register(self._wakeup, zmq.POLLIN)
-        wanted = {"commands": COMMAND_PORT, "producers": PRODUCER_PORT, "consumers": CONSUMER_PORT, **(ports or {})}
         try:
-            for role in PORT_ROLES:
-                self._bind(role, host, wanted[role])
+            for role, port in (PORTS | (ports or {})).items():
+                self._bind(role, host, port)
         except PortTaken:
             self._close_sockets(linger_ms=0)
             raise

@@ -18,13 +18,11 @@ from typing import Any
 import msgspec
 import zmq
 
-from portalmq import wire
 from portalmq.broker.protocols.zeromq import protocol
 from portalmq.broker.protocols.zeromq.curve import CurveClient
-from portalmq.broker.protocols.zeromq.ports import COMMAND_PORT, CONSUMER_PORT, PRODUCER_PORT
-from portalmq.broker.protocols.zeromq.protocol import DEFAULT, PortRole
+from portalmq.broker.protocols.zeromq.protocol import DEFAULT, PORTS, PortRole
 from portalmq.closeable import Closeable
-from portalmq.errors import PortalMQError, Unavailable, error_from_problem
+from portalmq.errors import Unavailable, error_from_problem
 
 # Longer than the server's own timeout.
 TIMEOUT_S = 20.0
@@ -33,13 +31,6 @@ PAUSE_FIRST_S = 0.05
 PAUSE_MAX_S = 1.0
 
 _encode = msgspec.json.Encoder().encode
-
-
-class _Answer(msgspec.Struct):
-    status: str
-
-
-wire.prepare(_Answer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +52,11 @@ class _Connection:
         self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, timeout_s: float, curve: CurveClient | None
     ) -> None:
         self.endpoint = endpoint
-        self._curve = curve
+        self.curve = curve
         self._timeout_ms = round(timeout_s * 1000)
         self.lock = threading.Lock()
         self._context = context
         self._socket: zmq.Socket[bytes] | None = None
-
-    @property
-    def is_secured(self) -> bool:
-        return self._curve is not None
 
     def ask(self, request: bytes) -> bytes | None:
         """Send a request and return the reply. None when no reply came in time; the next call uses a new socket."""
@@ -79,8 +66,8 @@ class _Connection:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.SNDTIMEO, self._timeout_ms)
             socket.setsockopt(zmq.RCVTIMEO, self._timeout_ms)
-            if self._curve is not None:
-                self._curve.secure(socket)
+            if self.curve is not None:
+                self.curve.secure(socket)
             socket.connect(self.endpoint)
         try:
             socket.send(request)
@@ -118,9 +105,9 @@ class MiniQService(Closeable):
         self,
         host: str = "127.0.0.1",
         *,
-        command_port: int = COMMAND_PORT,
-        producer_port: int = PRODUCER_PORT,
-        consumer_port: int = CONSUMER_PORT,
+        command_port: int = PORTS["commands"],
+        producer_port: int = PORTS["producers"],
+        consumer_port: int = PORTS["consumers"],
         token: str | None = None,
         curve_key_file: str | os.PathLike[str] | None = None,
         curve_server_key: str | os.PathLike[str] | None = None,
@@ -218,14 +205,14 @@ class MiniQService(Closeable):
                         raise Unavailable(
                             f"MiniQ's server at {connection.endpoint} gave no answer, {silent} times within "
                             f"{self._timeout_s:g} s: start it with `portalmq zeromq`, or name its host and ports"
-                            f"{' (or it does not know the key)' if connection.is_secured else ''}",
+                            f"{'' if connection.curve is None else ' (or it does not know the key)'}",
                             outcome="unknown",
                         )
                     continue
                 answer = _read(raw)
                 if answer.get("status") == "ok":
                     return answer
-                error = _error_of(answer)
+                error = error_from_problem({name: value for name, value in answer.items() if name != "status"})
                 if silent:
                     error.outcome = "unknown"  # the error is of the last try; earlier ones without a reply are unknown
                 if not error.retryable or self._clock() + pause_s >= deadline:
@@ -248,7 +235,3 @@ def _read(raw: bytes) -> dict[str, Any]:
     except (msgspec.DecodeError, UnicodeDecodeError) as fault:
         raise Unavailable(f"the answer is not MiniQ's: {fault}", retryable=False, outcome="unknown") from fault
     return answer
-
-
-def _error_of(answer: dict[str, Any]) -> PortalMQError:
-    return error_from_problem({name: value for name, value in answer.items() if name != "status"})
