@@ -2,7 +2,7 @@
 
     from portalmq import Producer, Consumer, Admin
 
-Names are loaded at their first use, so that `import portalmq` and the command line start quickly.
+Names other than errors are loaded at their first use, so that `import portalmq` and the command line start quickly.
 """
 
 from __future__ import annotations
@@ -10,94 +10,52 @@ from __future__ import annotations
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from portalmq.admin import Admin
-    from portalmq.aio import AsyncConsumer, AsyncProducer
-    from portalmq.consumer import Consumer
-    from portalmq.errors import (
-        Backpressure,
-        Fenced,
-        Forbidden,
-        GroupModeMismatch,
-        GroupNotFound,
-        IdempotencyKeyReused,
-        IllegalGeneration,
-        InvalidRequest,
-        KeyOrder,
-        LeaseLost,
-        LockHeld,
-        LockNotFound,
-        MessageNotFound,
-        MessageTooLarge,
-        MethodNotAllowed,
-        NotEnoughReplicas,
-        NotFound,
-        NotLeader,
-        OffsetMoved,
-        OffsetOutOfRange,
-        OutOfOrderSequence,
-        PartitionNotFound,
-        PortalMQError,
-        RequestInProgress,
-        StaleReceipt,
-        StorageFull,
-        TopicExists,
-        TopicNotFound,
-        Unauthorized,
-        Unavailable,
-        UnsupportedMediaType,
-    )
-    from portalmq.lock import Lock
-    from portalmq.message import Message, RecordMetadata
-    from portalmq.producer import Producer
-    from portalmq.seeds import PortalClient, PortalConsumer, PortalProducer, publishMessage, subscribeMessage
+from portalmq.errors import Backpressure as Backpressure
+from portalmq.errors import Fenced as Fenced
+from portalmq.errors import Forbidden as Forbidden
+from portalmq.errors import GroupModeMismatch as GroupModeMismatch
+from portalmq.errors import GroupNotFound as GroupNotFound
+from portalmq.errors import IdempotencyKeyReused as IdempotencyKeyReused
+from portalmq.errors import IllegalGeneration as IllegalGeneration
+from portalmq.errors import InvalidRequest as InvalidRequest
+from portalmq.errors import KeyOrder as KeyOrder
+from portalmq.errors import LeaseLost as LeaseLost
+from portalmq.errors import LockHeld as LockHeld
+from portalmq.errors import LockNotFound as LockNotFound
+from portalmq.errors import MessageNotFound as MessageNotFound
+from portalmq.errors import MessageTooLarge as MessageTooLarge
+from portalmq.errors import MethodNotAllowed as MethodNotAllowed
+from portalmq.errors import NotEnoughReplicas as NotEnoughReplicas
+from portalmq.errors import NotFound as NotFound
+from portalmq.errors import NotLeader as NotLeader
+from portalmq.errors import OffsetMoved as OffsetMoved
+from portalmq.errors import OffsetOutOfRange as OffsetOutOfRange
+from portalmq.errors import OutOfOrderSequence as OutOfOrderSequence
+from portalmq.errors import PartitionNotFound as PartitionNotFound
+from portalmq.errors import PortalMQError as PortalMQError
+from portalmq.errors import RequestInProgress as RequestInProgress
+from portalmq.errors import StaleReceipt as StaleReceipt
+from portalmq.errors import StorageFull as StorageFull
+from portalmq.errors import TopicExists as TopicExists
+from portalmq.errors import TopicNotFound as TopicNotFound
+from portalmq.errors import Unauthorized as Unauthorized
+from portalmq.errors import Unavailable as Unavailable
+from portalmq.errors import UnsupportedMediaType as UnsupportedMediaType
 
-__all__ = [
-    "Admin",
-    "AsyncConsumer",
-    "AsyncProducer",
-    "Backpressure",
-    "Consumer",
-    "Fenced",
-    "Forbidden",
-    "GroupModeMismatch",
-    "GroupNotFound",
-    "IdempotencyKeyReused",
-    "IllegalGeneration",
-    "InvalidRequest",
-    "KeyOrder",
-    "LeaseLost",
-    "Lock",
-    "LockHeld",
-    "LockNotFound",
-    "Message",
-    "MessageNotFound",
-    "MessageTooLarge",
-    "MethodNotAllowed",
-    "NotEnoughReplicas",
-    "NotFound",
-    "NotLeader",
-    "OffsetMoved",
-    "OffsetOutOfRange",
-    "OutOfOrderSequence",
-    "PartitionNotFound",
-    "PortalClient",
-    "PortalConsumer",
-    "PortalMQError",
-    "PortalProducer",
-    "Producer",
-    "RecordMetadata",
-    "RequestInProgress",
-    "StaleReceipt",
-    "StorageFull",
-    "TopicExists",
-    "TopicNotFound",
-    "Unauthorized",
-    "Unavailable",
-    "UnsupportedMediaType",
-    "publishMessage",
-    "subscribeMessage",
-]
+if TYPE_CHECKING:
+    from portalmq.admin import Admin as Admin
+    from portalmq.aio import AsyncConsumer as AsyncConsumer
+    from portalmq.aio import AsyncProducer as AsyncProducer
+    from portalmq.consumer import Consumer as Consumer
+    from portalmq.lock import Lock as Lock
+    from portalmq.message import Message as Message
+    from portalmq.message import RecordMetadata as RecordMetadata
+    from portalmq.producer import Producer as Producer
+    from portalmq.seeds import PortalClient as PortalClient
+    from portalmq.seeds import PortalConsumer as PortalConsumer
+    from portalmq.seeds import PortalProducer as PortalProducer
+    from portalmq.seeds import publishMessage as publishMessage
+    from portalmq.seeds import subscribeMessage as subscribeMessage
 
 _HOMES = {
     "Admin": "portalmq.admin",
@@ -115,12 +73,17 @@ _HOMES = {
     "subscribeMessage": "portalmq.seeds",
 }
 
+_NAMES = sorted([*_HOMES, *(name for name, value in globals().items() if hasattr(value, "retryable_by_default"))])
+
+if not TYPE_CHECKING:  # type checkers read the imports above
+    __all__ = _NAMES
+
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         value: Any = metadata.version("portalmq")
-    elif name in __all__:
-        value = getattr(import_module(_HOMES.get(name, "portalmq.errors")), name)
+    elif name in _HOMES:
+        value = getattr(import_module(_HOMES[name]), name)
     else:
         raise AttributeError(f"module 'portalmq' has no attribute {name!r}")
     globals()[name] = value
@@ -128,4 +91,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__"])
+    return [*_NAMES, "__version__"]
