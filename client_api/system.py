@@ -86,6 +86,20 @@ def allocate(descriptor: int, size: int) -> None:
         written += os.pwrite(descriptor, ZEROS[: size - written], written)
 
 
+def open_locked(path: Path, mode: int = 0o600) -> int:
+    """Open a file that this process alone has locked, until the descriptor is closed; create a missing one. Raises
+    BlockingIOError if another process has it."""
+    import fcntl
+
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
 def raise_open_files_limit() -> None:
     """Raise the soft limit of open files to the hard one, or as far as the system allows."""
     import resource

@@ -15,7 +15,6 @@ The servers die with the thread that started them (system.py): start them from t
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import glob
 import importlib
 import importlib.util
@@ -32,7 +31,7 @@ from portalmq import java
 from portalmq.control_plane.plane import PlaneUnavailable
 from portalmq.control_plane.zookeeper import ZooKeeper
 from portalmq.java import JavaMissing
-from portalmq.system import dies_with_this_process
+from portalmq.system import dies_with_this_process, open_locked
 
 JAVA_FLAGS = ("-Xmx128m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
 # When one of these is missing the server starts, or even answers `ruok`, and never serves.
@@ -135,7 +134,12 @@ class EmbeddedZooKeeper:
         command = [find_java(), *JAVA_FLAGS, "-cp", find_classpath()]
         if self._lock == -1:
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._lock = _locked(self.directory / "lock")
+            try:
+                self._lock = open_locked(self.directory / "lock")
+            except BlockingIOError:
+                raise AlreadyInUse(
+                    f"another ZooKeeper uses {self.directory}: stop it, or name another with --data-dir"
+                ) from None
         try:
             self._check_number()
             for attempt in range(1, PORT_ATTEMPTS + 1):
@@ -361,7 +365,7 @@ def find_java() -> str:
         raise ZooKeeperMissing(str(missing)) from None
 
 
-# --- processes, ports, locks -----------------------------------------------------------------------------------------
+# --- processes, ports -----------------------------------------------------------------------------------------------
 
 
 def _answers(port: int) -> bool:
@@ -385,13 +389,3 @@ def _check_free(ports: list[int]) -> None:
                 tried.bind(("127.0.0.1", port))
             except OSError as fault:
                 raise AlreadyInUse(f"port {port} cannot be had ({fault.strerror}): name another with --port") from None
-
-
-def _locked(path: Path) -> int:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise AlreadyInUse(f"another ZooKeeper uses {path.parent}: stop it, or name another with --data-dir") from None
-    return descriptor

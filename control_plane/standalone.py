@@ -15,7 +15,6 @@ this tree is small), and a new snapshot for each commit (a thousand topics would
 
 from __future__ import annotations
 
-import fcntl
 import os
 import struct
 import zlib
@@ -47,7 +46,7 @@ from portalmq.control_plane.plane import (
     clock_s,
     parent_of,
 )
-from portalmq.system import sync, sync_data
+from portalmq.system import open_locked, sync, sync_data
 
 _MAGIC = b"PMQ1"
 _HEADER = struct.Struct(">4sII")
@@ -121,7 +120,11 @@ class Standalone:
         """Open the journal. Raises JournalInUse, JournalDamaged, and OSError when the directory cannot be used."""
         assert self._lock == -1, "started twice"
         self._directory.mkdir(parents=True, exist_ok=True)
-        self._lock = _locked(self._directory / "lock")
+        try:
+            self._lock = open_locked(self._directory / "lock")
+        except BlockingIOError:
+            used = f"another process uses {self._directory}: stop it, or name another data directory"
+            raise JournalInUse(used) from None
         try:
             self._load()
         except BaseException:
@@ -418,13 +421,3 @@ def _sync_directory(directory: Path) -> None:
         sync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _locked(path: Path) -> int:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise JournalInUse(f"another process uses {path.parent}: stop it, or name another data directory") from None
-    return descriptor

@@ -18,7 +18,6 @@ reaches only the supervisor, which ends brokers first and ZooKeeper last.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import http.client
 import os
 import re
@@ -38,7 +37,7 @@ import msgspec
 
 from portalmq.broker.cluster.exits import EX_CANTCREAT, EX_SOFTWARE, StartupError
 from portalmq.broker.server.config import BrokerConfig
-from portalmq.system import boot_id, dies_with_this_process, start_of
+from portalmq.system import boot_id, dies_with_this_process, open_locked, start_of
 
 READY_WITHIN_S = 60.0
 # Longer than a broker needs to transfer leadership and to complete running calls.
@@ -217,19 +216,16 @@ class Supervisor:
     def _take_directory(self) -> None:
         try:
             self.plan.data_dir.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.plan.data_dir / "up.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as fault:
-            sentence = f"{self.plan.data_dir} cannot be used ({fault.strerror}): name another --data-dir"
-            raise StartupError(sentence, EX_CANTCREAT) from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = open_locked(self.plan.data_dir / "up.lock")
         except BlockingIOError:
-            os.close(self._lock)
             raise StartupError(
                 f"a cluster runs from {self.plan.data_dir} already: `portalmq down --data-dir {self.plan.data_dir}` "
                 "ends it, another --data-dir starts another",
                 EX_CANTCREAT,
             ) from None
+        except OSError as fault:
+            sentence = f"{self.plan.data_dir} cannot be used ({fault.strerror}): name another --data-dir"
+            raise StartupError(sentence, EX_CANTCREAT) from None
 
     def _start(self, name: str, *arguments: str) -> Supervised:
         # Settings that differ between brokers are given as options; the other PORTALMQ_… variables apply to all.

@@ -20,7 +20,7 @@ import msgspec
 
 from portalmq.broker.storage.errors import StorageError, StorageFault, faults_of
 from portalmq.broker.storage.files import make_directory, sync_directory, write_atomically
-from portalmq.system import allocate
+from portalmq.system import allocate, open_locked
 
 LOW_WATER_BYTES = 512 * 1024 * 1024
 BALLAST_BYTES = 16 * 1024 * 1024
@@ -135,12 +135,10 @@ class DataDirectory:
 
 
 def _lock(path: Path) -> int:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        descriptor = open_locked(path, 0o640)
     except BlockingIOError:
-        holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
-        os.close(descriptor)
+        holder = holder_of(path.parent) or "unknown"
         raise DirectoryInUse(
             f"{path.parent} is used by the process {holder}: stop it, or choose another --data-dir"
         ) from None

@@ -38,7 +38,7 @@ def test_a_start_that_cannot_write_ends_with_the_code_of_storage_and_a_sentence(
     if step == "incarnation":
         monkeypatch.setattr(server, "write_atomically", refused)
     else:
-        monkeypatch.setattr(standalone, "_locked", refused)
+        monkeypatch.setattr(standalone, "open_locked", refused)
     directory = DataDirectory.open(tmp_path)
     config = BrokerConfig(data_dir=tmp_path, zookeeper="none", port=5000)
     try:
