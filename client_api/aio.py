@@ -263,7 +263,7 @@ class AsyncConsumer(AsyncCloseable):
     async def commit(self) -> None:
         """Ack all messages that this consumer handed out; durable on return. Messages of a cancelled receive are not
         included."""
-        if self._consumer._mode == "queue" and self._consumer._manual_ack:
+        if self._consumer._mode == "queue" and self._consumer._subscription.manual_ack:
             self._consumer.commit()  # raises the error that explains it
         given = list(self._handed_out.values())
 
@@ -313,7 +313,7 @@ class AsyncConsumer(AsyncCloseable):
             if self._receiving is not None and not self._receive_lock.locked():  # a coroutine that waits for it gets it
                 with contextlib.suppress(PortalMQError):
                     await self._wait_for(self._receiving, CLOSE_TIMEOUT_S)
-            if self._consumer._manual_ack and self._undelivered and self._consumer._mode == "queue":
+            if self._consumer._subscription.manual_ack and self._undelivered and self._consumer._mode == "queue":
                 # In manual mode the user settles what was handed out, but these messages never were.
                 kept, reason = list(self._undelivered), "the consumer closed before it handled the message"
                 with contextlib.suppress(PortalMQError):

@@ -20,11 +20,11 @@ from portalmq.closeable import Closeable
 from portalmq.consumers.commit import Output, commit_receipts
 from portalmq.consumers.lease import Leases, Verb
 from portalmq.consumers.receiver import Receiver
+from portalmq.consumers.subscription import Delivery, Subscription
 from portalmq.message import Message
 from portalmq.network.forking import reset_in_children
 from portalmq.network.tls import TlsFiles
 from portalmq.stream_wire import SESSION_TIMEOUT_MS_MAX
-from portalmq.streams.group_calls import Delivery
 from portalmq.streams.member import StreamMember
 from portalmq.transport.transport import Bootstrap, Transport
 
@@ -102,18 +102,23 @@ class Consumer(Closeable):
             raise ValueError(f"visibility_timeout_s must be 0.001 to {wire.VISIBILITY_TIMEOUT_MS_MAX // 1000}")
         self.topics = tuple(wire.check_name(topic, "topic") for topic in topics)
         self.group = wire.check_name(group, "group")
-        self._max_messages = max_messages
-        self._visibility_timeout_s = visibility_timeout_s
-        self._settings: dict[str, object] = {}
+        settings: dict[str, object] = {}
         if start != "earliest":
-            self._settings["start"] = start if isinstance(start, str) else {"at": _unix_ms(start)}
-        self._delivery = delivery
-        self._manual_ack = manual_ack
+            settings["start"] = start if isinstance(start, str) else {"at": _unix_ms(start)}
+        self._subscription = Subscription(
+            group=self.group,
+            topics=self.topics,
+            settings=settings,
+            delivery=delivery,
+            manual_ack=manual_ack,
+            max_messages=max_messages,
+            visibility_timeout_s=visibility_timeout_s,
+            member_id=None if member_id is None else wire.check_name(member_id, "member"),
+            session_timeout_s=session_timeout_s,
+        )
         self._max_handling_s = 0.0 if manual_ack else max_handling_s
         self._idle_timeout_s = idle_timeout_s
-        self._member_id = None if member_id is None else wire.check_name(member_id, "member")
         self._mode = mode
-        self._session_timeout_s = session_timeout_s
         # Two transports: close() cuts a waiting receive off, and still acks and nacks.
         tls = TlsFiles(tls_ca, tls_client_cert, tls_client_key)
         self._receiving = Transport(bootstrap, token=token, tls=tls, allow_advertised=allow_advertised)
@@ -129,35 +134,17 @@ class Consumer(Closeable):
 
     def _begin(self) -> None:
         """Start with no messages, under a new name."""
+        subscription = self._subscription
         self._leases = Leases(
-            self._settle_transport, self.group, self._visibility_timeout_s, max_handling_s=self._max_handling_s
-        )
-        self._receiver = Receiver(
-            self._receiving,
-            self._leases,
+            self._settle_transport,
             self.group,
-            self.topics,
-            self._settings,
-            delivery=self._delivery,
-            manual_ack=self._manual_ack,
-            max_messages=self._max_messages,
-            visibility_timeout_s=self._visibility_timeout_s,
-            closed=self._closed,
+            subscription.visibility_timeout_s,
+            max_handling_s=self._max_handling_s,
         )
+        self._receiver = Receiver(self._receiving, self._leases, subscription, self._closed)
         self._stream: StreamMember | None = None
         if self._mode == "stream":
-            self._stream = StreamMember(
-                self._receiving,
-                self._settle_transport,
-                self.group,
-                self.topics,
-                self._settings,
-                delivery=self._delivery,
-                manual_ack=self._manual_ack,
-                member_id=self._member_id,
-                session_timeout_s=self._session_timeout_s,
-                max_messages=self._max_messages,
-            )
+            self._stream = StreamMember(self._receiving, self._settle_transport, subscription)
         self._shut_down = weakref.finalize(
             self, _shut_down, self._closed, self._receiving, self._settle_transport, self._leases, self._stream
         )
@@ -169,9 +156,10 @@ class Consumer(Closeable):
         was_closed, self._closed = self._closed.is_set(), threading.Event()
         was_member = self._stream is not None and self._stream.has_begun
         self._begin()
-        if self._member_id is not None and was_member and self._stream is not None:
+        member_id = self._subscription.member_id
+        if member_id is not None and was_member and self._stream is not None:
             self._stream.refuse(
-                f"the member {self._member_id!r} is the parent of this process: make a consumer with another member_id"
+                f"the member {member_id!r} is the parent of this process: make a consumer with another member_id"
             )
         if was_closed:
             self._closed.set()
@@ -206,9 +194,10 @@ class Consumer(Closeable):
             raise RuntimeError("the consumer is closed")
         if max_messages is not None and not 1 <= max_messages <= wire.RECEIVE_MESSAGES_MAX:
             raise ValueError(f"max_messages must be 1 to {wire.RECEIVE_MESSAGES_MAX}")
+        at_most = max_messages or self._subscription.max_messages
         if self._stream is not None:
-            return self._stream.poll(timeout_s, max_messages or self._max_messages, self)
-        return self._receiver.next_messages(max_messages or self._max_messages, timeout_s, self, ends=False)
+            return self._stream.poll(timeout_s, at_most, self)
+        return self._receiver.next_messages(at_most, timeout_s, self, ends=False)
 
     # --- settling ----------------------------------------------------------------------------------------------------
 
@@ -236,7 +225,7 @@ class Consumer(Closeable):
     def extend(self, messages: Message | Iterable[Message], visibility_timeout_s: float | None = None) -> None:
         """Extend leases to `visibility_timeout_s` seconds from now (default: this consumer's)."""
         self._check_leases("extend")
-        seconds = self._visibility_timeout_s if visibility_timeout_s is None else visibility_timeout_s
+        seconds = self._subscription.visibility_timeout_s if visibility_timeout_s is None else visibility_timeout_s
         self._settle("extend", messages, {"visibility_timeout_ms": round(seconds * 1000)})
 
     def commit_with(self, messages: Message | Iterable[Message], outputs: Iterable[Output]) -> wire.Committed:
@@ -270,7 +259,7 @@ class Consumer(Closeable):
         partition that moved to another member, which receives them again."""
         if self._stream is not None:
             self._stream.commit()
-        elif self._manual_ack:
+        elif self._subscription.manual_ack:
             raise ValueError("with manual_ack in a queue group, ack the messages")
         else:
             self._leases.finish_handed()
@@ -341,7 +330,7 @@ class Consumer(Closeable):
     def close(self) -> None:
         """End a wait in another thread, send the last acks, and return all other messages to the group. A second close
         does nothing."""
-        if self._manual_ack:
+        if self._subscription.manual_ack:
             self._leases.forget_handed()
         self._shut_down()
 

@@ -122,29 +122,17 @@ class JsonMessage(msgspec.Struct, gc=False, omit_defaults=True, forbid_unknown_f
     idempotency_key: str | None = None
 
 
-class PackMessage(msgspec.Struct, gc=False, omit_defaults=True, forbid_unknown_fields=True):
+class PackMessage(JsonMessage, gc=False):
     """A message in a MessagePack batch. A binary `value` is the payload itself; any other value is stored as JSON."""
 
     value: Any = msgspec.UNSET
-    value_base64: str | None = None
     key: Any = None  # str, bytes or None: msgspec knows no union of the two
-    key_base64: str | None = None
-    headers: dict[str, str] | None = None
-    content_type: str | None = None
-    partition: NonNegative | None = None
-    delay_ms: NonNegative | None = None
-    deliver_at_ms: NonNegative | None = None
-    ttl_ms: Positive | None = None
-    priority: int | None = 0
-    idempotency_key: str | None = None
 
 
 def message_id_of(key: str) -> bytes:
     """Return the stored id of a message with this idempotency key. Its first 4 bytes identify the part of the key
     before the last slash: keys with a common prefix are neighbours in the index, which is 5 times as fast."""
-    family = key.rpartition("/")[0]
-    own = blake2b(b"0\n" + key.encode(), digest_size=16).digest()
-    return _family_id(family) + own[:12] if family else own
+    return message_ids_of((key,))[0]
 
 
 def message_ids_of(keys: Iterable[str]) -> list[bytes]:
@@ -371,11 +359,8 @@ class BrowsePage(msgspec.Struct):
     high_watermark: int
 
 
-class PackBrowsePage(msgspec.Struct):
+class PackBrowsePage(BrowsePage):
     messages: list[PackMessageOut]
-    next_offset: int
-    log_start_offset: int
-    high_watermark: int
 
 
 # --- groups ----------------------------------------------------------------------------------------------------------
@@ -432,16 +417,14 @@ class AckRequest(msgspec.Struct, forbid_unknown_fields=True):
     receipts: Receipts
 
 
-class NackRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    receipts: Receipts
+class NackRequest(AckRequest, omit_defaults=True):
     delay_ms: Annotated[int, msgspec.Meta(ge=0, le=VISIBILITY_TIMEOUT_MS_MAX)] | None = None
     reason: Annotated[str, msgspec.Meta(max_length=1_000)] | None = None
     # These messages were never handed out: they go back as if they had not been delivered.
     unseen: bool = False
 
 
-class ExtendRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    receipts: Receipts
+class ExtendRequest(AckRequest, omit_defaults=True):
     visibility_timeout_ms: Annotated[int, msgspec.Meta(ge=1, le=VISIBILITY_TIMEOUT_MS_MAX)] | None = None
 
 
@@ -553,17 +536,15 @@ class LockRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True
     keep_place_ms: Annotated[int, msgspec.Meta(ge=0, le=LOCK_PLACE_MS_MAX)] = 0
 
 
-class LockRenewal(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    """Without `ttl_ms` the lock keeps its ttl."""
-
-    owner: LockOwner
-    fencing_token: NonNegative
-    ttl_ms: LockTtl | None = None
-
-
 class LockRelease(msgspec.Struct, forbid_unknown_fields=True):
     owner: LockOwner
     fencing_token: NonNegative
+
+
+class LockRenewal(LockRelease, omit_defaults=True):
+    """Without `ttl_ms` the lock keeps its ttl."""
+
+    ttl_ms: LockTtl | None = None
 
 
 class LockGrant(msgspec.Struct, frozen=True):

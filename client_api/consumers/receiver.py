@@ -10,11 +10,11 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Sequence
 
 from portalmq import wire
 from portalmq.consumers.lease import Leases
 from portalmq.consumers.prefetch import Prefetch
+from portalmq.consumers.subscription import Subscription
 from portalmq.errors import GroupNotFound, PortalMQError
 from portalmq.message import Message, Settler, message_from_wire
 from portalmq.transport import system_random
@@ -31,34 +31,19 @@ AGAIN_S = 1.0
 
 
 class Receiver:
-    """Receives for one thread, until `closed` is set. `settings` are given to the group before its first receive."""
+    """Receives for one thread, until `closed` is set."""
 
     def __init__(
-        self,
-        transport: Transport,
-        leases: Leases,
-        group: str,
-        topics: Sequence[str],
-        settings: dict[str, object],
-        *,
-        delivery: str,
-        manual_ack: bool,
-        max_messages: int,
-        visibility_timeout_s: float,
-        closed: threading.Event,
+        self, transport: Transport, leases: Leases, subscription: Subscription, closed: threading.Event
     ) -> None:
         self._transport = transport
         self._leases = leases
-        self._group = group
-        self._topics = topics
-        self._settings = settings
-        self._delivery = delivery
-        self._manual_ack = manual_ack
-        self._visibility_timeout_s = visibility_timeout_s
+        self._subscription = subscription
+        self._group_path = wire.group_path(subscription.group)
         self._closed = closed
         self._name = f"python-{uuid.uuid4().hex}"
         self._attempts = 0
-        self._prefetch = Prefetch(max_messages, time.monotonic)
+        self._prefetch = Prefetch(subscription.max_messages, time.monotonic)
         self._is_unanswered = False
         self._failing_since = 0.0
         self._is_prepared = False
@@ -69,7 +54,7 @@ class Receiver:
 
         `ends`: an empty result ends an iteration, so it must mean that there are none.
         """
-        if self._manual_ack:
+        if self._subscription.manual_ack:
             self._leases.forget_handed()
         else:
             self._leases.finish_handed()
@@ -79,7 +64,7 @@ class Receiver:
             if messages:
                 return messages
             # The end of an iteration waits as long as messages on their way back might stay leased.
-            self._leases.wait_given_back(self._visibility_timeout_s if ends else left_s(deadline))
+            self._leases.wait_given_back(self._subscription.visibility_timeout_s if ends else left_s(deadline))
             is_last = deadline is not None and time.monotonic() >= deadline
             try:
                 received = self._receive(at_most, deadline)
@@ -106,7 +91,7 @@ class Receiver:
         return reach.may_report_empty() and now < self._failing_since + CALL_TIMEOUT_S
 
     def _take(self, at_most: int, consumer: Settler) -> list[Message]:
-        topic = self._topics[0]
+        topic = self._subscription.topics[0]
         messages: list[Message] = []
         while len(messages) < at_most and (packed := self._leases.take()) is not None:
             messages.append(message_from_wire(packed, topic, consumer))
@@ -127,10 +112,10 @@ class Receiver:
             # Until there is an answer: a repeat of this attempt returns the messages that a broker has leased under it.
             self._is_unanswered = True
             request = wire.ReceiveRequest(
-                topics=list(self._topics),
+                topics=list(self._subscription.topics),
                 max_messages=max(self._prefetch.wanted(), at_most),
                 wait_ms=round(wait_s * 1000),
-                visibility_timeout_ms=round(self._visibility_timeout_s * 1000),
+                visibility_timeout_ms=round(self._subscription.visibility_timeout_s * 1000),
                 consumer=self._name,
                 attempt_id=f"{self._name}-{self._attempts}",
                 ack=self._leases.take_acks(),
@@ -138,7 +123,7 @@ class Receiver:
             answer = self._transport.call(
                 json_request(
                     "POST",
-                    wire.group_path(self._group, "receive"),
+                    f"{self._group_path}/receive",
                     request,
                     accept=wire.BATCH_MSGPACK,
                     near=self._near,
@@ -164,36 +149,36 @@ class Receiver:
     def _prepare(self, deadline: float | None) -> None:
         """Apply the settings to the group once, before its first receive fixes them."""
         if not self._is_prepared:
-            if self._delivery != "at_least_once":
-                self._settle_delivery(deadline)
-            if self._settings:
-                self._transport.send_json(
-                    "PUT", wire.group_path(self._group), self._settings, object, timeout_s=left_s(deadline)
-                )
+            settings = self._subscription.settings
+            if self._subscription.delivery != "at_least_once":
+                settings = settings | self._settle_delivery(deadline)
+            if settings:
+                self._transport.send_json("PUT", self._group_path, settings, object, timeout_s=left_s(deadline))
         self._is_prepared = True
         if self._near is None:
             self._look_up(deadline)
 
-    def _settle_delivery(self, deadline: float | None) -> None:
-        """Create a missing group with this delivery; check that of an existing one. Raises ValueError if they
-        differ."""
+    def _settle_delivery(self, deadline: float | None) -> dict[str, object]:
+        """Return the delivery as a setting for a missing group; check that of an existing one. Raises ValueError if
+        they differ."""
+        wanted = self._subscription.delivery
         try:
-            group = self._transport.get(wire.group_path(self._group), wire.GroupDescription, timeout_s=left_s(deadline))
+            group = self._transport.get(self._group_path, wire.GroupDescription, timeout_s=left_s(deadline))
         except GroupNotFound:
-            self._settings["delivery"] = self._delivery
-            return
-        if group.config.delivery != self._delivery:
+            return {"delivery": wanted}
+        if group.config.delivery != wanted:
             raise ValueError(
-                f"group {self._group!r} delivers {group.config.delivery!r}, and this consumer asks for"
-                f" {self._delivery!r}: change one of them, or take another group"
+                f"group {self._subscription.group!r} delivers {group.config.delivery!r}, and this consumer asks for"
+                f" {wanted!r}: change one of them, or take another group"
             )
+        return {}
 
     def _look_up(self, deadline: float | None) -> None:
         """Choose a partition whose leader to ask: any broker would do, and that one forwards least. Consumers of one
         group choose at random, so that they spread over brokers."""
         try:
             within_s = min(LOOK_UP_WITHIN_S, max(AGAIN_S, left_s(deadline)))
-            metadata = self._transport.metadata([self._topics[0]], deadline=time.monotonic() + within_s)
+            metadata = self._transport.metadata([self._subscription.topics[0]], deadline=time.monotonic() + within_s)
         except PortalMQError:
             return
         places = [(topic.name, partition.partition) for topic in metadata.topics for partition in topic.partitions]

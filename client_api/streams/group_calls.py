@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Literal
 
 import msgspec
 
 from portalmq import stream_wire as contract
 from portalmq import wire
+from portalmq.consumers.subscription import Subscription
 from portalmq.errors import InvalidRequest, PortalMQError
 from portalmq.transport.answers import decode_answer
 from portalmq.transport.request import Request, json_request, with_query
@@ -20,51 +19,37 @@ _log = logging.getLogger("portalmq.consumer")
 HEARTBEAT_S_MIN = 1.0
 CLOSE_WITHIN_S = 5.0
 
-Delivery = Literal["at_least_once", "at_most_once", "exactly_once"]
-
 
 class GroupCalls:
     """Calls in the name of one member. Every call raises the PortalMQError of the answer, except leave."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        group: str,
-        member_id: str,
-        topics: Sequence[str],
-        settings: dict[str, object],
-        delivery: Delivery,
-        session_s: float,
-    ) -> None:
+    def __init__(self, transport: Transport, subscription: Subscription, member_id: str) -> None:
         self._transport = transport
-        self._group = group
+        self._subscription = subscription
+        self._group = subscription.group
         self._member_id = member_id
-        self._topics = list(topics)
-        self._settings = settings
-        self._delivery = delivery
-        self._session_s = session_s
+        self._session_s = subscription.session_timeout_s
 
     def create_group(self) -> None:
         """Create the group with these settings, or check that it has them. Raises GroupModeMismatch, InvalidRequest."""
         path = wire.group_path(self._group)
         # One call creates it with its delivery: between two calls other members could see another one, or a crash leave
         # it.
-        request = json_request(
-            "PUT", with_query(path, {"delivery": self._delivery}), {"mode": "stream", **self._settings}
-        )
+        wanted, settings = self._subscription.delivery, {"mode": "stream", **self._subscription.settings}
+        request = json_request("PUT", with_query(path, {"delivery": wanted}), settings)
         answer = self._transport.call(request, timeout_s=self._session_s)
         delivery = decode_answer(answer, wire.GroupDescription).config.delivery
-        if delivery == self._delivery:
+        if delivery == wanted:
             return
         if answer.status != 201:  # with 201 an older broker has created it, which ignores the parameter
             raise InvalidRequest(
-                f"group {self._group!r} delivers {delivery!r}, and this consumer asks for {self._delivery!r}: change"
-                " one of them, or take another group"
+                f"group {self._group!r} delivers {delivery!r}, and this consumer asks for {wanted!r}: change one of"
+                " them, or take another group"
             )
-        self._transport.send_json("PUT", path, {"delivery": self._delivery}, object)
+        self._transport.send_json("PUT", path, {"delivery": wanted}, object)
 
     def join(self) -> contract.MemberAnswer:
-        request = contract.JoinRequest(self._topics, self._member_id, round(self._session_s * 1000))
+        request = contract.JoinRequest(list(self._subscription.topics), self._member_id, round(self._session_s * 1000))
         return self._call(contract.members_path(self._group), request, self._session_s)
 
     def heartbeat(self, generation: int) -> contract.MemberAnswer:

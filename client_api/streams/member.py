@@ -23,6 +23,7 @@ from typing import Any
 from portalmq import stream_wire as contract
 from portalmq import wire
 from portalmq.consumers.commit import Output
+from portalmq.consumers.subscription import Subscription
 from portalmq.errors import (
     Fenced,
     GroupNotFound,
@@ -34,7 +35,7 @@ from portalmq.errors import (
 from portalmq.message import Message
 from portalmq.streams.commits import OffsetCommitter
 from portalmq.streams.fetch_buffer import DecodedBatch, FetchBuffer, PartitionBuffer, TopicPartition
-from portalmq.streams.group_calls import CLOSE_WITHIN_S, Delivery, GroupCalls
+from portalmq.streams.group_calls import CLOSE_WITHIN_S, GroupCalls
 from portalmq.transport.reachability import FIRST_CONTACT_S, SILENT_S_MAX
 from portalmq.transport.retries import may_repeat
 from portalmq.transport.transport import CALL_TIMEOUT_S, Transport
@@ -56,34 +57,20 @@ class StreamMember:
     """One consumer's membership of a stream group. `reading` fetches, `settle_transport` joins, heartbeats and
     commits."""
 
-    def __init__(
-        self,
-        reading: Transport,
-        settle_transport: Transport,
-        group: str,
-        topics: Sequence[str],
-        settings: dict[str, object],
-        *,
-        delivery: Delivery,
-        manual_ack: bool,
-        member_id: str | None,
-        session_timeout_s: float,
-        max_messages: int,
-    ) -> None:
-        self.member_id = member_id or f"python-{uuid.uuid4().hex}"
+    def __init__(self, reading: Transport, settle_transport: Transport, subscription: Subscription) -> None:
+        self.member_id = subscription.member_id or f"python-{uuid.uuid4().hex}"
         self.buffers = FetchBuffer(reading, lambda: time.time_ns() // 1_000_000)
-        self._is_static = member_id is not None
+        self._is_static = subscription.member_id is not None
         self._reading = reading
         self._settle_transport = settle_transport
-        self._group = group
-        self._delivery = delivery
-        self._auto = not manual_ack
-        self._session_s = session_timeout_s
-        self._max_messages = max_messages
+        self._group = subscription.group
+        self._delivery = subscription.delivery
+        self._auto = not subscription.manual_ack
+        self._session_s = subscription.session_timeout_s
         self._lock = self.buffers.lock
         self._wake = threading.Event()
-        self._commits = OffsetCommitter(settle_transport, group, self.member_id, self.buffers, self._wake.set)
-        self._calls = GroupCalls(settle_transport, group, self.member_id, topics, settings, delivery, session_timeout_s)
+        self._commits = OffsetCommitter(settle_transport, self._group, self.member_id, self.buffers, self._wake.set)
+        self._calls = GroupCalls(settle_transport, subscription, self.member_id)
         self._thread: threading.Thread | None = None
         self._failure: PortalMQError | None = None
         # The error of the member thread's latest step.

@@ -20,11 +20,23 @@ from portalmq import (
     wire,
 )
 from portalmq.consumers.commit import commit_offset, packed
+from portalmq.consumers.subscription import Subscription
 from portalmq.stream_wire import AssignedPartition
 from portalmq.streams.member import StreamMember
 from portalmq.transport.transport import Transport
 
 COMMIT = "/v1/groups/g/commit"
+SUBSCRIPTION = Subscription(
+    group="g",
+    topics=("t",),
+    settings={},
+    delivery="exactly_once",
+    manual_ack=True,
+    max_messages=10,
+    visibility_timeout_s=30.0,
+    member_id="m",
+    session_timeout_s=10,
+)
 
 
 def consumer(broker: ScriptedBroker, **options: object) -> Consumer:
@@ -158,10 +170,7 @@ def test_messages_of_a_partition_that_was_reassigned_are_not_committed() -> None
 
     with ScriptedBroker() as broker:
         transport = Transport(broker.url)
-        member = StreamMember(
-            transport, transport, "g", ["t"], {}, delivery="exactly_once", manual_ack=True, member_id="m",
-            session_timeout_s=10, max_messages=10,
-        )  # fmt: skip
+        member = StreamMember(transport, transport, SUBSCRIPTION)
         with pytest.raises(IllegalGeneration, match="comes again"):
             member.commit_with([message(100)], [])
         member.buffers.add([AssignedPartition("t", 0, 150, 5)])
@@ -198,10 +207,7 @@ def test_a_stream_group_is_created_with_its_delivery_by_one_call(status, deliver
     with ScriptedBroker() as broker:
         broker.script("PUT", "/v1/groups/g", [answer])
         transport = Transport(broker.url)
-        member = StreamMember(
-            transport, transport, "g", ["t"], {}, delivery="exactly_once", manual_ack=True, member_id="m",
-            session_timeout_s=10, max_messages=10,
-        )  # fmt: skip
+        member = StreamMember(transport, transport, SUBSCRIPTION)
         with pytest.raises(InvalidRequest) if refused else contextlib.nullcontext():
             member._calls.create_group()
         made = broker.calls_of("PUT", "/v1/groups/g")
@@ -214,10 +220,7 @@ def test_a_stream_group_is_created_with_its_delivery_by_one_call(status, deliver
 def test_a_member_with_an_outdated_offset_continues_from_the_leaders(known: int) -> None:
     with ScriptedBroker() as broker:
         transport = Transport(broker.url)
-        member = StreamMember(
-            transport, transport, "g", ["t"], {}, delivery="exactly_once", manual_ack=True, member_id="m",
-            session_timeout_s=10, max_messages=10,
-        )  # fmt: skip
+        member = StreamMember(transport, transport, SUBSCRIPTION)
         member._commits.generation = 5
         member.buffers.add([AssignedPartition("t", 0, known, 5)])
         member.buffers.by_partition["t", 0].handed = known + 10

@@ -77,6 +77,6 @@ def test_an_iteration_ends_only_when_returned_messages_have_arrived(monkeypatch:
 
         monkeypatch.setattr(messages._leases, "wait_given_back", arrive)
         assert next(messages).value == b"given back"
-        assert waited == [messages._visibility_timeout_s], "for as long as it might be leased"
+        assert waited == [messages._subscription.visibility_timeout_s], "for as long as it might be leased"
         with pytest.raises(StopIteration):
             next(messages)

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from portalmq import stream_wire, wire
+from portalmq.consumers.subscription import Subscription
 from portalmq.errors import Fenced, Unavailable
 from portalmq.network.connection import HttpAnswer
 from portalmq.streams.fetch_buffer import DecodedBatch, PartitionBuffer
@@ -21,18 +22,18 @@ from portalmq.transport.request import Request
 def member(
     member_id: str | None, transport: Any = None, delivery: Literal["at_least_once", "at_most_once"] = "at_least_once"
 ) -> StreamMember:
-    return StreamMember(
-        transport,
-        transport,
-        "g",
-        ["t"],
-        {},
+    subscription = Subscription(
+        group="g",
+        topics=("t",),
+        settings={},
         delivery=delivery,
         manual_ack=False,
+        max_messages=10,
+        visibility_timeout_s=30.0,
         member_id=member_id,
         session_timeout_s=6.0,
-        max_messages=10,
     )
+    return StreamMember(transport, transport, subscription)
 
 
 @pytest.mark.parametrize(("member_id", "turns"), [(None, ["join", "join"]), ("mine", ["join"])])
