@@ -17,7 +17,7 @@ from portalmq.broker.cluster.exits import StartupError
 from portalmq.broker.server.config import ENVIRONMENT_PREFIX, SETTINGS, BrokerConfig, load_config
 
 # Short options for scripts that start MiniQ.
-SHORT = {"no_confirm": "-c"}
+SHORT = {"no_confirm": ["-c"]}
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -47,15 +47,13 @@ def _with_settings(*left_out: str, is_alone: bool = False) -> Callable[[Command]
             default = setting.default
             meaning = setting.metadata["help"] + f" [{ENVIRONMENT_PREFIX}{name.upper()}"
             meaning += f"; default {default}]" if default not in (None, False, True) else "]"
+            names = [option, *SHORT.get(name, ())]
+            form: dict[str, Any] = {"metavar": _metavar(str(setting.type))}
             if setting.type == "bool":
-                declared = option if default is False else f"{option}/--no-{option[2:]}"
-                short = [SHORT[name]] if name in SHORT else []
-                command = click.option(declared, *short, name, is_flag=True, default=None, help=meaning, hidden=hidden)(
-                    command
-                )
-            else:
-                shown = _metavar(str(setting.type))
-                command = click.option(option, name, metavar=shown, help=meaning, hidden=hidden)(command)
+                form = {"is_flag": True, "default": None}
+                if default is True:
+                    names = [f"{option}/--no-{option[2:]}"]
+            command = click.option(*names, name, help=meaning, hidden=hidden, **form)(command)
         command = click.option("--config", "file", type=click.Path(path_type=Path), help="settings in TOML")(command)
         return click.argument("port", required=False, metavar="[PORT]")(command)
 
@@ -95,6 +93,3 @@ def _run(file: Path | None, options: dict[str, Any], *, announce: bool) -> None:
     except StartupError as error:
         click.echo(f"portalmq: {error}", err=True)
         sys.exit(error.exit_code)
-    except ImportError as missing:
-        click.echo(f"portalmq: {missing.name} is not installed: `pip install 'portalmq[broker]'`", err=True)
-        sys.exit(2)

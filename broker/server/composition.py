@@ -94,7 +94,8 @@ def serve(config: BrokerConfig, *, announce: bool = False) -> NoReturn:
     finally:
         if preflight is not None:
             preflight.close()
-    BrokerArbiter(_Application(config, auth, directory, listener, announce=announce)).run()
+    process = BrokerProcess(config, auth, directory, announce=announce)
+    BrokerArbiter(_Application(process, listener)).run()
     sys.exit(EX_SOFTWARE)  # not reached: run() ends the process itself
 
 
@@ -184,12 +185,10 @@ def within_limit(config: BrokerConfig) -> BrokerConfig:
 class _Application(BaseApplication):  # type: ignore[misc]
     """gunicorn, embedded: its settings come only from the broker's."""
 
-    def __init__(
-        self, config: BrokerConfig, auth: Auth, directory: DataDirectory, listener: socket.socket, *, announce: bool
-    ) -> None:
-        self.config = config
+    def __init__(self, process: BrokerProcess, listener: socket.socket) -> None:
+        self.broker_process = process
+        self.config = process.config
         self._listener_fd = listener.detach()  # gunicorn closes the descriptor
-        self.broker_process = BrokerProcess(config, auth, directory, announce=announce)
         super().__init__()
 
     def load_config(self) -> None:

@@ -168,32 +168,24 @@ def _answer_arbiter(config: BrokerConfig, connection: socket.socket) -> None:
     from portalmq.control_plane.catalog import Catalog
 
     patience = patience_of(config)
-    try:
-        plane = patience(lambda: connected(config))
-    except StartupError as refusal:
-        return _send(connection, Refused(str(refusal), refusal.exit_code))
-    try:
-        if config.zookeeper_auth:
-            try:
-                patience(lambda: close_tree(plane, patience_s=2 * config.session_timeout_ms / 1_000))
-            except StartupError as refusal:
-                return _send(connection, Refused(str(refusal), refusal.exit_code))
-        _send(connection, Connected())
-        raw = _read_line_from(connection)
-        if not raw:
-            return None  # the arbiter could not start for another reason
-        question = msgspec.json.decode(raw, type=IdentityRequest)
+    with contextlib.ExitStack() as stack:
         try:
+            plane = patience(lambda: connected(config))
+            stack.callback(plane.close)
+            if config.zookeeper_auth:
+                patience(lambda: close_tree(plane, patience_s=2 * config.session_timeout_ms / 1_000))
+            _send(connection, Connected())
+            raw = _read_line_from(connection)
+            if not raw:
+                return  # the arbiter could not start for another reason
+            question = msgspec.json.decode(raw, type=IdentityRequest)
             # This child's own session is shorter than that of the broker that may have been killed.
             patience_s = 2 * max(plane.session_timeout_s, config.session_timeout_ms / 1_000)
-            catalog, wanted = Catalog(plane), config.broker_id
-            found = patience(lambda: joined(catalog, question, wanted, patience_s=patience_s))
-            answer: Reply = msgspec.structs.replace(found, left_s=patience.left_s)
+            catalog = Catalog(plane)
+            found = patience(lambda: joined(catalog, question, config.broker_id, patience_s=patience_s))
+            _send(connection, msgspec.structs.replace(found, left_s=patience.left_s))
         except StartupError as refusal:
-            answer = Refused(str(refusal), refusal.exit_code)
-        _send(connection, answer)
-    finally:
-        plane.close()
+            _send(connection, Refused(str(refusal), refusal.exit_code))
 
 
 def _send(connection: socket.socket, reply: Reply) -> None:
@@ -202,13 +194,9 @@ def _send(connection: socket.socket, reply: Reply) -> None:
 
 def _read_line_from(connection: socket.socket) -> bytes:
     """Return the line that the other side sent; b"" when it has ended."""
-    raw = b""
-    while not raw.endswith(b"\n"):
-        more = connection.recv(65_536)
-        if not more:
-            return b""
-        raw += more
-    return raw
+    with connection.makefile("rb") as lines:
+        raw = lines.readline()
+    return raw if raw.endswith(b"\n") else b""
 
 
 def patience_of(config: BrokerConfig) -> RetryBudget:
