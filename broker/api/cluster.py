@@ -5,9 +5,9 @@ from __future__ import annotations
 from flask import Response, request
 
 from portalmq import wire
-from portalmq.broker.api.dispatch import check_caller
+from portalmq.broker.api.dispatch import check_caller, check_ready
 from portalmq.broker.api.request_context import RequestContext, answer, query
-from portalmq.errors import Forbidden, Unauthorized, Unavailable
+from portalmq.errors import Forbidden, Unauthorized
 
 
 def live(context: RequestContext) -> Response:
@@ -17,7 +17,7 @@ def live(context: RequestContext) -> Response:
 
 def ready(context: RequestContext) -> Response:
     """Answer whether the broker takes calls; authorized callers get its id."""
-    _check_ready(context)
+    check_ready(context)
     return answer(
         {"status": "ready", "broker_id": context.broker.broker_id} if _is_known(context) else {"status": "ready"}
     )
@@ -25,7 +25,7 @@ def ready(context: RequestContext) -> Response:
 
 def health(context: RequestContext) -> Response:
     """Answer as `ready` does; authorized callers get the single checks."""
-    _check_ready(context)
+    check_ready(context)
     return answer({"status": "ready", **context.broker.health()} if _is_known(context) else {"status": "ok"})
 
 
@@ -36,11 +36,6 @@ def _is_known(context: RequestContext) -> bool:
     except (Unauthorized, Forbidden):
         return False
     return True
-
-
-def _check_ready(context: RequestContext) -> None:
-    if not context.broker.ready:
-        raise Unavailable("the broker is starting or draining: use another, or ask again", retry_after_s=1)
 
 
 def describe(context: RequestContext) -> Response:

@@ -1,4 +1,4 @@
-"""Groups: their settings and their state. Receiving and settling are in traffic.py."""
+"""Groups: their settings, their state, their dead letters. Receiving and settling are in traffic.py."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from flask import Response, request
 
 from portalmq import wire
 from portalmq.broker.api.outgoing import json_message
-from portalmq.broker.api.query import instant_ms, whole_number
+from portalmq.broker.api.query import Query, instant_ms, whole_number
 from portalmq.broker.api.request_context import RequestContext, answer, may_forward, no_content, query
 from portalmq.broker.partition.answer_size import first_of
 from portalmq.errors import InvalidRequest
 
-UNFINISHED = 100
-UNFINISHED_MAX = 1_000
+PAGE = 100
+PAGE_MAX = 1_000
 
 
 def list_all(context: RequestContext) -> Response:
@@ -44,11 +44,8 @@ def list_unfinished(context: RequestContext, group: str) -> Response:
     when there is more, is the `after` of the next page. Changes nothing."""
     wire.check_name(group, "group")
     parameters = query("topic", "limit", "after")
-    topic = parameters.text("topic")
-    if topic is None:
-        raise InvalidRequest("name the topic: ?topic=orders")
-    wire.check_name(topic, "topic")
-    limit = min(parameters.number("limit", least=1) or UNFINISHED, UNFINISHED_MAX)
+    topic = _topic(parameters)
+    limit = min(parameters.number("limit", least=1) or PAGE, PAGE_MAX)
     after, forward = _position(parameters.text("after")), may_forward(request.environ)
     counts = context.broker.queue_sizes.look(group, topic, forward=forward) if after is None else None
     found = context.broker.unfinished.messages(group, topic, after=after, forward=forward)
@@ -83,3 +80,56 @@ def delete(context: RequestContext, group: str) -> Response:
     context.broker.delete_group(wire.check_name(group, "group"))
     context.metrics.forget_group(group)
     return no_content()
+
+
+# --- dead letters -----------------------------------------------------------------------------------------------------
+
+
+def list_dead_letters(context: RequestContext, group: str) -> Response:
+    wire.check_name(group, "group")
+    parameters = query("topic", "limit", "after")
+    listed = context.broker.dead_letters.page(
+        group,
+        _topic(parameters),
+        limit=min(parameters.number("limit", least=1) or PAGE, PAGE_MAX),
+        after=parameters.text("after"),
+        forward=may_forward(request.environ),
+    )
+    context.make_room([stored.record for stored in listed.messages])
+    return answer({"messages": [json_message(stored) for stored in listed.messages], "next_after": listed.next_after})
+
+
+def redrive(context: RequestContext, group: str) -> Response:
+    wire.check_name(group, "group")
+    wanted = wire.decode_json(context.body(), wire.RedriveRequest)
+    wire.check_name(wanted.topic, "topic")
+    matched, redriven = context.broker.dead_letters.redrive(
+        group,
+        wanted.topic,
+        ids=wanted.ids,
+        where=wanted.where,
+        rate_per_s=wanted.rate_per_s,
+        dry_run=wanted.dry_run,
+        forward=may_forward(request.environ),
+    )
+    return answer(wire.Redriven(matched, redriven))
+
+
+def drop_dead_letters(context: RequestContext, group: str) -> Response:
+    """Drop the dead letters with these ids, separated by commas; without ids all of the topic."""
+    wire.check_name(group, "group")
+    parameters = query("topic", "ids")
+    text = parameters.text("ids")
+    ids = None if text is None else [each.strip() for each in text.split(",") if each.strip()]
+    if ids == []:
+        raise InvalidRequest("ids is empty: name dead letters as 0-17,0-18, or leave ids out to drop all")
+    topic = _topic(parameters)
+    dropped = context.broker.dead_letters.drop(group, topic, ids=ids, forward=may_forward(request.environ))
+    return answer({"dropped": dropped})
+
+
+def _topic(parameters: Query) -> str:
+    topic = parameters.text("topic")
+    if topic is None:
+        raise InvalidRequest("name the topic: ?topic=<name>")
+    return wire.check_name(topic, "topic")

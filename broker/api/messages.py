@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -35,7 +36,6 @@ TAIL_RETRY_MS = 1_000
 
 _record_of = attrgetter("record")
 _encode_json = msgspec.json.Encoder().encode
-_encode_pack = msgspec.msgpack.Encoder().encode
 
 
 # --- browse ----------------------------------------------------------------------------------------------------------
@@ -84,9 +84,8 @@ def _tail(context: RequestContext, topic: str, partition: int, start: dict[str, 
         start = {"offset": whole_number(last_id, "Last-Event-ID") + 1, "position": None, "at_ms": None}
     peer = peer_of(request.environ)
     # The first page is read before the answer begins, so that a wrong topic or offset is answered with a problem.
-    page = context.broker.browse(
-        topic, partition, **start, limit=BROWSE_MESSAGES, wait_ms=0, peer=peer, forward=forward
-    )
+    read = partial(context.broker.browse, topic, partition, limit=BROWSE_MESSAGES, peer=peer, forward=forward)
+    page = read(**start, wait_ms=0)
 
     def events(page: Any) -> Iterator[bytes]:
         yield b"retry: %d\n\n" % TAIL_RETRY_MS
@@ -98,17 +97,7 @@ def _tail(context: RequestContext, topic: str, partition: int, start: dict[str, 
             else:
                 yield b": still here\n\n"
             try:
-                page = context.broker.browse(
-                    topic,
-                    partition,
-                    offset=page.next_offset,
-                    position=None,
-                    at_ms=None,
-                    limit=BROWSE_MESSAGES,
-                    wait_ms=TAIL_COMMENT_MS,
-                    peer=peer,
-                    forward=forward,
-                )
+                page = read(offset=page.next_offset, position=None, at_ms=None, wait_ms=TAIL_COMMENT_MS)
             except Exception as fault:
                 error = context.broker.explain(fault)
                 if error is None:

@@ -17,7 +17,6 @@ from portalmq.broker.api.body import close_after_answer
 from portalmq.broker.api.request_context import ResponseParts
 from portalmq.broker.broker import Broker
 from portalmq.errors import (
-    PROBLEM_TYPE_BASE,
     InvalidRequest,
     MessageTooLarge,
     MethodNotAllowed,
@@ -61,11 +60,6 @@ def install(app: Flask, broker: Broker) -> None:
     app.register_error_handler(Exception, answer_fault)
 
 
-def answer(error: PortalMQError) -> Response:
-    """Return the Flask response for `error`."""
-    return of(error).response()
-
-
 def of(error: PortalMQError) -> ResponseParts:
     """Return the answer for `error`."""
     headers: tuple[tuple[str, str], ...] = ()
@@ -86,10 +80,7 @@ def answer_http(fault: HTTPException) -> Response:
     if isinstance(fault, RequestRedirect) or status < 400:
         return fault.get_response()  # type: ignore[return-value]
     cls = _BY_STATUS.get(status)
-    if cls is not None:
-        response = answer(cls(_detail(status)))
-    else:
-        response = Response(_plain_problem(status), status, content_type=wire.PROBLEM)
+    response = of(_unnamed(status) if cls is None else cls(_detail(status))).response()
     for name, value in fault.get_headers():
         if name == "Allow":
             response.headers[name] = value
@@ -115,17 +106,11 @@ def _detail(status: int) -> str:
     return ""
 
 
-def _plain_problem(status: int) -> bytes:
+def _unnamed(status: int) -> PortalMQError:
+    """Return an error that the HTTP contract does not name."""
     title = HTTPStatus(status).phrase if status in HTTPStatus._value2member_map_ else "Error"
-    code = title.lower().replace(" ", "_")
-    return msgspec.json.encode(
-        {
-            "type": PROBLEM_TYPE_BASE + code,
-            "title": title,
-            "status": status,
-            "detail": title,
-            "code": code,
-            "retryable": False,
-            "outcome": "not_applied" if status < 500 else "unknown",
-        }
+    named = {"code": title.lower().replace(" ", "_"), "status": status, "title": title}
+    error: PortalMQError = type("FrameworkError", (PortalMQError,), named)(
+        retryable=False, outcome="not_applied" if status < 500 else "unknown"
     )
+    return error

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from flask import Response
 
-from portalmq.broker.api import cluster, commits, dead_letters, fetch, groups, locks, messages, streams, topics, traffic
+from portalmq.broker.api import cluster, commits, fetch, groups, locks, messages, streams, topics, traffic
 from portalmq.broker.api.request_context import ResponseParts
 
 
@@ -54,9 +54,9 @@ ROUTES = (
     Route("POST", "/v1/groups/<group>/nack", traffic.nack, is_traffic=True),
     Route("POST", "/v1/groups/<group>/extend", traffic.extend, is_traffic=True),
     Route("POST", "/v1/groups/<group>/commit", commits.commit, is_traffic=True),
-    Route("GET", "/v1/groups/<group>/dead-letters", dead_letters.list_some),
-    Route("DELETE", "/v1/groups/<group>/dead-letters", dead_letters.drop),
-    Route("POST", "/v1/groups/<group>/dead-letters/redrive", dead_letters.redrive),
+    Route("GET", "/v1/groups/<group>/dead-letters", groups.list_dead_letters),
+    Route("DELETE", "/v1/groups/<group>/dead-letters", groups.drop_dead_letters),
+    Route("POST", "/v1/groups/<group>/dead-letters/redrive", groups.redrive),
     Route("POST", "/v1/groups/<group>/members", streams.join),
     Route("POST", "/v1/groups/<group>/members/<member>/heartbeat", streams.heartbeat),
     Route("DELETE", "/v1/groups/<group>/members/<member>", streams.leave),
