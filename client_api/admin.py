@@ -14,6 +14,7 @@ from portalmq import stream_wire, wire
 from portalmq.closeable import Closeable
 from portalmq.errors import PortalMQError
 from portalmq.message import Message, message_from_json, message_from_wire
+from portalmq.network.http_answer import HttpAnswer
 from portalmq.network.tls import TlsFiles
 from portalmq.transport.answers import decode_answer
 from portalmq.transport.request import Request, with_query
@@ -150,13 +151,11 @@ class Admin(Closeable):
 
     def delete_topic(self, name: str) -> None:
         """Delete a topic and its messages."""
-        self._transport.call(Request("DELETE", _topic(name), repeatable=True))
+        self._delete(_topic(name))
 
     def purge(self, topic: str, *, partition: int | None = None, before_offset: int | None = None) -> None:
         """Delete the topic's messages: all, or those below an offset. Groups continue after them."""
-        query = {"partition": partition, "before_offset": before_offset}
-        path = with_query(wire.messages_path(wire.check_name(topic, "topic")), query)
-        self._transport.call(Request("DELETE", path, repeatable=True))
+        self._delete(f"{_topic(topic)}/messages", partition=partition, before_offset=before_offset)
 
     # --- groups ------------------------------------------------------------------------------------------------------
 
@@ -178,7 +177,7 @@ class Admin(Closeable):
 
     def delete_group(self, name: str) -> None:
         """Delete a group: its position, leases and dead letters. Messages stay."""
-        self._transport.call(Request("DELETE", _group(name), repeatable=True))
+        self._delete(_group(name))
 
     def lag(self, group: str) -> int:
         """Return the number of messages that the group has not acked."""
@@ -252,9 +251,9 @@ class Admin(Closeable):
             parts = [ids[start : start + IDS_PER_REQUEST_MAX] for start in range(0, len(ids), IDS_PER_REQUEST_MAX)]
         dropped = 0
         for part in parts:
-            query = {"topic": topic, "ids": None if part is None else ",".join(part)}
-            request = Request("DELETE", with_query(f"{_group(group)}/dead-letters", query), repeatable=True)
-            dropped += decode_answer(self._transport.call(request), _Dropped).dropped
+            ids_of_part = None if part is None else ",".join(part)
+            answer = self._delete(f"{_group(group)}/dead-letters", topic=topic, ids=ids_of_part)
+            dropped += decode_answer(answer, _Dropped).dropped
         return dropped
 
     # --- scheduled messages ------------------------------------------------------------------------------------------
@@ -266,8 +265,7 @@ class Admin(Closeable):
 
     def cancel_scheduled(self, topic: str, message_id: str) -> None:
         """Cancel a message that is not due yet. Raises MessageNotFound if there is no such message (any more)."""
-        path = f"{_topic(topic)}/scheduled/{quote(message_id, safe='')}"
-        self._transport.call(Request("DELETE", path, repeatable=True))
+        self._delete(f"{_topic(topic)}/scheduled/{quote(message_id, safe='')}")
 
     # --- locks -------------------------------------------------------------------------------------------------------
 
@@ -282,9 +280,7 @@ class Admin(Closeable):
     def release_lock(self, name: str, owner: str, fencing_token: int) -> None:
         """Release a lock on behalf of its holder. Raises Fenced if `owner` does not hold it under that token any
         more."""
-        query = {"owner": owner, "fencing_token": fencing_token}
-        path = with_query(wire.lock_path(wire.check_name(name, "lock")), query)
-        self._transport.call(Request("DELETE", path, repeatable=True))
+        self._delete(wire.lock_path(wire.check_name(name, "lock")), owner=owner, fencing_token=fencing_token)
 
     # --- the cluster -------------------------------------------------------------------------------------------------
 
@@ -372,6 +368,9 @@ class Admin(Closeable):
             if page.next_offset >= end or page.next_offset == offset:
                 return
             offset, at = page.next_offset, None
+
+    def _delete(self, path: str, **query: object) -> HttpAnswer:
+        return self._transport.call(Request("DELETE", with_query(path, query), repeatable=True))
 
     def _pages(
         self, path: str, kind: type[P], limit: int | None, query: Mapping[str, object] | None = None

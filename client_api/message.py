@@ -139,7 +139,7 @@ def message_from_wire(packed: PackMessageOut, topic: str, consumer: Settler | No
 
 def message_from_json(shown: DecodedJsonMessage) -> Message:
     """Return the message of a JSON answer."""
-    if shown.value_base64 is not None:
+    if isinstance(shown.value_base64, str):
         value = base64.b64decode(shown.value_base64)
     elif shown.value is msgspec.UNSET:
         value = b""
@@ -148,7 +148,7 @@ def message_from_json(shown: DecodedJsonMessage) -> Message:
     else:
         value = msgspec.json.decode(shown.value, type=str).encode()
     key = None if shown.key is None else shown.key.encode()
-    if shown.key_base64 is not None:
+    if isinstance(shown.key_base64, str):
         key = base64.b64decode(shown.key_base64)
     return Message(
         shown.topic,

@@ -124,10 +124,9 @@ class Producer(Closeable):
 
     def _begin(self) -> None:
         """Start with no identity, no threads and an empty buffer."""
-        acks = self._acks
         self._batch_sender = BatchSender(
             self._transport,
-            acks,
+            self._acks,
             idempotent=self._idempotent,
             producer_name=self._producer_name,
             delivery_timeout_s=self._delivery_timeout_s,
@@ -135,9 +134,7 @@ class Producer(Closeable):
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._room = threading.Condition(self._lock)
-        self._topics = ProducerTopics(
-            self._transport, lambda topic, partition: Lane(topic, partition, acks), self._max_block_s
-        )
+        self._topics = ProducerTopics(self._transport, self._acks, self._max_block_s)
         # Invariants, under the lock: a lane is in `_open` while lane.open is a batch; in `_ready`, in `_paused` or with
         # a sender while lane.scheduled; `_unsettled` has every batch that has a message and no outcome.
         self._open: dict[Lane, None] = {}

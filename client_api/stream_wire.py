@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from portalmq.wire import WAIT_MS_MAX, NonNegative, group_path, prepare
+from portalmq.wire import WAIT_MS_MAX, NonNegative, group_path, prepare, structs_of
 
 FRAMES_MSGPACK = "application/vnd.portalmq.frames+msgpack"
 FETCH_PATH = "/v1/fetch"
@@ -207,17 +207,4 @@ class FetchAnswer(msgspec.Struct):
     partitions: list[FetchedPartition]
 
 
-prepare(
-    JoinRequest,
-    HeartbeatRequest,
-    MemberAnswer,
-    CommitOffsetsRequest,
-    OffsetResults,
-    GroupOffsets,
-    SeekRequest,
-    SeekAnswer,
-    FetchRequest,
-    FetchAnswer,
-    FrameHead,
-    FrameRecord,
-)
+prepare(*structs_of(__name__))

@@ -303,23 +303,10 @@ class UnfinishedOut(JsonMessageOut, gc=False, omit_defaults=True, kw_only=True):
     available_at_ms: int | None = None
 
 
-class DecodedJsonMessage(msgspec.Struct, gc=False):
+class DecodedJsonMessage(JsonMessageOut, gc=False):
     """A decoded JsonMessageOut: `value` is the JSON text that was received."""
 
-    partition: int
-    offset: int
-    topic: str
-    content_type: str
-    timestamp_ms: int
-    key: str | None = None
-    key_base64: str | None = None
-    headers: dict[str, str] = {}
     value: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    value_base64: str | None = None
-    deliver_at_ms: int | None = None
-    expires_at_ms: int | None = None
-    priority: int = 0
-    delivery_count: int | None = None
 
 
 class DecodedUnfinished(DecodedJsonMessage, gc=False, kw_only=True):
@@ -619,16 +606,20 @@ def prepare(*kinds: type[msgspec.Struct]) -> None:
     msgspec does this at the first use of a kind, and crashes the process if two threads do it at once (seen in 0.22).
     So call this before starting threads.
     """
-    ours = __name__.partition(".")[0]
-    for kind in kinds or (each for each in _all_of(msgspec.Struct) if each.__module__.partition(".")[0] == ours):
+    for kind in kinds or structs_of(__name__.partition(".")[0]):
         msgspec.json.Decoder(kind)
+
+
+def structs_of(name: str) -> list[type[msgspec.Struct]]:
+    """Return the Structs of a module, or of the modules of a package."""
+    return [kind for kind in _all_of(msgspec.Struct) if f"{kind.__module__}.".startswith(f"{name}.")]
 
 
 def _all_of(kind: type[msgspec.Struct]) -> list[type[msgspec.Struct]]:
     return [deeper for direct in kind.__subclasses__() for deeper in (direct, *_all_of(direct))]
 
 
-prepare(*(kind for kind in _all_of(msgspec.Struct) if kind.__module__ == __name__))
+prepare(*structs_of(__name__))
 
 T = TypeVar("T")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
 
 from portalmq import wire
 from portalmq.errors import PartitionNotFound, PortalMQError, TopicExists, TopicNotFound
@@ -43,10 +42,10 @@ class ProducerTopic:
 class ProducerTopics(dict[str, ProducerTopic]):
     """The topics that a producer has used. Reading is a plain look-up; calls to the broker hold one lock."""
 
-    def __init__(self, transport: Transport, new_lane: Callable[[str, int], Lane], max_block_s: float) -> None:
+    def __init__(self, transport: Transport, acks: wire.Acks, max_block_s: float) -> None:
         super().__init__()
         self._transport = transport
-        self._new_lane = new_lane
+        self._acks = acks
         self._max_block_s = max_block_s
         self._lock = threading.Lock()
 
@@ -58,7 +57,7 @@ class ProducerTopics(dict[str, ProducerTopic]):
             topic = self.get(name)
             if topic is None:
                 count = self._partition_count(name)
-                lanes = [self._new_lane(name, partition) for partition in range(count)]
+                lanes = [Lane(name, partition, self._acks) for partition in range(count)]
                 topic = self[name] = ProducerTopic(lanes, time.monotonic())
         return topic
 
@@ -85,7 +84,7 @@ class ProducerTopics(dict[str, ProducerTopic]):
             except PortalMQError as error:
                 _log.debug("could not look up the partitions of %s: %s", name, error)
                 return
-            topic.lanes += [self._new_lane(name, partition) for partition in range(len(topic.lanes), count)]
+            topic.lanes += [Lane(name, partition, self._acks) for partition in range(len(topic.lanes), count)]
 
     def _partition_count(self, name: str) -> int:
         began = time.monotonic()

@@ -361,7 +361,7 @@ class TestConsuming:
         self, broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(
-            "portalmq.consumers.prefetch.AHEAD_S", LONGER_THAN_A_TEST_MS
+            "portalmq.consumers.receiver.AHEAD_S", LONGER_THAN_A_TEST_MS
         )  # a receive returns all available messages
         broker.fill("t", [b"1"])
 

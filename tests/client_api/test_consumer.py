@@ -17,7 +17,7 @@ from support.scripted_broker import Call, Reply, ScriptedBroker, hang_up, hold, 
 
 from portalmq import Consumer, Forbidden, GroupModeMismatch, LeaseLost, Message, StaleReceipt, Unavailable, wire
 from portalmq.consumers.lease import Leases
-from portalmq.consumers.prefetch import FIRST_MESSAGES, Prefetch
+from portalmq.consumers.receiver import FIRST_MESSAGES, Prefetch
 
 RECEIVE = "/v1/groups/g/receive"
 ACK = "/v1/groups/g/ack"
