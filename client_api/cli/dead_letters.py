@@ -68,28 +68,20 @@ def _where(ctx: click.Context, parameter: click.Parameter, given: str | None) ->
 @click.argument("topic")
 @_ids_option
 @click.option("--where", callback=_where, metavar="JSON", help='Only these, e.g. {"reason":{"contains":"timeout"}}.')
-@click.option("--rate", type=click.FloatRange(0, min_open=True), metavar="N", help="At most N a second.")
+@click.option("--rate", "rate_per_s", type=click.FloatRange(0, min_open=True), metavar="N", help="At most N a second.")
 @click.option("--dry-run", is_flag=True, help="Count them, and change nothing.")
 @with_session
-def redrive(
-    session: Session,
-    group: str,
-    topic: str,
-    ids: list[str] | None,
-    where: dict[str, Any] | None,
-    rate: float | None,
-    dry_run: bool,
-) -> None:
+def redrive(session: Session, group: str, topic: str, **options: Any) -> None:
     """Deliver dead letters of TOPIC to GROUP again, with delivery counts from zero: all, or the selected ones.
 
     Example: portalmq dlq redrive billing orders --where '{"reason":{"contains":"timeout"}}' --rate 100
     """
-    if ids is not None and where is not None:
+    if options["ids"] is not None and options["where"] is not None:
         raise click.UsageError("give --ids, or --where, and not both")
     with session.admin() as admin:
-        redriven = admin.redrive(group, topic, ids=ids, where=where, rate_per_s=rate, dry_run=dry_run)
+        redriven = admin.redrive(group, topic, **options)
     show_one(fields(redriven), session.output)
-    if dry_run:
+    if options["dry_run"]:
         click.echo("nothing was changed (--dry-run)", err=True)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-from types import FrameType, TracebackType
-from typing import Any
+from collections.abc import Callable, Iterator
+from types import FrameType
 
 import click
 
@@ -131,7 +132,7 @@ def run(
 
 
 def _run_under(lock: Lock, command: tuple[str, ...], environment: dict[str, str]) -> int:
-    with _SignalForwarder() as forwarder:
+    with _signals_forwarded() as forward_to:
         try:
             child = subprocess.Popen(command, env=environment)
         except OSError as fault:
@@ -139,7 +140,7 @@ def _run_under(lock: Lock, command: tuple[str, ...], environment: dict[str, str]
             click.echo(f"portalmq: {command[0]}: {fault.strerror or fault}", err=True)
             return EXIT_NOT_FOUND if isinstance(fault, FileNotFoundError) else EXIT_NOT_EXECUTABLE
         try:
-            forwarder.to(child)
+            forward_to(child)
             is_lost = _wait_and_release(lock, child, command[0])
         finally:
             if child.poll() is None:
@@ -173,36 +174,31 @@ def _wait_and_release(lock: Lock, child: subprocess.Popen[bytes], name: str) -> 
     return is_lost
 
 
-class _SignalForwarder:
-    """Forwards signals to the command. Those that arrive before it starts are forwarded once it runs: ending this
-    process at that moment would leave a command under a lock without renewals."""
+@contextlib.contextmanager
+def _signals_forwarded() -> Iterator[Callable[[subprocess.Popen[bytes]], None]]:
+    """Forward signals to the command that is given to the result. Those that arrive before are forwarded then: ending
+    this process at that moment would leave a command under a lock without renewals."""
+    command: subprocess.Popen[bytes] | None = None
+    early: list[int] = []
 
-    def __init__(self) -> None:
-        self._child: subprocess.Popen[bytes] | None = None
-        self._early: list[int] = []
-        self._earlier: dict[int, Any] = {}
+    def forward(number: int, frame: FrameType | None) -> None:
+        if command is None:
+            early.append(number)
+        elif number != signal.SIGINT or not _is_in_foreground():
+            command.send_signal(number)
 
-    def __enter__(self) -> _SignalForwarder:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            self._earlier[number] = signal.signal(number, self._forward)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._earlier.items():
-            signal.signal(number, handler)
-
-    def to(self, child: subprocess.Popen[bytes]) -> None:
-        self._child = child
-        for number in self._early:
+    def begin(child: subprocess.Popen[bytes]) -> None:
+        nonlocal command
+        command = child
+        for number in early:
             child.send_signal(number)
 
-    def _forward(self, number: int, frame: FrameType | None) -> None:
-        if self._child is None:
-            self._early.append(number)
-        elif number != signal.SIGINT or not _is_in_foreground():
-            self._child.send_signal(number)
+    handlers = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    try:
+        yield begin
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _is_in_foreground() -> bool:

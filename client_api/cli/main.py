@@ -17,8 +17,7 @@ import click
 from portalmq.cli.dead_letters import dead_letter_commands, scheduled_commands
 from portalmq.cli.groups import group_commands
 from portalmq.cli.locks import lock_commands
-from portalmq.cli.messages import consume, peek, produce
-from portalmq.cli.queue_state import queue
+from portalmq.cli.messages import consume, peek, produce, queue
 from portalmq.cli.session import connection_options
 from portalmq.cli.status import status
 from portalmq.cli.topics import topic_commands

@@ -1,4 +1,4 @@
-"""`portalmq produce`, `consume` and `peek`: messages as lines.
+"""`portalmq produce`, `consume`, `peek` and `queue`: messages as lines.
 
 For pipes, produce sends one message for each line, and consume prints one on each line. With `-o ndjson` a message is
 printed as a whole, as in the HTTP API.
@@ -10,16 +10,17 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from datetime import datetime
+from itertools import islice
 from typing import Any, Literal
 
 import click
 import msgspec
 
 from portalmq import wire
-from portalmq.admin import Admin, Position
+from portalmq.admin import Admin, Position, Unfinished
 from portalmq.cli.options import duration, future_time, past_time
-from portalmq.cli.output import message_row, show_rows, show_value, time_text
-from portalmq.cli.session import Session, with_session
+from portalmq.cli.output import message_row, show_one, show_rows, show_value, time_text
+from portalmq.cli.session import Session, fields, with_session
 from portalmq.consumer import Consumer
 from portalmq.errors import PortalMQError
 from portalmq.message import Message, message_from_wire
@@ -33,13 +34,15 @@ END_WAIT_S = 1.0
 # A new member may have to wait until others release its partitions.
 STREAM_END_WAIT_S = 3.0
 
+_QUEUE_COLUMNS = ["id", "state", "deliveries", "sent", "available", "key", "value"]
 
-def _headers(ctx: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
+
+def _headers(ctx: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> dict[str, str] | None:
     pairs = [pair.partition("=") for pair in given]
     for name, equals, _ in pairs:
         if not equals or not name:
             raise click.BadParameter(f"{name!r} is not NAME=VALUE")
-    return {name.lower(): value for name, _, value in pairs}
+    return {name.lower(): value for name, _, value in pairs} or None
 
 
 # --- produce ---------------------------------------------------------------------------------------------------------
@@ -49,34 +52,25 @@ def _headers(ctx: click.Context, parameter: click.Parameter, given: tuple[str, .
 @click.argument("topic")
 @click.option("-k", "--key", help="Key of every message: they go to one partition, in order.")
 @click.option(
-    "-H", "--header", multiple=True, metavar="NAME=VALUE", callback=_headers, help="A header of every message."
-)
+    "-H", "--header", "headers", multiple=True, metavar="NAME=VALUE", callback=_headers,
+    help="A header of every message.",
+)  # fmt: skip
 @click.option("--ndjson", is_flag=True, help="Each line is a JSON value (checked, and sent as application/json).")
 @click.option("--partition", type=click.IntRange(0), help="Send to this partition.")
-@click.option("--delay", callback=duration, metavar="DURATION", help="Deliver after 500ms, 90s, 15m, 2h, 7d.")
+@click.option(
+    "--delay", "delay_s", callback=duration, metavar="DURATION", help="Deliver after 500ms, 90s, 15m, 2h, 7d."
+)
 @click.option("--at", "deliver_at", callback=future_time, metavar="TIME", help="Deliver at a time (RFC 3339).")
-@click.option("--ttl", callback=duration, metavar="DURATION", help="Do not deliver later than this.")
+@click.option("--ttl", "ttl_s", callback=duration, metavar="DURATION", help="Do not deliver later than this.")
 @click.option("--priority", type=click.IntRange(0, 31), default=0, help="0 to 31; greater ones come first.")
 @click.option("--acks", type=click.Choice(["all", "leader", "none"]), default="all", show_default=True)
 @with_session
-def produce(
-    session: Session,
-    topic: str,
-    key: str | None,
-    header: dict[str, str],
-    ndjson: bool,
-    partition: int | None,
-    delay: float | None,
-    deliver_at: datetime | None,
-    ttl: float | None,
-    priority: int,
-    acks: wire.Acks,
-) -> None:
+def produce(session: Session, topic: str, ndjson: bool, acks: wire.Acks, **options: Any) -> None:
     """Send each line of stdin to TOPIC as one message.
 
     Examples: seq 1000 | portalmq produce numbers; echo tea | portalmq produce reminders --delay 15m
     """
-    if delay is not None and deliver_at is not None:
+    if options["delay_s"] is not None and options["deliver_at"] is not None:
         raise click.UsageError("give --delay, or --at, and not both")
     session.admin().close()
     started = time.monotonic()
@@ -90,19 +84,7 @@ def produce(
                 except ValueError as fault:
                     counts.refuse(f"line {number}: {fault}")
                     continue
-                sent = producer.send(
-                    topic,
-                    value,
-                    key=key,
-                    headers=header or None,
-                    partition=partition,
-                    delay_s=delay,
-                    deliver_at=deliver_at,
-                    ttl_s=ttl,
-                    priority=priority,
-                    content_type=content_type,
-                )
-                counts.expect(sent)
+                counts.expect(producer.send(topic, value, content_type=content_type, **options))
         except KeyboardInterrupt:  # lines read so far are sent and counted; a second interrupt ends at once
             is_interrupted = True
         producer.flush()
@@ -313,3 +295,48 @@ def peek(
 
 def _row(message: Message) -> dict[str, Any]:
     return {**message_row(message), "time": time_text(message.timestamp_ms)}
+
+
+# --- queue -----------------------------------------------------------------------------------------------------------
+
+
+@click.command()
+@click.option("--topic", default="default", show_default=True, help="The queue.")
+@click.option("--group", default="default", show_default=True, help="The group that consumes it.")
+@click.option(
+    "-n", "--count", type=click.IntRange(0), default=100, show_default=True, help="How many messages at most."
+)
+@with_session
+def queue(session: Session, topic: str, group: str, count: int) -> None:
+    """Show a queue's state: its messages by state, and each one that is not finished.
+
+    Messages are in log order, partition by partition. This consumes and changes nothing; a group that was never used
+    has every message before it.
+
+    Example: portalmq queue --topic orders --group billing -n 20
+    """
+    with session.admin() as admin:
+        counts = fields(admin.queue_counts(group, topic))
+        found = admin.unfinished(group, topic, limit=count + 1)
+        rows = list(map(_unfinished_row, islice(found, count + 1))) if count else []
+    shown, more = rows[:count], len(rows) > count
+    if session.output == "json":
+        show_one({"topic": topic, "group": group, **counts, "messages": shown, "more": more}, "json")
+        return
+    click.echo("  ".join(f"{name} {number}" for name, number in counts.items()), err=True)
+    show_rows(shown, session.output, _QUEUE_COLUMNS)
+    if more:
+        click.echo("... and more: -n shows another number of them", err=True)
+
+
+def _unfinished_row(unfinished: Unfinished) -> dict[str, Any]:
+    row = message_row(unfinished.message)
+    row.pop("delivery_count", None)
+    return {
+        **row,
+        "state": unfinished.state,
+        "deliveries": unfinished.message.delivery_count,
+        "sent": time_text(unfinished.message.timestamp_ms),
+        "available_at_ms": unfinished.available_at_ms,
+        "available": None if unfinished.available_at_ms is None else time_text(unfinished.available_at_ms),
+    }

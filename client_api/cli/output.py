@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Literal
 
 import click
@@ -123,7 +123,7 @@ def _show_table(rows: Iterable[Mapping[str, Any]], columns: list[str]) -> None:
         left = shutil.get_terminal_size().columns - sum(width + len(_GAP) for width in widths[:-1])
         widths[-1] = min(widths[-1], max(left, LAST_COLUMN_WIDTH_MIN))
     _write(_bold(_line([column.upper() for column in columns], widths)) + "\n")
-    for row in _then(first, cells):
+    for row in chain(first, cells):
         row[-1] = _shortened(row[-1], widths[-1] if _on_terminal() else CELL_WIDTH_MAX)
         _write(_line(row, widths, colour=True) + "\n")
 
@@ -132,11 +132,6 @@ def _of(row: Mapping[str, Any], column: str) -> Any:
     """Return a column's value; the bytes of a key or value that is not text."""
     value = row.get(column)
     return row.get(f"{column}_base64") if value is None else value
-
-
-def _then(first: list[list[str]], rest: Iterator[list[str]]) -> Iterator[list[str]]:
-    yield from first
-    yield from rest
 
 
 def _show_array(rows: Iterable[Mapping[str, Any]]) -> None:

@@ -89,24 +89,25 @@ def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
                 settings[name] = given
         return command(*arguments, **options)
 
-    with_options: Callable[..., Any] = click.option(
-        "-o", "--output", type=click.Choice(["table", "json", "ndjson"]), help="Form of the data on stdout."
-    )(remember)
-    for name, meaning in (
-        ("--tls-client-key", "File with its private key; default: in the same file."),
-        ("--tls-client-cert", "File with the certificate to show where brokers ask for one."),
-        ("--tls-ca", "File with the authority of the brokers' certificates."),
-    ):
-        with_options = _tls_option(name, meaning)(with_options)
-    with_options = click.option(
-        "--token-file", type=click.Path(path_type=Path, dir_okay=False),
-        help="File with the token to show to the broker.",
-    )(with_options)  # fmt: skip
-    return click.option(
-        "--server",
-        metavar="URL",
-        help="Where the broker is; several with commas. [PORTALMQ_URL, http://localhost:5000]",
-    )(with_options)
+    options = (
+        click.option(
+            "--server", metavar="URL",
+            help="Where the broker is; several with commas. [PORTALMQ_URL, http://localhost:5000]",
+        ),
+        click.option(
+            "--token-file", type=click.Path(path_type=Path, dir_okay=False),
+            help="File with the token to show to the broker.",
+        ),
+        _tls_option("--tls-ca", "File with the authority of the brokers' certificates."),
+        _tls_option("--tls-client-cert", "File with the certificate to show where brokers ask for one."),
+        _tls_option("--tls-client-key", "File with its private key; default: in the same file."),
+        click.option(
+            "-o", "--output", type=click.Choice(["table", "json", "ndjson"]), help="Form of the data on stdout."
+        ),
+    )  # fmt: skip
+    for option in reversed(options):
+        remember = option(remember)
+    return remember
 
 
 def with_session(command: Callable[..., Any]) -> Callable[..., Any]:
