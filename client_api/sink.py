@@ -26,7 +26,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
 from portalmq.message import Message
@@ -181,9 +180,7 @@ class TransactionalSink:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *fault: object) -> None:
         """The connection stays open: it is the caller's."""
 
 

@@ -25,7 +25,6 @@ import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 
 from portalmq import java
 from portalmq.control_plane.plane import PlaneUnavailable
@@ -121,9 +120,7 @@ class EmbeddedZooKeeper:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *fault: object) -> None:
         self.stop()
 
     def start(self) -> None:

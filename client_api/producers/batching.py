@@ -84,19 +84,6 @@ class Lane:
     `next_sequence` are the producer's stamp here; only the thread that sends for the lane changes them.
     """
 
-    __slots__ = (
-        "backoff",
-        "identity",
-        "next_sequence",
-        "open",
-        "partition",
-        "path",
-        "queue",
-        "retry_at",
-        "scheduled",
-        "topic",
-    )
-
     def __init__(self, topic: str, partition: int, acks: wire.Acks) -> None:
         self.topic = topic
         self.partition = partition
@@ -117,27 +104,6 @@ class ProducerBatch:
     (so that one bad message does not fail the others). `unknown` is true if a try of the topmost range ended with an
     unknown outcome; `failure` is the error of the last try. Each outcome is (start, end, position or error).
     """
-
-    __slots__ = (
-        "_hurry",
-        "_lock",
-        "_outcomes",
-        "_was_seen",
-        "_watched",
-        "body",
-        "born",
-        "count",
-        "deadline",
-        "failure",
-        "lane",
-        "messages",
-        "ranges",
-        "restamps",
-        "settled",
-        "size",
-        "unknown",
-        "urgent",
-    )
 
     def __init__(
         self, lane: Lane, born: float, deadline: float, hurry: Callable[[ProducerBatch, float | None], float | None]

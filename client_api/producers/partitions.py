@@ -26,8 +26,6 @@ class ProducerTopic:
     `sticky` is the lane that messages without a key go to until its batch is full; then it moves to the next one.
     """
 
-    __slots__ = ("known_at", "lanes", "sticky")
-
     def __init__(self, lanes: list[Lane], known_at: float) -> None:
         self.lanes = lanes
         # At random: otherwise many short-lived producers would all begin with partition 0.

@@ -15,6 +15,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import msgspec
 
@@ -49,22 +50,6 @@ class PartitionBuffer:
     Invariant: committed <= done <= handed <= position.
     """
 
-    __slots__ = (
-        "again_at",
-        "buffered_bytes",
-        "committed",
-        "current",
-        "done",
-        "frames",
-        "gone",
-        "handed",
-        "in_flight",
-        "place",
-        "position",
-        "revoked",
-        "since",
-    )
-
     def __init__(self, assigned: contract.AssignedPartition) -> None:
         self.place: TopicPartition = (assigned.topic, assigned.partition)
         self.since = assigned.since
@@ -79,20 +64,16 @@ class PartitionBuffer:
         self.gone = False
 
 
+@dataclass(slots=True, eq=False)
 class DecodedBatch:
     """The messages of one batch as (offset, record), in order; those from index `next` are still to be handed out.
     `end` is the offset after the batch."""
 
-    __slots__ = ("buffer", "end", "next", "records", "timestamp_ms")
-
-    def __init__(
-        self, buffer: PartitionBuffer, records: list[tuple[int, contract.FrameRecord]], timestamp_ms: int, end: int
-    ) -> None:
-        self.buffer = buffer
-        self.records = records
-        self.timestamp_ms = timestamp_ms
-        self.end = end
-        self.next = 0
+    buffer: PartitionBuffer
+    records: list[tuple[int, contract.FrameRecord]]
+    timestamp_ms: int
+    end: int
+    next: int = 0
 
 
 def _with_offsets(body: bytes, skipped: int, base_offset: int) -> list[tuple[int, contract.FrameRecord]]:
