@@ -11,6 +11,7 @@ import base64
 import binascii
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Annotated, Any, Literal, TypeVar
@@ -607,7 +608,8 @@ def prepare(*kinds: type[msgspec.Struct]) -> None:
     So call this before starting threads.
     """
     for kind in kinds or structs_of(__name__.partition(".")[0]):
-        msgspec.json.Decoder(kind)
+        with suppress(TypeError):  # of some no decoder exists: they stay in memory
+            msgspec.json.Decoder(kind)
 
 
 def structs_of(name: str) -> list[type[msgspec.Struct]]:

@@ -27,7 +27,7 @@ import gevent
 
 from portalmq.broker.cluster.rpc import PeerCaller
 from portalmq.broker.cluster.rpc.messages import FENCE, Fence, FencingConfirmed
-from portalmq.broker.core.replica.stamp import Stamp
+from portalmq.broker.core.replica.producers import Stamp
 from portalmq.broker.partition.clock import Clock
 from portalmq.control_plane.catalog import PRODUCER_ID_BLOCK, Catalog
 from portalmq.control_plane.plane import PlaneError, PlaneState

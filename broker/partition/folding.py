@@ -14,8 +14,6 @@ after it is committed. So a replica that begins at a log start always finds a ST
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import msgspec
 
 from portalmq.broker.core.fold import GroupFold, PartitionFold, ProducerFold, decode_fold
@@ -224,8 +222,7 @@ class StateRecord:
         self.log_start_offset = fold.log_start_offset
 
 
-@dataclass(slots=True)
-class Recovered:
+class Recovered(msgspec.Struct):
     """What a log and its state file add up to. `lost` says why the log cannot be all that this replica once had."""
 
     groups: GroupsFold
@@ -236,7 +233,7 @@ class Recovered:
     start: ReplicaStart
     readable_end: int
     recovered_end: int
-    lost: str = field(default="")
+    lost: str = ""
 
 
 def recover(log: Log, state_file: StateFile, known_high_watermark: int = 0) -> Recovered:

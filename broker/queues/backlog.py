@@ -16,7 +16,7 @@ from time import perf_counter
 from weakref import WeakKeyDictionary
 
 from portalmq.broker.cluster.topic import Topic
-from portalmq.broker.core.replica.stamp import Stamp
+from portalmq.broker.core.replica.producers import Stamp
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.queues.partition_counts import backlog_of

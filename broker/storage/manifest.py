@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import astuple
 
 from portalmq.broker.storage.errors import CorruptFile, WrongLog
 from portalmq.broker.storage.files import sha256_of, write_atomically
@@ -45,11 +46,7 @@ class SealedSegment(msgspec.Struct, frozen=True):
         return self.compacted_upto >= upto and self.tombstones_before_ms >= tombstones_before_ms
 
 
-class _ManifestFile(msgspec.Struct, frozen=True):
-    cluster_id: str
-    topic: str
-    topic_id: str
-    partition: int
+class _ManifestFile(LogIdentity, frozen=True):
     segments: list[SealedSegment]
     version: int = 1
 
@@ -92,13 +89,8 @@ class Manifest:
         self._entries = {base: entry for base, entry in self._entries.items() if base in base_offsets}
 
     def _write(self, entries: dict[int, SealedSegment]) -> None:
-        manifest = _ManifestFile(
-            cluster_id=self._identity.cluster_id,
-            topic=self._identity.topic,
-            topic_id=self._identity.topic_id,
-            partition=self._identity.partition,
-            segments=sorted(entries.values(), key=lambda entry: entry.base_offset),
-        )
+        segments = sorted(entries.values(), key=lambda entry: entry.base_offset)
+        manifest = _ManifestFile(**self._identity.as_meta(), segments=segments)
         content = msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
         write_atomically(self._directory / MANIFEST_NAME, content)
         self._entries = entries
@@ -111,7 +103,7 @@ def _read(path: Path, identity: LogIdentity) -> list[SealedSegment]:
         return []
     except msgspec.DecodeError as error:
         raise CorruptFile(f"{path} is damaged: {error}; delete it and the segments will be sealed again") from error
-    found = LogIdentity(manifest.cluster_id, manifest.topic, manifest.topic_id, manifest.partition)
+    found = LogIdentity(*astuple(manifest)[:4])
     if found != identity:
         raise WrongLog(f"{path} belongs to {found}, expected {identity}")
     return manifest.segments

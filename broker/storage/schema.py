@@ -7,7 +7,9 @@ byte in the row. DESIGN.md has the reasons for an ordinary rowid table and pages
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
+
+import msgspec
 
 SCHEMA_VERSION = 1
 PAGE_BYTES = 4096
@@ -71,8 +73,7 @@ JOIN batches AS b ON b.base_offset = (SELECT max(base_offset) FROM batches WHERE
 """
 
 
-@dataclass(frozen=True, slots=True)
-class LogIdentity:
+class LogIdentity(msgspec.Struct, frozen=True):
     """The log that a file belongs to. A topic that was deleted and created again has the same name and another id."""
 
     cluster_id: str
@@ -80,10 +81,5 @@ class LogIdentity:
     topic_id: str
     partition: int
 
-    def as_meta(self) -> dict[str, str | int]:
-        return {
-            "cluster_id": self.cluster_id,
-            "topic": self.topic,
-            "topic_id": self.topic_id,
-            "partition": self.partition,
-        }
+    def as_meta(self) -> dict[str, Any]:
+        return msgspec.structs.asdict(self)

@@ -7,10 +7,11 @@ number is a seed that found it once. hunt.py searches for others.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 from simulation.disk import Disk
 from simulation.membership import Membership
 from simulation.node import Node

@@ -14,12 +14,12 @@ Actions are performed in order. RememberEpoch is durable before the next one beg
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum
 
+import msgspec
+
 from portalmq.broker.core.fold import ProducerFold
-from portalmq.broker.core.replica.producers import Producers
-from portalmq.broker.core.replica.stamp import Stamp
+from portalmq.broker.core.replica.producers import Producers, Stamp
 from portalmq.errors import PortalMQError
 
 __all__ = ["Stamp"]
@@ -27,8 +27,7 @@ __all__ = ["Stamp"]
 # --- between a follower and its leader -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Fetch:
+class Fetch(msgspec.Struct, frozen=True):
     """A follower's request for the records after its log.
 
     Everything below `durable_offset` is fsynced on the follower: that is the acknowledgement. `last_epoch` is the
@@ -46,8 +45,7 @@ class Fetch:
     number: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class BatchHead:
+class BatchHead(msgspec.Struct, frozen=True):
     """The properties of a replicated batch that the core needs. `producers` are those of a STATE record; they replace
     what a replica that began above their batches cannot know."""
 
@@ -64,8 +62,7 @@ class BatchHead:
         return self.base_offset + self.count
 
 
-@dataclass(frozen=True, slots=True)
-class Records:
+class Records(msgspec.Struct, frozen=True):
     """The logs match up to the fetch offset: the batches that follow there, possibly none, and the leader's high
     watermark."""
 
@@ -73,16 +70,14 @@ class Records:
     high_watermark: int
 
 
-@dataclass(frozen=True, slots=True)
-class Diverging:
+class Diverging(msgspec.Struct, frozen=True):
     """The logs do not match: the leader's records of `epoch`, or of none before it, end at `end` (KIP-320)."""
 
     epoch: int
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class BelowStart:
+class BelowStart(msgspec.Struct, frozen=True):
     """The leader no longer has the requested records. Its log is available from `offset` on, with the epochs begun
     below it."""
 
@@ -90,8 +85,7 @@ class BelowStart:
     epochs: tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Rejected:
+class Rejected(msgspec.Struct, frozen=True):
     """No answer in this epoch: the follower is in a lower epoch than `leader_epoch`, or this broker has to learn of a
     higher one."""
 
@@ -103,8 +97,7 @@ Reply = Records | Diverging | BelowStart | Rejected
 # --- events ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class PartitionStateChanged:
+class PartitionStateChanged(msgspec.Struct, frozen=True):
     """The partition's state in the control plane at `version`. `leader` is None while there is none.
 
     `refresh` is the number of the Refresh that this answers (read after a sync), 0 if a watch delivered it.
@@ -123,39 +116,33 @@ class PartitionStateChanged:
     refresh: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class BrokersChanged:
+class BrokersChanged(msgspec.Struct, frozen=True):
     """(incarnation, store uuid) of each registered broker."""
 
     brokers: Mapping[int, tuple[int, str]]
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseRenewed:
+class LeaseRenewed(msgspec.Struct, frozen=True):
     """The control plane answered a request sent at `answered_ms`: the lease counts from there."""
 
     answered_ms: int
 
 
-@dataclass(frozen=True, slots=True)
-class LeaderAnswered:
+class LeaderAnswered(msgspec.Struct, frozen=True):
     """The broker of a leader that this replica followed last answered at `at_ms`, as far as this broker knows."""
 
     at_ms: int
 
 
-@dataclass(frozen=True, slots=True)
-class SessionLost:
+class SessionLost(msgspec.Struct, frozen=True):
     """The session with the control plane ended: another broker may have been elected."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True):
     """Time passed. Sent a few times a second."""
 
 
-@dataclass(frozen=True, slots=True)
-class AppendRequested:
+class AppendRequested(msgspec.Struct, frozen=True):
     """A request for `count` offsets. `token` comes back in the answer.
 
     `is_control` marks records of the broker itself, which are accepted as long as this replica leads. Those that
@@ -171,15 +158,13 @@ class AppendRequested:
     delivers: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Appended:
+class Appended(msgspec.Struct, frozen=True):
     """The local COMMIT returned: everything below `end_offset` is fsynced on this replica."""
 
     end_offset: int
 
 
-@dataclass(frozen=True, slots=True)
-class Truncated:
+class Truncated(msgspec.Struct, frozen=True):
     """The log now ends at `end_offset`; `producers` is the fold over the rest. Sent when a Truncate is done, and
     when the disk had no room for a transaction: then neither its batches nor those allotted after it are in the log."""
 
@@ -187,8 +172,7 @@ class Truncated:
     producers: Producers
 
 
-@dataclass(frozen=True, slots=True)
-class LogReset:
+class LogReset(msgspec.Struct, frozen=True):
     """The log is empty and begins at `offset`; `epochs` began below it."""
 
     offset: int
@@ -196,8 +180,7 @@ class LogReset:
     producers: Producers
 
 
-@dataclass(frozen=True, slots=True)
-class FetchReceived:
+class FetchReceived(msgspec.Struct, frozen=True):
     """A follower's fetch, or a notice that its waiting fetch is still current. `token` comes back in ReplyFetch.
 
     The follower sent it after `sent_after_ms` of this broker's clock. None means that this is not known, and it counts
@@ -209,8 +192,7 @@ class FetchReceived:
     sent_after_ms: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class FollowerRefused:
+class FollowerRefused(msgspec.Struct, frozen=True):
     """A broker whose fetch is overdue refuses connections: it is gone, not slow."""
 
     broker_id: int
@@ -224,8 +206,7 @@ class Outcome(Enum):
     UNKNOWN = "unknown"
 
 
-@dataclass(frozen=True, slots=True)
-class IsrAnswered:
+class IsrAnswered(msgspec.Struct, frozen=True):
     """The answer to a ProposeIsr at `version`; with APPLIED, the new `partition_state`."""
 
     version: int
@@ -233,8 +214,7 @@ class IsrAnswered:
     partition_state: PartitionStateChanged | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class FetchReplied:
+class FetchReplied(msgspec.Struct, frozen=True):
     """The leader's answer to `fetch`."""
 
     fetch: Fetch
@@ -261,15 +241,13 @@ Event = (
 # --- actions ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class RememberEpoch:
+class RememberEpoch(msgspec.Struct, frozen=True):
     """Store durably that this leader epoch was seen, before the next action."""
 
     leader_epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class Append:
+class Append(msgspec.Struct, frozen=True):
     """Write the batch of `token` at `base_offset` under `leader_epoch`. A token of None means EPOCH_START."""
 
     token: object
@@ -278,16 +256,14 @@ class Append:
     appended_at_ms: int
 
 
-@dataclass(frozen=True, slots=True)
-class Refuse:
+class Refuse(msgspec.Struct, frozen=True):
     """Nothing of `token` was or will be applied; `error` is the reason."""
 
     token: object
     error: PortalMQError
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerDuplicate:
+class AnswerDuplicate(msgspec.Struct, frozen=True):
     """The batch of `token` is in the log already: answer with its first offset, once that is below the high
     watermark."""
 
@@ -296,8 +272,7 @@ class AnswerDuplicate:
     appended_at_ms: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReplyFetch:
+class ReplyFetch(msgspec.Struct, frozen=True):
     """Answer the fetch of `token`. A `reply` of None means that the logs match: send the durable batches from `offset`
     on. The answer may wait for some as long as this epoch lasts."""
 
@@ -306,8 +281,7 @@ class ReplyFetch:
     reply: Reply | None
 
 
-@dataclass(frozen=True, slots=True)
-class ProposeIsr:
+class ProposeIsr(msgspec.Struct, frozen=True):
     """Compare-and-set the partition's state at `version`: `isr`, and the store uuid and incarnation of joining
     replicas. `resigns`: a replica that lost records removes itself, and gives up leadership if it has it."""
 
@@ -318,59 +292,51 @@ class ProposeIsr:
     resigns: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Replicate:
+class Replicate(msgspec.Struct, frozen=True):
     """Append all batches of the reply to `fetch` in one transaction."""
 
     fetch: Fetch
 
 
-@dataclass(frozen=True, slots=True)
-class Truncate:
+class Truncate(msgspec.Struct, frozen=True):
     """Remove everything from `to_offset` on, durably, then send Truncated."""
 
     to_offset: int
 
 
-@dataclass(frozen=True, slots=True)
-class ResetLog:
+class ResetLog(msgspec.Struct, frozen=True):
     """The leader no longer has any of this log: start again at `offset`, then send LogReset."""
 
     offset: int
     epochs: tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SendFetch:
+class SendFetch(msgspec.Struct, frozen=True):
     """Send the fetch to the leader, and repeat it until it is answered or replaced."""
 
     leader: int
     fetch: Fetch
 
 
-@dataclass(frozen=True, slots=True)
-class Quarantine:
+class Quarantine(msgspec.Struct, frozen=True):
     """This replica and its leader contradict each other below the high watermark: this replica stops."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class HighWatermarkAdvanced:
+class HighWatermarkAdvanced(msgspec.Struct, frozen=True):
     """Every offset below `high_watermark` is committed and readable."""
 
     high_watermark: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepDown:
+class StepDown(msgspec.Struct, frozen=True):
     """This replica no longer leads: waiting requests get an unknown outcome."""
 
     leader: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Refresh:
+class Refresh(msgspec.Struct, frozen=True):
     """Read the partition's state again after a sync, and send it with this number."""
 
     number: int

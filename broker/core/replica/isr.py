@@ -17,8 +17,9 @@ ISR to propose:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
+
+import msgspec
 
 from portalmq.broker.core.replica.events import Fetch, PartitionStateChanged
 
@@ -38,8 +39,7 @@ def life_of(incarnation: int, store_uuid: str) -> tuple[int, int]:
     return incarnation, int(store_uuid.partition("/")[2] or 0)
 
 
-@dataclass(slots=True)
-class Follower:
+class Follower(msgspec.Struct):
     """The state of a follower in this epoch. `durable_end` is -1 before its first matching fetch.
 
     `heard_ms` is the time of its last fetch, from which the lease counts; `vouched_ms` a time at which it certainly
@@ -59,8 +59,7 @@ class Follower:
     refused: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _ReplicaSets:
+class _ReplicaSets(msgspec.Struct, frozen=True):
     """Sets derived from one partition state and one proposal: the other members of the maximal ISR, and the replicas
     outside it. Cached, since nearly every call reads them and they change with elections only."""
 

@@ -8,8 +8,9 @@ replicated, recovered and truncated with the log.
 
 from __future__ import annotations
 
+import msgspec
+
 from portalmq.broker.core.fold import ProducerFold
-from portalmq.broker.core.replica.stamp import Stamp
 from portalmq.errors import Backpressure, Fenced, OutOfOrderSequence
 
 BATCHES_REMEMBERED = 16
@@ -18,6 +19,14 @@ PRODUCERS_MAX = 10_000
 RECENT_MS = 600_000
 # New producers are refused while this many are remembered.
 PRODUCERS_FULL = 50_000
+
+
+class Stamp(msgspec.Struct, frozen=True):
+    """Sequence identity of a batch (KIP-98). `sequence` is that of its first message."""
+
+    producer_id: int
+    producer_epoch: int
+    sequence: int
 
 
 class Producers:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+import msgspec
 
 from portalmq.broker.core.replica.events import Outcome, SessionLost, Tick
 from portalmq.broker.core.stream.assignment import Partition
@@ -14,8 +15,7 @@ __all__ = ["Outcome", "Partition", "SessionLost", "Tick"]
 HEARTBEAT_MS_MAX = 3_000
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(msgspec.Struct, frozen=True):
     """A member. `since` is the generation in which this client joined under its id."""
 
     member_id: str
@@ -24,8 +24,7 @@ class Member:
     since: int
 
 
-@dataclass(frozen=True, slots=True)
-class PartitionOwner:
+class PartitionOwner(msgspec.Struct, frozen=True):
     """The owner of a partition from generation `since` on. If `leaving` is set, that member still has the partition;
     `owner` gets it after `leaving` has heartbeaten in a generation of at least `since`."""
 
@@ -34,24 +33,22 @@ class PartitionOwner:
     leaving: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class SubscribedTopic:
+class SubscribedTopic(msgspec.Struct, frozen=True):
     """A topic. One that is deleted and created again has another id."""
 
     topic_id: str
     partitions: int
 
 
-@dataclass(frozen=True, slots=True)
-class GroupMembers:
+class GroupMembers(msgspec.Struct, frozen=True):
     """The group's state in the control plane. `coordinator` is (broker id, incarnation). Invariant: the owner and
     the leaving member of each partition are in `members`."""
 
     generation: int
     coordinator: tuple[int, int]
-    members: Mapping[str, Member] = field(default_factory=dict)
-    owners: Mapping[Partition, PartitionOwner] = field(default_factory=dict)
-    topic_ids: Mapping[str, str] = field(default_factory=dict)
+    members: Mapping[str, Member] = {}
+    owners: Mapping[Partition, PartitionOwner] = {}
+    topic_ids: Mapping[str, str] = {}
 
     def __post_init__(self) -> None:
         for partition, ownership in self.owners.items():
@@ -64,24 +61,21 @@ class GroupMembers:
 # --- events ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(msgspec.Struct, frozen=True):
     """The state in the control plane, read after a sync: the answer to ReadState. None if the group is gone."""
 
     membership: GroupMembers | None
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class Answered:
+class Answered(msgspec.Struct, frozen=True):
     """The result of the last Propose; with APPLIED, the state's new version."""
 
     outcome: Outcome
     version: int = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Join:
+class Join(msgspec.Struct, frozen=True):
     """A client joins under this member id. `token` comes back in AnswerMember or RefuseMember."""
 
     token: object
@@ -90,8 +84,7 @@ class Join:
     session_timeout_ms: int
 
 
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
+class Heartbeat(msgspec.Struct, frozen=True):
     """A member is alive, and has released all partitions that the assignment of `generation` does not name."""
 
     token: object
@@ -99,21 +92,18 @@ class Heartbeat:
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class Leave:
+class Leave(msgspec.Struct, frozen=True):
     token: object
     member_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class TopicsChanged:
+class TopicsChanged(msgspec.Struct, frozen=True):
     """The existing topics among those that members read."""
 
     topics: Mapping[str, SubscribedTopic]
 
 
-@dataclass(frozen=True, slots=True)
-class Claimed:
+class Claimed(msgspec.Struct, frozen=True):
     """The claim is committed at the partition's leader; the member continues at `offset`."""
 
     partition: Partition
@@ -122,8 +112,7 @@ class Claimed:
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
-class ClaimRefused:
+class ClaimRefused(msgspec.Struct, frozen=True):
     """The partition's leader has seen `generation`, which is higher."""
 
     partition: Partition
@@ -131,16 +120,14 @@ class ClaimRefused:
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class ClaimFailed:
+class ClaimFailed(msgspec.Struct, frozen=True):
     """The claim may or may not have been applied. It is repeated."""
 
     partition: Partition
     since: int
 
 
-@dataclass(frozen=True, slots=True)
-class SeekRequested:
+class SeekRequested(msgspec.Struct, frozen=True):
     """A request to fence the topic's members for a seek. The answer has the generation to seek in; SeekDone must
     follow."""
 
@@ -148,8 +135,7 @@ class SeekRequested:
     topic: str
 
 
-@dataclass(frozen=True, slots=True)
-class SeekDone:
+class SeekDone(msgspec.Struct, frozen=True):
     """The seek is done or abandoned: the topic's partitions can be claimed again."""
 
     topic: str
@@ -175,21 +161,18 @@ Event = (
 # --- actions ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Propose:
+class Propose(msgspec.Struct, frozen=True):
     """Compare-and-set the state at `version` (-1: create it), then send Answered."""
 
     membership: GroupMembers
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReadState:
+class ReadState(msgspec.Struct, frozen=True):
     """Read the state after a sync, then send Loaded."""
 
 
-@dataclass(frozen=True, slots=True)
-class ClaimPartition:
+class ClaimPartition(msgspec.Struct, frozen=True):
     """Claim the partition for the member at its leader, then send the result."""
 
     partition: Partition
@@ -197,8 +180,7 @@ class ClaimPartition:
     since: int
 
 
-@dataclass(frozen=True, slots=True)
-class Assigned:
+class Assigned(msgspec.Struct, frozen=True):
     """A partition of a member: the generation since which it has it (or of its last seek), and the offset to read
     from."""
 
@@ -207,8 +189,7 @@ class Assigned:
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerMember:
+class AnswerMember(msgspec.Struct, frozen=True):
     """The member's assignment, and the time until its next heartbeat. For Leave and SeekRequested only the generation
     counts."""
 
@@ -219,14 +200,12 @@ class AnswerMember:
     heartbeat_interval_ms: int = HEARTBEAT_MS_MAX
 
 
-@dataclass(frozen=True, slots=True)
-class RefuseMember:
+class RefuseMember(msgspec.Struct, frozen=True):
     token: object
     error: PortalMQError
 
 
-@dataclass(frozen=True, slots=True)
-class Resigned:
+class Resigned(msgspec.Struct, frozen=True):
     """This broker no longer coordinates the group: no actions or answers follow."""
 
     coordinator: tuple[int, int] | None

@@ -30,7 +30,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from portalmq.broker.core.stream.events import (
     HEARTBEAT_MS_MAX,
@@ -78,8 +79,7 @@ HEARTBEAT_SOON_MS = 200
 CLAIM_AGAIN_MS = 500
 
 
-@dataclass(slots=True)
-class _WaitingCall:
+class _WaitingCall(msgspec.Struct):
     """A call that waits for claims: a join, or a heartbeat of a member whose partitions this broker inherited and has
     not claimed yet. An answer that does not name them would make the member release them."""
 

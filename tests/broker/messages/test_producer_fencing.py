@@ -13,7 +13,7 @@ from support.domain import HandClock, records, running
 from portalmq import wire
 from portalmq.broker.cluster.peers import NotAnswered
 from portalmq.broker.cluster.rpc.messages import Fence
-from portalmq.broker.core.replica.stamp import Stamp
+from portalmq.broker.core.replica.producers import Stamp
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.messages.producer_fencing import ASK_AGAIN_MS, ProducerFencing
 from portalmq.control_plane.catalog import Catalog

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from random import Random
+
+from msgspec.structs import replace
 
 from portalmq.broker.core.replica.events import Fetch, PartitionStateChanged
 from portalmq.broker.core.replica.isr import OVERDUE_MS, IsrTracker
