@@ -13,6 +13,7 @@ from __future__ import annotations
 import hmac
 import ssl
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -104,11 +105,7 @@ class Peers:
             address = parse_address(state.url)
         except ValueError as fault:
             raise NotReached(f"broker {broker_id} is registered with an invalid URL: {fault}") from None
-        head = (
-            f"POST {address.prefix}{wire.INTERNAL_PATH}{name} HTTP/1.1\r\nHost: {address.netloc}\r\n"
-            f"Authorization: {self._credential}\r\nContent-Type: {wire.MSGPACK}\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n"
-        ).encode("latin-1")
+        head = b"%b%d\r\n\r\n" % (_head(address, name, self._credential), len(body))
         try:
             with gevent.Timeout(timeout_s, TimeoutError(f"no answer within {timeout_s:g} s")):
                 answer = self._pool.exchange(address, "POST", head, body, timeout_s)
@@ -128,6 +125,15 @@ class Peers:
     def close(self) -> None:
         """Close the connections. Calls without an answer yet end with NotAnswered."""
         self._pool.close()
+
+
+@lru_cache(1024)
+def _head(address: Address, name: str, shown: str) -> bytes:
+    """Return the head of a call, up to its length."""
+    return (
+        f"POST {address.prefix}{wire.INTERNAL_PATH}{name} HTTP/1.1\r\nHost: {address.netloc}\r\n"
+        f"Authorization: {shown}\r\nContent-Type: {wire.MSGPACK}\r\nContent-Length: "
+    ).encode("latin-1")
 
 
 def credential(secret: str) -> str:

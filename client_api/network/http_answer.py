@@ -1,25 +1,48 @@
-"""Reader of HTTP/1.1 answers.
+"""Reader of HTTP/1.x answers, of brokers and of any other correct server or proxy (RFC 9112).
 
-Nearly all answers of a broker are alike: a short head with a Content-Length, followed by the body. Those are read here,
-by one system call if they arrive in one piece. `http.client` reads all others, perhaps a proxy's, from their first
-byte.
+The end of an answer follows from its head alone. A head that leaves it in doubt is refused: two lengths, a length
+beside chunks, an unknown coding, a bare CR. So no byte of an answer is ever taken for the next one. Heads are alike but
+for their date and length, so parsed ones are kept.
 """
 
 from __future__ import annotations
 
-import io
-import socket
+import re
 from dataclasses import dataclass
-from http.client import HTTPResponse, IncompleteRead, RemoteDisconnected
-from typing import Any, NamedTuple, cast
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
 
 PIECE_BYTES = 64 * 1024
+# More than any broker or proxy sends: a head, a line of a chunk, or the trailer.
+HEAD_BYTES_MAX = 64 * 1024
+INTERIM_ANSWERS_MAX = 16
+HEADS_KEPT = 256
+KEPT_HEAD_BYTES_MAX = 1024
 # Statuses whose answers have no body, whatever their heads say.
 _WITHOUT_BODY = frozenset({204, 304})
+# Fields that are lists: several lines count as one. Of all other fields the first line counts.
+_LISTS = frozenset({"content-length", "transfer-encoding", "connection"})
+
+_BEGINNING = b"HTTP/1."
+_STATUS_LINE = re.compile(r"HTTP/1\.([0-9]) ([1-9][0-9]{2})(?: [^\r\0]*)?\r?")
+_FIELD = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([^\r\0]*?)[ \t]*\r?")
+_FOLD = re.compile(r"\r?\n[ \t]+")
+_LENGTH = re.compile(r"[0-9]{1,18}")
+_CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n\0]*)?")
+
+
+class BrokenAnswer(ValueError):
+    """The bytes are not a whole answer in HTTP/1.x."""
+
+
+class Readable(Protocol):
+    """A connection. `recv` waits for bytes, and returns none once it is closed."""
+
+    def recv(self, at_most: int, /) -> bytes: ...
 
 
 class Fields(dict[str, str]):
-    """The header fields of an answer, by lower-case name."""
+    """The header fields of an answer, by lower-case name. Answers with the same head share one: never change it."""
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return a field's value, whatever the case of its name."""
@@ -36,88 +59,164 @@ class HttpAnswer:
 
 
 class _Head(NamedTuple):
-    """The content of an ordinary head, and its size in bytes."""
+    """`length` of the body; None if it is chunked, or else lasts until the connection is closed."""
 
     status: int
     fields: Fields
-    size: int
-    body_bytes: int
+    is_chunked: bool
+    length: int | None
+    is_kept: bool
 
 
-def read_answer(connection: socket.socket, method: str, piece: bytes) -> tuple[HttpAnswer, bool]:
-    """Return the answer that begins with the bytes `piece`, and whether its connection is reusable. Raises OSError,
-    HTTPException or ValueError if it is not a whole answer."""
+def read_answer(connection: Readable, method: str, piece: bytes) -> tuple[HttpAnswer, bool]:
+    """Return the answer that begins with the bytes `piece`, and whether its connection is reusable. Raises OSError, or
+    BrokenAnswer if it is not a whole answer."""
     if not piece:
-        raise RemoteDisconnected("the connection was closed without an answer")
-    head = _ordinary(piece) if method != "HEAD" else None
-    if head is None or head.body_bytes - (len(piece) - head.size) > PIECE_BYTES:
-        return _read_by_library(connection, method, piece)
-    body = piece[head.size :]
-    while len(body) < head.body_bytes:
-        more = connection.recv(PIECE_BYTES)
-        if not more:
-            raise IncompleteRead(body, head.body_bytes - len(body))
-        body += more
-    is_reusable = len(body) == head.body_bytes and "close" not in head.fields.get("connection", "").lower()
-    return HttpAnswer(head.status, head.fields, body[: head.body_bytes]), is_reusable
+        raise ConnectionResetError("the connection was closed without an answer")
+    for _ in range(INTERIM_ANSWERS_MAX):
+        while (size := _head_size(piece)) == 0:
+            if piece[:7] != _BEGINNING[: len(piece)]:
+                raise BrokenAnswer(f"it begins with {piece[:80]!r}, which is not HTTP/1.x")
+            piece += _more(connection)
+        head = _parse(piece[:size]) if size <= KEPT_HEAD_BYTES_MAX else _parse.__wrapped__(piece[:size])
+        rest = piece[size:]
+        if head.status >= 200:
+            break
+        piece = rest
+    else:
+        raise BrokenAnswer("interim answers, and no final one")
+    if method == "HEAD" or head.status in _WITHOUT_BODY:
+        body, is_end = b"", not rest
+    elif head.length == len(rest):
+        body, is_end = rest, True
+    else:
+        unread = _Unread(connection, rest)
+        if head.length is not None:
+            body = unread.take(head.length)
+        else:
+            body = unread.chunks() if head.is_chunked else unread.to_the_end()
+        is_end = unread.is_empty
+    return HttpAnswer(head.status, head.fields, body), is_end and head.is_kept
 
 
-def _ordinary(piece: bytes) -> _Head | None:
-    """Return the head if it is complete and ordinary."""
-    end = piece.find(b"\r\n\r\n")
-    if end < 0 or not piece.startswith(b"HTTP/1.1 "):
-        return None
-    text = piece[:end].decode("latin-1")
-    first, *lines = text.split("\r\n")
-    if text.count("\n") != len(lines) or text.count("\r") != len(lines):
-        return None
+def _head_size(piece: bytes) -> int:
+    """Return the size of the head with its empty line; 0 if it is not complete. A line may end with LF alone."""
+    end = piece.find(b"\n\r\n")
+    bare = piece.find(b"\n\n", 0, end + 1 if end >= 0 else len(piece))
+    size = bare + 2 if bare >= 0 else end + 3 if end >= 0 else 0
+    if (size or len(piece)) > HEAD_BYTES_MAX:
+        raise BrokenAnswer(f"its head is longer than {HEAD_BYTES_MAX} bytes")
+    return size
+
+
+@lru_cache(HEADS_KEPT)
+def _parse(head: bytes) -> _Head:
+    first, *lines = _FOLD.sub(" ", head.decode("latin-1")).split("\n")
+    status_line = _STATUS_LINE.fullmatch(first)
+    if status_line is None:
+        raise BrokenAnswer(f"it begins with {first[:80]!r}, which is not HTTP/1.x")
+    fields = _fields_of(lines[:-2])
+    minor, status = int(status_line[1]), int(status_line[2])
+    if status == 101:
+        raise BrokenAnswer("it switches to a protocol that nobody asked for")
+    codings, lengths = fields.get("transfer-encoding"), fields.get("content-length")
+    length = None
+    if codings is not None:
+        if lengths is not None or minor == 0 or codings.lower() != "chunked":
+            raise BrokenAnswer(f"its length is in doubt: Transfer-Encoding {codings!r}, Content-Length {lengths!r}")
+    elif lengths is not None:
+        [size, *others] = {each.strip(" \t") for each in lengths.split(",")}
+        if others or not _LENGTH.fullmatch(size):
+            raise BrokenAnswer(f"its Content-Length is {lengths!r}")
+        length = int(size)
+    options = {each.strip(" \t").lower() for each in fields.get("connection", "").split(",")}
+    has_end = status in _WITHOUT_BODY or length is not None or codings is not None
+    is_kept = has_end and "close" not in options and (minor > 0 or "keep-alive" in options)
+    return _Head(status, fields, codings is not None, length, is_kept)
+
+
+def _fields_of(lines: list[str]) -> Fields:
     fields = Fields()
     for line in lines:
-        name, colon, value = line.partition(":")
-        name = name.lower()
-        if not colon or name in fields or name != name.strip():
-            return None
-        fields[name] = value.strip(" \t")
-    status, length = first[9:12], fields.get("content-length", "")
-    if not (status.isdecimal() and first[12:13] in {"", " "} and first.isascii()):
-        return None
-    if not (length.isdecimal() and length.isascii()) or "transfer-encoding" in fields:
-        return None
-    if int(status) < 200 or int(status) in _WITHOUT_BODY:
-        return None
-    return _Head(int(status), fields, end + 4, int(length))
+        field = _FIELD.fullmatch(line)
+        if field is None:
+            raise BrokenAnswer(f"{line[:80]!r} is not a header field")
+        name, value = field[1].lower(), field[2]
+        if name not in fields:
+            fields[name] = value
+        elif name in _LISTS:
+            fields[name] += f", {value}"
+    return fields
 
 
-def _read_by_library(connection: socket.socket, method: str, piece: bytes) -> tuple[HttpAnswer, bool]:
-    response = HTTPResponse(cast(socket.socket, _PartlyRead(connection, piece)), method=method)
-    try:
-        response.begin()
-        fields = Fields()
-        for name, value in response.msg.items():
-            fields.setdefault(name.lower(), value)
-        answer = HttpAnswer(response.status, fields, response.read())
-    finally:
-        response.close()
-    return answer, not response.will_close
+class _Unread:
+    """The bytes of a connection after a head, of which `piece` is read already."""
 
-
-class _PartlyRead(io.RawIOBase):
-    """A connection whose first bytes are already read, as `http.client` needs it."""
-
-    def __init__(self, connection: socket.socket, piece: bytes) -> None:
-        super().__init__()
+    def __init__(self, connection: Readable, piece: bytes) -> None:
         self._connection = connection
         self._piece = piece
+        self._at = 0
 
-    def makefile(self, mode: str) -> io.BufferedReader:
-        return io.BufferedReader(self)
+    def take(self, size: int) -> bytes:
+        """Return the next `size` bytes."""
+        taken = self._piece[self._at : self._at + size]
+        self._at += size
+        if len(taken) < size:
+            pieces, left = [taken], size - len(taken)
+            while left > 0:
+                pieces.append(_more(self._connection, max(PIECE_BYTES, min(left, 4 * PIECE_BYTES))))
+                left -= len(pieces[-1])
+            self._piece, self._at = pieces[-1], len(pieces[-1]) + left
+            pieces[-1] = pieces[-1][: self._at]
+            taken = b"".join(pieces)
+        return taken
 
-    def readable(self) -> bool:
-        return True
+    def line(self) -> bytes:
+        """Return the next line, without its CRLF."""
+        while (end := self._piece.find(b"\r\n", self._at)) < 0:
+            self._piece, self._at = self._piece[self._at :], 0
+            if len(self._piece) > HEAD_BYTES_MAX:
+                raise BrokenAnswer(f"a line is longer than {HEAD_BYTES_MAX} bytes")
+            self._piece += _more(self._connection)
+        line, self._at = self._piece[self._at : end], end + 2
+        return line
 
-    def readinto(self, buffer: Any) -> int:
-        if not self._piece:
-            return self._connection.recv_into(buffer)
-        size = min(len(buffer), len(self._piece))
-        buffer[:size], self._piece = self._piece[:size], self._piece[size:]
-        return size
+    def chunks(self) -> bytes:
+        """Return a chunked body. Its trailer is read and dropped."""
+        body = []
+        while True:
+            line = self.line()
+            size = _CHUNK_SIZE.fullmatch(line)
+            if size is None:
+                raise BrokenAnswer(f"a chunk begins with {line[:80]!r}")
+            if not int(size[1], 16):
+                break
+            body.append(self.take(int(size[1], 16)))
+            if self.take(2) != b"\r\n":
+                raise BrokenAnswer("a chunk is longer than its size")
+        trailer: list[str] = []
+        while line := self.line():
+            trailer.append(line.decode("latin-1"))
+            if sum(map(len, trailer)) > HEAD_BYTES_MAX:
+                raise BrokenAnswer(f"its trailer is longer than {HEAD_BYTES_MAX} bytes")
+        _fields_of(trailer)
+        return b"".join(body)
+
+    def to_the_end(self) -> bytes:
+        """Return all bytes until the connection is closed."""
+        pieces = [self._piece[self._at :]]
+        while more := self._connection.recv(PIECE_BYTES):
+            pieces.append(more)
+        self._piece, self._at = b"", 0
+        return b"".join(pieces)
+
+    @property
+    def is_empty(self) -> bool:
+        return self._at == len(self._piece)
+
+
+def _more(connection: Readable, at_most: int = PIECE_BYTES) -> bytes:
+    piece = connection.recv(at_most)
+    if not piece:
+        raise BrokenAnswer("the connection was closed before the end of the answer")
+    return piece

@@ -147,7 +147,7 @@ class BatchSender:
         named = wire.ProducerIdRequest(self._name)
         if self._name is not None:
             named.instance, named.renews = self._instance, self._had_name
-        request = json_request("POST", "/v1/producers", named)
+        request = json_request("POST", "/v1/producers", named, anywhere=self._name is None)
         try:
             identity = decode_answer(self._transport.attempt(request, deadline), wire.ProducerIdentity)
             self._had_name = True

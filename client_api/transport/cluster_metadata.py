@@ -97,6 +97,11 @@ class ClusterMetadata:
     def known(self) -> list[Address]:
         return self._known
 
+    @property
+    def is_alone(self) -> bool:
+        """True if one broker is known, and none beside it could be asked."""
+        return len(self._known) < 2
+
     # --- where -------------------------------------------------------------------------------------------------------
 
     def leader_of(self, partition: TopicPartition) -> Address | None:

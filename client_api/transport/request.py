@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from urllib.parse import urlencode
 
 import msgspec
@@ -20,10 +19,10 @@ LONG_POLL_GRACE_S = 5.0
 WAIT_S_MIN = 0.001
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(msgspec.Struct, frozen=True):
     """One call. `leader_of` is the (topic, partition) that alone it concerns, `near` one whose leader forwards less
-    than others; `wait_s` is how long the broker itself may wait before it answers (a long poll)."""
+    than others; `wait_s` is how long the broker itself may wait before it answers (a long poll). `anywhere`: any broker
+    answers at once, so one that does not is soon left for another."""
 
     method: str
     path: str
@@ -35,6 +34,7 @@ class Request:
     wait_s: float = 0.0
     # Mark the first try, for which the broker need not look for the result of an earlier one.
     marks_first_try: bool = False
+    anywhere: bool = False
 
     @property
     def topic(self) -> str | None:
@@ -63,11 +63,12 @@ def json_request(
     near: tuple[str, int] | None = None,
     wait_s: float = 0.0,
     marks_first_try: bool = False,
+    anywhere: bool = False,
 ) -> Request:
     """Return a request with a JSON body; `accept` is the media type of the answer, JSON by default."""
     headers = (("Content-Type", wire.JSON),) if accept is None else (("Content-Type", wire.JSON), ("Accept", accept))
     content = msgspec.json.encode(body)
-    return Request(method, path, content, headers, repeatable, leader_of, near, wait_s, marks_first_try)
+    return Request(method, path, content, headers, repeatable, leader_of, near, wait_s, marks_first_try, anywhere)
 
 
 def with_query(path: str, query: Mapping[str, object] | None) -> str:

@@ -37,9 +37,14 @@ from portalmq.transport.zookeeper_bootstrap import CONNECT_WITHIN_S
 __all__ = ["DEFAULT_URL", "Bootstrap", "Request", "Transport", "bootstrap_addresses"]
 
 METADATA_TIMEOUT_S = 2.0
-# A leader that is silent for this long may be paused: other brokers are asked, repeatedly, for the current leader.
-ASK_OTHERS_AFTER_S = 0.5
-ASK_OTHERS_LONG_POLL_S = 1.0
+# A leader that is silent for this long may be paused: others are asked, each time it passes, who leads.
+ASK_OTHERS_AFTER_S = 0.4
+# In a long poll silence is usual. It is less so if the one before was answered within this time: messages were coming.
+FLOW_S = 1.0
+ASK_OTHERS_WITHOUT_FLOW_S = 2.5
+# A broker that has not answered by then what any broker knows is left for another, if there is one.
+ANYWHERE_TIMEOUT_S = 0.3
+HEADS_KEPT = 256
 CALL_TIMEOUT_S = 120.0
 TIMEOUT_S_MIN = 0.01
 LOOK_UPS_MAX = 3
@@ -90,6 +95,8 @@ class Transport:
         self._pause = pause
         self._chance = chance
         self._common_headers = _common_headers(token)
+        self._heads: dict[tuple[object, ...], bytes] = {}
+        self._has_flow = False
         self._outdated: set[str] = set()
         reset_in_children(self)
 
@@ -207,6 +214,8 @@ class Transport:
                 since = min(began + request.wait_s, self._clock())
                 self.reachability.failed(address, self._cluster_metadata.known, error, since)
             raise error from fault
+        if request.wait_s:
+            self._has_flow = self._clock() - began < min(FLOW_S, request.wait_s / 2)
         self._cluster_metadata.answered(address)
         self.reachability.answered()
         if answer.status < 300:
@@ -241,7 +250,7 @@ class Transport:
         stale: NoAnswer | None = None
         while True:
             head = self._head(address, request, forward=forward, is_first=is_first and stale is None)
-            timeout_s = min(request.try_timeout_s, max(deadline - self._clock(), TIMEOUT_S_MIN))
+            timeout_s = self._try_timeout_s(address, request, deadline)
             try:
                 watch = self._watch(address, request)
                 answer = self._pool.exchange(address, request.method, head, request.body, timeout_s, watch)
@@ -255,17 +264,25 @@ class Transport:
                     raise stale from None
                 raise
 
+    def _try_timeout_s(self, address: Address, request: Request, deadline: float) -> float:
+        timeout_s = min(request.try_timeout_s, max(deadline - self._clock(), TIMEOUT_S_MIN))
+        if request.anywhere and timeout_s > ANYWHERE_TIMEOUT_S and self._cluster_metadata.other_than(address):
+            return ANYWHERE_TIMEOUT_S
+        return timeout_s
+
     def _watch(self, address: Address, request: Request) -> Watch | None:
-        """Return the watch that asks others while a leader is silent. Only a repeatable request may leave its
-        leader."""
+        """Return the watch that asks others while a leader is silent, or a broker that forwards to it. Only a
+        repeatable request may leave its broker."""
         place = request.leader_of or request.near
-        if place is None or not request.repeatable or self._cluster_metadata.leader_of(place) != address:
+        epoch = -1 if place is None else self._cluster_metadata.epoch_of(place)
+        if place is None or epoch < 0 or not request.repeatable or self._cluster_metadata.is_alone:
             return None
-        every_s = ASK_OTHERS_AFTER_S
-        if request.wait_s:  # a long poll is not silence
-            every_s = ASK_OTHERS_LONG_POLL_S if request.wait_s > ASK_OTHERS_LONG_POLL_S else request.wait_s + every_s
-        epoch = self._cluster_metadata.epoch_of(place)
-        return Watch(every_s, lambda: self._leader_moved(place, address, epoch))
+        first_s = every_s = ASK_OTHERS_AFTER_S
+        if request.wait_s > FLOW_S:
+            first_s, every_s = (FLOW_S, every_s) if self._has_flow else (ASK_OTHERS_WITHOUT_FLOW_S,) * 2
+        elif request.wait_s:
+            first_s += request.wait_s
+        return Watch(first_s, every_s, lambda: self._leader_moved(place, address, epoch))
 
     def _leader_moved(self, place: tuple[str, int], address: Address, epoch: int) -> bool:
         """Return whether the partition has a later leader than `address` in `epoch`, by another broker's metadata or by
@@ -275,7 +292,7 @@ class Transport:
         other = None if self._closing.is_set() else self._cluster_metadata.other_than(address)
         if other is None:
             return False
-        request = Request("GET", with_query("/v1/metadata", {"topics": place[0]}), repeatable=True)
+        request = _metadata_request([place[0]])
         try:
             deadline = self._clock() + METADATA_TIMEOUT_S
             answer, _ = self._exchange(other, request, deadline, forward=True, is_first=False)
@@ -291,19 +308,25 @@ class Transport:
         return self._cluster_metadata.leader_of(place) != address
 
     def _head(self, address: Address, request: Request, *, forward: bool, is_first: bool) -> bytes:
-        lines = [f"{request.method} {address.prefix}{request.path} HTTP/1.1\r\nHost: {address.netloc}\r\n"]
-        if request.body or request.method not in {"GET", "DELETE"}:
-            lines.append(f"Content-Length: {len(request.body)}\r\n")
-        for name, value in request.headers:
-            if "\r" in value or "\n" in value:
-                raise ValueError(f"the header {name} must be one line")
-            lines.append(f"{name}: {value}\r\n")
-        if not forward:
-            lines.append(f"{wire.HEADER_NO_FORWARD}: 1\r\n")
-        if is_first:
-            lines.append(f"{wire.HEADER_FIRST_TRY}: 1\r\n")
-        lines.append(self._common_headers)
-        return "".join(lines).encode("latin-1")
+        """Return the head of a request. All but its Content-Length is kept for the next one of its kind."""
+        has_length = bool(request.body) or request.method not in {"GET", "DELETE"}
+        kind = (address, request.method, request.path, request.headers, forward, is_first, has_length)
+        head = self._heads.get(kind)
+        if head is None:
+            lines = [f"{request.method} {address.prefix}{request.path} HTTP/1.1\r\nHost: {address.netloc}\r\n"]
+            for name, value in request.headers:
+                if "\r" in value or "\n" in value:
+                    raise ValueError(f"the header {name} must be one line")
+                lines.append(f"{name}: {value}\r\n")
+            if not forward:
+                lines.append(f"{wire.HEADER_NO_FORWARD}: 1\r\n")
+            if is_first:
+                lines.append(f"{wire.HEADER_FIRST_TRY}: 1\r\n")
+            lines += [self._common_headers, "Content-Length: " if has_length else "\r\n"]
+            if len(self._heads) >= HEADS_KEPT:
+                self._heads.clear()
+            head = self._heads[kind] = "".join(lines).encode("latin-1")
+        return b"%b%d\r\n\r\n" % (head, len(request.body)) if has_length else head
 
     def _unreachable(self, address: Address, fault: NotSent | NoAnswer) -> Unavailable:
         if isinstance(fault, NoAnswer):
@@ -324,8 +347,7 @@ class Transport:
 
         With `deadline` (on this transport's clock) it is tried once, else like any call.
         """
-        query = None if topics is None else {"topics": ",".join(topics)}
-        request = Request("GET", with_query("/v1/metadata", query), repeatable=True)
+        request = _metadata_request(topics)
         answer = self.call(request) if deadline is None else self.attempt(request, deadline)
         metadata = decode_answer(answer, wire.Metadata)
         self._cluster_metadata.learn(metadata)
@@ -386,4 +408,9 @@ def _common_headers(token: str | None) -> str:
         if not token or not token.isascii() or not token.isprintable():
             raise ValueError("a token is one line of printable ASCII characters")
         lines += f"Authorization: Bearer {token}\r\n"
-    return lines + "\r\n"
+    return lines
+
+
+def _metadata_request(topics: Iterable[str] | None) -> Request:
+    query = None if topics is None else {"topics": ",".join(topics)}
+    return Request("GET", with_query("/v1/metadata", query), repeatable=True, anywhere=True)

@@ -411,8 +411,8 @@ def test_each_request_of_a_connection_has_its_own_time() -> None:
         broker.script("GET", "/v1/metadata", [hold(answered)])
         connection = Connection(parse_address(broker.url), 60.0, None)
         head = b"GET /v1/metadata HTTP/1.1\r\nHost: x\r\n\r\n"
-        connection.exchange("GET", head, b"", 60.0, Watch(0.001, lambda: bool(answered.set())))
-        assert 0 < (connection._socket.gettimeout() or 0) < 60.0, "a pause before the answer counts towards the limit"
+        connection.exchange("GET", head, b"", 60.0, Watch(0.001, 0.001, lambda: bool(answered.set())))
+        assert 0 < connection._recv_timeout_s < 60.0, "a pause before the answer counts towards the limit"
         for timeout_s in (60.0, 60.0, 50.0):
             connection.exchange("GET", head, b"", timeout_s)
             assert connection._socket.gettimeout() == timeout_s
@@ -478,8 +478,9 @@ def two_brokers(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ScriptedBroke
     monkeypatch.setattr(
         "portalmq.consumers.receiver.LOOK_UP_WITHIN_S", 3_600.0
     )  # a pause of the machine must not change the leader
-    monkeypatch.setattr("portalmq.transport.transport.ASK_OTHERS_LONG_POLL_S", 0.05)
-    monkeypatch.setattr("portalmq.transport.transport.ASK_OTHERS_AFTER_S", 0.05)
+    monkeypatch.setattr("portalmq.transport.transport.ANYWHERE_TIMEOUT_S", 3_600.0)
+    for name in ("FLOW_S", "ASK_OTHERS_WITHOUT_FLOW_S", "ASK_OTHERS_AFTER_S"):
+        monkeypatch.setattr(f"portalmq.transport.transport.{name}", 0.05)
     with ScriptedBroker() as old, ScriptedBroker() as new:
         yield old, new
 

@@ -1,0 +1,149 @@
+"""A leader that stands still: how long its clients wait for it while another broker leads already."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+
+from portalmq import wire
+from portalmq.errors import Unavailable
+from portalmq.network.connection import Address, NoAnswer, Watch
+from portalmq.network.http_answer import Fields, HttpAnswer
+from portalmq.transport.request import Request, json_request
+from portalmq.transport.retries import Backoff
+from portalmq.transport.transport import Transport
+
+ONE, TWO, THREE = "http://one:1", "http://two:2", "http://three:3"
+# When the cluster has another leader; a client needs no more than half a second to follow it.
+NEXT_LEADER_S = 2.9
+FOLLOWED_S = 3.5
+
+SEND = Request("POST", "/v1/topics/t/messages", b"{}", repeatable=True, leader_of=("t", 0))
+LOOK_UP = json_request("POST", "/v1/producers", {}, anywhere=True)
+
+
+def receive(wait_s: float) -> Request:
+    return Request("POST", "/v1/groups/g/receive", b"{}", repeatable=True, near=("t", 0), wait_s=wait_s)
+
+
+class PausedCluster:
+    """Three brokers, of which the first leads, and stands still from time 0 on. Time passes only in waits."""
+
+    def __init__(self) -> None:
+        self.now = -1.0
+        self.arrived: list[tuple[float, str, str]] = []
+        self.empty_after_s = 0.0
+
+    def transport(self, bootstrap: str = f"{ONE},{TWO},{THREE}") -> Transport:
+        return Transport(bootstrap, pool=self, clock=lambda: self.now, pause=self.wait, chance=lambda: 1.0)
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    def exchange(
+        self, address: Address, method: str, head: bytes, body: bytes, timeout_s: float, watch: Watch | None = None
+    ) -> HttpAnswer:
+        path = head.split()[1].decode()
+        self.arrived.append((self.now, address.url, path.split("?")[0]))
+        leader = ONE if self.now < NEXT_LEADER_S else TWO
+        is_for_leader = "topics/t" in path or "receive" in path
+        if self.now + self.empty_after_s >= 0 and ONE in {address.url, leader if is_for_leader else ""}:
+            # A broker that forwards to it hangs as well, until it has seen the election.
+            self._hang(timeout_s, watch, math.inf if address.url == ONE else NEXT_LEADER_S + 0.3)
+        self.now += 0.001
+        if path.startswith("/v1/metadata"):
+            return self._metadata(leader)
+        if "receive" in path:
+            self.now += self.empty_after_s
+        return HttpAnswer(200, Fields(), b"{}")
+
+    def _hang(self, timeout_s: float, watch: Watch | None, until: float) -> None:
+        limit = self.now + timeout_s
+        pause_s = timeout_s if watch is None else watch.first_s
+        while self.now + pause_s < min(limit, until) and watch is not None:
+            self.now += pause_s
+            if watch.gives_up():
+                raise NoAnswer("another broker leads")
+            pause_s = watch.every_s
+        self.now = max(self.now, min(limit, until))
+        if limit < until:
+            raise NoAnswer("no answer in time")
+
+    def _metadata(self, leader: str) -> HttpAnswer:
+        document = wire.Metadata(
+            [wire.BrokerDescription(number, url, True) for number, url in enumerate((ONE, TWO, THREE), 1)],
+            [wire.TopicMetadata("t", [wire.PartitionLeader(0, 1, 1 if leader == ONE else 2, leader)])],
+        )
+        return HttpAnswer(200, Fields(), msgspec.json.encode(document))
+
+    def rest(self) -> None:
+        pass
+
+    def hang_up(self) -> None:
+        pass
+
+    def close(self, answers_within_s: float = 0.0) -> None:
+        pass
+
+
+@pytest.fixture
+def cluster() -> PausedCluster:
+    return PausedCluster()
+
+
+def test_a_send_follows_the_next_leader(cluster: PausedCluster) -> None:
+    transport = cluster.transport()
+    transport.metadata(["t"])
+    cluster.now = 0.0
+    transport.call(SEND)
+    assert NEXT_LEADER_S < cluster.now < FOLLOWED_S
+    assert cluster.arrived[-1][1:] == (TWO, "/v1/topics/t/messages")
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 0.5, 1.0, 10.0])
+def test_a_receive_among_messages_that_keep_coming_follows_too(cluster: PausedCluster, wait_s: float) -> None:
+    transport = cluster.transport()
+    transport.metadata(["t"])
+    transport.call(receive(wait_s))
+    cluster.now = 0.0
+    transport.call(receive(wait_s))
+    assert NEXT_LEADER_S < cluster.now < FOLLOWED_S
+    assert cluster.arrived[-1][1] == TWO
+
+
+def test_a_receive_that_long_had_no_message_asks_rarely_and_follows_later(cluster: PausedCluster) -> None:
+    transport = cluster.transport()
+    transport.metadata(["t"])
+    cluster.now, cluster.empty_after_s = -20.0, 10.0
+    transport.call(receive(10.0))
+    cluster.now = 0.0
+    transport.call(receive(10.0))
+    cluster.now -= cluster.empty_after_s
+    assert cluster.now < NEXT_LEADER_S + 2.5 + 0.1
+    asked = [at for at, _, path in cluster.arrived if path == "/v1/metadata" and at >= 0]
+    assert len(asked) <= 3
+
+
+@pytest.mark.parametrize("began", [0.0, 1.0, NEXT_LEADER_S - 0.01])
+def test_a_client_that_begins_at_the_paused_broker_loses_a_moment(cluster: PausedCluster, began: float) -> None:
+    cluster.now = began
+    transport = cluster.transport()
+    transport.metadata(["t"])
+    transport.call(LOOK_UP)
+    assert cluster.now < began + 0.5
+    transport.call(SEND)
+    assert NEXT_LEADER_S < cluster.now < FOLLOWED_S
+
+
+def test_the_last_broker_may_take_its_time_for_what_any_broker_knows(cluster: PausedCluster) -> None:
+    cluster.now = 0.0
+    transport = cluster.transport(ONE)
+    with pytest.raises(Unavailable):
+        transport.metadata(["t"], deadline=100.0)
+    assert cluster.now > 5.0, "no other broker is known"
+
+
+def test_a_pause_between_tries_is_short_beside_the_goal() -> None:
+    assert Backoff(lambda: 1.0).next_s() < 0.1
