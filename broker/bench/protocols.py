@@ -68,7 +68,7 @@ class _Http:
 
 
 def _zeromq(where: Where) -> tuple[Call, Call]:
-    from portalmq.broker.protocols.zeromq import MiniQService
+    from portalmq.broker.protocols.zeromq.service import MiniQService
 
     commands, producers, consumers = where.ports
     miniq = MiniQService(command_port=commands, producer_port=producers, consumer_port=consumers)

@@ -296,7 +296,8 @@ def write_back(catalog: Catalog, adoption: Adoption, *, accept_loss: bool, repla
     catalog.reserve_producer_ids(adoption.next_producer_id)
     for broker_id, store_uuid in sorted(adoption.brokers.items()):
         catalog.claim_broker_id(store_uuid, broker_id)
-    written = [_write_topic(catalog, topic, adoption) for topic in sorted(adoption.topics.values(), key=_name_of)]
+    topics = sorted(adoption.topics.values(), key=lambda topic: topic.name)
+    written = [_write_topic(catalog, topic, adoption) for topic in topics]
     for name in sorted(adoption.groups):
         catalog.ensure_group(name)
     messages = [f"cluster {adoption.cluster_id}, brokers {', '.join(map(str, sorted(adoption.brokers)))}", *written]
@@ -305,10 +306,6 @@ def write_back(catalog: Catalog, adoption: Adoption, *, accept_loss: bool, repla
             f"groups {', '.join(sorted(adoption.groups))}: their positions are kept, their settings are defaults"
         )
     return messages + [f"accepted: {loss}" for loss in losses]
-
-
-def _name_of(topic: TopicState) -> str:
-    return topic.name
 
 
 def _check_plane(catalog: Catalog, adoption: Adoption, *, replace_cluster: bool) -> None:

@@ -24,7 +24,7 @@ from support.broker_process import REPOSITORY, BrokerProcess
 from support.cluster import Cluster, wait_until
 from support.zeromq import ZeroMQProcess, ask, service_at, socket_to
 
-from portalmq.broker.protocols.zeromq import MiniQService
+from portalmq.broker.protocols.zeromq.service import MiniQService
 from portalmq.errors import MessageNotFound, PortalMQError
 
 MESSAGES = int(os.environ.get("PORTALMQ_MINIQ_MESSAGES", "600"))

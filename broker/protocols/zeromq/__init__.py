@@ -12,21 +12,3 @@
 The server keeps no state: queues, messages and leases are the brokers'. It may be killed, restarted, or run several
 times in front of one cluster.
 """
-
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from portalmq.broker.protocols.zeromq.service import MiniQMessage, MiniQService
-
-__all__ = ["MiniQMessage", "MiniQService"]
-
-
-def __getattr__(name: str) -> Any:
-    """Load pyzmq on first use: the help of the command line works without it."""
-    if name not in __all__:
-        raise AttributeError(f"module 'portalmq.zeromq' has no attribute {name!r}")
-    from portalmq.broker.protocols.zeromq import service
-
-    return getattr(service, name)
