@@ -34,8 +34,7 @@ _ids_option = click.option(
 @with_session
 def list_some(session: Session, group: str, topic: str, count: int | None) -> None:
     """List the dead letters of TOPIC in GROUP, with how often, when and why they failed."""
-    with session.admin() as admin:
-        show_rows(map(_row, admin.dead_letters(group, topic, limit=count)), session.output, _COLUMNS)
+    show_rows(map(_row, session.admin.dead_letters(group, topic, limit=count)), session.output, _COLUMNS)
 
 
 def _row(message: Message) -> dict[str, Any]:
@@ -78,8 +77,7 @@ def redrive(session: Session, group: str, topic: str, **options: Any) -> None:
     """
     if options["ids"] is not None and options["where"] is not None:
         raise click.UsageError("give --ids, or --where, and not both")
-    with session.admin() as admin:
-        redriven = admin.redrive(group, topic, **options)
+    redriven = session.admin.redrive(group, topic, **options)
     show_one(fields(redriven), session.output)
     if options["dry_run"]:
         click.echo("nothing was changed (--dry-run)", err=True)
@@ -96,8 +94,7 @@ def drop(session: Session, group: str, topic: str, ids: list[str] | None, yes: b
     if not yes:
         which = "all dead letters" if ids is None else f"{len(ids)} dead letters"
         click.confirm(f"Drop {which} of {topic} for group {group}?", abort=True, err=True)
-    with session.admin() as admin:
-        dropped = admin.drop_dead_letters(group, topic, ids=ids)
+    dropped = session.admin.drop_dead_letters(group, topic, ids=ids)
     show_one({"dropped": dropped}, session.output)
 
 
@@ -115,9 +112,8 @@ def scheduled_commands() -> None:
 @with_session
 def list_scheduled(session: Session, topic: str, count: int | None) -> None:
     """List the messages of TOPIC that are not due yet, the next one first."""
-    with session.admin() as admin:
-        rows = _due_rows(admin.scheduled(topic, limit=count))
-        show_rows(rows, session.output, ["id", "due", "key", "content_type", "value"])
+    rows = _due_rows(session.admin.scheduled(topic, limit=count))
+    show_rows(rows, session.output, ["id", "due", "key", "content_type", "value"])
 
 
 def _due_rows(messages: Iterator[Message]) -> Iterator[dict[str, Any]]:
@@ -133,7 +129,6 @@ def _due_rows(messages: Iterator[Message]) -> Iterator[dict[str, Any]]:
 @with_session
 def cancel(session: Session, topic: str, ids: tuple[str, ...]) -> None:
     """Cancel messages of TOPIC that are not due yet, by their ids."""
-    with session.admin() as admin:
-        for each in ids:
-            admin.cancel_scheduled(topic, each)
-            click.echo(f"message {each} of {topic} is cancelled", err=True)
+    for each in ids:
+        session.admin.cancel_scheduled(topic, each)
+        click.echo(f"message {each} of {topic} is cancelled", err=True)

@@ -26,8 +26,7 @@ def group_commands() -> None:
 @with_session
 def list_groups(session: Session) -> None:
     """List all groups."""
-    with session.admin() as admin:
-        show_rows(map(fields, admin.groups()), session.output, _COLUMNS)
+    show_rows(map(fields, session.admin.groups()), session.output, _COLUMNS)
 
 
 @group_commands.command()
@@ -35,8 +34,7 @@ def list_groups(session: Session) -> None:
 @with_session
 def show(session: Session, name: str) -> None:
     """Show group NAME: its messages by state, its consumers, its settings."""
-    with session.admin() as admin:
-        group = fields(admin.group(name))
+    group = fields(session.admin.group(name))
     _show(session, group)
 
 
@@ -52,11 +50,10 @@ def _show(session: Session, group: dict[str, Any]) -> None:
 @with_session
 def lag(session: Session, name: str) -> None:
     """Show how many messages group NAME is behind, and for how long; for a stream group by partition."""
-    with session.admin() as admin:
-        group = admin.group(name)
-        if group.mode == "stream":
-            show_rows(map(fields, admin.offsets(name)), session.output, _OFFSET_COLUMNS)
-            return
+    group = session.admin.group(name)
+    if group.mode == "stream":
+        show_rows(map(fields, session.admin.offsets(name)), session.output, _OFFSET_COLUMNS)
+        return
     show_one({"group": name, "lag": group.lag, "oldest_unacked_ms": group.oldest_unacked_ms}, session.output)
 
 
@@ -65,16 +62,15 @@ def lag(session: Session, name: str) -> None:
 @click.option("--mode", type=click.Choice(["queue", "stream"]), help="How messages are shared [queue].")
 @config_option("max_deliveries=3")
 @with_session
-def create(session: Session, name: str, mode: str | None, config: dict[str, Any]) -> None:
+def create(session: Session, name: str, mode: str | None, config: dict[str, Any] | None) -> None:
     """Create group NAME. If it exists, the given settings are changed.
 
     Example: portalmq group create billing -c max_deliveries=3 -c retry_backoff_ms=[1000,10000]
     """
-    _check_settings(config)
+    settings = _checked(config or {})
     if mode is not None:
-        config = {**config, "mode": mode}
-    with session.admin() as admin:
-        group = fields(admin.create_group(name, **config))
+        settings["mode"] = mode
+    group = fields(session.admin.create_group(name, **settings))
     click.echo(f"group {name} is there", err=True)
     _show(session, group)
 
@@ -83,23 +79,23 @@ def create(session: Session, name: str, mode: str | None, config: dict[str, Any]
 @click.argument("name")
 @config_option("max_deliveries=3")
 @with_session
-def alter(session: Session, name: str, config: dict[str, Any]) -> None:
+def alter(session: Session, name: str, config: dict[str, Any] | None) -> None:
     """Change settings of group NAME, which must exist."""
-    if not config:
+    if config is None:
         raise click.UsageError("nothing to change: give --config NAME=VALUE")
-    _check_settings(config)
-    with session.admin() as admin:
-        admin.group(name)
-        group = fields(admin.create_group(name, **config))
+    settings = _checked(config)
+    session.admin.group(name)
+    group = fields(session.admin.create_group(name, **settings))
     click.echo(f"group {name} is changed", err=True)
     _show(session, group)
 
 
-def _check_settings(config: dict[str, Any]) -> None:
+def _checked(config: dict[str, Any]) -> dict[str, Any]:
     known = [field.encode_name for field in msgspec.structs.fields(wire.GroupConfig)]
     for name in config:
         if name not in known:
             raise click.UsageError(f"a group has no setting {name!r}; it has {', '.join(known)}")
+    return config
 
 
 @group_commands.command()
@@ -116,8 +112,7 @@ def seek(session: Session, name: str, topic: str, to: str, partition: int | None
 
     Example: portalmq group seek audit orders --to 2h --dry-run
     """
-    with session.admin() as admin:
-        sought = admin.seek(name, topic, _place(to), partition=partition, dry_run=dry_run)
+    sought = session.admin.seek(name, topic, _place(to), partition=partition, dry_run=dry_run)
     rows = [{"topic": topic, **fields(each)} for each in sought.offsets]
     show_rows(rows, session.output, ["topic", "partition", "from", "to"])
     click.echo("nothing was changed (--dry-run)" if sought.dry_run else f"group {name} continues there", err=True)
@@ -141,6 +136,5 @@ def delete(session: Session, name: str, yes: bool) -> None:
     """Delete group NAME: its position, its leases and its dead letters. Messages stay."""
     if not yes:
         click.confirm(f"Delete group {name}? A new group of that name starts from its beginning.", abort=True, err=True)
-    with session.admin() as admin:
-        admin.delete_group(name)
+    session.admin.delete_group(name)
     click.echo(f"group {name} is deleted", err=True)

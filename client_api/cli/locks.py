@@ -46,8 +46,7 @@ def lock_commands() -> None:
 @with_session
 def list_locks(session: Session) -> None:
     """List the locks that are held, or were held recently."""
-    with session.admin() as admin:
-        show_rows(map(fields, admin.locks()), session.output, _COLUMNS)
+    show_rows(map(fields, session.admin.locks()), session.output, _COLUMNS)
 
 
 @lock_commands.command()
@@ -55,12 +54,11 @@ def list_locks(session: Session) -> None:
 @with_session
 def show(session: Session, name: str) -> None:
     """Show the owner, the fencing token and the number of waiters of lock NAME."""
-    with session.admin() as admin:
-        show_one(fields(admin.lock(name)), session.output)
+    show_one(fields(session.admin.lock(name)), session.output)
 
 
 def _lock(session: Session, name: str, ttl: float, owner: str | None) -> Lock:
-    session.admin().close()
+    session.check()
     try:
         return Lock(name, session.server, ttl_s=ttl, owner=owner, token=session.token)
     except ValueError as fault:
@@ -93,8 +91,7 @@ def acquire(session: Session, name: str, owner: str, ttl: float, wait: float | N
 @with_session
 def release(session: Session, name: str, owner: str, fencing_token: int) -> None:
     """Release lock NAME."""
-    with session.admin() as admin:
-        admin.release_lock(name, owner, fencing_token)
+    session.admin.release_lock(name, owner, fencing_token)
     click.echo(f"lock {name} is free", err=True)
 
 

@@ -72,7 +72,7 @@ def produce(session: Session, topic: str, ndjson: bool, acks: wire.Acks, **optio
     """
     if options["delay_s"] is not None and options["deliver_at"] is not None:
         raise click.UsageError("give --delay, or --at, and not both")
-    session.admin().close()
+    session.check()
     started = time.monotonic()
     counts = _Counts()
     is_interrupted = False
@@ -194,16 +194,13 @@ def consume(
         raise click.UsageError(
             "a group keeps its own position: --offset, --since and --partition do not go with --group"
         )
-    with session.admin() as admin:
-        if group is not None:
-            if not admin.metadata([topic]).topics:
-                click.echo(f"there is no topic {topic} yet: it is created now, and its messages are awaited", err=True)
-            shown = _consume_as(session, topic, group, mode, count, exit_at_end)
-        else:
-            start: Position = (
-                offset if offset is not None else "earliest" if from_beginning or exit_at_end else "latest"
-            )
-            shown = _print(_of_topic(admin, topic, partition, start, since, exit_at_end), session.output, count)
+    if group is not None:
+        if not session.admin.metadata([topic]).topics:
+            click.echo(f"there is no topic {topic} yet: it is created now, and its messages are awaited", err=True)
+        shown = _consume_as(session, topic, group, mode, count, exit_at_end)
+    else:
+        start: Position = offset if offset is not None else "earliest" if from_beginning or exit_at_end else "latest"
+        shown = _print(_of_topic(session.admin, topic, partition, start, since, exit_at_end), session.output, count)
     click.echo(_messages(shown), err=True)
 
 
@@ -287,10 +284,9 @@ def peek(
     session: Session, topic: str, count: int, partition: int | None, offset: int | None, since: datetime | None
 ) -> None:
     """Show messages of TOPIC with their keys, headers and times. Consumes nothing."""
-    with session.admin() as admin:
-        start: Position = "earliest" if offset is None else offset
-        messages = admin.peek(topic, partition=partition, offset=start, at=since, limit=count)
-        show_rows(map(_row, messages), session.output, ["id", "time", "key", "content_type", "value"])
+    start: Position = "earliest" if offset is None else offset
+    messages = session.admin.peek(topic, partition=partition, offset=start, at=since, limit=count)
+    show_rows(map(_row, messages), session.output, ["id", "time", "key", "content_type", "value"])
 
 
 def _row(message: Message) -> dict[str, Any]:
@@ -315,10 +311,9 @@ def queue(session: Session, topic: str, group: str, count: int) -> None:
 
     Example: portalmq queue --topic orders --group billing -n 20
     """
-    with session.admin() as admin:
-        counts = fields(admin.queue_counts(group, topic))
-        found = admin.unfinished(group, topic, limit=count + 1)
-        rows = list(map(_unfinished_row, islice(found, count + 1))) if count else []
+    counts = fields(session.admin.queue_counts(group, topic))
+    found = session.admin.unfinished(group, topic, limit=count + 1)
+    rows = list(map(_unfinished_row, islice(found, count + 1))) if count else []
     shown, more = rows[:count], len(rows) > count
     if session.output == "json":
         show_one({"topic": topic, "group": group, **counts, "messages": shown, "more": more}, "json")

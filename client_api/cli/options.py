@@ -70,8 +70,8 @@ def future_time(ctx: click.Context, parameter: click.Parameter, given: str | Non
     return moment
 
 
-def settings(ctx: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:
-    """Parse `name=value` pairs; a value is JSON where possible (numbers, null), else text."""
+def settings(ctx: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> dict[str, Any] | None:
+    """Parse `name=value` pairs, if any; a value is JSON where possible (numbers, null), else text."""
     config: dict[str, Any] = {}
     for pair in given:
         name, equals, value = pair.partition("=")
@@ -81,7 +81,7 @@ def settings(ctx: click.Context, parameter: click.Parameter, given: tuple[str, .
             config[name] = msgspec.json.decode(value)
         except msgspec.DecodeError:
             config[name] = value
-    return config
+    return config or None
 
 
 def message_ids(ctx: click.Context, parameter: click.Parameter, given: str | None) -> list[str] | None:

@@ -37,12 +37,18 @@ class Session:
         except ValueError as fault:
             raise click.UsageError(str(fault)) from None
 
+    @functools.cached_property
     def admin(self) -> Admin:
-        """Return an Admin whose broker answers. Raises Unavailable within seconds if none does."""
+        """An Admin whose broker answers, open until the command ends. Raises as `check` does."""
+        self.check()
+        admin = Admin(self.server, token=self.token, timeout_s=COMMAND_TIMEOUT_S)
+        return click.get_current_context().with_resource(admin)
+
+    def check(self) -> None:
+        """Raise Unavailable within seconds if no broker answers."""
         try:
             with Admin(self.server, token=self.token, timeout_s=REACH_TIMEOUT_S) as probe:
                 _reach(probe)
-            return Admin(self.server, token=self.token, timeout_s=COMMAND_TIMEOUT_S)
         except ValueError as fault:
             raise click.UsageError(str(fault)) from None
 

@@ -65,6 +65,12 @@ def _running_here(data_dir: Path) -> str | None:
         return None
 
 
+def _described(admin: Admin) -> Iterable[wire.TopicDescription]:
+    for summary in admin.topics():
+        with contextlib.suppress(TopicNotFound):  # deleted just now
+            yield admin.describe(summary.name)
+
+
 @click.command()
 @click.option(
     "--data-dir", default=DATA_DIR, show_default=True, type=click.Path(path_type=Path, file_okay=False),
@@ -78,17 +84,7 @@ def status(session: Session, data_dir: Path) -> None:
     """
     if session.server is None and not os.environ.get("PORTALMQ_URL"):
         session.server = _running_here(data_dir)
-    with session.admin() as admin:
-        _show(session, admin)
-
-
-def _described(admin: Admin) -> Iterable[wire.TopicDescription]:
-    for summary in admin.topics():
-        with contextlib.suppress(TopicNotFound):  # deleted just now
-            yield admin.describe(summary.name)
-
-
-def _show(session: Session, admin: Admin) -> None:
+    admin = session.admin
     cluster = admin.cluster()
     topics = list(_described(admin))
     leads = Counter(partition.leader for topic in topics for partition in topic.partitions)

@@ -25,12 +25,9 @@ def topic_commands() -> None:
 @click.option("-r", "--replication-factor", type=click.IntRange(1), help="How many brokers store each partition.")
 @config_option("retention_ms=3600000")
 @with_session
-def create(
-    session: Session, name: str, partitions: int | None, replication_factor: int | None, config: dict[str, Any]
-) -> None:
+def create(session: Session, name: str, **options: Any) -> None:
     """Create topic NAME. Succeeds if it exists with the given partitions, replicas and settings."""
-    with session.admin() as admin:
-        admin.create_topic(name, partitions=partitions, replication_factor=replication_factor, config=config or None)
+    session.admin.create_topic(name, **options)
     click.echo(f"topic {name} is there", err=True)
 
 
@@ -38,8 +35,7 @@ def create(
 @with_session
 def list_topics(session: Session) -> None:
     """List all topics."""
-    with session.admin() as admin:
-        show_rows(map(fields, admin.topics()), session.output, ["name", "partitions", "replication_factor"])
+    show_rows(map(fields, session.admin.topics()), session.output, ["name", "partitions", "replication_factor"])
 
 
 @topic_commands.command()
@@ -47,8 +43,7 @@ def list_topics(session: Session) -> None:
 @with_session
 def show(session: Session, name: str) -> None:
     """Show topic NAME: its partitions and settings."""
-    with session.admin() as admin:
-        topic = fields(admin.describe(name))
+    topic = fields(session.admin.describe(name))
     if session.output == "table":
         partitions = topic.pop("partitions")
         config = topic.pop("config")
@@ -64,12 +59,11 @@ def show(session: Session, name: str) -> None:
 @config_option("retention_ms=3600000")
 @click.option("--force", is_flag=True, help="Add partitions though a group reads the topic in key order.")
 @with_session
-def alter(session: Session, name: str, partitions: int | None, config: dict[str, Any], force: bool) -> None:
+def alter(session: Session, name: str, partitions: int | None, config: dict[str, Any] | None, force: bool) -> None:
     """Change settings of topic NAME (NAME=null restores the default), or add partitions."""
-    if partitions is None and not config:
+    if partitions is None and config is None:
         raise click.UsageError("nothing to change: give --partitions or --config")
-    with session.admin() as admin:
-        admin.alter_topic(name, partitions=partitions, config=config or None, force=force)
+    session.admin.alter_topic(name, partitions=partitions, config=config, force=force)
     click.echo(f"topic {name} is changed", err=True)
 
 
@@ -81,8 +75,7 @@ def delete(session: Session, name: str, yes: bool) -> None:
     """Delete topic NAME with all its messages."""
     if not yes:
         click.confirm(f"Delete topic {name} and all its messages?", abort=True, err=True)
-    with session.admin() as admin:
-        admin.delete_topic(name)
+    session.admin.delete_topic(name)
     click.echo(f"topic {name} is deleted", err=True)
 
 
@@ -96,6 +89,5 @@ def purge(session: Session, name: str, partition: int | None, before_offset: int
     """Delete the messages of topic NAME, but not the topic."""
     if not yes:
         click.confirm(f"Delete the messages of topic {name}?", abort=True, err=True)
-    with session.admin() as admin:
-        admin.purge(name, partition=partition, before_offset=before_offset)
+    session.admin.purge(name, partition=partition, before_offset=before_offset)
     click.echo(f"topic {name} is purged", err=True)
