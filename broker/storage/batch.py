@@ -24,6 +24,8 @@ from enum import IntEnum
 
 import msgspec
 
+from portalmq.stream_wire import Frame, FrameHead
+
 
 class BatchKind(IntEnum):
     """The kind of a batch. The numbers are in the files: never change one, only add. BLANK is a control record that
@@ -117,31 +119,16 @@ class Batch(msgspec.Struct, gc=False, frozen=True):
         return self.count if self.kind == BatchKind.MESSAGES else 0
 
 
-class BatchFrame(msgspec.Struct, array_like=True, gc=False, frozen=True):
+class BatchFrame(Frame, gc=False, frozen=True):
     """A batch as it is sent between brokers: the bytes that its checksum covers, and the checksum."""
-
-    header: bytes
-    crc: int
-    body: bytes
 
     @property
     def size_bytes(self) -> int:
         return len(self.header) + len(self.body)
 
 
-class FrameHeader(msgspec.Struct, array_like=True, gc=False, frozen=True):
+class FrameHeader(FrameHead, gc=False, frozen=True):
     """A decoded frame header: the fields of the batch in the order in which the checksum covers them."""
-
-    base_offset: int
-    count: int
-    messages_before: int
-    kind: int
-    leader_epoch: int
-    producer_id: int
-    producer_epoch: int
-    sequence: int
-    appended_at_ms: int
-    group: str
 
     @property
     def end_offset(self) -> int:
