@@ -197,7 +197,20 @@ def consume(
     if group is not None:
         if not session.admin.metadata([topic]).topics:
             click.echo(f"there is no topic {topic} yet: it is created now, and its messages are awaited", err=True)
-        shown = _consume_as(session, topic, group, mode, count, exit_at_end)
+        end_wait_s = STREAM_END_WAIT_S if mode == "stream" else END_WAIT_S
+        # Printed messages are acked; one that could not be printed goes back.
+        with Consumer(
+            topic,
+            group=group,
+            mode=mode,
+            bootstrap=session.server,
+            token=session.token,
+            max_messages=min(count or 100, 100),
+            idle_timeout_s=end_wait_s if exit_at_end else None,
+        ) as consumer:
+            shown = _print(consumer, session.output, count)
+            # Asking for the next message acks the one before, but nothing asks after the last one.
+            consumer.commit()
     else:
         start: Position = offset if offset is not None else "earliest" if from_beginning or exit_at_end else "latest"
         shown = _print(_of_topic(session.admin, topic, partition, start, since, exit_at_end), session.output, count)
@@ -221,27 +234,6 @@ def _show(message: Message, form: str) -> None:
     else:
         sys.stdout.write(msgspec.json.encode(message_row(message)).decode() + "\n")
         sys.stdout.flush()
-
-
-def _consume_as(
-    session: Session, topic: str, group: str, mode: Literal["queue", "stream"], count: int | None, exit_at_end: bool
-) -> int:
-    """Print messages as a consumer of the group. Printed messages are acked; one that could not be printed goes
-    back."""
-    end_wait_s = STREAM_END_WAIT_S if mode == "stream" else END_WAIT_S
-    with Consumer(
-        topic,
-        group=group,
-        mode=mode,
-        bootstrap=session.server,
-        token=session.token,
-        max_messages=min(count or 100, 100),
-        idle_timeout_s=end_wait_s if exit_at_end else None,
-    ) as consumer:
-        shown = _print(consumer, session.output, count)
-        # Asking for the next message acks the one before, but nothing asks after the last one.
-        consumer.commit()
-    return shown
 
 
 def _of_topic(
@@ -286,11 +278,8 @@ def peek(
     """Show messages of TOPIC with their keys, headers and times. Consumes nothing."""
     start: Position = "earliest" if offset is None else offset
     messages = session.admin.peek(topic, partition=partition, offset=start, at=since, limit=count)
-    show_rows(map(_row, messages), session.output, ["id", "time", "key", "content_type", "value"])
-
-
-def _row(message: Message) -> dict[str, Any]:
-    return {**message_row(message), "time": time_text(message.timestamp_ms)}
+    rows = ({**message_row(each), "time": time_text(each.timestamp_ms)} for each in messages)
+    show_rows(rows, session.output, ["id", "time", "key", "content_type", "value"])
 
 
 # --- queue -----------------------------------------------------------------------------------------------------------

@@ -42,19 +42,19 @@ def show_rows(rows: Iterable[Mapping[str, Any]], form: Form, columns: list[str])
         _show_array(rows)
     else:
         for row in rows:
-            _write(_json(row) + "\n")
+            sys.stdout.write(_json(row) + "\n")
 
 
 def show_one(fields: Mapping[str, Any], form: Form) -> None:
     """Print one object: as `name  value` lines, or as JSON."""
     if form != "table":
-        _write(_json(fields) + "\n")
+        sys.stdout.write(_json(fields) + "\n")
         return
     width = max((len(name) for name in fields), default=0)
     for name, value in fields.items():
         cell = _cell(value)
         shown = click.style(cell, fg=_COLOURS.get(cell)) if _in_colour() else cell
-        _write(f"{_bold(name.ljust(width))}{_GAP}{shown}\n")
+        sys.stdout.write(f"{_bold(name.ljust(width))}{_GAP}{shown}\n")
 
 
 def message_row(message: Message) -> dict[str, Any]:
@@ -122,10 +122,10 @@ def _show_table(rows: Iterable[Mapping[str, Any]], columns: list[str]) -> None:
     if _on_terminal():
         left = shutil.get_terminal_size().columns - sum(width + len(_GAP) for width in widths[:-1])
         widths[-1] = min(widths[-1], max(left, LAST_COLUMN_WIDTH_MIN))
-    _write(_bold(_line([column.upper() for column in columns], widths)) + "\n")
+    sys.stdout.write(_bold(_line([column.upper() for column in columns], widths)) + "\n")
     for row in chain(first, cells):
         row[-1] = _shortened(row[-1], widths[-1] if _on_terminal() else CELL_WIDTH_MAX)
-        _write(_line(row, widths, colour=True) + "\n")
+        sys.stdout.write(_line(row, widths, colour=True) + "\n")
 
 
 def _of(row: Mapping[str, Any], column: str) -> Any:
@@ -137,9 +137,9 @@ def _of(row: Mapping[str, Any], column: str) -> Any:
 def _show_array(rows: Iterable[Mapping[str, Any]]) -> None:
     between = "["
     for row in rows:
-        _write(between + _json(row))
+        sys.stdout.write(between + _json(row))
         between = ",\n "
-    _write("[]\n" if between == "[" else "]\n")
+    sys.stdout.write("[]\n" if between == "[" else "]\n")
 
 
 def _line(cells: list[str], widths: list[int], *, colour: bool = False) -> str:
@@ -182,7 +182,3 @@ def _on_terminal() -> bool:
 
 def _in_colour() -> bool:
     return _on_terminal() and "NO_COLOR" not in os.environ
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)

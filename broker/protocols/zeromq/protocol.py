@@ -70,11 +70,11 @@ class SendRequest(NamedTuple):
     token: str | None
 
 
-class NextRequest(NamedTuple):
+class NextRequest(msgspec.Struct, frozen=True):
     """A request for the next message of a queue."""
 
-    queue: str
-    token: str | None
+    queue: str = DEFAULT
+    token: str | None = None
 
 
 class CommandRequest(NamedTuple):
@@ -94,11 +94,6 @@ class _SendIn(msgspec.Struct):
     token: str | None = None
 
 
-class _ReceiveIn(msgspec.Struct):
-    queue: str = DEFAULT
-    token: str | None = None
-
-
 class _CommandIn(msgspec.Struct):
     type: str
     payload: msgspec.Raw = msgspec.Raw(b"{}")
@@ -111,14 +106,9 @@ class _Payload(msgspec.Struct):
     ids: Any = None
 
 
-class _CommandOut(msgspec.Struct):
-    type: str
-    payload: msgspec.Raw
-
-
-wire.prepare(_SendIn, _ReceiveIn, _CommandIn, _Payload)
+wire.prepare(_SendIn, NextRequest, _CommandIn, _Payload)
 _decode_send = msgspec.json.Decoder(_SendIn).decode
-_decode_receive = msgspec.json.Decoder(_ReceiveIn).decode
+_decode_receive = msgspec.json.Decoder(NextRequest).decode
 _decode_command = msgspec.json.Decoder(_CommandIn).decode
 _decode_payload = msgspec.json.Decoder(_Payload).decode
 
@@ -160,10 +150,9 @@ def _text_or_bytes(body: bytes) -> str | bytes:
 
 def parse_receive(body: bytes) -> NextRequest:
     """Parse a request at the consumers' port. Raises InvalidRequest."""
-    asked = _decode_object(_decode_receive, body)
-    if asked is None:
-        return NextRequest(DEFAULT, None)
-    return NextRequest(wire.check_name(asked.queue, "queue"), asked.token)
+    asked: NextRequest = _decode_object(_decode_receive, body) or NextRequest()
+    wire.check_name(asked.queue, "queue")
+    return asked
 
 
 def parse_command(body: bytes) -> CommandRequest:
@@ -174,7 +163,7 @@ def parse_command(body: bytes) -> CommandRequest:
     payload = _read(_decode_payload, bytes(command.payload))
     queue = wire.check_name(payload.queue, "queue")
     single = command.type == "DELETE_MSG" and payload.ids is None and _is_id(payload.id)
-    rest = _encode(_CommandOut(command.type, command.payload))
+    rest = _encode({"type": command.type, "payload": command.payload})
     return CommandRequest(command.type, queue, payload.id if single else None, rest, command.token)
 
 
