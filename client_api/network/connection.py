@@ -177,6 +177,11 @@ class Connection:
         self._set_timeout(self._recv_timeout_s)
         return self._socket.recv(at_most)
 
+    def recv_into(self, buffer: memoryview) -> int:
+        """Read further bytes of an answer, and return their number."""
+        self._set_timeout(self._recv_timeout_s)
+        return self._socket.recv_into(buffer)
+
     def _set_timeout(self, timeout_s: float) -> None:
         if timeout_s != self._timeout_s:
             self._socket.settimeout(timeout_s)
