@@ -29,25 +29,28 @@ from pyspark.sql.types import (
 
 from portalmq.spark.errors import BadOption
 
-_TIME = pa.timestamp("us", "UTC")
-_HEADERS = pa.map_(pa.string(), pa.string())
+TEXT = (StringType(), pa.string())
+BINARY = (BinaryType(), pa.binary())
+INT = (IntegerType(), pa.int32())
+LONG = (LongType(), pa.int64())
+TIME = (TimestampType(), pa.timestamp("us", "UTC"))
 
 COLUMNS: dict[str, tuple[DataType, pa.DataType]] = {
-    "topic": (StringType(), pa.string()),
-    "partition": (IntegerType(), pa.int32()),
-    "offset": (LongType(), pa.int64()),
-    "key": (BinaryType(), pa.binary()),
-    "value": (BinaryType(), pa.binary()),
-    "content_type": (StringType(), pa.string()),
-    "headers": (MapType(StringType(), StringType()), _HEADERS),
-    "timestamp": (TimestampType(), _TIME),
-    "deliver_at": (TimestampType(), _TIME),
-    "expires_at": (TimestampType(), _TIME),
-    "priority": (IntegerType(), pa.int32()),
-    "appended_at": (TimestampType(), _TIME),
-    "leader_epoch": (LongType(), pa.int64()),
-    "producer_id": (LongType(), pa.int64()),
-    "sequence": (LongType(), pa.int64()),
+    "topic": TEXT,
+    "partition": INT,
+    "offset": LONG,
+    "key": BINARY,
+    "value": BINARY,
+    "content_type": TEXT,
+    "headers": (MapType(StringType(), StringType()), pa.map_(pa.string(), pa.string())),
+    "timestamp": TIME,
+    "deliver_at": TIME,
+    "expires_at": TIME,
+    "priority": INT,
+    "appended_at": TIME,
+    "leader_epoch": LONG,
+    "producer_id": LONG,
+    "sequence": LONG,
 }
 
 

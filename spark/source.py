@@ -33,7 +33,7 @@ class PortalMQ(DataSource):
 
         reading = options.schema_options(self.options)
         if reading.table != "messages":
-            schema: StructType = _table(reading).schema_of(reading.columns)
+            schema: StructType = _table(reading).TABLE.schema_of(reading.columns)
             return schema
         return MESSAGES_TABLE.schema_of(reading.columns)
 
@@ -43,7 +43,7 @@ class PortalMQ(DataSource):
 
         reading = options.batch_options(self.options)
         if reading.table != "messages":
-            reader: DataSourceReader = _table(reading).reader(reading, schema)
+            reader: DataSourceReader = _table(reading).Reader(reading, schema)
             return reader
         return (FilteringReader if reading.pushes_down else MessagesReader)(reading, MESSAGES_TABLE.columns_of(schema))
 
@@ -67,8 +67,8 @@ class PortalMQ(DataSource):
 def _table(reading: ReadOptions) -> Any:
     """Return the module of a table other than `messages`, by the option `table`. It has
 
-    schema_of(columns: Sequence[str] | None) -> StructType
-    reader(reading: ReadOptions, schema: StructType) -> DataSourceReader
+    TABLE    its columns, a columns.Table
+    Reader   its reader, a tables.table.TableReader
     """
     import importlib
 

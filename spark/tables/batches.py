@@ -24,14 +24,13 @@ from typing import Any
 import adbc_driver_sqlite.dbapi as adbc
 import numpy as np
 import pyarrow as pa
-from pyspark.sql.datasource import DataSourceReader, InputPartition
-from pyspark.sql.types import IntegerType, LongType, MapType, StringType, StructType, TimestampType
+from pyspark.sql.datasource import InputPartition
+from pyspark.sql.types import LongType, MapType
 
-from portalmq.spark.columns import Table
+from portalmq.spark.columns import INT, LONG, TEXT, TIME, Table
 from portalmq.spark.errors import DamagedFile
 from portalmq.spark.files.segment import arrow_cursor, is_at_rest, sqlite_fault
-from portalmq.spark.options import ReadOptions
-from portalmq.spark.tables.table import CHUNK_OFFSETS, Piece, Task, directories_of, packed, pieces_of
+from portalmq.spark.tables.table import CHUNK_OFFSETS, Piece, TableReader, Task, packed, pieces_of
 
 MESSAGES, EPOCH_START = 0, 1
 _SIZE_BITS = 40  # a value has fewer than 2**40 bytes
@@ -39,39 +38,29 @@ _SIZE_BITS = 40  # a value has fewer than 2**40 bytes
 TABLE = Table(
     "batches",
     {
-        "topic": (StringType(), pa.string()),
-        "partition": (IntegerType(), pa.int32()),
-        "base_offset": (LongType(), pa.int64()),
-        "kind": (StringType(), pa.string()),
-        "messages": (LongType(), pa.int64()),
-        "bytes": (LongType(), pa.int64()),
-        "keyed": (LongType(), pa.int64()),
+        "topic": TEXT,
+        "partition": INT,
+        "base_offset": LONG,
+        "kind": TEXT,
+        "messages": LONG,
+        "bytes": LONG,
+        "keyed": LONG,
         "sizes": (MapType(LongType(), LongType()), pa.map_(pa.int64(), pa.int64())),
-        "leader_epoch": (LongType(), pa.int64()),
-        "producer_id": (LongType(), pa.int64()),
-        "producer_epoch": (LongType(), pa.int64()),
-        "sequence": (LongType(), pa.int64()),
-        "appended_at": (TimestampType(), pa.timestamp("us", "UTC")),
+        "leader_epoch": LONG,
+        "producer_id": LONG,
+        "producer_epoch": LONG,
+        "sequence": LONG,
+        "appended_at": TIME,
     },
 )
 _COUNTED = frozenset({"bytes", "keyed", "sizes"})
 
 
-def schema_of(columns: Sequence[str] | None) -> StructType:
-    return TABLE.schema_of(columns)
-
-
-def reader(reading: ReadOptions, schema: StructType) -> DataSourceReader:
-    return BatchesReader(reading, schema)
-
-
-class BatchesReader(DataSourceReader):
-    def __init__(self, reading: ReadOptions, schema: StructType) -> None:
-        self.columns = TABLE.columns_of(schema)
-        self.reading = reading
+class Reader(TableReader):
+    table = TABLE
 
     def partitions(self) -> Sequence[InputPartition]:
-        origin = directories_of(self.reading, TABLE.name)
+        origin = self.origin()
         pieces = [piece for log in origin.logs() for piece in pieces_of(origin, log)]
         return [Task(group) for group in packed(pieces, self.reading.span_offsets)] or [Task(())]
 

@@ -7,27 +7,9 @@ Ranges are [start, end) offsets.
 
 from __future__ import annotations
 
-from enum import IntEnum
-
 import msgspec
 
 Range = tuple[int, int]
-
-
-class RecordKind(IntEnum):
-    GROUP_START = 10
-    GRANT = 11
-    ACK = 12
-    NACK = 13
-    EXTEND = 14
-    GROUP_END = 15
-    DEAD = 16
-    REDRIVE = 17
-    DROP = 18
-    COMMIT = 19
-    CLAIM = 21
-    COMMIT_OFFSET = 22
-    SEEK = 23
 
 
 class GroupStartBody(msgspec.Struct, array_like=True):
@@ -136,26 +118,29 @@ Body = (
     | SeekBody
 )
 
-_DECODERS: dict[int, msgspec.msgpack.Decoder[Body]] = {
-    RecordKind.GROUP_START: msgspec.msgpack.Decoder(GroupStartBody),
-    RecordKind.GRANT: msgspec.msgpack.Decoder(GrantBody),
-    RecordKind.ACK: msgspec.msgpack.Decoder(AckBody),
-    RecordKind.NACK: msgspec.msgpack.Decoder(NackBody),
-    RecordKind.EXTEND: msgspec.msgpack.Decoder(ExtendBody),
-    RecordKind.DEAD: msgspec.msgpack.Decoder(DeadBody),
-    RecordKind.REDRIVE: msgspec.msgpack.Decoder(RedriveBody),
-    RecordKind.DROP: msgspec.msgpack.Decoder(DropBody),
-    RecordKind.COMMIT: msgspec.msgpack.Decoder(CommitBody),
-    RecordKind.CLAIM: msgspec.msgpack.Decoder(ClaimBody),
-    RecordKind.COMMIT_OFFSET: msgspec.msgpack.Decoder(CommitOffsetBody),
-    RecordKind.SEEK: msgspec.msgpack.Decoder(SeekBody),
+KINDS: dict[int, type[Body]] = {
+    10: GroupStartBody,
+    11: GrantBody,
+    12: AckBody,
+    13: NackBody,
+    14: ExtendBody,
+    15: GroupEndBody,
+    16: DeadBody,
+    17: RedriveBody,
+    18: DropBody,
+    19: CommitBody,
+    21: ClaimBody,
+    22: CommitOffsetBody,
+    23: SeekBody,
 }
-STREAM_KINDS = (RecordKind.COMMIT, RecordKind.CLAIM, RecordKind.COMMIT_OFFSET, RecordKind.SEEK)
+GROUP_END = 15
+STREAM_KINDS = (GROUP_END, 19, 21, 22, 23)
+_DECODERS = {kind: msgspec.msgpack.Decoder(body) for kind, body in KINDS.items()}
 
 
 def decoded(kind: int, body: bytes) -> Body | None:
     """Decode a body; None for an unknown kind. Raises msgspec.MsgspecError."""
-    if kind == RecordKind.GROUP_END:
+    if kind == GROUP_END:
         return GroupEndBody()  # its body is empty, without even an array
     decoder = _DECODERS.get(kind)
     return None if decoder is None else decoder.decode(body)

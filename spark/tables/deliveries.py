@@ -32,66 +32,38 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pyarrow as pa
-from pyspark.sql.datasource import DataSourceReader, InputPartition
-from pyspark.sql.types import IntegerType, LongType, StringType, StructType, TimestampType
+from pyspark.sql.datasource import InputPartition
 
-from portalmq.spark.columns import Table
+from portalmq.spark.columns import INT, LONG, TEXT, TIME, Table
 from portalmq.spark.errors import DamagedFile
 from portalmq.spark.files.segment import opened
-from portalmq.spark.options import ReadOptions
 from portalmq.spark.origin import PartitionLog
+from portalmq.spark.tables import bodies
 from portalmq.spark.tables.availability import Availability
-from portalmq.spark.tables.bodies import (
-    STREAM_KINDS,
-    AckBody,
-    Body,
-    ClaimBody,
-    CommitBody,
-    CommitOffsetBody,
-    DeadBody,
-    DropBody,
-    ExtendBody,
-    GrantBody,
-    GroupEndBody,
-    GroupStartBody,
-    NackBody,
-    RecordKind,
-    RedriveBody,
-    SeekBody,
-    decoded,
-)
-from portalmq.spark.tables.table import Piece, Task, directories_of, packed, pieces_of
+from portalmq.spark.tables.table import Piece, TableReader, Task, packed, pieces_of
 
 TABLE = Table(
     "deliveries",
     {
-        "topic": (StringType(), pa.string()),
-        "partition": (IntegerType(), pa.int32()),
-        "group": (StringType(), pa.string()),
-        "mode": (StringType(), pa.string()),
-        "event": (StringType(), pa.string()),
-        "at": (TimestampType(), pa.timestamp("us", "UTC")),
-        "record_offset": (LongType(), pa.int64()),
-        "first_offset": (LongType(), pa.int64()),
-        "messages": (LongType(), pa.int64()),
-        "delivery": (IntegerType(), pa.int32()),
-        "available_at": (TimestampType(), pa.timestamp("us", "UTC")),
-        "consumer": (StringType(), pa.string()),
-        "reason": (StringType(), pa.string()),
+        "topic": TEXT,
+        "partition": INT,
+        "group": TEXT,
+        "mode": TEXT,
+        "event": TEXT,
+        "at": TIME,
+        "record_offset": LONG,
+        "first_offset": LONG,
+        "messages": LONG,
+        "delivery": INT,
+        "available_at": TIME,
+        "consumer": TEXT,
+        "reason": TEXT,
     },
 )
 ROWS_IN_A_BATCH = 16_384
 # Records of this many offsets are decoded at a time: one may hold a thousand ranges.
 CHUNK_OFFSETS = 8_192
 _BLANK = 6
-
-
-def schema_of(columns: Sequence[str] | None) -> StructType:
-    return TABLE.schema_of(columns)
-
-
-def reader(reading: ReadOptions, schema: StructType) -> DataSourceReader:
-    return DeliveriesReader(reading, schema)
 
 
 class DeliveriesTask(Task):
@@ -103,13 +75,11 @@ class DeliveriesTask(Task):
         self.streams = streams
 
 
-class DeliveriesReader(DataSourceReader):
-    def __init__(self, reading: ReadOptions, schema: StructType) -> None:
-        self.columns = TABLE.columns_of(schema)
-        self.reading = reading
+class Reader(TableReader):
+    table = TABLE
 
     def partitions(self) -> Sequence[InputPartition]:
-        origin = directories_of(self.reading, TABLE.name)
+        origin = self.origin()
         of_logs = [pieces_of(origin, log) for log in origin.logs()]
         alone = {pieces[0] for pieces in of_logs if len(pieces) == 1}
         tasks = [
@@ -133,7 +103,7 @@ class DeliveriesReader(DataSourceReader):
             for chunk in piece.chunks(CHUNK_OFFSETS):
                 for record in _records(chunk, _QUEUE_SQL):
                     for row in _queue_rows(piece.log, record, availability):
-                        if row.messages or isinstance(record.body, GroupStartBody | GroupEndBody):
+                        if row.messages or isinstance(record.body, bodies.GroupStartBody | bodies.GroupEndBody):
                             yield row
         for pieces in task.streams:
             yield from _stream_rows(pieces)
@@ -154,7 +124,7 @@ class _Record(NamedTuple):
     offset: int
     group: str
     at_ms: int
-    body: Body
+    body: bodies.Body
 
 
 class _Row(NamedTuple):
@@ -191,7 +161,7 @@ def _records(chunk: Piece, query: str) -> list[_Record]:
         with opened(path) as connection:
             for offset, kind, group, at_ms, content in connection.execute(query, (low, high)):
                 try:
-                    body = decoded(kind, content)
+                    body = bodies.decoded(kind, content)
                 except msgspec.MsgspecError as error:
                     raise DamagedFile(path, f"the record at offset {offset} cannot be read ({error})") from error
                 if body is not None:
@@ -214,11 +184,11 @@ def _queue_rows(log: PartitionLog, record: _Record, availability: Availability) 
         return _Row(*where, start, 0 if start is None else end - start, **more)
 
     match body:
-        case GroupStartBody():
+        case bodies.GroupStartBody():
             yield row("started", body.start, body.start)
-        case GroupEndBody():
+        case bodies.GroupEndBody():
             yield row("ended", None, 0, None)
-        case GrantBody():
+        case bodies.GrantBody():
             for index, (start, end, delivery) in enumerate(body.ranges):
                 lane = body.lanes[index] if body.lanes else 0
                 for run in availability.granted(start, end, lane):
@@ -232,20 +202,20 @@ def _queue_rows(log: PartitionLog, record: _Record, availability: Availability) 
                     )
             for start, end in body.gone:
                 yield row("expired", start, end)
-        case AckBody() | CommitBody():
+        case bodies.AckBody() | bodies.CommitBody():
             yield from (row("acked", start, end) for start, end in body.ranges)
             yield from (row("acked", offset, offset + 1, delivery=0) for *_, offset in body.ahead)
-        case NackBody():
+        case bodies.NackBody():
             event = "returned" if body.unseen else "nacked"
             yield from (row(event, start, end, reason=body.reason) for start, end, _ in body.ranges)
-        case ExtendBody():
+        case bodies.ExtendBody():
             yield from (row("extended", start, end) for start, end in body.ranges)
-        case DeadBody():
+        case bodies.DeadBody():
             for start, end, deliveries in body.ranges:
                 yield row("dead", start, end, delivery=deliveries, reason=body.reason)
-        case RedriveBody():
+        case bodies.RedriveBody():
             yield from (row("redriven", start, end) for start, end, _ in body.ranges)
-        case DropBody():
+        case bodies.DropBody():
             yield from (row("dropped", start, end) for start, end in body.ranges)
 
 
@@ -320,22 +290,22 @@ def _one_stream(
     where = (log.topic, log.partition, record.group, "stream")
     when = (record.at_ms, record.offset)
     body = record.body
-    if isinstance(body, GroupEndBody):
+    if isinstance(body, bodies.GroupEndBody):
         readers.pop(record.group, None)
         return
-    if record.group not in readers and not (isinstance(body, CommitBody) and body.offset < 0):
+    if record.group not in readers and not (isinstance(body, bodies.CommitBody) and body.offset < 0):
         # A claim has the group's position. Before any other record some are missing: those removed by retention were
         # about earlier messages, which are gone too; those emptied by compaction may have been about any.
-        begins = max(log.start_offset, body.start) if isinstance(body, ClaimBody) else log.start_offset
-        is_known = isinstance(body, ClaimBody) or not is_compacted
+        begins = max(log.start_offset, body.start) if isinstance(body, bodies.ClaimBody) else log.start_offset
+        is_known = isinstance(body, bodies.ClaimBody) or not is_compacted
         readers[record.group] = _StreamProgress(begins if is_known else None)
     match body:
-        case ClaimBody():
+        case bodies.ClaimBody():
             yield _Row(*where, "claimed", *when, body.start, 0, consumer=body.member)
-        case SeekBody():
+        case bodies.SeekBody():
             readers[record.group].seek(body.offset)
             yield _Row(*where, "sought", *when, body.offset, 0)
-        case CommitOffsetBody() | CommitBody() if body.offset >= 0:
+        case bodies.CommitOffsetBody() | bodies.CommitBody() if body.offset >= 0:
             for start, end, delivery in readers[record.group].commit(body.offset):
                 for run in availability.committed(max(start, log.start_offset), end):
                     yield _Row(
@@ -357,6 +327,5 @@ FROM records AS r JOIN batches AS b ON b.base_offset = r.offset
 WHERE r.offset >= ? AND r.offset < ? AND {kinds} ORDER BY r.offset"""
 
 
-_STREAM_KINDS = ", ".join(str(int(kind)) for kind in STREAM_KINDS)
-_STREAM_SQL = _select(f"r.kind IN ({_STREAM_KINDS}, {int(RecordKind.GROUP_END)})")
+_STREAM_SQL = _select(f"r.kind IN {bodies.STREAM_KINDS}")
 _QUEUE_SQL = _select("r.kind BETWEEN 10 AND 19")

@@ -22,33 +22,31 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
-from pyspark.sql.datasource import DataSourceReader, InputPartition
-from pyspark.sql.types import IntegerType, LongType, StringType, StructType, TimestampType
+from pyspark.sql.datasource import InputPartition
 
-from portalmq.spark.columns import Table
+from portalmq.spark.columns import INT, LONG, TEXT, TIME, Table
 from portalmq.spark.errors import DamagedFile, NothingThere
 from portalmq.spark.files.directories import missing_file
 from portalmq.spark.files.replica import STATE_NAME
 from portalmq.spark.files.segment import opened
-from portalmq.spark.options import ReadOptions
 from portalmq.spark.origin import PartitionLog
 from portalmq.spark.tables.availability import DELAYED, Availability
-from portalmq.spark.tables.table import Piece, directories_of, pieces_of
+from portalmq.spark.tables.table import Piece, TableReader, pieces_of
 
 TABLE = Table(
     "groups",
     {
-        "topic": (StringType(), pa.string()),
-        "partition": (IntegerType(), pa.int32()),
-        "group": (StringType(), pa.string()),
-        "mode": (StringType(), pa.string()),
-        "next_offset": (LongType(), pa.int64()),
-        "high_watermark": (LongType(), pa.int64()),
-        "lag": (LongType(), pa.int64()),
-        "in_flight": (LongType(), pa.int64()),
-        "dead": (LongType(), pa.int64()),
-        "oldest": (TimestampType(), pa.timestamp("us", "UTC")),
-        "member": (StringType(), pa.string()),
+        "topic": TEXT,
+        "partition": INT,
+        "group": TEXT,
+        "mode": TEXT,
+        "next_offset": LONG,
+        "high_watermark": LONG,
+        "lag": LONG,
+        "in_flight": LONG,
+        "dead": LONG,
+        "oldest": TIME,
+        "member": TEXT,
     },
 )
 LOGS_IN_A_TASK = 32
@@ -60,14 +58,6 @@ _DELAYED = "deliver_at_ms > timestamp_ms"
 LanePosition = tuple[int, int]
 
 
-def schema_of(columns: Sequence[str] | None) -> StructType:
-    return TABLE.schema_of(columns)
-
-
-def reader(reading: ReadOptions, schema: StructType) -> DataSourceReader:
-    return GroupsReader(reading, schema)
-
-
 class GroupsTask(InputPartition):
     """Logs whose groups one task reads: the log, its files, and its replicas' directories, the best first."""
 
@@ -76,13 +66,11 @@ class GroupsTask(InputPartition):
         self.logs = tuple(logs)
 
 
-class GroupsReader(DataSourceReader):
-    def __init__(self, reading: ReadOptions, schema: StructType) -> None:
-        self.columns = TABLE.columns_of(schema)
-        self.reading = reading
+class Reader(TableReader):
+    table = TABLE
 
     def partitions(self) -> Sequence[InputPartition]:
-        origin = directories_of(self.reading, TABLE.name)
+        origin = self.origin()
         logs = [(log, tuple(pieces_of(origin, log)), tuple(origin.directories(log))) for log in origin.logs()]
         return [GroupsTask(logs[at : at + LOGS_IN_A_TASK]) for at in range(0, len(logs), LOGS_IN_A_TASK)] or [
             GroupsTask(())

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
-from pyspark.sql.datasource import InputPartition
+from pyspark.sql.datasource import DataSourceReader, InputPartition
+from pyspark.sql.types import StructType
 
+from portalmq.spark.columns import Table
 from portalmq.spark.errors import BadOption, DamagedFile
 from portalmq.spark.files.directories import Directories, FileSpan, missing_file
 from portalmq.spark.files.replica import DirectoryReplica
@@ -77,13 +79,25 @@ def _read_quietly(path: Path, low: int, high: int, read: Callable[[Path, int, in
     return found if not was_at_rest or is_at_rest(path) else read(path, low, high)
 
 
-def directories_of(reading: ReadOptions, table: str) -> Directories:
-    """Return the origin. Raises BadOption for options that only the table of messages supports."""
-    if reading.bootstrap:
-        raise BadOption(f"table {table} exists only in the brokers' files: name their data directories as path")
-    if reading.starting != Bound(EARLIEST) or reading.ending != Bound(LATEST):
-        raise BadOption(f"table {table} is read as a whole: leave the starting and ending options out, and filter it")
-    return Directories(reading.paths, reading.topics, reading.span_offsets)
+class TableReader(DataSourceReader):
+    """A reader of the columns in `schema` of `table`."""
+
+    table: ClassVar[Table]
+
+    def __init__(self, reading: ReadOptions, schema: StructType) -> None:
+        self.columns = self.table.columns_of(schema)
+        self.reading = reading
+
+    def origin(self) -> Directories:
+        """Return the origin. Raises BadOption for options that only the table of messages supports."""
+        reading, name = self.reading, self.table.name
+        if reading.bootstrap:
+            raise BadOption(f"table {name} exists only in the brokers' files: name their data directories as path")
+        if reading.starting != Bound(EARLIEST) or reading.ending != Bound(LATEST):
+            raise BadOption(
+                f"table {name} is read as a whole: leave the starting and ending options out, and filter it"
+            )
+        return Directories(reading.paths, reading.topics, reading.span_offsets)
 
 
 def pieces_of(origin: Directories, log: PartitionLog) -> list[Piece]:

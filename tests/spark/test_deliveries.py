@@ -35,7 +35,7 @@ def rows(table: str, *paths: Path, columns: tuple[str, ...] | None = None, **mor
     """Return the table's rows as its reader gives them to Spark."""
     module: Any = TABLES[table]
     reading = options.batch_options({"path": ",".join(map(str, paths)), "table": table, **more})
-    reader = module.reader(reading, module.schema_of(columns))
+    reader = module.Reader(reading, module.TABLE.schema_of(columns))
     return [row for task in reader.partitions() for batch in reader.read(task) for row in batch.to_pylist()]
 
 
@@ -126,8 +126,8 @@ def test_a_locked_file_is_waited_for_and_not_called_damaged(
         data.put("t", *numbered(10))
         ack(data, receive(data))
     (path,) = data.directory("t").glob("[0-9]*.sqlite")
-    reader: Any = TABLES[table].reader(
-        options.batch_options({"path": str(tmp_path / "data"), "table": table}), TABLES[table].schema_of(None)
+    reader: Any = TABLES[table].Reader(
+        options.batch_options({"path": str(tmp_path / "data"), "table": table}), TABLES[table].TABLE.schema_of(None)
     )
     tasks = reader.partitions()
     monkeypatch.setattr(segment, "BUSY_TIMEOUT_MS", 300)
@@ -153,9 +153,9 @@ def test_the_bodies_are_read_as_the_broker_writes_them(name: str) -> None:
 
 def test_every_kind_of_group_record_about_messages_is_known() -> None:
     left_out = {BatchKind.DONE}
-    assert {kind.value: kind.name for kind in BatchKind if kind >= 10 and kind not in left_out} == {
-        kind.value: kind.name for kind in bodies.RecordKind
-    }
+    written = {kind.value: f"{kind.name.title().replace('_', '')}Body" for kind in BatchKind if kind >= 10}
+    read = {kind: body.__name__ for kind, body in bodies.KINDS.items()}
+    assert read == {kind: name for kind, name in written.items() if kind not in left_out}
 
 
 def test_deliveries_are_reported_in_order(tmp_path: Path) -> None:
@@ -394,7 +394,7 @@ def test_a_machine_that_does_not_see_the_directory_has_no_empty_table(tmp_path: 
         data.put("t", b"a", b"b")
         ack(data, receive(data))
     module: Any = TABLES[table]
-    reader = module.reader(options.batch_options({"path": str(home), "table": table}), module.schema_of(None))
+    reader = module.Reader(options.batch_options({"path": str(home), "table": table}), module.TABLE.schema_of(None))
     tasks = reader.partitions()
     home.rename(tmp_path / "elsewhere")
     with pytest.raises(NothingThere, match=rf"{home} is not there on this machine .*option bootstrap"):
@@ -412,12 +412,12 @@ def test_tables_are_read_whole_and_from_files_only(story: Path) -> None:
     ):
         reading = options.batch_options({"table": "batches", **given})
         with pytest.raises(BadOption, match=match):
-            batches.reader(reading, batches.schema_of(None)).partitions()
+            batches.Reader(reading, batches.TABLE.schema_of(None)).partitions()
 
 
 def test_a_table_names_its_columns() -> None:
     with pytest.raises(BadOption, match="no column 'value' in table groups: its columns are topic, "):
-        groups.schema_of(["value"])
+        groups.TABLE.schema_of(["value"])
     with pytest.raises(BadOption, match="'lag' is bigint, not string"):
         groups.TABLE.columns_of(StructType([StructField("lag", StringType())]))
     assert groups.TABLE.columns_of(StructType([StructField("lag", LongType())])) == ("lag",)
