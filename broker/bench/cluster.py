@@ -15,12 +15,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
 
 import click
-import msgspec
 
-from portalmq import Admin, Producer
+from portalmq import Admin
 from portalmq.broker.bench import harness
 from portalmq.broker.ops.supervisor import ClusterRecord, read_record
 
@@ -34,8 +32,7 @@ def measured(directory: Path, messages: int, sends: int, partitions: int, rounds
     """Return all figures, each the median over `rounds`; the last part, with its kill, runs once."""
     directory.mkdir(parents=True, exist_ok=True)
     with _cluster(directory / "traffic") as record:
-        taken = [_round(record.urls, number, messages, sends) for number in range(rounds)]
-    figures = {name: median(each[name] for each in taken) for name in taken[0]}
+        figures = harness.medians(rounds, lambda number: _round(record.urls, number, messages, sends))
     with _cluster(directory / "partitions") as record:
         figures |= _many_partitions(record, partitions)
     return figures | {
@@ -57,15 +54,7 @@ def _round(urls: list[str], number: int, messages: int, sends: int) -> dict[str,
                 figures[f"{name}{suffix}_per_s"] = rate
                 admin.delete_topic(topic)
         admin.create_topic(f"sends-{number}", replication_factor=3)
-    with harness.server(harness.NOTHING) as (nothing_url, _), Producer(urls) as producer:
-        topic = f"sends-{number}"
-        producer.send(topic, harness.VALUE).result(timeout=30)
-
-        def send() -> None:
-            producer.send(topic, harness.VALUE).result(timeout=30)
-
-        bare, single = harness.interleaved(harness.bare_post(nothing_url), send, sends)
-    return figures | {"bare_post_p50_ms": bare, "send_p50_ms": single}
+    return figures | harness.single_calls(urls, f"sends-{number}", sends)
 
 
 def _many_partitions(record: ClusterRecord, partitions: int) -> dict[str, float]:
@@ -136,9 +125,6 @@ def _record_of(process: subprocess.Popen[bytes], data_dir: Path) -> ClusterRecor
 
 
 def show(figures: dict[str, float], output: str) -> None:
-    if output == "json":
-        click.echo(msgspec.json.format(msgspec.json.encode(figures), indent=2).decode())
-        return
     rows = [
         ("three brokers and ZooKeeper are ready after", f"{figures['ready_s']:.1f} s"),
         ("produce to 1 replica", f"{figures['single_per_s']:,.0f} messages/s"),
@@ -151,6 +137,4 @@ def show(figures: dict[str, float], output: str) -> None:
         ("idle CPU of a broker, 300 partitions", f"{figures['idle_cpu_percent']:.1f} %"),
         ("new leaders for all that a killed broker led", f"{figures['failover_of_many_s']:.2f} s"),
     ]
-    width = max(len(name) for name, _ in rows)
-    for name, value in rows:
-        click.echo(f"{name:<{width}}  {value:>20}")
+    harness.show(figures, output, rows)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 import time
-from http.client import HTTPConnection
 from pathlib import Path
 from statistics import median
 
@@ -25,14 +24,12 @@ CONSUMERS = 4
 SCHEDULED = 1_000_000
 SCHEDULED_FOR_S = 3600.0
 FETCH_BYTES = 1_000_000
-WITHIN_S = 60.0
 PARKED_EVERY_S = 0.002
 
 
 def measured(directory: Path, messages: int, singles: int, rounds: int) -> dict[str, float]:
     """Return all figures, each the median over `rounds`; the memory is measured once."""
-    taken = [_round(directory / str(number), messages, singles) for number in range(rounds)]
-    figures = {name: median(each[name] for each in taken) for name in taken[0]}
+    figures = harness.medians(rounds, lambda number: _round(directory / str(number), messages, singles))
     figures |= _scheduled(directory / "scheduled")
     return figures | {
         "receive_ack_to_produce_small": figures["receive_ack_per_s"] / figures["produce_small_per_s"],
@@ -44,7 +41,7 @@ def measured(directory: Path, messages: int, singles: int, rounds: int) -> dict[
 def _round(directory: Path, messages: int, singles: int) -> dict[str, float]:
     directory.mkdir(parents=True)
     with harness.broker(directory) as (url, _):
-        figures = {
+        return {
             "produce_per_s": harness.produce_rate(url, "bulk", messages, harness.BATCH_MESSAGES),
             "produce_small_per_s": harness.produce_rate(
                 url, "small", messages // 4, harness.RECEIVE_MESSAGES, grow=False
@@ -55,13 +52,11 @@ def _round(directory: Path, messages: int, singles: int) -> dict[str, float]:
             "ack_p50_ms": _ack_p50_ms(url, "singles", singles),
             "wake_p50_ms": _wake_p50_ms(url, "wake", singles),
         }
-    return figures
 
 
 def _fetch_rate(url: str, topic: str, messages: int) -> float:
     """Return the messages per second of a stream reader over HTTP: the whole topic, from its beginning."""
-    host, _, port = url.removeprefix("http://").partition(":")
-    connection = HTTPConnection(host, int(port), timeout=30)
+    connection = harness.connection_to(url)
     offset, begin = 0, time.perf_counter()
     while True:
         asked = {"topic": topic, "partition": 0, "offset": offset}
@@ -80,10 +75,10 @@ def _fetch_rate(url: str, topic: str, messages: int) -> float:
 def _stream_rate(url: str, topic: str, messages: int) -> float:
     """Return the same rate for the client's Consumer, which decodes messages and commits offsets."""
     with Consumer(topic, group="bench-stream", bootstrap=url, mode="stream") as consumer:
-        count = len(consumer.poll(timeout_s=WITHIN_S, max_messages=1))
+        count = len(consumer.poll(timeout_s=harness.WITHIN_S, max_messages=1))
         begin = time.perf_counter()
         while count < messages:
-            batch = consumer.poll(timeout_s=WITHIN_S, max_messages=harness.BATCH_MESSAGES)
+            batch = consumer.poll(timeout_s=harness.WITHIN_S, max_messages=harness.BATCH_MESSAGES)
             if not batch:
                 raise click.ClickException(f"{count} of {messages} messages were read")
             count += len(batch)
@@ -97,7 +92,7 @@ def _ack_p50_ms(url: str, topic: str, times: int) -> float:
     durations: list[float] = []
     with Consumer(topic, group="bench", bootstrap=url, manual_ack=True) as consumer:
         while len(durations) < times:
-            for message in consumer.poll(timeout_s=WITHIN_S):
+            for message in consumer.poll(timeout_s=harness.WITHIN_S):
                 begin = time.perf_counter()
                 message.ack()
                 durations.append(time.perf_counter() - begin)
@@ -112,21 +107,21 @@ def _wake_p50_ms(url: str, topic: str, times: int) -> float:
     def consume() -> None:
         with Consumer(topic, group="bench", bootstrap=url) as consumer:
             for _ in range(times + 1):
-                consumer.poll(timeout_s=WITHIN_S, max_messages=1)
+                consumer.poll(timeout_s=harness.WITHIN_S, max_messages=1)
                 arrived.append(time.perf_counter())
                 wakeup.release()
 
     thread = threading.Thread(target=consume)
     durations: list[float] = []
     with Producer(url) as producer:
-        producer.send(topic, harness.VALUE).result(timeout=WITHIN_S)
+        producer.send(topic, harness.VALUE).result(timeout=harness.WITHIN_S)
         thread.start()
-        wakeup.acquire(timeout=WITHIN_S)
+        wakeup.acquire(timeout=harness.WITHIN_S)
         for _ in range(times):
             harness.until_parked(url, 1, PARKED_EVERY_S)
             begin = time.perf_counter()
-            producer.send(topic, harness.VALUE).result(timeout=WITHIN_S)
-            wakeup.acquire(timeout=WITHIN_S)
+            producer.send(topic, harness.VALUE).result(timeout=harness.WITHIN_S)
+            wakeup.acquire(timeout=harness.WITHIN_S)
             durations.append(arrived[-1] - begin)
     thread.join()
     return median(durations) * 1000
@@ -147,10 +142,7 @@ def _scheduled(directory: Path) -> dict[str, float]:
 
 
 def show(figures: dict[str, float], output: str) -> None:
-    if output == "json":
-        click.echo(msgspec.json.format(msgspec.json.encode(figures)).decode())
-        return
-    rows: list[tuple[str, str]] = [
+    rows = [
         ("produce in batches of exactly 100", _rate(figures["produce_small_per_s"])),
         ("receive and ack in batches of 100, 4 consumers", _rate(figures["receive_ack_per_s"])),
         ("  ratio (at least 0.5)", f"{figures['receive_ack_to_produce_small']:.2f}"),
@@ -164,9 +156,7 @@ def show(figures: dict[str, float], output: str) -> None:
         ("memory when idle", f"{figures['idle_rss_mb']:.0f} MB"),
         ("memory with a million scheduled messages (at most 250)", f"{figures['scheduled_rss_mb']:.0f} MB"),
     ]
-    width = max(len(name) for name, _ in rows)
-    for name, value in rows:
-        click.echo(f"{name:<{width}}  {value:>20}")
+    harness.show(figures, output, rows)
 
 
 def _rate(per_s: float) -> str:

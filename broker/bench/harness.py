@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
@@ -26,8 +25,28 @@ VALUE = b"x" * 100
 BATCH_MESSAGES = 1_000
 RECEIVE_MESSAGES = 100
 READY_WITHIN_S = 30.0
+WITHIN_S = 60.0
 END_WITHIN_S = 30.0
 NOTHING = "nothing"
+
+
+# --- figures -------------------------------------------------------------------------------------------------------
+
+
+def medians(rounds: int, measure: Callable[[int], dict[str, float]]) -> dict[str, float]:
+    """Return the median of each figure over the rounds, which have the numbers from 0 on."""
+    taken = [measure(number) for number in range(rounds)]
+    return {name: median(each[name] for each in taken) for name in taken[0]}
+
+
+def show(figures: dict[str, float], output: str, rows: Sequence[tuple[str, str]]) -> None:
+    """Print the figures as JSON, or the rows, (title, formatted figure), as a table."""
+    if output == "json":
+        click.echo(json.dumps(figures, indent=2))
+        return
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        click.echo(f"{name:<{width}}  {value:>20}")
 
 
 # --- traffic -------------------------------------------------------------------------------------------------------
@@ -70,9 +89,13 @@ def receive_rate(url: str, topic: str, messages: int, consumers: int = 8) -> flo
     return sum(counts) / seconds
 
 
-def bare_post(url: str) -> Callable[[], None]:
+def connection_to(url: str) -> HTTPConnection:
     host, _, port = url.removeprefix("http://").partition(":")
-    connection = HTTPConnection(host, int(port), timeout=30)
+    return HTTPConnection(host, int(port), timeout=WITHIN_S)
+
+
+def _bare_post(url: str) -> Callable[[], None]:
+    connection = connection_to(url)
     connection.connect()
     connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -83,25 +106,32 @@ def bare_post(url: str) -> Callable[[], None]:
     return post
 
 
-def interleaved(bare: Callable[[], None], send: Callable[[], None], times: int) -> tuple[float, float]:
-    """Return the median milliseconds of both, measured alternately so that other load affects them alike."""
+def single_calls(urls: str | list[str], topic: str, times: int) -> dict[str, float]:
+    """Return the median milliseconds of a synchronous send and of a bare POST to the same server software, measured
+    alternately so that other load affects them alike."""
     durations: tuple[list[float], list[float]] = ([], [])
-    for _ in range(times):
-        for call, taken in zip((bare, send), durations, strict=True):
-            begin = time.perf_counter()
-            call()
-            taken.append(time.perf_counter() - begin)
-    return median(durations[0]) * 1000, median(durations[1]) * 1000
+    with server(NOTHING) as (nothing_url, _), Producer(urls) as producer:
+
+        def send() -> None:
+            producer.send(topic, VALUE).result(timeout=WITHIN_S)
+
+        send()
+        bare = _bare_post(nothing_url)
+        for _ in range(times):
+            for call, taken in zip((bare, send), durations, strict=True):
+                begin = time.perf_counter()
+                call()
+                taken.append(time.perf_counter() - begin)
+    return {"bare_post_p50_ms": median(durations[0]) * 1000, "send_p50_ms": median(durations[1]) * 1000}
 
 
 # --- processes -----------------------------------------------------------------------------------------------------
 
 
 def until_parked(url: str, parked: int, every_s: float = 0.05) -> None:
-    host, _, port = url.removeprefix("http://").partition(":")
     end = time.monotonic() + READY_WITHIN_S
     while time.monotonic() < end:
-        connection = HTTPConnection(host, int(port), timeout=30)
+        connection = connection_to(url)
         connection.request("GET", "/healthz")
         if json.loads(connection.getresponse().read()).get("parked_receives", 0) >= parked:
             return
@@ -151,12 +181,17 @@ def server(*command: str) -> Iterator[tuple[str, int]]:
         last_ready_s = time.perf_counter() - begin
         yield f"http://127.0.0.1:{port}", process.pid
     finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(END_WITHIN_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end(process)
+
+
+def end(process: subprocess.Popen[Any]) -> None:
+    """Send SIGTERM, and SIGKILL when that does not end the process in time."""
+    process.terminate()
+    try:
+        process.wait(END_WITHIN_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _until_listening(port: int, process: subprocess.Popen[bytes]) -> None:

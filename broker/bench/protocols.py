@@ -19,11 +19,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.client import HTTPConnection
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 import click
 
@@ -35,7 +33,6 @@ SECONDS = 3.0
 ALONE_SECONDS = 12.0
 ALONE_CALLS = 4
 YARDSTICK = "message"
-WITHIN_S = 60.0
 TEXT = harness.VALUE.decode()
 
 Call = Callable[[], bool]
@@ -54,8 +51,7 @@ class Where(NamedTuple):
 
 class _Http:
     def __init__(self, url: str) -> None:
-        at = urlsplit(url)
-        self._connection = HTTPConnection(at.hostname or "", at.port, timeout=WITHIN_S)
+        self._connection = harness.connection_to(url)
 
     def ask(self, method: str, path: str, body: bytes = b"", content_type: str = "application/json") -> Any:
         """Return the answer; None for 404."""
@@ -133,7 +129,7 @@ def _clients(role: str, where: Where, verb: int, threads: int, ready: Any, resul
         try:
             call = DOORS[role](where)[verb]
             call()
-            together.wait(WITHIN_S)
+            together.wait(harness.WITHIN_S)
             end = time.perf_counter() + SECONDS
             while (begin := time.perf_counter()) < end:
                 if call():
@@ -146,12 +142,12 @@ def _clients(role: str, where: Where, verb: int, threads: int, ready: Any, resul
     for worker in workers:
         worker.start()
     try:
-        ready.wait(WITHIN_S)
-        together.wait(WITHIN_S)
+        ready.wait(harness.WITHIN_S)
+        together.wait(harness.WITHIN_S)
     except threading.BrokenBarrierError:
         faults.append("not all clients came so far")
     for worker in workers:
-        worker.join(WITHIN_S)
+        worker.join(harness.WITHIN_S)
     results.put((durations, faults))
 
 
@@ -168,12 +164,12 @@ def _measure(role: str, where: Where, verb: int, clients: int) -> tuple[float, f
         process.start()
     durations: list[float] = []
     for _ in running:
-        took, faults = results.get(timeout=2 * WITHIN_S)
+        took, faults = results.get(timeout=2 * harness.WITHIN_S)
         if faults:
             raise click.ClickException(f"{role} with {clients} clients: {faults[0]}")
         durations += took
     for process in running:
-        process.join(WITHIN_S)
+        process.join(harness.WITHIN_S)
     if not durations:
         raise click.ClickException(f"{role} with {clients} clients: nothing was done")
     return len(durations) / SECONDS, median(durations) * 1000
@@ -202,8 +198,7 @@ def _measure_alone(wheres: dict[str, Where], verb: int) -> dict[str, tuple[float
 
 def measured(directory: Path, rounds: int) -> dict[str, float]:
     """Return all figures, each the median over `rounds`."""
-    taken = [_round(directory / str(number)) for number in range(rounds)]
-    return {name: median(each[name] for each in taken) for name in taken[0]}
+    return harness.medians(rounds, lambda number: _round(directory / str(number)))
 
 
 def _round(directory: Path) -> dict[str, float]:
@@ -241,12 +236,7 @@ def _miniq(url: str) -> Iterator[tuple[int, int, int]]:
         at = {role: int(endpoint.rpartition(":")[2]) for role, endpoint in json.loads(said).items()}
         yield at["commands"], at["producers"], at["consumers"]
     finally:
-        process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        harness.end(process)
 
 
 def show(figures: dict[str, float], output: str) -> None:

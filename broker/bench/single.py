@@ -7,32 +7,14 @@ with the same fsyncs, the synchronous send with a bare POST to the same gunicorn
 from __future__ import annotations
 
 import json
-import socket
 import tempfile
 import time
-from collections.abc import Callable
+from http.client import HTTPConnection
 from pathlib import Path
-from statistics import median
 
 import click
 
-from portalmq import Producer
 from portalmq.broker.bench import harness
-from portalmq.broker.bench.harness import (
-    BATCH_MESSAGES,
-    NOTHING,
-    RECEIVE_MESSAGES,
-    VALUE,
-    bare_post,
-    broker,
-    cpu_s,
-    interleaved,
-    produce_rate,
-    receive_rate,
-    rss_mb,
-    server,
-    until_parked,
-)
 from portalmq.broker.storage.yardstick import executemany_rate
 
 WAITING_MESSAGES = 1_000_000
@@ -63,77 +45,64 @@ def bench(
     seeds: bool,
 ) -> None:
     """Measure produce, synchronous send, receive and ack on this machine, compared with bare SQLite and a bare POST."""
-    if delivery:
-        from portalmq.broker.bench import delivery as bench_delivery
+    with tempfile.TemporaryDirectory(dir=data_dir) as temporary:
+        directory = Path(temporary)
+        if delivery:
+            from portalmq.broker.bench import delivery as bench_delivery
 
-        with tempfile.TemporaryDirectory(dir=data_dir) as directory:
-            bench_delivery.show(bench_delivery.measured(Path(directory), messages, sends, rounds), output)
-        return
-    if seeds:
-        from portalmq.broker.bench import protocols as bench_seeds
+            bench_delivery.show(bench_delivery.measured(directory, messages, sends, rounds), output)
+        elif seeds:
+            from portalmq.broker.bench import protocols as bench_seeds
 
-        with tempfile.TemporaryDirectory(dir=data_dir) as directory:
-            bench_seeds.show(bench_seeds.measured(Path(directory), rounds), output)
-        return
-    if cluster:
-        from portalmq.broker.bench import cluster as bench_cluster
+            bench_seeds.show(bench_seeds.measured(directory, rounds), output)
+        elif cluster:
+            from portalmq.broker.bench import cluster as bench_cluster
 
-        with tempfile.TemporaryDirectory(dir=data_dir) as directory:
-            figures = bench_cluster.measured(Path(directory), messages, sends, partitions, rounds)
-        bench_cluster.show(figures, output)
-        return
-    with tempfile.TemporaryDirectory(dir=data_dir) as directory:
-        taken = [_round(Path(directory) / str(number), messages, sends) for number in range(rounds)]
-        figures = {name: median(each[name] for each in taken) for name in taken[0]}
-        figures |= _footprint(Path(directory) / "footprint", parked)
-    _show(_with_ratios(figures), output)
+            bench_cluster.show(bench_cluster.measured(directory, messages, sends, partitions, rounds), output)
+        else:
+            figures = harness.medians(rounds, lambda number: _round(directory / str(number), messages, sends))
+            _show(_with_ratios(figures | _footprint(directory / "footprint", parked)), output)
 
 
 def _round(directory: Path, messages: int, sends: int) -> dict[str, float]:
     directory.mkdir(parents=True)
-    batches = max(1, messages // BATCH_MESSAGES)
+    batches = max(1, messages // harness.BATCH_MESSAGES)
     figures = {
-        "bare_insert_per_s": executemany_rate(directory, batches=batches, batch_messages=BATCH_MESSAGES, value=VALUE)
+        "bare_insert_per_s": executemany_rate(
+            directory, batches=batches, batch_messages=harness.BATCH_MESSAGES, value=harness.VALUE
+        )
     }
-    with broker(directory / "data") as (url, _):
-        figures["produce_per_s"] = produce_rate(url, "bulk", messages, BATCH_MESSAGES)
-        figures["produce_exact_per_s"] = produce_rate(url, "exact", messages, BATCH_MESSAGES, grow=False)
-        figures["produce_small_per_s"] = produce_rate(url, "small", messages // 4, RECEIVE_MESSAGES, grow=False)
-        figures["receive_ack_per_s"] = receive_rate(url, "bulk", messages)
-        with server(NOTHING) as (nothing_url, _):
-            bare, single = interleaved(bare_post(nothing_url), _synchronous_send(url), sends)
-    return figures | {"bare_post_p50_ms": bare, "send_p50_ms": single}
-
-
-def _synchronous_send(url: str) -> Callable[[], None]:
-    producer = Producer(url)
-    producer.send("single", VALUE).result(timeout=30)
-    return lambda: _discard(producer.send("single", VALUE).result(timeout=30))
-
-
-def _discard(_: object) -> None:
-    """Send a request and read its answer."""
+    with harness.broker(directory / "data") as (url, _):
+        figures["produce_per_s"] = harness.produce_rate(url, "bulk", messages, harness.BATCH_MESSAGES)
+        figures["produce_exact_per_s"] = harness.produce_rate(
+            url, "exact", messages, harness.BATCH_MESSAGES, grow=False
+        )
+        figures["produce_small_per_s"] = harness.produce_rate(
+            url, "small", messages // 4, harness.RECEIVE_MESSAGES, grow=False
+        )
+        figures["receive_ack_per_s"] = harness.receive_rate(url, "bulk", messages)
+        return figures | harness.single_calls(url, "single", sends)
 
 
 # --- the footprint of a broker ---------------------------------------------------------------------------------------
 
 
 def _footprint(directory: Path, parked: int) -> dict[str, float]:
-    with broker(directory) as (url, pid):
+    with harness.broker(directory) as (url, pid):
         ready_s = harness.last_ready_s
-        idle_mb = rss_mb(pid)
+        idle_mb = harness.rss_mb(pid)
         sockets = [_park(url) for _ in range(parked)]
         try:
-            until_parked(url, parked)
-            before_s, begin = cpu_s(pid), time.perf_counter()
+            harness.until_parked(url, parked)
+            before_s, begin = harness.cpu_s(pid), time.perf_counter()
             time.sleep(3)
-            cpu_percent = 100 * (cpu_s(pid) - before_s) / (time.perf_counter() - begin)
-            parked_mb = rss_mb(pid)
+            cpu_percent = 100 * (harness.cpu_s(pid) - before_s) / (time.perf_counter() - begin)
+            parked_mb = harness.rss_mb(pid)
         finally:
             for each in sockets:
                 each.close()
-        produce_rate(url, "waiting", WAITING_MESSAGES, BATCH_MESSAGES)
-        waiting_mb = rss_mb(pid)
+        harness.produce_rate(url, "waiting", WAITING_MESSAGES, harness.BATCH_MESSAGES)
+        waiting_mb = harness.rss_mb(pid)
     size = sum(path.stat().st_size for path in directory.glob("partitions/waiting@*/*/*.sqlite*"))
     return {
         "ready_s": ready_s,
@@ -145,15 +114,10 @@ def _footprint(directory: Path, parked: int) -> dict[str, float]:
     }
 
 
-def _park(url: str) -> socket.socket:
-    host, _, port = url.removeprefix("http://").partition(":")
-    body = json.dumps({"topics": ["silent"], "wait_ms": 60_000}).encode()
-    connection = socket.create_connection((host, int(port)), timeout=30)
-    head = (
-        "POST /v1/groups/parked/receive HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(body)}\r\n\r\n"
-    )
-    connection.sendall(head.encode() + body)
+def _park(url: str) -> HTTPConnection:
+    connection = harness.connection_to(url)
+    body = json.dumps({"topics": ["silent"], "wait_ms": 60_000})
+    connection.request("POST", "/v1/groups/parked/receive", body, {"Content-Type": "application/json"})
     return connection
 
 
@@ -172,9 +136,6 @@ def _with_ratios(figures: dict[str, float]) -> dict[str, float]:
 
 
 def _show(figures: dict[str, float], output: str) -> None:
-    if output == "json":
-        click.echo(json.dumps(figures, indent=2))
-        return
     rows = [
         ("bare executemany, batches of 1000 x 100 bytes, fsync each", f"{figures['bare_insert_per_s']:,.0f} rows/s"),
         (
@@ -199,6 +160,4 @@ def _show(figures: dict[str, float], output: str) -> None:
         ("memory with a million messages waiting", f"{figures['waiting_rss_mb']:.0f} MB"),
         ("disk for each of them, 100 bytes of it payload", f"{figures['waiting_disk_bytes']:.0f} bytes"),
     ]
-    width = max(len(name) for name, _ in rows)
-    for name, value in rows:
-        click.echo(f"{name:<{width}}  {value:>20}")
+    harness.show(figures, output, rows)

@@ -133,24 +133,19 @@ def read_on(where: str, share: int) -> None:
     count = 0
     while True:
         try:
-            for rows in passed(where, share, READERS):
+            for rows in passed(where, share):
                 count += rows
                 print(count, flush=True)
         except (NothingThere, DataLoss, Unreachable):  # not written yet; removed by retention
             time.sleep(SAMPLE_S)
 
 
-def one_pass(where: str | Path, share: int = 0, readers: int = 1) -> int:
-    """Return the number of messages in a reader's partitions."""
-    return sum(passed(str(where), share, readers))
-
-
-def passed(where: str, share: int, readers: int) -> Iterator[int]:
+def passed(where: str, share: int) -> Iterator[int]:
     """Yield the batch sizes of a reader's partitions. Checks that each message comes once: offsets rise by one, apart
     from the leader's own records. `where`: a data directory, or a broker's URL."""
     origin: Origin = Brokers([where], [TOPIC]) if "://" in where else Directories([where], [TOPIC])
     for log in origin.logs():
-        if log.partition % readers != share:
+        if log.partition % READERS != share:
             continue
         reached = log.start_offset
         for span in origin.spans(log, log.start_offset, log.end_offset):
@@ -162,37 +157,24 @@ def passed(where: str, share: int, readers: int) -> Iterator[int]:
                 yield len(offsets)
 
 
-class LiveReaders:
-    """Readers on these cores, each of which writes its count to its own file."""
-
-    def __init__(self, where: str, cores: Sequence[int], said: Path) -> None:
-        command = [sys.executable, "-m", "portalmq.broker.bench.spark_live", where]
-        self._said = [said / f"reader-{share}" for share in range(READERS)]
-        self.processes = []
-        for share, path in enumerate(self._said):
-            with path.open("wb") as output:
-                self.processes.append(
-                    subprocess.Popen([*command, str(share)], stdin=subprocess.DEVNULL, stdout=output, stderr=output)
-                )
-        for process in self.processes:
-            system.pin(process.pid, cores)
-
-    def rows(self) -> int:
-        """Return approximately how many messages they have read."""
-        last = [path.read_bytes().rpartition(b"\n")[0].rpartition(b"\n")[2] for path in self._said]
-        return sum(int(line) for line in last if line.isdigit())
-
-
 @contextmanager
 def reading(where: str | None, cores: Sequence[int], said: Path) -> Iterator[Callable[[], int]]:
-    """Run readers; yield a function that returns how many messages they have read. None: no readers."""
-    if where is None:
-        yield lambda: 0
-        return
-    readers = LiveReaders(where, cores, said)
-    processes = readers.processes
+    """Run readers on these cores, each of which writes its count to its own file in `said`. Yield a function that
+    returns approximately how many messages they have read. None: no readers."""
+    paths = [said / f"reader-{share}" for share in range(READERS if where is not None else 0)]
+    processes = []
+
+    def rows() -> int:
+        last = [path.read_bytes().rpartition(b"\n")[0].rpartition(b"\n")[2] for path in paths]
+        return sum(int(line) for line in last if line.isdigit())
+
     try:
-        yield readers.rows
+        for share, path in enumerate(paths):
+            command = [sys.executable, "-m", "portalmq.broker.bench.spark_live", str(where), str(share)]
+            with path.open("wb") as output:
+                processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output))
+            system.pin(processes[-1].pid, cores)
+        yield rows
         for process in processes:
             if process.poll() is not None:
                 raise SystemExit(f"a reader ended with {process.returncode}")
