@@ -43,7 +43,7 @@ class PortalMQ(DataSource):
 
         reading = options.batch_options(self.options)
         if reading.table != "messages":
-            reader: DataSourceReader = _table(reading).Reader(reading, schema)
+            reader: DataSourceReader = _table(reading).READER(reading, schema)
             return reader
         return (FilteringReader if reading.pushes_down else MessagesReader)(reading, MESSAGES_TABLE.columns_of(schema))
 
@@ -68,7 +68,7 @@ def _table(reading: ReadOptions) -> Any:
     """Return the module of a table other than `messages`, by the option `table`. It has
 
     TABLE    its columns, a columns.Table
-    Reader   its reader, a tables.table.TableReader
+    READER   its reader, a tables.table.TableReader
     """
     import importlib
 

@@ -56,7 +56,7 @@ TABLE = Table(
 _COUNTED = frozenset({"bytes", "keyed", "sizes"})
 
 
-class Reader(TableReader):
+class BatchesReader(TableReader):
     table = TABLE
 
     def partitions(self) -> Sequence[InputPartition]:
@@ -72,6 +72,9 @@ class Reader(TableReader):
 
     def _batches(self, chunk: Piece) -> list[pa.RecordBatch]:
         return chunk.read(lambda path, low, high: _Chunk(path, chunk, self.columns).rows(low, high))
+
+
+READER = BatchesReader
 
 
 class _Chunk:

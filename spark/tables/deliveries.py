@@ -75,7 +75,7 @@ class DeliveriesTask(Task):
         self.streams = streams
 
 
-class Reader(TableReader):
+class DeliveriesReader(TableReader):
     table = TABLE
 
     def partitions(self) -> Sequence[InputPartition]:
@@ -118,6 +118,9 @@ class Reader(TableReader):
                 kept = []
         if kept:
             yield _batch(kept, self.columns, schema)
+
+
+READER = DeliveriesReader
 
 
 class _Record(NamedTuple):

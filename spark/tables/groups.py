@@ -66,7 +66,7 @@ class GroupsTask(InputPartition):
         self.logs = tuple(logs)
 
 
-class Reader(TableReader):
+class GroupsReader(TableReader):
     table = TABLE
 
     def partitions(self) -> Sequence[InputPartition]:
@@ -83,6 +83,9 @@ class Reader(TableReader):
             rows = [position.row() for position in _positions(log, pieces, directories)]
             if rows:
                 yield pa.RecordBatch.from_pylist([{name: row[name] for name in self.columns} for row in rows], schema)
+
+
+READER = GroupsReader
 
 
 class _Span(NamedTuple):

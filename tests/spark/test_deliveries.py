@@ -35,7 +35,7 @@ def rows(table: str, *paths: Path, columns: tuple[str, ...] | None = None, **mor
     """Return the table's rows as its reader gives them to Spark."""
     module: Any = TABLES[table]
     reading = options.batch_options({"path": ",".join(map(str, paths)), "table": table, **more})
-    reader = module.Reader(reading, module.TABLE.schema_of(columns))
+    reader = module.READER(reading, module.TABLE.schema_of(columns))
     return [row for task in reader.partitions() for batch in reader.read(task) for row in batch.to_pylist()]
 
 
@@ -126,7 +126,7 @@ def test_a_locked_file_is_waited_for_and_not_called_damaged(
         data.put("t", *numbered(10))
         ack(data, receive(data))
     (path,) = data.directory("t").glob("[0-9]*.sqlite")
-    reader: Any = TABLES[table].Reader(
+    reader: Any = TABLES[table].READER(
         options.batch_options({"path": str(tmp_path / "data"), "table": table}), TABLES[table].TABLE.schema_of(None)
     )
     tasks = reader.partitions()
@@ -394,7 +394,7 @@ def test_a_machine_that_does_not_see_the_directory_has_no_empty_table(tmp_path: 
         data.put("t", b"a", b"b")
         ack(data, receive(data))
     module: Any = TABLES[table]
-    reader = module.Reader(options.batch_options({"path": str(home), "table": table}), module.TABLE.schema_of(None))
+    reader = module.READER(options.batch_options({"path": str(home), "table": table}), module.TABLE.schema_of(None))
     tasks = reader.partitions()
     home.rename(tmp_path / "elsewhere")
     with pytest.raises(NothingThere, match=rf"{home} is not there on this machine .*option bootstrap"):
@@ -412,7 +412,7 @@ def test_tables_are_read_whole_and_from_files_only(story: Path) -> None:
     ):
         reading = options.batch_options({"table": "batches", **given})
         with pytest.raises(BadOption, match=match):
-            batches.Reader(reading, batches.TABLE.schema_of(None)).partitions()
+            batches.READER(reading, batches.TABLE.schema_of(None)).partitions()
 
 
 def test_a_table_names_its_columns() -> None:
