@@ -30,41 +30,17 @@ def commit_receipts(
 ) -> wire.Committed:
     """Ack messages of one partition and publish `outputs`. Raises StaleReceipt if one of them was acked or leased to
     another consumer, and the error by which a broker refuses an output; then nothing was done."""
-    topic, partition = partition_of(messages)
+    place = partition_of(messages)
     receipts = [message.receipt for message in messages if message.receipt is not None]
     if len(receipts) < len(messages):
         raise ValueError("a message without a receipt was browsed, not received: it has no lease to commit")
-    return _commit(transport, group, (topic, partition), wire.PackCommit(publish=packed(outputs), ack=receipts))
+    return send_commit(transport, group, place, wire.PackCommit(publish=packed(outputs), ack=receipts))
 
 
-def commit_offset(
-    transport: Transport,
-    group: str,
-    messages: Sequence[Message],
-    outputs: Iterable[Output],
-    *,
-    member_id: str,
-    generation: int,
-    committed: int,
-) -> wire.Committed:
-    """Commit a stream member's offset after these messages of one partition and publish `outputs`. `committed` is the
-    group's committed offset as the member knows it. Raises IllegalGeneration if another member has the partition,
-    OffsetMoved if another offset is committed; then nothing was done."""
-    topic, partition = partition_of(messages)
-    place = wire.InputOffset(topic, partition, max(message.offset for message in messages) + 1, committed)
-    commit = wire.PackCommit(publish=packed(outputs), member_id=member_id, generation=generation, offsets=[place])
-    return _commit(transport, group, (topic, partition), commit)
-
-
-def _commit(transport: Transport, group: str, place: tuple[str, int], commit: wire.PackCommit) -> wire.Committed:
-    request = Request(
-        "POST",
-        wire.group_path(group, "commit"),
-        msgspec.msgpack.encode(commit),
-        _HEADERS,
-        repeatable=True,
-        leader_of=place,
-    )
+def send_commit(transport: Transport, group: str, place: tuple[str, int], commit: wire.PackCommit) -> wire.Committed:
+    """Send a commit to the leader of its partition, repeatedly if need be."""
+    path, body = wire.group_path(group, "commit"), msgspec.msgpack.encode(commit)
+    request = Request("POST", path, body, _HEADERS, repeatable=True, leader_of=place)
     return decode_answer(transport.call(request), wire.Committed)
 
 

@@ -129,7 +129,9 @@ class Leases:
         """Mark the messages in hand as done: the next flush acks them. Raises LeaseLost for lost leases; the other
         messages are acked all the same."""
         if self._handed and self._clock() >= self._handed_until:
-            self._renew_expired(self._in_hand())
+            with self._lock:
+                in_hand = [receipt for receipt in self._handed if receipt not in self._extended]
+            self._renew_expired(in_hand)
         with self._lock:
             if self._failure is not None:
                 failure, self._failure = self._failure, None
@@ -147,14 +149,11 @@ class Leases:
             if self._extended or self._lost:
                 self._extended, self._lost = set(), set()
         if lost:
-            raise self._lease_lost(len(lost))
-
-    def _lease_lost(self, count: int) -> LeaseLost:
-        return LeaseLost(
-            f"{count} messages were handled for longer than their lease of {self._visibility_s:g} s, and others have or"
-            " had them: raise visibility_timeout_s or max_handling_s, or fetch fewer at once",
-            messages=count,
-        )
+            raise LeaseLost(
+                f"{len(lost)} messages were handled for longer than their lease of {self._visibility_s:g} s, and others"
+                " have or had them: raise visibility_timeout_s or max_handling_s, or fetch fewer at once",
+                messages=len(lost),
+            )
 
     def _renew_expired(self, receipts: list[str]) -> None:
         """Extend leases that have expired by this clock, where no other consumer has the messages."""
@@ -165,10 +164,6 @@ class Leases:
             self._mark_lost(_stale_among(error, receipts))
         except PortalMQError as error:
             _log.debug("%d leases could not be checked: %s", len(receipts), error)
-
-    def _in_hand(self) -> list[str]:
-        with self._lock:
-            return [receipt for receipt in self._handed if receipt not in self._extended]
 
     def _mark_lost(self, receipts: Collection[str]) -> None:
         """Mark these leases as lost to other consumers, unless the group has no leases."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from portalmq import stream_wire as contract
 from portalmq import wire
-from portalmq.consumers.commit import Output, commit_offset, partition_of
+from portalmq.consumers.commit import Output, packed, partition_of, send_commit
 from portalmq.errors import IllegalGeneration, OffsetMoved, OffsetOutOfRange, PortalMQError, Unavailable
 from portalmq.message import Message
 from portalmq.streams.fetch_buffer import FetchBuffer, PartitionBuffer, TopicPartition
@@ -87,29 +87,29 @@ class OffsetCommitter:
                 buffer.committed = max(buffer.committed, done)
 
     def commit_with(self, messages: Sequence[Message], outputs: Iterable[Output]) -> wire.Committed:
-        """Commit and publish, both or neither. After an error the partition is read again from the committed offset:
-        asking for more must not commit input without outputs. After an unknown outcome that offset may be outdated: the
-        next commit names it, and is refused with the right one."""
-        place = partition_of(messages)
+        """Commit the offset after these messages of one partition and publish `outputs`, both or neither. Raises
+        IllegalGeneration if another member has the partition, OffsetMoved if another offset is committed.
+
+        After an error the partition is read again from the committed offset: asking for more must not commit input
+        without outputs. After an unknown outcome that offset may be outdated: the next commit names it, and is refused
+        with the right one."""
+        place, end = partition_of(messages), max(message.offset for message in messages) + 1
         with self._commit_lock:
             try:
                 generation, committed = self._check_owned(place, messages)
-                answer = commit_offset(
-                    self._transport,
-                    self._group,
-                    messages,
-                    outputs,
+                commit = wire.PackCommit(
+                    publish=packed(outputs),
                     member_id=self._member_id,
                     generation=generation,
-                    committed=committed,
+                    offsets=[wire.InputOffset(*place, end, committed)],
                 )
+                answer = send_commit(self._transport, self._group, place, commit)
             except BaseException as error:
                 self._read_from_committed(place, error)
                 raise
             with self._buffers.lock:
                 buffer = self._buffers.by_partition.get(place)
                 if buffer is not None:
-                    end = max(message.offset for message in messages) + 1
                     buffer.committed = max(buffer.committed, end)
                     buffer.done = max(buffer.done, end)
         return answer

@@ -19,7 +19,7 @@ from portalmq import (
     Unavailable,
     wire,
 )
-from portalmq.consumers.commit import commit_offset, packed
+from portalmq.consumers.commit import packed
 from portalmq.consumers.subscription import Subscription
 from portalmq.stream_wire import AssignedPartition
 from portalmq.streams.member import StreamMember
@@ -244,9 +244,11 @@ def test_a_stream_member_commits_the_offset_after_its_last_message() -> None:
     with ScriptedBroker() as broker:
         broker.script("POST", COMMIT, [answer])
         transport = Transport(broker.url)
-        outputs = [{"topic": "out", "value": b"A"}]
-        shown = {"member_id": "m", "generation": 3, "committed": 2}
-        done = commit_offset(transport, "g", [message(7), message(4)], outputs, **shown)
+        member = StreamMember(transport, transport, SUBSCRIPTION)
+        member._commits.generation = 3
+        member.buffers.add([AssignedPartition("t", 0, 2, 3)])
+        member.buffers.by_partition["t", 0].handed = 10
+        done = member.commit_with([message(7), message(4)], [{"topic": "out", "value": b"A"}])
         assert done.id == "0-9"
         (call,) = broker.calls_of("POST", COMMIT)
         sent = msgspec.msgpack.decode(call.body, type=wire.PackCommit)
