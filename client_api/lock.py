@@ -21,7 +21,6 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable
-from types import TracebackType
 
 from portalmq import wire
 from portalmq.errors import Fenced, LockHeld, LockNotFound, PortalMQError
@@ -234,9 +233,7 @@ class Lock:
     def __enter__(self) -> int:
         return self.acquire(self._acquire_timeout_s)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, fault: BaseException | None, traceback: object) -> None:
         """Release. Raises Fenced if the lock was lost, unless the body raised an error itself."""
         if self._acquisition is None or self._acquisition.stopped:
             return  # the body released it

@@ -74,11 +74,8 @@ def _packed(output: Output, index: int) -> wire.PackOutput:
         output.get("value", b""),
         output.get("key"),
         output.get("headers"),
-        None,
-        None,
-        None,
-        output.get("priority", 0),
-        output.get("content_type"),
+        priority=output.get("priority", 0),
+        content_type=output.get("content_type"),
     )
     fields = {name: getattr(message, name) for name in ("key", "headers", "content_type", "priority")}
     fields |= {name: output[name] for name in (*_OPTIONS, "key_base64") if output.get(name) is not None}

@@ -26,11 +26,11 @@ def pack(
     value: Any,
     key: str | bytes | None,
     headers: Mapping[str, str] | None,
-    delay_s: float | None,
-    deliver_at: datetime | float | None,
-    ttl_s: float | None,
-    priority: int,
-    content_type: str | None,
+    delay_s: float | None = None,
+    deliver_at: datetime | float | None = None,
+    ttl_s: float | None = None,
+    priority: int = 0,
+    content_type: str | None = None,
 ) -> tuple[wire.PackMessage, int]:
     """Return the message in its wire form, and its size. Raises TypeError for a value that is not bytes, text or JSON,
     and for a key or header that is not text; ValueError for invalid times and priorities."""

@@ -20,7 +20,8 @@ from portalmq.transport.transport import Transport
 
 
 class OffsetCommitter:
-    """Thread-safe; `buffers.lock` also guards `generation`. `on_refused` is called when a leader refuses a commit: then
+    """Thread-safe; `buffers.lock` also guards `generation`, in which the member reads and commits: -1 while it is not
+    in the group. `on_refused` is called when a leader refuses a commit: then
     the member has to ask the coordinator at once."""
 
     def __init__(

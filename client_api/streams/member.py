@@ -96,11 +96,6 @@ class StreamMember:
         """Never join: every read raises this error."""
         self._failure = IllegalGeneration(why)
 
-    @property
-    def generation(self) -> int:
-        """The generation in which this member reads and commits; -1 while it is not in the group."""
-        return self._commits.generation
-
     # --- handing out (the user's thread) -----------------------------------------------------------------------------
 
     def next_message(self, timeout_s: float | None, consumer: Any) -> Message | None:

@@ -68,7 +68,7 @@ class Reader:
             for message in self.consumer:
                 with member.buffers.lock:
                     feed = member.buffers.by_partition.get((message.topic, message.partition))
-                    generation, since = member.generation, feed.since if feed else -1
+                    generation, since = member._commits.generation, feed.since if feed else -1
                 self.sights.append(
                     Sight(time.monotonic(), message.partition, message.text, member.member_id, generation, since)
                 )
