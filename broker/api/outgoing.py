@@ -42,6 +42,9 @@ def json_message(stored: StoredMessage | LeasedMessage) -> wire.JsonMessageOut:
         deliver_at_ms=record.deliver_at_ms,
         expires_at_ms=record.expires_at_ms,
         priority=record.priority,
+        receipt=stored.receipt,
+        delivery_count=stored.delivery_count,
+        lease_expires_at_ms=stored.lease_expires_at_ms,
     )
     if record.key is not None:
         try:
@@ -49,14 +52,6 @@ def json_message(stored: StoredMessage | LeasedMessage) -> wire.JsonMessageOut:
         except UnicodeDecodeError:
             message.key_base64 = base64.b64encode(record.key).decode("ascii")
     _show_value(message, record)
-    return message
-
-
-def json_delivered(delivered: LeasedMessage) -> wire.JsonMessageOut:
-    message = json_message(delivered)
-    message.receipt = delivered.receipt
-    message.delivery_count = delivered.delivery_count
-    message.lease_expires_at_ms = delivered.lease_expires_at_ms
     return message
 
 
@@ -96,56 +91,34 @@ def _has_large_number(value: bytes) -> bool:
     return False
 
 
-def pack_page_messages(messages: Iterable[StoredMessage]) -> list[wire.PackMessageOut]:
-    out = []
-    for stored in messages:
-        record = stored.record
-        out.append(
-            wire.PackMessageOut(
-                stored.partition,
-                stored.offset,
-                record.value,
-                stored.timestamp_ms,
-                record.key,
-                record.content_type,
-                record.headers,
-                record.deliver_at_ms,
-                record.expires_at_ms,
-                record.priority,
-                stored.topic,
-            )
-        )
-    return out
-
-
-def pack_delivered(messages: Iterable[LeasedMessage]) -> list[wire.PackMessageOut]:
+def packed_messages(messages: Iterable[StoredMessage | LeasedMessage]) -> list[wire.PackMessageOut]:
     shown = wire.PackMessageOut
     return [
         shown(
-            delivered.partition,
-            delivered.offset,
+            stored.partition,
+            stored.offset,
             record.value,
-            delivered.timestamp_ms,
+            stored.timestamp_ms,
             record.key,
             record.content_type,
             record.headers,
             record.deliver_at_ms,
             record.expires_at_ms,
             record.priority,
-            delivered.topic,
-            delivered.receipt,
-            delivered.delivery_count,
-            delivered.lease_expires_at_ms,
+            stored.topic,
+            stored.receipt,
+            stored.delivery_count,
+            stored.lease_expires_at_ms,
         )
-        for delivered in messages
-        for record in (delivered.record,)
+        for stored in messages
+        for record in (stored.record,)
     ]
 
 
 def encode_received(messages: Iterable[LeasedMessage], stale_receipts: list[str], *, packed: bool) -> bytes:
     if packed:
-        return _pack.encode(wire.PackReceived(pack_delivered(messages), stale_receipts))
-    shown = [json_delivered(delivered) for delivered in in_turns(messages, MESSAGES_A_TURN)]
+        return _pack.encode(wire.PackReceived(packed_messages(messages), stale_receipts))
+    shown = [json_message(delivered) for delivered in in_turns(messages, MESSAGES_A_TURN)]
     answer: dict[str, object] = {"messages": shown}
     if stale_receipts:
         answer["stale_receipts"] = stale_receipts
@@ -153,14 +126,11 @@ def encode_received(messages: Iterable[LeasedMessage], stale_receipts: list[str]
 
 
 def encode_page(page: StoredPage, *, packed: bool) -> bytes:
+    offsets = (page.next_offset, page.log_start_offset, page.high_watermark)
     if packed:
-        return _pack.encode(
-            wire.PackBrowsePage(
-                pack_page_messages(page.messages), page.next_offset, page.log_start_offset, page.high_watermark
-            )
-        )
+        return _pack.encode(wire.PackBrowsePage(packed_messages(page.messages), *offsets))
     shown = [json_message(stored) for stored in in_turns(page.messages, MESSAGES_A_TURN)]
-    return _json.encode(wire.BrowsePage(shown, page.next_offset, page.log_start_offset, page.high_watermark)) + b"\n"
+    return _json.encode(wire.BrowsePage(shown, *offsets)) + b"\n"
 
 
 def json_line(stored: StoredMessage) -> bytes:

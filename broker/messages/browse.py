@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from operator import itemgetter
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import msgspec
 from gevent.event import Event
@@ -32,6 +32,10 @@ class StoredMessage(msgspec.Struct, gc=False, frozen=True):
     offset: int
     timestamp_ms: int
     record: Record
+    # Encoders show it as a LeasedMessage without a lease.
+    receipt: ClassVar[None] = None
+    delivery_count: ClassVar[None] = None
+    lease_expires_at_ms: ClassVar[None] = None
 
 
 class StoredPage(NamedTuple):
