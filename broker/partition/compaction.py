@@ -259,4 +259,5 @@ def _tombstones_before_ms(files: Log, kept_ms: int) -> int:
     seen = files.newest_control(BatchKind.COMPACT, files.offset_for_time(files.last_timestamp_ms - kept_ms + 1))
     if seen is None:
         return at_least
-    return max(at_least, files.time_before(max(_decode(seen.body).upto, files.log_start_offset)))
+    upto = max(_decode(seen.body).upto, files.log_start_offset)
+    return max(at_least, files.replica_start(upto).timestamp_before_ms)

@@ -240,7 +240,7 @@ class FollowerReplication:
 def _truncated(files: Log, state_file: StateFile, to_offset: int, high_watermark: int) -> Recovered:
     """Truncate the log at `to_offset` and fold the rest, on a native thread. A batch that contains `to_offset` goes as
     a whole: if the leader had any of it, it would have all."""
-    border = files.batch_boundary_at(to_offset)
+    border = files.replica_start(to_offset).offset
     if border < high_watermark <= to_offset:
         raise ValueError(f"the batch at offset {border} cannot be committed up to {high_watermark} alone")
     to_offset = border

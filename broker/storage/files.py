@@ -11,6 +11,9 @@ from pathlib import Path
 
 from portalmq.system import sync
 
+# What SQLite may have put beside a file.
+BESIDE = ("-wal", "-shm", "-journal")
+
 _drafts = count()
 
 
@@ -51,6 +54,12 @@ def make_directory(path: Path) -> None:
     for directory in reversed(missing):
         directory.mkdir(mode=0o750, exist_ok=True)
         sync_directory(directory.parent)
+
+
+def unlink_database(path: Path) -> None:
+    """Remove an SQLite file, then the files beside it."""
+    for suffix in ("", *BESIDE):
+        Path(f"{path}{suffix}").unlink(missing_ok=True)
 
 
 def sha256_of(path: Path) -> str:

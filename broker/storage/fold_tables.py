@@ -18,6 +18,27 @@ from portalmq.broker.core.fold import HELD_MS, DeadFold, GroupFold, PartitionFol
 
 _NOW_MS = "CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)"
 
+# The tables that hold lists: their columns after the owner and the position. The owner is a group's name, or "" for the
+# partition.
+_LISTS = {
+    "cursors": ("lane INTEGER", "due_ms INTEGER", "offset INTEGER"),
+    "ahead": ("lane INTEGER", "due_ms INTEGER", "offset INTEGER"),
+    "dead_ranges": ("start_offset INTEGER", "end_offset INTEGER", "deliveries INTEGER", "dead_at_ms INTEGER")
+    + ("reason TEXT", "lane INTEGER", "earlier INTEGER"),
+    "commits": ("commit_id BLOB", "record_offset INTEGER"),
+    "stream_commits": ("commit_id BLOB", "record_offset INTEGER"),
+    "outbox": ("record_offset INTEGER", "group_name TEXT"),
+    "cancelled": ("start_offset INTEGER", "end_offset INTEGER"),
+}
+_OWNER = dict.fromkeys(_LISTS, "group_name") | {"outbox": "scope", "cancelled": "scope"}
+
+
+def _list_table(table: str) -> str:
+    columns = (f"{_OWNER[table]} TEXT", "position INTEGER", *_LISTS[table])
+    lines = [*(f"{column} NOT NULL" for column in columns), f"PRIMARY KEY ({_OWNER[table]}, position)"]
+    return f"CREATE TABLE {table} (\n    " + ",\n    ".join(lines) + "\n) WITHOUT ROWID;\n"
+
+
 STATE_DDL = f"""
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 
@@ -44,15 +65,6 @@ CREATE TABLE groups (
     last_active_ms       INTEGER NOT NULL
 ) WITHOUT ROWID;
 
-CREATE TABLE cursors (
-    group_name TEXT NOT NULL,
-    position   INTEGER NOT NULL,
-    lane       INTEGER NOT NULL,
-    due_ms     INTEGER NOT NULL,
-    offset     INTEGER NOT NULL,
-    PRIMARY KEY (group_name, position)
-) WITHOUT ROWID;
-
 CREATE TABLE spans (
     group_name      TEXT NOT NULL,
     start_offset    INTEGER NOT NULL,
@@ -67,28 +79,6 @@ CREATE TABLE spans (
     holder          TEXT NOT NULL,
     leader_epoch    INTEGER NOT NULL,
     PRIMARY KEY (group_name, start_offset)
-) WITHOUT ROWID;
-
-CREATE TABLE ahead (
-    group_name TEXT NOT NULL,
-    position   INTEGER NOT NULL,
-    lane       INTEGER NOT NULL,
-    due_ms     INTEGER NOT NULL,
-    offset     INTEGER NOT NULL,
-    PRIMARY KEY (group_name, position)
-) WITHOUT ROWID;
-
-CREATE TABLE dead_ranges (
-    group_name   TEXT NOT NULL,
-    position     INTEGER NOT NULL,
-    start_offset INTEGER NOT NULL,
-    end_offset   INTEGER NOT NULL,
-    deliveries   INTEGER NOT NULL,
-    dead_at_ms   INTEGER NOT NULL,
-    reason       TEXT NOT NULL,
-    lane         INTEGER NOT NULL,
-    earlier      INTEGER NOT NULL,
-    PRIMARY KEY (group_name, position)
 ) WITHOUT ROWID;
 
 CREATE TABLE attempts (
@@ -110,14 +100,6 @@ CREATE TABLE attempt_ranges (
     PRIMARY KEY (group_name, attempt_id, position)
 ) WITHOUT ROWID;
 
-CREATE TABLE commits (
-    group_name    TEXT NOT NULL,
-    position      INTEGER NOT NULL,
-    commit_id     BLOB NOT NULL,
-    record_offset INTEGER NOT NULL,
-    PRIMARY KEY (group_name, position)
-) WITHOUT ROWID;
-
 CREATE TABLE stream_offsets (
     group_name                TEXT PRIMARY KEY,
     position                  INTEGER NOT NULL,
@@ -128,30 +110,7 @@ CREATE TABLE stream_offsets (
     last_active_ms            INTEGER NOT NULL
 ) WITHOUT ROWID;
 
-CREATE TABLE stream_commits (
-    group_name    TEXT NOT NULL,
-    position      INTEGER NOT NULL,
-    commit_id     BLOB NOT NULL,
-    record_offset INTEGER NOT NULL,
-    PRIMARY KEY (group_name, position)
-) WITHOUT ROWID;
-
-CREATE TABLE outbox (
-    scope         TEXT NOT NULL,
-    position      INTEGER NOT NULL,
-    record_offset INTEGER NOT NULL,
-    group_name    TEXT NOT NULL,
-    PRIMARY KEY (scope, position)
-) WITHOUT ROWID;
-
-CREATE TABLE cancelled (
-    scope        TEXT NOT NULL,
-    position     INTEGER NOT NULL,
-    start_offset INTEGER NOT NULL,
-    end_offset   INTEGER NOT NULL,
-    PRIMARY KEY (scope, position)
-) WITHOUT ROWID;
-
+{"".join(map(_list_table, _LISTS))}
 CREATE VIEW ready AS
 SELECT group_name, start_offset, end_offset, deliveries FROM spans WHERE available_at_ms <= {_NOW_MS}
 UNION ALL
@@ -191,17 +150,6 @@ JOIN meta AS h ON h.key = 'high_watermark'
 JOIN meta AS m ON m.key = 'high_watermark_messages_before';
 """
 
-# Columns of the tables with rows (owner, position, ...). The owner is a group's name, or "" for the partition.
-_LISTS = {
-    "cursors": "lane, due_ms, offset",
-    "ahead": "lane, due_ms, offset",
-    "dead_ranges": "start_offset, end_offset, deliveries, dead_at_ms, reason, lane, earlier",
-    "commits": "commit_id, record_offset",
-    "stream_commits": "commit_id, record_offset",
-    "outbox": "record_offset, group_name",
-    "cancelled": "start_offset, end_offset",
-}
-_OWNER = dict.fromkeys(_LISTS, "group_name") | {"outbox": "scope", "cancelled": "scope"}
 _LISTS_OF_A_GROUP = ("cursors", "ahead", "dead_ranges", "commits")
 _TABLES_OF_A_GROUP = ("groups", "spans", "attempts", "attempt_ranges")
 
@@ -315,10 +263,8 @@ class FoldTables:
         if len(saved) > dropped + kept:
             connection.execute(f"{where} >= ?", (owner, first + kept))
         if len(rows) > kept:
-            columns = _LISTS[table]
             connection.executemany(
-                f"INSERT INTO {table} ({_OWNER[table]}, position, {columns})"
-                f" VALUES (?, ?{', ?' * (columns.count(',') + 1)})",
+                f"INSERT INTO {table} VALUES (?, ?{', ?' * len(_LISTS[table])})",
                 ((owner, first + at, *_values(rows[at])) for at in range(kept, len(rows))),
             )
         if rows:
@@ -396,16 +342,15 @@ def read_fold(connection: apsw.Connection, meta: dict[str, Any]) -> PartitionFol
         producers=_read_producers(connection),
         groups=_read_groups(connection),
         streams=_read_streams(connection),
-        outbox=[(offset, group) for _, offset, group in _rows(connection, "outbox")],
-        cancelled=[(start, end) for _, start, end in _rows(connection, "cancelled")],
+        outbox=[(offset, group) for _, _, offset, group in _rows(connection, "outbox")],
+        cancelled=[(start, end) for _, _, start, end in _rows(connection, "cancelled")],
         compacted=meta["compacted"],
     )
 
 
 def _rows(connection: apsw.Connection, table: str) -> Iterable[tuple[Any, ...]]:
-    """Return the rows (owner, columns ...) of one of the list tables, in order."""
-    owner = _OWNER[table]
-    return connection.execute(f"SELECT {owner}, {_LISTS[table]} FROM {table} ORDER BY {owner}, position")
+    """Return the rows (owner, position, columns ...) of one of the list tables, in order."""
+    return connection.execute(f"SELECT * FROM {table} ORDER BY {_OWNER[table]}, position")
 
 
 def _read_producers(connection: apsw.Connection) -> list[ProducerFold]:
@@ -445,13 +390,13 @@ def _read_groups(connection: apsw.Connection) -> list[GroupFold]:
         groups[name].attempts[attempt][1].append((start, end))
         if lease is not None:
             groups[name].attempt_leases[attempt][1].append(lease)
-    for name, lane, due_ms, offset in _rows(connection, "cursors"):
+    for name, _, lane, due_ms, offset in _rows(connection, "cursors"):
         groups[name].cursors.append((lane, due_ms, offset))
-    for name, lane, due_ms, offset in _rows(connection, "ahead"):
+    for name, _, lane, due_ms, offset in _rows(connection, "ahead"):
         groups[name].ahead.append((lane, due_ms, offset))
-    for name, *row in _rows(connection, "dead_ranges"):
+    for name, _, *row in _rows(connection, "dead_ranges"):
         groups[name].dead.append(DeadFold(*row))
-    for name, commit_id, record in _rows(connection, "commits"):
+    for name, _, commit_id, record in _rows(connection, "commits"):
         groups[name].commits.append((commit_id, record))
     return list(groups.values())
 
@@ -464,6 +409,6 @@ def _read_streams(connection: apsw.Connection) -> list[StreamFold]:
             " ORDER BY position"
         )
     }
-    for name, commit_id, record in _rows(connection, "stream_commits"):
+    for name, _, commit_id, record in _rows(connection, "stream_commits"):
         streams[name].commits.append((commit_id, record))
     return list(streams.values())

@@ -185,10 +185,10 @@ class Log(ReadableLog):
         fresh = Segment.create(
             self.directory,
             self.identity,
-            base_offset=active.end_offset,
-            messages_before=active.messages_end,
-            timestamp_before_ms=active.last_timestamp_ms,
-            log_start_offset=self._log_start_offset,
+            active.end_offset,
+            active.messages_end,
+            active.last_timestamp_ms,
+            self._log_start_offset,
         )
         self._segments = (*self._segments, fresh)
 
@@ -253,21 +253,20 @@ class Log(ReadableLog):
     def reset(self, base_offset: int, messages_before: int, timestamp_before_ms: int) -> None:
         """Remove everything, durably. The log is empty then and begins at `base_offset`, below which the partition has
         had `messages_before` messages, the last batch of them at `timestamp_before_ms`."""
+        begin = (self.directory, self.identity, base_offset, messages_before, timestamp_before_ms)
         with self._sealing, self._change(in_steps=True):
             later = [segment for segment in self._segments if segment.base_offset >= base_offset]
             earlier = self._segments[: len(self._segments) - len(later)]
             self._manifest.remove(segment.base_offset for segment in (*earlier[-1:], *later))
             self._remove_last(len(later) if earlier else len(later) - 1)
-            fresh = None
-            if earlier:
-                fresh = self._empty_segment(base_offset, messages_before, timestamp_before_ms)
+            fresh = Segment.create(*begin) if earlier else None
             with self._reading:
                 for segment in self._segments:
                     self._close_reader(segment)
                 if fresh is None:  # it is the only one, and may have the same name
                     later[0].remove()
                     sync_directory(self.directory)
-                    fresh = self._empty_segment(base_offset, messages_before, timestamp_before_ms)
+                    fresh = Segment.create(*begin)
                 self._segments = (fresh,)
                 self._log_start_offset = base_offset
                 self._tail = self._tail_of_active()
@@ -275,17 +274,6 @@ class Log(ReadableLog):
                 segment.remove()
             sync_directory(self.directory)
             self._manifest.remove([entry.base_offset for entry in self._manifest.entries])
-
-    def _empty_segment(self, base_offset: int, messages_before: int, timestamp_before_ms: int) -> Segment:
-        """Create an empty segment that the log begins with."""
-        return Segment.create(
-            self.directory,
-            self.identity,
-            base_offset=base_offset,
-            messages_before=messages_before,
-            timestamp_before_ms=timestamp_before_ms,
-            log_start_offset=base_offset,
-        )
 
     def _remove_last(self, count: int) -> None:
         """Remove that many segments, the newest first: the rest is a valid log at every moment, and reads continue."""

@@ -242,22 +242,12 @@ class ReadableLog(ABC):
                         break
         return runs
 
-    def replica_start(self) -> ReplicaStart:
-        """Return the start of the batch that holds the log start: a batch is copied as a whole."""
+    def replica_start(self, offset: int | None = None) -> ReplicaStart:
+        """Return the start of the batch that holds `offset` (the log start, if None): a batch is copied as a whole. It
+        is at `offset` if no batch holds that."""
         with self._read():
-            offset = self._log_start_offset
-            segment = self._segments[self._position(offset)]
-            return ReplicaStart(*self._used(segment).batch_start(offset))
-
-    def batch_boundary_at(self, offset: int) -> int:
-        """Return the base offset of the batch that holds `offset`; `offset` itself if none does."""
-        with self._read():
-            return self._used(self._segments[self._position(offset)]).batch_start(offset)[0]
-
-    def time_before(self, offset: int) -> int:
-        """Return the time of the last batch before the one at `offset`."""
-        with self._read():
-            return self._used(self._segments[self._position(offset)]).batch_start(offset)[2]
+            offset = self._log_start_offset if offset is None else offset
+            return ReplicaStart(*self._used(self._segments[self._position(offset)]).batch_start(offset))
 
     def messages_before(self, offset: int) -> int:
         """Return how many messages this partition holds, or held, below `offset` (any offset), without those that

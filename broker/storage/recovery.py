@@ -44,11 +44,7 @@ def open_segments(directory: Path, identity: LogIdentity, manifest: Manifest) ->
     if not names:
         if sealed:
             raise CorruptFile(f"{directory} has a manifest and no segment: its files were removed; put them back")
-        return [
-            Segment.create(
-                directory, identity, base_offset=0, messages_before=0, timestamp_before_ms=0, log_start_offset=0
-            )
-        ]
+        return [Segment.create(directory, identity, 0, 0, 0)]
     last_base_offset = int(names[-1][:20])
     if sealed and sealed[-1].base_offset >= last_base_offset:  # the active segment is never sealed
         raise CorruptFile(

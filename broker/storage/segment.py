@@ -18,7 +18,7 @@ import apsw
 
 from portalmq.broker.storage.batch import Batch, BatchKind, Record
 from portalmq.broker.storage.errors import StorageFault, WrongLog, opening_errors
-from portalmq.broker.storage.files import open_directory
+from portalmq.broker.storage.files import open_directory, unlink_database
 from portalmq.broker.storage.holes import HOLES_DDL, insert_holes, removed_in
 from portalmq.broker.storage.lane_indexes import LANES_DDL, lanes_of
 from portalmq.broker.storage.rows import ContentTypes, insert_batches, insert_messages, preset_content_types
@@ -32,8 +32,6 @@ CREATING = ".creating"
 # A segment's replacement, and the keys that decide its content: see compaction.py.
 COMPACTING = ".compacting"
 KEYS_NAME = "keys.compacting"
-# A segment's file, and files that SQLite may have put beside it.
-SUFFIXES = ("", "-wal", "-shm", "-journal")
 
 CACHE_KIB = 4_096
 
@@ -43,15 +41,10 @@ def _remove_again(creating: Path, path: Path, folder: int) -> None:
     not open again: so a failure is a fault."""
     try:
         creating.unlink(missing_ok=True)
-        for suffix in SUFFIXES:
-            Path(f"{path}{suffix}").unlink(missing_ok=True)
+        unlink_database(path)
         sync(folder)
     except OSError as error:
         raise StorageFault(f"{path} cannot be removed again: {error}") from error
-
-
-def segment_path(directory: Path, base_offset: int) -> Path:
-    return directory / f"{base_offset:020d}.sqlite"
 
 
 class Segment(ReadableSegment):
@@ -85,21 +78,21 @@ class Segment(ReadableSegment):
         cls,
         directory: Path,
         identity: LogIdentity,
-        *,
         base_offset: int,
         messages_before: int,
         timestamp_before_ms: int,
-        log_start_offset: int,
+        log_start_offset: int | None = None,
     ) -> Segment:
-        """Create an empty segment, durable under its name on return. On an error there is none, unless the disk
-        fails or the process ends before it is removed again: the next open finds an empty segment then."""
+        """Create an empty segment, durable under its name on return. The log begins with it if `log_start_offset` is
+        None. On an error there is none, unless the disk fails or the process ends before it is removed again: the next
+        open finds an empty segment then."""
         meta = {
             **identity.as_meta(),
             "schema_version": SCHEMA_VERSION,
             "base_offset": base_offset,
             "messages_before": messages_before,
             "timestamp_before_ms": timestamp_before_ms,
-            "log_start_offset": log_start_offset,
+            "log_start_offset": base_offset if log_start_offset is None else log_start_offset,
         }
         with contextlib.closing(apsw.Connection(":memory:")) as draft:
             draft.execute(f"PRAGMA page_size = {PAGE_BYTES}")
@@ -109,7 +102,7 @@ class Segment(ReadableSegment):
             preset_content_types(draft)
             draft.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
             image = draft.serialize("main")
-        path = segment_path(directory, base_offset)
+        path = directory / f"{base_offset:020d}.sqlite"
         creating = path.with_name(path.name + CREATING)
         with open_directory(directory) as folder:  # first: undoing the rest needs no other descriptor
             try:
@@ -207,7 +200,11 @@ class Segment(ReadableSegment):
                 _ = self.writer  # recovers and creates the WAL, which a read-only connection does badly
             reader = self._connect_to_read()
             try:
-                self._read_only_identity(reader)
+                if self.settled:  # a live segment was checked by its writer
+                    known = (self.messages_before, self.messages_end, self.last_timestamp_ms, self.log_start_offset)
+                    self._read_meta(reader)
+                    self.messages_before, self.messages_end, self.last_timestamp_ms, self.log_start_offset = known
+                self._content_type_names = dict(reader.execute("SELECT id, name FROM content_types"))
             except BaseException:
                 reader.close(True)
                 raise
@@ -222,16 +219,6 @@ class Segment(ReadableSegment):
         reader.set_busy_timeout(BUSY_TIMEOUT_MS)
         reader.execute("PRAGMA trusted_schema = OFF")
         return reader
-
-    def _read_only_identity(self, reader: apsw.Connection) -> None:
-        if self.settled:  # a live segment was checked by its writer
-            self._read_meta_of_settled(reader)
-        self._content_type_names = dict(reader.execute("SELECT id, name FROM content_types"))
-
-    def _read_meta_of_settled(self, reader: apsw.Connection) -> None:
-        known = (self.messages_before, self.messages_end, self.last_timestamp_ms, self.log_start_offset)
-        self._read_meta(reader)
-        self.messages_before, self.messages_end, self.last_timestamp_ms, self.log_start_offset = known
 
     @property
     def content_types(self) -> int:
@@ -284,9 +271,7 @@ class Segment(ReadableSegment):
     def remove(self) -> None:
         """Unlink the file, then the files beside it: a leftover -wal would corrupt a new file of the same name."""
         self.close()
-        for suffix in SUFFIXES:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(f"{self.path}{suffix}")
+        unlink_database(self.path)
 
     # --- writing ------------------------------------------------------------------------------------------------
 

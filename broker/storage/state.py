@@ -26,7 +26,7 @@ import apsw
 from portalmq.broker.core.fold import PartitionFold, encode_fold
 from portalmq.broker.storage.errors import faults_of, opening_errors
 from portalmq.broker.storage.fair_lock import FairLock
-from portalmq.broker.storage.files import make_directory, sync_directory
+from portalmq.broker.storage.files import BESIDE, make_directory, sync_directory, unlink_database
 from portalmq.broker.storage.fold_tables import STATE_DDL, FoldTables, hash_of_bytes, read_fold
 from portalmq.broker.storage.open_files import OpenFiles, use_counter
 from portalmq.broker.storage.schema import LogIdentity
@@ -34,8 +34,6 @@ from portalmq.broker.storage.wal import BUSY_TIMEOUT_MS, make_durable, set_full_
 
 STATE_NAME = "state.sqlite"
 STATE_SCHEMA_VERSION = 5
-# Files that SQLite may have put beside it.
-BESIDE = ("-wal", "-shm", "-journal")
 
 
 class _Damaged(Exception):
@@ -223,7 +221,7 @@ class StateFile:
             connection.execute("PRAGMA trusted_schema = OFF")
             set_full_sync(connection)
             if connection.execute("SELECT count(*) FROM sqlite_schema").get == 0:
-                self._create_tables(connection)
+                self._create_tables(connection, self._highest_epoch)
             meta = dict(connection.execute("SELECT key, value FROM meta"))
             version = meta.get("schema_version")
             expected = self.identity.as_meta()
@@ -234,7 +232,7 @@ class StateFile:
                 make_durable(connection)
                 self._is_durable = True
             if version != STATE_SCHEMA_VERSION:
-                self._renew_tables(connection)
+                self._create_tables(connection, _highest_epoch(connection))
         except BaseException:
             connection.close(True)
             raise
@@ -242,44 +240,36 @@ class StateFile:
         self._connection = connection
         return connection
 
-    def _create_tables(self, connection: apsw.Connection) -> None:
-        """Create the tables in a file that is new, or was emptied from outside."""
-        connection.execute("PRAGMA synchronous = FULL")
-        connection.execute("BEGIN IMMEDIATE")
-        connection.execute(STATE_DDL)
-        self._put_meta(connection, **self._meta_with(self._highest_epoch))
-        connection.execute("COMMIT")
-
-    def _meta_with(self, highest_epoch: int) -> dict[str, Any]:
+    def _create_tables(self, connection: apsw.Connection, highest_epoch: int) -> None:
+        """Create the tables, in place of those of another version. The log has the fold; only the file has the highest
+        epoch."""
         meta = {**self.identity.as_meta(), "schema_version": STATE_SCHEMA_VERSION}
-        return {**meta, "highest_leader_epoch": highest_epoch} if highest_epoch >= 0 else meta
-
-    def _renew_tables(self, connection: apsw.Connection) -> None:
-        """Renew the tables of a file of another version. The log has the fold; only the file has the highest epoch."""
-        highest = _highest_epoch(connection)
+        if highest_epoch >= 0:
+            meta["highest_leader_epoch"] = highest_epoch
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("BEGIN IMMEDIATE")
         schema = "SELECT type, name FROM sqlite_schema WHERE name NOT LIKE 'sqlite_%' AND type IN ('table', 'view')"
         for kind, name in connection.execute(f"{schema} ORDER BY type DESC").fetchall():  # views before tables
             connection.execute(f'DROP {kind} "{name}"')
         connection.execute(STATE_DDL)
-        self._put_meta(connection, **self._meta_with(highest))
+        self._put_meta(connection, **meta)
         connection.execute("COMMIT")
 
     def _start_over(self) -> None:
         """Replace the file by one that holds only the highest epoch, durably."""
         self._highest_epoch = max(self._highest_epoch, self._readable_epoch())
         self._close()
-        fresh = f"{self.path}.new"
-        _unlink(fresh, *(f"{fresh}{suffix}" for suffix in BESIDE))
+        fresh = Path(f"{self.path}.new")
+        unlink_database(fresh)
         if self._highest_epoch >= 0:
-            with contextlib.closing(apsw.Connection(fresh)) as connection:
-                self._create_tables(connection)
-        _unlink(*(f"{self.path}{suffix}" for suffix in BESIDE))  # a write-ahead log must not meet another file
+            with contextlib.closing(apsw.Connection(str(fresh))) as connection:
+                self._create_tables(connection, self._highest_epoch)
+        for suffix in BESIDE:  # a write-ahead log must not meet another file
+            Path(f"{self.path}{suffix}").unlink(missing_ok=True)
         if self._highest_epoch >= 0:
             os.replace(fresh, self.path)
         else:
-            _unlink(self.path)
+            self.path.unlink(missing_ok=True)
         sync_directory(self.path.parent)
 
     def _readable_epoch(self) -> int:
@@ -295,12 +285,6 @@ class StateFile:
     @staticmethod
     def _put_meta(connection: apsw.Connection, **values: Any) -> None:
         connection.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", values.items())
-
-
-def _unlink(*paths: str | Path) -> None:
-    for path in paths:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
 
 
 def _highest_epoch(connection: apsw.Connection) -> int:
