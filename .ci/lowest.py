@@ -16,7 +16,7 @@ def lowest(setup_cfg: str) -> list[str]:
     with open(setup_cfg, encoding="utf-8") as file:
         setup.read_file(file)
     named = [setup["options"]["install_requires"], *setup["options.extras_require"].values()]
-    bounds = re.findall(r"^([A-Za-z0-9._-]+)>=([0-9][0-9.]*)$", "\n".join(named), re.MULTILINE)
+    bounds = re.findall(r"^([A-Za-z0-9._-]+)>=([0-9][0-9.]*)(?:;.*)?$", "\n".join(named), re.MULTILINE)
     return sorted({f"{name}=={version}" for name, version in bounds})
 
 

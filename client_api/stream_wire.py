@@ -8,18 +8,26 @@ A fetch is answered with *frames*: the bytes of each batch that its checksum cov
                                                            expires_at_ms, priority, message_id, body_hash], ...])
 
 The checksum is zlib's CRC-32 over header and body. Missing trailing fields have their defaults.
+
+The header of a batch whose values are compressed has an eleventh field, "zstd", and its body is a CompressedBody. Only
+a client that names `FRAMES_COMPRESSED` in Accept gets such frames; the others get them with plain values.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import repeat
 from typing import Annotated, Any
 from urllib.parse import quote
 
 import msgspec
 
+from portalmq.compression import HAS_ZSTD, ZSTD, values_of
 from portalmq.wire import WAIT_MS_MAX, NonNegative, group_path, prepare, structs_of
 
 FRAMES_MSGPACK = "application/vnd.portalmq.frames+msgpack"
+FRAMES_COMPRESSED = f"{FRAMES_MSGPACK};values=zstd"
+FRAMES_ACCEPTED = FRAMES_COMPRESSED if HAS_ZSTD else FRAMES_MSGPACK
 FETCH_PATH = "/v1/fetch"
 
 SESSION_TIMEOUT_MS = 10_000
@@ -172,6 +180,32 @@ class FrameHead(msgspec.Struct, array_like=True, gc=False, frozen=True):
     sequence: int
     appended_at_ms: int
     group: str
+    codec: str = ""
+
+
+class CompressedBody(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """The body of a batch whose values are compressed: `values` as portalmq.compression describes, and each other field
+    of the messages: a list, or the one value that all of them have."""
+
+    values: bytes
+    content_type: str | list[str]
+    key: bytes | list[bytes | None] | None
+    headers: dict[str, str] | list[dict[str, str] | None] | None
+    deliver_at_ms: int | list[int | None] | None
+    expires_at_ms: int | list[int | None] | None
+    priority: int | list[int]
+    message_id: bytes | list[bytes | None] | None
+    body_hash: bytes | list[bytes | None] | None
+
+    def columns(self, count: int) -> list[Iterable[Any]]:
+        """Return the fields after `values` as columns of `count` entries. Raises ValueError for another number."""
+        columns: list[Iterable[Any]] = []
+        for name in self.__struct_fields__[1:]:
+            column = getattr(self, name)
+            if isinstance(column, list) and len(column) != count:
+                raise ValueError(f"{len(column)} entries of {name} for {count} messages")
+            columns.append(column if isinstance(column, list) else repeat(column, count))
+        return columns
 
 
 class FrameRecord(msgspec.Struct, array_like=True, gc=False, frozen=True):
@@ -208,3 +242,14 @@ class FetchAnswer(msgspec.Struct):
 
 
 prepare(*structs_of(__name__))
+
+_decode_compressed = msgspec.msgpack.Decoder(CompressedBody).decode
+
+
+def records_of_compressed(head: FrameHead, body: bytes) -> list[FrameRecord]:
+    """Return the messages of a batch whose values are compressed. Raises msgspec.DecodeError, ValueError."""
+    if head.codec != ZSTD:  # brokers send only what the fetch accepts
+        raise ValueError(f"the values at offset {head.base_offset} are compressed with {head.codec[:40]!r}: not known")
+    found = _decode_compressed(body)
+    values = values_of(found.values, head.count)
+    return list(map(FrameRecord, values, *found.columns(head.count)))

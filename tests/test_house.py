@@ -50,6 +50,8 @@ ROOM_OF = {
     "portalmq.wire": "contract",
     "portalmq.stream_wire": "contract",
     "portalmq.message": "contract",
+    "portalmq.compression": "contract",
+    "portalmq.sql": "contract",  # which values are text in the files, and SQL on compressed ones
     "portalmq.closeable": "contract",
     "portalmq.java": "contract",  # for programs on Java: the development ZooKeeper, and Spark
     "portalmq.tokens": "contract",
@@ -128,7 +130,7 @@ MAY_IMPORT = {
 ONLY_IN = {
     "apsw": "portalmq.broker.storage",
     # Spark's reader knows SCHEMA.md and nothing else of the storage.
-    "sqlite3": ("portalmq.broker.storage", "portalmq.spark", "portalmq.broker.bench.spark_rivals"),
+    "sqlite3": ("portalmq.sql", "portalmq.broker.storage", "portalmq.spark", "portalmq.broker.bench.spark_rivals"),
     "zmq": "portalmq.broker.protocols.zeromq",
     "pyspark": ("portalmq.spark", "portalmq.broker.bench"),
     "pyarrow": ("portalmq.spark", "portalmq.broker.bench"),

@@ -18,6 +18,7 @@ def fetch(context: RequestContext, environ: dict[str, Any]) -> ResponseParts:
     wanted = wire.decode_json(context.body_of(environ), contract.FetchRequest)
     context.answers.check()
     with context.parked(wanted.wait_ms):
-        fetched = context.broker.reader_fetch.fetch(wanted, peer_of(environ))
+        knows_compressed = "values=zstd" in environ.get("HTTP_ACCEPT", "").lower()
+        fetched = context.broker.reader_fetch.fetch(wanted, peer_of(environ), knows_compressed=knows_compressed)
     context.answers.hold_bytes(environ, sum([frame.size_bytes for each in fetched for frame in each.frames]))
     return ResponseParts(_encode({"partitions": fetched}), 200, contract.FRAMES_MSGPACK)

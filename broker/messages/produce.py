@@ -30,10 +30,11 @@ from portalmq.broker.messages.idempotency import (
     find_known,
     identified,
 )
+from portalmq.broker.partition.native import decompressed
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.writer import NotCommittedYet, Pending
 from portalmq.broker.partition.yielding import in_short_turns
-from portalmq.broker.storage.batch import Record
+from portalmq.broker.storage.batch import Record, compressed_body, records_of_compressed, with_values
 from portalmq.errors import InvalidRequest, MessageTooLarge, NotLeader, PortalMQError, Unavailable
 from portalmq.wire import INTEGER_MAX, Acks, Produced, ProducedRange, ProducerStamp
 
@@ -56,6 +57,8 @@ class ProduceRequest(msgspec.Struct):
     as_sent: AsSent = ()
     # Of a batch: one entry a record, or None when no message has an idempotency_key.
     keys: Sequence[Keyed | None] | None = None
+    # The values of all records, if they came compressed: stored in this form where all of them go to one partition.
+    compressed: bytes = b""
     # False when the client goes to the leader itself: the call raises NotLeader rather than being forwarded.
     forward: bool = True
 
@@ -146,6 +149,7 @@ def _begin_append(
     admission: Admission,
     *,
     are_many_keyed: bool,
+    compressed: bytes = b"",
 ) -> _PendingShare:
     """Assign offsets to the new records. Raises the partition's refusal; nothing is applied then."""
     entry = _PendingShare(partition)
@@ -167,7 +171,13 @@ def _begin_append(
             if not options.is_copies:
                 admission.check_room(topic, partition, len(entry.records), options.stamp)
             size = sum([len(record.value) for record in entry.records])
-            entry.pending = partition.submit(tuple(entry.records), size, stamp=options.stamp, acks=options.acks)
+            entry.pending = partition.submit(
+                tuple(entry.records),
+                size,
+                stamp=options.stamp,
+                acks=options.acks,
+                compressed=b"" if known else compressed,
+            )
             partition.remember_ids(entry.pending)
     return entry
 
@@ -191,13 +201,14 @@ def _finish_append(entry: _PendingShare, options: _AppendOptions) -> AppendResul
 
 @dataclass(slots=True)
 class _ProduceWork:
-    """The work of one produce call: `shares` by partition."""
+    """The work of one produce call: `shares` by partition. `compressed` are the values of the only share."""
 
     topic: Topic
     shares: dict[int, list[Record]]
     options: _AppendOptions
     admission: Admission
     published: Published
+    compressed: bytes = b""
 
     def request(self, places: Sequence[TopicPartition]) -> Produce:
         stamp = self.options.stamp
@@ -206,9 +217,15 @@ class _ProduceWork:
             self.topic.state.topic_id,
             self.options.acks,
             ProducerStamp(stamp.producer_id, stamp.producer_epoch, stamp.sequence) if stamp else None,
-            [Share(place.number, self.shares[place.number]) for place in places],
+            [self._share(place.number) for place in places],
             self.options.is_copies,
         )
+
+    def _share(self, number: int) -> Share:
+        records = self.shares[number]
+        if not self.compressed:
+            return Share(number, records)
+        return Share(number, compressed_body(self.compressed, records), len(records))
 
     def here(self, places: Sequence[TopicPartition]) -> Outcomes[AppendResult]:
         entries: dict[TopicPartition, _PendingShare] = {}
@@ -220,7 +237,13 @@ class _ProduceWork:
             try:
                 partition = self.topic.partition(place.number)
                 entries[place] = _begin_append(
-                    self.topic, partition, share, self.options, self.admission, are_many_keyed=are_many_keyed
+                    self.topic,
+                    partition,
+                    share,
+                    self.options,
+                    self.admission,
+                    are_many_keyed=are_many_keyed,
+                    compressed=self.compressed,
                 )
             except PortalMQError as error:
                 outcomes[place] = error
@@ -271,7 +294,9 @@ class ProduceHandler:
                 if stamp is not None:
                     self._admission.check_fence(stamp)
                 self._admission.check_room(topic, partition, len(records), stamp)
-                base_offset, timestamp_ms = partition.append(tuple(records), size, stamp=stamp, acks=acks)
+                base_offset, timestamp_ms = partition.append(
+                    tuple(records), size, stamp=stamp, acks=acks, compressed=request.compressed
+                )
             except (NotLeader, Unavailable) as error:
                 is_doubtful = error.outcome != "not_applied"
                 if is_doubtful and (producer is None or isinstance(error, NotCommittedYet)):
@@ -279,7 +304,7 @@ class ProduceHandler:
             else:
                 self._published(topic.name, len(records), size)
                 return ProducedRange(number, base_offset, len(records), timestamp_ms, topic.state.topic_id)
-        work = self._work(topic, {number: records}, _AppendOptions(stamp, acks))
+        work = self._work(topic, {number: records}, _AppendOptions(stamp, acks), request.compressed)
         try:
             appended = self._leaders.one(place, work, forward=forward, repeatable=producer is not None)
         except PortalMQError as error:
@@ -325,7 +350,9 @@ class ProduceHandler:
             first = self._repeat_finder.find(topic, records[0], next(iter(places)), request.acks)
             if first is not None:
                 return [first]
-        work = self._work(topic, shares, _AppendOptions(_stamp(producer), request.acks))
+        is_whole = len(shares) == 1 and len(records) == len(request.records)
+        options = _AppendOptions(_stamp(producer), request.acks)
+        work = self._work(topic, shares, options, request.compressed if is_whole else b"")
         repeatable = producer is not None or idempotency_key is not None or all_are_keyed
         outcomes = self._leaders.run(list(places.values()), work, forward=forward, repeatable=repeatable)
         results: list[Produced | PortalMQError | None] = [None] * len(records)
@@ -349,13 +376,20 @@ class ProduceHandler:
         """Append shares that another broker forwards to the leader."""
         topic = self._find(call.topic, call.topic_id)
         options = _AppendOptions(_stamp(call.stamp), call.acks, call.is_copies)
-        shares = {share.number: share.records for share in call.shares}
-        return _ProduceWork(topic, shares, options, self._admission, self._published).here
+        shares: dict[int, list[Record]] = {}
+        compressed = b""
+        for share in call.shares:
+            if isinstance(share.records, bytes):
+                compressed, bare = records_of_compressed(share.records, share.count)
+                shares[share.number] = list(with_values(decompressed(compressed, share.count), bare))
+            else:
+                shares[share.number] = share.records
+        return _ProduceWork(topic, shares, options, self._admission, self._published, compressed).here
 
     def _work(
-        self, topic: Topic, shares: dict[int, list[Record]], options: _AppendOptions
+        self, topic: Topic, shares: dict[int, list[Record]], options: _AppendOptions, compressed: bytes = b""
     ) -> PartitionWork[AppendResult]:
-        work = _ProduceWork(topic, shares, options, self._admission, self._published)
+        work = _ProduceWork(topic, shares, options, self._admission, self._published, compressed)
         return self._leaders.work(PRODUCE, work.request, work.here)
 
 

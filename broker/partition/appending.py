@@ -60,21 +60,34 @@ class AppendingPartition(ReadablePartition, ABC):
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def append(
-        self, records: tuple[Record, ...], size_bytes: int, *, stamp: Stamp | None = None, acks: Acks = "all"
+        self,
+        records: tuple[Record, ...],
+        size_bytes: int,
+        *,
+        stamp: Stamp | None = None,
+        acks: Acks = "all",
+        compressed: bytes = b"",
     ) -> tuple[int, int]:
         """Append messages and wait as `acks` says. Return (base offset, timestamp_ms), or (-1, 0) for acks "none".
 
         Raises the error that the core refuses with; Unavailable with an unknown outcome when the wait times out.
         """
-        pending = self.submit(records, size_bytes, stamp=stamp, acks=acks)
+        pending = self.submit(records, size_bytes, stamp=stamp, acks=acks, compressed=compressed)
         return self.outcome(pending)
 
     def submit(
-        self, records: tuple[Record, ...], size_bytes: int, *, stamp: Stamp | None = None, acks: Acks = "all"
+        self,
+        records: tuple[Record, ...],
+        size_bytes: int,
+        *,
+        stamp: Stamp | None = None,
+        acks: Acks = "all",
+        compressed: bytes = b"",
     ) -> Pending:
-        """Begin an append: offsets are allotted on return."""
+        """Begin an append: offsets are allotted on return. `compressed` are the values of all `records`, if they came
+        compressed."""
         self.check_room()
-        batch = Batch(0, len(records), 0, BatchKind.MESSAGES, 0, 0, records=records)
+        batch = Batch(0, len(records), 0, BatchKind.MESSAGES, 0, 0, records=records, compressed=compressed)
         return self._submit(Pending(batch, size_bytes, stamp=stamp, acks=acks), len(records), is_control=False)
 
     def check_room(self) -> None:
@@ -182,6 +195,7 @@ class AppendingPartition(ReadablePartition, ABC):
             pending.batch.group,
             pending.batch.records,
             pending.batch.body,
+            compressed=pending.batch.compressed,
         )
         self.messages_next += batch.message_count
         self.changed = self._used = True

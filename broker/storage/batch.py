@@ -9,6 +9,11 @@ takes one offset. So the log is dense, while the offsets of messages have gaps.
     body = msgpack(list of records as arrays)   for messages
          = the control record's own bytes       else
 
+The values of a batch may be compressed together. The batch has them in `compressed`, as the producer sent them; an
+eleventh field of the header says "zstd", and the body is a stream_wire.CompressedBody. A version that does not know it
+refuses such a body, since it is no list of records. Frames and files are read without decompressing anything: records
+have empty values then, until `opened`. Such a batch has no hole, and no empty value.
+
 A message that compaction removed leaves a hole: its offset and the count stay, so the log stays dense. `records` has
 HOLE in its place, the encoded list nil. The checksum is that of the batch with its holes, so all replicas that removed
 the same messages have the same batch.
@@ -20,11 +25,16 @@ when it is checksummed. The receiver verifies the checksum of the received bytes
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from enum import IntEnum
+from itertools import repeat
+from operator import attrgetter
+from typing import Any
 
 import msgspec
 
-from portalmq.stream_wire import Frame, FrameHead
+from portalmq.compression import ZSTD, content_size, values_of
+from portalmq.stream_wire import CompressedBody, Frame, FrameHead
 
 
 class BatchKind(IntEnum):
@@ -94,6 +104,7 @@ class Batch(msgspec.Struct, gc=False, frozen=True):
     body: bytes = b""
     crc: int = 0
     holes: int = 0
+    compressed: bytes = b""
 
     @property
     def end_offset(self) -> int:
@@ -144,9 +155,11 @@ class BadFrame(ValueError):
 
 
 _encode = msgspec.msgpack.Encoder().encode
+_fields_without_value = attrgetter(*Record.__struct_fields__[1:])
 _decode_head = msgspec.msgpack.Decoder(FrameHeader).decode
 _decode_records = msgspec.msgpack.Decoder(tuple[Record, ...]).decode
 _decode_records_with_holes = msgspec.msgpack.Decoder(tuple[Record | None, ...]).decode
+_decode_compressed = msgspec.msgpack.Decoder(CompressedBody).decode
 
 
 def frame_of(batch: Batch) -> BatchFrame:
@@ -163,10 +176,13 @@ def frame_of(batch: Batch) -> BatchFrame:
             batch.sequence,
             batch.appended_at_ms,
             batch.group,
+            *((ZSTD,) if batch.compressed else ()),
         )
     )
     body = batch.body
-    if batch.kind == BatchKind.MESSAGES:
+    if batch.compressed:
+        body = compressed_body(batch.compressed, batch.records)
+    elif batch.kind == BatchKind.MESSAGES:
         records = [None if record is HOLE else record for record in batch.records] if batch.holes else batch.records
         body = _encode(records)
     return BatchFrame(header, zlib.crc32(body, zlib.crc32(header)), body)
@@ -188,18 +204,24 @@ def verified_header(frame: BatchFrame) -> FrameHeader:
 
 def is_all_holes(frame: BatchFrame, head: FrameHeader) -> bool:
     """Return whether compaction removed every message of a batch. An encoded list takes at most 5 bytes, and one for
-    each nil; a message takes more."""
-    return head.kind == BatchKind.MESSAGES and len(frame.body) <= head.count + 5
+    each nil; a message takes more, unless its value is compressed."""
+    return head.kind == BatchKind.MESSAGES and not head.codec and len(frame.body) <= head.count + 5
 
 
 def batch_of_frame(frame: BatchFrame, head: FrameHeader) -> Batch:
     """Return the batch of a verified frame. Raise BadFrame."""
     records: tuple[Record, ...] = ()
     holes = 0
+    compressed = b""
     if head.kind == BatchKind.MESSAGES:
+        if head.codec not in ("", ZSTD):
+            raise BadFrame(f"its values are compressed with {head.codec[:40]!r}, which this version does not know")
         try:
-            records, holes = _records_of(frame.body)
-        except msgspec.MsgspecError as error:
+            if head.codec:
+                compressed, records = records_of_compressed(frame.body, head.count)
+            else:
+                records, holes = _records_of(frame.body)
+        except (msgspec.MsgspecError, ValueError) as error:
             raise BadFrame(f"unreadable records: {error}") from error
         if len(records) != head.count:
             raise BadFrame(f"{len(records)} records, the header says {head.count}")
@@ -218,7 +240,43 @@ def batch_of_frame(frame: BatchFrame, head: FrameHeader) -> Batch:
         frame.body if head.kind != BatchKind.MESSAGES else b"",
         frame.crc,
         holes,
+        compressed,
     )
+
+
+def compressed_body(values: bytes, records: Sequence[Record]) -> bytes:
+    """Return the body of a batch whose values are compressed."""
+    columns = zip(*map(_fields_without_value, records), strict=True)
+    return _encode((values, *map(_column, columns)))
+
+
+def _column(entries: tuple[Any, ...]) -> Any:
+    return entries[0] if entries.count(entries[0]) == len(entries) else entries
+
+
+def records_of_compressed(body: bytes, count: int) -> tuple[bytes, tuple[Record, ...]]:
+    """Return the compressed values, and the records without them. Raises msgspec's errors and ValueError."""
+    found = _decode_compressed(body)
+    content_size(found.values)
+    return found.values, tuple(map(Record, repeat(b"", count), *found.columns(count)))
+
+
+def opened(batch: Batch) -> Batch:
+    """Return the batch with its values. Raises BadValues."""
+    if not batch.compressed:
+        return batch
+    values = values_of(batch.compressed, batch.count)
+    return msgspec.structs.replace(batch, records=with_values(values, batch.records))
+
+
+def plain_frame(frame: BatchFrame) -> BatchFrame:
+    """Return the frame of a compressed batch with plain values. Raises BadFrame, BadValues."""
+    batch = opened(batch_of_frame(frame, _decode_head(frame.header)))
+    return frame_of(msgspec.structs.replace(batch, compressed=b""))
+
+
+def with_values(values: Sequence[bytes], records: Sequence[Record]) -> tuple[Record, ...]:
+    return tuple([Record(value, *_fields_without_value(record)) for value, record in zip(values, records, strict=True)])
 
 
 def _records_of(body: bytes) -> tuple[tuple[Record, ...], int]:

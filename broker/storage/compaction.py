@@ -38,6 +38,7 @@ import apsw
 import msgspec
 
 from portalmq.broker.storage.batch import HOLE, Batch, BatchKind, Record, checksum
+from portalmq.broker.storage.compressed_values import copy_compressed
 from portalmq.broker.storage.errors import CorruptBatch, StorageFault, faults_of
 from portalmq.broker.storage.fair_lock import FairLock
 from portalmq.broker.storage.files import sha256_of
@@ -247,7 +248,7 @@ class Compaction:
             connection.execute(f"PRAGMA main.page_size = {PAGE_BYTES}")
             for table, sql in _schema_of(connection, "table"):
                 connection.execute(sql)
-                if table not in ("messages", "batches", "records", "holes"):
+                if table not in ("messages", "batches", "records", "holes", "compressed_values"):
                     connection.execute(f'INSERT INTO main."{table}" SELECT * FROM source."{table}"')
             connection.execute(HOLES_DDL)  # files of an earlier release lack it
             descriptor = os.open(draft, os.O_RDONLY)
@@ -268,6 +269,7 @@ class Compaction:
     def _copy(self, connection: apsw.Connection, entry: SealedSegment) -> Iterator[None]:
         """Copy batches and the messages that stay, then compute new checksums for the batches that lost some."""
         names = dict(connection.execute("SELECT id, name FROM main.content_types"))
+        has_compressed = ("compressed_values",) in connection.execute("SELECT name FROM main.sqlite_schema").fetchall()
         removed, step, start = 0, _step_of(entry), entry.base_offset
         while start < entry.end_offset:
             end: Any = connection.execute(
@@ -293,6 +295,8 @@ class Compaction:
                 " AND NOT EXISTS (SELECT 1 FROM keys.removed AS r WHERE r.offset = m.offset)",
                 (start, end),
             )
+            if has_compressed:
+                copy_compressed(connection, names, start, end)
             holed = _holed(connection, names, start, end)
             connection.executemany(
                 "UPDATE main.batches SET crc = ? WHERE base_offset = ?",

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing
 from typing import NamedTuple
 
-from portalmq.broker.storage.batch import Batch, BatchKind
-from portalmq.broker.storage.errors import OffsetPurged
+from portalmq.broker.storage.batch import Batch, BatchKind, opened
+from portalmq.broker.storage.errors import CorruptBatch, OffsetPurged
 from portalmq.broker.storage.lanes import Lanes
 from portalmq.broker.storage.manifest import Manifest, SealedSegment
 from portalmq.broker.storage.segment import Segment
+from portalmq.compression import BadValues, content_size
 
 SEALED_READERS_MAX = 4
 SCAN_BATCHES = 512
@@ -183,25 +184,35 @@ class ReadableLog(ABC):
     def read(
         self, offset: int, *, max_messages: int | None = None, max_bytes: int | None = None, below: int | None = None
     ) -> list[Batch]:
-        """Return whole, verified batches from the one that contains `offset` on, control records included.
+        """Return whole, verified batches from the one that contains `offset` on, control records included, with their
+        values.
 
         Stops after the batch that reaches a limit (bytes of keys, values and bodies), so at least one is returned if
         there is any; and before the first batch that starts at or above `below`. Raise OffsetPurged or CorruptBatch.
         """
-        return self._read_batches(offset, max_messages, max_bytes, below, whole_file=False)
+        found = self._read_batches(offset, max_messages, max_bytes, below, is_copy=False)
+        return [self._opened(batch) if batch.compressed else batch for batch in found]
 
     def read_to_copy(self, offset: int, *, max_bytes: int, below: int) -> list[Batch]:
-        """Do the same as `read` for a replica: from `replica_start` on, which may be below the log start."""
-        return self._read_batches(offset, None, max_bytes, below, whole_file=True)
+        """Do the same as `read` for a replica: from `replica_start` on, which may be below the log start, and with
+        compressed values as they are."""
+        return self._read_batches(offset, None, max_bytes, below, is_copy=True)
+
+    def _opened(self, batch: Batch) -> Batch:
+        try:
+            return opened(batch)
+        except BadValues as error:
+            path = self._segments[self._position(batch.base_offset)].path
+            raise CorruptBatch(path, batch.base_offset, str(error)) from error
 
     def _read_batches(
-        self, offset: int, max_messages: int | None, max_bytes: int | None, below: int | None, *, whole_file: bool
+        self, offset: int, max_messages: int | None, max_bytes: int | None, below: int | None, *, is_copy: bool
     ) -> list[Batch]:
         below = min(self.end_offset, self.end_offset if below is None else below)
         found: list[Batch] = []
         messages = size = 0
         with self._read():
-            start = self.base_offset if whole_file else self._log_start_offset
+            start = self.base_offset if is_copy else self._log_start_offset
             if offset < start:
                 raise OffsetPurged(offset, start)
             if offset >= below:
@@ -214,7 +225,7 @@ class ReadableLog(ABC):
                         found.append(batch)
                         # A batch without messages left has a cost too.
                         messages += max(batch.message_count - batch.holes, batch.holes > 0)
-                        size += _payload_bytes(batch)
+                        size += _payload_bytes(batch, is_copy=is_copy)
                         if max_messages is not None and messages >= max_messages:
                             return found
                         if max_bytes is not None and size >= max_bytes:
@@ -335,5 +346,6 @@ class ReadableLog(ABC):
         return None
 
 
-def _payload_bytes(batch: Batch) -> int:
-    return len(batch.body) + sum([len(record.value) + len(record.key or b"") for record in batch.records])
+def _payload_bytes(batch: Batch, *, is_copy: bool) -> int:
+    values = len(batch.compressed) if is_copy or not batch.compressed else content_size(batch.compressed)
+    return len(batch.body) + values + sum([len(record.value) + len(record.key or b"") for record in batch.records])

@@ -18,6 +18,7 @@ import msgspec
 
 from portalmq.broker.storage.batch import Batch, BatchKind, Record
 from portalmq.broker.storage.schema import PRESET_CONTENT_TYPES
+from portalmq.sql import is_text, text_or_blob
 
 # The row counts of the prepared VALUES lists. At 100 rows the longest statement is below the 16 KiB that apsw caches.
 CHUNK_ROWS = (100, 10, 1)
@@ -37,22 +38,6 @@ AS_HEADERS = "NULLIF(?, 'null')"
 
 _encode_lines = msgspec.json.Encoder().encode_lines
 _decode_headers = msgspec.json.Decoder(dict[str, str]).decode
-
-
-def is_text(content_type: str) -> bool:
-    """Return whether a value of this content type is stored as TEXT if its bytes allow it."""
-    essence = content_type.partition(";")[0].strip().lower()
-    return essence.startswith("text/") or essence == "application/json" or essence.endswith("+json")
-
-
-def text_or_blob(value: bytes) -> str | bytes:
-    """Return `value` in the form that reads best and comes back byte for byte."""
-    if b"\0" in value:  # SQLite's shell and text functions stop at NUL
-        return value
-    try:
-        return value.decode()
-    except UnicodeDecodeError:
-        return value
 
 
 def _all_text(values: Iterable[bytes]) -> bool:
@@ -102,22 +87,34 @@ class _Column(NamedTuple):
 
 
 def insert_messages(
-    connection: apsw.Connection, content_types: ContentTypes, offset: int, timestamp_ms: int, records: Sequence[Record]
+    connection: apsw.Connection,
+    content_types: ContentTypes,
+    offset: int,
+    timestamp_ms: int,
+    records: Sequence[Record],
+    *,
+    are_compressed: bool = False,
 ) -> None:
-    """Insert `records` at consecutive offsets from `offset` on, within the running transaction."""
+    """Insert `records` at consecutive offsets from `offset` on, within the running transaction; those whose values
+    `are_compressed` get NULL in their place."""
     names = [record.content_type for record in records]
-    values: Sequence[Any] = [record.value for record in records]
+    values: Sequence[Any] = [None] * len(records) if are_compressed else [record.value for record in records]
     optional = _optional_columns(records)
     if names.count(names[0]) == len(names):
         number, textual = content_types.number(connection, names[0])
-        value = _text_column("value", values) if textual else _Column("value", AS_IS, values)
+        value = _text_column("value", values) if textual and not are_compressed else _Column("value", AS_IS, values)
         identities = _joined_identities(optional) if len(records) >= CARRAY_ROWS_MIN else None
         if identities is not None and value.values is values:
             names_of, cuts = (IDENTITY_NAMES, IDENTITY_CUTS) if identities else ("", "")
+            if are_compressed:  # as many zeros as there are rows
+                value = _Column("value", "NULL", ())
+                rows = apsw.carray(bytes(4 * len(records)), flags=apsw.SQLITE_CARRAY_INT32)
+            else:
+                rows = apsw.carray(tuple(values))
             connection.execute(
                 f"INSERT INTO messages (offset, timestamp_ms, content_type, value{names_of})"
                 f" SELECT ?1 + rowid - 1, ?2, ?3, {value.expression.replace('?', 'value')}{cuts} FROM carray(?4)",
-                (offset, timestamp_ms, number, apsw.carray(tuple(values)), *identities),
+                (offset, timestamp_ms, number, rows, *identities),
             )
             return
         constants: tuple[int, ...] = (timestamp_ms, number)
@@ -125,7 +122,8 @@ def insert_messages(
     else:
         numbers = [content_types.number(connection, name) for name in names]
         values = [
-            text_or_blob(value) if textual else value for value, (_, textual) in zip(values, numbers, strict=True)
+            text_or_blob(value) if textual and value is not None else value
+            for value, (_, textual) in zip(values, numbers, strict=True)
         ]
         constants = (timestamp_ms,)
         columns = (
@@ -277,6 +275,7 @@ def batch_of(
     group: str = "",
     body: bytes = b"",
     holes: int = 0,
+    compressed: bytes = b"",
 ) -> Batch:
     """Return the batch whose BATCH_COLUMNS are `row`."""
     base_offset, count, messages_before, kind, leader_epoch, appended_at_ms, producer_id, producer_epoch, sequence = row
@@ -295,6 +294,7 @@ def batch_of(
         body,
         crc,
         holes,
+        compressed,
     )
 
 
@@ -306,10 +306,11 @@ MESSAGE_COLUMNS = (
 
 
 def record_of(row: Sequence[Any], content_types: dict[int, str]) -> Record:
-    """Return the record whose MESSAGE_COLUMNS are `row`. Raise KeyError or ValueError for invalid rows."""
+    """Return the record whose MESSAGE_COLUMNS are `row`; with an empty value where it is compressed. Raise KeyError or
+    ValueError for invalid rows."""
     value, content_type, key, headers, deliver_at_ms, expires_at_ms, priority, message_id, body_hash, _ = row
     return Record(
-        value,
+        b"" if value is None else value,
         content_types[content_type],
         key,
         None if headers is None else _decode_headers(headers),

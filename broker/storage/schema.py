@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 SCHEMA_VERSION = 1
+COMPRESSED_VERSION = 2  # of a file with compressed values: see compressed_values.py
 PAGE_BYTES = 4096
 
 PRESET_CONTENT_TYPES = ("application/octet-stream", "application/json", "text/plain; charset=utf-8")

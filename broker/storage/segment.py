@@ -17,12 +17,13 @@ from urllib.parse import quote
 import apsw
 
 from portalmq.broker.storage.batch import Batch, BatchKind, Record
+from portalmq.broker.storage.compressed_values import accept_compressed, insert_compressed
 from portalmq.broker.storage.errors import StorageFault, WrongLog, opening_errors
 from portalmq.broker.storage.files import open_directory, unlink_database
 from portalmq.broker.storage.holes import HOLES_DDL, insert_holes, removed_in
 from portalmq.broker.storage.lane_indexes import LANES_DDL, lanes_of
 from portalmq.broker.storage.rows import ContentTypes, insert_batches, insert_messages, preset_content_types
-from portalmq.broker.storage.schema import PAGE_BYTES, SCHEMA_VERSION, SEGMENT_DDL, LogIdentity
+from portalmq.broker.storage.schema import COMPRESSED_VERSION, PAGE_BYTES, SCHEMA_VERSION, SEGMENT_DDL, LogIdentity
 from portalmq.broker.storage.segment_reading import ReadableSegment
 from portalmq.broker.storage.wal import BUSY_TIMEOUT_MS, make_durable, set_full_sync, sync_wal
 from portalmq.system import sync
@@ -63,6 +64,7 @@ class Segment(ReadableSegment):
         self.bytes = 0
         self.wal_pages = 0
         self.settled = False
+        self.schema_version: object = SCHEMA_VERSION
         # The lanes that occur in it (lanes.py), as bits: those found in the file, None before the first query, and
         # those appended.
         self.lanes_found: int | None = None
@@ -160,9 +162,10 @@ class Segment(ReadableSegment):
             meta = dict(connection.execute("SELECT key, value FROM meta"))
         except apsw.SQLError as error:
             raise WrongLog(f"{self.path} is not a segment of a log: {error}") from error
-        if meta.get("schema_version") != SCHEMA_VERSION:
+        self.schema_version = meta.get("schema_version")
+        if self.schema_version not in (SCHEMA_VERSION, COMPRESSED_VERSION):
             raise WrongLog(
-                f"{self.path} has schema version {meta.get('schema_version')}, this broker reads {SCHEMA_VERSION}:"
+                f"{self.path} has schema version {self.schema_version}, this broker reads up to {COMPRESSED_VERSION}:"
                 " run the version that wrote it"
             )
         expected = {**self.identity.as_meta(), "base_offset": int(self.path.name[:20])}
@@ -285,13 +288,22 @@ class Segment(ReadableSegment):
         try:
             insert_batches(writer, batches)
             removed = insert_holes(writer, batches, self.removed)
-            for offset, timestamp_ms, records in _joined(batches):
-                insert_messages(writer, self._content_types, offset, timestamp_ms, records)
+            compressed = [batch for batch in batches if batch.compressed]
+            if compressed:
+                if self.schema_version == SCHEMA_VERSION:
+                    accept_compressed(writer)
+                insert_compressed(writer, compressed)
+            for offset, timestamp_ms, records, are_compressed in _joined(batches):
+                insert_messages(
+                    writer, self._content_types, offset, timestamp_ms, records, are_compressed=are_compressed
+                )
             size = writer.execute("PRAGMA page_count").get * PAGE_BYTES
             writer.execute("COMMIT")
         except BaseException:
             self._roll_back(writer)
             raise
+        if compressed:
+            self.schema_version = COMPRESSED_VERSION
         last = batches[-1]
         self.end_offset = last.end_offset
         self.removed = removed
@@ -325,6 +337,8 @@ class Segment(ReadableSegment):
                 writer.execute("DELETE FROM batches WHERE base_offset >= ?", (to_offset,))
                 if self.removed:
                     writer.execute("DELETE FROM holes WHERE base_offset >= ?", (to_offset,))
+                if self.schema_version == COMPRESSED_VERSION:
+                    writer.execute("DELETE FROM compressed_values WHERE base_offset >= ?", (to_offset,))
                 yield commit
             except BaseException:
                 self._roll_back(writer)
@@ -350,24 +364,28 @@ class Segment(ReadableSegment):
         return max(self.last_timestamp_ms, int(delivered))
 
 
-def _joined(batches: Sequence[Batch]) -> Iterator[tuple[int, int, Sequence[Record]]]:
-    """Yield adjacent message batches with the same time, joined: (offset, time, records)."""
-    offset, timestamp_ms = -1, -1
+def _joined(batches: Sequence[Batch]) -> Iterator[tuple[int, int, Sequence[Record], bool]]:
+    """Yield adjacent message batches with the same time, joined: (offset, time, records, whether their values are
+    compressed)."""
+    offset, timestamp_ms, are_compressed = -1, -1, False
     records: list[Record] = []
     for batch in batches:
         if batch.kind != BatchKind.MESSAGES:
             continue
         if batch.holes:
             if records:
-                yield offset, timestamp_ms, records
+                yield offset, timestamp_ms, records, are_compressed
             offset, records = -1, []
             for start, end in batch.runs(batch.base_offset, batch.end_offset):
-                yield start, batch.appended_at_ms, batch.records[start - batch.base_offset : end - batch.base_offset]
+                held = batch.records[start - batch.base_offset : end - batch.base_offset]
+                yield start, batch.appended_at_ms, held, False
             continue
-        if batch.base_offset != offset + len(records) or batch.appended_at_ms != timestamp_ms:
+        shared = (timestamp_ms, are_compressed)
+        if batch.base_offset != offset + len(records) or (batch.appended_at_ms, bool(batch.compressed)) != shared:
             if records:
-                yield offset, timestamp_ms, records
+                yield offset, timestamp_ms, records, are_compressed
             offset, timestamp_ms, records = batch.base_offset, batch.appended_at_ms, []
+            are_compressed = bool(batch.compressed)
         records.extend(batch.records)
     if records:
-        yield offset, timestamp_ms, records
+        yield offset, timestamp_ms, records, are_compressed

@@ -13,6 +13,7 @@ import apsw
 import msgspec
 
 from portalmq.broker.storage.batch import HOLE, Batch, BatchKind, Record, checksum
+from portalmq.broker.storage.compressed_values import compressed_at, value_at
 from portalmq.broker.storage.errors import CorruptBatch
 from portalmq.broker.storage.holes import removed_below
 from portalmq.broker.storage.rows import BATCH_COLUMNS, MESSAGE_COLUMNS, batch_of, record_of
@@ -80,6 +81,7 @@ class ReadableSegment(ABC):
         base_offset, count, removed = row[0], row[1], row[10]
         names = self._content_type_names
         records: list[Record] = []
+        compressed = b""
         try:
             rows = list(islice(messages, count - removed))
             first, last = (rows[0][-1], rows[-1][-1]) if rows else (base_offset - 1, base_offset - 1)
@@ -94,12 +96,14 @@ class ReadableSegment(ABC):
             except KeyError:  # a content type added after this connection
                 names = self._content_type_names = dict(self.reader.execute("SELECT id, name FROM content_types"))
                 records = [record_of(message, names) for message in rows]
+            if rows and rows[0][0] is None:
+                compressed = compressed_at(self.reader, base_offset)
         except (KeyError, ValueError, TypeError, msgspec.MsgspecError) as error:
             raise CorruptBatch(self.path, base_offset, f"unreadable: {error}") from error
         if removed:
             there = dict(zip([message[-1] for message in rows], records, strict=True))
             records = [there.get(offset, HOLE) for offset in range(base_offset, base_offset + count)]
-        return self._checked(batch_of(row[:9], row[9], tuple(records), holes=removed))
+        return self._checked(batch_of(row[:9], row[9], tuple(records), holes=removed, compressed=compressed))
 
     def _checked(self, batch: Batch) -> Batch:
         try:
@@ -123,7 +127,10 @@ class ReadableSegment(ABC):
         try:
             if row[1] not in self._content_type_names:
                 self._content_type_names = dict(self.reader.execute("SELECT id, name FROM content_types"))
-            return row[-1], row[-2], record_of(row[:-2], self._content_type_names)
+            record = record_of(row[:-2], self._content_type_names)
+            if row[0] is None:
+                record = msgspec.structs.replace(record, value=value_at(self.reader, row[-1], offset))
+            return row[-1], row[-2], record
         except (KeyError, ValueError, TypeError, msgspec.MsgspecError) as error:
             raise CorruptBatch(self.path, offset, f"unreadable: {error}") from error
 

@@ -2,7 +2,8 @@
 
 A reader asks the leader of each partition. Batches in memory are sent as they were encoded for their checksum; others
 are read and encoded once. Control records are left out, and so is everything above the high watermark. A partition that
-this broker does not lead gets the error `not_leader`; the others are answered.
+this broker does not lead gets the error `not_leader`; the others are answered. A reader that does not say that it knows
+compressed values gets plain ones.
 
     fetch --> any frames? --yes--> answer
                   | no
@@ -30,9 +31,10 @@ from portalmq.broker.cluster.routing import LeaderRouter
 from portalmq.broker.cluster.rpc import TopicPartition
 from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.partition.long_poll import LongPolls, Peer
+from portalmq.broker.partition.native import attempt
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.yielding import in_short_turns
-from portalmq.broker.storage.batch import BatchFrame, BatchKind, FrameHeader, is_all_holes
+from portalmq.broker.storage.batch import BatchFrame, BatchKind, FrameHeader, is_all_holes, plain_frame
 from portalmq.errors import PortalMQError
 
 SHARE_BYTES_MIN = 64 * 1024
@@ -80,13 +82,15 @@ class ReaderFetch:
         self._parked: dict[Partition, set[Event]] = {}
         self._turn = BoundedSemaphore()
 
-    def fetch(self, request: contract.FetchRequest, peer: Peer | None) -> list[PartitionFrames]:
+    def fetch(
+        self, request: contract.FetchRequest, peer: Peer | None, *, knows_compressed: bool = False
+    ) -> list[PartitionFrames]:
         """Return one answer for each partition, in order."""
         event = Event()
-        answers = self._answers(request)
+        answers = self._answers(request, knows_compressed=knows_compressed)
         if request.wait_ms and not any(answer.frames or answer.error for answer in answers):
             self._wait(request, event, peer)
-            answers = self._answers(request)
+            answers = self._answers(request, knows_compressed=knows_compressed)
         return answers
 
     def moved(self, partition: Partition) -> None:
@@ -94,7 +98,7 @@ class ReaderFetch:
         for event in self._parked.get(partition, ()):
             event.set()
 
-    def _answers(self, request: contract.FetchRequest) -> list[PartitionFrames]:
+    def _answers(self, request: contract.FetchRequest, *, knows_compressed: bool) -> list[PartitionFrames]:
         left = request.max_bytes
         until_s = monotonic() + GATHER_S
         share = max(SHARE_BYTES_MIN, left // len(request.partitions))
@@ -107,6 +111,8 @@ class ReaderFetch:
                 read = self._read(topic, asked, until_s)
                 is_over = left <= 0 or (left < request.max_bytes and monotonic() >= until_s)
                 frames, next_offset = ([], asked.offset) if is_over else self._frames(read, min(left, share), until_s)
+                if not knows_compressed:
+                    frames = [self._plain(read.partition, frame) for frame in frames]
             except PortalMQError as error:
                 problem = msgspec.to_builtins(error.problem())
                 answers.append(PartitionFrames(asked.topic, asked.partition, error=problem, topic_id=topic_id))
@@ -155,6 +161,14 @@ class ReaderFetch:
                     found.append(frame)
                     size += frame.size_bytes
         return found, offset
+
+    def _plain(self, partition: Partition, frame: BatchFrame) -> BatchFrame:
+        if not _decode_head(frame.header).codec:
+            return frame
+        plain = attempt(partition.host.pool, plain_frame, frame)
+        if isinstance(plain, Exception):
+            raise plain
+        return plain
 
     @contextmanager
     def _turn_to_read(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -76,15 +76,17 @@ class DecodedBatch:
     next: int = 0
 
 
-def _with_offsets(body: bytes, skipped: int, base_offset: int) -> list[tuple[int, contract.FrameRecord]]:
+def _with_offsets(head: contract.FrameHead, body: bytes, skipped: int) -> list[tuple[int, contract.FrameRecord]]:
     """Return the messages of a batch without the first `skipped`, with their offsets. Compaction leaves nil for a
     removed one."""
+    first = head.base_offset + skipped
+    records: Sequence[contract.FrameRecord]
     try:
-        records = _decode_records(body)
+        records = contract.records_of_compressed(head, body) if head.codec else _decode_records(body)
     except msgspec.ValidationError:
-        numbered = enumerate(_decode_records_with_holes(body)[skipped:], base_offset + skipped)
+        numbered = enumerate(_decode_records_with_holes(body)[skipped:], first)
         return [(offset, record) for offset, record in numbered if record is not None]
-    return list(enumerate(records[skipped:] if skipped else records, base_offset + skipped))
+    return list(enumerate(records[skipped:] if skipped else records, first))
 
 
 class FetchBuffer:
@@ -161,7 +163,7 @@ class FetchBuffer:
             self._wake()
         head = _decode_head(frame.header)
         skipped = max(0, buffer.handed - head.base_offset)
-        numbered = _with_offsets(frame.body, skipped, head.base_offset)
+        numbered = _with_offsets(head, frame.body, skipped)
         if any(record.expires_at_ms is not None for _, record in numbered):
             now_ms = self._wall_ms()
             numbered = [
@@ -234,7 +236,7 @@ class FetchBuffer:
             "POST",
             contract.FETCH_PATH,
             contract.FetchRequest(asked, max_bytes, round(FETCH_WAIT_S * 1000)),
-            accept=contract.FRAMES_MSGPACK,
+            accept=contract.FRAMES_ACCEPTED,
             leader_of=buffers[0].place,
             wait_s=FETCH_WAIT_S,
         )

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 _SEGMENT = re.compile(r"\d{20}\.sqlite\Z")
 STATE_NAME: Final = "state.sqlite"
-SCHEMA_VERSION: Final = 1  # of segment files; the meta table of the state file does not change
+SCHEMA_VERSION: Final = 2  # of segment files; the meta table of the state file does not change
 OFFSET_END: Final = 1 << 63
 
 

@@ -9,6 +9,7 @@ three queries:
     messages   offset, value, and the columns that the previous chunk used; only rows that use no other column, and are
                small. These are nearly always all rows: the headers say how many to expect.
     look       otherwise: which columns the messages use, and their size. Then they are read again, or a smaller chunk.
+    values     of batches that producers compressed, whose rows have NULL for them
 
 How to open a file that a broker may have open, without writing a byte beside it:
 
@@ -36,6 +37,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
+from portalmq.compression import values_of
 from portalmq.spark.columns import MESSAGES_TABLE
 from portalmq.spark.errors import DamagedFile, NotReadable, SourceError
 from portalmq.spark.origin import PartitionLog
@@ -269,6 +271,8 @@ class SegmentRows:
             rows = self._messages(cursor, headers, start, end)
             if not rows.num_rows:
                 return None
+            if "value" in self._columns and rows.column("value").null_count:
+                rows = self._with_values(cursor, rows, headers.first, end)
             return self._finished(cursor, rows, headers)
 
     def _messages(self, cursor: Any, headers: _Batches, start: int, end: int) -> pa.Table:
@@ -337,6 +341,31 @@ class SegmentRows:
                 return
         verb = "lacks" if missing > 0 else "has too many:"
         raise DamagedFile(self._path, f"{verb} {abs(missing)} of the messages from offset {start} to {end - 1}")
+
+    def _with_values(self, cursor: Any, rows: pa.Table, first: int, end: int) -> pa.Table:
+        """Return the rows with the values of compressed batches, whose base offsets are in [first, end)."""
+        inside = f"FROM compressed_values WHERE base_offset >= {first} AND base_offset < {end}"
+        cursor.execute(f"SELECT coalesce(sum(size), 0), count(*) {inside}")
+        size_bytes, batches = cursor.fetchone()
+        if size_bytes > CHUNK_BYTES and batches > 1:
+            raise _TooHeavy(size_bytes)
+        cursor.execute(
+            "SELECT v.base_offset, b.count, v.data FROM compressed_values AS v JOIN batches AS b USING (base_offset)"
+            f" WHERE v.base_offset >= {first} AND v.base_offset < {end} ORDER BY v.base_offset"
+        )
+        column, offsets = rows.column("value").combine_chunks(), rows.column("offset").to_numpy()
+        parts: list[pa.Array] = []
+        done = 0
+        for base_offset, count, data in cursor.fetchall():
+            low, high = (int(at) for at in np.searchsorted(offsets, [base_offset, base_offset + count]))
+            if low == high:
+                continue
+            parts.append(_plain(column, done, low))
+            skipped = int(offsets[low]) - base_offset  # no message of a compressed batch is missing
+            parts.append(pa.array(values_of(data, count)[skipped : skipped + high - low], pa.binary()))
+            done = high
+        parts.append(_plain(column, done, len(offsets)))
+        return rows.set_column(rows.schema.get_field_index("value"), "value", pa.concat_arrays(parts))
 
     def _finished(self, cursor: Any, rows: pa.Table, headers: _Batches) -> pa.RecordBatch:
         (batch,) = rows.to_batches()
@@ -412,6 +441,14 @@ def _table(cursor: Any, query: str, rows: int = CHUNK_OFFSETS) -> pa.Table:
     cursor.adbc_statement.set_options(**{"adbc.sqlite.query.batch_rows": str(rows + 1)})
     cursor.execute(query)
     return cursor.fetch_arrow_table()
+
+
+def _plain(column: pa.Array, start: int, end: int) -> pa.Array:
+    """Return the values [start, end), which are not compressed. Raises ValueError when one is missing."""
+    part = column.slice(start, end - start)
+    if part.null_count:
+        raise ValueError("values are missing")
+    return part.cast(pa.binary()) if len(part) else pa.array([], pa.binary())
 
 
 def _maps(texts: pa.Array, kind: pa.DataType) -> pa.Array:

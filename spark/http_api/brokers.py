@@ -134,7 +134,7 @@ class ClusterApi:
             "POST",
             contract.FETCH_PATH,
             msgspec.json.encode(contract.FetchRequest(asked, max_bytes, wait_ms)),
-            (("Content-Type", wire.JSON), ("Accept", contract.FRAMES_MSGPACK)),
+            (("Content-Type", wire.JSON), ("Accept", contract.FRAMES_ACCEPTED)),
             repeatable=True,
             leader_of=(asked[0].topic, asked[0].partition),
             wait_s=FETCH_TIMEOUT_S - LONG_POLL_GRACE_S,

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from portalmq.spark.columns import MESSAGES_TABLE
 from portalmq.spark.origin import PartitionLog
-from portalmq.stream_wire import Frame, FrameHead, FrameRecord
+from portalmq.stream_wire import Frame, FrameHead, FrameRecord, records_of_compressed
 
 BATCH_ROWS = 65_536
 BATCH_BYTES = 16 * 1024 * 1024
@@ -64,14 +64,15 @@ class _Rows:
             return
         offsets = np.arange(low, high)
         try:
-            records = _decode_records(frame.body)[low - head.base_offset : high - head.base_offset]
+            found = records_of_compressed(head, frame.body) if head.codec else _decode_records(frame.body)
+            records = found[low - head.base_offset : high - head.base_offset]
         except msgspec.ValidationError:
             # nil marks a message that compaction has removed.
-            found = _decode_records_with_holes(frame.body)[low - head.base_offset : high - head.base_offset]
-            offsets = offsets[[record is not None for record in found]]
-            records = [record for record in found if record is not None]
+            holed = _decode_records_with_holes(frame.body)[low - head.base_offset : high - head.base_offset]
+            offsets = offsets[[record is not None for record in holed]]
+            records = [record for record in holed if record is not None]
         self.records += records
-        self.bytes += len(frame.body)
+        self.bytes += sum([len(record.value) for record in records]) if head.codec else len(frame.body)
         self._heads.append(head)
         self._counts.append(len(records))
         self._offsets.append(offsets)

@@ -283,7 +283,7 @@ def test_a_foreign_database_is_reported(data):
 
 def test_a_newer_version_s_files_are_not_guessed_at(data):
     with closing(sqlite3.connect(segments_of(data)[2])) as connection:
-        connection.execute("UPDATE meta SET value = 2 WHERE key = 'schema_version'")
+        connection.execute("UPDATE meta SET value = 3 WHERE key = 'schema_version'")
         connection.commit()
     with pytest.raises(SourceError, match="written by a newer PortalMQ"):
         rows(data)

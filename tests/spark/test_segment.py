@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.compressed import reading_records, readings, with_compressed_values
 from support.data_directory import locked_by_another
 from support.log_files import IDENTITY, Writer, everything, numbered, open_log
 
@@ -45,6 +46,7 @@ BATCHES = st.tuples(
     | st.lists(KEYED, min_size=1, max_size=8)
     | st.lists(RECORDS, min_size=1, max_size=6),
     st.sampled_from([(-1, -1, -1), (7, 0, 100), (2**40, 3, 0)]),
+    st.booleans(),
 )
 STEPS = st.lists(BATCHES | st.just("control") | st.just("roll"), min_size=1, max_size=12)
 
@@ -133,8 +135,11 @@ def test_any_columns_of_any_range_agree_with_the_broker(steps, compacted, column
             elif step == "roll":
                 log.roll()
             else:
-                records, stamp = step
-                log.append([writer.messages_batch(records, stamp=stamp)])
+                records, stamp, are_compressed = step
+                batch = writer.messages_batch(records, stamp=stamp)
+                if are_compressed and all(record.value for record in records):
+                    batch = with_compressed_values(batch)
+                log.append([batch])
         if compacted:
             log.roll()
             log.seal(log.end_offset)
@@ -168,6 +173,43 @@ def values(path: Path, log: PartitionLog) -> list[bytes]:
         for batch in SegmentRows(path, log, ["offset", "value"]).batches(log.start_offset, log.end_offset)
         for value in batch.column("value")
     ]
+
+
+@pytest.mark.parametrize("chunk", [7, 65_536])
+def test_compressed_values_are_read_as_they_were_sent(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(segment, "CHUNK_OFFSETS", chunk)
+    log = open_log(tmp_path)
+    writer = Writer(log)
+    for number in range(3):
+        log.append([with_compressed_values(writer.messages_batch(reading_records(20, 100 * number)))])
+        writer.put(b"plain")
+    log.close()
+    expected = [value for number in range(3) for value in [*readings(20, 100 * number), b"plain"]]
+    assert values(tmp_path / f"{0:020d}.sqlite", log_of(log)) == expected
+
+
+def test_a_chunk_is_bounded_by_what_its_compressed_values_take(tmp_path, monkeypatch):
+    monkeypatch.setattr(segment, "CHUNK_BYTES", 10_000)
+    log = open_log(tmp_path)
+    writer = Writer(log)
+    for number in range(20):
+        log.append([with_compressed_values(writer.messages_batch(reading_records(100, 100 * number)))])
+    log.close()
+    read = list(SegmentRows(tmp_path / f"{0:020d}.sqlite", log_of(log), ["value"]).batches(0, log.end_offset))
+    assert sum(batch.num_rows for batch in read) == 2_000
+    assert max(batch.nbytes for batch in read) < 10_000 + 100 * 60
+
+
+def test_missing_compressed_values_are_damage(tmp_path):
+    log = open_log(tmp_path)
+    log.append([with_compressed_values(Writer(log).messages_batch(reading_records(20)))])
+    log.close()
+    path = tmp_path / f"{0:020d}.sqlite"
+    with sqlite3.connect(path) as connection:
+        connection.execute("DELETE FROM compressed_values")
+    connection.close()
+    with pytest.raises(DamagedFile):
+        values(path, log_of(log))
 
 
 # --- memory and shape -------------------------------------------------------------------------------------------------

@@ -20,10 +20,12 @@ from portalmq.wire import Acks, ProducerStamp
 
 
 class Share(msgspec.Struct, array_like=True):
-    """The records of a produce call for one partition."""
+    """The records of a produce call for one partition: a list, or the body of a batch of `count` records whose values
+    are compressed. A broker of a version that does not know such bodies refuses the call."""
 
     number: int
-    records: list[Record]
+    records: list[Record] | bytes
+    count: int = 0
 
 
 class Produce(ForShares, msgspec.Struct, array_like=True):

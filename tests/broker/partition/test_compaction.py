@@ -408,13 +408,13 @@ def test_a_stream_reader_gets_the_remaining_messages(fixture):
     put(partition, (b"a", b"2"), (b"c", b"2"))
     compact(fixture)
     frames = [frame_of(batch) for batch in partition.log.read(0) if batch.kind == BatchKind.MESSAGES]
-    bases = [verified_header(frame).base_offset for frame in frames]
-    read = [_with_offsets(frame.body, 0, base) for frame, base in zip(frames, bases, strict=True)]
-    assert [[(offset - bases[0], record.key) for offset, record in batch] for batch in read] == [
+    heads = [verified_header(frame) for frame in frames]
+    read = [_with_offsets(head, frame.body, 0) for frame, head in zip(frames, heads, strict=True)]
+    assert [[(offset - heads[0].base_offset, record.key) for offset, record in batch] for batch in read] == [
         [(1, b"b")],
         [(3, b"a"), (4, b"c")],
     ]
-    assert _with_offsets(frames[0].body, 2, bases[0]) == []
+    assert _with_offsets(heads[0], frames[0].body, 2) == []
 
 
 def test_leased_messages_that_are_removed_are_done_for_the_group(fixture, clock):
