@@ -4,6 +4,7 @@
     GET  /message                     200 {message, timestamp, key}, 404 when none is available
     POST /confirm  {"Key": key}       200; 404 for an unknown key
     GET  /messages                    the whole queue, consuming nothing: {messages: [{message, timestamp, key, state}]}
+    POST /miniq/command               a command, as MiniQ has them over ZeroMQ
 
 A delivered message is leased. When the lease ends unconfirmed, it is delivered again. A broker started with
 --no-confirm (MiniQ's -c) acks a message when it delivers it. ?queue=name selects another queue, that is, a topic. A key
@@ -14,6 +15,8 @@ Unix milliseconds.
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 from flask import Response, request
@@ -38,6 +41,7 @@ from portalmq.broker.storage.batch import Record
 from portalmq.errors import InvalidRequest, MessageNotFound, PartitionNotFound, TopicNotFound
 
 LIST_MAX = 10_000
+IDS_MAX = 1_000
 
 
 class PostRequest(msgspec.Struct):
@@ -125,3 +129,95 @@ def read_all(context: RequestContext) -> Response:
 
 def _queue() -> str:
     return wire.check_name(query("queue").text("queue") or DEFAULT, "queue")
+
+
+# --- commands --------------------------------------------------------------------------------------------------------
+
+
+class Payload(msgspec.Struct):
+    queue: str = DEFAULT
+    id: str | None = None
+    ids: list[str] | None = None
+    message: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+class Command(msgspec.Struct):
+    type: str
+    payload: Payload = msgspec.field(default_factory=Payload)
+
+
+def command(context: RequestContext) -> Response:
+    """Execute a command: {"type", "payload": {"queue", ...}}, answered {"status": "ok", ...}. Each is idempotent.
+
+        CREATE_QUEUE           {queue, created}
+        QUEUE_SIZE             {queue, size, ready, in_flight, scheduled}: size is all that is not deleted
+        DELETE_MSG id, or ids  {queue, id}, or {queue, ids, deleted: [true, ...]}
+        PRODUCE_MSG, CONSUME   {queue}: the queue exists; it is created if the cluster creates topics on first use
+
+    Port 5557 of `portalmq zeromq` forwards to it.
+    """
+    given = wire.decode_json(context.body(), Command)
+    carry_out = COMMANDS.get(given.type)
+    if carry_out is None:
+        raise InvalidRequest(f"there is no command {given.type[:100]!r}; known: {', '.join(COMMANDS)}")
+    queue = wire.check_name(given.payload.queue, "queue")
+    try:
+        done = carry_out(context, queue, given.payload)
+    except TopicNotFound as error:
+        # Name the command: the client may know no other protocol.
+        detail = f"there is no queue {queue!r}: make it with CREATE_QUEUE"
+        raise TopicNotFound(detail, retryable=error.retryable, outcome=error.outcome) from None
+    return answer({"status": "ok", "queue": queue, **done})
+
+
+def _create(context: RequestContext, queue: str, payload: Payload) -> dict[str, Any]:
+    _, created = context.broker.create_topic(queue, wire.CreateTopic())
+    return {"created": created}
+
+
+def _size(context: RequestContext, queue: str, payload: Payload) -> dict[str, Any]:
+    size = context.broker.queue_sizes.size(DEFAULT, queue)
+    return {"size": size.size, "ready": size.ready, "in_flight": size.in_flight, "scheduled": size.scheduled}
+
+
+def _delete(context: RequestContext, queue: str, payload: Payload) -> dict[str, Any]:
+    if payload.ids is not None:
+        if len(payload.ids) > IDS_MAX:
+            raise InvalidRequest(f"{len(payload.ids)} ids at once, {IDS_MAX} at most")
+        return {"ids": payload.ids, "deleted": _finished(context, queue, [parse_key(each) for each in payload.ids])}
+    if payload.id is None:
+        raise InvalidRequest("name the message to be deleted: the `id` that came with it")
+    (deleted,) = _finished(context, queue, [parse_key(payload.id)])
+    if not deleted:
+        raise MessageNotFound(f"queue {queue!r} has no message {payload.id!r} to be deleted")
+    return {"id": payload.id}
+
+
+def _finished(context: RequestContext, queue: str, keys: list[MessageKey]) -> list[bool]:
+    """Ack messages; True for each that existed. Raises when the outcome of one is unknown: repeating is safe."""
+    if not keys:
+        return []
+    try:
+        verdicts = finish(context, queue, keys)
+    except PartitionNotFound:
+        if len(keys) == 1:
+            return [False]
+        return [_finished(context, queue, [key])[0] for key in keys]
+    return [is_done(verdict) for verdict in verdicts]
+
+
+def _open(context: RequestContext, queue: str, payload: Payload) -> dict[str, Any]:
+    if payload.message is not msgspec.UNSET:
+        # Dropping it silently would lose it.
+        raise InvalidRequest("this command carries no message: send the message to the producers' port")
+    context.broker.use_topic(queue)
+    return {}
+
+
+COMMANDS: dict[str, Callable[[RequestContext, str, Payload], dict[str, Any]]] = {
+    "CREATE_QUEUE": _create,
+    "QUEUE_SIZE": _size,
+    "DELETE_MSG": _delete,
+    "PRODUCE_MSG": _open,
+    "CONSUME": _open,
+}

@@ -11,7 +11,6 @@ from werkzeug.exceptions import MethodNotAllowed
 from portalmq.broker.api.request_context import RequestContext
 from portalmq.broker.api.routes import Route
 from portalmq.broker.protocols import miniq, wonderq
-from portalmq.broker.protocols import miniq_commands as commands
 from portalmq.broker.protocols import portal_mq as portal
 
 
@@ -47,7 +46,7 @@ PROTOCOL_ROUTES = (
     Route("GET", "/message", _taking(miniq.get, "POST")),
     Route("POST", "/confirm", miniq.confirm),
     Route("GET", "/messages", miniq.read_all),
-    Route("POST", "/miniq/command", commands.command),
+    Route("POST", "/miniq/command", miniq.command),
     Route("POST", "/v1/publish", wonderq.publish),
     Route("GET", "/v1/consumer", _taking(wonderq.consume, "DELETE")),
     Route("DELETE", "/v1/consumer", wonderq.delete),
