@@ -19,7 +19,7 @@ from portalmq.broker.api.client_watch import peer_of
 from portalmq.broker.api.incoming import decode_messages
 from portalmq.broker.api.query import Query
 from portalmq.broker.api.request_context import RequestContext, ResponseParts, accepts_packed, encoded, may_forward
-from portalmq.broker.queues.settle import Verdict
+from portalmq.broker.queues.settle import SettleRequest, Verdict
 from portalmq.errors import InvalidRequest, PortalMQError, StaleReceipt, Unavailable
 
 Environ = dict[str, Any]
@@ -111,12 +111,14 @@ def receive(context: RequestContext, environ: Environ, group: str) -> ResponsePa
     try:
         with context.parked(wanted.wait_ms):
             if wanted.ack:
-                delivered, verdicts = context.broker.ack_and_receive(group, wanted, peer_of(environ), **how)
+                delivered, verdicts = context.broker.receive_handler.ack_and_receive(
+                    group, wanted, peer_of(environ), **how
+                )
                 _check_settled(wanted.ack, verdicts)
                 if not all(verdicts):
                     stale = [receipt for receipt, ok in zip(wanted.ack, verdicts, strict=True) if not ok]
             else:
-                delivered = context.broker.receive(group, wanted, peer_of(environ), **how)
+                delivered = context.broker.receive_handler.receive(group, wanted, peer_of(environ), **how)
         body = outgoing.encode_received(delivered, stale, packed=packed)
         context.answers.note(environ, len(body))
     finally:
@@ -127,27 +129,24 @@ def receive(context: RequestContext, environ: Environ, group: str) -> ResponsePa
 def ack(context: RequestContext, environ: Environ, group: str) -> ResponseParts:
     wire.check_name(group, "group")
     wanted = wire.decode_json(context.body_of(environ), wire.AckRequest)
-    return _settled(wanted.receipts, context.broker.ack(group, wanted.receipts, forward=may_forward(environ)))
+    return _settled(
+        wanted.receipts, context.broker.settlement.settle(group, wanted.receipts, forward=may_forward(environ))
+    )
 
 
 def nack(context: RequestContext, environ: Environ, group: str) -> ResponseParts:
     wire.check_name(group, "group")
     wanted = wire.decode_json(context.body_of(environ), wire.NackRequest)
-    verdicts = context.broker.nack(
-        group,
-        wanted.receipts,
-        wanted.delay_ms,
-        wanted.reason,
-        unseen=wanted.unseen,
-        forward=may_forward(environ),
-    )
+    settle_request = SettleRequest("release" if wanted.unseen else "nack", wanted.delay_ms, wanted.reason)
+    verdicts = context.broker.settlement.settle(group, wanted.receipts, settle_request, forward=may_forward(environ))
     return _settled(wanted.receipts, verdicts)
 
 
 def extend(context: RequestContext, environ: Environ, group: str) -> ResponseParts:
     wire.check_name(group, "group")
     wanted = wire.decode_json(context.body_of(environ), wire.ExtendRequest)
-    verdicts = context.broker.extend(group, wanted.receipts, wanted.visibility_timeout_ms, forward=may_forward(environ))
+    settle_request = SettleRequest("extend", wanted.visibility_timeout_ms)
+    verdicts = context.broker.settlement.settle(group, wanted.receipts, settle_request, forward=may_forward(environ))
     return _settled(wanted.receipts, verdicts)
 
 
