@@ -12,17 +12,16 @@ divided by the receives being built, and is refused when no room is left. Its si
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from flask import Response
 
+from portalmq.broker.api.http_request import HttpRequest
 from portalmq.broker.partition.answer_size import sizes_of
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import Backpressure
 
 # Smaller answers are always allowed.
 SMALL_BYTES = 4 * 1024
-_HELD = "portalmq.answer_bytes_held"
 
 
 class AnswersInFlight:
@@ -47,40 +46,41 @@ class AnswersInFlight:
             retry_after_s=1,
         )
 
-    def hold(self, environ: dict[str, Any], records: Iterable[Record]) -> None:
+    def hold(self, request: HttpRequest, records: Iterable[Record]) -> None:
         """Take room for a page of these messages until `release`. Raises Backpressure."""
-        self.hold_bytes(environ, sizes_of(records))
+        self.hold_bytes(request, sizes_of(records))
 
-    def hold_bytes(self, environ: dict[str, Any], size: int) -> None:
+    def hold_bytes(self, request: HttpRequest, size: int) -> None:
         """Take room for a page of this size. Raises Backpressure."""
         if size > SMALL_BYTES and self.bytes and self.bytes + size > self.bytes_max:
             raise self._refusal()
-        self._add(environ, size)
+        self._add(request, size)
 
-    def note(self, environ: dict[str, Any], size: int) -> None:
+    def note(self, request: HttpRequest, size: int) -> None:
         """Take room for a finished answer until `release`, without a limit."""
         if size > SMALL_BYTES:
-            self._add(environ, size)
+            self._add(request, size)
 
-    def _add(self, environ: dict[str, Any], size: int) -> None:
-        environ[_HELD] = environ.get(_HELD, 0) + size
+    def _add(self, request: HttpRequest, size: int) -> None:
+        request.answer_bytes_held += size
         self.bytes += size
 
-    def sent(self, environ: dict[str, Any], body: bytes) -> Iterable[bytes]:
+    def sent(self, request: HttpRequest, body: bytes) -> Iterable[bytes]:
         """Return the body for the server to send. Its room is released when the connection is done with it."""
-        return _Unsent(self, environ, body) if _HELD in environ else [body]
+        return _Unsent(self, request, body) if request.answer_bytes_held else [body]
 
-    def send(self, environ: dict[str, Any], response: Response) -> None:
+    def send(self, request: HttpRequest, response: Response) -> None:
         """Adjust the room to the size of the finished page, until the connection is done with it."""
-        if _HELD not in environ:
+        if not request.answer_bytes_held:
             return
         size = response.calculate_content_length() or 0
-        self.bytes += size - environ[_HELD]
-        environ[_HELD] = size
-        response.call_on_close(lambda: self.release(environ))
+        self.bytes += size - request.answer_bytes_held
+        request.answer_bytes_held = size
+        response.call_on_close(lambda: self.release(request))
 
-    def release(self, environ: dict[str, Any]) -> None:
-        self.bytes -= environ.pop(_HELD, 0)
+    def release(self, request: HttpRequest) -> None:
+        self.bytes -= request.answer_bytes_held
+        request.answer_bytes_held = 0
 
 
 class Portion:
@@ -111,13 +111,13 @@ class Portion:
 class _Unsent:
     """The body of an answer, which releases its room when the server closes it (PEP 3333)."""
 
-    def __init__(self, answers: AnswersInFlight, environ: dict[str, Any], body: bytes) -> None:
+    def __init__(self, answers: AnswersInFlight, request: HttpRequest, body: bytes) -> None:
         self._answers = answers
-        self._environ = environ
+        self._request = request
         self._body = body
 
     def __iter__(self) -> Iterator[bytes]:
         yield self._body
 
     def close(self) -> None:
-        self._answers.release(self._environ)
+        self._answers.release(self._request)

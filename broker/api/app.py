@@ -9,9 +9,9 @@ from time import perf_counter
 from flask import Flask, Response, g, request
 
 from portalmq.broker.api import problems
-from portalmq.broker.api.body import close_after_answer, leaves_bytes_unread
+from portalmq.broker.api.body import leaves_bytes_unread
 from portalmq.broker.api.dispatch import Dispatcher, check_caller, check_ready
-from portalmq.broker.api.request_context import Authorizer, HttpSettings, RequestContext, ResponseParts
+from portalmq.broker.api.request_context import Authorizer, HttpSettings, RequestContext, ResponseParts, current
 from portalmq.broker.api.routes import ROUTES, Route
 from portalmq.broker.broker import Broker
 from portalmq.broker.messages.metrics import Metrics
@@ -41,14 +41,15 @@ def create_app(
         g.started = perf_counter()
         endpoint = request.endpoint
         if endpoint not in open_endpoints:
-            check_caller(context, request.environ)
+            check_caller(context, current())
         if endpoint is not None and endpoint not in early_endpoints:
             check_ready(context)
 
     def count(response: Response) -> Response:
-        if leaves_bytes_unread(request.environ):
-            close_after_answer(request.environ)
-        context.answers.send(request.environ, response)
+        asked = current()
+        if leaves_bytes_unread(asked):
+            asked.must_close = True
+        context.answers.send(asked, response)
         rule = request.url_rule
         metrics.request(
             rule.rule if rule is not None else "unknown",
@@ -67,5 +68,5 @@ def create_app(
 
 
 def _respond(route: Route, context: RequestContext, **names: str) -> Response:
-    answer = route.view(context, request.environ, *names.values()) if route.is_traffic else route.view(context, **names)
+    answer = route.view(context, current(), *names.values()) if route.is_traffic else route.view(context, **names)
     return answer.response() if isinstance(answer, ResponseParts) else answer

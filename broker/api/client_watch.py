@@ -15,6 +15,8 @@ from typing import Any
 from gevent import get_hub
 from gevent.monkey import get_original
 
+from portalmq.broker.api.http_request import HttpRequest
+
 # gevent's monkey patch replaces select.poll by one without POLLRDHUP. This one never waits.
 _poll: Any = get_original("select", "poll")
 _Socket: Any = get_original("socket", "socket")
@@ -68,7 +70,6 @@ def _has_ended(descriptor: int) -> bool:
             return False
 
 
-def peer_of(environ: dict[str, Any]) -> SocketPeer | None:
+def peer_of(request: HttpRequest) -> SocketPeer | None:
     """Return the client of a request, or None without a socket (a test client)."""
-    connection = environ.get("gunicorn.socket")
-    return None if connection is None else SocketPeer(connection)
+    return None if request.client is None else SocketPeer(request.client.socket)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from flask import Response, request
+from flask import Response
 
 from portalmq import wire
 from portalmq.broker.api.dispatch import check_caller, check_ready
-from portalmq.broker.api.request_context import RequestContext, answer, query
+from portalmq.broker.api.request_context import RequestContext, answer, current, query
 from portalmq.errors import Forbidden, Unauthorized
 
 
@@ -32,14 +32,14 @@ def health(context: RequestContext) -> Response:
 def _is_known(context: RequestContext) -> bool:
     """Return whether the caller is authorized. Others get only what a load balancer needs."""
     try:
-        check_caller(context, request.environ)
+        check_caller(context, current())
     except (Unauthorized, Forbidden):
         return False
     return True
 
 
 def describe(context: RequestContext) -> Response:
-    return answer(context.broker.overview.cluster())
+    return answer(context.broker.cluster())
 
 
 def metadata(context: RequestContext) -> Response:
@@ -47,7 +47,7 @@ def metadata(context: RequestContext) -> Response:
     names = None if topics is None else [name for name in topics.split(",") if name]
     for name in names or []:
         wire.check_name(name, "topic")
-    return answer(context.broker.overview.metadata(names))
+    return answer(context.broker.metadata(names))
 
 
 def exposition(context: RequestContext) -> Response:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from portalmq import wire
+from portalmq.broker.api.http_request import HttpRequest
 from portalmq.broker.api.incoming import messages_per_turn
 from portalmq.broker.api.record_fields import record_of_json, record_of_pack
 from portalmq.broker.api.request_context import RequestContext, ResponseParts, accepts_packed, encoded, may_forward
@@ -20,15 +21,13 @@ from portalmq.broker.queues.commit import OutputMessage
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import InvalidRequest
 
-Environ = dict[str, Any]
 
-
-def commit(context: RequestContext, environ: Environ, group: str) -> ResponseParts:
+def commit(context: RequestContext, request: HttpRequest, group: str) -> ResponseParts:
     wire.check_name(group, "group")
-    body, now_ms = context.body_of(environ), context.broker.wall_ms()
+    body, now_ms = context.body_of(request), context.broker.wall_ms()
     wanted: wire.JsonCommit | wire.PackCommit
     record_of: Callable[..., Record]
-    if environ.get("CONTENT_TYPE", "").partition(";")[0].strip().lower() == wire.BATCH_MSGPACK:
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() == wire.BATCH_MSGPACK:
         wanted, record_of = wire.decode_msgpack(body, wire.PackCommit), record_of_pack
     else:
         wanted, record_of = wire.decode_json(body, wire.JsonCommit), record_of_json
@@ -37,8 +36,8 @@ def commit(context: RequestContext, environ: Environ, group: str) -> ResponsePar
         _publication(each, record_of(each, f"message {index} to publish", now_ms))
         for index, each in enumerate(in_turns(publish, messages_per_turn(publish, len(body))))
     ]
-    committed = _committed(context, group, wanted, publications, forward=may_forward(environ))
-    return encoded(committed, packed=accepts_packed(environ))
+    committed = _committed(context, group, wanted, publications, forward=may_forward(request))
+    return encoded(committed, packed=accepts_packed(request))
 
 
 def _publication(message: wire.JsonOutput | wire.PackOutput, record: Record) -> OutputMessage:

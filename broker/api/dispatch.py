@@ -1,14 +1,13 @@
 """Dispatch in front of Flask: for traffic, and for calls from other brokers.
 
-Flask's context, routing and response cost as much as the rest of a small call. Routes marked as traffic, with paths
-like /v1/<first>/<name>/<last>, are served here, with the same checks, counts and problem documents as every other
-route. All other requests go to Flask.
+WSGI and Flask's context, routing and response cost more than the rest of a small call. Routes marked as traffic, with
+paths like /v1/<first>/<name>/<last>, are served here, with the same checks, counts and problem documents as every
+other route. All other requests go to Flask.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from http import HTTPStatus
 from time import perf_counter
 from typing import Any
@@ -17,24 +16,25 @@ from flask import Flask
 
 from portalmq import wire
 from portalmq.broker.api import internal, problems
-from portalmq.broker.api.body import close_after_answer, leaves_bytes_unread
+from portalmq.broker.api.body import leaves_bytes_unread
+from portalmq.broker.api.http_request import HttpRequest, request_of
 from portalmq.broker.api.request_context import RequestContext, ResponseParts
 from portalmq.errors import Unauthorized, Unavailable
 
 Environ = dict[str, Any]
 StartResponse = Any  # PEP 3333's
-WsgiView = Callable[..., Any]  # returns ResponseParts for the context, the environment and the name
+TrafficView = Callable[..., Any]  # returns ResponseParts for the context, the request and the name
 
 _STATUS_LINES = {status.value: f"{status.value} {status.phrase}" for status in HTTPStatus}
 
 
-def check_caller(context: RequestContext, environ: Environ) -> None:
+def check_caller(context: RequestContext, request: HttpRequest) -> None:
     """Raise Unauthorized without a needed token, Forbidden for the brokers' credential. Where no token is needed, raise
     Forbidden for requests of web pages of another origin."""
-    authorization = environ.get("HTTP_AUTHORIZATION")
+    authorization = request.headers.get("authorization")
     internal.check_no_peer(authorization)
     if not context.auth.needed:
-        context.origin_check.check(environ)
+        context.origin_check.check(request)
     elif not context.auth.allows(authorization):
         raise Unauthorized(
             "one of the broker's tokens is needed: `Authorization: Bearer <token>` in HTTP, token= in Python, "
@@ -49,68 +49,81 @@ def check_ready(context: RequestContext) -> None:
 
 
 class Dispatcher:
-    """The WSGI application of the broker: serves traffic and calls from other brokers, passes the rest to Flask."""
+    """The application of the broker. `answer` serves traffic and calls from other brokers; as a WSGI application, the
+    same and, by Flask, every other route."""
 
-    def __init__(self, app: Flask, context: RequestContext, traffic: Mapping[str, WsgiView]) -> None:
+    def __init__(self, app: Flask, context: RequestContext, traffic: Mapping[str, TrafficView]) -> None:
         """`traffic` maps the paths of POST routes to their views."""
         self._flask = app.wsgi_app
         self._context = context
-        self._views: dict[tuple[str, str], tuple[str, WsgiView]] = {}
+        self._views: dict[tuple[str, str], tuple[str, TrafficView]] = {}
         for path, view in traffic.items():
             match path.split("/"):
                 case ["", "v1", first, _, last]:
                     self._views[first, last] = (path, view)
 
-    def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
-        path = environ["PATH_INFO"]
-        try:
-            if environ["REQUEST_METHOD"] == "POST":
-                parts = path.split("/")
-                if len(parts) == 5 and parts[1] == "v1" and parts[3]:
-                    found = self._views.get((parts[2], parts[4]))
-                    if found is not None:
-                        route, view = found
-                        answer = partial(self._call_view, view, parts[3], environ)
-                        return self._respond(route, environ, start_response, answer)
-            if path.startswith(wire.INTERNAL_PATH):
-                name = path.removeprefix(wire.INTERNAL_PATH)
-                route = path if name in self._context.broker.calls else f"{wire.INTERNAL_PATH}<name>"
-                return self._respond(
-                    route, environ, start_response, partial(internal.serve, self._context, environ, name)
-                )
-            return self._flask(environ, start_response)
-        finally:
-            self._context.bodies.release(environ)
+    def answer(self, request: HttpRequest) -> ResponseParts | None:
+        """Return the answer, or None if Flask serves the route. Call `sent` when the answer is sent."""
+        path = request.path
+        if request.method == "POST":
+            parts = path.split("/")
+            if len(parts) == 5 and parts[1] == "v1" and parts[3]:
+                found = self._views.get((parts[2], parts[4]))
+                if found is not None:
+                    return self._counted(request, found[0], self._serve_traffic, found[1], _text(parts[3]))
+        if path.startswith(wire.INTERNAL_PATH):
+            name = path.removeprefix(wire.INTERNAL_PATH)
+            route = path if name in self._context.broker.calls else f"{wire.INTERNAL_PATH}<name>"
+            return self._counted(request, route, internal.serve, name)
+        return None
 
-    def _call_view(self, view: WsgiView, name: str, environ: Environ) -> ResponseParts:
-        check_caller(self._context, environ)
-        check_ready(self._context)
-        answer: ResponseParts = view(self._context, environ, _text(name))
+    def sent(self, request: HttpRequest) -> None:
+        """Release the room of an answer that is sent, or whose client is gone."""
+        if request.answer_bytes_held:
+            self._context.answers.release(request)
+
+    def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
+        request = request_of(environ)
+        answer = self.answer(request)
+        if answer is None:
+            try:
+                return self._flask(environ, start_response)
+            finally:
+                self._context.bodies.release(request)
+        headers = [("Content-Type", answer.content_type), ("Content-Length", str(len(answer.body))), *answer.headers]
+        start_response(status_line(answer.status), headers)
+        return [] if request.method == "HEAD" else self._context.answers.sent(request, answer.body)
+
+    def _serve_traffic(
+        self, context: RequestContext, request: HttpRequest, view: TrafficView, name: str
+    ) -> ResponseParts:
+        check_caller(context, request)
+        check_ready(context)
+        answer: ResponseParts = view(context, request, name)
         return answer
 
-    def _respond(
-        self, route: str, environ: Environ, start_response: StartResponse, view: Callable[[], ResponseParts]
-    ) -> Iterable[bytes]:
+    def _counted(
+        self, request: HttpRequest, route: str, serve: Callable[..., ResponseParts], *arguments: Any
+    ) -> ResponseParts:
         started = perf_counter()
-        method = environ["REQUEST_METHOD"]
+        method = request.method
+        context = self._context
         try:
-            answer = view()
+            answer = serve(context, request, *arguments)
         except Exception as fault:  # noqa: BLE001 - the outermost handler
-            answer = problems.of_fault(self._context.broker, fault, f"{method} {route}", environ)
-        if leaves_bytes_unread(environ):
-            close_after_answer(environ)
-        self._context.metrics.request(
-            route, method if method == "POST" else "any", answer.status, perf_counter() - started
-        )
-        headers = [
-            ("Content-Type", answer.content_type),
-            ("Content-Length", str(len(answer.body))),
-            *answer.headers,
-        ]
-        start_response(_STATUS_LINES[answer.status], headers)
-        return [] if method == "HEAD" else self._context.answers.sent(environ, answer.body)
+            answer = problems.of_fault(context.broker, fault, f"{method} {route}", request)
+        finally:
+            context.bodies.release(request)
+        if leaves_bytes_unread(request):
+            request.must_close = True
+        context.metrics.request(route, method if method == "POST" else "any", answer.status, perf_counter() - started)
+        return answer
+
+
+def status_line(status: int) -> str:
+    return _STATUS_LINES[status]
 
 
 def _text(name: str) -> str:
-    """Return a name as UTF-8; WSGI decodes paths as Latin-1 (PEP 3333)."""
+    """Return a name as UTF-8; paths are decoded as Latin-1 (PEP 3333)."""
     return name if name.isascii() else name.encode("latin-1").decode("utf-8", "replace")

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from portalmq import stream_wire as contract
 from portalmq import wire
 from portalmq.broker.api.client_watch import peer_of
+from portalmq.broker.api.http_request import HttpRequest
 from portalmq.broker.api.request_context import RequestContext, ResponseParts
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def fetch(context: RequestContext, environ: dict[str, Any]) -> ResponseParts:
-    wanted = wire.decode_json(context.body_of(environ), contract.FetchRequest)
+def fetch(context: RequestContext, request: HttpRequest) -> ResponseParts:
+    wanted = wire.decode_json(context.body_of(request), contract.FetchRequest)
     context.answers.check()
     with context.parked(wanted.wait_ms):
-        knows_compressed = "values=zstd" in environ.get("HTTP_ACCEPT", "").lower()
-        fetched = context.broker.reader_fetch.fetch(wanted, peer_of(environ), knows_compressed=knows_compressed)
-    context.answers.hold_bytes(environ, sum([frame.size_bytes for each in fetched for frame in each.frames]))
+        knows_compressed = "values=zstd" in request.headers.get("accept", "").lower()
+        fetched = context.broker.reader_fetch.fetch(wanted, peer_of(request), knows_compressed=knows_compressed)
+    context.answers.hold_bytes(request, sum([frame.size_bytes for each in fetched for frame in each.frames]))
     return ResponseParts(_encode({"partitions": fetched}), 200, contract.FRAMES_MSGPACK)

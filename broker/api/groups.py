@@ -11,7 +11,7 @@ from flask import Response, request
 from portalmq import wire
 from portalmq.broker.api.outgoing import json_message
 from portalmq.broker.api.query import Query, instant_ms, whole_number
-from portalmq.broker.api.request_context import RequestContext, answer, may_forward, no_content, query
+from portalmq.broker.api.request_context import RequestContext, answer, current, may_forward, no_content, query
 from portalmq.broker.partition.answer_size import first_of
 from portalmq.errors import InvalidRequest
 
@@ -46,7 +46,7 @@ def list_unfinished(context: RequestContext, group: str) -> Response:
     parameters = query("topic", "limit", "after")
     topic = _topic(parameters)
     limit = min(parameters.number("limit", least=1) or PAGE, PAGE_MAX)
-    after, forward = _position(parameters.text("after")), may_forward(request.environ)
+    after, forward = _position(parameters.text("after")), may_forward(current())
     counts = context.broker.queue_sizes.look(group, topic, forward=forward) if after is None else None
     found = context.broker.unfinished.messages(group, topic, after=after, forward=forward)
     first, more = first_of(found, attrgetter("stored.record"), limit)
@@ -77,7 +77,7 @@ def _position(after: str | None) -> tuple[int, int] | None:
 
 
 def delete(context: RequestContext, group: str) -> Response:
-    context.broker.group_admin.delete(wire.check_name(group, "group"))
+    context.broker.delete_group(wire.check_name(group, "group"))
     context.metrics.forget_group(group)
     return no_content()
 
@@ -93,7 +93,7 @@ def list_dead_letters(context: RequestContext, group: str) -> Response:
         _topic(parameters),
         limit=min(parameters.number("limit", least=1) or PAGE, PAGE_MAX),
         after=parameters.text("after"),
-        forward=may_forward(request.environ),
+        forward=may_forward(current()),
     )
     context.make_room([stored.record for stored in listed.messages])
     return answer({"messages": [json_message(stored) for stored in listed.messages], "next_after": listed.next_after})
@@ -110,7 +110,7 @@ def redrive(context: RequestContext, group: str) -> Response:
         where=wanted.where,
         rate_per_s=wanted.rate_per_s,
         dry_run=wanted.dry_run,
-        forward=may_forward(request.environ),
+        forward=may_forward(current()),
     )
     return answer(wire.Redriven(matched, redriven))
 
@@ -124,7 +124,7 @@ def drop_dead_letters(context: RequestContext, group: str) -> Response:
     if ids == []:
         raise InvalidRequest("ids is empty: name dead letters as 0-17,0-18, or leave ids out to drop all")
     topic = _topic(parameters)
-    dropped = context.broker.dead_letters.drop(group, topic, ids=ids, forward=may_forward(request.environ))
+    dropped = context.broker.dead_letters.drop(group, topic, ids=ids, forward=may_forward(current()))
     return answer({"dropped": dropped})
 
 

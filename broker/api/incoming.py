@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Annotated, Any, NamedTuple, TypeVar
@@ -133,8 +133,8 @@ _PACK = _Format(
 )
 
 
-def decode_messages(content_type: str | None, body: bytes, environ: dict[str, Any], now_ms: int) -> ProduceRequest:
-    """Return the messages of a request body; `environ` holds the request's headers. Delays and times to live count from
+def decode_messages(content_type: str | None, body: bytes, headers: Mapping[str, str], now_ms: int) -> ProduceRequest:
+    """Return the messages of a request body; `headers` are the request's. Delays and times to live count from
     `now_ms`, a time of day.
 
     Raises InvalidRequest, or MessageTooLarge when a batch has too many messages. The size of a value is checked later,
@@ -149,8 +149,8 @@ def decode_messages(content_type: str | None, body: bytes, environ: dict[str, An
     elif essence == wire.NDJSON:
         request = _from_lines(body)
     else:
-        return decode_single(content_type, body, environ, now_ms)
-    check_no_single_headers(environ)
+        return decode_single(content_type, body, headers, now_ms)
+    check_no_single_headers(headers)
     return request
 
 

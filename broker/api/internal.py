@@ -6,14 +6,13 @@ broker starts and drains: followers fetch, and leadership moves, at these times.
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from portalmq import wire
 from portalmq.broker.api import problems
-from portalmq.broker.api.body import note_peer, read_body
+from portalmq.broker.api.body import read_body
 from portalmq.broker.api.client_watch import peer_of
+from portalmq.broker.api.http_request import HttpRequest
 from portalmq.broker.api.request_context import RequestContext, ResponseParts
 from portalmq.broker.cluster.peers import CREDENTIAL_SCHEME, check_credential
 from portalmq.errors import Forbidden, InvalidRequest, MethodNotAllowed
@@ -22,15 +21,16 @@ from portalmq.errors import Forbidden, InvalidRequest, MethodNotAllowed
 BODY_BYTES_MAX = 64 * 1024 * 1024
 
 
-def serve(context: RequestContext, environ: dict[str, Any], name: str) -> ResponseParts:
-    check_credential(environ.get("HTTP_AUTHORIZATION"), context.broker.cluster_secret)
-    note_peer(environ)
-    if environ["REQUEST_METHOD"] != "POST":
-        refused = problems.of(MethodNotAllowed(f"{environ['REQUEST_METHOD'][:20]} is not supported here"))
+def serve(context: RequestContext, request: HttpRequest, name: str) -> ResponseParts:
+    check_credential(request.headers.get("authorization"), context.broker.cluster_secret)
+    if request.client is not None:
+        request.client.trust()
+    if request.method != "POST":
+        refused = problems.of(MethodNotAllowed(f"{request.method[:20]} is not supported here"))
         return refused._replace(headers=(("Allow", "POST"),))
-    body = read_body(environ, BODY_BYTES_MAX, pause_s=context.config.body_timeout_s)
+    body = read_body(request, BODY_BYTES_MAX, pause_s=context.config.body_timeout_s)
     try:
-        return ResponseParts(context.broker.serve_peer(name, body, peer_of(environ)), 200, wire.MSGPACK)
+        return ResponseParts(context.broker.serve_peer(name, body, peer_of(request)), 200, wire.MSGPACK)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:
         if not _is_broken(body):
             raise  # the error is not of this body

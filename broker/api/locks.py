@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from flask import Response, request
+from flask import Response
 
 from portalmq import wire
 from portalmq.broker.api.body import leaves_bytes_unread
 from portalmq.broker.api.client_watch import peer_of
 from portalmq.broker.api.query import whole_number
-from portalmq.broker.api.request_context import RequestContext, answer, no_content, query
+from portalmq.broker.api.request_context import RequestContext, answer, current, no_content, query
 from portalmq.errors import InvalidRequest
 
 
@@ -24,7 +24,7 @@ def acquire(context: RequestContext, lock: str) -> Response:
     wire.check_name(lock, "lock")
     wanted = wire.decode_json(context.body(), wire.LockRequest)
     with context.parked(wanted.wait_ms):
-        return answer(context.broker.locks.acquire(lock, wanted, peer_of(request.environ)))
+        return answer(context.broker.locks.acquire(lock, wanted, peer_of(current())))
 
 
 def renew(context: RequestContext, lock: str) -> Response:
@@ -38,7 +38,7 @@ def release(context: RequestContext, lock: str) -> Response:
     wire.check_name(lock, "lock")
     parameters = query("owner", "fencing_token")
     owner, token = parameters.text("owner"), parameters.text("fencing_token")
-    if leaves_bytes_unread(request.environ) and (body := context.body()):
+    if leaves_bytes_unread(current()) and (body := context.body()):
         if owner is not None or token is not None:
             raise InvalidRequest("give owner and fencing_token in the query, or in the body, and not in both")
         wanted = wire.decode_json(body, wire.LockRelease)

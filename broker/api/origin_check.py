@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import ipaddress
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Protocol
 from urllib.parse import urlsplit
 
+from portalmq.broker.api.http_request import HttpRequest
 from portalmq.errors import Forbidden
 
 READING_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -44,22 +45,22 @@ class OriginCheck:
         self._advertised = urlsplit(config.url).netloc.lower()
         self._is_ours = lru_cache(HOSTS_REMEMBERED)(self._is_our_name)
 
-    def check(self, environ: dict[str, Any]) -> None:
+    def check(self, request: HttpRequest) -> None:
         """Raise Forbidden for a foreign origin or host. Costs three lookups for most requests."""
-        host = environ.get("HTTP_HOST", "")
+        host = request.headers.get("host", "")
         if not self._is_ours(host):
             raise Forbidden(
                 f"this broker needs no token, and {host[:100]!r} is not one of its names, as in DNS rebinding by a web "
                 "page: use its address, or add the name with --advertised-url or --allowed-hosts"
             )
-        if "HTTP_ORIGIN" in environ or "HTTP_SEC_FETCH_SITE" in environ:
-            self._check_page(environ, host)
+        if "origin" in request.headers or "sec-fetch-site" in request.headers:
+            self._check_page(request, host)
 
-    def _check_page(self, environ: dict[str, Any], host: str) -> None:
-        if environ["REQUEST_METHOD"] in READING_METHODS and environ["PATH_INFO"].rstrip("/") not in TAKING_PATHS:
+    def _check_page(self, request: HttpRequest, host: str) -> None:
+        if request.method in READING_METHODS and request.path.rstrip("/") not in TAKING_PATHS:
             return  # without CORS headers in the answer, another origin cannot read it
-        origin = environ.get("HTTP_ORIGIN")
-        is_foreign = environ.get("HTTP_SEC_FETCH_SITE", "none") not in {"none", "same-origin"}
+        origin = request.headers.get("origin")
+        is_foreign = request.headers.get("sec-fetch-site", "none") not in {"none", "same-origin"}
         if is_foreign or (origin is not None and _host_of(origin) not in {host.lower(), self._advertised}):
             shown = "another origin" if origin is None else repr(origin[:100])
             raise Forbidden(f"a web page of {shown} may change nothing on a broker without tokens")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from http import HTTPStatus
-from typing import Any
 
 import msgspec
 from flask import Flask, Response, request
@@ -13,7 +12,7 @@ from werkzeug.exceptions import HTTPException
 from werkzeug.routing import RequestRedirect
 
 from portalmq import wire
-from portalmq.broker.api.body import close_after_answer
+from portalmq.broker.api.http_request import HttpRequest, request_of
 from portalmq.broker.api.request_context import ResponseParts
 from portalmq.broker.broker import Broker
 from portalmq.errors import (
@@ -54,7 +53,7 @@ def install(app: Flask, broker: Broker) -> None:
 
     def answer_fault(fault: Exception) -> Response:
         call = f"{request.method} {request.url_rule or '?'}"
-        return of_fault(broker, fault, call, request.environ).response()
+        return of_fault(broker, fault, call, request_of(request.environ)).response()
 
     app.register_error_handler(HTTPException, answer_http)
     app.register_error_handler(Exception, answer_fault)
@@ -87,13 +86,13 @@ def answer_http(fault: HTTPException) -> Response:
     return response
 
 
-def of_fault(broker: Broker, fault: Exception, call: str, environ: dict[str, Any]) -> ResponseParts:
+def of_fault(broker: Broker, fault: Exception, call: str, asked: HttpRequest) -> ResponseParts:
     """Return the answer to a call that raised `fault`. The trace of a bug goes to the log, not to the client."""
     error = broker.explain(fault)
     if error is not None:
         return of(error)
     log.error("%s failed", call, exc_info=fault)
-    close_after_answer(environ)
+    asked.must_close = True
     sentence = "the broker failed on this request; see the broker's log"
     return of(InternalError(sentence, outcome="unknown", retryable=False))
 

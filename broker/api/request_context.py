@@ -13,6 +13,7 @@ from werkzeug.datastructures import MultiDict
 from portalmq import wire
 from portalmq.broker.api.answers_in_flight import AnswersInFlight
 from portalmq.broker.api.body import BodiesInFlight, read_body
+from portalmq.broker.api.http_request import HttpRequest, request_of
 from portalmq.broker.api.origin_check import BrokerNames, OriginCheck
 from portalmq.broker.api.query import Query
 from portalmq.broker.broker import Broker
@@ -82,15 +83,15 @@ class RequestContext:
 
     def body(self) -> bytes:
         """Return the body of the current request. Raises as `read_body` does."""
-        return self.body_of(request.environ)
+        return self.body_of(current())
 
-    def body_of(self, environ: dict[str, Any]) -> bytes:
+    def body_of(self, asked: HttpRequest) -> bytes:
         config = self.config
-        return read_body(environ, config.body_bytes_max, pause_s=config.body_timeout_s, in_flight=self.bodies)
+        return read_body(asked, config.body_bytes_max, pause_s=config.body_timeout_s, in_flight=self.bodies)
 
     def make_room(self, records: Iterable[Record]) -> None:
         """Take room for these messages in the answer. Raises Backpressure while too many answers are not sent."""
-        self.answers.hold(request.environ, records)
+        self.answers.hold(current(), records)
 
     def streamed(self, parts: Iterator[bytes]) -> Iterator[bytes]:
         """Yield the parts of an answer whose head is sent. An error can only end it, and is reported to the broker."""
@@ -121,14 +122,19 @@ class RequestContext:
             self.waiting -= 1
 
 
-def may_forward(environ: dict[str, Any]) -> bool:
+def current() -> HttpRequest:
+    """Return the request that Flask serves."""
+    return request_of(request.environ)
+
+
+def may_forward(asked: HttpRequest) -> bool:
     """Return False when the client asks for NotLeader rather than a forwarded call, to go to the leader itself."""
-    return environ.get("HTTP_PORTALMQ_NO_FORWARD", "").strip().lower() not in {"1", "true"}
+    return asked.headers.get("portalmq-no-forward", "").strip().lower() not in {"1", "true"}
 
 
-def accepts_packed(environ: dict[str, Any]) -> bool:
+def accepts_packed(asked: HttpRequest) -> bool:
     """Return whether the client asks for MessagePack."""
-    return wire.BATCH_MSGPACK in environ.get("HTTP_ACCEPT", "").lower()
+    return wire.BATCH_MSGPACK in asked.headers.get("accept", "").lower()
 
 
 def encoded(value: Any, *, packed: bool = False, status: int = 200) -> ResponseParts:
@@ -139,12 +145,12 @@ def encoded(value: Any, *, packed: bool = False, status: int = 200) -> ResponseP
 
 
 def query(*known: str) -> Query:
-    return Query(request.args if request.environ.get("QUERY_STRING") else _NOTHING, *known)
+    return Query(request.args if current().query else _NOTHING, *known)
 
 
 def accepts(media_type: str) -> bool:
     """Return whether the request names `media_type` in Accept. Wildcards mean JSON, the default."""
-    return media_type in request.environ.get("HTTP_ACCEPT", "").lower()
+    return media_type in current().headers.get("accept", "").lower()
 
 
 def answer(value: Any, status: int = 200) -> Response:

@@ -14,8 +14,8 @@ from portalmq.broker.api.request_context import ResponseParts
 @dataclass(frozen=True, slots=True)
 class Route:
     """A route. `is_open`: no token needed. `while_starting`: served before the broker is ready and while it drains.
-    `is_traffic`: a POST whose view returns ResponseParts for a WSGI environment; Dispatcher serves it in front of Flask
-    if its path has the form /v1/<first>/<name>/<last>."""
+    `is_traffic`: a POST whose view takes an HttpRequest and returns ResponseParts; Dispatcher serves it in front of
+    Flask if its path has the form /v1/<first>/<name>/<last>."""
 
     method: str
     path: str

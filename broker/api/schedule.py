@@ -8,8 +8,8 @@ A time in the past means immediate delivery, and is stored as sent. A delay of 0
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from portalmq import wire
 from portalmq.broker.api.query import instant_ms, whole_number
@@ -63,12 +63,12 @@ def checked_priority(priority: int | None, where: str) -> int:
     return priority
 
 
-def of_headers(environ: dict[str, Any], now_ms: int) -> Options:
+def of_headers(headers: Mapping[str, str], now_ms: int) -> Options:
     """Return the options of a single message, from the headers of its request. Raises InvalidRequest."""
-    delay = environ.get("HTTP_PORTALMQ_DELAY_MS")
-    deliver_at = environ.get("HTTP_PORTALMQ_DELIVER_AT")
-    ttl = environ.get("HTTP_PORTALMQ_TTL_MS")
-    priority = environ.get("HTTP_PORTALMQ_PRIORITY")
+    delay = headers.get("portalmq-delay-ms")
+    deliver_at = headers.get("portalmq-deliver-at")
+    ttl = headers.get("portalmq-ttl-ms")
+    priority = headers.get("portalmq-priority")
     if delay is None and deliver_at is None and ttl is None and priority is None:
         return _PLAIN
     delay_ms = None if delay is None else whole_number(delay, wire.HEADER_DELAY_MS)

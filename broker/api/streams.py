@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from flask import Response, request
+from flask import Response
 
 from portalmq import stream_wire as contract
 from portalmq import wire
 from portalmq.broker.api.client_watch import peer_of
 from portalmq.broker.api.query import instant_ms
-from portalmq.broker.api.request_context import RequestContext, answer, may_forward, no_content
+from portalmq.broker.api.request_context import RequestContext, answer, current, may_forward, no_content
 from portalmq.broker.api.single_message import idempotency_key_of
 from portalmq.errors import InvalidRequest
 
@@ -16,24 +16,24 @@ from portalmq.errors import InvalidRequest
 def join(context: RequestContext, group: str) -> Response:
     wire.check_name(group, "group")
     wanted = wire.decode_json(context.body(), contract.JoinRequest)
-    peer, forward = peer_of(request.environ), may_forward(request.environ)
+    peer, forward = peer_of(current()), may_forward(current())
     return answer(context.broker.group_coordinators.join(group, wanted, peer, forward=forward))
 
 
 def heartbeat(context: RequestContext, group: str, member: str) -> Response:
     wanted = wire.decode_json(context.body(), contract.HeartbeatRequest)
-    forward = may_forward(request.environ)
+    forward = may_forward(current())
     return answer(context.broker.group_coordinators.heartbeat(group, member, wanted.generation, forward=forward))
 
 
 def leave(context: RequestContext, group: str, member: str) -> Response:
-    context.broker.group_coordinators.leave(group, member, forward=may_forward(request.environ))
+    context.broker.group_coordinators.leave(group, member, forward=may_forward(current()))
     return no_content()
 
 
 def commit(context: RequestContext, group: str) -> Response:
     wanted = wire.decode_json(context.body(), contract.CommitOffsetsRequest)
-    return answer(context.broker.offsets.commit(group, wanted, forward=may_forward(request.environ)))
+    return answer(context.broker.offsets.commit(group, wanted, forward=may_forward(current())))
 
 
 def offsets(context: RequestContext, group: str) -> Response:
@@ -48,8 +48,8 @@ def seek(context: RequestContext, group: str) -> Response:
         target_of(wanted.to),
         partition=wanted.partition,
         dry_run=wanted.dry_run,
-        idempotency_key=idempotency_key_of(request.environ),
-        forward=may_forward(request.environ),
+        idempotency_key=idempotency_key_of(current().headers),
+        forward=may_forward(current()),
     )
     return answer(sought)
 

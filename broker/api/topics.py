@@ -5,7 +5,7 @@ from __future__ import annotations
 from flask import Response, request
 
 from portalmq import wire
-from portalmq.broker.api.request_context import RequestContext, answer, may_forward, no_content, query
+from portalmq.broker.api.request_context import RequestContext, answer, current, may_forward, no_content, query
 from portalmq.errors import InvalidRequest
 
 
@@ -45,10 +45,10 @@ def delete(context: RequestContext, topic: str) -> Response:
 def purge(context: RequestContext, topic: str) -> Response:
     wire.check_name(topic, "topic")
     parameters = query("partition", "before_offset")
-    context.broker.browser.purge(
+    context.broker.purge(
         topic,
         partition=parameters.number("partition"),
         before_offset=parameters.number("before_offset"),
-        forward=may_forward(request.environ),
+        forward=may_forward(current()),
     )
     return no_content()

@@ -1,12 +1,13 @@
 """The views of the traffic: produce, receive, ack, nack, extend.
 
-They take a WSGI environment and return ResponseParts, without Flask. So Dispatcher (dispatch.py) serves them without
-Flask's cost per request, and Flask can serve them too.
+They take an HttpRequest and return ResponseParts. So Dispatcher (dispatch.py) serves them without the cost of Flask and
+of WSGI, and Flask can serve them too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -16,35 +17,39 @@ from portalmq import wire
 from portalmq.broker.api import outgoing
 from portalmq.broker.api.answers_in_flight import Portion
 from portalmq.broker.api.client_watch import peer_of
+from portalmq.broker.api.http_request import HttpRequest
 from portalmq.broker.api.incoming import decode_messages
 from portalmq.broker.api.query import Query
 from portalmq.broker.api.request_context import RequestContext, ResponseParts, accepts_packed, encoded, may_forward
-from portalmq.broker.queues.settle import SettleRequest, Verdict
+from portalmq.broker.queues.settle import Verdict
 from portalmq.errors import InvalidRequest, PortalMQError, StaleReceipt, Unavailable
 
-Environ = dict[str, Any]
-
-_NOTHING: MultiDict[str, str] = MultiDict()
 _MINIMAL = (("Preference-Applied", "return=minimal"),)
 
 
-def produce(context: RequestContext, environ: Environ, topic: str) -> ResponseParts:
+def produce(context: RequestContext, request: HttpRequest, topic: str) -> ResponseParts:
     wire.check_name(topic, "topic")
-    text = environ.get("QUERY_STRING")
-    parameters = Query(MultiDict(parse_qsl(text, keep_blank_values=True)) if text else _NOTHING, "partition", "acks")
+    parameters = _parameters_of(request.query)
     partition = parameters.number("partition")
     acks: wire.Acks = parameters.choice("acks", "all", "all", "leader", "none")
-    wanted = decode_messages(environ.get("CONTENT_TYPE"), context.body_of(environ), environ, context.broker.wall_ms())
-    packed = accepts_packed(environ)
+    wanted = decode_messages(
+        request.headers.get("content-type"), context.body_of(request), request.headers, context.broker.wall_ms()
+    )
+    packed = accepts_packed(request)
     if not wanted.records:
         return encoded({"results": []}, status=202 if acks == "none" else 200)
     _check_one_partition(wanted.partitions, partition)
-    wanted.acks, wanted.partition, wanted.forward = acks, partition, may_forward(environ)
-    if partition is not None and not wanted.is_single and wanted.keys is None and _wants_minimal(environ):
+    wanted.acks, wanted.partition, wanted.forward = acks, partition, may_forward(request)
+    if partition is not None and not wanted.is_single and wanted.keys is None and _wants_minimal(request):
         produced = context.broker.produce_range(topic, wanted)
         return encoded(produced, packed=packed, status=202 if acks == "none" else 200)._replace(headers=_MINIMAL)
     results = context.broker.produce(topic, wanted)
     return _single_answer(topic, results[0]) if wanted.is_single else _batch_answer(results, acks, packed=packed)
+
+
+@lru_cache(256)
+def _parameters_of(query: str) -> Query:
+    return Query(MultiDict(parse_qsl(query, keep_blank_values=True)), "partition", "acks")
 
 
 def _check_one_partition(partitions: list[int | None] | None, partition: int | None) -> None:
@@ -56,8 +61,8 @@ def _check_one_partition(partitions: list[int | None] | None, partition: int | N
             raise InvalidRequest(f"message {index} names partition {named}, the query names {partition}")
 
 
-def _wants_minimal(environ: Environ) -> bool:
-    return "return=minimal" in environ.get("HTTP_PREFER", "").replace(" ", "").lower()
+def _wants_minimal(request: HttpRequest) -> bool:
+    return "return=minimal" in request.headers.get("prefer", "").replace(" ", "").lower()
 
 
 def _single_answer(topic: str, result: wire.Produced | PortalMQError) -> ResponseParts:
@@ -94,59 +99,60 @@ def _unknown_place(result: wire.Produced | PortalMQError) -> Any:
 # --- receive and settle ----------------------------------------------------------------------------------------------
 
 
-def receive(context: RequestContext, environ: Environ, group: str) -> ResponseParts:
+def receive(context: RequestContext, request: HttpRequest, group: str) -> ResponseParts:
     wire.check_name(group, "group")
-    wanted = wire.decode_json(context.body_of(environ), wire.ReceiveRequest)
+    wanted = wire.decode_json(context.body_of(request), wire.ReceiveRequest)
     for topic in wanted.topics:
         wire.check_name(topic, "topic")
     stale: list[str] = []
     context.answers.check()
     portion = Portion(context.answers)
     how: dict[str, Any] = {
-        "forward": may_forward(environ),
-        "is_first": environ.get("HTTP_PORTALMQ_FIRST_TRY") == "1",
+        "forward": may_forward(request),
+        "is_first": request.headers.get("portalmq-first-try") == "1",
         "portion": portion,
     }
-    packed = accepts_packed(environ)
+    packed = accepts_packed(request)
     try:
         with context.parked(wanted.wait_ms):
             if wanted.ack:
-                delivered, verdicts = context.broker.receive_handler.ack_and_receive(
-                    group, wanted, peer_of(environ), **how
-                )
+                delivered, verdicts = context.broker.ack_and_receive(group, wanted, peer_of(request), **how)
                 _check_settled(wanted.ack, verdicts)
                 if not all(verdicts):
                     stale = [receipt for receipt, ok in zip(wanted.ack, verdicts, strict=True) if not ok]
             else:
-                delivered = context.broker.receive_handler.receive(group, wanted, peer_of(environ), **how)
+                delivered = context.broker.receive(group, wanted, peer_of(request), **how)
         body = outgoing.encode_received(delivered, stale, packed=packed)
-        context.answers.note(environ, len(body))
+        context.answers.note(request, len(body))
     finally:
         portion.end()
     return ResponseParts(body, 200, wire.BATCH_MSGPACK if packed else wire.JSON)
 
 
-def ack(context: RequestContext, environ: Environ, group: str) -> ResponseParts:
+def ack(context: RequestContext, request: HttpRequest, group: str) -> ResponseParts:
     wire.check_name(group, "group")
-    wanted = wire.decode_json(context.body_of(environ), wire.AckRequest)
-    return _settled(
-        wanted.receipts, context.broker.settlement.settle(group, wanted.receipts, forward=may_forward(environ))
+    wanted = wire.decode_json(context.body_of(request), wire.AckRequest)
+    return _settled(wanted.receipts, context.broker.ack(group, wanted.receipts, forward=may_forward(request)))
+
+
+def nack(context: RequestContext, request: HttpRequest, group: str) -> ResponseParts:
+    wire.check_name(group, "group")
+    wanted = wire.decode_json(context.body_of(request), wire.NackRequest)
+    verdicts = context.broker.nack(
+        group,
+        wanted.receipts,
+        wanted.delay_ms,
+        wanted.reason,
+        unseen=wanted.unseen,
+        forward=may_forward(request),
     )
-
-
-def nack(context: RequestContext, environ: Environ, group: str) -> ResponseParts:
-    wire.check_name(group, "group")
-    wanted = wire.decode_json(context.body_of(environ), wire.NackRequest)
-    settle_request = SettleRequest("release" if wanted.unseen else "nack", wanted.delay_ms, wanted.reason)
-    verdicts = context.broker.settlement.settle(group, wanted.receipts, settle_request, forward=may_forward(environ))
     return _settled(wanted.receipts, verdicts)
 
 
-def extend(context: RequestContext, environ: Environ, group: str) -> ResponseParts:
+def extend(context: RequestContext, request: HttpRequest, group: str) -> ResponseParts:
     wire.check_name(group, "group")
-    wanted = wire.decode_json(context.body_of(environ), wire.ExtendRequest)
-    settle_request = SettleRequest("extend", wanted.visibility_timeout_ms)
-    verdicts = context.broker.settlement.settle(group, wanted.receipts, settle_request, forward=may_forward(environ))
+    wanted = wire.decode_json(context.body_of(request), wire.ExtendRequest)
+    verdicts = context.broker.extend(group, wanted.receipts, wanted.visibility_timeout_ms, forward=may_forward(request))
     return _settled(wanted.receipts, verdicts)
 
 

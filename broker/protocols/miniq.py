@@ -19,11 +19,11 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from flask import Response, request
+from flask import Response
 
 from portalmq import wire
 from portalmq.broker.api.client_watch import peer_of
-from portalmq.broker.api.request_context import RequestContext, answer, query
+from portalmq.broker.api.request_context import RequestContext, answer, current, query
 from portalmq.broker.partition.answer_size import first_of
 from portalmq.broker.protocols import DEFAULT
 from portalmq.broker.protocols.payload import (
@@ -87,12 +87,12 @@ def get(context: RequestContext) -> Response:
     wait_ms = min(parameters.number("wait_ms") or 0, wire.WAIT_MS_MAX)
     wanted = wire.ReceiveRequest([queue], max_messages=1, wait_ms=wait_ms, attempt_id=uuid.uuid4().hex)
     with context.parked(wait_ms):
-        messages = context.broker.receive_handler.receive(DEFAULT, wanted, peer_of(request.environ), is_first=True)
+        messages = context.broker.receive(DEFAULT, wanted, peer_of(current()), is_first=True)
     if not messages:
         raise MessageNotFound(f"queue {queue!r} has no message available now")
     (message,) = messages
     if context.config.no_confirm:
-        is_done(*context.broker.settlement.settle(DEFAULT, [message.receipt]))
+        is_done(*context.broker.ack(DEFAULT, [message.receipt]))
     key = MessageKey(context.broker.offset_acks.mark_in(message.receipt), message.partition, message.offset)
     return answer({**message_member(message.record), "timestamp": message.timestamp_ms, "key": str(key)})
 

@@ -19,11 +19,11 @@ from itertools import count
 from typing import Annotated
 
 import msgspec
-from flask import Response, request
+from flask import Response
 
 from portalmq import wire
 from portalmq.broker.api.client_watch import peer_of
-from portalmq.broker.api.request_context import RequestContext, answer, no_content
+from portalmq.broker.api.request_context import RequestContext, answer, current, no_content
 from portalmq.broker.messages.browse import StoredMessage
 from portalmq.broker.protocols import PORTAL_GROUP
 from portalmq.broker.protocols.payload import MessageBody, id_of, message_member, place_of_id, produce_one
@@ -103,13 +103,15 @@ def _first_message(context: RequestContext, topic: str, size: int, wait_ms: int)
         if wait_ms <= 0:
             return None
         look_ms = wait_ms if size == 1 else min(wait_ms, LOOK_MS)
-        context.broker.browser.browse(
+        context.broker.browse(
             topic,
             numbers[0],
             offset=head.offset,
+            position=None,
+            at_ms=None,
             limit=1,
             wait_ms=look_ms,
-            peer=peer_of(request.environ),
+            peer=peer_of(current()),
         )
         wait_ms -= look_ms
         turn += 1

@@ -18,11 +18,11 @@ import uuid
 from contextlib import suppress
 
 import msgspec
-from flask import Response, request
+from flask import Response
 
 from portalmq import wire
 from portalmq.broker.api.client_watch import peer_of
-from portalmq.broker.api.request_context import RequestContext, answer, query
+from portalmq.broker.api.request_context import RequestContext, answer, current, query
 from portalmq.broker.cluster.rpc.queues import QueueSize
 from portalmq.broker.partition.answer_size import first_of
 from portalmq.broker.protocols import DEFAULT
@@ -59,7 +59,7 @@ def consume(context: RequestContext) -> Response:
         [DEFAULT], max_messages=limit, wait_ms=wait_ms, attempt_id=f"{holder}:{uuid.uuid4().hex}", consumer=holder
     )
     with context.parked(wait_ms):
-        messages = context.broker.receive_handler.receive(DEFAULT, wanted, peer_of(request.environ), is_first=True)
+        messages = context.broker.receive(DEFAULT, wanted, peer_of(current()), is_first=True)
     return answer(
         {"messages": [{"id": id_of(each.partition, each.offset), **message_member(each.record)} for each in messages]}
     )

@@ -36,10 +36,9 @@ from portalmq.broker.cluster.retry_budget import RetryBudget
 from portalmq.broker.partition.yielding import give_way
 from portalmq.broker.server.auth import Auth, auth_from, has_open_zookeeper
 from portalmq.broker.server.config import SECRET_LENGTH_MIN, BrokerConfig, cluster_secret_in
-from portalmq.broker.server.heads import LINE_BYTES_MAX
 from portalmq.broker.server.logs import ServerLogger, start_logging
-from portalmq.broker.server.preflight import IdentityRequest, Preflight, zookeeper_of
-from portalmq.broker.server.process import BrokerArbiter, BrokerWorker, post_request, pre_request
+from portalmq.broker.server.preflight import IdentityRequest, Preflight, tls_of
+from portalmq.broker.server.process import BrokerArbiter, BrokerWorker
 from portalmq.broker.storage.disk import DataDirectory, DirectoryInUse, DiskGuard, StoreIdentity, WrongCluster
 from portalmq.broker.storage.errors import StorageError, StorageFault, faults_of
 from portalmq.broker.storage.files import write_atomically
@@ -206,11 +205,6 @@ class _Application(BaseApplication):  # type: ignore[misc]
             "logger_class": ServerLogger,
             "forwarded_allow_ips": "",  # no header changes the client's address or the scheme
             "http_protocols": "h1",
-            "limit_request_line": LINE_BYTES_MAX,
-            "limit_request_fields": 100,
-            "limit_request_field_size": LINE_BYTES_MAX,
-            "pre_request": pre_request,
-            "post_request": post_request,
             "proc_name": "portalmq",
         }
         if self.config.tls_cert is not None:
@@ -288,7 +282,15 @@ class BrokerProcess:
     def _started_plane(self) -> ControlPlane:
         """Return the started control plane: the cluster's ZooKeeper, or this broker's own journal."""
         if self.config.is_clustered:
-            zookeeper = zookeeper_of(self.config, self.config.session_timeout_ms / 1_000)
+            from portalmq.control_plane.zookeeper import ZooKeeper
+
+            zookeeper = ZooKeeper(
+                self.config.zookeeper,
+                session_timeout_s=self.config.session_timeout_ms / 1_000,
+                auth=self.config.zookeeper_auth,
+                tls=tls_of(self.config),
+                owns_root=self.config.zookeeper_own_root,
+            )
             self._patience(zookeeper.start)
             return zookeeper
         from portalmq.control_plane.standalone import Standalone

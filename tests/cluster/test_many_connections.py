@@ -71,7 +71,7 @@ def test_an_address_has_so_many_connections_and_no_more(tmp_path):
 
 
 def test_a_new_connection_has_a_moment_for_its_first_head_and_a_kept_one_more(tmp_path):
-    hasty = "import portalmq.broker.server.process as process\nprocess.FIRST_HEAD_S = 1.0\n"
+    hasty = "import portalmq.broker.server.http.connection as http\nhttp.FIRST_HEAD_S = 1.0\n"
     with BrokerProcess(tmp_path, prelude=hasty) as broker, ExitStack() as stack:
         kept = stack.enter_context(closing(http.client.HTTPConnection("127.0.0.1", broker.port, timeout=WITHIN_S)))
         wait_until(lambda: is_served(kept))  # on a machine that pauses here the time limit may be over

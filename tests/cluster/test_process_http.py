@@ -26,7 +26,7 @@ WITHIN_S = 45.0
 def broker(tmp_path_factory):
     directory = tmp_path_factory.mktemp("broker")
     # A client of these tests may pause for longer than the broker reads after an early answer.
-    patient = "import portalmq.broker.server.process as process\nprocess.LINGER_S = 60.0\n"
+    patient = "import portalmq.broker.server.http.connection as http\nhttp.LINGER_S = 60.0\n"
     with BrokerProcess(directory, "--body-bytes-max", str(LIMIT), prelude=patient) as broker:
         yield broker
 

@@ -14,6 +14,7 @@ from werkzeug.test import EnvironBuilder
 
 from portalmq.broker.api.answers_in_flight import AnswersInFlight, Portion
 from portalmq.broker.api.app import create_app
+from portalmq.broker.api.http_request import HttpRequest
 from portalmq.broker.messages.metrics import Metrics
 from portalmq.broker.protocols.routes import PROTOCOL_ROUTES
 from portalmq.broker.server.auth import Auth
@@ -133,7 +134,7 @@ def test_receives_at_the_same_time_share_the_room_that_is_left() -> None:
     first.end()
     first.end()
     assert second.begin() == 1_000
-    answers.note({}, 10_000)
+    answers.note(HttpRequest("POST", "/", "", {}), 10_000)
     with pytest.raises(Backpressure):
         second.begin()
     second.end()

@@ -9,6 +9,7 @@ import pytest
 from support.fake_broker import FakeBroker
 
 from portalmq.broker.api.app import create_app
+from portalmq.broker.api.http_request import HttpRequest
 from portalmq.broker.api.request_context import RequestContext, ResponseParts
 from portalmq.broker.api.routes import ROUTES, Route
 from portalmq.broker.messages.metrics import Metrics
@@ -18,7 +19,7 @@ from portalmq.broker.server.config import BrokerConfig
 METRICS = Metrics("0")
 
 
-def whether_flask_serves(_room: RequestContext, _environ: dict[str, Any], thing: str) -> ResponseParts:
+def whether_flask_serves(_room: RequestContext, _request: HttpRequest, thing: str) -> ResponseParts:
     return ResponseParts(f"{thing} {flask.has_request_context()}".encode())
 
 

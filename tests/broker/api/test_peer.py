@@ -9,6 +9,7 @@ from gevent.event import Event
 
 from portalmq.broker.api import client_watch
 from portalmq.broker.api.client_watch import SocketPeer, peer_of
+from portalmq.broker.api.http_request import HttpRequest
 
 
 @pytest.fixture
@@ -88,4 +89,4 @@ def test_a_socket_closed_on_our_side_counts_as_gone(pair):
 
 
 def test_without_a_socket_there_is_no_peer():
-    assert peer_of({}) is None
+    assert peer_of(HttpRequest("GET", "/", "", {})) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from support.domain import Fixture, records, running
 from portalmq import stream_wire as contract
 from portalmq import wire
 from portalmq.broker.api.app import create_app
+from portalmq.broker.api.http_request import REQUEST, HttpRequest
 from portalmq.broker.messages.metrics import Metrics
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.server.auth import Auth
@@ -58,8 +60,9 @@ def test_a_client_that_has_disconnected_does_not_join(http: FlaskClient) -> None
     ours, theirs = socket.socketpair()
     with ours:
         theirs.close()
-        request = {"topics": ["t"], "member_id": "a"}
-        answer = http.post("/v1/groups/g/members", json=request, environ_overrides={"gunicorn.socket": ours})
+        body = b'{"topics": ["t"], "member_id": "a"}'
+        request = HttpRequest("POST", "/", "", {}, len(body), received=body, client=SimpleNamespace(socket=ours))
+        answer = http.post("/v1/groups/g/members", environ_overrides={REQUEST: request})
     assert (answer.status_code, answer.get_json()["outcome"]) == (503, "not_applied")
     assert http.post("/v1/groups/g/members/a/heartbeat", json={"generation": 2}).status_code == 200
 

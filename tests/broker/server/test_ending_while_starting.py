@@ -12,6 +12,8 @@ import pytest
 from gevent.event import Event
 
 from portalmq.broker.server import process
+from portalmq.broker.server.config import BrokerConfig
+from portalmq.broker.server.connections import Connections
 from portalmq.broker.server.process import BrokerWorker
 
 
@@ -39,9 +41,10 @@ class Starting:
 @pytest.fixture
 def worker() -> Any:
     made = BrokerWorker.__new__(BrokerWorker)
-    config = SimpleNamespace(drain_timeout_s=1.0)
+    config = BrokerConfig(drain_timeout_s=1.0)
     made.app = SimpleNamespace(config=config, broker_process=Starting())
-    made.alive, made.sockets, made.ppid, made.in_flight, made._ending = True, [], os.getppid(), 0, None
+    made.alive, made.sockets, made.ppid, made._ending = True, [], os.getppid(), None
+    made.wsgi, made.connections = SimpleNamespace(wsgi_app=None), Connections(10, 0)
     return made
 
 

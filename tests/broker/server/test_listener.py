@@ -10,7 +10,6 @@ import gevent
 import pytest
 from gevent import socket
 from gevent.server import StreamServer
-from gunicorn.config import Config
 
 from portalmq.broker.server import process
 from portalmq.broker.server.connections import ClientConnection, Connections
@@ -53,12 +52,3 @@ def test_a_shortage_of_descriptors_pauses_accepting_and_is_logged_once(listener,
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     assert "Too many open files" in caplog.text
     assert hung_up == [1], "an idle connection gives its descriptor up"
-
-
-def test_the_settings_of_a_worker_are_read_without_a_search():
-    cfg = Config()
-    cfg.set("keepalive", 7)
-    before = {name: getattr(cfg, name) for name in cfg.settings}
-    process.fix_settings(cfg)
-    assert cfg.keepalive == vars(cfg)["keepalive"] == 7
-    assert {name: getattr(cfg, name) for name in cfg.settings} == before
