@@ -80,7 +80,8 @@ class Leases:
         self._failure: PortalMQError | None = None
         self._keeper: threading.Thread | None = None
         self._wakes_at = -math.inf
-        self._closed = False
+        self._was_called = False
+        self._closed = self._is_releasing = False
         self._hold_back_s = HOLD_BACK_S_MAX
         # When it was last asked whether the group leases messages, without an answer.
         self._lookup_failed_at = -math.inf
@@ -219,7 +220,8 @@ class Leases:
 
     def _received(self) -> None:
         self._receiving_thread = None
-        self._changed.notify_all()
+        if self._is_releasing:  # otherwise each receive would wake the keeper
+            self._changed.notify_all()
 
     def flush(self) -> None:
         """Send the pending acks. A stale one is logged: another consumer has its message."""
@@ -284,7 +286,10 @@ class Leases:
                 is_kept = bool(self._waiting or self._renewable(now))
                 extension_at = self._waiting_until - self._visibility_s / 2 if is_kept else math.inf
                 spare_at = self._release_waiting_at()
-                self._wakes_at = min(acks_at, extension_at, spare_at)
+                # While messages come and go it looks again by itself, as to wake it costs each call a thread switch.
+                look_at = now + ACK_DELAY_S_MAX if self._was_called else math.inf
+                self._was_called = False
+                self._wakes_at = min(acks_at, extension_at, spare_at, look_at)
                 if now < self._wakes_at:
                     self._changed.wait(None if self._wakes_at == math.inf else self._wakes_at - now)
                     continue
@@ -306,6 +311,7 @@ class Leases:
 
     def _wake_keeper(self, at: float) -> None:
         """Wake the keeper if it would sleep beyond the time `at`."""
+        self._was_called = True
         if at < self._wakes_at or at == -math.inf:
             self._changed.notify_all()
 
@@ -389,6 +395,7 @@ class Leases:
         """Send the last acks and return unfinished messages, also those of a receive in another thread that ends within
         `received_within_s`. After a failure the leases expire by themselves."""
         with self._lock:
+            self._is_releasing = True
             self._changed.wait_for(lambda: self._receiving_thread is None or self._closed, received_within_s)
             if self._closed:
                 return

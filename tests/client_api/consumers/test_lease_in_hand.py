@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import msgspec
 import pytest
+from support.cluster import wait_until
 
 from portalmq import LeaseLost, StaleReceipt, wire
-from portalmq.consumers.lease import Leases
+from portalmq.consumers.lease import ACK_DELAY_S_MAX, Leases
 from portalmq.transport.request import Request
 
 VISIBILITY_S = 30.0
@@ -60,3 +62,26 @@ def test_a_lease_that_the_keeper_has_renewed_is_not_checked() -> None:
     now[0] = 31.0
     held.finish_handed()
     assert (len(broker.sent), held.take_acks()) == (1, ["r0"])
+
+
+def test_messages_that_come_one_by_one_do_not_wake_the_keeper_each_time() -> None:
+    held = Leases(Broker(), "g", 30.0, lambda: 0.0)  # type: ignore[arg-type]
+    woken: list[float] = []
+
+    def handle(number: int) -> None:
+        held.begin_receive()
+        held.take_acks()
+        held.arrived([])
+        held.hold([wire.PackMessageOut(0, 0, b"", 0, receipt=f"r{number}")])
+        held.take()
+        held.finish_handed()
+
+    handle(0)
+    wait_until(lambda: held._wakes_at == ACK_DELAY_S_MAX, "the keeper looks again by itself")
+    notify = held._changed.notify_all
+    held._changed.notify_all = lambda: (woken.append(time.monotonic()), notify())[1]  # type: ignore[method-assign]
+    began = time.monotonic()
+    for number in range(1, 500):
+        handle(number)
+    assert len(woken) <= 1 + (time.monotonic() - began) / ACK_DELAY_S_MAX, "only after a pause of this test"
+    held.release()
