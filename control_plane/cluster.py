@@ -166,14 +166,10 @@ class ClusterNodes(Tree):
 
         def start() -> int:
             held = self._read(path, StoreState)
-            if held is None:
-                claim = StoreState(store_uuid, before + 1)
-                self.plane.commit(Create(path, state.encode(claim)))
-                return claim.incarnation
-            if held.value.store_uuid != store_uuid:
+            if held is not None and held.value.store_uuid != store_uuid:
                 raise BrokerIdTaken(f"broker id {broker_id} was claimed by another data directory")
-            claim = StoreState(store_uuid, max(before, held.value.incarnation) + 1)
-            self.plane.commit(Set(path, state.encode(claim), held.version))
+            claim = StoreState(store_uuid, max(before, held.value.incarnation if held else 0) + 1)
+            self._write(path, claim, held)
             return claim.incarnation
 
         return self._retry_conflicts(f"broker {broker_id}", start)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 import msgspec
@@ -63,18 +63,12 @@ class Changes:
 
     def __bool__(self) -> bool:
         """False when nothing changed in a partial read."""
-        flags = self.brokers or self.controller or self.tombstones or self.everything
-        return flags or bool(self.topics or self.partitions or self.groups)
+        return any(getattr(self, each.name) for each in fields(self))
 
     def add(self, later: Changes) -> None:
         """Include these changes too."""
-        self.brokers |= later.brokers
-        self.controller |= later.controller
-        self.tombstones |= later.tombstones
-        self.topics |= later.topics
-        self.partitions |= later.partitions
-        self.groups |= later.groups
-        self.everything |= later.everything
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) | getattr(later, each.name))
 
 
 class Mirror:

@@ -55,9 +55,8 @@ _COMPACT_BYTES_MIN = 1024 * 1024
 _LONG_OPS = 50
 # The number of nodes to look up between two pauses.
 _NODES_A_TURN = 5_000
-# The only session. It lasts as long as the process; its timeout only serves computations.
+# The only session. It lasts as long as the process.
 _SESSION_ID = 1
-_SESSION_TIMEOUT_S = 6.0
 
 Change = tuple[str, bytes | None, int]
 _encode = msgspec.msgpack.Encoder().encode
@@ -80,6 +79,9 @@ class Standalone:
     routines run.
     """
 
+    session_timeout_s = 6.0  # only serves computations
+    set_back = False
+
     def __init__(self, directory: Path, *, give_way: Callable[[], None] = lambda: None) -> None:
         self._directory = directory
         self._give_way = give_way
@@ -87,7 +89,7 @@ class Standalone:
         self._nodes: dict[str, Node] = {}
         self._children: dict[str, set[str]] = {}
         self._callbacks: list[ChangeCallback] = []
-        self._state = PlaneState.LOST
+        self.state = PlaneState.LOST
         self._lock = -1
         self._journal = -1
         # Invariant: the length of the journal, all of it fsynced.
@@ -97,24 +99,12 @@ class Standalone:
         self._since: list[bytes] | None = None
 
     @property
-    def state(self) -> PlaneState:
-        return self._state
-
-    @property
     def session_id(self) -> int:
-        return _SESSION_ID if self._state is PlaneState.CONNECTED else 0
-
-    @property
-    def session_timeout_s(self) -> float:
-        return _SESSION_TIMEOUT_S
+        return _SESSION_ID if self.state is PlaneState.CONNECTED else 0
 
     @property
     def last_answered(self) -> float:
         return clock_s()
-
-    @property
-    def set_back(self) -> bool:
-        return False
 
     def start(self) -> None:
         """Open the journal. Raises JournalInUse, JournalDamaged, and OSError when the directory cannot be used."""
@@ -130,11 +120,11 @@ class Standalone:
         except BaseException:
             self.close()
             raise
-        self._state = PlaneState.CONNECTED
+        self.state = PlaneState.CONNECTED
 
     def close(self) -> None:
         """End the session and forget the tree; the next start reads it from disk."""
-        self._state = PlaneState.LOST
+        self.state = PlaneState.LOST
         for descriptor in (self._journal, self._lock):
             if descriptor != -1:
                 os.close(descriptor)
@@ -194,7 +184,7 @@ class Standalone:
         return versions
 
     def _check_connected(self) -> None:
-        if self._state is not PlaneState.CONNECTED:
+        if self.state is not PlaneState.CONNECTED:
             raise PlaneUnavailable(f"the control plane in {self._directory} is closed, or its disk failed")
 
     def _ring(self, *paths: str | None) -> None:
@@ -203,7 +193,7 @@ class Standalone:
                 callback(path)
 
     def _lose(self) -> None:
-        self._state = PlaneState.LOST
+        self.state = PlaneState.LOST
         self._ring(None)
 
     def _install(self, changed: dict[str, Node | None]) -> None:
@@ -250,7 +240,7 @@ class Standalone:
             for batch in _batched(lasting):
                 size += _write_all(fresh, _record(batch))
                 self._give_way()
-            if self._state is not PlaneState.CONNECTED:
+            if self.state is not PlaneState.CONNECTED:
                 return
             size += _write_all(fresh, b"".join(self._since))
             sync(fresh)

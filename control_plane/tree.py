@@ -11,12 +11,12 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from portalmq.control_plane import state
-from portalmq.control_plane.plane import Conflict, ControlPlane, Create, OutcomeUnknown, PlaneUnavailable
+from portalmq.control_plane.plane import Conflict, ControlPlane, Create, OutcomeUnknown, PlaneUnavailable, Set
 from portalmq.errors import PortalMQError, Unavailable
 
 ATTEMPTS = 16
@@ -86,6 +86,11 @@ class Tree:
             self.confirm()
             held = self._read(path, kind)
         return held
+
+    def _write(self, path: str, value: msgspec.Struct, held: Versioned[Any] | None) -> None:
+        """Write the node: over what was read of it as `held`, or anew."""
+        data = state.encode(value)
+        self.plane.commit(Set(path, data, held.version) if held else Create(path, data))
 
     def _all(self, parent: str, kind: type[StateT]) -> dict[str, StateT]:
         nodes = self.plane.get_children(parent)

@@ -98,7 +98,8 @@ class Demo:
     def run(self) -> Outage:
         """Run the demo, up to a clean end of every process."""
         cluster = DemoCluster(self._processes, BROKERS)
-        cluster.wait_until_ready()
+        for broker in cluster.brokers.values():
+            broker.wait_until_ready()
         self._print(f"ZooKeeper serves at {cluster.zookeeper}, data and logs are in {self._processes.directory}")
         with Admin(cluster.urls) as admin:
             for kind, number in self._counts:
@@ -111,7 +112,7 @@ class Demo:
 
             self._wait(lambda: self._sent.count() * 2 >= self._total, processes, "half was not sent")
             killed, outage = self._kill_a_leader(cluster)
-            cluster.brokers[killed].start_again()
+            cluster.brokers[killed].start()
             self._print(f"broker {killed} is restarted on its data")
             in_sync = InSyncCheck(admin, self._topics, killed)
             self._wait(in_sync, processes, f"broker {killed} did not catch up", IN_SYNC_WITHIN_S)
@@ -153,11 +154,12 @@ class Demo:
         with Admin(cluster.urls) as admin:
             leads = led_by(admin, self._topics)
         killed = max((number for number in leads if number is not None), key=lambda number: len(leads[number]))
-        outage = Outage(cluster.brokers[killed].kill(), frozenset(leads[killed]))
+        outage = Outage(time.monotonic(), frozenset(leads[killed]))
+        cluster.brokers[killed].process.kill()
         self._print(f"half is sent: SIGKILL for broker {killed}, which leads {', '.join(leads[killed])}")
         orphans = set(outage.topics)
 
-        with Admin(cluster.urls_but(killed)) as admin:
+        with Admin([broker.url for number, broker in cluster.brokers.items() if number != killed]) as admin:
 
             def found() -> bool:
                 now = led_by(admin, sorted(orphans))

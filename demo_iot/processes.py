@@ -122,8 +122,8 @@ def broker_name(number: int) -> str:
 
 
 class DemoBroker:
-    """One broker whose port and data directory stay the same after a restart. `arguments` are those of `portalmq`; the
-    port follows the first."""
+    """One broker, now running as `process`, whose port and data directory stay the same after `start` starts it again.
+    `arguments` are those of `portalmq`; the port follows the first."""
 
     def __init__(self, processes: ProcessGroup, name: str, *arguments: str) -> None:
         self.name = name
@@ -131,16 +131,17 @@ class DemoBroker:
         self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}"
         self._arguments = arguments
-        self._worker = self._start()
+        self.start()
 
-    def _start(self) -> DemoProcess:
+    def start(self) -> None:
         command, *options = self._arguments
         data = str(self._processes.directory / self.name)
-        return self._processes.start(self.name, *PORTALMQ, command, str(self._port), *options, "--data-dir", data)
+        started = (*PORTALMQ, command, str(self._port), *options, "--data-dir", data)
+        self.process = self._processes.start(self.name, *started)
 
     def wait_until_ready(self) -> None:
         def ready() -> bool:
-            self.check_not_failed()
+            self.process.check_not_failed()
             try:
                 with urlopen(f"{self.url}/readyz", timeout=2) as answer:
                     return bool(answer.status == 200)
@@ -148,24 +149,6 @@ class DemoBroker:
                 return False
 
         wait_for(ready, READY_WITHIN_S, f"{self.name} at {self.url} was not ready")
-
-    def check_not_failed(self) -> None:
-        self._worker.check_not_failed()
-
-    def kill(self) -> float:
-        """Kill the broker; return when, on the monotonic clock."""
-        killed_at = time.monotonic()
-        self._worker.kill()
-        return killed_at
-
-    def start_again(self) -> None:
-        self._worker = self._start()
-
-    def ask_to_end(self) -> None:
-        self._worker.ask_to_end()
-
-    def end_well(self) -> None:
-        self._worker.end_well()
 
 
 class DemoCluster:
@@ -205,27 +188,21 @@ class DemoCluster:
     def urls(self) -> list[str]:
         return [broker.url for broker in self.brokers.values()]
 
-    def urls_but(self, number: int) -> list[str]:
-        return [broker.url for other, broker in self.brokers.items() if other != number]
-
-    def wait_until_ready(self) -> None:
-        for broker in self.brokers.values():
-            broker.wait_until_ready()
-
     def check_not_failed(self) -> None:
-        for broker in self.brokers.values():
-            broker.check_not_failed()
-        if self._zookeeper:
-            self._zookeeper.check_not_failed()
+        for process in self._processes():
+            process.check_not_failed()
 
     def end_well(self) -> None:
         """End the brokers first, all at once, and then ZooKeeper, which they need to leave."""
         for broker in self.brokers.values():
-            broker.ask_to_end()
-        for broker in self.brokers.values():
-            broker.end_well()
-        if self._zookeeper:
-            self._zookeeper.end_well()
+            broker.process.ask_to_end()
+        for process in self._processes():
+            process.end_well()
+
+    def _processes(self) -> list[DemoProcess]:
+        """Return the brokers' processes, and ZooKeeper's last, if there is one."""
+        zookeeper = [self._zookeeper] if self._zookeeper else []
+        return [*(broker.process for broker in self.brokers.values()), *zookeeper]
 
 
 def wait_for(condition: Callable[[], bool], within_s: float, otherwise: str) -> None:

@@ -16,7 +16,7 @@ import msgspec
 
 from portalmq.network.tls import NO_FILES, TLS_NAMES, TlsFiles
 from portalmq.spark.errors import BadOption
-from portalmq.spark.origin import SPAN_OFFSETS, PartitionLog
+from portalmq.spark.origin import SPAN_OFFSETS, Origin, PartitionLog
 
 EARLIEST: Final = -2  # as Kafka writes it in its JSON
 LATEST: Final = -1
@@ -79,6 +79,16 @@ class ReadOptions:
     pushes_down: bool
     span_offsets: int
     table: str
+
+    def origin(self) -> Origin:
+        """Return the origin that the options name: data directories or brokers. Raises SourceError."""
+        if self.paths:
+            from portalmq.spark.files.directories import Directories
+
+            return Directories(self.paths, self.topics, self.span_offsets)
+        from portalmq.spark.http_api.brokers import Brokers
+
+        return Brokers(self.bootstrap, self.topics, self.span_offsets, token=self.token, tls=self.tls)
 
 
 @dataclass(frozen=True, slots=True)

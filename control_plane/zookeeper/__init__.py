@@ -73,7 +73,7 @@ from portalmq.control_plane.plane import (
     parent_of,
 )
 from portalmq.control_plane.state import BROKERS
-from portalmq.control_plane.zookeeper.connection import Handler, NotSentError, ReadMany, Tls
+from portalmq.control_plane.zookeeper.connection import Access, Handler, NotSentError, ReadMany, Tls
 from portalmq.control_plane.zookeeper.session import REQUESTS_AT_ONCE_MAX, UnansweredError, ZooKeeperSession
 
 PARENT_ATTEMPTS = 3
@@ -109,7 +109,7 @@ class ZooKeeper(ZooKeeperSession):
         chroot = check_path(slash + path) if path else ""
         if auth and not chroot and not owns_root:
             raise ValueError(f"credentials protect a chroot: write {hosts}/portalmq, for instance")
-        super().__init__(servers, chroot, session_timeout_s=session_timeout_s, handler=handler, auth=auth, tls=tls)
+        super().__init__(Access(servers, session_timeout_s, handler, auth, tls), chroot)
         self._closes = closes
         self._acl = [make_digest_acl(*auth, all=True)] if auth else OPEN_ACL_UNSAFE
         self._acl_of_brokers = [*self._acl, make_acl("world", "anyone", read=True)] if auth else OPEN_ACL_UNSAFE
@@ -120,7 +120,7 @@ class ZooKeeper(ZooKeeperSession):
             deadline = self._deadline()
             for path in [*_ancestors(self._chroot), self._chroot]:
                 self._create_lasting(path, self._await_connection(deadline), deadline)
-        if self._auth and self._closes and self.is_open:
+        if self._access.auth and self._closes and self.is_open:
             # An operator may have created the chroot, open to all.
             self._read(lambda: jute.SetACL(self._root, self._acl, _ANY_VERSION))
         if self._chroot:
@@ -156,7 +156,7 @@ class ZooKeeper(ZooKeeperSession):
         It works from the top down: nobody else can create a node below a closed one. Raises PlaneRefused at a node
         that belongs to another user.
         """
-        assert self._auth, "only credentials close a tree"
+        assert self._access.auth, "only credentials close a tree"
         mended = 0
         level = [self._root]
         while level:
@@ -221,7 +221,7 @@ class ZooKeeper(ZooKeeperSession):
     def commit(self, *ops: Op) -> list[int]:
         check_commit(ops)
         deadline = self._deadline()
-        before = self._session_id
+        before = self.session_id
         session_id = self._await_connection(deadline)
         if before not in (0, session_id):
             raise PlaneUnavailable("the session ended before the commit was sent")

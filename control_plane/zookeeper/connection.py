@@ -79,28 +79,30 @@ class Owner(Protocol):
         """Commits were lost, and the session ends because of it."""
 
 
-def make_client(
-    servers: str,
-    owner: Owner,
-    *,
-    handler: Handler,
-    session_timeout_s: float,
-    auth: tuple[str, str] | None,
-    tls: Tls | None = None,
-) -> Any:
+class Access(NamedTuple):
+    """Where ZooKeeper is, and how a session with it is opened. `auth` is a user and a password."""
+
+    servers: str
+    session_timeout_s: float
+    handler: Handler
+    auth: tuple[str, str] | None
+    tls: Tls | None
+
+
+def make_client(access: Access, owner: Owner) -> Any:
     """Return a kazoo client that is not started. Raises ValueError for files of `tls` that cannot be used."""
-    chosen = _handler(handler)
-    if tls is not None:
-        secure_handler(chosen, tls.context())
-    _cap_connect(chosen, session_timeout_s / (2 * len(servers.split(","))))
+    chosen = _handler(access.handler)
+    if access.tls is not None:
+        secure_handler(chosen, access.tls.context())
+    _cap_connect(chosen, access.session_timeout_s / (2 * len(access.servers.split(","))))
     pauses = KazooRetry(
         max_tries=-1, delay=RECONNECT_PAUSE_S, max_delay=RECONNECT_PAUSE_MAX_S, sleep_func=chosen.sleep_func
     )
     client = KazooClient(
-        servers,
-        timeout=session_timeout_s,
+        access.servers,
+        timeout=access.session_timeout_s,
         handler=chosen,
-        auth_data=[("digest", ":".join(auth))] if auth else None,
+        auth_data=[("digest", ":".join(access.auth))] if access.auth else None,
         connection_retry=pauses,
         logger=_kazoo_log,
     )

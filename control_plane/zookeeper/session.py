@@ -24,14 +24,7 @@ from kazoo.exceptions import (
 from kazoo.protocol.states import Callback, KazooState, KeeperState
 
 from portalmq.control_plane.plane import ChangeCallback, PlaneRefused, PlaneState, PlaneUnavailable, clock_s
-from portalmq.control_plane.zookeeper.connection import (
-    AddWatch,
-    Handler,
-    NotSentError,
-    SessionRequest,
-    Tls,
-    make_client,
-)
+from portalmq.control_plane.zookeeper.connection import Access, AddWatch, NotSentError, SessionRequest, make_client
 
 log = logging.getLogger(__name__)
 
@@ -52,56 +45,24 @@ _REPEATABLE = (ConnectionLoss, SessionExpiredError, SessionMovedError, Throttled
 class ZooKeeperSession:
     """The session of one client, from `start` to `close`. `_prepare` runs when it is connected."""
 
-    def __init__(
-        self,
-        servers: str,
-        chroot: str,
-        *,
-        session_timeout_s: float,
-        handler: Handler,
-        auth: tuple[str, str] | None,
-        tls: Tls | None,
-    ) -> None:
-        self._servers = servers
+    def __init__(self, access: Access, chroot: str) -> None:
+        self._access = access
+        self._servers = access.servers
         self._chroot = chroot
-        self._handler = handler
-        self._auth = auth
-        self._tls = tls
-        self._asked_timeout_s = session_timeout_s
         self._callbacks: list[ChangeCallback] = []
         self._lock = threading.Lock()
         self._forget()
 
     def _forget(self) -> None:
         self._client: Any = None
-        self._state = PlaneState.LOST
-        self._session_id = 0
-        self._granted_timeout_s = self._asked_timeout_s
-        self._last_answered = 0.0
+        self.state = PlaneState.LOST
+        self.session_id = 0
+        self.session_timeout_s = self._access.session_timeout_s
+        self.last_answered = 0.0
         self._refused = ""
         self._connections = 0
         self._noted: set[str | None] = set()
-        self._set_back = False
-
-    @property
-    def state(self) -> PlaneState:
-        return self._state
-
-    @property
-    def session_id(self) -> int:
-        return self._session_id
-
-    @property
-    def session_timeout_s(self) -> float:
-        return self._granted_timeout_s
-
-    @property
-    def last_answered(self) -> float:
-        return self._last_answered
-
-    @property
-    def set_back(self) -> bool:
-        return self._set_back
+        self.set_back = False
 
     def watch(self, callback: ChangeCallback) -> None:
         self._callbacks.append(callback)
@@ -110,21 +71,14 @@ class ZooKeeperSession:
 
     def start(self) -> None:
         assert self._client is None, "started twice"
-        client = make_client(
-            self._servers,
-            self,
-            handler=self._handler,
-            session_timeout_s=self._asked_timeout_s,
-            auth=self._auth,
-            tls=self._tls,
-        )
+        client = make_client(self._access, self)
         client.add_listener(self._on_state)
         # Set at each change of the connection: connected, refused, or closed.
         self._state_changed = client.handler.event_object()
         self._watching = client.handler.event_object()
         self._client = client
         try:
-            deadline = clock_s() + 2 * self._asked_timeout_s
+            deadline = clock_s() + 2 * self._access.session_timeout_s
             client.start_async()
             self._await_connection(deadline)
             self._prepare()
@@ -157,23 +111,23 @@ class ZooKeeperSession:
         if client is None:
             return  # closing
         if state == KazooState.CONNECTED:
-            same = self._session_id == client._session_id
-            self._session_id = client._session_id
+            same = self.session_id == client._session_id
+            self.session_id = client._session_id
             self._connections += 1
-            self._state = PlaneState.CONNECTED
+            self.state = PlaneState.CONNECTED
             log.info("ZooKeeper session %s %s", self._session_name(), "goes on" if same else "begins")
             client.handler.spawn(self._set_watch, self._connections)
             self._state_changed.set()
         elif state == KazooState.SUSPENDED:
-            self._state = PlaneState.SUSPENDED
+            self.state = PlaneState.SUSPENDED
             self._state_changed.clear()
             log.warning("no connection to ZooKeeper at %s; session %s waits", self._servers, self._session_name())
             self._note(None)
         else:
             refused = client.client_state == KeeperState.AUTH_FAILED
             log.error("ZooKeeper session %s %s", self._session_name(), "is refused" if refused else "is lost")
-            self._state = PlaneState.LOST
-            self._session_id = 0
+            self.state = PlaneState.LOST
+            self.session_id = 0
             self._state_changed.clear()
             if refused:
                 self._refuse("does not take the credentials: start again with those that its nodes were made with")
@@ -184,17 +138,17 @@ class ZooKeeperSession:
         self._state_changed.set()
 
     def _session_name(self) -> str:
-        return f"{self._session_id & (2**64 - 1):#x}"
+        return f"{self.session_id & (2**64 - 1):#x}"
 
     def on_granted(self, timeout_s: float, began: float) -> None:
-        self._granted_timeout_s = timeout_s
+        self.session_timeout_s = timeout_s
         self.on_answered(began)
 
     def on_answered(self, began: float) -> None:
-        self._last_answered = max(self._last_answered, began)
+        self.last_answered = max(self.last_answered, began)
 
     def on_set_back(self) -> None:
-        self._set_back = True
+        self.set_back = True
 
     def _await_connection(self, deadline: float) -> int:
         """Return the session once connected. Raises PlaneUnavailable after `deadline`, PlaneRefused."""
@@ -203,8 +157,8 @@ class ZooKeeperSession:
                 raise PlaneUnavailable(f"the session with ZooKeeper at {self._servers} is closed")
             if self._refused:
                 raise PlaneRefused(self._refused)
-            if self._state is PlaneState.CONNECTED:
-                return self._session_id
+            if self.state is PlaneState.CONNECTED:
+                return self.session_id
             remaining = deadline - clock_s()
             if remaining <= 0:
                 raise PlaneUnavailable(f"ZooKeeper at {self._servers} does not answer")
@@ -216,7 +170,7 @@ class ZooKeeperSession:
         """Watch the whole tree while this connection lasts, then report that anything may have changed."""
         # Each connection sets its own watch. A request given up unsent (a paused process) does not mean that the
         # connection is gone, so only its state ends the attempts, or close(): until kazoo has ended, the state stays.
-        while self._client is not None and self._state is PlaneState.CONNECTED and self._connections == connection:
+        while self._client is not None and self.state is PlaneState.CONNECTED and self._connections == connection:
             try:
                 self._ask(AddWatch(self._chroot or "/"), self._deadline())
             except UnimplementedError:
@@ -327,7 +281,7 @@ class ZooKeeperSession:
             raise PlaneRefused(self._refused or f"ZooKeeper at {self._servers} keeps {self._chroot or '/'} for others")
 
     def _deadline(self) -> float:
-        return clock_s() + self._granted_timeout_s
+        return clock_s() + self.session_timeout_s
 
     def _pause(self, seconds: float) -> None:
         client = self._client

@@ -32,12 +32,15 @@ _GLOBBED = re.compile(r"[][{}*?\\]")
 
 @dataclass(frozen=True)
 class Figures:
-    """A list: `frame` has all of its rows, `order` their order."""
+    """A list: `frame` has all of its rows, `order` the columns that order them, descending after a "-"."""
 
     name: str
     frame: DataFrame
     kind: type[msgspec.Struct]
-    order: tuple[Column | str, ...]
+    order: tuple[str, ...]
+
+    def ordered(self, rows: DataFrame) -> DataFrame:
+        return rows.orderBy(*(f.desc(name[1:]) if name.startswith("-") else f.asc(name) for name in self.order))
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Collected:
 
 def queries(figures: Sequence[Figures]) -> dict[str, DataFrame]:
     """Return the queries for `tables`."""
-    return {each.name: each.frame.coalesce(1).orderBy(*each.order).limit(FEW_ROWS + 1) for each in figures}
+    return {each.name: each.ordered(each.frame.coalesce(1)).limit(FEW_ROWS + 1) for each in figures}
 
 
 def collected(tops: Sequence[Top], series: Sequence[Series], found: Mapping[str, pa.Table], parquet: Path) -> Collected:
@@ -128,7 +131,7 @@ def _first(written: DataFrame | pa.Table, top: Top) -> tuple[pa.Table, int]:
     """Return the displayed rows, and the number of all rows."""
     if isinstance(written, pa.Table):
         return written.slice(0, top.shown), written.num_rows
-    return written.orderBy(*top.order).limit(top.shown).toArrow(), written.count()
+    return top.ordered(written).limit(top.shown).toArrow(), written.count()
 
 
 def _of_what_is_shown(
@@ -141,7 +144,7 @@ def _of_what_is_shown(
     if series.of in left_out:
         is_shown = _is_shown(series.of, shown[series.of])
         written = _with_others(written, series, is_shown) if series.has_others else written.where(is_shown)
-    return written.orderBy(*series.order).toArrow()
+    return series.ordered(written).toArrow()
 
 
 def _is_shown(of: str, shown: Sequence[Any]) -> Column:

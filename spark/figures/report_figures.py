@@ -174,89 +174,46 @@ def _by_time(each: model.FailOver) -> tuple[int, str, int]:
     return each.at_ms, each.topic, each.partition
 
 
-def _tops(appended_figures: AppendedFigures, delivered_figures: DeliveredFigures) -> list[Top]:
-    most = f.desc("messages")
-    topic, partition, group = f.asc("topic"), f.asc("partition"), f.asc("group")
+def _tops(stored: AppendedFigures, read: DeliveredFigures) -> list[Top]:
+    most, place = "-messages", ("topic", "partition")
     return [
-        Top("topics", appended.topics(appended_figures), model.TopicFigures, (most, topic), model.TOPICS_SHOWN),
+        Top("topics", appended.topics(stored), model.TopicFigures, (most, "topic"), model.TOPICS_SHOWN),
+        Top("partitions", appended.partitions(stored), model.PartitionFigures, (most, *place), model.PARTITIONS_SHOWN),
         Top(
-            "partitions",
-            appended.partitions(appended_figures),
-            model.PartitionFigures,
-            (most, topic, partition),
-            model.PARTITIONS_SHOWN,
+            "producers", appended.producers(stored), model.ProducerFigures, (most, "producer_id"), model.PRODUCERS_SHOWN
         ),
-        Top(
-            "producers",
-            appended.producers(appended_figures),
-            model.ProducerFigures,
-            (most, f.asc("producer_id")),
-            model.PRODUCERS_SHOWN,
-        ),
-        Top(
-            "groups",
-            delivered.groups(delivered_figures),
-            model.GroupFigures,
-            (f.desc("delivered"), group, topic),
-            model.GROUPS_SHOWN,
-        ),
+        Top("groups", delivered.groups(read), model.GroupFigures, ("-delivered", "group", "topic"), model.GROUPS_SHOWN),
         Top(
             "deliveries",
-            delivered.deliveries(delivered_figures),
+            delivered.deliveries(read),
             model.Deliveries,
-            (f.asc("delivery"), most, group, topic),
+            ("delivery", most, "group", "topic"),
             model.DELIVERIES_SHOWN,
         ),
-        Top(
-            "lag",
-            delivered.lag(delivered_figures),
-            model.LagFigures,
-            (f.desc("lag"), group, topic, partition),
-            model.LAG_SHOWN,
-        ),
+        Top("lag", delivered.lag(read), model.LagFigures, ("-lag", "group", *place), model.LAG_SHOWN),
         Top(
             "fail_overs",
-            appended.fail_overs(appended_figures),
+            appended.fail_overs(stored),
             model.FailOver,
-            (f.desc_nulls_last("gap_ms"), f.asc("at_ms"), topic, partition),
+            ("-gap_ms", "at_ms", *place),
             model.FAIL_OVERS_SHOWN,
         ),
     ]
 
 
-def _series(appended_figures: AppendedFigures, delivered_figures: DeliveredFigures) -> list[Series]:
+def _series(stored: AppendedFigures, read: DeliveredFigures) -> list[Series]:
+    shares = appended.partition_throughput(stored)
+    sizes = ("from_bytes", "to_bytes", "topic")
     return [
         Series(
-            "throughput",
-            appended.throughput(appended_figures),
-            model.Throughput,
-            ("at_ms", "topic"),
-            "topics",
-            has_others=True,
+            "throughput", appended.throughput(stored), model.Throughput, ("at_ms", "topic"), "topics", has_others=True
         ),
         Series(
-            "partition_throughput",
-            appended.partition_throughput(appended_figures),
-            model.PartitionThroughput,
-            ("at_ms", "topic", "partition"),
-            "partitions",
+            "partition_throughput", shares, model.PartitionThroughput, ("at_ms", "topic", "partition"), "partitions"
         ),
+        Series("sizes", appended.sizes(stored), model.SizeBucket, sizes, "topics", has_others=True),
+        Series("latencies", delivered.latencies(read), model.LatencyBucket, ("group", "from_ms"), "groups"),
         Series(
-            "sizes",
-            appended.sizes(appended_figures),
-            model.SizeBucket,
-            ("from_bytes", "to_bytes", "topic"),
-            "topics",
-            has_others=True,
-        ),
-        Series(
-            "latencies", delivered.latencies(delivered_figures), model.LatencyBucket, ("group", "from_ms"), "groups"
-        ),
-        Series(
-            "latency_over_time",
-            delivered.latency_over_time(delivered_figures),
-            model.LatencyPoint,
-            ("at_ms", "group"),
-            "groups",
+            "latency_over_time", delivered.latency_over_time(read), model.LatencyPoint, ("at_ms", "group"), "groups"
         ),
     ]

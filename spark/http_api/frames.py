@@ -8,6 +8,7 @@ It creates one Python object a message (MessagePack has no columns); a column is
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -85,16 +86,12 @@ class _Rows:
 
     def _column(self, field: pa.Field, offsets: Any) -> pa.Array:
         name, kind, records = field.name, field.type, self.records
-        if name == "topic":
-            return _constant(self._log.topic, len(records), kind)
-        if name == "partition":
-            return _constant(self._log.partition, len(records), kind)
+        if name in {"topic", "partition"}:
+            return _constant(getattr(self._log, name), len(records), kind)
         if name == "offset":
             return pa.array(offsets, kind)
-        if name == "value":
-            return pa.array([record.value for record in records], kind)
-        if name == "key":
-            return pa.array([record.key for record in records], kind)
+        if name in {"value", "key", "priority"}:
+            return pa.array(list(map(attrgetter(name), records)), kind)
         if name == "content_type":
             first = records[0].content_type if records else ""
             names = [record.content_type for record in records]
@@ -102,12 +99,8 @@ class _Rows:
             return _constant(first, len(names), kind) if same else pa.array(names, kind)
         if name == "headers":
             return _headers([record.headers for record in records], kind)
-        if name == "priority":
-            return pa.array([record.priority for record in records], kind)
-        if name == "deliver_at":
-            return _times([record.deliver_at_ms for record in records], kind)
-        if name == "expires_at":
-            return _times([record.expires_at_ms for record in records], kind)
+        if name in {"deliver_at", "expires_at"}:
+            return _times(list(map(attrgetter(f"{name}_ms"), records)), kind)
         return self._of_batch(name, kind, offsets)
 
     def _of_batch(self, name: str, kind: pa.DataType, offsets: Any) -> pa.Array:
@@ -116,9 +109,10 @@ class _Rows:
             return pa.array(self._repeated([head.appended_at_ms * 1000 for head in self._heads]), kind)
         if name == "leader_epoch":
             return pa.array(self._repeated([head.leader_epoch for head in self._heads]), kind)
-        nothing = self._repeated([head.producer_id for head in self._heads]) < 0
+        producers = self._repeated([head.producer_id for head in self._heads])
+        nothing = producers < 0
         if name == "producer_id":
-            return pa.array(self._repeated([head.producer_id for head in self._heads]), kind, mask=nothing)
+            return pa.array(producers, kind, mask=nothing)
         assert name == "sequence", name
         # The head has the sequence of the first message; those after it count on, removed ones included.
         first = self._repeated([head.sequence - head.base_offset for head in self._heads])

@@ -18,7 +18,6 @@ from portalmq.spark.errors import BadOption, DataLoss, NothingThere
 from portalmq.spark.options import EARLIEST, LATEST, Bound, ReadOptions
 from portalmq.spark.origin import Origin, PartitionLog, packed, rows_of, spans_of
 from portalmq.spark.reading.filters import Bounds, bounds_of
-from portalmq.spark.reading.origins import open_origin
 
 
 class MessagesReader(DataSourceReader):
@@ -29,7 +28,7 @@ class MessagesReader(DataSourceReader):
 
     def partitions(self) -> list[InputPartition]:
         """Plan the tasks. Raises SourceError."""
-        origin = open_origin(self.reading)
+        origin = self.reading.origin()
         spans = [span for log, start, end in self.ranges(origin) for span in origin.spans(log, start, end)]
         return packed(spans, self.reading.span_offsets)
 

@@ -31,7 +31,6 @@ from portalmq.spark.options import EARLIEST, LATEST, ReadOptions
 from portalmq.spark.origin import Origin, PartitionLog, packed, rows_of, spans_of
 from portalmq.spark.reading.admission import shares
 from portalmq.spark.reading.log_poller import LASTING, PASSING, PATIENCE_S, FaultDuration, LogPoller
-from portalmq.spark.reading.origins import open_origin
 from portalmq.spark.reading.positions import LogPositions, Positions, accept_losses, compare_positions, sorted_positions
 from portalmq.spark.topics import is_pattern
 
@@ -249,7 +248,7 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def _logs_of(self, topics: tuple[str, ...] | None) -> list[PartitionLog]:
         if topics not in self._origins:
-            self._origins[topics] = open_origin(replace(self.reading, topics=topics))
+            self._origins[topics] = replace(self.reading, topics=topics).origin()
         origin = self._origins[topics]
         logs = origin.logs()
         self._origin_of |= {log.topic: origin for log in logs}

@@ -28,39 +28,51 @@ def throughput(view: ReportView) -> Markup:
         )
     messages = _by_topic(view, view.times, lambda point: point.messages)
     sizes = _by_topic(view, view.times, lambda point: point.bytes)
-    every = words.duration(view.times.width_ms)
+    peak = _peak(messages, view.times, words.rate, "messages")
+    peak_of_data = _peak(sizes, view.times, lambda value: f"{words.size(value)}/s", "data")
+    every = f"by topic; each column is the mean over {words.duration(view.times.width_ms)}."
     return section(
         "throughput",
         "Throughput",
-        figure(
-            _peak(messages, view.times, words.rate, "messages"),
-            f"Messages appended per second, by topic; each column is the mean over {every}. Times are UTC.",
-            plots.legend(messages) if len(messages) > 1 else None,
-            plots.stacked(
-                messages,
-                view.times,
-                unit="/s",
-                label=words.brief,
-                marks=view.marks,
-                describe=f"Stacked columns over time: messages per second of {words.plural(len(messages), 'topic')}",
-            ),
-            table=_over_time(messages, view.times, words.brief, "Messages per second"),
+        _rates(
+            view,
+            view.times,
+            messages,
+            "messages",
+            words.brief,
+            peak,
+            f"Messages appended per second, {every} Times are UTC.",
         ),
-        figure(
-            _peak(sizes, view.times, lambda value: f"{words.size(value)}/s", "data"),
-            f"Bytes of messages' values appended per second, by topic; each column is the mean over {every}.",
-            plots.legend(sizes) if len(sizes) > 1 else None,
-            plots.stacked(
-                sizes,
-                view.times,
-                unit="B/s",
-                label=words.size,
-                marks=view.marks,
-                describe=f"Stacked columns over time: bytes per second of {words.plural(len(sizes), 'topic')}",
-            ),
-            table=_over_time(sizes, view.times, words.size, "Bytes per second"),
+        _rates(
+            view,
+            view.times,
+            sizes,
+            "bytes",
+            words.size,
+            peak_of_data,
+            f"Bytes of messages' values appended per second, {every}",
         ),
         _topics(view, view.times),
+    )
+
+
+def _rates(
+    view: ReportView, times: Times, series: list[PlotSeries], noun: str, label: _Words, title: str, what: str
+) -> Markup:
+    """Return the figure of the rates of `noun`, which is "messages" or "bytes"."""
+    return figure(
+        title,
+        what,
+        plots.legend(series) if len(series) > 1 else None,
+        plots.stacked(
+            series,
+            times,
+            unit="/s" if noun == "messages" else "B/s",
+            label=label,
+            marks=view.marks,
+            describe=f"Stacked columns over time: {noun} per second of {words.plural(len(series), 'topic')}",
+        ),
+        table=_over_time(series, times, label, f"{noun.capitalize()} per second"),
     )
 
 

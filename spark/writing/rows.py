@@ -53,16 +53,6 @@ TAKEN: dict[str, tuple[type[DataType], ...]] = {
     "priority": _WHOLE,
     "idempotency_key": _TEXT,
 }
-_NAMES = {
-    BinaryType: "binary",
-    StringType: "string",
-    MapType: "map<string,string>",
-    TimestampType: "timestamp",
-    ByteType: "tinyint",
-    ShortType: "smallint",
-    IntegerType: "int",
-    LongType: "bigint",
-}
 
 _encode = msgspec.msgpack.Encoder(order="sorted").encode
 
@@ -116,7 +106,7 @@ def check_columns(schema: StructType, topic: str | None) -> None:
                 field.dataType.valueType, StringType
             )
         if not is_taken:
-            wanted = " or ".join(_NAMES[kind] for kind in kinds)
+            wanted = " or ".join("map<string,string>" if kind is MapType else kind().simpleString() for kind in kinds)
             raise BadOption(
                 f"the column {field.name} is {field.dataType.simpleString()}, and has to be {wanted}: cast it"
             )

@@ -105,7 +105,7 @@ def data_directory(tmp_path: Path) -> Path:
         broker = DemoBroker(processes, "data", "dev")
         broker.wait_until_ready()
         run("-m", "portalmq.demo_iot.sensor", "wind", "2", "0", "--count", "20", "--server", broker.url, cwd=tmp_path)
-        broker.end_well()
+        broker.process.end_well()
     return tmp_path / "data"
 
 

@@ -22,7 +22,6 @@ from support.cluster import wait_until
 from portalmq import Admin, Producer
 from portalmq.demo_iot.readings import Reading, replay, year
 from portalmq.spark import options
-from portalmq.spark.reading.origins import open_origin
 
 pytestmark = [pytest.mark.spark, pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -133,7 +132,7 @@ def test_each_finished_window_is_written_once_over_several_runs(
 
 def ends(**door: str) -> dict[tuple[str, int], int]:
     """Return the ends of the logs as this origin shows them."""
-    logs = open_origin(options.stream_options({"topic": "temp_*", **door})).logs()
+    logs = options.stream_options({"topic": "temp_*", **door}).origin().logs()
     return {(log.topic, log.partition): log.end_offset for log in logs}
 
 

@@ -13,7 +13,6 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 from portalmq.spark import options
 from portalmq.spark.errors import BadOption, DataLoss, NothingThere, NoTopic, SourceError
 from portalmq.spark.origin import PartitionLog, Span
-from portalmq.spark.reading import stream
 from portalmq.spark.reading.stream import MessagesStream
 
 ALL = ReadAllAvailable()
@@ -71,7 +70,7 @@ def log(name: str, end: int, start: int = 0) -> PartitionLog:
 @pytest.fixture
 def pretended(monkeypatch) -> Pretended:
     origin = Pretended()
-    monkeypatch.setattr(stream, "open_origin", lambda reading: origin)
+    monkeypatch.setattr(options.ReadOptions, "origin", lambda reading: origin)
     return origin
 
 
@@ -375,7 +374,7 @@ def test_one_of_two_named_topics_is_deleted_and_the_other_is_read_on(monkeypatch
             if "deleted" in topics:
                 self.fault = NoTopic("there is no topic 'deleted'")
 
-    monkeypatch.setattr(stream, "open_origin", lambda reading: Place(reading.topics))
+    monkeypatch.setattr(options.ReadOptions, "origin", lambda reading: Place(reading.topics))
     clock = Clock()
     source = reader(clock, topic="kept,deleted", failOnDataLoss="false")
     start = {"deleted@a/0": 7, "kept@a/0": 10}

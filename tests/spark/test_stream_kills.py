@@ -21,7 +21,6 @@ from support.stream_job import StreamJob, started
 
 from portalmq import Admin
 from portalmq.spark import options
-from portalmq.spark.reading.origins import open_origin
 
 pytestmark = [pytest.mark.prove, pytest.mark.spark, pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -75,7 +74,7 @@ def _wait_until_readable(given: dict[str, str], sent: dict[tuple[int, int], str]
     ends = {
         number: max(offset for partition, offset in sent if partition == number) + 1 for number in range(PARTITIONS)
     }
-    origin = open_origin(options.stream_options(given))
+    origin = options.stream_options(given).origin()
     wait_until(
         lambda: all(log.end_offset >= ends[log.partition] for log in origin.logs()), "all that was acked is readable"
     )
