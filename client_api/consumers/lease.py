@@ -72,6 +72,8 @@ class Leases:
         self._to_ack: list[str] = []
         # Acks that travel with the current receive; they are confirmed by its answer, or sent again.
         self._acks_in_receive: list[str] = []
+        # True from a failed receive until the keeper has sent its acks: until then no receive carries any.
+        self._are_acks_apart = False
         # The thread of the current receive.
         self._receiving_thread: int | None = None
         self._to_ack_since = 0.0
@@ -196,6 +198,8 @@ class Leases:
         `receive_failed`."""
         with self._lock:
             assert not self._acks_in_receive
+            if self._are_acks_apart:
+                return []
             gathered = self._to_ack
             self._acks_in_receive, self._to_ack = (
                 gathered[: wire.RECEIVE_MESSAGES_MAX],
@@ -210,9 +214,15 @@ class Leases:
         self._warn_of_stale(len(stale))
 
     def receive_failed(self) -> None:
-        """Keep the acks of a failed receive for another try. Acking twice does no harm."""
+        """Note the end of a receive without an answer. Follow it by `begin_receive`."""
         with self._lock:
             self._received()
+            self.send_acks_apart()
+
+    def send_acks_apart(self) -> None:
+        """Leave the acks of a failed receive to the keeper. Acking twice does no harm."""
+        with self._lock:
+            self._are_acks_apart = self._are_acks_apart or bool(self._acks_in_receive)
             self._to_ack, self._acks_in_receive = self._acks_in_receive + self._to_ack, []
             if self._to_ack:
                 self._to_ack_since = self._clock()
@@ -234,6 +244,8 @@ class Leases:
                     self._settle("ack", receipts, {})
                 except StaleReceipt as error:
                     self._warn_of_stale(len(_stale_among(error, receipts)))
+            with self._lock:
+                self._are_acks_apart = False
 
     def _warn_of_stale(self, count: int) -> None:
         if count:

@@ -17,6 +17,7 @@ from portalmq.consumers.lease import Leases
 from portalmq.consumers.subscription import Subscription
 from portalmq.errors import GroupNotFound, PortalMQError
 from portalmq.message import Message, Settler, message_from_wire
+from portalmq.network.http_answer import HttpAnswer
 from portalmq.transport import system_random
 from portalmq.transport.answers import decode_answer
 from portalmq.transport.reachability import SILENT_S_MAX
@@ -131,38 +132,20 @@ class Receiver:
         try:
             self._leases.begin_receive()
             self._prepare(deadline)
-            timeout_s = left_s(deadline)
-            wait_s = min(timeout_s, RECEIVE_WAIT_S)
-            if self._failing_since:
-                timeout_s = max(timeout_s, AGAIN_S)  # it failed before: allow for a change of leaders
             is_repeat = self._is_unanswered
             if not is_repeat:
                 self._attempts += 1
             # Until there is an answer: a repeat of this attempt returns the messages that a broker has leased under it.
             self._is_unanswered = True
-            request = wire.ReceiveRequest(
-                topics=list(self._subscription.topics),
-                max_messages=max(self._prefetch.wanted(), at_most),
-                wait_ms=round(wait_s * 1000),
-                visibility_timeout_ms=round(self._subscription.visibility_timeout_s * 1000),
-                consumer=self._name,
-                attempt_id=f"{self._name}-{self._attempts}",
-                ack=self._leases.take_acks(),
-            )
-            answer = self._transport.call(
-                json_request(
-                    "POST",
-                    f"{self._group_path}/receive",
-                    request,
-                    accept=wire.BATCH_MSGPACK,
-                    near=self._near,
-                    wait_s=max(wait_s, WAIT_S_MIN),
-                    marks_first_try=True,
-                ),
-                timeout_s=timeout_s,
-                waits_for_last_try=True,
-                is_repeat=is_repeat,
-            )
+            acks = self._leases.take_acks()
+            try:
+                answer = self._call(at_most, deadline, acks, is_repeat=is_repeat)
+            except PortalMQError as error:
+                if not acks or not may_repeat(error, repeatable=True) or not left_s(deadline) or self._closed.is_set():
+                    raise
+                self._leases.send_acks_apart()
+                self._transport.pause(min(error.retry_after_s or 0.0, left_s(deadline)))
+                answer = self._call(at_most, deadline, [], is_repeat=True)
             received = decode_answer(answer, wire.PackReceived)
             self._is_unanswered, self._failing_since = False, 0.0
         except BaseException as error:
@@ -174,6 +157,37 @@ class Receiver:
         self._leases.hold(received.messages)
         self._prefetch.received(len(received.messages))
         return bool(received.messages)
+
+    def _call(self, at_most: int, deadline: float | None, acks: list[str], *, is_repeat: bool) -> HttpAnswer:
+        """Return the answer to this attempt. With acks it is tried once: a new leader receives at once, and answers
+        acks only when the one before it certainly delivers no more."""
+        timeout_s = left_s(deadline)
+        wait_s = min(timeout_s, RECEIVE_WAIT_S)
+        if self._failing_since:
+            timeout_s = max(timeout_s, AGAIN_S)  # it failed before: allow for a change of leaders
+        request = wire.ReceiveRequest(
+            topics=list(self._subscription.topics),
+            max_messages=max(self._prefetch.wanted(), at_most),
+            wait_ms=round(wait_s * 1000),
+            visibility_timeout_ms=round(self._subscription.visibility_timeout_s * 1000),
+            consumer=self._name,
+            attempt_id=f"{self._name}-{self._attempts}",
+            ack=acks,
+        )
+        return self._transport.call(
+            json_request(
+                "POST",
+                f"{self._group_path}/receive",
+                request,
+                accept=wire.BATCH_MSGPACK,
+                near=self._near,
+                wait_s=max(wait_s, WAIT_S_MIN),
+                marks_first_try=True,
+            ),
+            timeout_s=0.0 if acks else timeout_s,
+            waits_for_last_try=True,
+            is_repeat=is_repeat,
+        )
 
     def _prepare(self, deadline: float | None) -> None:
         """Apply the settings to the group once, before its first receive fixes them."""

@@ -274,9 +274,11 @@ class Transport:
         """Return the watch that asks others while a leader is silent, or a broker that forwards to it. Only a
         repeatable request may leave its broker."""
         place = request.leader_of or request.near
-        epoch = -1 if place is None else self._cluster_metadata.epoch_of(place)
-        if place is None or epoch < 0 or not request.repeatable or self._cluster_metadata.is_alone:
+        if place is None or not request.repeatable or self._cluster_metadata.is_alone:
             return None
+        epoch = self._cluster_metadata.epoch_of(place)
+        if epoch < 0 and self._cluster_metadata.leader_of(place) != address:
+            return None  # the broker that it forwards to is not known
         first_s = every_s = ASK_OTHERS_AFTER_S
         if request.wait_s > FLOW_S:
             first_s, every_s = (FLOW_S, every_s) if self._has_flow else (ASK_OTHERS_WITHOUT_FLOW_S,) * 2

@@ -48,7 +48,7 @@ class PausedCluster:
         path = head.split()[1].decode()
         self.arrived.append((self.now, address.url, path.split("?")[0]))
         leader = ONE if self.now < NEXT_LEADER_S else TWO
-        is_for_leader = "topics/t" in path or "receive" in path
+        is_for_leader = "metadata" not in path and "producers" not in path
         if self.now + self.empty_after_s >= 0 and ONE in {address.url, leader if is_for_leader else ""}:
             # A broker that forwards to it hangs as well, until it has seen the election.
             self._hang(timeout_s, watch, math.inf if address.url == ONE else NEXT_LEADER_S + 0.3)
@@ -124,6 +124,15 @@ def test_a_receive_that_long_had_no_message_asks_rarely_and_follows_later(cluste
     assert cluster.now < NEXT_LEADER_S + 2.5 + 0.1
     asked = [at for at, _, path in cluster.arrived if path == "/v1/metadata" and at >= 0]
     assert len(asked) <= 3
+
+
+def test_a_fetch_at_a_leader_that_another_broker_named_follows_too(cluster: PausedCluster) -> None:
+    transport = cluster.transport()
+    assert transport.leader_reported(("t", 0), ONE), "without its epoch"
+    fetch = Request("POST", "/v1/fetch", b"{}", repeatable=True, leader_of=("t", 0), wait_s=1.0)
+    cluster.now = 0.0
+    transport.call(fetch)
+    assert NEXT_LEADER_S < cluster.now < FOLLOWED_S
 
 
 @pytest.mark.parametrize("began", [0.0, 1.0, NEXT_LEADER_S - 0.01])
