@@ -9,9 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
-from urllib.parse import parse_qsl
-
-from werkzeug.datastructures import MultiDict
 
 from portalmq import wire
 from portalmq.broker.api import outgoing
@@ -29,9 +26,7 @@ _MINIMAL = (("Preference-Applied", "return=minimal"),)
 
 def produce(context: RequestContext, request: HttpRequest, topic: str) -> ResponseParts:
     wire.check_name(topic, "topic")
-    parameters = _parameters_of(request.query)
-    partition = parameters.number("partition")
-    acks: wire.Acks = parameters.choice("acks", "all", "all", "leader", "none")
+    partition, acks = _place_and_acks(request.query)
     wanted = decode_messages(
         request.headers.get("content-type"), context.body_of(request), request.headers, context.broker.wall_ms()
     )
@@ -48,8 +43,10 @@ def produce(context: RequestContext, request: HttpRequest, topic: str) -> Respon
 
 
 @lru_cache(256)
-def _parameters_of(query: str) -> Query:
-    return Query(MultiDict(parse_qsl(query, keep_blank_values=True)), "partition", "acks")
+def _place_and_acks(query: str) -> tuple[int | None, wire.Acks]:
+    """Return the partition of a produce request, if it names one, and its `acks`."""
+    parameters = Query(query, "partition", "acks")
+    return parameters.number("partition"), parameters.choice("acks", "all", "all", "leader", "none")
 
 
 def _check_one_partition(partitions: list[int | None] | None, partition: int | None) -> None:
