@@ -308,7 +308,7 @@ class Broker(Wiring):
             led += partition.replica.leading
             followed += not partition.replica.leading
             under_replicated += partition.replica.leading and is_under_replicated(partition)
-            quarantined += bool(partition.quarantined)
+            quarantined += bool(partition.replica.quarantined)
         controller, long_polls = self.mirror.controller, self.groups.long_polls
         return {
             "status": "ok" if self.ready else "not_ready",

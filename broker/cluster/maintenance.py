@@ -83,7 +83,7 @@ class Maintenance:
 
     def save_state(self) -> None:
         for partition in in_short_turns(self._topics.partitions()):
-            partition.save_state()
+            partition.retention.save_state()
 
     def close_idle_files(self) -> None:
         for partition in in_short_turns(self._topics.partitions()):
@@ -96,7 +96,7 @@ class Maintenance:
             config = topic.state.config
             for partition in in_short_turns(tuple(topic.local.values())):
                 try:
-                    partition.retain(config.retention_ms, config.retention_bytes, GROUP_EXPIRY_MS)
+                    partition.retention.retain(config.retention_ms, config.retention_bytes, GROUP_EXPIRY_MS)
                 except (PortalMQError, Shortage) as error:  # a failure does not delay the other partitions
                     log.warning("%s will be cleaned later: %s", partition, error)
 

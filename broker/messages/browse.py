@@ -114,7 +114,7 @@ class MessageBrowser:
             partition = self._metadata_cache.partition(place)  # the wait may have seen it deleted or led elsewhere
         there = (
             (at, piece.batch.appended_at_ms, record)
-            for piece in partition.pieces(start, partition.high_watermark, call.limit)
+            for piece in partition.reader.pieces(start, partition.high_watermark, call.limit)
             for at, record in enumerate(piece.records(), piece.start)
         )
         messages, _ = first_of(there, _record_of, call.limit)
@@ -207,7 +207,7 @@ class MessageBrowser:
 
     def local_purge(self, request: PurgeCall) -> LocalWork[bool]:
         def purge(place: TopicPartition) -> bool:
-            self._metadata_cache.partition(place).purge(request.before_offset)
+            self._metadata_cache.partition(place).retention.purge(request.before_offset)
             return True
 
         return one_by_one(purge)

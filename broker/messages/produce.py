@@ -178,7 +178,7 @@ def _begin_append(
                 acks=options.acks,
                 compressed=b"" if known else compressed,
             )
-            partition.remember_ids(entry.pending)
+            partition.uncommitted.remember_ids(entry.pending)
     return entry
 
 

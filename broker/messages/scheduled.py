@@ -162,6 +162,6 @@ class ScheduledMessages:
 
 
 def _read(partition: Partition, offset: int) -> Iterator[tuple[int, Record]]:
-    for piece in partition.pieces(offset, offset + 1, 1):
+    for piece in partition.reader.pieces(offset, offset + 1, 1):
         for record in piece.records():
             yield piece.batch.appended_at_ms, record

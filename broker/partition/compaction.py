@@ -91,7 +91,7 @@ class Compactor:
     def compact_if_due(self, partition: Partition, *, keeps_last: bool) -> None:
         """Order a compaction where the partition `keeps_last` messages, is led here and needs one; then carry out the
         committed order. Blocks until done. Raises PortalMQError when this must be tried again later."""
-        if partition.closed or partition.rebuild_reason or partition.quarantined or self._host.disk_is_full():
+        if partition.closed or partition.rebuild_reason or partition.replica.quarantined or self._host.disk_is_full():
             return
         if keeps_last and partition.serves:
             is_old = self._is_old(partition)
@@ -138,15 +138,15 @@ class Compactor:
         """Return how far a compaction can go. Roll the active segment for it, unless a reader's files or an order of
         the outbox stand in the way below that."""
         files = partition.log
-        self._done(partition, _seal, files, partition.high_watermark)
+        self._done(partition, files.seal, partition.high_watermark)
         needed_from = partition.groups.ordered_from()
         active = files.active_base_offset
         if files.sealed_upto == active and (needed_from is None or needed_from > active):
             end = files.end_offset
-            self._done(partition, _roll, files)
+            self._done(partition, files.roll)
             if end > active:
                 partition.wait_committed(end - 1)
-            self._done(partition, _seal, files, partition.high_watermark)
+            self._done(partition, files.seal, partition.high_watermark)
             needed_from = partition.groups.ordered_from()
         return files.sealed_upto if needed_from is None else min(files.sealed_upto, needed_from)
 
@@ -165,7 +165,7 @@ class Compactor:
             self._pauses = PAUSES_A_STEP_BEHIND if is_behind else PAUSES_A_STEP
         work.close()
         self._on_removed(work.removed)
-        partition.forget_read()
+        partition.reader.forget()
         if partition.log.is_compacted(order.upto, order.tombstones_before_ms):
             log.info(
                 "%s is compacted up to offset %d: %d messages and %d bytes less, in %.1f s",
@@ -216,15 +216,6 @@ def _stepped(work: Compaction) -> bool:
     except BaseException:
         work.close()
         raise
-
-
-def _roll(files: Log) -> bool:
-    files.roll()
-    return True
-
-
-def _seal(files: Log, below: int) -> int:
-    return files.seal(below)
 
 
 def _prepare(files: Log, upto: int, high_watermark: int) -> bool:

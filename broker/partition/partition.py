@@ -90,7 +90,7 @@ class Partition(AppendingPartition):
 
     `serves`: it leads, and knows all that was committed before its epoch. `on_leading` and `on_stepped_down` are called
     when that changes, each in a greenlet of its own, in order; `on_damaged` when its files should be replaced. `fault`
-    says why, `rebuild_reason` that they are being replaced, `quarantined` why this replica has stopped for good.
+    says why, `rebuild_reason` that they are being replaced.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Partition(AppendingPartition):
         self.closed = False
         self._cache_key = next(_numbers)
         self._writer = Writer(host, log, self._on_written, self._on_refused)
-        self._reader = Reader(
+        self.reader = Reader(
             log, host.cache, self._cache_key, host.storage_failed, lambda fault: self.report_damage(str(fault))
         )
         self.following = FollowerReplication(self)
@@ -142,7 +142,7 @@ class Partition(AppendingPartition):
         self._isr_tracker: IsrTracker | None = None
         # The leadership that is taken over in turns, or was last.
         self._taking_over: IsrTracker | None = None
-        self._uncommitted = Uncommitted()
+        self.uncommitted = Uncommitted()
         self._browsers: set[Event] = set()
         self._used = True
         self._is_streamed = False
@@ -161,7 +161,7 @@ class Partition(AppendingPartition):
 
     def install(self, found: Recovered) -> None:
         """Load what the log adds up to, after it was opened, truncated or begun again."""
-        self._reader.forget()
+        self.reader.forget()
         found.groups.go_on_after(self.groups)
         self.groups = found.groups
         self.delivery.clear()
@@ -173,9 +173,9 @@ class Partition(AppendingPartition):
         self.start = found.start
         self.messages_next = self.log.message_count_total
         self.readable_end = found.readable_end
-        self._uncommitted.ends.clear()
+        self.uncommitted.ends.clear()
         if found.recovered_end > found.readable_end:
-            self._uncommitted.ends.append((found.recovered_end, 0))
+            self.uncommitted.ends.append((found.recovered_end, 0))
         self.retention.forget_snapshot()
 
     def _replica_of(self, found: Recovered, highest_epoch: int) -> PartitionReplica:
@@ -209,8 +209,8 @@ class Partition(AppendingPartition):
         self.following.settle()
         if self.replica.in_sync is not self._isr_tracker:
             self._note_leadership()
-        if self._uncommitted.unsettled and self.replica.may_settle(now_ms):
-            self._uncommitted.settle()
+        if self.uncommitted.unsettled and self.replica.may_settle(now_ms):
+            self.uncommitted.settle()
 
     def check_pause(self, now_ms: int) -> None:
         """Check for a pause of this process before a call is answered at `now_ms`. After a pause no call is answered,
@@ -232,7 +232,7 @@ class Partition(AppendingPartition):
     ) -> None:
         """Apply the partition's state in the control plane, and which brokers are registered."""
         if brokers is not None:
-            self.on_brokers_changed(brokers)
+            self.step(BrokersChanged(brokers))
         if self.lost:
             self.report_damage(self.lost)
         if self.rebuild_reason:
@@ -245,9 +245,6 @@ class Partition(AppendingPartition):
     def keep_frames(self) -> None:
         """Keep batches in their wire format from now on: a stream reader uses them."""
         self._is_streamed = self._writer.keeps_frames = True
-
-    def on_brokers_changed(self, brokers: Mapping[int, tuple[int, str]]) -> None:
-        self.step(BrokersChanged(brokers))
 
     def _act(self, action: Action) -> None:
         match action:
@@ -277,10 +274,6 @@ class Partition(AppendingPartition):
                 self.following.reset(action)
             case Quarantine():
                 log.critical("%s is quarantined, and does nothing more: %s", self, action.reason)
-
-    @property
-    def quarantined(self) -> str:
-        return self.replica.quarantined
 
     # --- leadership --------------------------------------------------------------------------------------------------
 
@@ -343,7 +336,7 @@ class Partition(AppendingPartition):
         error = self.located(
             NotLeader("the leadership moved while this was on its way", leader=leader, outcome="unknown")
         )
-        self._uncommitted.fail(error)
+        self.uncommitted.fail(error)
         for event in self._browsers:
             event.set()
         if self.serves:
@@ -370,7 +363,7 @@ class Partition(AppendingPartition):
         shortage = why if isinstance(why, Shortage) else DiskFull(str(why))
         found = self._read_again(taken)
         refused = {entry for entry in taken if isinstance(entry, Pending)}
-        self._uncommitted.refuse(refused, refusal_of(shortage, "unknown"))
+        self.uncommitted.refuse(refused, refusal_of(shortage, "unknown"))
         if found is not None:
             self._go_on_with(found)
         for pending in refused:
@@ -401,7 +394,7 @@ class Partition(AppendingPartition):
     def _on_high_watermark(self, high_watermark: int) -> None:
         self.changed = True
         settles = self.replica.may_settle(self.host.clock.now_ms())
-        readable_end = self._uncommitted.advance(high_watermark, self.readable_end, settles=settles)
+        readable_end = self.uncommitted.advance(high_watermark, self.readable_end, settles=settles)
         if self.serving.parked:
             self.serving.high_watermark_moved()
         if not self.serves:
@@ -429,15 +422,6 @@ class Partition(AppendingPartition):
         )
         return self.groups.snapshot_into(fold)
 
-    def save_state(self) -> None:
-        self.retention.save_state()
-
-    def purge(self, upto: int | None) -> None:
-        self.retention.purge(upto)
-
-    def retain(self, retention_ms: int | None, retention_bytes: int | None, group_expiry_ms: int) -> None:
-        self.retention.retain(retention_ms, retention_bytes, group_expiry_ms)
-
     @property
     def is_quiet(self) -> bool:
         """Whether little depends on the time: it leads with all replicas in sync, or its fetch waits at the leader."""
@@ -449,7 +433,7 @@ class Partition(AppendingPartition):
 
     def close_if_idle(self) -> None:
         """Close the files when nothing was read or written since the last call; the next use opens them again."""
-        used, self._used, self._reader.used = self._used or self._reader.used, False, False
+        used, self._used, self.reader.used = self._used or self.reader.used, False, False
         if not used and self._writer.is_idle and not self.changed and not self.action_queue.performing:
             self.host.pool.apply(self.log.park)
             self.state_file.park()
@@ -467,6 +451,6 @@ class Partition(AppendingPartition):
         if saves:
             self.retention.save_last()
         self._on_step_down(None)
-        self._reader.forget()
+        self.reader.forget()
         self.host.pool.apply(self.log.close)  # closing writes: a thousand partitions would block the hub for seconds
         self.state_file.close()

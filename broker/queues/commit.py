@@ -370,7 +370,7 @@ class GroupCommits:
     def _first_answer(self, partition: Partition, offset: int, call: CommitCall, acked: int) -> CommitResult:
         """Return the answer of a commit that is in the log, after a wait until it is committed."""
         partition.wait_settled(offset)
-        record = partition.control_at(offset)
+        record = partition.reader.control_at(offset)
         published = len(call.outputs)
         if record is not None and record.kind == BatchKind.COMMIT:
             published = len(_decode_commit(record.body).outputs)

@@ -332,7 +332,7 @@ def _dead_messages(
     """Yield the dead messages from `start` on that are still in the log: (dead, offset, timestamp_ms, record)."""
     for dead in delivery.dead_from(start) if delivery is not None else ():
         first = max(start, dead.start)
-        for piece in partition.pieces(first, dead.end, dead.end - first):
+        for piece in partition.reader.pieces(first, dead.end, dead.end - first):
             for offset, record in enumerate(piece.records(), piece.start):
                 yield dead, offset, piece.batch.appended_at_ms, record
 

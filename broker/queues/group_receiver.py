@@ -222,7 +222,7 @@ class GroupReceiver:
     def _pieces_of(self, handed: DeliveryRange) -> Iterable[BatchSlice]:
         start, end, _, _, piece = handed
         if piece is None:  # from another lane: only its offset is known so far
-            return self.partition.pieces(start, end, end - start)
+            return self.partition.reader.pieces(start, end, end - start)
         return (piece if piece.start == start and piece.end == end else BatchSlice(piece.batch, start, end),)
 
     def _may_exceed(self, pieces: list[tuple[BatchSlice, int, int]], max_bytes: int) -> bool:
@@ -334,7 +334,7 @@ class GroupReceiver:
         return [message for span in spans for message in self._under_lease(span)]
 
     def _under_lease(self, span: SpanFold) -> list[LeasedMessage]:
-        pieces = self.partition.pieces(span.start, span.end, span.end - span.start)
+        pieces = self.partition.reader.pieces(span.start, span.end, span.end - span.start)
         runs = runs_of([(piece, span.deliveries, span.lane) for piece in pieces])
         return self._delivered(runs, span.available_at_ms, span.leader_epoch)
 

@@ -262,7 +262,7 @@ class Outbox:
 
     def _messages_of(self, offset: int, group: str, batch: _OutputBatch) -> Iterator[tuple[str, int | None, Record]]:
         """Yield what the record at `offset` orders: topic, wanted partition, record with its id."""
-        order = self._partition.control_at(offset)
+        order = self._partition.reader.control_at(offset)
         if order is not None and order.kind == BatchKind.COMMIT:
             yield from self._outputs(order)
         elif order is not None and order.kind == BatchKind.DEAD:
@@ -286,7 +286,7 @@ class Outbox:
                 log.error("%s: dead letters of group %r cannot be copied: %s", self._partition, group, error)
                 return
         for start, end, deliveries in dead.ranges:
-            for piece in self._partition.pieces(start, end, end - start):
+            for piece in self._partition.reader.pieces(start, end, end - start):
                 for offset, record in enumerate(piece.records(), piece.start):
                     headers = provenance(
                         topic.name, self._partition.number, offset, group, deliveries, dead.reason, dead.at_ms

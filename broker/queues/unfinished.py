@@ -96,7 +96,7 @@ class UnfinishedMessages:
         rows: list[UnfinishedRow] = []
         turn, room, looks = TimeSlice(), PAGE_BYTES, LOOK_MAX
         while offset < end:
-            piece = next(partition.pieces(offset, end, 1_000), None)
+            piece = next(partition.reader.pieces(offset, end, 1_000), None)
             if piece is None:
                 return UnfinishedRows(rows, None)
             for offset, record in enumerate(piece.records(), piece.start):

@@ -169,7 +169,7 @@ class SharedOffsets:
 
 
 def _first_message(partition: Partition, offset: int) -> tuple[int, int, Record] | None:
-    piece = next(partition.pieces(offset, partition.high_watermark, 1), None)
+    piece = next(partition.reader.pieces(offset, partition.high_watermark, 1), None)
     if piece is None:
         return None
     return piece.start, piece.batch.appended_at_ms, piece.records()[0]

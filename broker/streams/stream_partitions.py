@@ -240,7 +240,7 @@ class StreamPartitions:
         lag = max(0, log.messages_before(high_watermark) - log.messages_before(committed))
         lag_ms = 0
         if lag and ages:
-            first = next(partition.pieces(committed, high_watermark, 1), None)
+            first = next(partition.reader.pieces(committed, high_watermark, 1), None)
             lag_ms = max(0, self._clock.wall_ms() - first.batch.appended_at_ms) if first is not None else 0
         return GroupPosition(committed, high_watermark, lag, lag_ms)
 

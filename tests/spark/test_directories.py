@@ -510,7 +510,7 @@ def test_directories_are_read_without_the_right_to_write(tmp_path):
         Path(folder).chmod(0o755)
         directory.topic("t")
         directory.put("t", *numbered(10))
-        directory.partition("t").save_state()
+        directory.partition("t").retention.save_state()
         killed = Path(shutil.copytree(directory.path, Path(folder, "killed")))
         directory.fixture.close()
         stopped = Path(shutil.copytree(directory.path, Path(folder, "stopped")))

@@ -199,7 +199,7 @@ def test_a_thousand_keys_leave_nothing_in_memory(fixture):
     for number in range(1_000):
         send(fixture, "a", idempotency_key=f"k{number}")
     partition = fixture.broker.topics.get("t").partition(0)
-    assert partition._uncommitted._ids == {}
+    assert partition.uncommitted._ids == {}
     assert send(fixture, "a", idempotency_key="k0")[0].offset == 1
 
 

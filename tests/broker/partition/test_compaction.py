@@ -161,7 +161,7 @@ def test_a_replica_whose_log_begins_again_compacts_alike(tmp_path):
         group.stop(3)
         eventually(lambda: 3 not in group.state.isr)
         rounds(group.leader, 2)
-        group.leader.purge(None)
+        group.leader.retention.purge(None)
         rounds(group.leader, 3)
         everywhere.run(1, 2)
         start = group.leader.log.log_start_offset
@@ -211,7 +211,7 @@ def test_appends_and_reads_continue_during_a_compaction(tmp_path, monkeypatch):
         while not done.ready():
             put(group.leader, (b"live", b"%d" % sent))
             sent += 1
-            pieces = group.leader.pieces(0, group.leader.high_watermark, 10_000)
+            pieces = group.leader.reader.pieces(0, group.leader.high_watermark, 10_000)
             read = [record for piece in pieces for record in piece.records()]
             assert {record.key for record in read} >= {b"key %d" % key for key in range(50)}
             assert read[-1].value == b"%d" % (sent - 1)
@@ -341,7 +341,7 @@ def test_compaction_continues_after_a_restart_and_the_order_is_still_known(tmp_p
         partition.log.seal(partition.high_watermark)
         compactor._order(partition)
         assert len(there(partition)) == 12
-        partition.save_state()
+        partition.retention.save_state()
     with running(tmp_path, clock) as fixture:
         partition = partition_of(fixture)
         assert partition.groups.compacted > 0

@@ -113,7 +113,7 @@ def test_a_saved_state_from_before_the_dropped_segments_is_not_used(tmp_path, mo
         fixture.broker.create_topic("t", wire.CreateTopic(config=config))
         (partition,) = fixture.broker.topics.get("t").local.values()
         send(fixture, "first")
-        partition.save_state()
+        partition.retention.save_state()
         state_file = partition.state_file.path
         partition.state_file.park()
         shutil.copy(state_file, kept)
@@ -161,7 +161,7 @@ def test_a_topic_may_be_deleted_while_its_state_is_being_saved(fixture, monkeypa
     (partition,) = fixture.broker.topics.get("t").local.values()
     directory = partition.log.directory
     with held(monkeypatch, partition.state_file, "save") as release:
-        saving = gevent.spawn(partition.save_state)
+        saving = gevent.spawn(partition.retention.save_state)
         gevent.sleep(0.01)
         gevent.spawn_later(0.2, release)
         fixture.broker.delete_topic("t")
@@ -270,7 +270,7 @@ def test_a_replaced_file_is_damage_and_not_a_programming_error(fixture, monkeypa
         raise WrongLog("0.sqlite belongs to another log")
 
     monkeypatch.setattr(partition.log, "read", read)
-    partition.forget_read()
+    partition.reader.forget()
     with pytest.raises(Unavailable, match="damaged"):
         list(fixture.broker.read_all("t", None))
     assert partition.fault
@@ -378,7 +378,7 @@ def test_uncommitted_leases_are_bounded(fixture, monkeypatch):
     partition = fixture.broker.topics.get("t").partition(0)
     fixture.broker.put_group("g", {"max_deliveries": 100})
     with held(monkeypatch, partition.log, "append") as release:
-        while partition._uncommitted.records < 5:
+        while partition.uncommitted.records < 5:
             receive(fixture)
             fixture.clock.advance(60_000)
         with pytest.raises(Backpressure) as refused:
@@ -397,8 +397,8 @@ def test_a_failed_retention_of_one_partition_does_not_stop_the_others(fixture, m
     def refuse_to(*limits) -> None:
         raise Unavailable("not committed")
 
-    monkeypatch.setattr(first, "retain", refuse_to)
-    monkeypatch.setattr(second, "retain", lambda *limits: cleaned.append(second.number))
+    monkeypatch.setattr(first.retention, "retain", refuse_to)
+    monkeypatch.setattr(second.retention, "retain", lambda *limits: cleaned.append(second.number))
     fixture.broker.maintenance.retain()
     assert cleaned == [1]
 
@@ -410,7 +410,7 @@ def no_room(*_: object, **__: object):
 def test_a_parked_partition_that_cannot_reopen_its_files_refuses_and_recovers(fixture, monkeypatch):
     send(fixture, "before")
     partition = fixture.broker.topics.get("t").local[0]
-    partition.save_state()
+    partition.retention.save_state()
     partition.log.park()
     refused = [gevent.spawn(outcome_of, fixture, value) for value in ("no", "neither")]
     with monkeypatch.context() as patch:
@@ -440,7 +440,7 @@ def test_old_messages_that_a_full_disk_keeps_are_removed_later(fixture, monkeypa
     partition.log.roll()
     send(fixture, "b")
     partition.log.seal(partition.high_watermark)
-    partition.purge(None)
+    partition.retention.purge(None)
     with monkeypatch.context() as patch:
         patch.setattr(partition.log, method, no_room)
         fixture.broker.maintenance.retain()

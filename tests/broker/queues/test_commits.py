@@ -412,14 +412,14 @@ def test_retention_keeps_messages_that_the_outbox_reads(fixture):
         send(fixture, "x" * 1000)
         fixture.broker.pool.apply(partition.log.roll)
     fixture.clock.advance(30 * wire.DAY_MS)
-    partition.retain(1_000, None, 1)
+    partition.retention.retain(1_000, None, 1)
     assert partition.log.base_offset <= order
     for _ in range(outbox.PARTITIONS_AT_ONCE):
         fixture.broker.outboxes._slots.release()
     settled(fixture)
     assert there(fixture) == ["A"]
     fixture.clock.advance(2 * wire.DAY_MS)
-    partition.retain(1_000, None, 1)
+    partition.retention.retain(1_000, None, 1)
     assert partition.log.base_offset > order
 
 
@@ -609,7 +609,7 @@ def test_an_order_is_read_from_the_files_when_the_cache_has_lost_it(fixture):
         fixture.broker.outboxes._slots.release()
     settled(fixture)
     assert there(fixture) == ["a", "b"]
-    assert partition.control_at(10_000) is None
+    assert partition.reader.control_at(10_000) is None
 
 
 def test_the_calls_between_brokers_carry_all_of_a_commit(fixture):

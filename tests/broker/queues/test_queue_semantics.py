@@ -222,7 +222,7 @@ def test_scattered_due_messages_are_read_one_by_one_from_checked_batches(fixture
         fixture.broker.cache.drop(partition._cache_key)
         got += texts(receive(fixture))
     assert got == [f"m{number}" for number in sorted(range(500), key=lambda number: ((number * 37) % 500, number))]
-    assert len(partition._reader._checked) == 1
+    assert len(partition.reader._checked) == 1
 
 
 # --- expiry ---------------------------------------------------------------------------------------------------------
@@ -441,7 +441,7 @@ def test_a_topic_of_urgent_messages_alone_is_not_kept_for_lane_0(fixture):
     before = partition.replica.next_offset
     fixture.broker.groups.sweep()
     assert partition.replica.next_offset == before, "no record is left to append"
-    partition.retain(None, 1, 10 * HOUR_MS)
+    partition.retention.retain(None, 1, 10 * HOUR_MS)
     assert partition.log.log_start_offset > 0
 
 
@@ -544,16 +544,16 @@ def test_retention_keeps_scheduled_messages_and_those_of_lanes(fixture):
         send(fixture, f"plain {number}")
         partition.log.roll()
     send(fixture, "last")
-    partition.retain(None, 1, 10 * HOUR_MS)
+    partition.retention.retain(None, 1, 10 * HOUR_MS)
     assert partition.log.log_start_offset == 0
     got = receive(fixture)
     assert texts(got)[0] == "urgent"
     ack(fixture, got)
-    partition.retain(None, 1, 10 * HOUR_MS)
+    partition.retention.retain(None, 1, 10 * HOUR_MS)
     assert partition.log.log_start_offset == 0, "it is still scheduled"
     fixture.clock.advance(HOUR_MS)
     ack(fixture, receive(fixture))
-    partition.retain(None, 1, 10 * HOUR_MS)
+    partition.retention.retain(None, 1, 10 * HOUR_MS)
     assert partition.log.log_start_offset > 0
     assert DELAYED in partition.delivery["g"].cursors
 
@@ -565,10 +565,10 @@ def test_a_follower_drops_nothing_by_itself(fixture):
         partition.log.roll()
     partition.serves = False
     fixture.clock.advance(30 * DAY_MS)
-    partition.retain(1, 1, 1)
+    partition.retention.retain(1, 1, 1)
     assert (partition.log.log_start_offset, len(partition.log.sealed_segments)) == (0, 3)
     partition.serves = True
-    partition.retain(1, 1, 1)
+    partition.retention.retain(1, 1, 1)
     assert partition.log.log_start_offset > 0
 
 
@@ -585,7 +585,7 @@ def test_a_wrong_wall_clock_removes_no_messages_of_an_active_group(fixture):
         send(fixture, "stamped by the wrong clock")
         partition.log.roll()
         for _ in range(24):
-            partition.retain(HOUR_MS, None, 7 * DAY_MS)
+            partition.retention.retain(HOUR_MS, None, 7 * DAY_MS)
             fixture.clock.advance(HOUR_MS // 2)
             receive(fixture, 1)
     assert partition.log.log_start_offset == 0
@@ -595,17 +595,17 @@ def test_a_wrong_wall_clock_removes_only_unneeded_messages_and_after_hours(fixtu
     partition = partition_of(fixture)
     send(fixture, "unread")
     partition.log.roll()
-    partition.retain(7 * DAY_MS, None, 7 * DAY_MS)
+    partition.retention.retain(7 * DAY_MS, None, 7 * DAY_MS)
     fixture.clock.day_ms += 8 * DAY_MS
     send(fixture, "stamped by the wrong clock")
     partition.log.roll()
     for _ in range(6):
         fixture.clock.advance(HOUR_MS)
-        partition.retain(7 * DAY_MS, None, 7 * DAY_MS)
+        partition.retention.retain(7 * DAY_MS, None, 7 * DAY_MS)
         assert partition.log.log_start_offset == 0
     for _ in range(3):
         fixture.clock.advance(HOUR_MS)
-        partition.retain(7 * DAY_MS, None, 7 * DAY_MS)
+        partition.retention.retain(7 * DAY_MS, None, 7 * DAY_MS)
     assert partition.log.log_start_offset > 0
 
 
