@@ -26,29 +26,6 @@ from gevent.event import Event
 from portalmq.broker.core.fold import PartitionFold, SpanFold
 from portalmq.broker.core.queue.delivery import GroupDelivery
 from portalmq.broker.core.replica import events as core
-from portalmq.broker.core.replica.events import (
-    Action,
-    AnswerDuplicate,
-    Append,
-    BrokersChanged,
-    HighWatermarkAdvanced,
-    LeaderAnswered,
-    LeaseRenewed,
-    PartitionStateChanged,
-    ProposeIsr,
-    Quarantine,
-    Refresh,
-    Refuse,
-    Replicate,
-    ReplyFetch,
-    ResetLog,
-    SendFetch,
-    SessionLost,
-    StepDown,
-    Tick,
-    Truncate,
-    Truncated,
-)
 from portalmq.broker.core.replica.isr import IsrTracker
 from portalmq.broker.core.replica.replica import PartitionReplica
 from portalmq.broker.core.stream.offsets import StreamOffsets
@@ -216,63 +193,63 @@ class Partition(AppendingPartition):
         """Check for a pause of this process before a call is answered at `now_ms`. After a pause no call is answered,
         reads included, until it is known whether this replica still leads."""
         if now_ms - self._last_step_ms > PAUSED_MS and not self.closed:
-            self.step(Tick())
+            self.step(core.Tick())
 
-    def _after_a_pause(self, now_ms: int, wall_ms: int) -> list[Action]:
+    def _after_a_pause(self, now_ms: int, wall_ms: int) -> list[core.Action]:
         """Step down after a pause: others may have declared this process dead and elected another leader. Requests that
         arrived during the pause must not be answered as if nothing had happened."""
         replica = self.replica
         if not replica.leading or replica.state is None or replica.state.replicas == (self.host.broker_id,):
             return []
         log.warning("%s: the process was paused for %d ms, and may no longer lead", self, now_ms - self._last_step_ms)
-        return replica.step(SessionLost(), now_ms, wall_ms)
+        return replica.step(core.SessionLost(), now_ms, wall_ms)
 
     def on_partition_state(
-        self, partition_state: PartitionStateChanged, brokers: Mapping[int, tuple[int, str]] | None = None
+        self, partition_state: core.PartitionStateChanged, brokers: Mapping[int, tuple[int, str]] | None = None
     ) -> None:
         """Apply the partition's state in the control plane, and which brokers are registered."""
         if brokers is not None:
-            self.step(BrokersChanged(brokers))
+            self.step(core.BrokersChanged(brokers))
         if self.lost:
             self.report_damage(self.lost)
         if self.rebuild_reason:
             return
         self._writer.keeps_frames = len(partition_state.replicas) > 1 or self._is_streamed
-        self.step(LeaseRenewed(self.host.membership.answered_ms()))
-        self.step(LeaderAnswered(self.host.fetchers.heard_ms(self)))
+        self.step(core.LeaseRenewed(self.host.membership.answered_ms()))
+        self.step(core.LeaderAnswered(self.host.fetchers.heard_ms(self)))
         self.step(partition_state)
 
     def keep_frames(self) -> None:
         """Keep batches in their wire format from now on: a stream reader uses them."""
         self._is_streamed = self._writer.keeps_frames = True
 
-    def _act(self, action: Action) -> None:
+    def _act(self, action: core.Action) -> None:
         match action:
-            case Append():
+            case core.Append():
                 self._enqueue(action)
-            case HighWatermarkAdvanced():
+            case core.HighWatermarkAdvanced():
                 self._on_high_watermark(action.high_watermark)
-            case ReplyFetch():
+            case core.ReplyFetch():
                 self.serving.answer(action)
-            case Replicate():
+            case core.Replicate():
                 self._enqueue_replicated(self.following.replicated())
-            case SendFetch():
+            case core.SendFetch():
                 if not self.closed:
                     self.following.send(action)
-            case AnswerDuplicate():
+            case core.AnswerDuplicate():
                 self._answer_duplicate(action)
-            case Refuse():
+            case core.Refuse():
                 pending: Any = action.token
                 pending.finish(action.error)
-            case StepDown():
+            case core.StepDown():
                 self._on_step_down(action.leader)
-            case ProposeIsr() | Refresh():
+            case core.ProposeIsr() | core.Refresh():
                 self.isr_updates.send(action)
-            case Truncate():
+            case core.Truncate():
                 self.following.truncate(action)
-            case ResetLog():
+            case core.ResetLog():
                 self.following.reset(action)
-            case Quarantine():
+            case core.Quarantine():
                 log.critical("%s is quarantined, and does nothing more: %s", self, action.reason)
 
     # --- leadership --------------------------------------------------------------------------------------------------
@@ -387,7 +364,7 @@ class Partition(AppendingPartition):
         self.following.pause()
         # An EPOCH_START that waits for a durable epoch followed what is gone: the core asks for it again.
         self.action_queue.drop_appends()
-        self.step(Truncated(self.log.end_offset, found.producers))
+        self.step(core.Truncated(self.log.end_offset, found.producers))
 
     # --- the high watermark ------------------------------------------------------------------------------------------
 
