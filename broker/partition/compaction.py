@@ -21,14 +21,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import gevent
 import msgspec
 
 from portalmq.broker.core.queue.records import Compact, ranges_of
-from portalmq.broker.partition.clock import Clock
+from portalmq.broker.partition.host import PartitionHost
 from portalmq.broker.partition.native import attempt
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.storage.batch import BatchKind
@@ -53,22 +53,6 @@ T = TypeVar("T")
 _decode = msgspec.msgpack.Decoder(Compact).decode
 
 
-class CompactionHost(Protocol):
-    """The broker, as compaction uses it."""
-
-    clock: Clock
-
-    @property
-    def pool(self) -> _Pool: ...
-
-    def disk_is_full(self) -> bool: ...
-    def storage_failed(self, fault: BaseException) -> None: ...
-
-
-class _Pool(Protocol):
-    def apply(self, func: object, args: tuple[object, ...], /) -> object: ...
-
-
 class _First(NamedTuple):
     """When the first message from `since` on was appended; None when there was none, of `appended` in all."""
 
@@ -80,7 +64,7 @@ class _First(NamedTuple):
 class Compactor:
     """`on_removed` is called with how many messages were removed from this broker's files."""
 
-    def __init__(self, host: CompactionHost, on_removed: Callable[[int], None] = lambda messages: None) -> None:
+    def __init__(self, host: PartitionHost, on_removed: Callable[[int], None] = lambda messages: None) -> None:
         self._host = host
         self._on_removed = on_removed
         self._pauses = PAUSES_A_STEP

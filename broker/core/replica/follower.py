@@ -42,7 +42,7 @@ class FollowingReplica(ReplicaState):
             or state.leader is None
             or state.leader == self.broker_id
             or state.leader_epoch != self.highest_epoch
-            or self._leading is not None
+            or self.in_sync is not None
             or self.broker_id not in state.replicas
             or self.quarantined
             or self._reshaping

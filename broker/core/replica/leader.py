@@ -45,7 +45,7 @@ class LeadingReplica(ReplicaState):
             return []  # a truncation is in progress
         start = self._epochs.start_of(partition_state.leader_epoch)
         epoch_start = self.next_offset if start is None else start
-        self._leading = IsrTracker(self.broker_id, partition_state, epoch_start, now_ms, self.lag_ms)
+        self.in_sync = IsrTracker(self.broker_id, partition_state, epoch_start, now_ms, self.lag_ms)
         heard_ms = self._leader_answered_ms
         if len(partition_state.replicas) > 1:
             heard_ms = max(heard_ms, self._began_ms)  # an earlier incarnation may have vouched until then
@@ -53,9 +53,9 @@ class LeadingReplica(ReplicaState):
         return self._advance_high_watermark(now_ms) if start is not None else [self._start_epoch(wall_ms)]
 
     def _start_epoch(self, wall_ms: int) -> Append:
-        assert self._leading is not None
-        self._leading.epoch_start = self.next_offset
-        self._epochs.add(self._leading.state.leader_epoch, self.next_offset)
+        assert self.in_sync is not None
+        self.in_sync.epoch_start = self.next_offset
+        self._epochs.add(self.in_sync.state.leader_epoch, self.next_offset)
         return self._allot(None, 1, wall_ms)
 
     # --- appending ---------------------------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ class LeadingReplica(ReplicaState):
         return [append]
 
     def _admit(self, event: AppendRequested, now_ms: int) -> tuple[int, int] | None:
-        leading = self._leading
+        leading = self.in_sync
         if leading is None:
             leader = self.state.leader if self.state else None
             raise NotLeader("another broker leads this partition, or none does yet", leader=leader)
@@ -106,7 +106,7 @@ class LeadingReplica(ReplicaState):
 
     def _advance_high_watermark(self, now_ms: int) -> list[Action]:
         """Raise the high watermark. Nothing of an epoch is committed before its EPOCH_START is (rule 4)."""
-        leading = self._leading
+        leading = self.in_sync
         assert leading is not None
         at_least = max(leading.epoch_start, self.high_watermark)
         if self.durable_end <= at_least:  # not on disk here, so not committed
@@ -129,7 +129,7 @@ class LeadingReplica(ReplicaState):
                 *self._refresh_now(now_ms),
                 ReplyFetch(event.token, fetch.fetch_offset, Rejected(self.highest_epoch)),
             ]
-        leading = self._leading
+        leading = self.in_sync
         if leading is None or fetch.leader_epoch != leading.state.leader_epoch:
             return [ReplyFetch(event.token, fetch.fetch_offset, Rejected(self.highest_epoch))]
         if fetch.broker_id not in leading.state.replicas:
@@ -149,7 +149,7 @@ class LeadingReplica(ReplicaState):
     def _propose(self, now_ms: int) -> list[Action]:
         """Propose a change of the ISR, one compare-and-set at a time. A joining member counts from the proposal on,
         a leaving one until the change is confirmed."""
-        leading = self._leading
+        leading = self.in_sync
         if leading is None or self._proposal is not None or not self._holds_epoch_start(leading):
             return []
         if leading.is_settled(now_ms):

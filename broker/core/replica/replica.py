@@ -83,8 +83,8 @@ class PartitionReplica(LeadingReplica, FollowingReplica):
                 self._brokers = event.brokers
                 actions = self._propose(now_ms)
             case FollowerRefused():
-                if self._leading is not None:
-                    self._leading.refused(event.broker_id, now_ms)
+                if self.in_sync is not None:
+                    self.in_sync.refused(event.broker_id, now_ms)
                 actions = self._propose(now_ms)
             case SessionLost():
                 self._answered_ms = NEVER_MS
@@ -111,7 +111,7 @@ class PartitionReplica(LeadingReplica, FollowingReplica):
         if self._proposal is not None:
             if partition_state.version > self._proposal.version or (self._proposal_unknown and is_synced):
                 self._proposal = None
-            elif self._leading is not None:
+            elif self.in_sync is not None:
                 return []  # the compare-and-set is still in flight, and its effect unknown
         actions: list[Action] = []
         newer = partition_state.leader_epoch > self.highest_epoch
@@ -121,10 +121,10 @@ class PartitionReplica(LeadingReplica, FollowingReplica):
             self._resigned = False
         if self.quarantined and self._may_lose_records(partition_state):
             self.quarantined = ""
-        if self._leading is not None and not newer and partition_state.leader == self.broker_id:
-            self._leading.on_partition_state(partition_state)
+        if self.in_sync is not None and not newer and partition_state.leader == self.broker_id:
+            self.in_sync.on_partition_state(partition_state)
             return [*actions, *self._advance_high_watermark(now_ms), *self._propose(now_ms)]
-        if self._leading is not None:
+        if self.in_sync is not None:
             actions += self._step_down(partition_state.leader)
         if before is None or (before.leader, before.leader_epoch) != (
             partition_state.leader,
@@ -153,7 +153,7 @@ class PartitionReplica(LeadingReplica, FollowingReplica):
     def _on_appended(self, event: Appended, now_ms: int) -> list[Action]:
         assert self.durable_end <= event.end_offset <= self.next_offset, (self.durable_end, event, self.next_offset)
         self.durable_end = event.end_offset
-        if self._leading is not None:
+        if self.in_sync is not None:
             return self._advance_high_watermark(now_ms)
         return [*self._follow_high_watermark(), *self._next_fetch()]
 
@@ -164,8 +164,8 @@ class PartitionReplica(LeadingReplica, FollowingReplica):
             actions += self._next_fetch()
         if self._refresh_wanted and now_ms - self._refreshed_ms >= REFRESH_AGAIN_MS:
             actions.append(self._refresh(now_ms))
-        if self._leading is not None:
-            self._leading.ticked(now_ms)
+        if self.in_sync is not None:
+            self.in_sync.ticked(now_ms)
             actions += [*self._advance_high_watermark(now_ms), *self._propose(now_ms)]
         return actions
 
@@ -178,9 +178,9 @@ class PartitionReplica(LeadingReplica, FollowingReplica):
         self._leader_high_watermark = min(self._leader_high_watermark, self.high_watermark)
         self._epochs.truncate(event.end_offset)
         self.producers = event.producers
-        if self._leading is None:
+        if self.in_sync is None:
             return self._resume(now_ms, wall_ms)
-        if self._epochs.start_of(self._leading.state.leader_epoch) is None:
+        if self._epochs.start_of(self.in_sync.state.leader_epoch) is None:
             return [self._start_epoch(wall_ms)]
         return []
 
