@@ -534,7 +534,7 @@ def test_a_commit_is_refused_only_for_committed_records(stream, monkeypatch):
 
 
 def test_members_continue_where_retention_has_moved_the_group(stream):
-    partition_of(stream).purge(4)
+    partition_of(stream).retention.purge(4)
     eventually(lambda: partition_of(stream).streams["s"].committed == 4)
     with pytest.raises(OffsetMoved, match="Read on from 4"):
         commit_offset(stream, 5, outputs("A"), committed=0)

@@ -291,7 +291,7 @@ def test_a_follower_that_ends_below_the_leaders_log_start_begins_again_there(tmp
         for _ in range(20):
             send(leader, *["z" * 1_000] * 20)
         leader.append_group_record("g", Ack(((0, 300),), now_ms)).wait()
-        leader.purge(200)
+        leader.retention.purge(200)
         assert leader.log.log_start_offset == 200
         group.mend(3)
         eventually(lambda: group.state.isr == (1, 2, 3))
@@ -321,7 +321,7 @@ def test_a_follower_that_stops_after_a_reset_without_the_fold_begins_there_again
         leader = group.leader
         for number in range(10):
             send(leader, f"m{number}")
-        leader.purge(6)
+        leader.retention.purge(6)
         # It gets the empty log, and none of its records.
         answers = group.hosts[3].network
         answers.alter = _only_the_first_frames_are_withheld
