@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from portalmq.broker.cluster.metadata_cache import MetadataCache
 from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, one_by_one
-from portalmq.broker.cluster.rpc.queues import KNOWN, GroupBegunCall
+from portalmq.broker.cluster.rpc.queues import KNOWN, LookAt
 from portalmq.broker.cluster.topic import Topic
 from portalmq.control_plane.mirror import Mirror
 from portalmq.errors import KeyOrder, PortalMQError
@@ -29,7 +29,7 @@ class PartitionGrowth:
         for name, group in sorted(self._mirror.groups.items()):
             if group.config.ordering != "key":
                 continue
-            request = GroupBegunCall(name, state.name, state.topic_id, list(range(state.partitions)))
+            request = LookAt(name, state.name, state.topic_id, list(range(state.partitions)))
             outcomes = self._leaders.call(KNOWN, request, self.local_known(request), repeatable=True)
             errors = [outcome for outcome in outcomes.values() if isinstance(outcome, PortalMQError)]
             if True in outcomes.values():
@@ -42,5 +42,5 @@ class PartitionGrowth:
                 error.outcome = "not_applied"  # nothing has changed yet
                 raise error
 
-    def local_known(self, request: GroupBegunCall) -> LocalWork[bool]:
+    def local_known(self, request: LookAt) -> LocalWork[bool]:
         return one_by_one(lambda place: request.group in self._metadata_cache.partition(place).delivery)

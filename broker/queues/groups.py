@@ -21,7 +21,7 @@ from portalmq.broker.cluster.capacity import Capacity
 from portalmq.broker.cluster.metadata_cache import MetadataCache
 from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, one_by_one
 from portalmq.broker.cluster.rpc import TopicPartition, values_of
-from portalmq.broker.cluster.rpc.queues import KNOWN, START, BeginGroup, GroupBegunCall
+from portalmq.broker.cluster.rpc.queues import KNOWN, START, BeginGroup, LookAt
 from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.cluster.topics import Topics
 from portalmq.broker.core.queue.receipts import ReceiptSigner, topic_tag
@@ -259,7 +259,7 @@ class Groups(GroupRegistry):
         mark = (group.group_id, state.topic_id, state.partitions)
         if group.config.start == "earliest" or mark in self._begun or not forward:
             return
-        asked = GroupBegunCall(group.name, state.name, state.topic_id, [0])
+        asked = LookAt(group.name, state.name, state.topic_id, [0])
         has_begun = self.leaders.call_one(KNOWN, asked, self.local_known(asked), repeatable=True)
         start = "earliest" if has_begun else group.config.start
         for numbers in (list(range(1, state.partitions)), [0]):
@@ -283,7 +283,7 @@ class Groups(GroupRegistry):
         self.attach(group, partition, place.topic_id).start_at(start).wait()
         return True
 
-    def local_known(self, request: GroupBegunCall) -> LocalWork[bool]:
+    def local_known(self, request: LookAt) -> LocalWork[bool]:
         return one_by_one(lambda place: request.group in self.partition(place).delivery)
 
     def local_start(self, request: BeginGroup) -> LocalWork[bool]:

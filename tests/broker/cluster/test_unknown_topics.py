@@ -13,7 +13,7 @@ from portalmq import stream_wire as contract
 from portalmq import wire
 from portalmq.broker.cluster.routing import NoSuchPartition, one_by_one
 from portalmq.broker.cluster.rpc import TopicPartition
-from portalmq.broker.cluster.rpc.queues import KNOWN, GroupBegunCall, MemberOffset
+from portalmq.broker.cluster.rpc.queues import KNOWN, LookAt, MemberOffset
 from portalmq.broker.cluster.rpc.streams import Coordinate
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.queues.commit import OutputMessage
@@ -62,7 +62,7 @@ def refused(error: pytest.ExceptionInfo[Unavailable]) -> tuple[bool, str]:
 
 def brought(fixture: Fixture, at: TopicPartition) -> None:
     """Call the leader of a partition as another broker does."""
-    request = GroupBegunCall("g", at.topic, at.topic_id, [at.number])
+    request = LookAt("g", at.topic, at.topic_id, [at.number])
     fixture.broker.leaders.call_one(KNOWN, request, one_by_one(lambda _: True), forward=False)
 
 
