@@ -222,9 +222,9 @@ class Wiring:
         self.produce_handler = ProduceHandler(
             leaders, metadata_cache.topic, self.metrics.published, self.clock, admission, self.repeat_finder
         )
-        self.browser = MessageBrowser(metadata_cache, leaders, self.groups.long_polls)
+        self.browser = MessageBrowser(self.topics.known, metadata_cache, leaders, self.groups.long_polls)
         self.partition_growth = PartitionGrowth(self.mirror, metadata_cache, leaders)
-        self.scheduled_messages = ScheduledMessages(metadata_cache, leaders, self.clock)
+        self.scheduled_messages = ScheduledMessages(self.topics.known, metadata_cache, leaders, self.clock)
         self.reader_fetch = ReaderFetch(self.topics.known, metadata_cache.partition, leaders, self.groups.long_polls)
 
     def _share_streams(self) -> None:

@@ -18,7 +18,7 @@ from portalmq.broker.api.http_request import HttpRequest
 from portalmq.broker.api.incoming import decode_messages
 from portalmq.broker.api.query import Query
 from portalmq.broker.api.request_context import RequestContext, ResponseParts, accepts_packed, encoded, may_forward
-from portalmq.broker.queues.settle import Verdict
+from portalmq.broker.queues.settle import SettleRequest, Verdict
 from portalmq.errors import InvalidRequest, PortalMQError, StaleReceipt, Unavailable
 
 _MINIMAL = (("Preference-Applied", "return=minimal"),)
@@ -113,12 +113,14 @@ def receive(context: RequestContext, request: HttpRequest, group: str) -> Respon
     try:
         with context.parked(wanted.wait_ms):
             if wanted.ack:
-                delivered, verdicts = context.broker.ack_and_receive(group, wanted, peer_of(request), **how)
+                delivered, verdicts = context.broker.receive_handler.ack_and_receive(
+                    group, wanted, peer_of(request), **how
+                )
                 _check_settled(wanted.ack, verdicts)
                 if not all(verdicts):
                     stale = [receipt for receipt, ok in zip(wanted.ack, verdicts, strict=True) if not ok]
             else:
-                delivered = context.broker.receive(group, wanted, peer_of(request), **how)
+                delivered = context.broker.receive_handler.receive(group, wanted, peer_of(request), **how)
         body = outgoing.encode_received(delivered, stale, packed=packed)
         context.answers.note(request, len(body))
     finally:
@@ -129,27 +131,24 @@ def receive(context: RequestContext, request: HttpRequest, group: str) -> Respon
 def ack(context: RequestContext, request: HttpRequest, group: str) -> ResponseParts:
     wire.check_name(group, "group")
     wanted = wire.decode_json(context.body_of(request), wire.AckRequest)
-    return _settled(wanted.receipts, context.broker.ack(group, wanted.receipts, forward=may_forward(request)))
+    return _settled(
+        wanted.receipts, context.broker.settlement.settle(group, wanted.receipts, forward=may_forward(request))
+    )
 
 
 def nack(context: RequestContext, request: HttpRequest, group: str) -> ResponseParts:
     wire.check_name(group, "group")
     wanted = wire.decode_json(context.body_of(request), wire.NackRequest)
-    verdicts = context.broker.nack(
-        group,
-        wanted.receipts,
-        wanted.delay_ms,
-        wanted.reason,
-        unseen=wanted.unseen,
-        forward=may_forward(request),
-    )
+    settle_request = SettleRequest("release" if wanted.unseen else "nack", wanted.delay_ms, wanted.reason)
+    verdicts = context.broker.settlement.settle(group, wanted.receipts, settle_request, forward=may_forward(request))
     return _settled(wanted.receipts, verdicts)
 
 
 def extend(context: RequestContext, request: HttpRequest, group: str) -> ResponseParts:
     wire.check_name(group, "group")
     wanted = wire.decode_json(context.body_of(request), wire.ExtendRequest)
-    verdicts = context.broker.extend(group, wanted.receipts, wanted.visibility_timeout_ms, forward=may_forward(request))
+    settle_request = SettleRequest("extend", wanted.visibility_timeout_ms)
+    verdicts = context.broker.settlement.settle(group, wanted.receipts, settle_request, forward=may_forward(request))
     return _settled(wanted.receipts, verdicts)
 
 

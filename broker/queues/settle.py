@@ -24,7 +24,7 @@ from portalmq.errors import InvalidRequest, PortalMQError, Unavailable
 # Receipts that are checked, or used by one record, before other greenlets run.
 RECEIPTS_A_TURN = 500
 
-# True for a receipt that was valid; an error when that is not known.
+# True for a receipt that was valid, False for a stale one; an error where the leader cannot be asked.
 Verdict = bool | PortalMQError
 
 
@@ -55,6 +55,9 @@ class SettleRequest:
     verb: Verb
     time_ms: int | None = None
     reason: str | None = None
+
+
+ACK = SettleRequest("ack")
 
 
 @dataclass(slots=True)
@@ -177,10 +180,10 @@ class Settlement:
         self._leaders = leaders
 
     def settle(
-        self, name: str, receipts: list[str], settle_request: SettleRequest, *, forward: bool = True
+        self, name: str, receipts: list[str], settle_request: SettleRequest = ACK, *, forward: bool = True
     ) -> list[Verdict]:
-        """Return one verdict for each receipt, in order. Raises when nothing was done: InvalidRequest for a receipt of
-        another group, NotLeader without `forward`, and the error of the partitions when all refuse."""
+        """Settle, durably; return one verdict for each receipt, in order. Raises when nothing was done: InvalidRequest
+        for a receipt of another group, NotLeader without `forward`, and the error of the partitions when all refuse."""
         group = self._groups.get_queue(name)
         work = _SettleWork(group, settle_request, self.checked(group, receipts), self._groups)
         if not forward:
@@ -194,7 +197,7 @@ class Settlement:
         disk together with the receive's records; the others are settled. The returned function waits for the
         verdicts."""
         group = self._groups.get_queue(name)
-        work = _SettleWork(group, SettleRequest("ack"), self.checked(group, receipts), self._groups)
+        work = _SettleWork(group, ACK, self.checked(group, receipts), self._groups)
         if not forward:
             self._leaders.check_led_here(work.shares)
         here = [place for place in work.shares if self._leaders.led_here(place)]

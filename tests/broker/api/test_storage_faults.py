@@ -101,14 +101,14 @@ def test_a_fault_after_the_head_was_sent_cuts_the_answer_off_and_ends_the_broker
     fixture: Fixture, http: FlaskClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fault = StorageFault("I/O error")
-    read_all = fixture.broker.read_all
+    read_all = fixture.broker.browser.read_all
 
     def failing(*args: Any, **more: Any) -> Iterator[Any]:
         for stored in read_all(*args, **more):
             yield from [stored] * 200  # more than a block
         raise fault
 
-    monkeypatch.setattr(fixture.broker, "read_all", failing)
+    monkeypatch.setattr(fixture.broker.browser, "read_all", failing)
     answer = http.get("/v1/topics/t/messages", headers={"Accept": wire.NDJSON}, buffered=False)
     assert answer.status_code == 200
     with pytest.raises(StorageFault):

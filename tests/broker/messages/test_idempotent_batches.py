@@ -54,7 +54,7 @@ def send(fixture, names, *, value=lambda name: name, acks="all", partition=None,
 
 
 def stored(fixture) -> list[str]:
-    return [each.record.value.decode() for each in fixture.broker.read_all("t", None)]
+    return [each.record.value.decode() for each in fixture.broker.browser.read_all("t", None)]
 
 
 def names(size: int, start: int = 0) -> list[str]:

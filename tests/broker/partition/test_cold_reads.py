@@ -56,7 +56,7 @@ def test_the_batch_that_a_receive_begins_with_is_read_on_a_native_thread(tmp_pat
         request = wire.ReceiveRequest(["t"], max_messages=25)
         for _ in range(4):
             partition.reader.forget()
-            assert len(fixture.broker.receive("g", request, None)) == 25
+            assert len(fixture.broker.receive_handler.receive("g", request, None)) == 25
         assert len(threads) >= 4
         assert native_thread() not in threads
 

@@ -20,6 +20,7 @@ from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.queues import commit as committing
 from portalmq.broker.queues import outbox
 from portalmq.broker.queues.commit import OutputMessage
+from portalmq.broker.queues.settle import SettleRequest
 from portalmq.broker.storage.batch import BatchKind, Record
 from portalmq.broker.storage.errors import DiskFull
 from portalmq.errors import (
@@ -86,8 +87,10 @@ def test_a_refused_commit_stays_refused_when_it_is_repeated(fixture):
         with pytest.raises(StaleReceipt) as refused:
             commit(fixture, late, outputs("A"))
         assert refused.value.outcome == "not_applied"
-        assert fixture.broker.ack("g", [late[0].receipt]) == [False]
-        fixture.broker.nack("g", [held.receipt], 60_000, None)  # from now on it is not leased
+        assert fixture.broker.settlement.settle("g", [late[0].receipt]) == [False]
+        fixture.broker.settlement.settle(
+            "g", [held.receipt], SettleRequest("nack", 60_000)
+        )  # from now on it is not leased
     fixture.clock.advance(60_000)
     assert [message.delivery_count for message in receive(fixture)] == [3]
     assert there(fixture) == []
@@ -143,7 +146,7 @@ def test_messages_that_are_acked_refuse_a_commit(fixture, how):
     send(fixture, "a", "b")
     messages = receive(fixture)
     if how == "ack":
-        fixture.broker.ack("g", [messages[0].receipt])
+        fixture.broker.settlement.settle("g", [messages[0].receipt])
     else:
         commit(fixture, messages[:1])
     with pytest.raises(StaleReceipt, match="done already"):
@@ -392,11 +395,11 @@ def test_a_purge_waits_for_open_outputs(fixture, monkeypatch):
     commit(fixture, messages, outputs("A"))
     monkeypatch.setattr("portalmq.broker.partition.retention.ORDERS_WITHIN_S", 0.05)
     with pytest.raises(Unavailable, match="nothing was purged"):
-        fixture.broker.purge("in", partition=None, before_offset=None)
+        fixture.broker.browser.purge("in", partition=None, before_offset=None)
     for _ in range(outbox.PARTITIONS_AT_ONCE):
         fixture.broker.outboxes._slots.release()
     settled(fixture)
-    fixture.broker.purge("in", partition=None, before_offset=None)
+    fixture.broker.browser.purge("in", partition=None, before_offset=None)
     assert there(fixture) == ["A"]
 
 

@@ -15,6 +15,7 @@ from portalmq.broker.core.queue.lanes import DELAYED
 from portalmq.broker.core.queue.selection import KEYS_PER_STEP
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.queues.group_receiver import FOUND_MAX
+from portalmq.broker.queues.settle import SettleRequest
 from portalmq.errors import GroupModeMismatch, InvalidRequest
 
 LEASE_MS = 30_000
@@ -35,7 +36,7 @@ def send(fixture, *values, **more):
 
 def receive(fixture, max_messages=100, *, wait_ms=0, **more):
     request = wire.ReceiveRequest(topics=["t"], max_messages=max_messages, wait_ms=wait_ms, **more)
-    return fixture.broker.receive("g", request, None)
+    return fixture.broker.receive_handler.receive("g", request, None)
 
 
 def texts(messages):
@@ -43,14 +44,14 @@ def texts(messages):
 
 
 def ack(fixture, messages):
-    verdicts = fixture.broker.ack("g", [message.receipt for message in messages])
+    verdicts = fixture.broker.settlement.settle("g", [message.receipt for message in messages])
     assert verdicts == [True] * len(messages)
 
 
 def nack(fixture, messages, delay_ms=0, reason=None):
-    assert fixture.broker.nack("g", [message.receipt for message in messages], delay_ms, reason) == [True] * len(
-        messages
-    )
+    assert fixture.broker.settlement.settle(
+        "g", [message.receipt for message in messages], SettleRequest("nack", delay_ms, reason)
+    ) == [True] * len(messages)
 
 
 def partition_of(fixture):
@@ -168,7 +169,7 @@ def test_scheduled_messages_cost_a_group_one_number(fixture):
     assert len(group.cursors) <= 1
     described = fixture.broker.describe_group("g")
     assert (described.scheduled, described.in_flight, described.lag) == (20_000, 1, 20_001)
-    fixture.broker.extend("g", [plain[0].receipt], 2 * HOUR_MS)
+    fixture.broker.settlement.settle("g", [plain[0].receipt], SettleRequest("extend", 2 * HOUR_MS))
     fixture.clock.advance(HOUR_MS + 4)
     assert sum(len(receive(fixture, 10_000)) for _ in range(5_000 // FOUND_MAX)) == 5_000
     assert receive(fixture) == []
@@ -268,7 +269,7 @@ def test_a_message_that_is_nacked_often_enough_is_given_up_and_its_receipt_is_st
     nack(fixture, second, reason="no such customer")
     described = fixture.broker.describe_group("g")
     assert (described.dead, described.lag) == (1, 1)
-    assert fixture.broker.ack("g", [second[0].receipt]) == [False]
+    assert fixture.broker.settlement.settle("g", [second[0].receipt]) == [False]
     assert texts(receive(fixture)) == ["b"]
     (dead,) = partition_of(fixture).delivery["g"].dead
     assert (dead.deliveries, dead.reason) == (2, "no such customer")
@@ -287,10 +288,13 @@ def test_unseen_messages_return_as_if_they_were_not_delivered(fixture):
             ("c", 1),
         ]
         receipts.update(message.receipt for message in got)
-        assert fixture.broker.nack("g", [message.receipt for message in got], 0, None, unseen=True) == [True] * 3
+        assert (
+            fixture.broker.settlement.settle("g", [message.receipt for message in got], SettleRequest("release", 0))
+            == [True] * 3
+        )
     assert len(receipts) == 15, "no receipt comes twice"
     current = receive(fixture)
-    assert fixture.broker.ack("g", [min(receipts - {message.receipt for message in current})]) == [False]
+    assert fixture.broker.settlement.settle("g", [min(receipts - {message.receipt for message in current})]) == [False]
     ack(fixture, current)
     assert fixture.broker.describe_group("g").dead == 0
 
@@ -523,8 +527,8 @@ def test_queue_calls_on_a_stream_group_are_refused(fixture):
     fixture.broker.put_group("g", {"mode": "stream"})
     for call in (
         lambda: receive(fixture),
-        lambda: fixture.broker.ack("g", ["x"]),
-        lambda: fixture.broker.nack("g", ["x"], 0, ""),
+        lambda: fixture.broker.settlement.settle("g", ["x"]),
+        lambda: fixture.broker.settlement.settle("g", ["x"], SettleRequest("nack", 0, "")),
     ):
         with pytest.raises(GroupModeMismatch):
             call()
@@ -625,7 +629,7 @@ def test_after_a_restart_the_keys_of_a_backlog_are_read_in_steps_and_acks_betwee
         def ack_once() -> None:
             pauses.append(None)
             if len(pauses) == 2:
-                assert after.broker.ack("g", [first.receipt]) == [True]
+                assert after.broker.settlement.settle("g", [first.receipt]) == [True]
 
         monkeypatch.setattr("portalmq.broker.queues.group_receiver.give_way", ack_once)
         pauses.clear()
@@ -660,5 +664,5 @@ def test_a_former_leader_drops_the_key_order_and_builds_it_again_later(fixture):
     fixture.broker.groups.on_stepped_down(fixture.broker.topics.get("t"), partition)
     assert partition.delivery["g"].keys is None
     assert receive(fixture) == []
-    fixture.broker.ack("g", [first.receipt])
+    fixture.broker.settlement.settle("g", [first.receipt])
     assert texts(receive(fixture)) == ["b"]

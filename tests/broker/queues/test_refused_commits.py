@@ -49,7 +49,7 @@ def test_a_write_that_the_disk_refuses_refuses_no_commit(
         partition._writer.wait_idle()
         monkeypatch.setattr(partition.log, "append", refused)
         if mode == "queue":
-            ack = gevent.spawn(fixture.broker.ack, "g", [messages[0].receipt])
+            ack = gevent.spawn(fixture.broker.settlement.settle, "g", [messages[0].receipt])
             while partition.delivery["g"].has_span(messages[0].offset):
                 gevent.sleep(0.001)
             wait = ack.join

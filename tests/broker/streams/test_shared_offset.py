@@ -72,7 +72,7 @@ def test_an_empty_partition_has_no_head(fixture: Fixture) -> None:
 
 def test_control_records_are_passed_over(fixture: Fixture) -> None:
     (first,) = produce(fixture, "a")
-    fixture.broker.receive("other", wire.ReceiveRequest(["t"], wait_ms=0), None)
+    fixture.broker.receive_handler.receive("other", wire.ReceiveRequest(["t"], wait_ms=0), None)
     (second,) = produce(fixture, "b")
     assert second > first + 1
     assert advance(fixture, first)
@@ -81,7 +81,7 @@ def test_control_records_are_passed_over(fixture: Fixture) -> None:
 
 def test_purged_messages_are_not_the_head(fixture: Fixture) -> None:
     _, second = produce(fixture, "a", "b")
-    fixture.broker.purge("t", partition=0, before_offset=second)
+    fixture.broker.browser.purge("t", partition=0, before_offset=second)
     assert head(fixture) == (second, "b")
 
 
@@ -194,7 +194,7 @@ def test_a_group_deleted_during_a_wait_for_followers_is_not_restored(
     is_deleted: list[bool] = []
 
     def delete(seconds: float) -> None:
-        fixture.broker.delete_group("g")
+        fixture.broker.group_admin.delete("g")
         is_deleted.append(True)
 
     monkeypatch.setattr(PartitionReplica, "may_deliver", lambda replica, now_ms: bool(is_deleted))
