@@ -134,7 +134,7 @@ class Broker(Wiring):
         """Change settings, add partitions. Raises KeyOrder where that breaks a group's order, unless `force`."""
         topic = self.topics.known(name)
         if not force:
-            self.partition_growth.check(topic, request.partitions)
+            self.groups.check_growth(topic, request.partitions)
         return self.overview.describe_topic(self.topics.alter(name, request))
 
     def delete_topic(self, name: str) -> None:

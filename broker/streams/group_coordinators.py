@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, TypeVar
 
@@ -30,7 +30,6 @@ from portalmq import wire
 from portalmq.broker.cluster.peers import NotAnswered, NotReached, Peers
 from portalmq.broker.cluster.rpc import BrokerCall, TopicPartition, first_error
 from portalmq.broker.cluster.rpc.streams import COORDINATE, COORDINATE_SEEK, ClaimShare, Coordinate, Start
-from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.core.stream import events as core
 from portalmq.broker.core.stream.membership import TICK_MS
 from portalmq.broker.partition.clock import Clock
@@ -67,8 +66,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class GroupCoordinators:
-    """Finds, becomes and resigns as the coordinator of groups. `me` is (broker id, incarnation). `known` finds a topic,
-    and waits for one that was just created; `made` creates a missing one."""
+    """Finds, becomes and resigns as the coordinator of groups. `me` is (broker id, incarnation)."""
 
     def __init__(
         self,
@@ -76,8 +74,6 @@ class GroupCoordinators:
         store: StreamGroups,
         groups: Groups,
         partitions: StreamPartitions,
-        known: Callable[[str], Topic],
-        made: Callable[[str], Topic],
         mirror: Mirror,
         peers: Peers,
         clock: Clock,
@@ -86,8 +82,6 @@ class GroupCoordinators:
         self._store = store
         self._groups = groups
         self._partitions = partitions
-        self._topic = known
-        self._topic_or_new = made
         self._mirror = mirror
         self._peers = peers
         self._clock = clock
@@ -184,7 +178,7 @@ class GroupCoordinators:
         is refused: in a paused broker it may be old, and would fence the member that has joined elsewhere since."""
         for topic in request.topics:
             wire.check_name(topic, "topic")
-            self._topic_or_new(topic)
+            self._groups.topics.get_or_create(topic)
         group = self._groups.find_of(name, "stream")
         if group is None:
             self._groups.put(name, {"mode": "stream"})
@@ -321,7 +315,7 @@ class GroupCoordinators:
         match call.verb:
             case "join":
                 for topic in call.topics:
-                    self._topic(topic)
+                    self._groups.topics.known(topic)
                 event: core.Join | core.Heartbeat | core.Leave = core.Join(
                     token, call.member_id, call.topics, call.session_timeout_ms
                 )
@@ -390,7 +384,7 @@ class GroupCoordinators:
         """Move the group to other offsets in a topic. With `dry_run` only return them. Calls with the same
         `idempotency_key` move each partition once. Raises OffsetOutOfRange."""
         group = stream_group(self._groups, name)
-        known = self._topic(wire.check_name(topic, "topic"))
+        known = self._groups.topics.known(wire.check_name(topic, "topic"))
         numbers = (partition,) if partition is not None else tuple(range(known.state.partitions))
         places = [known.place(number) for number in numbers]
         if isinstance(to, dict) and "offset" in to and len(places) > 1:
@@ -412,7 +406,7 @@ class GroupCoordinators:
 
     def _seek(self, own: Coordinator, call: Coordinate) -> contract.SeekAnswer:
         (topic,) = call.topics
-        known = self._topic(topic)
+        known = self._groups.topics.known(topic)
         places = [known.place(number) for number in call.numbers]
         generation = own.ask(core.SeekRequested(AsyncResult(), topic)).generation
         try:

@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from portalmq import wire
-from portalmq.broker.cluster.metadata_cache import MetadataCache
-from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, one_by_one, together
+from portalmq.broker.cluster.routing import LocalWork, one_by_one, together
 from portalmq.broker.cluster.rpc import Outcomes, TopicPartition
 from portalmq.broker.cluster.rpc.streams import (
     CLAIM,
@@ -42,10 +41,8 @@ T = TypeVar("T")
 
 
 class StreamPartitions:
-    def __init__(self, groups: Groups, metadata_cache: MetadataCache, leaders: LeaderRouter, clock: Clock) -> None:
+    def __init__(self, groups: Groups, clock: Clock) -> None:
         self._groups = groups
-        self._metadata_cache = metadata_cache
-        self._leaders = leaders
         self._clock = clock
         # Groups that have begun on a topic: (group id, topic id).
         self._begun: set[tuple[str, str]] = set()
@@ -101,7 +98,7 @@ class StreamPartitions:
         if not shares:
             return {}
         request = ClaimCall(group.name, group.group_id, start, list(shares))
-        return self._leaders.call(CLAIM, request, self._local_claim(group, request), repeatable=True)
+        return self._groups.leaders.call(CLAIM, request, self._local_claim(group, request), repeatable=True)
 
     def local_claim(self, request: ClaimCall) -> LocalWork[int]:
         return self._local_claim(self._groups.get_same(request.group, request.group_id), request)
@@ -111,7 +108,7 @@ class StreamPartitions:
         return together(lambda place: self._claim_here(group, request.start, by_place[place]))
 
     def _claim_here(self, group: GroupState, start: Start, share: ClaimShare) -> Callable[[], int]:
-        partition = self._metadata_cache.partition(share.place)
+        partition = self._groups.partition(share.place)
         self._groups.check_same(group)
         stream = partition.streams.get(group.name)
         if stream is None:
@@ -142,7 +139,7 @@ class StreamPartitions:
         """Commit offsets; return True for each that was not committed before."""
         request = StreamCommitCall(group.name, group.group_id, member_id, generation, list(shares))
         local = self._local_commit(group, request)
-        return self._leaders.call(COMMIT_OFFSETS, request, local, forward=forward, repeatable=True)
+        return self._groups.leaders.call(COMMIT_OFFSETS, request, local, forward=forward, repeatable=True)
 
     def local_commit(self, request: StreamCommitCall) -> LocalWork[bool]:
         return self._local_commit(self._groups.get_same(request.group, request.group_id), request)
@@ -154,7 +151,7 @@ class StreamPartitions:
     def _commit_here(
         self, group: GroupState, member_id: str, generation: int, share: CommitShare
     ) -> Callable[[], bool]:
-        partition = self._metadata_cache.partition(share.place)
+        partition = self._groups.partition(share.place)
         self._groups.check_same(group)
         stream = partition.streams.get(group.name)
         if stream is None:
@@ -182,7 +179,7 @@ class StreamPartitions:
         """Move the group to other offsets in `generation`; with generation 0 only return them. Returns (from, to) by
         partition."""
         request = SeekCall(group.name, group.group_id, to, generation, list(places), seek_id)
-        return self._leaders.call(SEEK, request, self._local_seek(group, request), repeatable=True)
+        return self._groups.leaders.call(SEEK, request, self._local_seek(group, request), repeatable=True)
 
     def local_seek(self, request: SeekCall) -> LocalWork[tuple[int, int]]:
         return self._local_seek(self._groups.get_same(request.group, request.group_id), request)
@@ -193,7 +190,7 @@ class StreamPartitions:
     def _seek_here(
         self, group: GroupState, to: Start, generation: int, seek_id: bytes, place: TopicPartition
     ) -> Callable[[], tuple[int, int]]:
-        partition = self._metadata_cache.partition(place)
+        partition = self._groups.partition(place)
         self._groups.check_same(group)
         stream = partition.streams.get(group.name)
         before = max(stream.committed if stream else 0, partition.log.log_start_offset)
@@ -224,13 +221,13 @@ class StreamPartitions:
         """Return the group's positions from the partitions' leaders."""
         request = GroupPositionsCall(group, list(places), ages)
         local = self.local_positions(request)
-        return self._leaders.call(OFFSETS, request, local, repeatable=True, patience_s=patience_s)
+        return self._groups.leaders.call(OFFSETS, request, local, repeatable=True, patience_s=patience_s)
 
     def local_positions(self, request: GroupPositionsCall) -> LocalWork[GroupPosition]:
         return one_by_one(lambda place: self._position_here(request.group, place, request.ages))
 
     def _position_here(self, group: str, place: TopicPartition, ages: bool) -> GroupPosition:
-        partition = self._metadata_cache.partition(place)
+        partition = self._groups.partition(place)
         stream = partition.streams.get(group)
         high_watermark = partition.high_watermark
         if stream is None:

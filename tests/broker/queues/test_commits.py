@@ -103,7 +103,7 @@ def succeeded(fixture, monkeypatch):
     def pass_by(seconds: float) -> None:
         fixture.clock.advance(round(1_000 * seconds))
 
-    monkeypatch.setattr(fixture.broker.group_commits._leaders, "_patience_s", 0.0)  # a refusal is not retried
+    monkeypatch.setattr(fixture.broker.leaders, "_patience_s", 0.0)  # a refusal is not retried
     monkeypatch.setattr("portalmq.broker.partition.readable.gevent", SimpleNamespace(sleep=pass_by))
     monkeypatch.setattr(PartitionReplica, "led_at", lambda replica, then_ms: False)
 

@@ -131,10 +131,10 @@ def test_a_message_is_found_though_another_partition_cannot_be_asked(
         return here(group, place, done, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(turns, "_here", lame)
-    monkeypatch.setattr(turns._leaders, "_patience_s", 0.1)
+    monkeypatch.setattr(turns._groups.leaders, "_patience_s", 0.1)
     with pytest.raises(Unavailable):
         turns.first_head("g", "wide", [0, 1, 2])
-    monkeypatch.setattr(turns._leaders, "_patience_s", 60)
+    monkeypatch.setattr(turns._groups.leaders, "_patience_s", 60)
     produced = fixture.broker.produce("wide", ProduceRequest(records("x"), partition=2))
     message = turns.first_head("g", "wide", [0, 1, 2]).message
     assert message is not None
@@ -162,12 +162,12 @@ def test_waits_for_silent_followers_of_several_partitions_overlap(
     by_replica = {partition.replica: number for number, partition in local.items()}
     monkeypatch.setattr(PartitionReplica, "may_deliver", may_deliver)
     monkeypatch.setattr("portalmq.broker.partition.readable.gevent", SimpleNamespace(sleep=sleep))
-    monkeypatch.setattr(turns._leaders, "_patience_s", 0.1)
+    monkeypatch.setattr(turns._groups.leaders, "_patience_s", 0.1)
     with pytest.raises(Unavailable, match="do not vouch"):
         turns.first_head("g", "wide", range(6))
     assert not slept, "the waits do not add up"
     silent.remove(3)
-    monkeypatch.setattr(turns._leaders, "_patience_s", 60)
+    monkeypatch.setattr(turns._groups.leaders, "_patience_s", 60)
     found = turns.first_head("g", "wide", range(6))
     assert found.message is not None
     assert (found.message.partition, found.message.offset) == (3, produced.offset)  # type: ignore[union-attr]
