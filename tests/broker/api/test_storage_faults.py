@@ -125,6 +125,6 @@ def test_a_tail_that_meets_a_fault_ends_and_so_does_the_broker(
     def failing(*_: Any, **__: Any) -> None:
         raise fault
 
-    monkeypatch.setattr(fixture.broker.browser, "browse", failing)
+    monkeypatch.setattr(fixture.broker.leaders, "call_one", failing)
     assert answer.data.count(b"id:") == 1
     assert fixture.faults == [fault]
