@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import Protocol
 
 import gevent
@@ -41,30 +42,25 @@ class MaintenanceHost(Protocol):
     def storage_failed(self, fault: BaseException) -> None: ...
 
 
+@dataclass(eq=False, repr=False)
 class Maintenance:
     """Runs each task at its interval until `draining` is set. `sweep` maintains the groups."""
 
-    def __init__(
-        self,
-        topics: Topics,
-        compactor: Compactor,
-        draining: Event,
-        host: MaintenanceHost,
-        *,
-        sweep: Callable[[], None],
-    ) -> None:
-        self._topics = topics
-        self._sweep = sweep
-        self._compactor = compactor
-        self._draining = draining
-        self._host = host
+    _topics: Topics
+    _compactor: Compactor
+    _draining: Event
+    _host: MaintenanceHost
+    _: KW_ONLY
+    sweep: Callable[[], None]
+
+    def __post_init__(self) -> None:
         self._greenlets: list[gevent.Greenlet] = []
 
     def start(self) -> None:
         self._greenlets = [
             gevent.spawn(self._every, SAVE_STATE_EVERY_S, self.save_state),
             gevent.spawn(self._every, RETAIN_EVERY_S, self.retain),
-            gevent.spawn(self._every, SWEEP_EVERY_S, self._sweep),
+            gevent.spawn(self._every, SWEEP_EVERY_S, self.sweep),
             gevent.spawn(self._every, COMPACT_EVERY_S, self.compact),
             gevent.spawn(self._every, CLOSE_IDLE_EVERY_S, self.close_idle_files),
         ]

@@ -18,6 +18,7 @@ import logging
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, TypeVar
 
@@ -65,33 +66,26 @@ T = TypeVar("T")
 _encode = msgspec.msgpack.Encoder().encode
 
 
+@dataclass(eq=False, repr=False)
 class GroupCoordinators:
     """Finds, becomes and resigns as the coordinator of groups. `me` is (broker id, incarnation)."""
 
-    def __init__(
-        self,
-        me: tuple[int, int],
-        store: StreamGroups,
-        groups: Groups,
-        partitions: StreamPartitions,
-        mirror: Mirror,
-        peers: Peers,
-        clock: Clock,
-    ) -> None:
-        self._me = me
-        self._store = store
-        self._groups = groups
-        self._partitions = partitions
-        self._mirror = mirror
-        self._peers = peers
-        self._clock = clock
+    _me: tuple[int, int]
+    _store: StreamGroups
+    _groups: Groups
+    _partitions: StreamPartitions
+    _mirror: Mirror
+    _peers: Peers
+    _clock: Clock
+
+    def __post_init__(self) -> None:
         self._own: dict[str, Coordinator] = {}
         self._busy_s: dict[str, float] = {}
         self._taking: set[str] = set()
         self._elsewhere: dict[str, tuple[int, int]] = {}
         self._in_doubt: set[str] = set()
         self._changed_rosters: set[str] = set()
-        self._checkpoints = Checkpoints(store, partitions, mirror, clock)
+        self._checkpoints = Checkpoints(self._store, self._partitions, self._mirror, self._clock)
         self._closing = Event()
         self._greenlets: list[gevent.Greenlet] = []
 

@@ -7,6 +7,7 @@ partitions without a leader, are read from the control plane, where the coordina
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import msgspec
 
@@ -29,24 +30,18 @@ POSITIONS_WITHIN_S = 2.0
 KEPT_MAX = 10_000
 
 
+@dataclass(eq=False, repr=False)
 class Offsets:
     """Commits and lists offsets. `coordinated` returns the roster of a group that this broker coordinates."""
 
-    def __init__(
-        self,
-        store: StreamGroups,
-        groups: Groups,
-        partitions: StreamPartitions,
-        coordinated: Callable[[str], RosterState | None],
-        mirror: Mirror,
-        clock: Clock,
-    ) -> None:
-        self._store = store
-        self._groups = groups
-        self._partitions = partitions
-        self._coordinated = coordinated
-        self._mirror = mirror
-        self._clock = clock
+    _store: StreamGroups
+    _groups: Groups
+    _partitions: StreamPartitions
+    _coordinated: Callable[[str], RosterState | None]
+    _mirror: Mirror
+    _clock: Clock
+
+    def __post_init__(self) -> None:
         # The highest known generations of groups.
         self._reached: dict[str, int] = {}
         # The last state of requested groups in the control plane, for an outage of it.
