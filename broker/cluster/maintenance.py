@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Protocol
 
 import gevent
@@ -50,7 +50,6 @@ class Maintenance:
     _compactor: Compactor
     _draining: Event
     _host: MaintenanceHost
-    _: KW_ONLY
     sweep: Callable[[], None]
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 
 import gevent
 
@@ -50,7 +50,6 @@ class PeerQueries:
     _probe: Callable[[str], Probe]
     peers: PeerCaller | None
     own_log_ends: Callable[[Sequence[PartitionKey]], Sequence[ReplicaLogEnd | None]]
-    _: KW_ONLY
     is_controller: Callable[[], bool]
     on_suspicion: Callable[[int, int], None]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 
 import gevent
 from gevent.lock import BoundedSemaphore
@@ -44,7 +44,6 @@ class ReplicaOpener:
     _host: TopicsHost
     _catalog: Catalog
     _replicas: Replicas
-    _: KW_ONLY
     is_current: Callable[[Topic], bool]
     publish: Callable[[Topic, Partition], None]
     on_changed: Callable[[], None]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import TypeVar
 
 from portalmq.errors import Unavailable
@@ -30,7 +30,6 @@ class RetryBudget:
 
     left_s: float
     _passes: Callable[[Exception], bool] = passes
-    _: KW_ONLY
     tell: Callable[[Exception, float], None] = lambda fault, left_s: None
     again_s: float = AGAIN_S
 

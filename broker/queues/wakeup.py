@@ -10,7 +10,7 @@ consumer asks.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 
 import gevent
 
@@ -40,7 +40,6 @@ class Wakeup:
     group: str
     _ready_messages: ReadyMessages
     _clock: Clock
-    _: KW_ONLY
     settings: Callable[[], GroupConfig]
     on_timer: Callable[[], None]
 

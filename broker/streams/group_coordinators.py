@@ -173,10 +173,7 @@ class GroupCoordinators:
         for topic in request.topics:
             wire.check_name(topic, "topic")
             self._groups.topics.get_or_create(topic)
-        group = self._groups.find_of(name, "stream")
-        if group is None:
-            self._groups.put(name, {"mode": "stream"})
-            group = self._groups.get(name)
+        group = self._groups.ensure_stream(name)
         member_id = request.member_id if request.member_id is not None else f"member-{uuid.uuid4().hex}"
         if request.member_id is not None:
             wire.check_name(member_id, "member")

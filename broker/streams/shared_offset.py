@@ -90,10 +90,7 @@ class SharedOffsets:
 
     def _group(self, name: str) -> GroupState:
         """Return the stream group; create it if it is missing."""
-        group = self._groups.find_of(name, "stream")
-        if group is None:
-            self._groups.put(name, {"mode": "stream"})
-            group = self._groups.get(name)
+        group = self._groups.ensure_stream(name)
         if group.config.mode != "stream":
             raise GroupModeMismatch(f"group {name!r} is a queue group: it leases messages and has no shared offset")
         return group

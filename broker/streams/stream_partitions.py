@@ -94,17 +94,17 @@ class StreamPartitions:
             self._begun.clear()  # the next calls ask the leaders again
         self._begun.add(mark)
 
+    def _group_of(self, request: ClaimCall | StreamCommitCall | SeekCall) -> GroupState:
+        return self._groups.get_same(request.group, request.group_id)
+
     def _claim(self, group: GroupState, start: Start, shares: Sequence[ClaimShare]) -> Outcomes[int]:
         if not shares:
             return {}
         request = ClaimCall(group.name, group.group_id, start, list(shares))
-        return self._groups.leaders.call(CLAIM, request, self._local_claim(group, request), repeatable=True)
+        return self._groups.leaders.call(CLAIM, request, self.local_claim(request, group), repeatable=True)
 
-    def local_claim(self, request: ClaimCall) -> LocalWork[int]:
-        return self._local_claim(self._groups.get_same(request.group, request.group_id), request)
-
-    def _local_claim(self, group: GroupState, request: ClaimCall) -> LocalWork[int]:
-        by_place = request.by_place()
+    def local_claim(self, request: ClaimCall, known: GroupState | None = None) -> LocalWork[int]:
+        group, by_place = known or self._group_of(request), request.by_place()
         return together(lambda place: self._claim_here(group, request.start, by_place[place]))
 
     def _claim_here(self, group: GroupState, start: Start, share: ClaimShare) -> Callable[[], int]:
@@ -138,14 +138,11 @@ class StreamPartitions:
     ) -> Outcomes[bool]:
         """Commit offsets; return True for each that was not committed before."""
         request = StreamCommitCall(group.name, group.group_id, member_id, generation, list(shares))
-        local = self._local_commit(group, request)
+        local = self.local_commit(request, group)
         return self._groups.leaders.call(COMMIT_OFFSETS, request, local, forward=forward, repeatable=True)
 
-    def local_commit(self, request: StreamCommitCall) -> LocalWork[bool]:
-        return self._local_commit(self._groups.get_same(request.group, request.group_id), request)
-
-    def _local_commit(self, group: GroupState, request: StreamCommitCall) -> LocalWork[bool]:
-        by_place = request.by_place()
+    def local_commit(self, request: StreamCommitCall, known: GroupState | None = None) -> LocalWork[bool]:
+        group, by_place = known or self._group_of(request), request.by_place()
         return together(lambda place: self._commit_here(group, request.member_id, request.generation, by_place[place]))
 
     def _commit_here(
@@ -179,12 +176,10 @@ class StreamPartitions:
         """Move the group to other offsets in `generation`; with generation 0 only return them. Returns (from, to) by
         partition."""
         request = SeekCall(group.name, group.group_id, to, generation, list(places), seek_id)
-        return self._groups.leaders.call(SEEK, request, self._local_seek(group, request), repeatable=True)
+        return self._groups.leaders.call(SEEK, request, self.local_seek(request, group), repeatable=True)
 
-    def local_seek(self, request: SeekCall) -> LocalWork[tuple[int, int]]:
-        return self._local_seek(self._groups.get_same(request.group, request.group_id), request)
-
-    def _local_seek(self, group: GroupState, request: SeekCall) -> LocalWork[tuple[int, int]]:
+    def local_seek(self, request: SeekCall, known: GroupState | None = None) -> LocalWork[tuple[int, int]]:
+        group = known or self._group_of(request)
         return together(lambda place: self._seek_here(group, request.to, request.generation, request.seek_id, place))
 
     def _seek_here(

@@ -35,12 +35,12 @@ def stored(fixture, topic="in"):
 
 
 def received(fixture, count):
-    delivered = fixture.broker.receive("g", wire.ReceiveRequest(["in"], max_messages=count), None)
+    delivered = fixture.broker.receive_handler.receive("g", wire.ReceiveRequest(["in"], max_messages=count), None)
     return [message.record.value for message in delivered]
 
 
 def browsed(fixture, topic="in"):
-    page = fixture.broker.browse(topic, 0, offset=0, position=None, at_ms=None, limit=100, wait_ms=0)
+    page = fixture.broker.browser.browse(topic, 0, offset=0, limit=100)
     return [message.record.value for message in page.messages]
 
 
@@ -123,7 +123,7 @@ def test_dead_letters_are_plain_copies_and_are_redriven(fixture):
 def test_a_purge_in_the_middle_of_a_batch_leaves_the_rest(fixture):
     fixture.broker.produce("in", compressed_request(reading_records(50)))
     first = stored(fixture)[0].base_offset
-    fixture.broker.purge("in", partition=0, before_offset=first + 20)
+    fixture.broker.browser.purge("in", partition=0, before_offset=first + 20)
     partition_of(fixture).reader.forget()
     assert received(fixture, 100) == readings(30, 20)
 
