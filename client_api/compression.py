@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
+
+from portalmq.wire import BATCH_MESSAGES_MAX
 
 try:
     if sys.version_info >= (3, 14):
@@ -23,7 +25,7 @@ except ImportError:  # a light client without the extra `zstd`
     if not TYPE_CHECKING:
         zstd = None
 
-ZSTD = "zstd"
+ZSTD: Final = "zstd"
 HAS_ZSTD = zstd is not None
 NEEDS_ZSTD = "compression with zstd needs Python 3.14 or the package backports.zstd: pip install 'portalmq[zstd]'"
 
@@ -33,7 +35,7 @@ SIZE_MIN = 512
 RATIO_MAX = 0.9
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(list[bytes]).decode
+_decode = msgspec.msgpack.Decoder(Annotated[list[bytes], msgspec.Meta(max_length=BATCH_MESSAGES_MAX)]).decode
 
 
 class BadValues(ValueError):
@@ -73,7 +75,7 @@ def values_of(data: bytes, count: int, bytes_max: int | None = None) -> list[byt
         plain = decompressor.decompress(data, size + 1)
         if not decompressor.eof or len(plain) != size:
             raise BadValues(f"the zstd frame does not hold the {size} bytes that it says")
-        values = _decode(plain)
+        values: list[bytes] = _decode(plain)
     except (zstd.ZstdError, msgspec.DecodeError) as fault:
         raise BadValues(f"not a zstd frame of a MessagePack array of binaries: {fault}") from None
     if len(values) != count:

@@ -55,6 +55,7 @@ VISIBILITY_TIMEOUT_MS_MAX = 12 * 3600 * 1000
 HEADERS_MAX = 64
 HEADER_BYTES_MAX = 8 * 1024
 KEY_BYTES_MAX = 4 * 1024
+CONTENT_TYPE_LENGTH_MAX = 255
 IDEMPOTENCY_KEY_LENGTH_MAX = 255
 PARTITIONS_MAX = 1_000
 PRIORITY_MAX = 31
@@ -159,9 +160,19 @@ class JsonBatch(msgspec.Struct, forbid_unknown_fields=True):
     producer: ProducerStamp | None = None
 
 
+class CompressedValues(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    """The values of all messages of a MessagePack batch, in place of a value in each (portalmq.compression). A message
+    that names no content type has the one that is given here."""
+
+    codec: Literal["zstd"]
+    data: bytes
+    content_type: Annotated[str, msgspec.Meta(min_length=1, max_length=CONTENT_TYPE_LENGTH_MAX)] = BYTES
+
+
 class PackBatch(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     messages: list[PackMessage]
     producer: ProducerStamp | None = None
+    values: CompressedValues | None = None
 
 
 class Produced(msgspec.Struct, frozen=True, gc=False):

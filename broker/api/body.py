@@ -44,6 +44,10 @@ class BodiesInFlight:
         request.body_bytes_held = size
         self.bytes += size - held
 
+    def hold_also(self, request: HttpRequest, size: int) -> None:
+        """Take room for what the body decompresses to, too. Raises Backpressure."""
+        self.hold(request, request.body_bytes_held + size)
+
     def release(self, request: HttpRequest) -> None:
         """Release the room of an answered request."""
         self.bytes -= request.body_bytes_held

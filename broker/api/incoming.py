@@ -1,7 +1,8 @@
 """Decode the body of a produce request, in any of its formats, into the records that are stored.
 
     batch+json      {"messages": [{"value": any JSON | "value_base64": "...", "key", "headers", ...}], "producer"}
-    batch+msgpack   the same; a binary value is the payload itself
+    batch+msgpack   the same; a binary value is the payload itself. Or all values are compressed together:
+                    {"values": {"codec": "zstd", "data": …}, "messages": [{"key", …}]} (wire.CompressedValues)
     x-ndjson        each line is the JSON value of one message
     anything else   the body is one message, its options are PortalMQ-* headers (single_message.py)
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Annotated, Any, NamedTuple, TypeVar
@@ -22,7 +23,6 @@ import msgspec
 
 from portalmq import wire
 from portalmq.broker.api.record_fields import (
-    CONTENT_TYPE_LENGTH_MAX,
     check_utf8,
     checked_headers,
     checked_idempotency_key,
@@ -33,6 +33,7 @@ from portalmq.broker.api.record_fields import (
 from portalmq.broker.api.single_message import check_no_single_headers, decode_single
 from portalmq.broker.messages.idempotency import Keyed
 from portalmq.broker.messages.produce import ProduceRequest
+from portalmq.broker.partition.native import decompressed
 from portalmq.broker.partition.yielding import give_way, in_turns
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import InvalidRequest, MessageTooLarge
@@ -52,8 +53,8 @@ class _PlainMessage(msgspec.Struct, gc=False, forbid_unknown_fields=True):
     """A message as the client library sends it, with its limits. Only idempotency keys need further checks: a pattern
     here would take as long as the rest of the decoding."""
 
-    value: bytes
-    content_type: Annotated[str, msgspec.Meta(min_length=1, max_length=CONTENT_TYPE_LENGTH_MAX)] = wire.BYTES
+    value: bytes | msgspec.UnsetType = msgspec.UNSET
+    content_type: Annotated[str, msgspec.Meta(min_length=1, max_length=wire.CONTENT_TYPE_LENGTH_MAX)] | None = None
     key: Annotated[bytes, msgspec.Meta(max_length=wire.KEY_BYTES_MAX)] | None = None
     headers: dict[str, str] | None = None
     idempotency_key: str | None = None
@@ -62,6 +63,7 @@ class _PlainMessage(msgspec.Struct, gc=False, forbid_unknown_fields=True):
 class _PlainBatch(msgspec.Struct, forbid_unknown_fields=True):
     messages: Annotated[list[_PlainMessage], msgspec.Meta(max_length=wire.BATCH_MESSAGES_MAX)]
     producer: wire.ProducerStamp | None = None
+    values: wire.CompressedValues | None = None
 
 
 class _RawBatch(msgspec.Struct, forbid_unknown_fields=True):
@@ -69,6 +71,10 @@ class _RawBatch(msgspec.Struct, forbid_unknown_fields=True):
 
     messages: list[msgspec.Raw]
     producer: wire.ProducerStamp | None = None
+
+
+class _RawPackBatch(_RawBatch, forbid_unknown_fields=True):
+    values: wire.CompressedValues | None = None
 
 
 class _TooMany(Exception):
@@ -93,6 +99,8 @@ _counted = [0]  # of the decoding under way, during which no other greenlet runs
 # A line that is not blank, from its first character on.
 _line = re.compile(rb"\S[^\n]*")
 
+_value_of = attrgetter("value")
+_key_of = attrgetter("key")
 _headers_of = attrgetter("headers")
 _type_of = attrgetter("content_type")
 _idempotency_key_of = attrgetter("idempotency_key")
@@ -127,25 +135,35 @@ _PACK = _Format(
     msgspec.msgpack.Decoder(_CountedBatch).decode,
     partial(wire.decode_msgpack, kind=wire.PackBatch),
     DENSE_BYTES,
-    msgspec.msgpack.Decoder(_RawBatch).decode,
+    msgspec.msgpack.Decoder(_RawPackBatch).decode,
     msgspec.msgpack.Decoder(wire.PackMessage).decode,
     record_of_pack,
 )
 
 
-def decode_messages(content_type: str | None, body: bytes, headers: Mapping[str, str], now_ms: int) -> ProduceRequest:
+# Returns the values of so many messages.
+Decompress = Callable[[bytes, int], list[bytes]]
+
+
+def decode_messages(
+    content_type: str | None,
+    body: bytes,
+    headers: Mapping[str, str],
+    now_ms: int,
+    decompress: Decompress = decompressed,
+) -> ProduceRequest:
     """Return the messages of a request body; `headers` are the request's. Delays and times to live count from
-    `now_ms`, a time of day.
+    `now_ms`, a time of day. Values that are compressed are decompressed once: what cannot be read is refused here.
 
     Raises InvalidRequest, or MessageTooLarge when a batch has too many messages. The size of a value is checked later,
     against its topic's limit.
     """
     essence = (content_type or "").partition(";")[0].strip().lower()
     if essence == wire.BATCH_MSGPACK:
-        request = _from_msgpack(body, now_ms)
+        request = _from_msgpack(body, now_ms, decompress)
     elif essence == wire.BATCH_JSON:
         check_utf8(body)
-        request = _from_batch(body, _JSON, now_ms)
+        request = _from_batch(body, _JSON, now_ms, decompress)
     elif essence == wire.NDJSON:
         request = _from_lines(body)
     else:
@@ -154,53 +172,77 @@ def decode_messages(content_type: str | None, body: bytes, headers: Mapping[str,
     return request
 
 
-def _from_msgpack(body: bytes, now_ms: int) -> ProduceRequest:
+def _from_msgpack(body: bytes, now_ms: int, decompress: Decompress) -> ProduceRequest:
     try:
         plain = _decode_plain(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return _from_batch(body, _PACK, now_ms)
+        return _from_batch(body, _PACK, now_ms, decompress)
     _pause_in(body)
-    messages = plain.messages
+    messages, packed = plain.messages, plain.values
+    values: list[Any] = list(map(_value_of, messages))
     named = list(map(_idempotency_key_of, messages))
     given = [key for key in named if key is not None]
-    if given and not _are_keys(given):
-        return _from_batch(body, _PACK, now_ms)  # raises an error that names the wrong one
-    for content_type in set(map(_type_of, messages)):
+    if values.count(msgspec.UNSET) != (len(values) if packed else 0) or (given and not _are_keys(given)):
+        return _from_batch(body, _PACK, now_ms, decompress)  # raises an error that names the wrong one
+    types, default = list(map(_type_of, messages)), packed.content_type if packed else wire.BYTES
+    if None in types:
+        types = [kind or default for kind in types]
+    for content_type in set(types):
         checked_type(content_type, "the batch")
+    if packed:
+        values = decompress(packed.data, len(messages))
+    records = list(map(Record, values, types, map(_key_of, messages)))
     if any(map(_headers_of, messages)):
+        paced = in_turns(zip(records, messages, strict=True), messages_per_turn(messages, len(body)))
         records = [
-            Record(
-                message.value, message.content_type, message.key, checked_headers(message.headers, f"message {index}")
-            )
-            for index, message in enumerate(in_turns(messages, messages_per_turn(messages, len(body))))
+            Record(record.value, record.content_type, record.key, checked_headers(message.headers, f"message {index}"))
+            for index, (record, message) in enumerate(paced)
         ]
-    else:
-        records = [Record(message.value, message.content_type, message.key) for message in messages]
     keys: list[Keyed | None] | None = None
     if given:
         keys = [None if key is None else (key, ()) for key in named]
-    return ProduceRequest(records, producer=plain.producer, keys=keys)
+    return ProduceRequest(records, producer=plain.producer, keys=keys, compressed=_kept(packed, values))
 
 
-def _from_batch(body: bytes, form: _Format, now_ms: int) -> ProduceRequest:
+def _kept(packed: wire.CompressedValues | None, values: Iterable[bytes]) -> bytes:
+    """Return the compressed values if they are stored so. An empty one prevents it, since its row shows a tombstone."""
+    return packed.data if packed is not None and b"" not in values else b""
+
+
+def _from_batch(body: bytes, form: _Format, now_ms: int, decompress: Decompress) -> ProduceRequest:
     _pause_in(body)
     _check_few(body, form.count_messages)
     size = len(body)
     batch = form.decode(body) if size < form.parts_from_bytes else None
-    messages, producer = (batch.messages, batch.producer) if batch is not None else _in_parts(body, form)
+    messages, batch = (batch.messages, batch) if batch is not None else _in_parts(body, form)
     if len(messages) > wire.BATCH_MESSAGES_MAX:
         raise MessageTooLarge(
             f"the batch has {len(messages)} messages, the limit is {wire.BATCH_MESSAGES_MAX}: split it"
         )
     if size >= DENSE_BYTES:
         give_way()
+    packed: wire.CompressedValues | None = getattr(batch, "values", None)
+    if packed is not None:
+        _fill_in(messages, packed, decompress)
     paced = in_turns(messages, messages_per_turn(messages, size))
     records = [form.record_of(message, f"message {index}", now_ms) for index, message in enumerate(paced)]
-    return ProduceRequest(records, _partitions(messages), producer=producer, keys=_keys(messages))
+    compressed = _kept(packed, (record.value for record in records))
+    return ProduceRequest(
+        records, _partitions(messages), producer=batch.producer, keys=_keys(messages), compressed=compressed
+    )
 
 
-def _in_parts(body: bytes, form: _Format) -> tuple[list[Any], wire.ProducerStamp | None]:
-    """Return the messages of a large batch and its producer. Raises InvalidRequest that says where the error is."""
+def _fill_in(messages: Sequence[wire.PackMessage], packed: wire.CompressedValues, decompress: Decompress) -> None:
+    for index, message in enumerate(messages):
+        if message.value is not msgspec.UNSET or message.value_base64 is not None:
+            raise InvalidRequest(f"message {index} has a value, and the values of the batch are compressed: give one")
+    for message, value in zip(messages, decompress(packed.data, len(messages)), strict=True):
+        message.value = value
+        message.content_type = message.content_type or packed.content_type
+
+
+def _in_parts(body: bytes, form: _Format) -> tuple[list[Any], Any]:
+    """Return the messages of a large batch, and the batch. Raises InvalidRequest that says where the error is."""
     inside = "`$"
     try:
         _pause_in(body)
@@ -208,7 +250,7 @@ def _in_parts(body: bytes, form: _Format) -> tuple[list[Any], wire.ProducerStamp
         _pause_in(body)
         inside = "`$.messages[...]"
         paced = in_turns(batch.messages, messages_per_turn(batch.messages, len(body)))
-        return [_without_collector(form.decode_message, raw) for raw in paced], batch.producer
+        return [_without_collector(form.decode_message, raw) for raw in paced], batch
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:
         raise InvalidRequest(f"the {form.name} body is not valid: {str(fault).replace('`$', inside)}") from None
 

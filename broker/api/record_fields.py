@@ -12,8 +12,6 @@ from portalmq.broker.api import schedule
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import InvalidRequest
 
-CONTENT_TYPE_LENGTH_MAX = 255
-
 # A header that contains a line break would forge another one when it is written into HTTP or a log.
 _header_name = re.compile(r"[^\s:\x00-\x1f\x7f-\x9f]+\Z").match
 _control_character = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]").search
@@ -121,8 +119,9 @@ def check_utf8(body: bytes) -> None:
 
 
 def checked_type(content_type: str, where: str) -> str:
-    if not (1 <= len(content_type) <= CONTENT_TYPE_LENGTH_MAX) or not content_type.isprintable():
-        raise InvalidRequest(f"the content type of {where} must be 1 to {CONTENT_TYPE_LENGTH_MAX} printable characters")
+    length_max = wire.CONTENT_TYPE_LENGTH_MAX
+    if not (1 <= len(content_type) <= length_max) or not content_type.isprintable():
+        raise InvalidRequest(f"the content type of {where} must be 1 to {length_max} printable characters")
     return content_type
 
 

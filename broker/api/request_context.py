@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 from flask import Response, request
+from werkzeug.datastructures import MultiDict
 
 from portalmq import wire
 from portalmq.broker.api.answers_in_flight import AnswersInFlight
@@ -17,9 +18,12 @@ from portalmq.broker.api.origin_check import BrokerNames, OriginCheck
 from portalmq.broker.api.query import Query
 from portalmq.broker.broker import Broker
 from portalmq.broker.messages.metrics import Metrics
+from portalmq.broker.partition.native import decompressed
 from portalmq.broker.storage.batch import Record
-from portalmq.errors import Backpressure
+from portalmq.compression import BadValues, content_size
+from portalmq.errors import Backpressure, InvalidRequest, MessageTooLarge
 
+_NOTHING: MultiDict[str, str] = MultiDict()
 _encode = msgspec.json.Encoder().encode
 _encode_pack = msgspec.msgpack.Encoder().encode
 
@@ -87,6 +91,18 @@ class RequestContext:
         config = self.config
         return read_body(asked, config.body_bytes_max, pause_s=config.body_timeout_s, in_flight=self.bodies)
 
+    def decompress(self, asked: HttpRequest, data: bytes, count: int) -> list[bytes]:
+        """Return the `count` values that `data`, a part of the request's body, holds. Raises InvalidRequest,
+        Backpressure, and MessageTooLarge when they take more than a body may."""
+        try:
+            size = content_size(data)
+            if size > self.config.body_bytes_max:
+                raise MessageTooLarge(f"the values take {size} bytes, the limit is {self.config.body_bytes_max}")
+            self.bodies.hold_also(asked, size)
+            return decompressed(data, count, size)
+        except BadValues as fault:
+            raise InvalidRequest(f"the compressed values are not valid: {fault}") from None
+
     def make_room(self, records: Iterable[Record]) -> None:
         """Take room for these messages in the answer. Raises Backpressure while too many answers are not sent."""
         self.answers.hold(current(), records)
@@ -143,7 +159,7 @@ def encoded(value: Any, *, packed: bool = False, status: int = 200) -> ResponseP
 
 
 def query(*known: str) -> Query:
-    return Query(current().query, *known)
+    return Query(request.args if current().query else _NOTHING, *known)
 
 
 def accepts(media_type: str) -> bool:

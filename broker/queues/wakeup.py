@@ -10,7 +10,6 @@ consumer asks.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 
 import gevent
 
@@ -31,24 +30,31 @@ LOOK_AGAIN_MS = 1_000
 SOON_MS = 20
 
 
-@dataclass(eq=False, repr=False)
 class Wakeup:
     """Wakes waiters. `on_timer` is called when the timer fires, before a wake-up. Invariant: no timer runs after
     close."""
 
-    partition: Partition
-    group: str
-    _ready_messages: ReadyMessages
-    _clock: Clock
-    settings: Callable[[], GroupConfig]
-    on_timer: Callable[[], None]
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        partition: Partition,
+        group: str,
+        ready_messages: ReadyMessages,
+        clock: Clock,
+        *,
+        settings: Callable[[], GroupConfig],
+        on_timer: Callable[[], None],
+    ) -> None:
+        self.partition = partition
+        self.group = group
+        self.settings = settings
         self.closed = False
+        self._ready_messages = ready_messages
+        self._clock = clock
+        self._on_timer = on_timer
         self._waiters: dict[Waiter, None] = {}
         self._timer: gevent.Greenlet | None = None
         self._timer_at_ms = 0
-        self.partition.on_readable.append(self.notify)
+        partition.on_readable.append(self.notify)
 
     @property
     def delivery(self) -> GroupDelivery | None:
@@ -170,5 +176,5 @@ class Wakeup:
         self._timer = None
         if self.delivery is None:
             return
-        self.on_timer()
+        self._on_timer()
         self.notify()

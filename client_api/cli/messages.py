@@ -21,6 +21,7 @@ from portalmq.admin import Admin, Position, Unfinished
 from portalmq.cli.options import duration, future_time, past_time
 from portalmq.cli.output import message_row, show_one, show_rows, show_value, time_text
 from portalmq.cli.session import Session, fields, with_session
+from portalmq.compression import HAS_ZSTD, NEEDS_ZSTD
 from portalmq.consumer import Consumer
 from portalmq.errors import PortalMQError
 from portalmq.message import Message, message_from_wire
@@ -64,19 +65,24 @@ def _headers(ctx: click.Context, parameter: click.Parameter, given: tuple[str, .
 @click.option("--ttl", "ttl_s", callback=duration, metavar="DURATION", help="Do not deliver later than this.")
 @click.option("--priority", type=click.IntRange(0, 31), default=0, help="0 to 31; greater ones come first.")
 @click.option("--acks", type=click.Choice(["all", "leader", "none"]), default="all", show_default=True)
+@click.option("--compression", type=click.Choice(["zstd"]), help="Send, replicate and store batches compressed.")
 @with_session
-def produce(session: Session, topic: str, ndjson: bool, acks: wire.Acks, **options: Any) -> None:
+def produce(
+    session: Session, topic: str, ndjson: bool, acks: wire.Acks, compression: Literal["zstd"] | None, **options: Any
+) -> None:
     """Send each line of stdin to TOPIC as one message.
 
     Examples: seq 1000 | portalmq produce numbers; echo tea | portalmq produce reminders --delay 15m
     """
     if options["delay_s"] is not None and options["deliver_at"] is not None:
         raise click.UsageError("give --delay, or --at, and not both")
+    if compression is not None and not HAS_ZSTD:
+        raise click.UsageError(NEEDS_ZSTD)
     session.check()
     started = time.monotonic()
     counts = _Counts()
     is_interrupted = False
-    with Producer(session.server, token=session.token, acks=acks) as producer:
+    with Producer(session.server, token=session.token, acks=acks, compression=compression) as producer:
         try:
             for number, line in enumerate(_lines(), start=1):
                 try:

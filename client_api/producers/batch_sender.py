@@ -25,6 +25,7 @@ from portalmq.errors import (
     Unavailable,
 )
 from portalmq.producers.batching import Lane, ProducerBatch
+from portalmq.producers.outgoing import with_compressed_values
 from portalmq.transport.answers import decode_answer
 from portalmq.transport.request import Request, json_request
 from portalmq.transport.retries import Backoff, DeadlinePassed, may_repeat
@@ -48,6 +49,7 @@ class _OutBatch(msgspec.Struct, omit_defaults=True):
 
     messages: list[Any]
     producer: wire.ProducerStamp | None = None
+    values: wire.CompressedValues | None = None
 
 
 class BatchSender:
@@ -61,11 +63,13 @@ class BatchSender:
         idempotent: bool,
         producer_name: str | None,
         delivery_timeout_s: float,
+        compresses: bool = False,
     ) -> None:
         self._transport = transport
         self._acks = acks
         self._idempotent = idempotent
         self._name = producer_name
+        self._compresses = compresses
         self._delivery_timeout_s = delivery_timeout_s
         self._identity: wire.ProducerIdentity | None = None
         self._identity_lock = threading.Lock()
@@ -130,7 +134,11 @@ class BatchSender:
         stamp = None
         if lane.identity is not None:
             stamp = wire.ProducerStamp(lane.identity.id, lane.identity.epoch, lane.next_sequence)
-        return _encode(_OutBatch(messages, stamp))
+        packed = with_compressed_values(messages) if self._compresses and not batch.is_plain else None
+        batch.is_compressed = packed is not None
+        if packed is None:
+            return _encode(_OutBatch(messages, stamp))
+        return _encode(_OutBatch(packed[0], stamp, packed[1]))
 
     def _take_identity(self, lane: Lane, batch: ProducerBatch, deadline: float) -> None:
         """Stamp with the producer's current identity. A range whose last try ended unknown keeps its stamp."""
@@ -189,6 +197,10 @@ class BatchSender:
         elif isinstance(error, Fenced) and lane.identity is not self._identity:
             # Fenced by this very producer: another lane has taken a newer epoch.
             batch.body = None
+        elif isinstance(error, InvalidRequest) and batch.is_compressed:
+            # By a broker that does not know compressed values, probably: the next try tells.
+            _log.warning("%s/%d: compressed values were refused (%s): sent plain", lane.topic, lane.partition, error)
+            batch.is_plain, batch.body = True, None
         elif isinstance(error, InvalidRequest | MessageTooLarge) and end - start > 1:
             # One message is at fault. The others are sent without it.
             batch.split_range()

@@ -103,6 +103,7 @@ class ProducerBatch:
     `ranges` is a stack of index ranges to send: at first the whole batch, later halves if a broker refused a message
     (so that one bad message does not fail the others). `unknown` is true if a try of the topmost range ended with an
     unknown outcome; `failure` is the error of the last try. Each outcome is (start, end, position or error).
+    `is_compressed` says that the last body has compressed values, `is_plain` that no more shall have.
     """
 
     def __init__(
@@ -117,6 +118,8 @@ class ProducerBatch:
         self.urgent = False
         self.ranges: list[tuple[int, int]] = []
         self.body: bytes | None = None
+        self.is_compressed = False
+        self.is_plain = False
         self.failure: PortalMQError | None = None
         self.restamps = 0
         self.unknown = False

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from copy import copy
 from datetime import datetime
 from typing import Any
 
 import msgspec
 
 from portalmq import wire
+from portalmq.compression import ZSTD, compressed
 
 # The size of a message in a request beside its payload, counted so that a body stays below the broker's limit.
 MESSAGE_OVERHEAD_BYTES = 64
@@ -20,6 +22,31 @@ class PlainMessage(msgspec.Struct, gc=False):
     """A message that is only a payload: the cheapest object that encodes as a wire.PackMessage."""
 
     value: bytes
+
+
+# Stands for a PlainMessage whose value is elsewhere.
+_NOTHING_ELSE = wire.PackMessage()
+
+
+def with_compressed_values(
+    messages: Sequence[PlainMessage | wire.PackMessage],
+) -> tuple[list[wire.PackMessage], wire.CompressedValues] | None:
+    """Return the messages without their values, and the values compressed; None when that saves too little."""
+    data = compressed([message.value for message in messages])
+    if data is None:
+        return None
+    kinds = [message.content_type if isinstance(message, wire.PackMessage) else None for message in messages]
+    common = kinds[0]
+    rest: list[wire.PackMessage] = []
+    for message, kind in zip(messages, kinds, strict=True):
+        if isinstance(message, wire.PackMessage):
+            message = copy(message)
+            message.value = msgspec.UNSET
+            message.content_type = None if kind == common else kind or wire.BYTES
+            rest.append(message)
+        else:
+            rest.append(_NOTHING_ELSE if common is None else wire.PackMessage(content_type=wire.BYTES))
+    return rest, wire.CompressedValues(ZSTD, data, common or wire.BYTES)
 
 
 def pack(

@@ -22,7 +22,6 @@ from portalmq.broker.cluster.replicas import Files, Replicas
 from portalmq.broker.cluster.rpc.brokers import ReplicaLogEnd
 from portalmq.broker.cluster.unclean_election import is_whole_elsewhere, log_end_of
 from portalmq.broker.core.replica.events import (
-    BrokersChanged,
     IsrAnswered,
     LeaseRenewed,
     Outcome,
@@ -280,7 +279,7 @@ class Group:
                 for number, (incarnation, store) in known.items()
             }
             if host.partition is not None and not host.partition.closed:
-                host.partition.step(BrokersChanged(known))
+                host.partition.on_brokers_changed(known)
 
     def update(self, host: Host) -> None:
         if host.partition is not None and not host.partition.closed:

@@ -12,10 +12,8 @@ from portalmq.broker.cluster.rpc import (
     ForOne,
     ForPlacedShares,
     ForShares,
-    GroupNumbers,
     OnePartitionCall,
     PartitionCall,
-    Placed,
 )
 from portalmq.broker.core.queue.records import Output, Range
 from portalmq.broker.partition.answer_size import ANSWER_BYTES_MAX
@@ -28,9 +26,23 @@ Verb = Literal["ack", "nack", "extend", "release"]
 LeaseOffsets = tuple[int, int, list[int]]
 
 
-class BeginGroup(GroupNumbers):
+class GroupBegunCall(ForNumbers, msgspec.Struct, array_like=True):
+    """Ask whether the group has begun on these partitions."""
+
+    group: str
+    topic: str
+    topic_id: str
+    numbers: list[int]
+
+
+class BeginGroup(ForNumbers, msgspec.Struct, array_like=True):
     """Let the group begin on these partitions. Where it has begun, nothing changes."""
 
+    group: str
+    group_id: str
+    topic: str
+    topic_id: str
+    numbers: list[int]
     start: GroupStart
 
 
@@ -77,7 +89,10 @@ class Interested(msgspec.Struct, array_like=True):
 # --- settling and committing -----------------------------------------------------------------------------------------
 
 
-class SettleShare(Placed):
+class SettleShare(msgspec.Struct, array_like=True):
+    topic: str
+    topic_id: str
+    number: int
     shown: list[LeaseOffsets]
 
 
@@ -92,7 +107,10 @@ class Settle(ForPlacedShares, msgspec.Struct, array_like=True):
     reason: str | None = None
 
 
-class FinishShare(Placed):
+class FinishShare(msgspec.Struct, array_like=True):
+    topic: str
+    topic_id: str
+    number: int
     offsets: list[int]
 
 
@@ -159,12 +177,18 @@ class UnfinishedRows(msgspec.Struct, array_like=True):
     next_offset: int | None
 
 
-class SizeOf(GroupNumbers):
+class SizeOf(ForNumbers, msgspec.Struct, array_like=True):
     """Count the group's messages on these partitions; it begins where it has not begun."""
+
+    group: str
+    group_id: str
+    topic: str
+    topic_id: str
+    numbers: list[int]
 
 
 class LookAt(ForNumbers, msgspec.Struct, array_like=True):
-    """Count the group's messages as SizeOf does, or ask whether it has begun; it begins nowhere."""
+    """As SizeOf; the group begins nowhere."""
 
     group: str
     topic: str
@@ -261,7 +285,7 @@ class DeadPage(msgspec.Struct, array_like=True):
     complete: bool
 
 
-KNOWN = PartitionCall("known", LookAt, bool, timeout_s=10.0)
+KNOWN = PartitionCall("known", GroupBegunCall, bool, timeout_s=10.0)
 START = PartitionCall("start", BeginGroup, bool, timeout_s=10.0)
 # Beyond the wait of an interest, for the way there and back.
 RECEIVE = BrokerCall("receive", Receive, ReceiveResult, timeout_s=5.0)

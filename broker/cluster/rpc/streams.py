@@ -8,12 +8,11 @@ import msgspec
 
 from portalmq.broker.cluster.rpc import (
     BrokerCall,
+    ForNumbers,
     ForOne,
     ForPlacedShares,
-    GroupNumbers,
     OnePartitionCall,
     PartitionCall,
-    Placed,
     TopicPartition,
 )
 from portalmq.broker.storage.batch import Record
@@ -35,8 +34,14 @@ class SharedOffsetCall(ForOne, msgspec.Struct, array_like=True):
     done: int | None = None
 
 
-class Fronts(GroupNumbers):
+class Fronts(ForNumbers, msgspec.Struct, array_like=True):
     """Ask the same of several partitions. Those behind the first one with a message are not looked at."""
+
+    group: str
+    group_id: str
+    topic: str
+    topic_id: str
+    numbers: list[int]
 
 
 class SharedOffsetResult(msgspec.Struct, array_like=True):
@@ -48,9 +53,16 @@ class SharedOffsetResult(msgspec.Struct, array_like=True):
     offset: int = -1
 
 
-class ClaimShare(Placed):
+class ClaimShare(msgspec.Struct, array_like=True):
+    topic: str
+    topic_id: str
+    number: int
     member_id: str
     since: int
+
+    @property
+    def place(self) -> TopicPartition:
+        return TopicPartition(self.topic, self.topic_id, self.number)
 
 
 class ClaimCall(ForPlacedShares, msgspec.Struct, array_like=True):
@@ -62,8 +74,15 @@ class ClaimCall(ForPlacedShares, msgspec.Struct, array_like=True):
     shares: list[ClaimShare]
 
 
-class CommitShare(Placed):
+class CommitShare(msgspec.Struct, array_like=True):
+    topic: str
+    topic_id: str
+    number: int
     offset: int
+
+    @property
+    def place(self) -> TopicPartition:
+        return TopicPartition(self.topic, self.topic_id, self.number)
 
 
 class StreamCommitCall(ForPlacedShares, msgspec.Struct, array_like=True):

@@ -6,7 +6,6 @@ from support.domain import records, running
 from portalmq import wire
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.queues import settle as settling
-from portalmq.broker.queues.settle import SettleRequest
 from portalmq.errors import PortalMQError
 
 PART = settling.RECEIPTS_A_TURN
@@ -23,7 +22,7 @@ def fixture(tmp_path):
 
 def receive(fixture, messages=MESSAGES):
     request = wire.ReceiveRequest(topics=["t"], max_messages=messages, wait_ms=0)
-    return [message.receipt for message in fixture.broker.receive_handler.receive("g", request, None)]
+    return [message.receipt for message in fixture.broker.receive("g", request, None)]
 
 
 def leased(fixture):
@@ -82,7 +81,7 @@ def test_a_group_that_is_created_again_in_a_pause_keeps_its_leases(fixture, in_b
     receipts = receive(fixture)
 
     def anew():
-        fixture.broker.group_admin.delete("g")
+        fixture.broker.delete_group("g")
         assert len(receive(fixture)) == MESSAGES
 
     in_between.append(anew)
@@ -95,10 +94,10 @@ def test_a_group_that_is_created_again_in_a_pause_keeps_its_leases(fixture, in_b
 def settle(fixture, verb, receipts):
     broker = fixture.broker
     if verb == "ack":
-        return broker.settlement.settle("g", receipts)
+        return broker.ack("g", receipts)
     if verb == "extend":
-        return broker.settlement.settle("g", receipts, SettleRequest("extend", 60_000))
-    return broker.settlement.settle("g", receipts, SettleRequest("release" if verb == "release" else "nack", 1_000))
+        return broker.extend("g", receipts, 60_000)
+    return broker.nack("g", receipts, 1_000, None, unseen=verb == "release")
 
 
 def next_offset(fixture):
