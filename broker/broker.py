@@ -8,27 +8,21 @@ Broker -> wiring.py                its parts, and the events between them
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator
 from functools import cached_property
 
 from portalmq import wire
 from portalmq.broker.cluster.retry_budget import AT_ONCE, RetryBudget
 from portalmq.broker.cluster.routing import NoSuchPartition
-from portalmq.broker.cluster.rpc.messages import SchedulePosition
-from portalmq.broker.messages.browse import StoredMessage, StoredPage
 from portalmq.broker.messages.produce import ProduceRequest
-from portalmq.broker.messages.scheduled import BEGINNING, SchedulePage
-from portalmq.broker.partition.long_poll import LeasedMessage, Peer, Portion
+from portalmq.broker.partition.long_poll import Peer
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.refusals import refusal_of
 from portalmq.broker.partition.yielding import in_short_turns
 from portalmq.broker.peer_dispatch import PeerCall, peer_calls
-from portalmq.broker.queues.settle import SettleRequest, Verdict
 from portalmq.broker.storage.errors import CorruptBatch, OffsetPurged, Shortage, StorageFault, WrongLog
 from portalmq.broker.wiring import Wiring
-from portalmq.errors import MessageNotFound, NotFound, OffsetOutOfRange, PortalMQError, TopicNotFound, Unavailable
+from portalmq.errors import NotFound, OffsetOutOfRange, PortalMQError, TopicNotFound, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -140,16 +134,12 @@ class Broker(Wiring):
         """Change settings, add partitions. Raises KeyOrder where that breaks a group's order, unless `force`."""
         topic = self.topics.known(name)
         if not force:
-            self.partition_growth.check(topic, request.partitions)
+            self.groups.check_growth(topic, request.partitions)
         return self.overview.describe_topic(self.topics.alter(name, request))
 
     def delete_topic(self, name: str) -> None:
         self.topics.known(name)
         self.topics.delete(name)
-
-    def purge(self, name: str, *, partition: int | None, before_offset: int | None, forward: bool = True) -> None:
-        """Remove messages below `before_offset`, or all that can be read now."""
-        self.browser.purge(self.topics.known(name), partition=partition, before_offset=before_offset, forward=forward)
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
@@ -170,50 +160,6 @@ class Broker(Wiring):
             return self._catalog.next_producer(None)
         return self.producer_fencing.take_over(name, instance, renews=renews)
 
-    def browse(
-        self,
-        name: str,
-        number: int,
-        *,
-        offset: int | None,
-        position: str | None,
-        at_ms: int | None,
-        limit: int,
-        wait_ms: int,
-        peer: Peer | None,
-        forward: bool = True,
-    ) -> StoredPage:
-        """Read from an offset, position or time on, consuming nothing; wait up to `wait_ms` for the first message."""
-        return self.browser.browse(
-            self.topics.known(name),
-            number,
-            offset=offset,
-            position=position,
-            at_ms=at_ms,
-            limit=limit,
-            wait_ms=wait_ms,
-            peer=peer,
-            forward=forward,
-        )
-
-    def read_all(self, name: str, limit: int | None, *, forward: bool = True) -> Iterator[StoredMessage]:
-        """Yield all messages that are in the queue now, partition by partition."""
-        return self.browser.read_all(self.topics.known(name), limit, forward=forward)
-
-    def scheduled(
-        self, name: str, *, after: SchedulePosition = BEGINNING, limit: int, forward: bool = True
-    ) -> SchedulePage:
-        """Return scheduled messages in the order of their due times."""
-        return self.scheduled_messages.page(self.topics.known(name), after=after, limit=limit, forward=forward)
-
-    def cancel_scheduled(self, name: str, partition: int, offset: int, *, forward: bool = True) -> None:
-        """Cancel a scheduled message. Raises MessageNotFound."""
-        try:
-            self.scheduled_messages.cancel(self.topics.known(name), partition, offset, forward=forward)
-        except NoSuchPartition as missing:
-            self.topics.confirm_missing(missing)
-            raise MessageNotFound(f"topic {name!r} has no partition {partition}") from None
-
     # --- groups ------------------------------------------------------------------------------------------------------
 
     def put_group(
@@ -233,74 +179,6 @@ class Broker(Wiring):
             for each in in_short_turns(self.group_admin.describe_all())
         ]
 
-    def delete_group(self, name: str) -> None:
-        self.group_admin.delete(name)
-
-    def receive(
-        self,
-        group: str,
-        request: wire.ReceiveRequest,
-        peer: Peer | None,
-        *,
-        forward: bool = True,
-        is_first: bool = False,
-        portion: Portion | None = None,
-    ) -> list[LeasedMessage]:
-        """Lease messages; wait for the first one up to the request's `wait_ms`."""
-        self._check_open()
-        return self.receive_handler.receive(group, request, peer, forward=forward, is_first=is_first, portion=portion)
-
-    def ack_and_receive(
-        self,
-        group: str,
-        request: wire.ReceiveRequest,
-        peer: Peer | None,
-        *,
-        forward: bool = True,
-        is_first: bool = False,
-        portion: Portion | None = None,
-    ) -> tuple[list[LeasedMessage], list[Verdict]]:
-        """Ack the request's receipts, then receive; return the verdicts of the receipts too."""
-        self._check_open()
-        return self.receive_handler.ack_and_receive(
-            group, request, peer, forward=forward, is_first=is_first, portion=portion
-        )
-
-    def ack(self, group: str, receipts: list[str], *, forward: bool = True) -> list[Verdict]:
-        """Ack, durably: True for each valid receipt, False for a stale one, an error where the leader cannot be asked.
-        Raises InvalidRequest for a receipt of another group."""
-        return self.settlement.settle(group, receipts, SettleRequest("ack"), forward=forward)
-
-    def nack(
-        self,
-        group: str,
-        receipts: list[str],
-        delay_ms: int | None,
-        reason: str | None,
-        *,
-        unseen: bool = False,
-        forward: bool = True,
-    ) -> list[Verdict]:
-        settle_request = SettleRequest("release" if unseen else "nack", delay_ms, reason)
-        return self.settlement.settle(group, receipts, settle_request, forward=forward)
-
-    def extend(
-        self, group: str, receipts: list[str], visibility_timeout_ms: int | None, *, forward: bool = True
-    ) -> list[Verdict]:
-        return self.settlement.settle(group, receipts, SettleRequest("extend", visibility_timeout_ms), forward=forward)
-
-    # --- cluster -----------------------------------------------------------------------------------------------------
-
-    def cluster(self) -> wire.ClusterDescription:
-        return self.overview.cluster()
-
-    def metadata(self, names: list[str] | None) -> wire.Metadata:
-        """Return the leaders. Topics that do not exist are left out."""
-        for name in names or ():
-            with contextlib.suppress(TopicNotFound):
-                self.topics.known(name)
-        return self.overview.metadata(names)
-
     def health(self) -> dict[str, object]:
         """Return the state of this broker and of its replicas."""
         led = followed = under_replicated = quarantined = 0
@@ -308,7 +186,7 @@ class Broker(Wiring):
             led += partition.replica.leading
             followed += not partition.replica.leading
             under_replicated += partition.replica.leading and is_under_replicated(partition)
-            quarantined += bool(partition.quarantined)
+            quarantined += bool(partition.replica.quarantined)
         controller, long_polls = self.mirror.controller, self.groups.long_polls
         return {
             "status": "ok" if self.ready else "not_ready",
@@ -333,13 +211,10 @@ class Broker(Wiring):
         return self.clock.wall_ms()
 
     def _check_producer(self, producer: wire.ProducerStamp | None) -> None:
-        self._check_open()
-        if producer is not None:
-            self.producer_fencing.check_given(producer.id)
-
-    def _check_open(self) -> None:
         if self._draining.is_set():
             raise Unavailable("this broker is shutting down", retry_after_s=0.5)
+        if producer is not None:
+            self.producer_fencing.check_given(producer.id)
 
 
 def is_under_replicated(partition: Partition) -> bool:

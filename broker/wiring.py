@@ -36,7 +36,6 @@ from portalmq.broker.cluster.unclean_election import own_log_end
 from portalmq.broker.messages.browse import MessageBrowser
 from portalmq.broker.messages.idempotency import RepeatFinder
 from portalmq.broker.messages.metrics import Metrics
-from portalmq.broker.messages.partition_growth import PartitionGrowth
 from portalmq.broker.messages.produce import Admission, ProduceHandler
 from portalmq.broker.messages.producer_fencing import ProducerFencing
 from portalmq.broker.messages.scheduled import ScheduledMessages
@@ -191,26 +190,26 @@ class Wiring:
 
     def _serve_groups(self) -> None:
         """The calls of consumers in queue groups."""
-        metadata_cache, leaders, peers, clock = self.metadata_cache, self.leaders, self.peers, self.clock
+        peers, clock = self.peers, self.clock
         self.groups = groups = Groups(
             self._catalog,
             self.mirror,
             self.topics,
-            metadata_cache,
-            leaders,
+            self.metadata_cache,
+            self.leaders,
             clock,
             self.metrics,
             self.capacity,
             receipt_key=self._receipt_key,
             parked_receives_max=self.config.parked_receives_max,
         )
-        self.settlement = Settlement(groups, leaders)
+        self.settlement = Settlement(groups)
         self.receive_handler = ReceiveHandler(groups, self.settlement, peers)
-        self.offset_acks = OffsetAcks(groups, self.topics.known, self._catalog.find_topic, leaders)
-        self.queue_sizes = QueueSizes(groups, self.topics.known, leaders, clock)
-        self.shared_offsets = SharedOffsets(groups, self.topics.known, metadata_cache, leaders, clock)
-        self.unfinished = UnfinishedMessages(groups, self.topics.known, metadata_cache, leaders, clock)
-        self.dead_letters = DeadLetters(groups, self.topics.known, leaders, clock)
+        self.offset_acks = OffsetAcks(groups, self._catalog.find_topic)
+        self.queue_sizes = QueueSizes(groups, clock)
+        self.shared_offsets = SharedOffsets(groups, clock)
+        self.unfinished = UnfinishedMessages(groups, clock)
+        self.dead_letters = DeadLetters(groups, clock)
         self.group_admin = GroupAdmin(self.broker_id, groups, self.mirror, peers)
 
     def _take_messages(self) -> None:
@@ -222,22 +221,19 @@ class Wiring:
         self.produce_handler = ProduceHandler(
             leaders, metadata_cache.topic, self.metrics.published, self.clock, admission, self.repeat_finder
         )
-        self.browser = MessageBrowser(metadata_cache, leaders, self.groups.long_polls)
-        self.partition_growth = PartitionGrowth(self.mirror, metadata_cache, leaders)
-        self.scheduled_messages = ScheduledMessages(metadata_cache, leaders, self.clock)
-        self.reader_fetch = ReaderFetch(self.topics.known, metadata_cache.partition, leaders, self.groups.long_polls)
+        self.browser = MessageBrowser(self.topics.known, metadata_cache, leaders, self.groups.long_polls)
+        self.scheduled_messages = ScheduledMessages(self.topics.known, metadata_cache, leaders, self.clock)
+        self.reader_fetch = ReaderFetch(self.groups)
 
     def _share_streams(self) -> None:
         """The calls of members of stream groups."""
         store = StreamGroups(self._catalog.plane)
-        self.stream_partitions = StreamPartitions(self.groups, self.metadata_cache, self.leaders, self.clock)
+        self.stream_partitions = StreamPartitions(self.groups, self.clock)
         self.group_coordinators = GroupCoordinators(
             (self.broker_id, self.incarnation),
             store,
             self.groups,
             self.stream_partitions,
-            self.topics.known,
-            self.topics.get_or_create,
             self.mirror,
             self.peers,
             self.clock,
@@ -246,7 +242,6 @@ class Wiring:
             store,
             self.groups,
             self.stream_partitions,
-            self.topics.known,
             self.group_coordinators.roster_here,
             self.mirror,
             self.clock,
@@ -254,13 +249,12 @@ class Wiring:
 
     def _commit_and_order(self) -> None:
         """Commits of input and outputs, and the outboxes that append the outputs."""
-        outputs = OutputTopics(self.topics, self._catalog, self.topics.known, self.produce_handler.copies)
+        outputs = OutputTopics(self.topics, self._catalog, self.produce_handler.copies)
         self.outboxes = Outboxes(outputs)
         self.group_commits = GroupCommits(
             self.groups,
             self.settlement,
             outputs,
-            self.leaders,
             self.outboxes,
             self.clock,
             self.metrics,

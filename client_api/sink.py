@@ -36,6 +36,8 @@ PRUNED_EVERY = 1_000
 PARAMETERS_MAX = 6
 
 ParamStyle = Literal["qmark", "format", "pyformat", "numeric", "named"]
+# The mark of a parameter (PEP 249), from its number and the one after.
+_MARKS = {"qmark": "?", "format": "%s", "pyformat": "%(p{0})s", "numeric": ":{1}", "named": ":p{0}"}
 
 _TABLES = (
     """CREATE TABLE IF NOT EXISTS portalmq_handled (
@@ -108,11 +110,10 @@ class TransactionalSink:
         self._connection = connection
         self._mode = mode
         style = paramstyle or _paramstyle_of(connection)
-        self._claim, self._oldest_kept, self._prune = (
-            _Statement(text, style) for text in (_CLAIM, _OLDEST_KEPT, _PRUNE)
-        )
-        self._advance, self._place = _Statement(_ADVANCE, style), _Statement(_PLACE, style)
-        self._forget = [_Statement(text, style) for text in (_FORGET_HANDLED, _FORGET_PLACES)]
+        if style not in _MARKS:
+            raise ValueError(f"paramstyle={style!r}: use one of {', '.join(_MARKS)}")
+        self._marks = [_MARKS[style].format(number, number + 1) for number in range(PARAMETERS_MAX)]
+        self._by_name = style in {"pyformat", "named"}
         self._kept = handled_kept
         self._since_pruned: dict[tuple[str, int], int] = {}
         cursor = connection.cursor()
@@ -144,7 +145,7 @@ class TransactionalSink:
         """Return the next offset of a stream group, or None if nothing was handled yet."""
         cursor: Cursor = self._connection.cursor()
         try:
-            cursor.execute(*self._place(self.group, topic, partition))
+            self._execute(cursor, _PLACE, self.group, topic, partition)
             row = cursor.fetchone()
             return None if row is None else int(row[0])
         finally:
@@ -154,8 +155,8 @@ class TransactionalSink:
     def forget(self, topic: str) -> None:
         """Delete the records of a topic: it was deleted, or is to be handled again from its beginning."""
         cursor: Cursor = self._connection.cursor()
-        for statement in self._forget:
-            cursor.execute(*statement(self.group, topic))
+        for statement in (_FORGET_HANDLED, _FORGET_PLACES):
+            self._execute(cursor, statement, self.group, topic)
         cursor.close()
         self._connection.commit()
 
@@ -164,46 +165,28 @@ class TransactionalSink:
         transactions that handle one message the second waits, and finds it handled."""
         place = (self.group, message.topic, message.partition)
         if self._mode == "stream":
-            cursor.execute(*self._advance(*place, message.offset + 1))
+            self._execute(cursor, _ADVANCE, *place, message.offset + 1)
             return cursor.rowcount == 1
-        cursor.execute(*self._claim(*place, message.offset, message.timestamp_ms, time.time_ns() // 1000))
+        self._execute(cursor, _CLAIM, *place, message.offset, message.timestamp_ms, time.time_ns() // 1000)
         is_new = cursor.rowcount == 1
         since = self._since_pruned.get(place[1:], 0) + 1
         if since >= PRUNED_EVERY:
             since = 0
-            cursor.execute(*self._oldest_kept(*place, self._kept))
+            self._execute(cursor, _OLDEST_KEPT, *place, self._kept)
             if (row := cursor.fetchone()) is not None:
-                cursor.execute(*self._prune(*place, row[0]))
+                self._execute(cursor, _PRUNE, *place, row[0])
         self._since_pruned[place[1:]] = since
         return is_new
+
+    def _execute(self, cursor: Cursor, statement: str, *values: str | int) -> None:
+        parameters = {f"p{number}": value for number, value in enumerate(values)} if self._by_name else values
+        cursor.execute(statement.format(*self._marks), parameters)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *fault: object) -> None:
         """The connection stays open: it is the caller's."""
-
-
-class _Statement:
-    """A statement in the driver's parameter style (PEP 249)."""
-
-    def __init__(self, text: str, style: ParamStyle) -> None:
-        marks = {
-            "qmark": ["?"] * PARAMETERS_MAX,
-            "format": ["%s"] * PARAMETERS_MAX,
-            "pyformat": [f"%(p{number})s" for number in range(PARAMETERS_MAX)],
-            "numeric": [f":{number + 1}" for number in range(PARAMETERS_MAX)],
-            "named": [f":p{number}" for number in range(PARAMETERS_MAX)],
-        }
-        if style not in marks:
-            raise ValueError(f"paramstyle={style!r}: use one of {', '.join(marks)}")
-        self._text = text.format(*marks[style])
-        self._by_name = style in {"pyformat", "named"}
-
-    def __call__(self, *values: str | int) -> tuple[str, Any]:
-        if self._by_name:
-            return self._text, {f"p{number}": value for number, value in enumerate(values)}
-        return self._text, values
 
 
 def _paramstyle_of(connection: DatabaseConnection) -> ParamStyle:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from portalmq.spark.report.words import plural
+from portalmq.spark.report.words import duration, plural, size
 
 if TYPE_CHECKING:
     from portalmq.spark.report.model import Report
@@ -78,24 +78,23 @@ def summary(made: Report) -> list[str]:
     redelivered = sum(group.redelivered for group in made.groups)
     lag = sum(each.lag for each in made.lag)
     oldest = max((each.oldest_ms for each in made.lag if each.oldest_ms is not None), default=None)
-    waits = [group.latency_ms for group in made.groups if group.latency_ms is not None]
+    medians = [group.latency_ms.p50 for group in made.groups if group.latency_ms is not None]
     changes = changes_of_leaders(made.fail_overs)
     gaps = [each.gap_ms for each in changes if each.gap_ms is not None]
     partitions = f"{plural(totals.topics, 'topic')}, {plural(totals.partitions, 'partition')}"
-    appended = (
-        f"{totals.messages:,} ({_bytes(totals.bytes)}) in {partitions}, by {plural(totals.producers, 'producer')}"
-    )
+    appended = f"{totals.messages:,} ({size(totals.bytes)}) in {partitions}, by {plural(totals.producers, 'producer')}"
     least = "at least " if "groups" in made.left_out else ""
     deliveries = f"{least}{delivered:,} to {plural(totals.groups, 'group')}, {redelivered:,} of them more than once"
-    if waits:
-        deliveries += f"; median {_ms(min(wait.p50 for wait in waits))} to {_ms(max(wait.p50 for wait in waits))}"
-    return [
+    if medians:
+        deliveries += f"; median {duration(min(medians))} to {duration(max(medians))}"
+    lines = [
         f"messages    {appended}{_when(totals.first_ms, totals.last_ms)}",
         f"throughput  {totals.messages_per_s:,.0f}/s on average, {totals.peak_messages_per_s:,.0f}/s at best",
         f"delivered   {deliveries}",
-        f"lag         {lag:,}" + ("" if oldest is None else f", the oldest for {_ms(oldest)}"),
-        f"fail-overs  {len(changes)}" + (f", at most {_ms(max(gaps))} without an append" if gaps else ""),
+        f"lag         {lag:,}" + ("" if oldest is None else f", the oldest for {duration(oldest)}"),
+        f"fail-overs  {len(changes)}" + (f", at most {duration(max(gaps))} without an append" if gaps else ""),
     ]
+    return [line.replace("\u00a0", " ") for line in lines]
 
 
 def _when(first_ms: int | None, last_ms: int | None) -> str:
@@ -103,20 +102,3 @@ def _when(first_ms: int | None, last_ms: int | None) -> str:
         return ""
     first, last = (datetime.fromtimestamp(ms / 1000, UTC) for ms in (first_ms, last_ms))
     return f", {first:%Y-%m-%d %H:%M:%S} to {last:%Y-%m-%d %H:%M:%S} UTC"
-
-
-def _bytes(number: int) -> str:
-    size = float(number)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
-
-
-def _ms(ms: float) -> str:
-    if ms < 1_000:
-        return f"{ms:.0f} ms"
-    if ms < 120_000:
-        return f"{ms / 1_000:.1f} s"
-    return f"{ms / 60_000:.0f} min" if ms < 7_200_000 else f"{ms / 3_600_000:.0f} h"

@@ -39,7 +39,7 @@ def _is_known(context: RequestContext) -> bool:
 
 
 def describe(context: RequestContext) -> Response:
-    return answer(context.broker.cluster())
+    return answer(context.broker.overview.cluster())
 
 
 def metadata(context: RequestContext) -> Response:
@@ -47,7 +47,7 @@ def metadata(context: RequestContext) -> Response:
     names = None if topics is None else [name for name in topics.split(",") if name]
     for name in names or []:
         wire.check_name(name, "topic")
-    return answer(context.broker.metadata(names))
+    return answer(context.broker.overview.metadata(names))
 
 
 def exposition(context: RequestContext) -> Response:

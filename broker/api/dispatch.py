@@ -1,8 +1,8 @@
 """Dispatch in front of Flask: for traffic, and for calls from other brokers.
 
 WSGI and Flask's context, routing and response cost more than the rest of a small call. Routes marked as traffic, with
-paths like /v1/<first>/<name>/<last>, are served here, with the same checks, counts and problem documents as every
-other route. All other requests go to Flask.
+fixed paths or like /v1/<first>/<name>/<last>, are served here, with the same checks, counts and problem documents as
+every other route. All other requests go to Flask.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from portalmq.errors import Unauthorized, Unavailable
 
 Environ = dict[str, Any]
 StartResponse = Any  # PEP 3333's
-TrafficView = Callable[..., Any]  # returns ResponseParts for the context, the request and the name
+TrafficView = Callable[..., Any]  # returns ResponseParts for the context, the request and the name in the path
 
 _STATUS_LINES = {status.value: f"{status.value} {status.phrase}" for status in HTTPStatus}
 
@@ -61,6 +61,8 @@ class Dispatcher:
             match path.split("/"):
                 case ["", "v1", first, _, last]:
                     self._views[first, last] = (path, view)
+                case _:
+                    self._views[path, ""] = (path, view)
 
     def answer(self, request: HttpRequest) -> ResponseParts | None:
         """Return the answer, or None if Flask serves the route. Call `sent` when the answer is sent."""
@@ -71,6 +73,8 @@ class Dispatcher:
                 found = self._views.get((parts[2], parts[4]))
                 if found is not None:
                     return self._counted(request, found[0], self._serve_traffic, found[1], _text(parts[3]))
+            elif (found := self._views.get((path, ""))) is not None:
+                return self._counted(request, path, self._serve_traffic, found[1])
         if path.startswith(wire.INTERNAL_PATH):
             name = path.removeprefix(wire.INTERNAL_PATH)
             route = path if name in self._context.broker.calls else f"{wire.INTERNAL_PATH}<name>"
@@ -95,11 +99,11 @@ class Dispatcher:
         return [] if request.method == "HEAD" else self._context.answers.sent(request, answer.body)
 
     def _serve_traffic(
-        self, context: RequestContext, request: HttpRequest, view: TrafficView, name: str
+        self, context: RequestContext, request: HttpRequest, view: TrafficView, *names: str
     ) -> ResponseParts:
         check_caller(context, request)
         check_ready(context)
-        answer: ResponseParts = view(context, request, name)
+        answer: ResponseParts = view(context, request, *names)
         return answer
 
     def _counted(

@@ -77,7 +77,7 @@ def _position(after: str | None) -> tuple[int, int] | None:
 
 
 def delete(context: RequestContext, group: str) -> Response:
-    context.broker.delete_group(wire.check_name(group, "group"))
+    context.broker.group_admin.delete(wire.check_name(group, "group"))
     context.metrics.forget_group(group)
     return no_content()
 

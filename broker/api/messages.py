@@ -60,7 +60,9 @@ def browse(context: RequestContext, topic: str, partition: str) -> Response:
         return _tail(context, topic, number, start, forward)
     with context.parked(wait_ms):
         peer = peer_of(current())
-        page = context.broker.browse(topic, number, **start, limit=limit, wait_ms=wait_ms, peer=peer, forward=forward)
+        page = context.broker.browser.browse(
+            topic, number, **start, limit=limit, wait_ms=wait_ms, peer=peer, forward=forward
+        )
     context.make_room(map(_record_of, page.messages))
     if accepts(wire.NDJSON):
         response = Response(b"".join(map(outgoing.json_line, page.messages)), content_type=wire.NDJSON)
@@ -85,8 +87,8 @@ def _tail(context: RequestContext, topic: str, partition: int, start: dict[str, 
         start = {"offset": whole_number(last_id, "Last-Event-ID") + 1, "position": None, "at_ms": None}
     peer = peer_of(current())
     # The first page is read before the answer begins, so that a wrong topic or offset is answered with a problem.
-    read = partial(context.broker.browse, topic, partition, limit=BROWSE_MESSAGES, peer=peer, forward=forward)
-    page = read(**start, wait_ms=0)
+    read = partial(context.broker.browser.browse, topic, partition, limit=BROWSE_MESSAGES, peer=peer, forward=forward)
+    page = read(**start)
 
     def events(page: Any) -> Iterator[bytes]:
         yield b"retry: %d\n\n" % TAIL_RETRY_MS
@@ -98,7 +100,7 @@ def _tail(context: RequestContext, topic: str, partition: int, start: dict[str, 
             else:
                 yield b": still here\n\n"
             try:
-                page = read(offset=page.next_offset, position=None, at_ms=None, wait_ms=TAIL_COMMENT_MS)
+                page = read(offset=page.next_offset, wait_ms=TAIL_COMMENT_MS)
             except Exception as fault:
                 error = context.broker.explain(fault)
                 if error is None:
@@ -124,10 +126,10 @@ def read_all(context: RequestContext, topic: str) -> Response:
     limit = query("limit").number("limit", least=1)
     forward = may_forward(current())
     if accepts(wire.NDJSON):
-        lines = _lines(context.broker.read_all(topic, limit, forward=forward))
+        lines = _lines(context.broker.browser.read_all(topic, limit, forward=forward))
         return Response(b"" if request.method == "HEAD" else context.streamed(lines), content_type=wire.NDJSON)
     size = min(limit or wire.BROWSE_MESSAGES_MAX, wire.BROWSE_MESSAGES_MAX)
-    stored, more = first_of(context.broker.read_all(topic, size + 1, forward=forward), _record_of, size)
+    stored, more = first_of(context.broker.browser.read_all(topic, size + 1, forward=forward), _record_of, size)
     context.make_room(map(_record_of, stored))
     return answer({"messages": [outgoing.json_message(each) for each in stored], "more": more})
 
@@ -149,7 +151,7 @@ def list_scheduled(context: RequestContext, topic: str) -> Response:
     parameters = query("limit", "after")
     limit = min(parameters.number("limit", least=1) or BROWSE_MESSAGES, wire.BROWSE_MESSAGES_MAX)
     after = _due(parameters.text("after"))
-    page = context.broker.scheduled(topic, after=after, limit=limit, forward=may_forward(current()))
+    page = context.broker.scheduled_messages.page(topic, after=after, limit=limit, forward=may_forward(current()))
     context.make_room(map(_record_of, page.messages))
     shown: dict[str, Any] = {"messages": [outgoing.json_message(stored) for stored in page.messages]}
     if page.after is not None:
@@ -170,7 +172,7 @@ def cancel_scheduled(context: RequestContext, topic: str, message_id: str) -> Re
     wire.check_name(topic, "topic")
     query()
     number, _, offset = message_id.partition("-")
-    context.broker.cancel_scheduled(
+    context.broker.scheduled_messages.cancel(
         topic,
         whole_number(number, "the partition of a message's id (<partition>-<offset>)"),
         whole_number(offset, "the offset of a message's id (<partition>-<offset>)"),

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from datetime import datetime
 from typing import Any
-
-from werkzeug.datastructures import MultiDict
+from urllib.parse import parse_qsl
 
 from portalmq.errors import InvalidRequest
 from portalmq.wire import INTEGER_MAX
 
 
 class Query:
-    """The parameters of one request. A parameter that is not in `known`, or given twice, raises InvalidRequest."""
+    """The parameters in the query of a URL. A parameter that is not in `known`, or given twice, raises
+    InvalidRequest."""
 
-    def __init__(self, arguments: MultiDict[str, str], *known: str) -> None:
-        for name in arguments:
+    def __init__(self, query: str, *known: str) -> None:
+        self._arguments: dict[str, str] = {}
+        for name, value in parse_qsl(query, keep_blank_values=True) if query else ():
             if name not in known:
                 allowed = ", ".join(known) or "none"
                 raise InvalidRequest(f"there is no query parameter {name[:100]!r} here; known: {allowed}")
-            if len(arguments.getlist(name)) > 1:
+            if name in self._arguments:
                 raise InvalidRequest(f"the query parameter {name!r} is given twice")
-        self._arguments = arguments
+            self._arguments[name] = value
 
     def text(self, name: str) -> str | None:
         return self._arguments.get(name)

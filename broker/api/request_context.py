@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 from flask import Response, request
-from werkzeug.datastructures import MultiDict
 
 from portalmq import wire
 from portalmq.broker.api.answers_in_flight import AnswersInFlight
@@ -23,7 +22,6 @@ from portalmq.broker.storage.batch import Record
 from portalmq.compression import BadValues, content_size
 from portalmq.errors import Backpressure, InvalidRequest, MessageTooLarge
 
-_NOTHING: MultiDict[str, str] = MultiDict()
 _encode = msgspec.json.Encoder().encode
 _encode_pack = msgspec.msgpack.Encoder().encode
 
@@ -159,7 +157,7 @@ def encoded(value: Any, *, packed: bool = False, status: int = 200) -> ResponseP
 
 
 def query(*known: str) -> Query:
-    return Query(request.args if current().query else _NOTHING, *known)
+    return Query(current().query, *known)
 
 
 def accepts(media_type: str) -> bool:

@@ -15,7 +15,7 @@ from portalmq.broker.api.request_context import ResponseParts
 class Route:
     """A route. `is_open`: no token needed. `while_starting`: served before the broker is ready and while it drains.
     `is_traffic`: a POST whose view takes an HttpRequest and returns ResponseParts; Dispatcher serves it in front of
-    Flask if its path has the form /v1/<first>/<name>/<last>."""
+    Flask if its path is fixed or has the form /v1/<first>/<name>/<last>."""
 
     method: str
     path: str

@@ -45,7 +45,7 @@ def delete(context: RequestContext, topic: str) -> Response:
 def purge(context: RequestContext, topic: str) -> Response:
     wire.check_name(topic, "topic")
     parameters = query("partition", "before_offset")
-    context.broker.purge(
+    context.broker.browser.purge(
         topic,
         partition=parameters.number("partition"),
         before_offset=parameters.number("before_offset"),

@@ -9,9 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any
-from urllib.parse import parse_qsl
-
-from werkzeug.datastructures import MultiDict
 
 from portalmq import wire
 from portalmq.broker.api import outgoing
@@ -21,7 +18,7 @@ from portalmq.broker.api.http_request import HttpRequest
 from portalmq.broker.api.incoming import decode_messages
 from portalmq.broker.api.query import Query
 from portalmq.broker.api.request_context import RequestContext, ResponseParts, accepts_packed, encoded, may_forward
-from portalmq.broker.queues.settle import Verdict
+from portalmq.broker.queues.settle import SettleRequest, Verdict
 from portalmq.errors import InvalidRequest, PortalMQError, StaleReceipt, Unavailable
 
 _MINIMAL = (("Preference-Applied", "return=minimal"),)
@@ -29,9 +26,7 @@ _MINIMAL = (("Preference-Applied", "return=minimal"),)
 
 def produce(context: RequestContext, request: HttpRequest, topic: str) -> ResponseParts:
     wire.check_name(topic, "topic")
-    parameters = _parameters_of(request.query)
-    partition = parameters.number("partition")
-    acks: wire.Acks = parameters.choice("acks", "all", "all", "leader", "none")
+    partition, acks = _place_and_acks(request.query)
     wanted = decode_messages(
         request.headers.get("content-type"),
         context.body_of(request),
@@ -52,8 +47,10 @@ def produce(context: RequestContext, request: HttpRequest, topic: str) -> Respon
 
 
 @lru_cache(256)
-def _parameters_of(query: str) -> Query:
-    return Query(MultiDict(parse_qsl(query, keep_blank_values=True)), "partition", "acks")
+def _place_and_acks(query: str) -> tuple[int | None, wire.Acks]:
+    """Return the partition of a produce request, if it names one, and its `acks`."""
+    parameters = Query(query, "partition", "acks")
+    return parameters.number("partition"), parameters.choice("acks", "all", "all", "leader", "none")
 
 
 def _check_one_partition(partitions: list[int | None] | None, partition: int | None) -> None:
@@ -120,12 +117,14 @@ def receive(context: RequestContext, request: HttpRequest, group: str) -> Respon
     try:
         with context.parked(wanted.wait_ms):
             if wanted.ack:
-                delivered, verdicts = context.broker.ack_and_receive(group, wanted, peer_of(request), **how)
+                delivered, verdicts = context.broker.receive_handler.ack_and_receive(
+                    group, wanted, peer_of(request), **how
+                )
                 _check_settled(wanted.ack, verdicts)
                 if not all(verdicts):
                     stale = [receipt for receipt, ok in zip(wanted.ack, verdicts, strict=True) if not ok]
             else:
-                delivered = context.broker.receive(group, wanted, peer_of(request), **how)
+                delivered = context.broker.receive_handler.receive(group, wanted, peer_of(request), **how)
         body = outgoing.encode_received(delivered, stale, packed=packed)
         context.answers.note(request, len(body))
     finally:
@@ -136,27 +135,24 @@ def receive(context: RequestContext, request: HttpRequest, group: str) -> Respon
 def ack(context: RequestContext, request: HttpRequest, group: str) -> ResponseParts:
     wire.check_name(group, "group")
     wanted = wire.decode_json(context.body_of(request), wire.AckRequest)
-    return _settled(wanted.receipts, context.broker.ack(group, wanted.receipts, forward=may_forward(request)))
+    return _settled(
+        wanted.receipts, context.broker.settlement.settle(group, wanted.receipts, forward=may_forward(request))
+    )
 
 
 def nack(context: RequestContext, request: HttpRequest, group: str) -> ResponseParts:
     wire.check_name(group, "group")
     wanted = wire.decode_json(context.body_of(request), wire.NackRequest)
-    verdicts = context.broker.nack(
-        group,
-        wanted.receipts,
-        wanted.delay_ms,
-        wanted.reason,
-        unseen=wanted.unseen,
-        forward=may_forward(request),
-    )
+    settle_request = SettleRequest("release" if wanted.unseen else "nack", wanted.delay_ms, wanted.reason)
+    verdicts = context.broker.settlement.settle(group, wanted.receipts, settle_request, forward=may_forward(request))
     return _settled(wanted.receipts, verdicts)
 
 
 def extend(context: RequestContext, request: HttpRequest, group: str) -> ResponseParts:
     wire.check_name(group, "group")
     wanted = wire.decode_json(context.body_of(request), wire.ExtendRequest)
-    verdicts = context.broker.extend(group, wanted.receipts, wanted.visibility_timeout_ms, forward=may_forward(request))
+    settle_request = SettleRequest("extend", wanted.visibility_timeout_ms)
+    verdicts = context.broker.settlement.settle(group, wanted.receipts, settle_request, forward=may_forward(request))
     return _settled(wanted.receipts, verdicts)
 
 

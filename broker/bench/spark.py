@@ -87,17 +87,13 @@ def workers_peak_mb(spark: SparkSession) -> float:
     gateway = spark.sparkContext._gateway
     assert gateway is not None
     java = gateway.proc.pid
-    return max((_peak_mb(pid) for pid in _descendants(java)), default=0.0)
+    return max(((peak_resident_bytes(pid) or 0) / 1024**2 for pid in _descendants(java)), default=0.0)
 
 
 def _descendants(pid: int) -> Iterator[int]:
     for child in children_of(pid):
         yield child
         yield from _descendants(child)
-
-
-def _peak_mb(pid: int) -> float:
-    return (peak_resident_bytes(pid) or 0) / 1024**2
 
 
 @dataclass(frozen=True)

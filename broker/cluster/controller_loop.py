@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import gevent
@@ -82,28 +83,21 @@ class ControllerHost(Protocol):
         ...
 
 
+@dataclass(eq=False, repr=False)
 class ControllerLoop:
     """Invariant: `held`, while not None, is the election that this broker won in the present session."""
 
-    def __init__(
-        self,
-        host: ControllerHost,
-        catalog: Catalog,
-        mirror: Mirror,
-        failure_detector: FailureDetector,
-        peer_queries: PeerQueries,
-        clock: Clock,
-        chance: Callable[[], float],
-    ) -> None:
+    _host: ControllerHost
+    _catalog: Catalog
+    _mirror: Mirror
+    _failure_detector: FailureDetector
+    _peer_queries: PeerQueries
+    _clock: Clock
+    _chance: Callable[[], float]
+
+    def __post_init__(self) -> None:
         self.held: Versioned[ControllerState] | None = None
         self.wake = Event()
-        self._host = host
-        self._catalog = catalog
-        self._mirror = mirror
-        self._failure_detector = failure_detector
-        self._peer_queries = peer_queries
-        self._clock = clock
-        self._chance = chance
         self._known: dict[int, BrokerState] = {}
         self._grace_until_ms = 0
         self._maintenance_at_ms = 0
@@ -117,7 +111,7 @@ class ControllerLoop:
         self._cut_off: dict[PartitionKey, int] = {}
         self._first_seen_ms: dict[str, int] = {}
         self._closing = Event()
-        self._cold = ColdElections(peer_queries.log_ends, clock)
+        self._cold = ColdElections(self._peer_queries.log_ends, self._clock)
 
     # --- live brokers ------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 import gevent
@@ -70,19 +70,17 @@ class Observation:
         return (self.state.token, self.version)
 
 
+@dataclass(slots=True, eq=False)
 class LockWaiter:
     """A request that waits here. `joined`: its ticket is in the queue. `away`: its wait is over, and its ticket is kept
     for a moment. `displaced`: the same owner waits elsewhere now."""
 
-    __slots__ = ("away", "displaced", "event", "gone", "joined", "place")
-
-    def __init__(self, place: LockTicket) -> None:
-        self.place = place
-        self.event = Event()
-        self.joined = False
-        self.away = False
-        self.gone = False
-        self.displaced = False
+    place: LockTicket
+    event: Event = field(default_factory=Event)
+    joined: bool = False
+    away: bool = False
+    gone: bool = False
+    displaced: bool = False
 
     def leave(self) -> None:
         self.gone = True
@@ -93,21 +91,17 @@ class LockWaiter:
         self.event.set()
 
 
+@dataclass(eq=False, repr=False)
 class Locks:
     """`brokers` are the registered ones, by id; `me` is this broker's id and incarnation."""
 
-    def __init__(
-        self,
-        plane: ControlPlane,
-        brokers: Callable[[], Mapping[int, BrokerState]],
-        me: tuple[int, int],
-        clock: Clock,
-    ) -> None:
-        self._table = LockTable(plane)
-        self._plane = plane
-        self._brokers = brokers
-        self._me = me
-        self._clock = clock
+    _plane: ControlPlane
+    _brokers: Callable[[], Mapping[int, BrokerState]]
+    _me: tuple[int, int]
+    _clock: Clock
+
+    def __post_init__(self) -> None:
+        self._table = LockTable(self._plane)
         self._observations: dict[str, Observation] = {}
         self._waiters: dict[str, dict[str, LockWaiter]] = {}
         # When, on the clock, a lock with waiters is checked again if nothing changes.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import gevent
@@ -41,30 +42,24 @@ class MaintenanceHost(Protocol):
     def storage_failed(self, fault: BaseException) -> None: ...
 
 
+@dataclass(eq=False, repr=False)
 class Maintenance:
     """Runs each task at its interval until `draining` is set. `sweep` maintains the groups."""
 
-    def __init__(
-        self,
-        topics: Topics,
-        compactor: Compactor,
-        draining: Event,
-        host: MaintenanceHost,
-        *,
-        sweep: Callable[[], None],
-    ) -> None:
-        self._topics = topics
-        self._sweep = sweep
-        self._compactor = compactor
-        self._draining = draining
-        self._host = host
+    _topics: Topics
+    _compactor: Compactor
+    _draining: Event
+    _host: MaintenanceHost
+    sweep: Callable[[], None]
+
+    def __post_init__(self) -> None:
         self._greenlets: list[gevent.Greenlet] = []
 
     def start(self) -> None:
         self._greenlets = [
             gevent.spawn(self._every, SAVE_STATE_EVERY_S, self.save_state),
             gevent.spawn(self._every, RETAIN_EVERY_S, self.retain),
-            gevent.spawn(self._every, SWEEP_EVERY_S, self._sweep),
+            gevent.spawn(self._every, SWEEP_EVERY_S, self.sweep),
             gevent.spawn(self._every, COMPACT_EVERY_S, self.compact),
             gevent.spawn(self._every, CLOSE_IDLE_EVERY_S, self.close_idle_files),
         ]
@@ -83,7 +78,7 @@ class Maintenance:
 
     def save_state(self) -> None:
         for partition in in_short_turns(self._topics.partitions()):
-            partition.save_state()
+            partition.retention.save_state()
 
     def close_idle_files(self) -> None:
         for partition in in_short_turns(self._topics.partitions()):
@@ -96,7 +91,7 @@ class Maintenance:
             config = topic.state.config
             for partition in in_short_turns(tuple(topic.local.values())):
                 try:
-                    partition.retain(config.retention_ms, config.retention_bytes, GROUP_EXPIRY_MS)
+                    partition.retention.retain(config.retention_ms, config.retention_bytes, GROUP_EXPIRY_MS)
                 except (PortalMQError, Shortage) as error:  # a failure does not delay the other partitions
                     log.warning("%s will be cleaned later: %s", partition, error)
 

@@ -87,7 +87,9 @@ class Membership:
         on_fatal: Callable[[BaseException], None],
         has_files: Callable[[str], bool] | None = None,
         peers: PeerCaller | None = None,
-        own_log_ends: Callable[[Sequence[PartitionKey]], Sequence[ReplicaLogEnd | None]] | None = None,
+        own_log_ends: Callable[[Sequence[PartitionKey]], Sequence[ReplicaLogEnd | None]] = lambda keys: (
+            [None] * len(keys)
+        ),
         probe: Callable[[str], Probe] | None = None,
         chance: Callable[[], float] = random.random,
         certificate: CertificatePaths | None = None,

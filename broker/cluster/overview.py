@@ -6,6 +6,9 @@ does not answer the last known values are used.
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import dataclass, field
+
 from portalmq import wire
 from portalmq.broker.cluster.metadata_cache import MetadataCache
 from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, one_by_one, place_of
@@ -16,26 +19,20 @@ from portalmq.broker.cluster.topics import Topics
 from portalmq.broker.partition.yielding import in_short_turns
 from portalmq.control_plane.mirror import Mirror
 from portalmq.control_plane.state import PartitionState, TopicState
+from portalmq.errors import TopicNotFound
 
 UNKNOWN = PartitionSize(0, 0, 0)
 
 
+@dataclass(eq=False, repr=False)
 class Overview:
-    def __init__(
-        self,
-        cluster_id: str,
-        topics: Topics,
-        metadata_cache: MetadataCache,
-        leaders: LeaderRouter,
-        mirror: Mirror,
-    ) -> None:
-        self._cluster_id = cluster_id
-        self._topics = topics
-        self._leaders = leaders
-        self._mirror = mirror
-        self._metadata_cache = metadata_cache
-        self._sizes: dict[TopicPartition, PartitionSize] = {}
-        self._urls: dict[int, str] = {}
+    _cluster_id: str
+    _topics: Topics
+    _metadata_cache: MetadataCache
+    _leaders: LeaderRouter
+    _mirror: Mirror
+    _sizes: dict[TopicPartition, PartitionSize] = field(default_factory=dict, init=False)
+    _urls: dict[int, str] = field(default_factory=dict, init=False)
 
     # --- topics ------------------------------------------------------------------------------------------------------
 
@@ -89,6 +86,9 @@ class Overview:
 
     def metadata(self, names: list[str] | None) -> wire.Metadata:
         """Return the leader of every partition. Topics that do not exist are left out."""
+        for name in names or ():
+            with suppress(TopicNotFound):
+                self._topics.known(name)
         states = [topic.state for topic in self._topics]
         if names is not None:
             wanted = set(names)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 import gevent
 
@@ -37,32 +38,23 @@ log = logging.getLogger(__name__)
 SUSPECT_AGAIN_MS = 300
 
 
+@dataclass(eq=False, repr=False)
 class PeerQueries:
     """Asks other brokers, and answers them. `broker` is this broker's (id, incarnation), `probe` sends one probe to a
     URL. `on_suspicion(broker_id, incarnation)` is called on the controller for a broker that another one misses."""
 
-    def __init__(
-        self,
-        broker: tuple[int, int],
-        mirror: Mirror,
-        failure_detector: FailureDetector,
-        clock: Clock,
-        probe: Callable[[str], Probe],
-        peers: PeerCaller | None,
-        own_log_ends: Callable[[Sequence[PartitionKey]], Sequence[ReplicaLogEnd | None]] | None,
-        *,
-        is_controller: Callable[[], bool],
-        on_suspicion: Callable[[int, int], None],
-    ) -> None:
-        self.peers = peers
-        self.own_log_ends = own_log_ends or (lambda keys: [None] * len(keys))
-        self._broker_id, self._incarnation = broker
-        self._mirror = mirror
-        self._failure_detector = failure_detector
-        self._clock = clock
-        self._probe = probe
-        self._is_controller = is_controller
-        self._on_suspicion = on_suspicion
+    _broker: tuple[int, int]
+    _mirror: Mirror
+    _failure_detector: FailureDetector
+    _clock: Clock
+    _probe: Callable[[str], Probe]
+    peers: PeerCaller | None
+    own_log_ends: Callable[[Sequence[PartitionKey]], Sequence[ReplicaLogEnd | None]]
+    is_controller: Callable[[], bool]
+    on_suspicion: Callable[[int, int], None]
+
+    def __post_init__(self) -> None:
+        self._broker_id, self._incarnation = self._broker
         self._suspected_ms: dict[tuple[int, int], int] = {}
         self._reporting: set[int] = set()
 
@@ -81,9 +73,9 @@ class PeerQueries:
         self._suspected_ms = {key: at for key, at in self._suspected_ms.items() if now_ms - at < SUSPECT_AGAIN_MS}
         self._suspected_ms[(broker_id, incarnation)] = now_ms
         controller = self._mirror.controller
-        if self._is_controller() or (controller is not None and controller.value.broker_id == broker_id):
+        if self.is_controller() or (controller is not None and controller.value.broker_id == broker_id):
             self._failure_detector.probe_now(broker_id)
-            self._on_suspicion(self._broker_id, self._incarnation)
+            self.on_suspicion(self._broker_id, self._incarnation)
         elif controller is not None and self.peers is not None and broker_id not in self._reporting:
             self._reporting.add(broker_id)
             suspicion = Suspicion(broker_id, incarnation, refused)
@@ -98,9 +90,9 @@ class PeerQueries:
             self._reporting.discard(suspicion.broker_id)
 
     def on_report(self, suspicion: Suspicion) -> SuspicionNoted:
-        if self._is_controller():
+        if self.is_controller():
             self._failure_detector.probe_now(suspicion.broker_id)
-            self._on_suspicion(suspicion.broker_id, suspicion.incarnation)
+            self.on_suspicion(suspicion.broker_id, suspicion.incarnation)
         return SuspicionNoted()
 
     # --- reachability ------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import gevent
 from gevent.lock import BoundedSemaphore
@@ -31,6 +32,7 @@ ASK_AGAIN_S = 5.0
 ASK_WITHIN_S = 2.0
 
 
+@dataclass(eq=False, repr=False)
 class ReplicaOpener:
     """`is_current` says whether a topic still exists. `publish` gets each replica once it is fully open; `on_changed`
     is called when an attempt has ended.
@@ -39,25 +41,17 @@ class ReplicaOpener:
     closed because their files are damaged and no other replica is known to be whole.
     """
 
-    def __init__(
-        self,
-        host: TopicsHost,
-        catalog: Catalog,
-        replicas: Replicas,
-        *,
-        is_current: Callable[[Topic], bool],
-        publish: Callable[[Topic, Partition], None],
-        on_changed: Callable[[], None],
-    ) -> None:
+    _host: TopicsHost
+    _catalog: Catalog
+    _replicas: Replicas
+    is_current: Callable[[Topic], bool]
+    publish: Callable[[Topic, Partition], None]
+    on_changed: Callable[[], None]
+
+    def __post_init__(self) -> None:
         self.opening: set[PartitionKey] = set()
         self.unusable: dict[PartitionKey, ReplicaLogEnd] = {}
         self.closed = False
-        self._host = host
-        self._catalog = catalog
-        self._replicas = replicas
-        self._is_current = is_current
-        self._publish = publish
-        self._on_changed = on_changed
         self._slots = BoundedSemaphore(OPENING_AT_A_TIME)
 
     def open_soon(self, topic: Topic, number: int) -> None:
@@ -76,7 +70,7 @@ class ReplicaOpener:
                     partition = self._opened(topic, number)
                 if partition is not None:
                     if self._is_wanted(topic, number):
-                        self._publish(topic, partition)
+                        self.publish(topic, partition)
                     else:
                         partition.close(saves=False)
                     return
@@ -84,10 +78,10 @@ class ReplicaOpener:
         finally:
             self.opening.discard(key)
             self.unusable.pop(key, None)
-            self._on_changed()
+            self.on_changed()
 
     def _is_wanted(self, topic: Topic, number: int) -> bool:
-        return not self.closed and self._is_current(topic) and number not in topic.local
+        return not self.closed and self.is_current(topic) and number not in topic.local
 
     def _opened(self, topic: Topic, number: int) -> Partition | None:
         key = (topic.state.topic_id, number)
@@ -110,7 +104,7 @@ class ReplicaOpener:
             )
         if opened is not None:
             self.unusable[key] = opened
-            self._on_changed()
+            self.on_changed()
         return None
 
     def _is_alone(self, key: tuple[str, int]) -> bool:
@@ -155,5 +149,5 @@ class ReplicaOpener:
             self._replicas.set_aside(topic.state, partition.number)
         finally:
             self.opening.discard(key)
-        if self._is_current(topic):
+        if self.is_current(topic):
             self.open_soon(topic, partition.number)

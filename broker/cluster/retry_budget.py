@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from portalmq.errors import Unavailable
@@ -22,23 +23,18 @@ def passes(fault: Exception) -> bool:
     return isinstance(fault, Unavailable) and fault.retryable
 
 
+@dataclass(eq=False, repr=False)
 class RetryBudget:
     """Repeats attempts while they fail with faults that pass, for `limit_s` in all. `tell` is called with the first
     fault and the seconds that are left."""
 
-    def __init__(
-        self,
-        limit_s: float,
-        passes: Callable[[Exception], bool] = passes,
-        *,
-        tell: Callable[[Exception, float], None] = lambda fault, left_s: None,
-        again_s: float = AGAIN_S,
-    ) -> None:
-        self.left_s = limit_s
-        self._passes = passes
-        self._tell = tell
+    left_s: float
+    _passes: Callable[[Exception], bool] = passes
+    tell: Callable[[Exception, float], None] = lambda fault, left_s: None
+    again_s: float = AGAIN_S
+
+    def __post_init__(self) -> None:
         self._has_notified = False
-        self._again_s = again_s
 
     def __call__(self, attempt: Callable[[], T]) -> T:
         """Return the value of the attempt. Raises its last fault at the limit, and any fault that does not pass."""
@@ -51,9 +47,9 @@ class RetryBudget:
                 if not self._passes(fault) or self.left_s <= 0:
                     raise
                 if not self._has_notified:
-                    self._tell(fault, self.left_s)
+                    self.tell(fault, self.left_s)
                 self._has_notified = True
-            pause_s = min(self._again_s, self.left_s)
+            pause_s = min(self.again_s, self.left_s)
             time.sleep(pause_s)
             self.left_s -= pause_s
 

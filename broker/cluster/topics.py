@@ -31,7 +31,7 @@ from portalmq.broker.cluster.routing import NoSuchPartition
 from portalmq.broker.cluster.rpc.brokers import ReplicaLogEnd
 from portalmq.broker.cluster.topic import Topic, TopicsHost
 from portalmq.broker.cluster.topic_files import TopicFiles
-from portalmq.broker.core.replica.events import PartitionStateChanged, SessionLost
+from portalmq.broker.core.replica.events import BrokersChanged, PartitionStateChanged, SessionLost
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.partition_state import partition_state_of
 from portalmq.broker.partition.yielding import in_short_turns
@@ -156,7 +156,7 @@ class Topics:
     def _update_brokers(self, brokers: Mapping[int, BrokerState]) -> None:
         self._brokers = {number: (broker.incarnation, broker.store_uuid) for number, broker in brokers.items()}
         for partition in in_short_turns(self.partitions()):
-            partition.on_brokers_changed(self._brokers)
+            partition.step(BrokersChanged(self._brokers))
 
     def _sync_topic(self, name: str, state: TopicState | None) -> None:
         topic = self._topics.get(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import ClassVar, NamedTuple
 
@@ -50,12 +51,12 @@ class StoredPage(NamedTuple):
 _record_of: Callable[[tuple[int, int, Record]], Record] = itemgetter(2)
 
 
+@dataclass(eq=False, repr=False)
 class _Client:
     """Ends a wait when the client disconnects or the broker closes, whichever comes first."""
 
-    def __init__(self, peer: Peer | None, long_polls: LongPolls) -> None:
-        self._peer = peer
-        self._long_polls = long_polls
+    _peer: Peer | None
+    _long_polls: LongPolls
 
     def gone(self) -> bool:
         return self._long_polls.closed or (self._peer is not None and self._peer.gone())
@@ -73,29 +74,32 @@ class _Client:
         return stop
 
 
+@dataclass(eq=False, repr=False)
 class MessageBrowser:
-    def __init__(self, metadata_cache: MetadataCache, leaders: LeaderRouter, long_polls: LongPolls) -> None:
-        self._metadata_cache = metadata_cache
-        self._leaders = leaders
-        self._long_polls = long_polls
+    """Browses and purges. `_known` finds a topic by name, and waits for one that was just created."""
+
+    _known: Callable[[str], Topic]
+    _metadata_cache: MetadataCache
+    _leaders: LeaderRouter
+    _long_polls: LongPolls
 
     # --- a page ------------------------------------------------------------------------------------------------------
 
     def browse(
         self,
-        topic: Topic,
+        topic: str,
         number: int,
         *,
-        offset: int | None,
-        position: str | None,
-        at_ms: int | None,
+        offset: int | None = None,
+        position: str | None = None,
+        at_ms: int | None = None,
         limit: int,
-        wait_ms: int,
-        peer: Peer | None,
-        forward: bool,
+        wait_ms: int = 0,
+        peer: Peer | None = None,
+        forward: bool = True,
     ) -> StoredPage:
         """Return messages from an offset, a position or a time on; wait up to `wait_ms` for the first one."""
-        place = place_of(topic.state, number)
+        place = place_of(self._known(topic).state, number)
         request = Browse(*place, offset, position, at_ms, limit, wait_ms)
         client = _Client(peer, self._long_polls) if wait_ms else None
         local = self.local_browse(request, peer)
@@ -114,7 +118,7 @@ class MessageBrowser:
             partition = self._metadata_cache.partition(place)  # the wait may have seen it deleted or led elsewhere
         there = (
             (at, piece.batch.appended_at_ms, record)
-            for piece in partition.pieces(start, partition.high_watermark, call.limit)
+            for piece in partition.reader.pieces(start, partition.high_watermark, call.limit)
             for at, record in enumerate(piece.records(), piece.start)
         )
         messages, _ = first_of(there, _record_of, call.limit)
@@ -147,22 +151,24 @@ class MessageBrowser:
 
     # --- the whole queue ---------------------------------------------------------------------------------------------
 
-    def read_all(self, topic: Topic, limit: int | None, *, forward: bool) -> Iterator[StoredMessage]:
+    def read_all(self, topic: str, limit: int | None, *, forward: bool = True) -> Iterator[StoredMessage]:
         """Yield all messages that are in the queue now, partition by partition, a page at a time from each leader."""
-        places = [place_of(topic.state, number) for number in range(topic.state.partitions)]
+        state = self._known(topic).state
+        places = [place_of(state, number) for number in range(state.partitions)]
         if not forward:
             self._leaders.check_led_here(places)
-        first = [self._page(topic, place.number, None, 1, forward) for place in in_short_turns(places)]
+        first = [self.browse(topic, place.number, limit=1, forward=forward) for place in in_short_turns(places)]
         ends = [page.high_watermark for page in first]
         return self._read_all(topic, ends, limit, forward)
 
-    def _read_all(self, topic: Topic, ends: list[int], limit: int | None, forward: bool) -> Iterator[StoredMessage]:
+    def _read_all(self, topic: str, ends: list[int], limit: int | None, forward: bool) -> Iterator[StoredMessage]:
         left = limit if limit is not None else 1 << 62
         for number, end in in_short_turns(enumerate(ends)):
             offset: int | None = None
             while left > 0 and (offset is None or offset < end):
                 try:
-                    page = self._page(topic, number, offset, min(left, PAGE_MESSAGES), forward)
+                    size = min(left, PAGE_MESSAGES)
+                    page = self.browse(topic, number, offset=offset, limit=size, forward=forward)
                 except NotFound as gone:
                     raise Unavailable(f"the topic was deleted during the read: {gone}", outcome="unknown") from gone
                 for message in page.messages:
@@ -173,30 +179,18 @@ class MessageBrowser:
                     break
                 offset = max(page.next_offset, page.log_start_offset)
 
-    def _page(self, topic: Topic, number: int, offset: int | None, limit: int, forward: bool) -> StoredPage:
-        return self.browse(
-            topic,
-            number,
-            offset=offset,
-            position=None,
-            at_ms=None,
-            limit=limit,
-            wait_ms=0,
-            peer=None,
-            forward=forward,
-        )
-
     # --- purging -----------------------------------------------------------------------------------------------------
 
-    def purge(self, topic: Topic, *, partition: int | None, before_offset: int | None, forward: bool) -> None:
+    def purge(self, topic: str, *, partition: int | None, before_offset: int | None, forward: bool = True) -> None:
         """Remove messages below `before_offset`, or all readable ones."""
-        if before_offset is not None and partition is None and topic.state.partitions > 1:
+        state = self._known(topic).state
+        if before_offset is not None and partition is None and state.partitions > 1:
             raise InvalidRequest("before_offset is an offset of one partition: name it with partition=")
-        numbers = range(topic.state.partitions) if partition is None else [partition]
-        places = [place_of(topic.state, number) for number in numbers]
+        numbers = range(state.partitions) if partition is None else [partition]
+        places = [place_of(state, number) for number in numbers]
         if not forward:
             self._leaders.check_led_here(places)
-        request = PurgeCall(topic.name, topic.state.topic_id, list(numbers), before_offset)
+        request = PurgeCall(topic, state.topic_id, list(numbers), before_offset)
         local, repeatable = self.local_purge(request), before_offset is not None
         outcomes = self._leaders.call(PURGE, request, local, forward=forward, repeatable=repeatable)
         error = first_error(outcomes.values())
@@ -207,7 +201,7 @@ class MessageBrowser:
 
     def local_purge(self, request: PurgeCall) -> LocalWork[bool]:
         def purge(place: TopicPartition) -> bool:
-            self._metadata_cache.partition(place).purge(request.before_offset)
+            self._metadata_cache.partition(place).retention.purge(request.before_offset)
             return True
 
         return one_by_one(purge)

@@ -121,7 +121,7 @@ def _all_identified(
 def find_first(partition: Partition, message_id: bytes, body_hash: bytes | None) -> tuple[int, int] | None:
     """Return (offset, timestamp_ms) of the message of this id, None if the partition does not have it. Raises
     IdempotencyKeyReused for a different message, RequestInProgress while another request searches for the id."""
-    if partition.is_sought(message_id):
+    if partition.uncommitted.is_sought(message_id):
         raise _in_progress(partition, "")
     place = partition.place_of_id(message_id)
     return None if place is None else _checked(partition, place, body_hash)
@@ -161,9 +161,9 @@ def find_known(
     sought: dict[bytes, Record] = {}
     if are_many:
         sought = {record.message_id or b"": record for record in keyed}
-        if partition.is_any_sought(sought):
+        if partition.uncommitted.is_any_sought(sought):
             raise _in_progress(partition, "")
-        for message_id, first in partition.unwritten_places_of_ids(sought).items():
+        for message_id, first in partition.uncommitted.places_of(sought).items():
             place = _checked(partition, first, sought.pop(message_id).body_hash)
             check_done(partition, place[0], acks)
             known[message_id] = place

@@ -178,7 +178,7 @@ def _begin_append(
                 acks=options.acks,
                 compressed=b"" if known else compressed,
             )
-            partition.remember_ids(entry.pending)
+            partition.uncommitted.remember_ids(entry.pending)
     return entry
 
 
@@ -260,24 +260,16 @@ class _ProduceWork:
         return outcomes
 
 
+@dataclass(eq=False, repr=False)
 class ProduceHandler:
     """Produce calls of clients, and the shares that other brokers bring."""
 
-    def __init__(
-        self,
-        leaders: LeaderRouter,
-        find: Finder,
-        published: Published,
-        clock: WallClock,
-        admission: Admission,
-        repeat_finder: RepeatFinder,
-    ) -> None:
-        self._leaders = leaders
-        self._find = find
-        self._published = published
-        self._clock = clock
-        self._admission = admission
-        self._repeat_finder = repeat_finder
+    _leaders: LeaderRouter
+    _find: Finder
+    _published: Published
+    _clock: WallClock
+    _admission: Admission
+    _repeat_finder: RepeatFinder
 
     def range(self, topic: Topic, request: ProduceRequest) -> ProducedRange:
         """Append a batch to the partition of the request, all or nothing."""

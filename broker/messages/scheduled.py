@@ -11,7 +11,8 @@ moves the log's time to its due time, so a delivered message is never cancelled.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from heapq import merge
 from itertools import islice
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from typing import NamedTuple
 import msgspec
 
 from portalmq.broker.cluster.metadata_cache import MetadataCache
-from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, one_by_one, place_of
+from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, one_by_one
 from portalmq.broker.cluster.rpc import Outcomes, TopicPartition, values_of
 from portalmq.broker.cluster.rpc.messages import (
     CANCEL,
@@ -37,7 +38,7 @@ from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.yielding import TimeSlice
 from portalmq.broker.storage.batch import BatchKind, Record
-from portalmq.errors import MessageNotFound, PortalMQError
+from portalmq.errors import MessageNotFound, PartitionNotFound, PortalMQError
 
 # The payloads of a page: it ends above this.
 PAGE_BYTES = 8 * 1024 * 1024
@@ -56,11 +57,14 @@ class SchedulePage(NamedTuple):
     after: SchedulePosition | None
 
 
+@dataclass(eq=False, repr=False)
 class ScheduledMessages:
-    def __init__(self, metadata_cache: MetadataCache, leaders: LeaderRouter, clock: Clock) -> None:
-        self._metadata_cache = metadata_cache
-        self._leaders = leaders
-        self._clock = clock
+    """Lists and cancels. `_known` finds a topic by name, and waits for one that was just created."""
+
+    _known: Callable[[str], Topic]
+    _metadata_cache: MetadataCache
+    _leaders: LeaderRouter
+    _clock: Clock
 
     def _due_by_ms(self, partition: Partition) -> int:
         """Return the time up to which messages are due, and may be delivered already."""
@@ -68,10 +72,12 @@ class ScheduledMessages:
 
     # --- listing -----------------------------------------------------------------------------------------------------
 
-    def page(self, topic: Topic, *, after: SchedulePosition, limit: int, forward: bool) -> SchedulePage:
+    def page(
+        self, topic: str, *, after: SchedulePosition = BEGINNING, limit: int, forward: bool = True
+    ) -> SchedulePage:
         """Return at most `limit` scheduled messages after `after`. Raises the error of a leader."""
-        numbers = list(range(topic.state.partitions))
-        request = ListScheduled(topic.name, topic.state.topic_id, numbers, after, limit + 1)
+        state = self._known(topic).state
+        request = ListScheduled(topic, state.topic_id, list(range(state.partitions)), after, limit + 1)
         if not forward:
             self._leaders.check_led_here(request.places)
         local = self.local_list(request)
@@ -128,10 +134,13 @@ class ScheduledMessages:
 
     # --- cancelling --------------------------------------------------------------------------------------------------
 
-    def cancel(self, topic: Topic, number: int, offset: int, *, forward: bool) -> None:
-        """Cancel a message, durably on return. Raises PartitionNotFound; MessageNotFound for one that is due or was
-        never delayed."""
-        request = CancelScheduled(*place_of(topic.state, number), offset)
+    def cancel(self, topic: str, number: int, offset: int, *, forward: bool = True) -> None:
+        """Cancel a message, durably on return. Raises MessageNotFound, also for one that is due or was never
+        delayed."""
+        try:
+            request = CancelScheduled(*self._known(topic).place(number), offset)
+        except PartitionNotFound:
+            raise MessageNotFound(f"topic {topic!r} has no partition {number}") from None
         self._leaders.call_one(CANCEL, request, self.local_cancel(request), forward=forward)
 
     def local_cancel(self, request: CancelScheduled) -> LocalWork[bool]:
@@ -162,6 +171,6 @@ class ScheduledMessages:
 
 
 def _read(partition: Partition, offset: int) -> Iterator[tuple[int, Record]]:
-    for piece in partition.pieces(offset, offset + 1, 1):
+    for piece in partition.reader.pieces(offset, offset + 1, 1):
         for record in piece.records():
             yield piece.batch.appended_at_ms, record

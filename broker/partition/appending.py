@@ -96,8 +96,8 @@ class AppendingPartition(ReadablePartition, ABC):
             raise StorageFull("the broker's disk is nearly full: free space or add disk, then repeat", retry_after_s=5)
         if self._writer.queued_bytes > QUEUED_BYTES_MAX:
             raise Backpressure(f"{self._writer.queued_bytes} bytes wait for the disk already", retry_after_s=0.5)
-        if self._uncommitted.bytes > UNCOMMITTED_BYTES_MAX:
-            raise Backpressure(f"{self._uncommitted.bytes} bytes wait for the followers already", retry_after_s=0.5)
+        if self.uncommitted.bytes > UNCOMMITTED_BYTES_MAX:
+            raise Backpressure(f"{self.uncommitted.bytes} bytes wait for the followers already", retry_after_s=0.5)
 
     def outcome(self, pending: Pending) -> tuple[int, int]:
         """Finish an append: wait until the batch is as safe as its acks ask."""
@@ -118,8 +118,8 @@ class AppendingPartition(ReadablePartition, ABC):
     ) -> Pending:
         """Append a control record. A soft one may reach the disk a little later, since no call waits for it. Raises
         Backpressure while too many records are uncommitted: leases come and go even without followers."""
-        if self._uncommitted.records >= UNCOMMITTED_RECORDS_MAX:
-            raise Backpressure(f"{self._uncommitted.records} records wait for the followers already", retry_after_s=0.5)
+        if self.uncommitted.records >= UNCOMMITTED_RECORDS_MAX:
+            raise Backpressure(f"{self.uncommitted.records} records wait for the followers already", retry_after_s=0.5)
         pending = Pending(Batch(0, 1, 0, kind, 0, 0, group=group, body=body), len(body), is_soft=is_soft)
         return self._submit(pending, 1, is_control=True, not_before_ms=not_before_ms, delivers=delivers)
 
@@ -199,7 +199,7 @@ class AppendingPartition(ReadablePartition, ABC):
         )
         self.messages_next += batch.message_count
         self.changed = self._used = True
-        self._uncommitted.add(pending)
+        self.uncommitted.add(pending)
         self._writer.put(pending)
 
     def _enqueue_replicated(self, entry: ReplicatedBatches) -> None:
@@ -208,7 +208,7 @@ class AppendingPartition(ReadablePartition, ABC):
         for head in entry.heads:
             if head.kind == BatchKind.MESSAGES:
                 self.messages_next += head.count
-                self._uncommitted.ends.append((head.end_offset, head.appended_at_ms))
+                self.uncommitted.ends.append((head.end_offset, head.appended_at_ms))
         self.changed = self._used = True
         self._writer.put(entry)
 
@@ -219,7 +219,7 @@ class AppendingPartition(ReadablePartition, ABC):
         if end <= self.replica.high_watermark:
             pending.finish()
         else:
-            self._uncommitted.add_repeat(end, pending)
+            self.uncommitted.add_repeat(end, pending)
 
     # --- results of the writer ----------------------------------------------------------------------------------------
 
@@ -238,7 +238,7 @@ class AppendingPartition(ReadablePartition, ABC):
             if entry.frame is not None:
                 self.host.cache.put_frame(self._cache_key, entry.base_offset, end_offset, entry.frame)
                 entry.frame = None
-        self._uncommitted.written(end_offset)
+        self.uncommitted.written(end_offset)
         self.step(Appended(end_offset))
         self.serving.written(end_offset)
         self.retention.take_snapshot_if_due()

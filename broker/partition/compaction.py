@@ -21,14 +21,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import gevent
 import msgspec
 
 from portalmq.broker.core.queue.records import Compact, ranges_of
-from portalmq.broker.partition.clock import Clock
+from portalmq.broker.partition.host import PartitionHost
 from portalmq.broker.partition.native import attempt
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.storage.batch import BatchKind
@@ -53,22 +53,6 @@ T = TypeVar("T")
 _decode = msgspec.msgpack.Decoder(Compact).decode
 
 
-class CompactionHost(Protocol):
-    """The broker, as compaction uses it."""
-
-    clock: Clock
-
-    @property
-    def pool(self) -> _Pool: ...
-
-    def disk_is_full(self) -> bool: ...
-    def storage_failed(self, fault: BaseException) -> None: ...
-
-
-class _Pool(Protocol):
-    def apply(self, func: object, args: tuple[object, ...], /) -> object: ...
-
-
 class _First(NamedTuple):
     """When the first message from `since` on was appended; None when there was none, of `appended` in all."""
 
@@ -80,7 +64,7 @@ class _First(NamedTuple):
 class Compactor:
     """`on_removed` is called with how many messages were removed from this broker's files."""
 
-    def __init__(self, host: CompactionHost, on_removed: Callable[[int], None] = lambda messages: None) -> None:
+    def __init__(self, host: PartitionHost, on_removed: Callable[[int], None] = lambda messages: None) -> None:
         self._host = host
         self._on_removed = on_removed
         self._pauses = PAUSES_A_STEP
@@ -91,7 +75,7 @@ class Compactor:
     def compact_if_due(self, partition: Partition, *, keeps_last: bool) -> None:
         """Order a compaction where the partition `keeps_last` messages, is led here and needs one; then carry out the
         committed order. Blocks until done. Raises PortalMQError when this must be tried again later."""
-        if partition.closed or partition.rebuild_reason or partition.quarantined or self._host.disk_is_full():
+        if partition.closed or partition.rebuild_reason or partition.replica.quarantined or self._host.disk_is_full():
             return
         if keeps_last and partition.serves:
             is_old = self._is_old(partition)
@@ -138,15 +122,15 @@ class Compactor:
         """Return how far a compaction can go. Roll the active segment for it, unless a reader's files or an order of
         the outbox stand in the way below that."""
         files = partition.log
-        self._done(partition, _seal, files, partition.high_watermark)
+        self._done(partition, files.seal, partition.high_watermark)
         needed_from = partition.groups.ordered_from()
         active = files.active_base_offset
         if files.sealed_upto == active and (needed_from is None or needed_from > active):
             end = files.end_offset
-            self._done(partition, _roll, files)
+            self._done(partition, files.roll)
             if end > active:
                 partition.wait_committed(end - 1)
-            self._done(partition, _seal, files, partition.high_watermark)
+            self._done(partition, files.seal, partition.high_watermark)
             needed_from = partition.groups.ordered_from()
         return files.sealed_upto if needed_from is None else min(files.sealed_upto, needed_from)
 
@@ -165,7 +149,7 @@ class Compactor:
             self._pauses = PAUSES_A_STEP_BEHIND if is_behind else PAUSES_A_STEP
         work.close()
         self._on_removed(work.removed)
-        partition.forget_read()
+        partition.reader.forget()
         if partition.log.is_compacted(order.upto, order.tombstones_before_ms):
             log.info(
                 "%s is compacted up to offset %d: %d messages and %d bytes less, in %.1f s",
@@ -216,15 +200,6 @@ def _stepped(work: Compaction) -> bool:
     except BaseException:
         work.close()
         raise
-
-
-def _roll(files: Log) -> bool:
-    files.roll()
-    return True
-
-
-def _seal(files: Log, below: int) -> int:
-    return files.seal(below)
 
 
 def _prepare(files: Log, upto: int, high_watermark: int) -> bool:

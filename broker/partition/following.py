@@ -18,20 +18,7 @@ import gevent
 import msgspec
 
 from portalmq.broker.core.fold import LARGE_BYTES, PartitionFold
-from portalmq.broker.core.replica.events import (
-    BelowStart,
-    Diverging,
-    Fetch,
-    FetchReplied,
-    LogReset,
-    Records,
-    Rejected,
-    Reply,
-    ResetLog,
-    SendFetch,
-    Truncate,
-    Truncated,
-)
+from portalmq.broker.core.replica import events as core
 from portalmq.broker.partition.fetch_answers import (
     BelowStartAnswer,
     DivergingAnswer,
@@ -70,15 +57,15 @@ class FollowerReplication:
 
     def __init__(self, partition: FollowingPartition) -> None:
         self._partition = partition
-        self._asked: Fetch | None = None
-        self._waiting: SendFetch | None = None
+        self._asked: core.Fetch | None = None
+        self._waiting: core.SendFetch | None = None
         self._pause: gevent.Greenlet | None = None
         self._received = ReplicatedBatches((), (), {})
         self._start = ReplicaStart(0, 0, 0)
 
     # --- fetching ----------------------------------------------------------------------------------------------------
 
-    def send(self, action: SendFetch) -> None:
+    def send(self, action: core.SendFetch) -> None:
         if self._pause is not None:
             self._waiting = action
             return
@@ -130,14 +117,14 @@ class FollowerReplication:
             log.error("%s: broker %s sent what cannot be used: %s", self._partition, leader, fault)
             self._partition.host.fetchers.unfollow(self._partition)
             if leader is not None:
-                self._waiting = SendFetch(leader, fetch)
+                self._waiting = core.SendFetch(leader, fetch)
             self.pause()
             return
         if self._asked is fetch:  # as it was, if there was a pause
             self._asked = None
-            self._partition.step(FetchReplied(fetch, reply))
+            self._partition.step(core.FetchReplied(fetch, reply))
 
-    def _understood(self, fetch: Fetch, answer: PartitionAnswer) -> Reply:
+    def _understood(self, fetch: core.Fetch, answer: PartitionAnswer) -> core.Reply:
         """Read the answer. Others may run while a large STATE record is loaded. Raises BadFrame."""
         match answer:
             case RecordsAnswer():
@@ -148,14 +135,14 @@ class FollowerReplication:
                 }
                 self._received = ReplicatedBatches(answer.frames, heads, states)
                 batches = [batch_head(head, states.get(head.base_offset)) for head in heads]
-                return Records(tuple(batches), answer.high_watermark)
+                return core.Records(tuple(batches), answer.high_watermark)
             case DivergingAnswer():
-                return Diverging(answer.epoch, answer.end)
+                return core.Diverging(answer.epoch, answer.end)
             case BelowStartAnswer():
                 self._start = ReplicaStart(answer.offset, answer.messages_before, answer.timestamp_before_ms)
-                return BelowStart(answer.offset, tuple(answer.epochs))
+                return core.BelowStart(answer.offset, tuple(answer.epochs))
             case _:
-                return Rejected(answer.leader_epoch)
+                return core.Rejected(answer.leader_epoch)
 
     def _state(self, head: FrameHeader, frame: BatchFrame) -> StateRecord:
         """Load a STATE record. Raises BadFrame for one that is none."""
@@ -169,7 +156,7 @@ class FollowerReplication:
         except msgspec.MsgspecError as error:
             raise BadFrame(f"the STATE record at {head.base_offset} is unreadable: {error}") from error
 
-    def _checked(self, fetch: Fetch, frames: Sequence[BatchFrame]) -> list[FrameHeader]:
+    def _checked(self, fetch: core.Fetch, frames: Sequence[BatchFrame]) -> list[FrameHeader]:
         """Return the heads of frames with correct checksums that continue this log. Raises BadFrame."""
         partition = self._partition
         offset, messages, at_ms = fetch.fetch_offset, partition.messages_next, partition.log.last_timestamp_ms
@@ -197,18 +184,18 @@ class FollowerReplication:
 
     # --- truncation --------------------------------------------------------------------------------------------------
 
-    def truncate(self, action: Truncate) -> None:
+    def truncate(self, action: core.Truncate) -> None:
         def done(found: Recovered) -> None:
-            self._partition.step(Truncated(self._partition.log.end_offset, found.producers))
+            self._partition.step(core.Truncated(self._partition.log.end_offset, found.producers))
 
         log.warning(
             "%s: its log is truncated to %d, from where the leader's differs", self._partition, action.to_offset
         )
         gevent.spawn(self._reshape, _truncated, (action.to_offset, self._partition.high_watermark), done)
 
-    def reset(self, action: ResetLog) -> None:
+    def reset(self, action: core.ResetLog) -> None:
         def done(found: Recovered) -> None:
-            self._partition.step(LogReset(action.offset, action.epochs, found.producers))
+            self._partition.step(core.LogReset(action.offset, action.epochs, found.producers))
 
         log.warning("%s: the leader's log begins at %d: this one begins again there", self._partition, action.offset)
         epochs = [entry for entry in action.epochs if entry[1] < action.offset]

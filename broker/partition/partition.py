@@ -26,29 +26,6 @@ from gevent.event import Event
 from portalmq.broker.core.fold import PartitionFold, SpanFold
 from portalmq.broker.core.queue.delivery import GroupDelivery
 from portalmq.broker.core.replica import events as core
-from portalmq.broker.core.replica.events import (
-    Action,
-    AnswerDuplicate,
-    Append,
-    BrokersChanged,
-    HighWatermarkAdvanced,
-    LeaderAnswered,
-    LeaseRenewed,
-    PartitionStateChanged,
-    ProposeIsr,
-    Quarantine,
-    Refresh,
-    Refuse,
-    Replicate,
-    ReplyFetch,
-    ResetLog,
-    SendFetch,
-    SessionLost,
-    StepDown,
-    Tick,
-    Truncate,
-    Truncated,
-)
 from portalmq.broker.core.replica.isr import IsrTracker
 from portalmq.broker.core.replica.replica import PartitionReplica
 from portalmq.broker.core.stream.offsets import StreamOffsets
@@ -90,7 +67,7 @@ class Partition(AppendingPartition):
 
     `serves`: it leads, and knows all that was committed before its epoch. `on_leading` and `on_stepped_down` are called
     when that changes, each in a greenlet of its own, in order; `on_damaged` when its files should be replaced. `fault`
-    says why, `rebuild_reason` that they are being replaced, `quarantined` why this replica has stopped for good.
+    says why, `rebuild_reason` that they are being replaced.
     """
 
     def __init__(
@@ -131,7 +108,7 @@ class Partition(AppendingPartition):
         self.closed = False
         self._cache_key = next(_numbers)
         self._writer = Writer(host, log, self._on_written, self._on_refused)
-        self._reader = Reader(
+        self.reader = Reader(
             log, host.cache, self._cache_key, host.storage_failed, lambda fault: self.report_damage(str(fault))
         )
         self.following = FollowerReplication(self)
@@ -142,7 +119,7 @@ class Partition(AppendingPartition):
         self._isr_tracker: IsrTracker | None = None
         # The leadership that is taken over in turns, or was last.
         self._taking_over: IsrTracker | None = None
-        self._uncommitted = Uncommitted()
+        self.uncommitted = Uncommitted()
         self._browsers: set[Event] = set()
         self._used = True
         self._is_streamed = False
@@ -161,7 +138,7 @@ class Partition(AppendingPartition):
 
     def install(self, found: Recovered) -> None:
         """Load what the log adds up to, after it was opened, truncated or begun again."""
-        self._reader.forget()
+        self.reader.forget()
         found.groups.go_on_after(self.groups)
         self.groups = found.groups
         self.delivery.clear()
@@ -173,9 +150,9 @@ class Partition(AppendingPartition):
         self.start = found.start
         self.messages_next = self.log.message_count_total
         self.readable_end = found.readable_end
-        self._uncommitted.ends.clear()
+        self.uncommitted.ends.clear()
         if found.recovered_end > found.readable_end:
-            self._uncommitted.ends.append((found.recovered_end, 0))
+            self.uncommitted.ends.append((found.recovered_end, 0))
         self.retention.forget_snapshot()
 
     def _replica_of(self, found: Recovered, highest_epoch: int) -> PartitionReplica:
@@ -209,78 +186,71 @@ class Partition(AppendingPartition):
         self.following.settle()
         if self.replica.in_sync is not self._isr_tracker:
             self._note_leadership()
-        if self._uncommitted.unsettled and self.replica.may_settle(now_ms):
-            self._uncommitted.settle()
+        if self.uncommitted.unsettled and self.replica.may_settle(now_ms):
+            self.uncommitted.settle()
 
     def check_pause(self, now_ms: int) -> None:
         """Check for a pause of this process before a call is answered at `now_ms`. After a pause no call is answered,
         reads included, until it is known whether this replica still leads."""
         if now_ms - self._last_step_ms > PAUSED_MS and not self.closed:
-            self.step(Tick())
+            self.step(core.Tick())
 
-    def _after_a_pause(self, now_ms: int, wall_ms: int) -> list[Action]:
+    def _after_a_pause(self, now_ms: int, wall_ms: int) -> list[core.Action]:
         """Step down after a pause: others may have declared this process dead and elected another leader. Requests that
         arrived during the pause must not be answered as if nothing had happened."""
         replica = self.replica
         if not replica.leading or replica.state is None or replica.state.replicas == (self.host.broker_id,):
             return []
         log.warning("%s: the process was paused for %d ms, and may no longer lead", self, now_ms - self._last_step_ms)
-        return replica.step(SessionLost(), now_ms, wall_ms)
+        return replica.step(core.SessionLost(), now_ms, wall_ms)
 
     def on_partition_state(
-        self, partition_state: PartitionStateChanged, brokers: Mapping[int, tuple[int, str]] | None = None
+        self, partition_state: core.PartitionStateChanged, brokers: Mapping[int, tuple[int, str]] | None = None
     ) -> None:
         """Apply the partition's state in the control plane, and which brokers are registered."""
         if brokers is not None:
-            self.on_brokers_changed(brokers)
+            self.step(core.BrokersChanged(brokers))
         if self.lost:
             self.report_damage(self.lost)
         if self.rebuild_reason:
             return
         self._writer.keeps_frames = len(partition_state.replicas) > 1 or self._is_streamed
-        self.step(LeaseRenewed(self.host.membership.answered_ms()))
-        self.step(LeaderAnswered(self.host.fetchers.heard_ms(self)))
+        self.step(core.LeaseRenewed(self.host.membership.answered_ms()))
+        self.step(core.LeaderAnswered(self.host.fetchers.heard_ms(self)))
         self.step(partition_state)
 
     def keep_frames(self) -> None:
         """Keep batches in their wire format from now on: a stream reader uses them."""
         self._is_streamed = self._writer.keeps_frames = True
 
-    def on_brokers_changed(self, brokers: Mapping[int, tuple[int, str]]) -> None:
-        self.step(BrokersChanged(brokers))
-
-    def _act(self, action: Action) -> None:
+    def _act(self, action: core.Action) -> None:
         match action:
-            case Append():
+            case core.Append():
                 self._enqueue(action)
-            case HighWatermarkAdvanced():
+            case core.HighWatermarkAdvanced():
                 self._on_high_watermark(action.high_watermark)
-            case ReplyFetch():
+            case core.ReplyFetch():
                 self.serving.answer(action)
-            case Replicate():
+            case core.Replicate():
                 self._enqueue_replicated(self.following.replicated())
-            case SendFetch():
+            case core.SendFetch():
                 if not self.closed:
                     self.following.send(action)
-            case AnswerDuplicate():
+            case core.AnswerDuplicate():
                 self._answer_duplicate(action)
-            case Refuse():
+            case core.Refuse():
                 pending: Any = action.token
                 pending.finish(action.error)
-            case StepDown():
+            case core.StepDown():
                 self._on_step_down(action.leader)
-            case ProposeIsr() | Refresh():
+            case core.ProposeIsr() | core.Refresh():
                 self.isr_updates.send(action)
-            case Truncate():
+            case core.Truncate():
                 self.following.truncate(action)
-            case ResetLog():
+            case core.ResetLog():
                 self.following.reset(action)
-            case Quarantine():
+            case core.Quarantine():
                 log.critical("%s is quarantined, and does nothing more: %s", self, action.reason)
-
-    @property
-    def quarantined(self) -> str:
-        return self.replica.quarantined
 
     # --- leadership --------------------------------------------------------------------------------------------------
 
@@ -343,7 +313,7 @@ class Partition(AppendingPartition):
         error = self.located(
             NotLeader("the leadership moved while this was on its way", leader=leader, outcome="unknown")
         )
-        self._uncommitted.fail(error)
+        self.uncommitted.fail(error)
         for event in self._browsers:
             event.set()
         if self.serves:
@@ -370,7 +340,7 @@ class Partition(AppendingPartition):
         shortage = why if isinstance(why, Shortage) else DiskFull(str(why))
         found = self._read_again(taken)
         refused = {entry for entry in taken if isinstance(entry, Pending)}
-        self._uncommitted.refuse(refused, refusal_of(shortage, "unknown"))
+        self.uncommitted.refuse(refused, refusal_of(shortage, "unknown"))
         if found is not None:
             self._go_on_with(found)
         for pending in refused:
@@ -394,14 +364,14 @@ class Partition(AppendingPartition):
         self.following.pause()
         # An EPOCH_START that waits for a durable epoch followed what is gone: the core asks for it again.
         self.action_queue.drop_appends()
-        self.step(Truncated(self.log.end_offset, found.producers))
+        self.step(core.Truncated(self.log.end_offset, found.producers))
 
     # --- the high watermark ------------------------------------------------------------------------------------------
 
     def _on_high_watermark(self, high_watermark: int) -> None:
         self.changed = True
         settles = self.replica.may_settle(self.host.clock.now_ms())
-        readable_end = self._uncommitted.advance(high_watermark, self.readable_end, settles=settles)
+        readable_end = self.uncommitted.advance(high_watermark, self.readable_end, settles=settles)
         if self.serving.parked:
             self.serving.high_watermark_moved()
         if not self.serves:
@@ -429,15 +399,6 @@ class Partition(AppendingPartition):
         )
         return self.groups.snapshot_into(fold)
 
-    def save_state(self) -> None:
-        self.retention.save_state()
-
-    def purge(self, upto: int | None) -> None:
-        self.retention.purge(upto)
-
-    def retain(self, retention_ms: int | None, retention_bytes: int | None, group_expiry_ms: int) -> None:
-        self.retention.retain(retention_ms, retention_bytes, group_expiry_ms)
-
     @property
     def is_quiet(self) -> bool:
         """Whether little depends on the time: it leads with all replicas in sync, or its fetch waits at the leader."""
@@ -449,7 +410,7 @@ class Partition(AppendingPartition):
 
     def close_if_idle(self) -> None:
         """Close the files when nothing was read or written since the last call; the next use opens them again."""
-        used, self._used, self._reader.used = self._used or self._reader.used, False, False
+        used, self._used, self.reader.used = self._used or self.reader.used, False, False
         if not used and self._writer.is_idle and not self.changed and not self.action_queue.performing:
             self.host.pool.apply(self.log.park)
             self.state_file.park()
@@ -467,6 +428,6 @@ class Partition(AppendingPartition):
         if saves:
             self.retention.save_last()
         self._on_step_down(None)
-        self._reader.forget()
+        self.reader.forget()
         self.host.pool.apply(self.log.close)  # closing writes: a thousand partitions would block the hub for seconds
         self.state_file.close()

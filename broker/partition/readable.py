@@ -6,7 +6,7 @@ committed, only the ids and times are known here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import gevent
@@ -16,11 +16,9 @@ from portalmq.broker.core.queue.lanes import lane_position
 from portalmq.broker.core.queue.records import LanePosition
 from portalmq.broker.core.replica.replica import PartitionReplica
 from portalmq.broker.partition.host import PartitionHost
-from portalmq.broker.partition.reader import BatchSlice, Reader
+from portalmq.broker.partition.reader import Reader
 from portalmq.broker.partition.refusals import leadership_changing, not_serving_yet
 from portalmq.broker.partition.uncommitted import Uncommitted
-from portalmq.broker.partition.writer import Pending
-from portalmq.broker.storage.batch import Batch
 from portalmq.broker.storage.log import Log
 from portalmq.errors import OffsetOutOfRange, Unavailable
 
@@ -32,7 +30,8 @@ VOUCHED_EVERY_S = 0.05
 
 
 class ReadablePartition:
-    """The reading half of a Partition. Messages below `readable_end` can be read."""
+    """The reading half of a Partition. `reader` reads messages, of which those below `readable_end` can be read.
+    `uncommitted` knows the ids of messages that have offsets and are not yet written."""
 
     host: PartitionHost
     log: Log
@@ -41,8 +40,8 @@ class ReadablePartition:
     serves: bool
     readable_end: int
     _cache_key: int
-    _reader: Reader
-    _uncommitted: Uncommitted
+    reader: Reader
+    uncommitted: Uncommitted
     _browsers: set[Event]
 
     # --- message ids -------------------------------------------------------------------------------------------------
@@ -50,23 +49,12 @@ class ReadablePartition:
     def place_of_id(self, message_id: bytes) -> tuple[int, bytes | None, int] | None:
         """Return (offset, body hash, timestamp) of the message with this id within the dedup window, if any. Raises
         Unavailable while that is unknown."""
-        unwritten = self._uncommitted.place_of(message_id)
+        unwritten = self.uncommitted.place_of(message_id)
         if unwritten is not None:
             return unwritten
         self._check_files_tell_ids()
         since_ms = max(self.replica.last_timestamp_ms, self.host.clock.wall_ms()) - self.dedup_window_ms
         return self.log.find_message_id(message_id, since_ms)
-
-    def unwritten_places_of_ids(self, message_ids: Iterable[bytes]) -> dict[bytes, tuple[int, bytes | None, int]]:
-        """Return the same for many ids, of messages on their way to the disk only."""
-        return self._uncommitted.places_of(message_ids)
-
-    def is_sought(self, message_id: bytes) -> bool:
-        """Whether a call is looking for this id in the log, and appends its message if it is not there."""
-        return self._uncommitted.is_sought(message_id)
-
-    def is_any_sought(self, message_ids: Iterable[bytes]) -> bool:
-        return self._uncommitted.is_any_sought(message_ids)
 
     @contextmanager
     def seeking(self, message_ids: Sequence[bytes]) -> Iterator[dict[bytes, tuple[int, bytes | None, int]]]:
@@ -75,14 +63,14 @@ class ReadablePartition:
         the time: another leader may have appended some of them, and its records may have arrived here since."""
         epoch = self.replica.leader_epoch if self.replica.leading else -1
         self._check_files_tell_ids()
-        self._uncommitted.seek(message_ids)
+        self.uncommitted.seek(message_ids)
         try:
             found = self._find_ids(message_ids)
             if not self.replica.leading or self.replica.leader_epoch != epoch:
                 raise leadership_changing()
             yield found
         finally:
-            self._uncommitted.sought(message_ids)
+            self.uncommitted.sought(message_ids)
 
     def _check_files_tell_ids(self) -> None:
         """Raise unless the files show all ids. Batches of earlier leaders that are on their way to this disk count as
@@ -99,28 +87,24 @@ class ReadablePartition:
             left = message_ids[start : start + IDS_SOUGHT_AT_ONCE]
             below: int | None = None
             while left:  # one call on the pool for each segment, so that the writers run in between
-                here, below = self._reader.find_ids(self.host.pool, left, since_ms, below)
+                here, below = self.reader.find_ids(self.host.pool, left, since_ms, below)
                 found |= here
                 if below is None:
                     break
                 left = [message_id for message_id in left if message_id not in here] if here else left
         return found
 
-    def remember_ids(self, pending: Pending) -> None:
-        """Keep the ids of messages that have offsets and are not yet written."""
-        self._uncommitted.remember_ids(pending)
-
     def wait_committed(self, offset: int) -> None:
         """Return once `offset` is below the high watermark. Raises NotLeader when the leadership ends first."""
         if offset >= self.replica.high_watermark:
-            self._uncommitted.wait_below(offset + 1)
+            self.uncommitted.wait_below(offset + 1)
 
     def wait_settled(self, offset: int) -> None:
         """Like wait_committed, for records that take messages from consumers: also wait until no earlier leader can
         hand those messages out."""
         self.wait_committed(offset)
         if not self.replica.may_settle(self.host.clock.now_ms()):
-            self._uncommitted.wait_settled()
+            self.uncommitted.wait_settled()
 
     def wait_vouched(self, *, patient: bool = True) -> None:
         """Return when messages may be handed out. Raises Unavailable when that takes too long; if not `patient`, at
@@ -144,33 +128,20 @@ class ReadablePartition:
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
-    def pieces(self, start: int, end: int, limit: int) -> Iterator[BatchSlice]:
-        """Yield the messages in [start, end), at most `limit`, in slices of batches. Raises Unavailable for a damaged
-        batch."""
-        return self._reader.pieces(start, end, limit)
-
     def read_ahead(self, offset: int) -> None:
         """Have the first readable message at or above `offset` in memory. The caller may have to wait."""
-        self._reader.read_ahead(self.host.pool, offset, self.readable_end)
-
-    def control_at(self, offset: int) -> Batch | None:
-        """Return the control record at `offset`; None when it is gone. Raises Unavailable for a damaged one."""
-        return self._reader.control_at(offset)
+        self.reader.read_ahead(self.host.pool, offset, self.readable_end)
 
     def lane_positions(self, start: int, end: int) -> Iterator[LanePosition]:
         """Yield where the messages in [start, end) are in their lanes."""
-        for piece in self.pieces(start, end, end - start):
+        for piece in self.reader.pieces(start, end, end - start):
             for offset, record in enumerate(piece.records(), piece.start):
                 yield lane_position(offset, record.priority, record.deliver_at_ms, piece.batch.appended_at_ms)
 
     def readable_by_ms(self, wall_ms: int) -> int:
         """Return up to when all due messages are readable: one that is not readable yet is due after its append."""
-        unread_ms = self._uncommitted.first_message_ms()
+        unread_ms = self.uncommitted.first_message_ms()
         return wall_ms if unread_ms is None else min(wall_ms, unread_ms)
-
-    def forget_read(self) -> None:
-        """Forget what was read before: the files have changed."""
-        self._reader.forget()
 
     def check_offset(self, offset: int, within_ms: int = VOUCHED_WITHIN_MS) -> None:
         """Raise OffsetOutOfRange; or Unavailable when the offset may yet exist (KIP-207), or may exist at a successor

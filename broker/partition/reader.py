@@ -9,6 +9,7 @@ import msgspec
 from gevent.threadpool import ThreadPool
 
 from portalmq.broker.partition.cache import BatchCache, payload_bytes
+from portalmq.broker.partition.native import attempt
 from portalmq.broker.partition.refusals import refusal_of
 from portalmq.broker.storage.batch import Batch, BatchKind, Record
 from portalmq.broker.storage.errors import DAMAGE, OffsetPurged, Shortage, StorageError, StorageFault
@@ -92,8 +93,7 @@ class Reader:
     ) -> tuple[dict[bytes, tuple[int, bytes | None, int]], int | None]:
         """Call the log's find_message_ids on a native thread. Raises Unavailable for damage, StorageFull."""
         self.used = True
-        found: tuple[dict[bytes, tuple[int, bytes | None, int]], int | None] | StorageError | Unavailable
-        found = pool.apply(_found_ids, (self._log, message_ids, since_ms, below))
+        found = attempt(pool, self._log.find_message_ids, message_ids, since_ms, below)
         if isinstance(found, Unavailable):
             raise found
         if isinstance(found, DAMAGE):
@@ -104,6 +104,8 @@ class Reader:
         if isinstance(found, StorageError):
             self._on_fault(found)
             raise Unavailable("the storage failed", outcome="not_applied") from found
+        if isinstance(found, Exception):
+            raise found
         return found
 
     def _of_checked(self, offset: int) -> BatchSlice | None:
@@ -164,7 +166,7 @@ class Reader:
             self._keep(batches)
 
     def forget(self) -> None:
-        """What was read before is not in the files any more as it was."""
+        """Forget what was read before: the files have changed."""
         self._forgotten += 1
         self._cache.drop(self._key)
 
@@ -203,13 +205,3 @@ def _read_if_whole(log: Log, offset: int, end: int) -> list[Batch]:
         return _read_batches(log, runs[0][0], end) if runs else []
     except (StorageError, Unavailable):
         return []
-
-
-def _found_ids(
-    log: Log, message_ids: Sequence[bytes], since_ms: int, below: int | None
-) -> tuple[dict[bytes, tuple[int, bytes | None, int]], int | None] | StorageError | Unavailable:
-    """Run on a native thread. Return errors instead of raising them, since gevent would print them."""
-    try:
-        return log.find_message_ids(message_ids, since_ms, below)
-    except (StorageError, Unavailable) as error:
-        return error

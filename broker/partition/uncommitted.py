@@ -147,6 +147,7 @@ class Uncommitted:
         self._sought.difference_update(message_ids)
 
     def is_sought(self, message_id: bytes) -> bool:
+        """Whether a call is looking for this id in the log, and appends its message if it is not there."""
         return message_id in self._sought
 
     def is_any_sought(self, message_ids: Iterable[bytes]) -> bool:

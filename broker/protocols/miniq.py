@@ -87,12 +87,12 @@ def get(context: RequestContext) -> Response:
     wait_ms = min(parameters.number("wait_ms") or 0, wire.WAIT_MS_MAX)
     wanted = wire.ReceiveRequest([queue], max_messages=1, wait_ms=wait_ms, attempt_id=uuid.uuid4().hex)
     with context.parked(wait_ms):
-        messages = context.broker.receive(DEFAULT, wanted, peer_of(current()), is_first=True)
+        messages = context.broker.receive_handler.receive(DEFAULT, wanted, peer_of(current()), is_first=True)
     if not messages:
         raise MessageNotFound(f"queue {queue!r} has no message available now")
     (message,) = messages
     if context.config.no_confirm:
-        is_done(*context.broker.ack(DEFAULT, [message.receipt]))
+        is_done(*context.broker.settlement.settle(DEFAULT, [message.receipt]))
     key = MessageKey(context.broker.offset_acks.mark_in(message.receipt), message.partition, message.offset)
     return answer({**message_member(message.record), "timestamp": message.timestamp_ms, "key": str(key)})
 

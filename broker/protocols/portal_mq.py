@@ -103,12 +103,10 @@ def _first_message(context: RequestContext, topic: str, size: int, wait_ms: int)
         if wait_ms <= 0:
             return None
         look_ms = wait_ms if size == 1 else min(wait_ms, LOOK_MS)
-        context.broker.browse(
+        context.broker.browser.browse(
             topic,
             numbers[0],
             offset=head.offset,
-            position=None,
-            at_ms=None,
             limit=1,
             wait_ms=look_ms,
             peer=peer_of(current()),

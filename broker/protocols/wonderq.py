@@ -59,7 +59,7 @@ def consume(context: RequestContext) -> Response:
         [DEFAULT], max_messages=limit, wait_ms=wait_ms, attempt_id=f"{holder}:{uuid.uuid4().hex}", consumer=holder
     )
     with context.parked(wait_ms):
-        messages = context.broker.receive(DEFAULT, wanted, peer_of(current()), is_first=True)
+        messages = context.broker.receive_handler.receive(DEFAULT, wanted, peer_of(current()), is_first=True)
     return answer(
         {"messages": [{"id": id_of(each.partition, each.offset), **message_member(each.record)} for each in messages]}
     )

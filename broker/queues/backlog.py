@@ -12,6 +12,7 @@ at most a twentieth of the time.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from time import perf_counter
 from weakref import WeakKeyDictionary
 
@@ -29,18 +30,16 @@ PAUSE_FACTOR = 20
 RETRY_AFTER_S = 0.25
 
 
+@dataclass(slots=True, eq=False)
 class _Count:
     """The last count of a partition: it is full at message number `full_at`. `records` is the number of control records
     at that time."""
 
-    __slots__ = ("at_ms", "full_at", "pause_ms", "records", "share")
-
-    def __init__(self) -> None:
-        self.share = 0
-        self.full_at = 0
-        self.records = -1
-        self.at_ms = -(1 << 62)
-        self.pause_ms = 0.0
+    share: int = 0
+    full_at: int = 0
+    records: int = -1
+    at_ms: int = -(1 << 62)
+    pause_ms: float = 0.0
 
 
 class Backlog:

@@ -16,18 +16,17 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
 from portalmq import wire
-from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, one_by_one
+from portalmq.broker.cluster.routing import LocalWork, one_by_one
 from portalmq.broker.cluster.rpc import TopicPartition
 from portalmq.broker.cluster.rpc.queues import COMMIT, CommitCall, CommitResult, LeaseOffsets, MemberOffset
 from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.core.fold import SpanFold
 from portalmq.broker.core.queue.delivery import GroupDelivery
-from portalmq.broker.core.queue.receipts import ReceiptSigner
 from portalmq.broker.core.queue.records import Commit, LanePosition, Output, Range
 from portalmq.broker.core.stream.offsets import StreamOffsets
 from portalmq.broker.messages.metrics import Metrics
@@ -36,7 +35,9 @@ from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.yielding import give_way, in_turns
 from portalmq.broker.queues.group_partition import GroupPartition, ReceiptSpan
-from portalmq.broker.queues.outbox import Outbox, Outboxes
+from portalmq.broker.queues.groups import Groups
+from portalmq.broker.queues.outbox import Outbox, Outboxes, OutputTopics
+from portalmq.broker.queues.settle import Settlement
 from portalmq.broker.storage.batch import BatchKind, Record
 from portalmq.control_plane.state import GroupState
 from portalmq.errors import (
@@ -81,55 +82,18 @@ class OutputMessage:
     partition: int | None = None
 
 
-class CommitGroupLookup(Protocol):
-    """The part of `Groups` that commits need."""
-
-    def get(self, name: str, *, mode: str = "") -> GroupState: ...
-    def get_by_id(self, name: str, group_id: str) -> GroupState: ...
-    def receipt_signer(self, group: GroupState, topic_id: str) -> ReceiptSigner: ...
-    def at(self, group: GroupState, place: TopicPartition) -> GroupPartition: ...
-    def partition(self, place: TopicPartition) -> Partition: ...
-
-
-class Receipts(Protocol):
-    def checked(self, group: GroupState, texts: list[str]) -> dict[TopicPartition, list[ReceiptSpan]]:
-        """Return the receipts by partition. Raises InvalidRequest when one of them is not the group's."""
-        ...
-
-
-class TopicLookup(Protocol):
-    def known(self, name: str) -> Topic:
-        """Raises TopicNotFound, Unavailable."""
-        ...
-
-    def get_or_create(self, name: str) -> Topic:
-        """Raises TopicNotFound where topics are not created by use."""
-        ...
-
-
+@dataclass(eq=False, repr=False)
 class GroupCommits:
     """Commit calls of clients, and those that other brokers forward."""
 
-    def __init__(
-        self,
-        groups: CommitGroupLookup,
-        receipts: Receipts,
-        topics: TopicLookup,
-        leaders: LeaderRouter,
-        outboxes: Outboxes,
-        clock: Clock,
-        metrics: Metrics,
-        check_reached: Callable[[GroupState, int], None],
-    ) -> None:
-        self._groups = groups
-        self._receipts = receipts
-        self._topics = topics
-        self._leaders = leaders
-        # Raises IllegalGeneration for a generation that a stream group has not reached.
-        self._check_reached = check_reached
-        self._metrics = metrics
-        self._outboxes = outboxes
-        self._clock = clock
+    _groups: Groups
+    _receipts: Settlement
+    _topics: OutputTopics
+    _outboxes: Outboxes
+    _clock: Clock
+    _metrics: Metrics
+    # Raises IllegalGeneration for a generation that a stream group has not reached.
+    _check_reached: Callable[[GroupState, int], None]
 
     # --- the broker that the client calls ----------------------------------------------------------------------------
 
@@ -175,7 +139,7 @@ class GroupCommits:
         cannot be committed or is committed already. Then nothing is done."""
         group = self._of_mode(name, "stream")
         self._check_reached(group, stream.generation)
-        place = self._topics.known(topic).place(number)
+        place = self._groups.topics.known(topic).place(number)
         call = CommitCall(name, group.group_id, *place, self._outputs(publications), stream=stream)
         return self._forward(call, place, forward)
 
@@ -190,9 +154,11 @@ class GroupCommits:
 
     def _forward(self, call: CommitCall, place: TopicPartition, forward: bool) -> wire.Committed:
         if not forward:
-            self._leaders.check_led_here([place])
+            self._groups.leaders.check_led_here([place])
         try:
-            done = self._leaders.call_one(COMMIT, call, self._local_commit(call), forward=forward, repeatable=True)
+            done = self._groups.leaders.call_one(
+                COMMIT, call, self._local_commit(call), forward=forward, repeatable=True
+            )
         except (StaleReceipt, IllegalGeneration, OffsetMoved, OffsetOutOfRange) as error:
             # The leader knows all commits of this partition: an earlier try is not among them, and never will be.
             error.outcome = "not_applied"
@@ -370,7 +336,7 @@ class GroupCommits:
     def _first_answer(self, partition: Partition, offset: int, call: CommitCall, acked: int) -> CommitResult:
         """Return the answer of a commit that is in the log, after a wait until it is committed."""
         partition.wait_settled(offset)
-        record = partition.control_at(offset)
+        record = partition.reader.control_at(offset)
         published = len(call.outputs)
         if record is not None and record.kind == BatchKind.COMMIT:
             published = len(_decode_commit(record.body).outputs)

@@ -15,12 +15,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from portalmq import wire
-from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, one_by_one
+from portalmq.broker.cluster.routing import LocalWork, one_by_one
 from portalmq.broker.cluster.rpc import PartitionCall, TopicPartition
 from portalmq.broker.cluster.rpc.queues import (
     DEAD_LETTERS,
@@ -41,7 +41,7 @@ from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.writer import Pending
 from portalmq.broker.partition.yielding import TimeSlice, give_way, in_short_turns, in_turns
-from portalmq.broker.queues.group_partition import GroupPartition
+from portalmq.broker.queues.groups import Groups
 from portalmq.broker.queues.outbox import provenance
 from portalmq.broker.storage.batch import Record
 from portalmq.control_plane.state import GroupState
@@ -71,36 +71,18 @@ class Listed:
     next_after: str | None
 
 
-class DeadLetterGroupLookup(Protocol):
-    """The part of `Groups` that dead letters need."""
-
-    def get(self, name: str) -> GroupState: ...
-    def get_queue(self, name: str) -> GroupState: ...
-    def get_same(self, name: str, group_id: str) -> GroupState: ...
-    def partition(self, place: TopicPartition) -> Partition: ...
-    def attach(self, group: GroupState, partition: Partition, topic_id: str) -> GroupPartition: ...
-
-
 class DeadLetters:
     """The dead letters of all groups, over all leaders."""
 
-    def __init__(
-        self,
-        groups: DeadLetterGroupLookup,
-        find: Callable[[str], Topic],
-        leaders: LeaderRouter,
-        clock: Clock,
-    ) -> None:
+    def __init__(self, groups: Groups, clock: Clock) -> None:
         self._groups = groups
-        self._find = find
-        self._leaders = leaders
         self._clock = clock
 
     # --- the broker that the client calls ----------------------------------------------------------------------------
 
     def page(self, name: str, topic_name: str, *, limit: int, after: str | None, forward: bool = True) -> Listed:
         """Return dead letters of the group on a topic, by partition and offset, after the one with id `after`."""
-        group, topic = self._groups.get_queue(name), self._find(topic_name)
+        group, topic = self._groups.get_queue(name), self._groups.topics.known(topic_name)
         first, offset = _place_of_id(after, topic) if after is not None else (0, -1)
         shares = [
             DeadShare(number, offset if number == first else -1) for number in range(first, topic.state.partitions)
@@ -164,7 +146,7 @@ class DeadLetters:
         self, name: str, topic_name: str, ids: Sequence[str] | None, where: object, forward: bool
     ) -> tuple[GroupState, Topic, list[DeadShare]]:
         """Return the matching dead letters, by partition, for the partitions that have any."""
-        group, topic = self._groups.get_queue(name), self._find(topic_name)
+        group, topic = self._groups.get_queue(name), self._groups.topics.known(topic_name)
         named = _named(ids, topic) if ids is not None else dict.fromkeys(range(topic.state.partitions))
         shares = [DeadShare(number, offsets=offsets) for number, offsets in named.items()]
         call = DeadCall(name, group.group_id, topic.name, topic.state.topic_id, shares, where=where)
@@ -182,8 +164,8 @@ class DeadLetters:
     ) -> dict[int, T]:
         """Return the answer of each partition by number. Raises the first error; as unknown when a part was done."""
         if not forward:
-            self._leaders.check_led_here(request.places)
-        outcomes = self._leaders.call(call, request, local, forward=forward, repeatable=repeatable)
+            self._groups.leaders.check_led_here(request.places)
+        outcomes = self._groups.leaders.call(call, request, local, forward=forward, repeatable=repeatable)
         found: dict[int, T] = {}
         errors: list[PortalMQError] = []
         for place, outcome in outcomes.items():
@@ -332,7 +314,7 @@ def _dead_messages(
     """Yield the dead messages from `start` on that are still in the log: (dead, offset, timestamp_ms, record)."""
     for dead in delivery.dead_from(start) if delivery is not None else ():
         first = max(start, dead.start)
-        for piece in partition.pieces(first, dead.end, dead.end - first):
+        for piece in partition.reader.pieces(first, dead.end, dead.end - first):
             for offset, record in enumerate(piece.records(), piece.start):
                 yield dead, offset, piece.batch.appended_at_ms, record
 

@@ -12,16 +12,11 @@ from functools import partial
 from typing import NamedTuple
 
 from portalmq.broker.core.queue.delivery import OUTSTANDING_MAX
-from portalmq.broker.core.queue.receipts import ReceiptSigner
 from portalmq.broker.core.queue.records import Ack, Extend, LanePosition, Nack, Range, ranges_of
-from portalmq.broker.messages.metrics import Metrics
-from portalmq.broker.partition.clock import Clock
-from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.writer import Pending
 from portalmq.broker.queues.delivery_batch import backoff_ms, parts_of
 from portalmq.broker.queues.group_receiver import GroupReceiver
 from portalmq.broker.queues.partition_counts import counted
-from portalmq.control_plane.state import GroupState
 from portalmq.errors import Backpressure, PortalMQError
 from portalmq.wire import GroupConfig
 
@@ -45,17 +40,7 @@ Verdicts = dict[int, bool]
 class GroupPartition(GroupReceiver):
     """One group on one partition, while it is led here: receive and settle."""
 
-    def __init__(
-        self,
-        partition: Partition,
-        group: GroupState,
-        signer: ReceiptSigner,
-        clock: Clock,
-        metrics: Metrics,
-        settings: Callable[[], GroupConfig],
-    ) -> None:
-        super().__init__(partition, group, signer, clock, metrics, settings)
-        self._ahead_max = AHEAD_STEP
+    _ahead_max = AHEAD_STEP
 
     # --- ack ---------------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from portalmq.broker.core.queue.selection import NEVER_MS, DeliveryRange, Select
 from portalmq.broker.messages.metrics import Metrics
 from portalmq.broker.partition.answer_size import fitting, sizes_of
 from portalmq.broker.partition.clock import Clock
-from portalmq.broker.partition.long_poll import LeasedMessage, ReceiveOptions, Waiter
+from portalmq.broker.partition.long_poll import LeasedMessage, ReceiveOptions
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.reader import BatchSlice
 from portalmq.broker.partition.writer import Pending
@@ -66,14 +66,11 @@ class GroupReceiver:
         self._clock = clock
         self._metrics = metrics
         self._ready_messages = ReadyMessages(partition)
-        self._wakeup = Wakeup(
-            partition,
-            group.name,
-            self._ready_messages,
-            clock,
-            settings=settings,
-            on_timer=self._on_timer,
+        self._wakeup = wakeup = Wakeup(
+            partition, group.name, self._ready_messages, clock, settings=settings, on_timer=self._on_timer
         )
+        self.park, self.leave, self.end_waits = wakeup.park, wakeup.leave, wakeup.end_waits
+        self.notify, self.has_messages = wakeup.notify, wakeup.has_messages
 
     @property
     def delivery(self) -> GroupDelivery:
@@ -87,21 +84,6 @@ class GroupReceiver:
         if delivery is not None:  # no receive reads the key order here any more, and finished keys would pile up
             delivery.keys = None
         self._wakeup.close()
-
-    def end_waits(self) -> None:
-        self._wakeup.end_waits()
-
-    def park(self, waiter: Waiter) -> None:
-        self._wakeup.park(waiter)
-
-    def leave(self, waiter: Waiter) -> None:
-        self._wakeup.leave(waiter)
-
-    def notify(self) -> None:
-        self._wakeup.notify()
-
-    def has_messages(self) -> bool:
-        return self._wakeup.has_messages()
 
     # --- receive -----------------------------------------------------------------------------------------------------
 
@@ -222,7 +204,7 @@ class GroupReceiver:
     def _pieces_of(self, handed: DeliveryRange) -> Iterable[BatchSlice]:
         start, end, _, _, piece = handed
         if piece is None:  # from another lane: only its offset is known so far
-            return self.partition.pieces(start, end, end - start)
+            return self.partition.reader.pieces(start, end, end - start)
         return (piece if piece.start == start and piece.end == end else BatchSlice(piece.batch, start, end),)
 
     def _may_exceed(self, pieces: list[tuple[BatchSlice, int, int]], max_bytes: int) -> bool:
@@ -334,7 +316,7 @@ class GroupReceiver:
         return [message for span in spans for message in self._under_lease(span)]
 
     def _under_lease(self, span: SpanFold) -> list[LeasedMessage]:
-        pieces = self.partition.pieces(span.start, span.end, span.end - span.start)
+        pieces = self.partition.reader.pieces(span.start, span.end, span.end - span.start)
         runs = runs_of([(piece, span.deliveries, span.lane) for piece in pieces])
         return self._delivered(runs, span.available_at_ms, span.leader_epoch)
 

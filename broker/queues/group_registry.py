@@ -105,6 +105,13 @@ class GroupRegistry:
             raise GroupModeMismatch(f"group {name!r} is a stream group: join it, or use another name for a queue group")
         return group
 
+    def ensure_stream(self, name: str) -> GroupState:
+        """Return the group; create a stream group if it is missing."""
+        group = self.find_of(name, "stream")
+        if group is None:
+            self.put(name, {"mode": "stream"})
+        return group or self.get(name)
+
     def get_same(self, name: str, group_id: str) -> GroupState:
         """Return the group of this id. Raises GroupNotFound, and Unavailable when another one has the name."""
         group = self.get(name, group_id=group_id)

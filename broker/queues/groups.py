@@ -21,7 +21,7 @@ from portalmq.broker.cluster.capacity import Capacity
 from portalmq.broker.cluster.metadata_cache import MetadataCache
 from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, one_by_one
 from portalmq.broker.cluster.rpc import TopicPartition, values_of
-from portalmq.broker.cluster.rpc.queues import KNOWN, START, BeginGroup, GroupBegunCall
+from portalmq.broker.cluster.rpc.queues import KNOWN, START, BeginGroup, LookAt
 from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.cluster.topics import Topics
 from portalmq.broker.core.queue.receipts import ReceiptSigner, topic_tag
@@ -36,7 +36,7 @@ from portalmq.broker.queues.group_registry import GroupRegistry
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.mirror import Changes, Mirror
 from portalmq.control_plane.state import GroupState
-from portalmq.errors import InvalidRequest, PortalMQError, Unavailable
+from portalmq.errors import InvalidRequest, KeyOrder, PortalMQError, Unavailable
 
 UNKNOWN_S = 5.0
 UNKNOWN_MAX = 1_000
@@ -259,7 +259,7 @@ class Groups(GroupRegistry):
         mark = (group.group_id, state.topic_id, state.partitions)
         if group.config.start == "earliest" or mark in self._begun or not forward:
             return
-        asked = GroupBegunCall(group.name, state.name, state.topic_id, [0])
+        asked = LookAt(group.name, state.name, state.topic_id, [0])
         has_begun = self.leaders.call_one(KNOWN, asked, self.local_known(asked), repeatable=True)
         start = "earliest" if has_begun else group.config.start
         for numbers in (list(range(1, state.partitions)), [0]):
@@ -283,7 +283,30 @@ class Groups(GroupRegistry):
         self.attach(group, partition, place.topic_id).start_at(start).wait()
         return True
 
-    def local_known(self, request: GroupBegunCall) -> LocalWork[bool]:
+    def check_growth(self, topic: Topic, partitions: int | None) -> None:
+        """Raise KeyOrder when partitions would be added to a topic that a group reads in the order of keys: messages of
+        a key that wait in the old partition and messages in the new one would be delivered concurrently. Also raises
+        the error of a leader that cannot be asked."""
+        state = topic.state
+        if partitions is None or partitions <= state.partitions:
+            return
+        for name, group in sorted(self._mirror.groups.items()):
+            if group.config.ordering != "key":
+                continue
+            request = LookAt(name, state.name, state.topic_id, list(range(state.partitions)))
+            outcomes = self.leaders.call(KNOWN, request, self.local_known(request), repeatable=True)
+            if True in outcomes.values():
+                raise KeyOrder(
+                    f"group {name!r} reads topic {topic.name!r} in the order of keys: with more partitions a key moves"
+                    f" to another one while its older messages wait in the old one. Let the group finish first, or use"
+                    f" ?force=true"
+                )
+            for error in outcomes.values():
+                if isinstance(error, PortalMQError):
+                    error.outcome = "not_applied"  # nothing has changed yet
+                    raise error
+
+    def local_known(self, request: LookAt) -> LocalWork[bool]:
         return one_by_one(lambda place: request.group in self.partition(place).delivery)
 
     def local_start(self, request: BeginGroup) -> LocalWork[bool]:

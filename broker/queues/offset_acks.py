@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import compress, repeat
 
-from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, place_of, together
+from portalmq.broker.cluster.routing import LocalWork, place_of, together
 from portalmq.broker.cluster.rpc import TopicPartition, raise_if_all_failed
 from portalmq.broker.cluster.rpc.queues import FINISH, Finish, FinishShare
 from portalmq.broker.cluster.topic import Topic
@@ -24,24 +24,15 @@ from portalmq.errors import PortalMQError, Unavailable
 
 
 class OffsetAcks:
-    """Acks by offset. `known` finds a topic by name, and waits for one that was just created; `stands` reads a topic
-    from the control plane."""
+    """Acks by offset. `stands` reads a topic from the control plane."""
 
-    def __init__(
-        self,
-        groups: Groups,
-        known: Callable[[str], Topic],
-        stands: Callable[[str], TopicState | None],
-        leaders: LeaderRouter,
-    ) -> None:
+    def __init__(self, groups: Groups, stands: Callable[[str], TopicState | None]) -> None:
         self._groups = groups
-        self._topic = known
         self._stands = stands
-        self._leaders = leaders
 
     def mark(self, topic_name: str) -> str:
         """Return a mark that differs from that of an earlier topic of the name. Raises TopicNotFound."""
-        return topic_mark(self._topic(topic_name).state.topic_id)
+        return topic_mark(self._groups.topics.known(topic_name).state.topic_id)
 
     def mark_in(self, receipt: str) -> str:
         """Return the mark of a received message's topic."""
@@ -62,7 +53,7 @@ class OffsetAcks:
         `<holder>:<anything>`; and for one with the mark of an earlier topic of the name. A repeat is safe. An entry is
         an error when its outcome is not known; the error is raised when that holds for all. Raises TopicNotFound,
         PartitionNotFound."""
-        topic = self._topic(topic_name)
+        topic = self._groups.topics.known(topic_name)
         if any(marks):
             of_it = self._are_of(topic, marks)
             own = iter(self._finish(topic, name, list(compress(places, of_it)), holder, forward))
@@ -92,7 +83,7 @@ class OffsetAcks:
         self._groups.begin(group, topic, forward=forward)
         asked = [FinishShare(*place, offsets) for place, offsets in shares.items()]
         request = Finish(name, group.group_id, asked, holder)
-        outcomes = self._leaders.call(
+        outcomes = self._groups.leaders.call(
             FINISH, request, self._local_finish(group, shares, holder), forward=forward, repeatable=True
         )
         raise_if_all_failed(outcomes.values())

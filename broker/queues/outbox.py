@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
-from typing import Protocol
 
 import gevent
 import msgspec
@@ -65,23 +64,6 @@ HEADER_DEAD_AT_MS = "portalmq-dead-at-ms"
 
 _decode_commit = msgspec.msgpack.Decoder(Commit).decode
 _decode_dead = msgspec.msgpack.Decoder(Dead).decode
-
-
-class Destinations(Protocol):
-    """Finds and creates the target topics, and appends to them."""
-
-    def find(self, name: str) -> Topic | None:
-        """Return the topic; None when it certainly does not exist. Raises Unavailable while that is not known."""
-        ...
-
-    def make(self, name: str, like: Topic) -> Topic:
-        """Return the dead-letter topic of this name; create a missing one with one partition and the message size limit
-        of `like`. Raises InvalidRequest for an invalid name."""
-        ...
-
-    def copies(self, topic: Topic, shares: dict[int, list[Record]]) -> dict[int, PortalMQError]:
-        """Append records with message ids, by partition; return the errors of the partitions that failed."""
-        ...
 
 
 _control_characters = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]+")
@@ -145,7 +127,7 @@ class Outbox:
     dedup window of another appends nothing twice.
     """
 
-    def __init__(self, topic: Topic, partition: Partition, destinations: Destinations, slots: BoundedSemaphore) -> None:
+    def __init__(self, topic: Topic, partition: Partition, destinations: OutputTopics, slots: BoundedSemaphore) -> None:
         self._topic = topic
         self._partition = partition
         self._destinations = destinations
@@ -262,7 +244,7 @@ class Outbox:
 
     def _messages_of(self, offset: int, group: str, batch: _OutputBatch) -> Iterator[tuple[str, int | None, Record]]:
         """Yield what the record at `offset` orders: topic, wanted partition, record with its id."""
-        order = self._partition.control_at(offset)
+        order = self._partition.reader.control_at(offset)
         if order is not None and order.kind == BatchKind.COMMIT:
             yield from self._outputs(order)
         elif order is not None and order.kind == BatchKind.DEAD:
@@ -286,7 +268,7 @@ class Outbox:
                 log.error("%s: dead letters of group %r cannot be copied: %s", self._partition, group, error)
                 return
         for start, end, deliveries in dead.ranges:
-            for piece in self._partition.pieces(start, end, end - start):
+            for piece in self._partition.reader.pieces(start, end, end - start):
                 for offset, record in enumerate(piece.records(), piece.start):
                     headers = provenance(
                         topic.name, self._partition.number, offset, group, deliveries, dead.reason, dead.at_ms
@@ -326,7 +308,7 @@ class Outbox:
 class Outboxes:
     """The outboxes of all partitions that are led here."""
 
-    def __init__(self, destinations: Destinations) -> None:
+    def __init__(self, destinations: OutputTopics) -> None:
         self._destinations = destinations
         self._slots = BoundedSemaphore(PARTITIONS_AT_ONCE)
         self._by_partition: dict[Partition, Outbox] = {}
@@ -354,34 +336,28 @@ class Outboxes:
         return sum(outbox.open for outbox in self._by_partition.values())
 
 
+@dataclass(eq=False, repr=False)
 class OutputTopics:
     """The topics that commits publish to and that dead letters are copied to."""
 
-    def __init__(
-        self,
-        topics: Topics,
-        catalog: Catalog,
-        find: Callable[[str], Topic],
-        append: Callable[[Topic, dict[int, list[Record]]], dict[int, PortalMQError]],
-    ) -> None:
-        """`find` waits for a topic that another broker has just created; it raises TopicNotFound, Unavailable."""
-        self.known = find
-        self.copies = append
-        self._topics = topics
-        self._catalog = catalog
+    _topics: Topics
+    _catalog: Catalog
+    # Appends records with message ids, by partition; returns the errors of the partitions that failed.
+    copies: Callable[[Topic, dict[int, list[Record]]], dict[int, PortalMQError]]
 
     def get_or_create(self, name: str) -> Topic:
         """Return the topic; create a missing one if topics are created by use. Raises TopicNotFound."""
         try:
-            return self.known(name)
+            return self._topics.known(name)
         except TopicNotFound:
             return self._topics.get_or_create(name)
 
     def find(self, name: str) -> Topic | None:
+        """Return the topic; None when it certainly does not exist. Raises Unavailable while that is not known."""
         try:
-            return self.known(name)
+            return self._topics.known(name)
         except TopicNotFound:
-            return None if self._is_gone(name) else self.known(name)
+            return None if self._is_gone(name) else self._topics.known(name)
 
     def _is_gone(self, name: str) -> bool:
         """Return True when the topic does not exist. Syncs first: the topic may have been created just now, through
@@ -393,6 +369,8 @@ class OutputTopics:
             raise Unavailable(f"the control plane does not answer: {error}", retry_after_s=1) from error
 
     def make(self, name: str, like: Topic) -> Topic:
+        """Return the dead-letter topic of this name; create a missing one with one partition and the message size limit
+        of `like`. Raises InvalidRequest for an invalid name."""
         found = self.find(name)
         if found is not None:
             return found
@@ -400,4 +378,4 @@ class OutputTopics:
         try:
             return self._topics.create(name, CreateTopic(partitions=1, config=config))[0]
         except TopicExists:
-            return self.known(name)
+            return self._topics.known(name)

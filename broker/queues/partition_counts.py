@@ -172,7 +172,7 @@ def _oldest_age_ms(
     first = delivery.next
     if partition.log.lanes.present:
         first = partition.log.lanes.next_plain(first, end, SKIP_MAX)
-    for piece in partition.pieces(first, end, HEAD_MAX):
+    for piece in partition.reader.pieces(first, end, HEAD_MAX):
         heads = (
             record
             for offset, record in enumerate(piece.records(), piece.start)
@@ -201,7 +201,7 @@ def _oldest_spans(delivery: GroupDelivery, spans: list[SpanFold]) -> list[SpanFo
 
 
 def _since(partition: Partition, start: int, end: int) -> Iterator[int]:
-    for piece in partition.pieces(start, end, 1):
+    for piece in partition.reader.pieces(start, end, 1):
         yield max(piece.batch.appended_at_ms, piece.records()[0].deliver_at_ms or 0)
 
 

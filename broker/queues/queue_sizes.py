@@ -6,12 +6,11 @@ the group begin. `look` changes nothing: a group that has not begun counts all m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, one_by_one
+from portalmq.broker.cluster.routing import LocalWork, one_by_one
 from portalmq.broker.cluster.rpc import Outcomes, TopicPartition, values_of
 from portalmq.broker.cluster.rpc.queues import LOOK, SIZES, LookAt, QueueSize, SizeOf
-from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.queues.groups import Groups
 from portalmq.broker.queues.partition_counts import tallied, untouched
@@ -19,31 +18,29 @@ from portalmq.control_plane.state import GroupState
 
 
 class QueueSizes:
-    """Counts queues. `known` finds a topic by name, and waits for one that was just created."""
+    """Counts queues."""
 
-    def __init__(self, groups: Groups, known: Callable[[str], Topic], leaders: LeaderRouter, clock: Clock) -> None:
+    def __init__(self, groups: Groups, clock: Clock) -> None:
         self._groups = groups
-        self._topic = known
-        self._leaders = leaders
         self._clock = clock
 
     def size(self, name: str, topic_name: str) -> QueueSize:
         """Return the counts over all partitions. Raises TopicNotFound, GroupModeMismatch; Unavailable when a leader
         cannot be asked, since its part would be missing."""
-        topic = self._topic(topic_name)
+        topic = self._groups.topics.known(topic_name)
         group = self._groups.ensure(name)
         self._groups.begin(group, topic)
         state = topic.state
         request = SizeOf(name, group.group_id, state.name, state.topic_id, list(range(state.partitions)))
-        return _sum(self._leaders.call(SIZES, request, self._local_sizes(group), repeatable=True))
+        return _sum(self._groups.leaders.call(SIZES, request, self._local_sizes(group), repeatable=True))
 
     def look(self, name: str, topic_name: str, *, forward: bool = True) -> QueueSize:
         """Return the same counts without creating the group or letting it begin."""
-        topic = self._topic(topic_name)
+        topic = self._groups.topics.known(topic_name)
         self._groups.find_queue(name)
         request = LookAt(name, topic.state.name, topic.state.topic_id, list(range(topic.state.partitions)))
         local = self.local_look(request)
-        return _sum(self._leaders.call(LOOK, request, local, forward=forward, repeatable=True))
+        return _sum(self._groups.leaders.call(LOOK, request, local, forward=forward, repeatable=True))
 
     def local_sizes(self, request: SizeOf) -> LocalWork[QueueSize]:
         return self._local_sizes(self._groups.get_by_id(request.group, request.group_id))

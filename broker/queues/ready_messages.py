@@ -80,7 +80,7 @@ class ReadyMessages:
         left, lane = LOOK_MAX, 0 if lanes.present else None
         while offset < end and left > 0:
             is_other = False
-            for piece in self._partition.pieces(offset, end, LOOK_MAX):
+            for piece in self._partition.reader.pieces(offset, end, LOOK_MAX):
                 part, cost = self._within(piece, left) if self.by_key else (piece, piece.end - piece.start)
                 is_other = True
                 for run in self._runs(part, lane):
@@ -108,7 +108,7 @@ class ReadyMessages:
         return BatchSlice(piece.batch, piece.start, min(piece.end, piece.start + max(1, left // BY_KEY))), left
 
     def returned(self, start: int, end: int) -> Iterator[Run]:
-        for piece in self._partition.pieces(start, end, end - start):
+        for piece in self._partition.reader.pieces(start, end, end - start):
             yield from self._runs(piece, None)
 
     def _runs(self, piece: BatchSlice, lane: int | None) -> Iterator[Run]:

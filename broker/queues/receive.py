@@ -62,7 +62,7 @@ class ReceiveHandler:
         request: wire.ReceiveRequest,
         peer: Peer | None,
         *,
-        forward: bool,
+        forward: bool = True,
         is_first: bool = False,
         portion: Portion | None = None,
     ) -> list[LeasedMessage]:
@@ -106,7 +106,7 @@ class ReceiveHandler:
         request: wire.ReceiveRequest,
         peer: Peer | None,
         *,
-        forward: bool,
+        forward: bool = True,
         is_first: bool = False,
         portion: Portion | None = None,
     ) -> tuple[list[LeasedMessage], list[Verdict]]:
@@ -137,6 +137,8 @@ class ReceiveHandler:
     def _prepare(
         self, name: str, request: wire.ReceiveRequest, is_first: bool, portion: Portion | None
     ) -> tuple[GroupState, list[Topic], ReceiveOptions]:
+        if self._groups.long_polls.closed:
+            raise Unavailable("this broker is shutting down", retry_after_s=0.5)
         group = self._groups.ensure(name)
         topics = [self._groups.topics.get_or_create(topic) for topic in dict.fromkeys(request.topics)]
         self._groups.check_same(group)

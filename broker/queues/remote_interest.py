@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import gevent
 from gevent.event import Event
@@ -34,6 +35,7 @@ EMPTY_PAUSE_S = 0.02
 Ask = Callable[[Callable[[], ReceiveResult]], ReceiveResult]
 
 
+@dataclass(eq=False, repr=False)
 class RemoteGroup:
     """A `long_poll.Source`: the partitions of some topics that one other broker leads, for one group.
 
@@ -42,21 +44,14 @@ class RemoteGroup:
 
     is_remote = True
 
-    def __init__(
-        self,
-        peers: PeerCaller,
-        broker_id: int,
-        group: GroupState,
-        topics: tuple[str, ...],
-        on_unbegun: Callable[[], None],
-        ask: Ask,
-    ) -> None:
-        self.broker_id = broker_id
-        self._peers = peers
-        self._group = group
-        self._topics = topics
-        self._on_unbegun = on_unbegun
-        self._ask = ask
+    _peers: PeerCaller
+    broker_id: int
+    _group: GroupState
+    _topics: tuple[str, ...]
+    _on_unbegun: Callable[[], None]
+    _ask: Ask
+
+    def __post_init__(self) -> None:
         self._waiters: dict[Waiter, None] = {}
         self._ready = False
         self._was_empty = False

@@ -9,42 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from portalmq.broker.cluster.routing import LeaderRouter, LocalWork
+from portalmq.broker.cluster.routing import LocalWork
 from portalmq.broker.cluster.rpc import Outcomes, TopicPartition, raise_if_all_failed
 from portalmq.broker.cluster.rpc.queues import SETTLE, Settle, SettleShare, Verb
-from portalmq.broker.cluster.topic import Topic
-from portalmq.broker.core.queue.receipts import HEAD_LENGTH, Lease, ReceiptSigner, offset_of, tag_of
+from portalmq.broker.core.queue.receipts import HEAD_LENGTH, Lease, offset_of, tag_of
 from portalmq.broker.partition.yielding import give_way, in_short_turns, in_turns
 from portalmq.broker.queues.group_partition import GroupPartition, ReceiptSpan, Verdicts
+from portalmq.broker.queues.groups import Groups
 from portalmq.control_plane.state import GroupState
 from portalmq.errors import InvalidRequest, PortalMQError, Unavailable
 
 # Receipts that are checked, or used by one record, before other greenlets run.
 RECEIPTS_A_TURN = 500
 
-# True for a receipt that was valid; an error when that is not known.
+# True for a receipt that was valid, False for a stale one; an error where the leader cannot be asked.
 Verdict = bool | PortalMQError
-
-
-class SettleGroupLookup(Protocol):
-    """The part of `Groups` that settlement needs."""
-
-    def get_queue(self, name: str) -> GroupState: ...
-    def get_by_id(self, name: str, group_id: str) -> GroupState: ...
-
-    def check_same(self, group: GroupState) -> None:
-        """Raise Unavailable when the group was deleted since `group` was read."""
-        ...
-
-    def by_tag(self, tag: bytes) -> Topic | None: ...
-    def receipt_signer(self, group: GroupState, topic_id: str) -> ReceiptSigner: ...
-
-    def at(self, group: GroupState, place: TopicPartition) -> GroupPartition:
-        """Return the group on a partition that is led here. Raises NotLeader, Unavailable, and InvalidRequest when the
-        group has not begun there."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +37,9 @@ class SettleRequest:
     reason: str | None = None
 
 
+ACK = SettleRequest("ack")
+
+
 @dataclass(slots=True)
 class _SettleWork:
     """The work of one call: receipts by partition."""
@@ -64,7 +47,7 @@ class _SettleWork:
     group: GroupState
     settle_request: SettleRequest
     shares: dict[TopicPartition, list[ReceiptSpan]]
-    groups: SettleGroupLookup
+    groups: Groups
     begun: dict[TopicPartition, tuple[list[bool], Callable[[], None]]] = field(default_factory=dict)
 
     def begin(self, places: Sequence[TopicPartition]) -> Outcomes[list[bool]]:
@@ -172,15 +155,15 @@ def _parts(shown: list[ReceiptSpan]) -> Iterator[list[ReceiptSpan]]:
 class Settlement:
     """Acks, nacks, releases and extensions of clients, and those that other brokers forward."""
 
-    def __init__(self, groups: SettleGroupLookup, leaders: LeaderRouter) -> None:
+    def __init__(self, groups: Groups) -> None:
         self._groups = groups
-        self._leaders = leaders
+        self._leaders = groups.leaders
 
     def settle(
-        self, name: str, receipts: list[str], settle_request: SettleRequest, *, forward: bool = True
+        self, name: str, receipts: list[str], settle_request: SettleRequest = ACK, *, forward: bool = True
     ) -> list[Verdict]:
-        """Return one verdict for each receipt, in order. Raises when nothing was done: InvalidRequest for a receipt of
-        another group, NotLeader without `forward`, and the error of the partitions when all refuse."""
+        """Settle, durably; return one verdict for each receipt, in order. Raises when nothing was done: InvalidRequest
+        for a receipt of another group, NotLeader without `forward`, and the error of the partitions when all refuse."""
         group = self._groups.get_queue(name)
         work = _SettleWork(group, settle_request, self.checked(group, receipts), self._groups)
         if not forward:
@@ -194,7 +177,7 @@ class Settlement:
         disk together with the receive's records; the others are settled. The returned function waits for the
         verdicts."""
         group = self._groups.get_queue(name)
-        work = _SettleWork(group, SettleRequest("ack"), self.checked(group, receipts), self._groups)
+        work = _SettleWork(group, ACK, self.checked(group, receipts), self._groups)
         if not forward:
             self._leaders.check_led_here(work.shares)
         here = [place for place in work.shares if self._leaders.led_here(place)]

@@ -10,14 +10,12 @@ whole log, with pauses for other greenlets.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from portalmq.broker.cluster.metadata_cache import MetadataCache
-from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, one_by_one, place_of
+from portalmq.broker.cluster.routing import LocalWork, one_by_one, place_of
 from portalmq.broker.cluster.rpc import TopicPartition
 from portalmq.broker.cluster.rpc.queues import UNFINISHED, ListUnfinished, MessageState, UnfinishedRow, UnfinishedRows
-from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.core.fold import HELD_MS
 from portalmq.broker.core.queue.delivery import GroupDelivery
 from portalmq.broker.core.queue.lanes import lane_position
@@ -44,20 +42,10 @@ class PendingMessage(NamedTuple):
 
 
 class UnfinishedMessages:
-    """Lists unfinished messages. `known` finds a topic by name, and waits for one that was just created."""
+    """Lists unfinished messages."""
 
-    def __init__(
-        self,
-        groups: Groups,
-        known: Callable[[str], Topic],
-        metadata_cache: MetadataCache,
-        leaders: LeaderRouter,
-        clock: Clock,
-    ) -> None:
+    def __init__(self, groups: Groups, clock: Clock) -> None:
         self._groups = groups
-        self._topic = known
-        self._metadata_cache = metadata_cache
-        self._leaders = leaders
         self._clock = clock
 
     def messages(
@@ -66,7 +54,7 @@ class UnfinishedMessages:
         """Yield the group's unfinished messages in the topic after `after` (partition, offset), partition by partition,
         each page read when it is needed. A group that was never used has finished nothing. Raises TopicNotFound,
         GroupModeMismatch, and the error of a leader."""
-        topic = self._topic(topic_name)
+        topic = self._groups.topics.known(topic_name)
         self._groups.find_queue(name)
         first, behind = after or (0, -1)
         topic.place(first)
@@ -76,7 +64,7 @@ class UnfinishedMessages:
             while offset is not None:
                 request = ListUnfinished(name, *place, offset, 1_000)
                 local = self.local_list(request)
-                found = self._leaders.call_one(UNFINISHED, request, local, forward=forward, repeatable=True)
+                found = self._groups.leaders.call_one(UNFINISHED, request, local, forward=forward, repeatable=True)
                 for at, timestamp_ms, record, state, deliveries, available_at_ms in found.rows:
                     stored = StoredMessage(topic_name, number, at, timestamp_ms, record)
                     yield PendingMessage(stored, state, deliveries, available_at_ms or None)
@@ -86,7 +74,7 @@ class UnfinishedMessages:
         return one_by_one(lambda place: self._list(place, request))
 
     def _list(self, place: TopicPartition, call: ListUnfinished) -> UnfinishedRows:
-        partition = self._metadata_cache.partition(place)
+        partition = self._groups.partition(place)
         partition.wait_vouched()
         delivery = partition.delivery.get(call.group)
         offset = max(call.offset, partition.log.log_start_offset)
@@ -96,7 +84,7 @@ class UnfinishedMessages:
         rows: list[UnfinishedRow] = []
         turn, room, looks = TimeSlice(), PAGE_BYTES, LOOK_MAX
         while offset < end:
-            piece = next(partition.pieces(offset, end, 1_000), None)
+            piece = next(partition.reader.pieces(offset, end, 1_000), None)
             if piece is None:
                 return UnfinishedRows(rows, None)
             for offset, record in enumerate(piece.records(), piece.start):
@@ -111,7 +99,7 @@ class UnfinishedMessages:
             if looks <= 0:
                 return UnfinishedRows(rows, offset)
             if turn.pause_if_over():
-                delivery = self._metadata_cache.partition(place).delivery.get(call.group)
+                delivery = self._groups.partition(place).delivery.get(call.group)
         return UnfinishedRows(rows, None)
 
     def _row(

@@ -10,6 +10,7 @@ consumer asks.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 import gevent
 
@@ -30,31 +31,24 @@ LOOK_AGAIN_MS = 1_000
 SOON_MS = 20
 
 
+@dataclass(eq=False, repr=False)
 class Wakeup:
     """Wakes waiters. `on_timer` is called when the timer fires, before a wake-up. Invariant: no timer runs after
     close."""
 
-    def __init__(
-        self,
-        partition: Partition,
-        group: str,
-        ready_messages: ReadyMessages,
-        clock: Clock,
-        *,
-        settings: Callable[[], GroupConfig],
-        on_timer: Callable[[], None],
-    ) -> None:
-        self.partition = partition
-        self.group = group
-        self.settings = settings
+    partition: Partition
+    group: str
+    _ready_messages: ReadyMessages
+    _clock: Clock
+    settings: Callable[[], GroupConfig]
+    on_timer: Callable[[], None]
+
+    def __post_init__(self) -> None:
         self.closed = False
-        self._ready_messages = ready_messages
-        self._clock = clock
-        self._on_timer = on_timer
         self._waiters: dict[Waiter, None] = {}
         self._timer: gevent.Greenlet | None = None
         self._timer_at_ms = 0
-        partition.on_readable.append(self.notify)
+        self.partition.on_readable.append(self.notify)
 
     @property
     def delivery(self) -> GroupDelivery | None:
@@ -176,5 +170,5 @@ class Wakeup:
         self._timer = None
         if self.delivery is None:
             return
-        self._on_timer()
+        self.on_timer()
         self.notify()

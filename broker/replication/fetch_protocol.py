@@ -21,6 +21,7 @@ import msgspec
 
 from portalmq.broker.core.replica.events import Fetch
 from portalmq.broker.partition.fetch_answers import PartitionAnswer, PartitionKey
+from portalmq.broker.partition.host import FollowedPartition
 
 FETCH = "fetch"
 FETCH_WAIT_MS = 500
@@ -70,18 +71,18 @@ decode_request = msgspec.msgpack.Decoder(ReplicaFetchRequest).decode
 decode_answer = msgspec.msgpack.Decoder(ReplicaFetchAnswer).decode
 
 
-def asked_of(topic_id: str, partition: int, fetch: Fetch, store_uuid: str, known_hw: int) -> AskedPartition:
+def asked_of(partition: FollowedPartition, fetch: Fetch, store_uuid: str) -> AskedPartition:
     """Encode a fetch of the broker whose store is `store_uuid`."""
     return AskedPartition(
-        topic_id,
-        partition,
+        partition.topic_id,
+        partition.number,
         None if fetch.store_uuid == store_uuid else fetch.store_uuid,
         fetch.leader_epoch,
         fetch.fetch_offset,
         fetch.durable_offset,
         fetch.last_epoch,
         fetch.number,
-        known_hw,
+        partition.high_watermark,
     )
 
 

@@ -31,6 +31,7 @@ from portalmq.broker.partition.fetch_answers import (
     RejectedAnswer,
     echo_of,
 )
+from portalmq.broker.partition.long_poll import Peer
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.replication.fetch_protocol import (
     AskedPartition,
@@ -53,13 +54,6 @@ SHARE_BYTES_MIN = 64 * 1024
 class ReplicationHost(Protocol):
     cluster_id: str
     clock: Clock
-
-
-class Poller(Protocol):
-    """The connection of the broker that waits."""
-
-    def gone(self) -> bool: ...
-    def watch(self, on_gone: Callable[[], None]) -> Callable[[], None]: ...
 
 
 class LocalPartitions(Protocol):
@@ -177,7 +171,7 @@ class FetchServer:
         session = self._sessions.get(broker_id)
         return session is not None and session.polls > 0
 
-    def serve(self, body: bytes, peer: Poller | None) -> bytes:
+    def serve(self, body: bytes, peer: Peer | None) -> bytes:
         """Answer one request. Raises InvalidRequest for an invalid one, or one of another cluster."""
         try:
             request = decode_request(body)
@@ -267,7 +261,7 @@ class FetchServer:
 
     # --- the poll ----------------------------------------------------------------------------------------------------
 
-    def _poll(self, session: FetchSession, request: ReplicaFetchRequest, peer: Poller | None) -> bytes:
+    def _poll(self, session: FetchSession, request: ReplicaFetchRequest, peer: Peer | None) -> bytes:
         # Followers confirm their leader by its answers, so an answer comes in time for that.
         deadline_ms = self._host.clock.now_ms() + min(request.wait_ms, WAIT_MS_MAX, VOUCHED_FOR_MS // 2)
         unwatch = peer.watch(session.wakeup.set) if peer is not None else None

@@ -29,7 +29,6 @@ from portalmq.broker.replication.fetch_protocol import (
     FETCH,
     FETCH_BYTES_MAX,
     FETCH_WAIT_MS,
-    AskedPartition,
     ReplicaFetchAnswer,
     ReplicaFetchRequest,
     asked_of,
@@ -210,18 +209,12 @@ class Fetcher:
             self._turn,
             self._fetchers.wait_ms,
             self._fetchers.max_bytes,
-            [self._asked_partition(partition) for partition in self._unsure],
+            [asked_of(partition, self._asked[partition], host.store_uuid) for partition in self._unsure],
             list(self._left),
             self._answered_ms,
         )
         self._polls += 1
         gevent.spawn(self._poll, self._session, self._turn, encode(request))
-
-    def _asked_partition(self, partition: FollowedPartition) -> AskedPartition:
-        fetch = self._asked[partition]
-        return asked_of(
-            partition.topic_id, partition.number, fetch, self._fetchers.host.store_uuid, partition.high_watermark
-        )
 
     # --- answers -----------------------------------------------------------------------------------------------------
 

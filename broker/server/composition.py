@@ -37,7 +37,7 @@ from portalmq.broker.partition.yielding import give_way
 from portalmq.broker.server.auth import Auth, auth_from, has_open_zookeeper
 from portalmq.broker.server.config import SECRET_LENGTH_MIN, BrokerConfig, cluster_secret_in
 from portalmq.broker.server.logs import ServerLogger, start_logging
-from portalmq.broker.server.preflight import IdentityRequest, Preflight, tls_of
+from portalmq.broker.server.preflight import IdentityRequest, Preflight, zookeeper_of
 from portalmq.broker.server.process import BrokerArbiter, BrokerWorker
 from portalmq.broker.storage.disk import DataDirectory, DirectoryInUse, DiskGuard, StoreIdentity, WrongCluster
 from portalmq.broker.storage.errors import StorageError, StorageFault, faults_of
@@ -282,15 +282,7 @@ class BrokerProcess:
     def _started_plane(self) -> ControlPlane:
         """Return the started control plane: the cluster's ZooKeeper, or this broker's own journal."""
         if self.config.is_clustered:
-            from portalmq.control_plane.zookeeper import ZooKeeper
-
-            zookeeper = ZooKeeper(
-                self.config.zookeeper,
-                session_timeout_s=self.config.session_timeout_ms / 1_000,
-                auth=self.config.zookeeper_auth,
-                tls=tls_of(self.config),
-                owns_root=self.config.zookeeper_own_root,
-            )
+            zookeeper = zookeeper_of(self.config, self.config.session_timeout_ms / 1_000)
             self._patience(zookeeper.start)
             return zookeeper
         from portalmq.control_plane.standalone import Standalone

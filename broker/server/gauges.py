@@ -157,7 +157,7 @@ def gauges_of(broker: Broker, disk: DiskGuard, *, connected: bool) -> Gauges:
             partition.log.log_start_offset,
             partition.high_watermark,
             is_under_replicated(partition),
-            bool(partition.quarantined),
+            bool(partition.replica.quarantined),
             partition.log.end_offset - partition.high_watermark if partition.replica.leading else None,
         )
         for partition in replicas

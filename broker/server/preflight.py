@@ -39,7 +39,6 @@ from portalmq.system import die_with
 if TYPE_CHECKING:
     from portalmq.control_plane.catalog import Catalog
     from portalmq.control_plane.zookeeper import ZooKeeper
-    from portalmq.control_plane.zookeeper.connection import Tls
 
 CONNECT_WITHIN_S = 5.0
 # The longest time that the arbiter waits for an answer of the child, beyond the child's wait for ZooKeeper. The child's
@@ -215,24 +214,14 @@ def patience_of(config: BrokerConfig) -> RetryBudget:
 
 def connected(config: BrokerConfig) -> ZooKeeper:
     """Open a session within 5 s. Raises StartupError with the exit code for the cause."""
-    try:
-        from portalmq.control_plane.plane import PlaneRefused, PlaneUnavailable
-        from portalmq.control_plane.zookeeper import ZooKeeper
-    except ImportError as missing:
-        raise StartupError(f"{missing.name} is not installed: `pip install 'portalmq[broker]'`", EX_USAGE) from None
-
     where = config.zookeeper.partition("/")[0]
     try:
-        # ZooKeeper() waits for twice this time.
-        plane = ZooKeeper(
-            config.zookeeper,
-            session_timeout_s=CONNECT_WITHIN_S / 2,
-            auth=config.zookeeper_auth,
-            tls=tls_of(config),
-            owns_root=config.zookeeper_own_root,
-            closes=False,
-        )
+        from portalmq.control_plane.plane import PlaneRefused, PlaneUnavailable
+
+        plane = zookeeper_of(config, CONNECT_WITHIN_S / 2, closes=False)  # waits for twice this time
         plane.start()
+    except ImportError as missing:
+        raise StartupError(f"{missing.name} is not installed: `pip install 'portalmq[broker]'`", EX_USAGE) from None
     except ValueError as wrong:
         raise StartupError(str(wrong), EX_USAGE) from None
     except PlaneRefused as refused:
@@ -246,12 +235,20 @@ def connected(config: BrokerConfig) -> ZooKeeper:
     return plane
 
 
-def tls_of(config: BrokerConfig) -> Tls | None:
-    """Return the files for TLS to ZooKeeper; None without TLS."""
+def zookeeper_of(config: BrokerConfig, session_timeout_s: float, *, closes: bool = True) -> ZooKeeper:
+    """Return a session that is not started. Raises ValueError for wrong files of TLS."""
+    from portalmq.control_plane.zookeeper import ZooKeeper
     from portalmq.control_plane.zookeeper.connection import Tls
 
     tls = Tls(config.zookeeper_tls_ca, config.zookeeper_tls_cert, config.zookeeper_tls_key)
-    return tls if any(tls) else None
+    return ZooKeeper(
+        config.zookeeper,
+        session_timeout_s=session_timeout_s,
+        auth=config.zookeeper_auth,
+        tls=tls if any(tls) else None,
+        owns_root=config.zookeeper_own_root,
+        closes=closes,
+    )
 
 
 def close_tree(plane: ZooKeeper, *, patience_s: float) -> None:

@@ -34,7 +34,7 @@ from typing import Any
 import msgspec
 
 from portalmq.compression import ZSTD, content_size, values_of
-from portalmq.stream_wire import CompressedBody, Frame, FrameHead
+from portalmq.stream_wire import CompressedBody, Frame, FrameHead, FrameRecord
 
 
 class BatchKind(IntEnum):
@@ -64,18 +64,10 @@ class BatchKind(IntEnum):
     SEEK = 23
 
 
-class Record(msgspec.Struct, array_like=True, gc=False, frozen=True):
+class Record(FrameRecord, gc=False, frozen=True):
     """One message as it is stored. The content type is the sender's claim; the value is never re-encoded."""
 
-    value: bytes
     content_type: str = "application/octet-stream"
-    key: bytes | None = None
-    headers: dict[str, str] | None = None
-    deliver_at_ms: int | None = None
-    expires_at_ms: int | None = None
-    priority: int = 0
-    message_id: bytes | None = None
-    body_hash: bytes | None = None
 
 
 # Stands in `Batch.records` for a removed message. Compare by identity.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import gevent
@@ -72,26 +73,20 @@ class Claims(Protocol):
     ) -> Mapping[Partition, int | PortalMQError]: ...
 
 
+@dataclass(eq=False, repr=False)
 class Coordinator:
     """One group that this broker coordinates, or is about to. `on_resigned` is called when it stops."""
 
-    def __init__(
-        self,
-        group: GroupState,
-        me: tuple[int, int],
-        store: StreamGroups,
-        claims: Claims,
-        topics: Mapping[str, TopicState],
-        clock: Clock,
-        on_resigned: Callable[[Coordinator], None],
-    ) -> None:
-        self.group = group
-        self.membership = GroupMembership(group.name, me)
-        self._store = store
-        self._claims = claims
-        self._topics = topics
-        self._clock = clock
-        self._on_resigned = on_resigned
+    group: GroupState
+    _me: tuple[int, int]
+    _store: StreamGroups
+    _claims: Claims
+    _topics: Mapping[str, TopicState]
+    _clock: Clock
+    _on_resigned: Callable[[Coordinator], None]
+
+    def __post_init__(self) -> None:
+        self.membership = GroupMembership(self.group.name, self._me)
         # The topics that members read, or are about to; and their last state that the membership received.
         self._wanted: set[str] = set()
         self._subscribed: Mapping[str, SubscribedTopic] | None = None

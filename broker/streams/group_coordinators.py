@@ -17,7 +17,8 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, TypeVar
 
@@ -30,7 +31,6 @@ from portalmq import wire
 from portalmq.broker.cluster.peers import NotAnswered, NotReached, Peers
 from portalmq.broker.cluster.rpc import BrokerCall, TopicPartition, first_error
 from portalmq.broker.cluster.rpc.streams import COORDINATE, COORDINATE_SEEK, ClaimShare, Coordinate, Start
-from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.core.stream import events as core
 from portalmq.broker.core.stream.membership import TICK_MS
 from portalmq.broker.partition.clock import Clock
@@ -66,38 +66,26 @@ T = TypeVar("T")
 _encode = msgspec.msgpack.Encoder().encode
 
 
+@dataclass(eq=False, repr=False)
 class GroupCoordinators:
-    """Finds, becomes and resigns as the coordinator of groups. `me` is (broker id, incarnation). `known` finds a topic,
-    and waits for one that was just created; `made` creates a missing one."""
+    """Finds, becomes and resigns as the coordinator of groups. `me` is (broker id, incarnation)."""
 
-    def __init__(
-        self,
-        me: tuple[int, int],
-        store: StreamGroups,
-        groups: Groups,
-        partitions: StreamPartitions,
-        known: Callable[[str], Topic],
-        made: Callable[[str], Topic],
-        mirror: Mirror,
-        peers: Peers,
-        clock: Clock,
-    ) -> None:
-        self._me = me
-        self._store = store
-        self._groups = groups
-        self._partitions = partitions
-        self._topic = known
-        self._topic_or_new = made
-        self._mirror = mirror
-        self._peers = peers
-        self._clock = clock
+    _me: tuple[int, int]
+    _store: StreamGroups
+    _groups: Groups
+    _partitions: StreamPartitions
+    _mirror: Mirror
+    _peers: Peers
+    _clock: Clock
+
+    def __post_init__(self) -> None:
         self._own: dict[str, Coordinator] = {}
         self._busy_s: dict[str, float] = {}
         self._taking: set[str] = set()
         self._elsewhere: dict[str, tuple[int, int]] = {}
         self._in_doubt: set[str] = set()
         self._changed_rosters: set[str] = set()
-        self._checkpoints = Checkpoints(store, partitions, mirror, clock)
+        self._checkpoints = Checkpoints(self._store, self._partitions, self._mirror, self._clock)
         self._closing = Event()
         self._greenlets: list[gevent.Greenlet] = []
 
@@ -184,11 +172,8 @@ class GroupCoordinators:
         is refused: in a paused broker it may be old, and would fence the member that has joined elsewhere since."""
         for topic in request.topics:
             wire.check_name(topic, "topic")
-            self._topic_or_new(topic)
-        group = self._groups.find_of(name, "stream")
-        if group is None:
-            self._groups.put(name, {"mode": "stream"})
-            group = self._groups.get(name)
+            self._groups.topics.get_or_create(topic)
+        group = self._groups.ensure_stream(name)
         member_id = request.member_id if request.member_id is not None else f"member-{uuid.uuid4().hex}"
         if request.member_id is not None:
             wire.check_name(member_id, "member")
@@ -321,7 +306,7 @@ class GroupCoordinators:
         match call.verb:
             case "join":
                 for topic in call.topics:
-                    self._topic(topic)
+                    self._groups.topics.known(topic)
                 event: core.Join | core.Heartbeat | core.Leave = core.Join(
                     token, call.member_id, call.topics, call.session_timeout_ms
                 )
@@ -390,7 +375,7 @@ class GroupCoordinators:
         """Move the group to other offsets in a topic. With `dry_run` only return them. Calls with the same
         `idempotency_key` move each partition once. Raises OffsetOutOfRange."""
         group = stream_group(self._groups, name)
-        known = self._topic(wire.check_name(topic, "topic"))
+        known = self._groups.topics.known(wire.check_name(topic, "topic"))
         numbers = (partition,) if partition is not None else tuple(range(known.state.partitions))
         places = [known.place(number) for number in numbers]
         if isinstance(to, dict) and "offset" in to and len(places) > 1:
@@ -412,7 +397,7 @@ class GroupCoordinators:
 
     def _seek(self, own: Coordinator, call: Coordinate) -> contract.SeekAnswer:
         (topic,) = call.topics
-        known = self._topic(topic)
+        known = self._groups.topics.known(topic)
         places = [known.place(number) for number in call.numbers]
         generation = own.ask(core.SeekRequested(AsyncResult(), topic)).generation
         try:

@@ -7,6 +7,7 @@ partitions without a leader, are read from the control plane, where the coordina
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import msgspec
 
@@ -15,7 +16,6 @@ from portalmq import wire
 from portalmq.broker.cluster.routing import place_of
 from portalmq.broker.cluster.rpc import TopicPartition, first_error
 from portalmq.broker.cluster.rpc.streams import CommitShare, GroupPosition
-from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.queues.groups import Groups
 from portalmq.broker.streams.stream_partitions import StreamPartitions, stream_group
@@ -30,27 +30,18 @@ POSITIONS_WITHIN_S = 2.0
 KEPT_MAX = 10_000
 
 
+@dataclass(eq=False, repr=False)
 class Offsets:
-    """Commits and lists offsets. `known` finds a topic, and waits for one that was just created; `coordinated` returns
-    the roster of a group that this broker coordinates."""
+    """Commits and lists offsets. `coordinated` returns the roster of a group that this broker coordinates."""
 
-    def __init__(
-        self,
-        store: StreamGroups,
-        groups: Groups,
-        partitions: StreamPartitions,
-        known: Callable[[str], Topic],
-        coordinated: Callable[[str], RosterState | None],
-        mirror: Mirror,
-        clock: Clock,
-    ) -> None:
-        self._store = store
-        self._groups = groups
-        self._partitions = partitions
-        self._topic = known
-        self._coordinated = coordinated
-        self._mirror = mirror
-        self._clock = clock
+    _store: StreamGroups
+    _groups: Groups
+    _partitions: StreamPartitions
+    _coordinated: Callable[[str], RosterState | None]
+    _mirror: Mirror
+    _clock: Clock
+
+    def __post_init__(self) -> None:
         # The highest known generations of groups.
         self._reached: dict[str, int] = {}
         # The last state of requested groups in the control plane, for an outage of it.
@@ -67,7 +58,7 @@ class Offsets:
         self.check_reached(group, request.generation)
         shares = []
         for asked in request.offsets:
-            place = self._topic(asked.topic).place(asked.partition)
+            place = self._groups.topics.known(asked.topic).place(asked.partition)
             shares.append(CommitShare(*place, asked.offset))
         if len({share.place for share in shares}) < len(shares):
             raise InvalidRequest("a partition is named twice in `offsets`")

@@ -16,7 +16,7 @@ answer is sent with what it has after GATHER_S.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from time import monotonic
 from typing import NamedTuple
@@ -27,13 +27,13 @@ from gevent.event import Event
 from gevent.lock import BoundedSemaphore
 
 from portalmq import stream_wire as contract
-from portalmq.broker.cluster.routing import LeaderRouter
 from portalmq.broker.cluster.rpc import TopicPartition
 from portalmq.broker.cluster.topic import Topic
-from portalmq.broker.partition.long_poll import LongPolls, Peer
+from portalmq.broker.partition.long_poll import Peer
 from portalmq.broker.partition.native import attempt
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.yielding import in_short_turns
+from portalmq.broker.queues.groups import Groups
 from portalmq.broker.storage.batch import BatchFrame, BatchKind, FrameHeader, is_all_holes, plain_frame
 from portalmq.errors import PortalMQError
 
@@ -66,19 +66,10 @@ class _Read(NamedTuple):
 
 
 class ReaderFetch:
-    """Serves fetches. `topic` finds a topic; `partition` returns one that is led here."""
+    """Serves fetches."""
 
-    def __init__(
-        self,
-        topic: Callable[[str], Topic],
-        partition: Callable[[TopicPartition], Partition],
-        leaders: LeaderRouter,
-        long_polls: LongPolls,
-    ) -> None:
-        self._topic = topic
-        self._partition = partition
-        self._leaders = leaders
-        self._long_polls = long_polls
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
         self._parked: dict[Partition, set[Event]] = {}
         self._turn = BoundedSemaphore()
 
@@ -106,7 +97,7 @@ class ReaderFetch:
         for asked in in_short_turns(request.partitions):
             topic_id = ""
             try:
-                topic = self._topic(asked.topic)
+                topic = self._groups.topics.known(asked.topic)
                 topic_id = topic.state.topic_id
                 read = self._read(topic, asked, until_s)
                 is_over = left <= 0 or (left < request.max_bytes and monotonic() >= until_s)
@@ -133,8 +124,8 @@ class ReaderFetch:
 
     def _read(self, topic: Topic, asked: contract.PartitionOffset, until_s: float) -> _Read:
         place = topic.place(asked.partition)
-        self._leaders.check_led_here([place])
-        partition = self._partition(place)
+        self._groups.leaders.check_led_here([place])
+        partition = self._groups.partition(place)
         partition.check_offset(asked.offset, max(0, round(1_000 * (until_s - monotonic()))))
         partition.keep_frames()
         return _Read(place, partition, asked.offset)
@@ -180,11 +171,11 @@ class ReaderFetch:
         reads: list[_Read] = []
         for asked in in_short_turns(request.partitions):
             try:
-                reads.append(self._read(self._topic(asked.topic), asked, monotonic()))
+                reads.append(self._read(self._groups.topics.known(asked.topic), asked, monotonic()))
             except PortalMQError:
                 return
         unwatch = peer.watch(event.set) if peer is not None else None
-        let_go = self._long_polls.hold(event)
+        let_go = self._groups.long_polls.hold(event)
         self._park(reads, event)
         try:
             if not any(read.partition.readable_end > read.offset for read in reads):

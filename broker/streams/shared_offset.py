@@ -10,15 +10,13 @@ does. A member that joins the group claims the partition, and from then on only 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
-from portalmq.broker.cluster.metadata_cache import MetadataCache
-from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, one_by_one, outcome_of
+from portalmq.broker.cluster.routing import LocalWork, one_by_one, outcome_of
 from portalmq.broker.cluster.rpc import Outcomes, TopicPartition, values_of
 from portalmq.broker.cluster.rpc.streams import FRONTS, TURN, Fronts, SharedOffsetCall, SharedOffsetResult
-from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.core.queue.records import Claim, CommitOffset
 from portalmq.broker.messages.browse import StoredMessage
 from portalmq.broker.partition.clock import Clock
@@ -40,25 +38,15 @@ class QueueHead(NamedTuple):
 
 
 class SharedOffsets:
-    """Reads and moves shared offsets. `known` finds a topic by name, and waits for one that was just created."""
+    """Reads and moves shared offsets."""
 
-    def __init__(
-        self,
-        groups: Groups,
-        known: Callable[[str], Topic],
-        metadata_cache: MetadataCache,
-        leaders: LeaderRouter,
-        clock: Clock,
-    ) -> None:
+    def __init__(self, groups: Groups, clock: Clock) -> None:
         self._groups = groups
-        self._topic = known
-        self._metadata_cache = metadata_cache
-        self._leaders = leaders
         self._clock = clock
 
     def partitions(self, topic: str) -> int:
         """Return the topic's number of partitions. Raises TopicNotFound."""
-        return self._topic(topic).state.partitions
+        return self._groups.topics.known(topic).state.partitions
 
     def head(self, name: str, topic: str, number: int, *, forward: bool = True) -> QueueHead:
         """Return the head of the partition, and the offset. Raises TopicNotFound, PartitionNotFound."""
@@ -69,7 +57,7 @@ class SharedOffsets:
     def first_head(self, name: str, topic: str, numbers: Sequence[int]) -> QueueHead:
         """Return the head of the first of these partitions that has a message, else that of the first one. Usually the
         first one has a message; only if not, the leaders of the others are asked, in parallel."""
-        known, group = self._topic(topic), self._group(name)
+        known, group = self._groups.topics.known(topic), self._group(name)
         local = self._local_fronts(group)
         places = [known.place(number) for number in numbers]
         request = Fronts(name, group.group_id, topic, known.state.topic_id, list(numbers))
@@ -78,7 +66,7 @@ class SharedOffsets:
         for asked, patience_s in ((places[:1], 0.0), (places[1:], 0.0), (places, None)):
             left = [place for place in asked if isinstance(outcomes.get(place), PortalMQError | None)]
             if left:
-                found: Outcomes[SharedOffsetResult] = self._leaders.call(
+                found: Outcomes[SharedOffsetResult] = self._groups.leaders.call(
                     FRONTS, request.only(left), local, repeatable=True, patience_s=patience_s
                 )
                 outcomes |= found
@@ -94,18 +82,15 @@ class SharedOffsets:
         return self._turn(name, topic, number, offset, forward).advanced
 
     def _turn(self, name: str, topic: str, number: int, done: int | None, forward: bool) -> SharedOffsetResult:
-        place = self._topic(topic).place(number)
+        place = self._groups.topics.known(topic).place(number)
         group = self._group(name)
         request = SharedOffsetCall(name, group.group_id, *place, done)
         local = self._local_turn(group, done)
-        return self._leaders.call_one(TURN, request, local, forward=forward, repeatable=done is None)
+        return self._groups.leaders.call_one(TURN, request, local, forward=forward, repeatable=done is None)
 
     def _group(self, name: str) -> GroupState:
         """Return the stream group; create it if it is missing."""
-        group = self._groups.find_of(name, "stream")
-        if group is None:
-            self._groups.put(name, {"mode": "stream"})
-            group = self._groups.get(name)
+        group = self._groups.ensure_stream(name)
         if group.config.mode != "stream":
             raise GroupModeMismatch(f"group {name!r} is a queue group: it leases messages and has no shared offset")
         return group
@@ -115,7 +100,7 @@ class SharedOffsets:
     ) -> SharedOffsetResult:
         """On a partition that is led here. Raises Unavailable while its followers do not vouch; if not `patient`, at
         once."""
-        partition = self._metadata_cache.partition(place)
+        partition = self._groups.partition(place)
         partition.wait_vouched(patient=patient)
         self._groups.check_same(group)  # it may have been deleted during the wait
         if group.name not in partition.streams:
@@ -169,7 +154,7 @@ class SharedOffsets:
 
 
 def _first_message(partition: Partition, offset: int) -> tuple[int, int, Record] | None:
-    piece = next(partition.pieces(offset, partition.high_watermark, 1), None)
+    piece = next(partition.reader.pieces(offset, partition.high_watermark, 1), None)
     if piece is None:
         return None
     return piece.start, piece.batch.appended_at_ms, piece.records()[0]

@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from portalmq import wire
-from portalmq.broker.cluster.metadata_cache import MetadataCache
-from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, one_by_one, together
+from portalmq.broker.cluster.routing import LocalWork, one_by_one, together
 from portalmq.broker.cluster.rpc import Outcomes, TopicPartition
 from portalmq.broker.cluster.rpc.streams import (
     CLAIM,
@@ -42,10 +41,8 @@ T = TypeVar("T")
 
 
 class StreamPartitions:
-    def __init__(self, groups: Groups, metadata_cache: MetadataCache, leaders: LeaderRouter, clock: Clock) -> None:
+    def __init__(self, groups: Groups, clock: Clock) -> None:
         self._groups = groups
-        self._metadata_cache = metadata_cache
-        self._leaders = leaders
         self._clock = clock
         # Groups that have begun on a topic: (group id, topic id).
         self._begun: set[tuple[str, str]] = set()
@@ -97,21 +94,21 @@ class StreamPartitions:
             self._begun.clear()  # the next calls ask the leaders again
         self._begun.add(mark)
 
+    def _group_of(self, request: ClaimCall | StreamCommitCall | SeekCall) -> GroupState:
+        return self._groups.get_same(request.group, request.group_id)
+
     def _claim(self, group: GroupState, start: Start, shares: Sequence[ClaimShare]) -> Outcomes[int]:
         if not shares:
             return {}
         request = ClaimCall(group.name, group.group_id, start, list(shares))
-        return self._leaders.call(CLAIM, request, self._local_claim(group, request), repeatable=True)
+        return self._groups.leaders.call(CLAIM, request, self.local_claim(request, group), repeatable=True)
 
-    def local_claim(self, request: ClaimCall) -> LocalWork[int]:
-        return self._local_claim(self._groups.get_same(request.group, request.group_id), request)
-
-    def _local_claim(self, group: GroupState, request: ClaimCall) -> LocalWork[int]:
-        by_place = request.by_place()
+    def local_claim(self, request: ClaimCall, known: GroupState | None = None) -> LocalWork[int]:
+        group, by_place = known or self._group_of(request), request.by_place()
         return together(lambda place: self._claim_here(group, request.start, by_place[place]))
 
     def _claim_here(self, group: GroupState, start: Start, share: ClaimShare) -> Callable[[], int]:
-        partition = self._metadata_cache.partition(share.place)
+        partition = self._groups.partition(share.place)
         self._groups.check_same(group)
         stream = partition.streams.get(group.name)
         if stream is None:
@@ -141,20 +138,17 @@ class StreamPartitions:
     ) -> Outcomes[bool]:
         """Commit offsets; return True for each that was not committed before."""
         request = StreamCommitCall(group.name, group.group_id, member_id, generation, list(shares))
-        local = self._local_commit(group, request)
-        return self._leaders.call(COMMIT_OFFSETS, request, local, forward=forward, repeatable=True)
+        local = self.local_commit(request, group)
+        return self._groups.leaders.call(COMMIT_OFFSETS, request, local, forward=forward, repeatable=True)
 
-    def local_commit(self, request: StreamCommitCall) -> LocalWork[bool]:
-        return self._local_commit(self._groups.get_same(request.group, request.group_id), request)
-
-    def _local_commit(self, group: GroupState, request: StreamCommitCall) -> LocalWork[bool]:
-        by_place = request.by_place()
+    def local_commit(self, request: StreamCommitCall, known: GroupState | None = None) -> LocalWork[bool]:
+        group, by_place = known or self._group_of(request), request.by_place()
         return together(lambda place: self._commit_here(group, request.member_id, request.generation, by_place[place]))
 
     def _commit_here(
         self, group: GroupState, member_id: str, generation: int, share: CommitShare
     ) -> Callable[[], bool]:
-        partition = self._metadata_cache.partition(share.place)
+        partition = self._groups.partition(share.place)
         self._groups.check_same(group)
         stream = partition.streams.get(group.name)
         if stream is None:
@@ -182,18 +176,16 @@ class StreamPartitions:
         """Move the group to other offsets in `generation`; with generation 0 only return them. Returns (from, to) by
         partition."""
         request = SeekCall(group.name, group.group_id, to, generation, list(places), seek_id)
-        return self._leaders.call(SEEK, request, self._local_seek(group, request), repeatable=True)
+        return self._groups.leaders.call(SEEK, request, self.local_seek(request, group), repeatable=True)
 
-    def local_seek(self, request: SeekCall) -> LocalWork[tuple[int, int]]:
-        return self._local_seek(self._groups.get_same(request.group, request.group_id), request)
-
-    def _local_seek(self, group: GroupState, request: SeekCall) -> LocalWork[tuple[int, int]]:
+    def local_seek(self, request: SeekCall, known: GroupState | None = None) -> LocalWork[tuple[int, int]]:
+        group = known or self._group_of(request)
         return together(lambda place: self._seek_here(group, request.to, request.generation, request.seek_id, place))
 
     def _seek_here(
         self, group: GroupState, to: Start, generation: int, seek_id: bytes, place: TopicPartition
     ) -> Callable[[], tuple[int, int]]:
-        partition = self._metadata_cache.partition(place)
+        partition = self._groups.partition(place)
         self._groups.check_same(group)
         stream = partition.streams.get(group.name)
         before = max(stream.committed if stream else 0, partition.log.log_start_offset)
@@ -224,13 +216,13 @@ class StreamPartitions:
         """Return the group's positions from the partitions' leaders."""
         request = GroupPositionsCall(group, list(places), ages)
         local = self.local_positions(request)
-        return self._leaders.call(OFFSETS, request, local, repeatable=True, patience_s=patience_s)
+        return self._groups.leaders.call(OFFSETS, request, local, repeatable=True, patience_s=patience_s)
 
     def local_positions(self, request: GroupPositionsCall) -> LocalWork[GroupPosition]:
         return one_by_one(lambda place: self._position_here(request.group, place, request.ages))
 
     def _position_here(self, group: str, place: TopicPartition, ages: bool) -> GroupPosition:
-        partition = self._metadata_cache.partition(place)
+        partition = self._groups.partition(place)
         stream = partition.streams.get(group)
         high_watermark = partition.high_watermark
         if stream is None:
@@ -240,7 +232,7 @@ class StreamPartitions:
         lag = max(0, log.messages_before(high_watermark) - log.messages_before(committed))
         lag_ms = 0
         if lag and ages:
-            first = next(partition.pieces(committed, high_watermark, 1), None)
+            first = next(partition.reader.pieces(committed, high_watermark, 1), None)
             lag_ms = max(0, self._clock.wall_ms() - first.batch.appended_at_ms) if first is not None else 0
         return GroupPosition(committed, high_watermark, lag, lag_ms)
 

@@ -35,6 +35,7 @@ change or keeps a leader whose session is lost.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from kazoo.exceptions import (
@@ -185,12 +186,10 @@ class ZooKeeper(ZooKeeperSession):
     def get_many(self, paths: Sequence[str]) -> list[Node | None]:
         nodes: list[Node | None] = []
         for start in range(0, len(paths), REQUESTS_AT_ONCE_MAX):
-            nodes += self._get_some(paths[start : start + REQUESTS_AT_ONCE_MAX])
+            some = paths[start : start + REQUESTS_AT_ONCE_MAX]
+            full = [self._chroot + check_path(path) for path in some]
+            nodes += map(self._node, some, self._read(partial(ReadMany, full)))
         return nodes
-
-    def _get_some(self, paths: Sequence[str]) -> list[Node | None]:
-        found = self._read(lambda: ReadMany([self._chroot + check_path(path) for path in paths]))
-        return list(map(self._node, paths, found))
 
     def children(self, path: str) -> list[str]:
         check_path(path)

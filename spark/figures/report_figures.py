@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -54,6 +55,7 @@ _TABLES = {
     ),
     "groups": (("topic", "partition", "group", "mode", "lag"), {"oldest": "oldest_ms"}),
 }
+_BY_TIME = attrgetter("at_ms", "topic", "partition")
 _SHOWN_IN_SERIES = ("messages", "epoch", "granted", "committed")
 
 
@@ -107,8 +109,13 @@ def compute(
             made_at_ms=made_at_ms,
             sources=sources,
             bucket_ms=bucket_ms,
-            totals=_totals(*(found[name] for name in totals)),
-            **{**made.lists, "fail_overs": sorted(made.lists["fail_overs"], key=_by_time)},
+            totals=msgspec.convert(
+                {name: value for each in totals for name, value in found[each].to_pylist()[0].items()}, model.Totals
+            ),
+            **{
+                **made.lists,
+                "fail_overs": sorted(made.lists["fail_overs"], key=attrgetter("at_ms", "topic", "partition")),
+            },
             left_out=dict(made.left_out),
         )
 
@@ -164,14 +171,6 @@ def _time_range(read: Mapping[str, DataFrame]) -> _TimeRange:
 
 
 # --- output ----------------------------------------------------------------------------------------------------------
-
-
-def _totals(*rows: pa.Table) -> model.Totals:
-    return msgspec.convert({name: value for row in rows for name, value in row.to_pylist()[0].items()}, model.Totals)
-
-
-def _by_time(each: model.FailOver) -> tuple[int, str, int]:
-    return each.at_ms, each.topic, each.partition
 
 
 def _tops(stored: AppendedFigures, read: DeliveredFigures) -> list[Top]:

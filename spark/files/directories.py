@@ -207,7 +207,7 @@ class Directories:
         for root in self._checked_roots():
             for directory in sorted((root / "partitions").iterdir()):
                 match = _TOPIC.match(directory.name)
-                if match is None or not self._wants(match["topic"]):
+                if match is None or not is_wanted(match["topic"], self._topics):
                     continue
                 try:
                     found = [path for path in directory.iterdir() if path.name.isdecimal() and path.is_dir()]
@@ -228,9 +228,6 @@ class Directories:
             elif fault is not None:
                 raise fault
         return logs
-
-    def _wants(self, topic: str) -> bool:
-        return is_wanted(topic, self._topics)
 
     def _checked_roots(self) -> list[Path]:
         clusters: dict[str, Path] = {}

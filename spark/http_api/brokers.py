@@ -40,7 +40,7 @@ from portalmq.spark.http_api.frames import batches_of
 from portalmq.spark.origin import SPAN_OFFSETS, PartitionLog, Span
 from portalmq.spark.topics import is_pattern, is_wanted, not_found
 from portalmq.transport.answers import decode_answer
-from portalmq.transport.request import LONG_POLL_GRACE_S, Request, with_query
+from portalmq.transport.request import LONG_POLL_GRACE_S, Request, json_request, with_query
 from portalmq.transport.retries import Backoff, DeadlinePassed
 from portalmq.transport.transport import Transport
 
@@ -68,6 +68,14 @@ class BrokerAccess:
     tls: TlsFiles = NO_FILES
 
 
+def transport_of(bootstrap: str, token: str | None, tls: TlsFiles, timeout_s: float) -> Transport:
+    """Return a transport that has not connected yet. Raises BadOption."""
+    try:
+        return Transport(bootstrap, token=token, timeout_s=timeout_s, tls=tls)
+    except ValueError as error:
+        raise BadOption(f"bootstrap, token or tls_…: {error}") from error
+
+
 class ClusterApi:
     """The requests of this package to the brokers: each bounded, each failure a SourceError. Thread-safe."""
 
@@ -75,12 +83,7 @@ class ClusterApi:
         """Raise BadOption for a malformed address or token, and for TLS files that cannot be used."""
         self.access = access
         self._has_answered = False
-        try:
-            self.transport = Transport(
-                access.bootstrap, token=access.token, timeout_s=access.patience_s, tls=access.tls
-            )
-        except ValueError as error:
-            raise BadOption(f"bootstrap, token or tls_…: {error}") from error
+        self.transport = transport_of(access.bootstrap, access.token, access.tls, access.patience_s)
 
     def close(self) -> None:
         self.transport.close()
@@ -130,12 +133,11 @@ class ClusterApi:
         self, asked: list[contract.PartitionOffset], *, max_bytes: int, wait_ms: int, deadline: float
     ) -> list[contract.FetchedPartition]:
         """Fetch once from the leader of the first partition. Raises PortalMQError."""
-        request = Request(
+        request = json_request(
             "POST",
             contract.FETCH_PATH,
-            msgspec.json.encode(contract.FetchRequest(asked, max_bytes, wait_ms)),
-            (("Content-Type", wire.JSON), ("Accept", contract.FRAMES_ACCEPTED)),
-            repeatable=True,
+            contract.FetchRequest(asked, max_bytes, wait_ms),
+            accept=contract.FRAMES_ACCEPTED,
             leader_of=(asked[0].topic, asked[0].partition),
             wait_s=FETCH_TIMEOUT_S - LONG_POLL_GRACE_S,
         )

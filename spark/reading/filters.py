@@ -170,12 +170,9 @@ def _cut(ranges: Ranges, wanted: Ranges) -> tuple[Ranges, bool]:
 
 
 def _column(each: Filter) -> str:
-    attribute: tuple[str, ...] = _column_path(each.child if isinstance(each, Not) else each)
+    plain = each.child if isinstance(each, Not) else each
+    attribute: tuple[str, ...] = getattr(plain, "attribute", ())
     return attribute[0] if len(attribute) == 1 else ""
-
-
-def _column_path(each: Any) -> tuple[str, ...]:
-    return tuple(getattr(each, "attribute", ()))
 
 
 # --- columns with one value in a log ----------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ class LogPoller:
         self._look = look
         self._clock = clock
         self._patience = FaultDuration(clock)
-        self._seen: list[PartitionLog] | None = None
+        self.last_seen: list[PartitionLog] | None = None
         self._has_seen = False
         self._rests_until_s = float("-inf")
 
@@ -60,15 +60,15 @@ class LogPoller:
         """
         began = self._clock()
         if began < self._rests_until_s and not fresh:
-            return self._seen
+            return self.last_seen
         try:
-            self._seen = self._look()
+            self.last_seen = self._look()
         except LASTING:
             raise
         except PASSING as fault:
             if not self._has_seen and isinstance(fault, NothingThere):
                 raise  # a wrong name is more likely than a topic about to be created
-            self._seen = None
+            self.last_seen = None
             final = self._patience.ended(fault, began)
             if final is not None:
                 raise final from fault
@@ -77,8 +77,4 @@ class LogPoller:
             self._patience.restored()
         ended = self._clock()
         self._rests_until_s = ended + min(max(_RESTS_PER_LOOK * (ended - began), _REST_MIN_S), _REST_MAX_S)
-        return self._seen
-
-    @property
-    def last_seen(self) -> list[PartitionLog] | None:
-        return self._seen
+        return self.last_seen

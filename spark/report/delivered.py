@@ -9,7 +9,7 @@ from itertools import pairwise
 from portalmq.spark.report import plots, words
 from portalmq.spark.report.axes import Times
 from portalmq.spark.report.markup import Markup, element
-from portalmq.spark.report.model import FailOver, GroupFigures, LagFigures, LatencyBucket, Report
+from portalmq.spark.report.model import GroupFigures, LagFigures, LatencyBucket, Report
 from portalmq.spark.report.plots import PlotSeries
 from portalmq.spark.report.view import (
     ROWS_MAX,
@@ -379,6 +379,7 @@ def leaders(view: ReportView) -> Markup:
         return section("leaders", "Fail-overs", nothing(text))
     pauses = [change for change in view.changes if change.gap_ms is not None]
     longest = max((change.gap_ms or 0 for change in pauses), default=0)
+    changes = f"{words.plural(len(view.changes), 'change')} of leaders"
     columns = [Column("Partition", is_text=True), Column("New leader's epoch"), Column("Began", is_text=True)]
     columns += [Column("Pause"), Column("", is_text=True)]
     rows = [
@@ -395,15 +396,10 @@ def leaders(view: ReportView) -> Markup:
         "leaders",
         "Fail-overs",
         figure(
-            _changes(view.changes, pauses, longest),
+            f"{changes}; the longest pause took {words.duration(longest)}" if pauses else changes,
             "Each time a partition got a new leader, because the one before died or handed over. The pause is the time "
             "without an append around it; there is none to tell when nothing was sent afterwards.",
             framed(table(columns, rows, "Changes of leaders")),
             view.left_out("fail_overs", "change"),
         ),
     )
-
-
-def _changes(changes: list[FailOver], pauses: list[FailOver], longest: int) -> str:
-    text = f"{words.plural(len(changes), 'change')} of leaders"
-    return f"{text}; the longest pause took {words.duration(longest)}" if pauses else text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 
 NONE = "–"
@@ -124,12 +123,6 @@ def ordinal(number: int) -> str:
 
 def plural(number: int, one: str, many: str = "") -> str:
     return f"{count(number)} {one if number == 1 else many or one + 's'}"
-
-
-def listed(names: Sequence[str], at_most: int = 4) -> str:
-    """Join names: a, b and c. A long list ends with the number of the others."""
-    shown = [*names] if len(names) <= at_most else [*names[: at_most - 1], f"{count(len(names) - at_most + 1)} more"]
-    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}" if shown else ""
 
 
 def _digits(number: float) -> str:

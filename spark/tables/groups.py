@@ -272,7 +272,9 @@ class _File:
                 messages -= sum(self._in_lane(lane, low) for lane in self._lanes)
             moments.append(self._first_plain(position, low))
         if is_queue:
-            messages += sum(self._beyond(position, lane) for lane in self._lanes) - self._cancelled_messages(position)
+            start = max(self._low, position.start)
+            messages += sum(self._in_lane(lane, start, since=position.cursor(lane)) for lane in self._lanes)
+            messages -= self._cancelled_messages(position)
             moments += [self._head(position, lane) for lane in self._lanes]
         return _PendingMessages(messages, min((moment for moment in moments if moment is not None), default=None))
 
@@ -293,22 +295,13 @@ class _File:
                 yield first + found[0]
                 found = self._ask(query, found).fetchone()
 
-    def _in_lane(self, lane: int, low: int) -> int:
-        return int(
-            self._one(
-                f"SELECT count(*) FROM messages {_of(lane)} AND priority = ? AND offset >= ? AND offset < ?",
-                *(lane % DELAYED, low, self._high),
-            )
-        )
-
-    def _beyond(self, position: _GroupPosition, lane: int) -> int:
-        due_ms, offset = position.cursor(lane)
+    def _in_lane(self, lane: int, low: int, *, since: LanePosition = (0, 0)) -> int:
+        """Return how many messages of a lane from `low` on are not before the cursor `since`."""
         query = f"SELECT count(*) FROM messages {_of(lane)} AND priority = ? AND offset >= ? AND offset < ?"
-        low = max(self._low, position.start)
         if lane < DELAYED:
-            return int(self._one(query, lane, max(low, offset), self._high))
+            return int(self._one(query, lane, max(low, since[1]), self._high))
         query += " AND (deliver_at_ms, offset) >= (?, ?)"
-        return int(self._one(query, lane % DELAYED, low, self._high, due_ms, offset))
+        return int(self._one(query, lane % DELAYED, low, self._high, *since))
 
     def _first_plain(self, position: _GroupPosition, low: int) -> int | None:
         plain = "" if position.mode == "stream" else f"AND priority = 0 AND coalesce(NOT ({_DELAYED}), 1)"

@@ -25,10 +25,11 @@ import msgspec
 from portalmq import wire
 from portalmq.errors import MessageTooLarge, PortalMQError, TopicExists
 from portalmq.network.tls import NO_FILES, TlsFiles
-from portalmq.spark.errors import BadOption, BadRow, NotWritten, Unreachable
+from portalmq.spark.errors import BadRow, NotWritten, Unreachable
+from portalmq.spark.http_api.brokers import transport_of
 from portalmq.spark.writing.rows import RoutedRow, Row
 from portalmq.transport.answers import decode_answer
-from portalmq.transport.request import Request
+from portalmq.transport.request import Request, json_request
 from portalmq.transport.transport import Transport
 
 REQUEST_ROWS_MIN: Final = 1_000
@@ -89,7 +90,7 @@ class Sender:
         delivery_timeout_s: float = DELIVERY_TIMEOUT_S,
     ) -> None:
         self._timeout_s = delivery_timeout_s
-        self._transport = transport_of(bootstrap, token, tls, delivery_timeout_s)
+        self._transport = transport_of(",".join(bootstrap), token, tls, delivery_timeout_s)
         self._pool = ThreadPoolExecutor(REQUESTS_MAX, thread_name_prefix="portalmq-sink")
         self._topics: dict[str, _Topic] = {}
         self._lanes: dict[tuple[str, int], _Lane] = {}
@@ -211,14 +212,6 @@ class Sender:
                 raise NotWritten(str(lane), f"{len(refused)} of {len(rows)}, the first one: {refused[:1]}")
 
 
-def transport_of(bootstrap: Sequence[str], token: str | None, tls: TlsFiles, timeout_s: float) -> Transport:
-    """Return a transport that has not connected yet. Raises BadOption."""
-    try:
-        return Transport(",".join(bootstrap), token=token, timeout_s=timeout_s, tls=tls)
-    except ValueError as error:
-        raise BadOption(f"bootstrap, token or tls_…: {error}") from error
-
-
 def partitions_of(transport: Transport, name: str) -> _Topic | None:
     """Return the topic's partitions; None when it does not exist. Raises Unreachable, NotWritten."""
     try:
@@ -233,9 +226,8 @@ def partitions_of(transport: Transport, name: str) -> _Topic | None:
 
 def _create_topic(transport: Transport, name: str) -> _Topic | None:
     path = f"{wire.topic_path(name)}?first_use=true"  # refused by a cluster that does not create topics on first use
-    request = Request("PUT", path, b"{}", (("Content-Type", wire.JSON),), repeatable=True)
     try:
-        transport.call(request)
+        transport.call(json_request("PUT", path, {}))
     except TopicExists:
         pass  # another client was first, with settings of its own
     except PortalMQError as error:

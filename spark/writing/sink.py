@@ -20,10 +20,11 @@ from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowW
 from pyspark.sql.types import StructType
 
 from portalmq.spark.errors import BadOption, SourceError
+from portalmq.spark.http_api.brokers import transport_of
 from portalmq.spark.options import WriteOptions
 from portalmq.spark.writing.identity import Identities
 from portalmq.spark.writing.rows import check_columns, routed_rows
-from portalmq.spark.writing.sender import Sender, partitions_of, transport_of
+from portalmq.spark.writing.sender import Sender, partitions_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -55,7 +56,7 @@ class _TaskWriter:
                 " a stream. To start over, purge the topic first"
             )
         check_columns(schema, writing.topic)
-        transport_of(writing.bootstrap, writing.token, writing.tls, PREFLIGHT_TIMEOUT_S).close()
+        transport_of(",".join(writing.bootstrap), writing.token, writing.tls, PREFLIGHT_TIMEOUT_S).close()
         self._writing = writing
 
     def _write(self, batches: Iterator[pa.RecordBatch], query: str, batch: str) -> Written:
@@ -103,7 +104,7 @@ class BatchWriter(_TaskWriter, DataSourceArrowWriter):
     def __init__(self, writing: WriteOptions, schema: StructType, overwrite: bool) -> None:
         super().__init__(writing, schema, overwrite)
         self._query = f"named {writing.query}" if writing.query else f"once {uuid.uuid4().hex}"
-        transport = transport_of(writing.bootstrap, writing.token, writing.tls, PREFLIGHT_TIMEOUT_S)
+        transport = transport_of(",".join(writing.bootstrap), writing.token, writing.tls, PREFLIGHT_TIMEOUT_S)
         try:
             partitions_of(transport, writing.topic or "")
         finally:

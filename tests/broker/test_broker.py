@@ -42,7 +42,7 @@ def send(fixture: Fixture, *values: str, topic: str = "t", key: bytes | None = N
 
 def page(fixture: Fixture, topic: str = "t", partition: int = 0, **more):
     settings = {"offset": None, "position": "earliest", "at_ms": None, "limit": 100, "wait_ms": 0, "peer": None, **more}
-    return fixture.broker.browse(topic, partition, **settings)
+    return fixture.broker.browser.browse(topic, partition, **settings)
 
 
 def texts(messages) -> list[str]:
@@ -143,7 +143,9 @@ def test_each_message_of_a_batch_may_name_its_partition(fixture):
     assert (results[0].partition, results[2].partition) == (2, 0)
     with pytest.raises(PartitionNotFound):
         fixture.broker.produce("t", ProduceRequest(records("a", "b"), [0, 3]))
-    assert len(list(fixture.broker.read_all("t", None))) == 3, "a batch is checked whole before anything is appended"
+    assert len(list(fixture.broker.browser.read_all("t", None))) == 3, (
+        "a batch is checked whole before anything is appended"
+    )
 
 
 def test_a_message_over_the_topics_limit_is_refused_with_its_whole_batch(fixture):
@@ -228,7 +230,7 @@ def test_a_producer_is_known_after_a_restart(tmp_path):
 
 def test_browsing_continues_at_the_next_offset_and_skips_gaps(fixture):
     send(fixture, "a", "b")
-    fixture.broker.receive("g", wire.ReceiveRequest(["t"]), None)  # a record between the messages
+    fixture.broker.receive_handler.receive("g", wire.ReceiveRequest(["t"]), None)  # a record between the messages
     send(fixture, "c")
     first = page(fixture, limit=2)
     assert texts(first.messages) == ["a", "b"]
@@ -270,14 +272,17 @@ def test_offsets_outside_the_log_are_refused(fixture):
 
 def test_a_purge_removes_lower_offsets_for_readers_and_groups(fixture):
     send(fixture, *"abcd")
-    fixture.broker.receive("g", wire.ReceiveRequest(["t"], max_messages=1), None)
+    fixture.broker.receive_handler.receive("g", wire.ReceiveRequest(["t"], max_messages=1), None)
     offset = page(fixture).messages[2].offset
-    fixture.broker.purge("t", partition=0, before_offset=offset)
+    fixture.broker.browser.purge("t", partition=0, before_offset=offset)
     assert texts(page(fixture).messages) == ["c", "d"]
     with pytest.raises(OffsetOutOfRange):
         page(fixture, offset=offset - 1, position=None)
-    assert [m.record.value for m in fixture.broker.receive("g", wire.ReceiveRequest(["t"]), None)] == [b"c", b"d"]
-    fixture.broker.purge("t", partition=None, before_offset=None)
+    assert [m.record.value for m in fixture.broker.receive_handler.receive("g", wire.ReceiveRequest(["t"]), None)] == [
+        b"c",
+        b"d",
+    ]
+    fixture.broker.browser.purge("t", partition=None, before_offset=None)
     assert page(fixture).messages == []
     assert fixture.broker.describe_group("g").lag == 0
 
@@ -286,12 +291,14 @@ def test_a_purge_survives_a_restart(tmp_path):
     clock = HandClock()
     with running(tmp_path, clock) as before:
         send(before, *"abcd")
-        before.broker.receive("g", wire.ReceiveRequest(["t"], max_messages=1), None)
-        before.broker.purge("t", partition=None, before_offset=None)
+        before.broker.receive_handler.receive("g", wire.ReceiveRequest(["t"], max_messages=1), None)
+        before.broker.browser.purge("t", partition=None, before_offset=None)
         send(before, "e")
     with running(tmp_path, clock) as after:
         assert texts(page(after).messages) == ["e"]
-        assert [m.record.value for m in after.broker.receive("g", wire.ReceiveRequest(["t"]), None)] == [b"e"]
+        assert [
+            m.record.value for m in after.broker.receive_handler.receive("g", wire.ReceiveRequest(["t"]), None)
+        ] == [b"e"]
 
 
 # --- recovery and upkeep ---------------------------------------------------------------------------------------------
@@ -313,12 +320,14 @@ def test_the_saved_state_may_be_deleted(tmp_path):
     clock = HandClock()
     with running(tmp_path, clock) as before:
         send(before, *"abc", producer=stamp(0))
-        (message, *_) = before.broker.receive("g", wire.ReceiveRequest(["t"], max_messages=1), None)
-        before.broker.ack("g", [message.receipt])
+        (message, *_) = before.broker.receive_handler.receive("g", wire.ReceiveRequest(["t"], max_messages=1), None)
+        before.broker.settlement.settle("g", [message.receipt])
     for path in tmp_path.glob("partitions/*/*/state.sqlite*"):
         path.unlink()
     with running(tmp_path, clock) as after:
-        assert [m.record.value for m in after.broker.receive("g", wire.ReceiveRequest(["t"]), None)] == [b"b", b"c"]
+        assert [
+            m.record.value for m in after.broker.receive_handler.receive("g", wire.ReceiveRequest(["t"]), None)
+        ] == [b"b", b"c"]
         send(after, *"abc", producer=stamp(0))
         assert texts(page(after).messages) == ["a", "b", "c"]
 
@@ -359,13 +368,15 @@ def test_old_segments_go_when_no_active_group_needs_them(tmp_path):
         )
         (unread,) = fixture.broker.topics.get("t").local.values()
         fill(fixture, 12)
-        assert fixture.broker.receive("g", wire.ReceiveRequest(["t"], max_messages=1), None)
+        assert fixture.broker.receive_handler.receive("g", wire.ReceiveRequest(["t"], max_messages=1), None)
         clock.advance(2 * 3_600_000)
         fill(fixture, 1)
         fixture.broker.maintenance.retain()
         assert unread.log.log_start_offset <= 1, "the group has not done its first message"
-        while messages := fixture.broker.receive("g", wire.ReceiveRequest(["t"], max_messages=100), None):
-            fixture.broker.ack("g", [message.receipt for message in messages])
+        while messages := fixture.broker.receive_handler.receive(
+            "g", wire.ReceiveRequest(["t"], max_messages=100), None
+        ):
+            fixture.broker.settlement.settle("g", [message.receipt for message in messages])
         fixture.broker.maintenance.retain()
         start = unread.log.log_start_offset
         assert start > 100
@@ -424,13 +435,13 @@ def test_appends_queued_behind_a_refused_transaction_are_refused_with_it(fixture
 
 def test_an_ack_that_the_disk_refuses_leaves_the_message_leased(fixture, monkeypatch):
     send(fixture, "a")
-    (message,) = fixture.broker.receive("g", wire.ReceiveRequest(["t"]), None)
+    (message,) = fixture.broker.receive_handler.receive("g", wire.ReceiveRequest(["t"]), None)
     fixture.broker.topics.get("t").partition(0).wait_committed(3)
     refuse_once(fixture, monkeypatch)
     with pytest.raises(StorageFull):
-        fixture.broker.ack("g", [message.receipt])
+        fixture.broker.settlement.settle("g", [message.receipt])
     assert fixture.broker.describe_group("g").in_flight == 1
-    assert fixture.broker.ack("g", [message.receipt]) == [True]
+    assert fixture.broker.settlement.settle("g", [message.receipt]) == [True]
     assert fixture.broker.describe_group("g").lag == 0
 
 
@@ -438,8 +449,8 @@ def test_a_group_whose_start_was_refused_begins_at_its_next_receive(fixture, mon
     send(fixture, "a")
     refuse_once(fixture, monkeypatch)
     with pytest.raises(StorageFull):
-        fixture.broker.receive("g", wire.ReceiveRequest(["t"]), None)
-    (message,) = fixture.broker.receive("g", wire.ReceiveRequest(["t"]), None)
+        fixture.broker.receive_handler.receive("g", wire.ReceiveRequest(["t"]), None)
+    (message,) = fixture.broker.receive_handler.receive("g", wire.ReceiveRequest(["t"]), None)
     assert message.delivery_count == 1
 
 
@@ -481,7 +492,7 @@ def test_reading_a_whole_queue_ends_with_an_error_when_the_topic_is_deleted(fixt
     fixture.broker.create_topic("t", wire.CreateTopic(partitions=2))
     for partition in (0, 1):
         send(fixture, "a", partition=partition)
-    messages = fixture.broker.read_all("t", None)
+    messages = fixture.broker.browser.read_all("t", None)
     assert next(messages).partition == 0
     fixture.broker.delete_topic("t")
     with pytest.raises(Unavailable):

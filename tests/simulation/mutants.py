@@ -133,9 +133,9 @@ def _(original: Any, self: Any, action: core.Action) -> None:
 def _(original: Any, self: Any, event: Any, *now: int) -> Any:
     """Without one of the two the other still holds: acknowledgements of an older epoch end below the start."""
     if not isinstance(event, core.FetchReceived):
-        start, self._leading.epoch_start = self._leading.epoch_start, -1
+        start, self.in_sync.epoch_start = self.in_sync.epoch_start, -1
         actions = original(self, event)
-        self._leading.epoch_start = start
+        self.in_sync.epoch_start = start
         return actions
     if self.leading:
         event = replace(event, fetch=replace(event.fetch, leader_epoch=self.state.leader_epoch))
@@ -174,9 +174,9 @@ def _(original: Any, self: Any, now_ms: int) -> Any:
 
 @mutant("commits before its epoch's start", 0, (LeadingReplica, "_advance_high_watermark"))
 def _(original: Any, self: Any, now_ms: int) -> Any:
-    start, self._leading.epoch_start = self._leading.epoch_start, -1
+    start, self.in_sync.epoch_start = self.in_sync.epoch_start, -1
     actions = original(self, now_ms)
-    self._leading.epoch_start = start
+    self.in_sync.epoch_start = start
     return actions
 
 
@@ -271,8 +271,8 @@ def _(original: Any, self: Any, *more: Any) -> Any:
 
 @mutant("takes an unknown outcome for a failure", 126, (PartitionReplica, "_on_isr_answered"))
 def _(original: Any, self: Any, event: core.IsrAnswered, now_ms: int, wall_ms: int) -> Any:
-    if event.outcome is core.Outcome.UNKNOWN and self._proposal is not None and self._leading is not None:
-        self._proposal = self._leading.proposed = None
+    if event.outcome is core.Outcome.UNKNOWN and self._proposal is not None and self.in_sync is not None:
+        self._proposal = self.in_sync.proposed = None
         return []
     return original(self, event, now_ms, wall_ms)
 

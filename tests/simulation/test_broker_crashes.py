@@ -18,6 +18,7 @@ from support.domain import Fixture, HandClock, records
 
 from portalmq import wire
 from portalmq.broker.messages.produce import ProduceRequest
+from portalmq.broker.queues.settle import SettleRequest
 from portalmq.errors import PortalMQError
 
 SEEDS = 40
@@ -85,7 +86,7 @@ class Run:
 
     def receive(self) -> None:
         request = wire.ReceiveRequest([TOPIC], max_messages=self.random.randint(1, 12), visibility_timeout_ms=LEASE_MS)
-        for message in self.fixture.broker.receive("g", request, None):
+        for message in self.fixture.broker.receive_handler.receive("g", request, None):
             value = message.record.value.decode()
             assert value not in self.acked, "an acked message is never delivered again"
             assert value not in self.purged
@@ -100,7 +101,7 @@ class Run:
         values = self._some_held()
         if not values:
             return
-        verdicts = self.fixture.broker.ack("g", [self.held[value] for value in values])
+        verdicts = self.fixture.broker.settlement.settle("g", [self.held[value] for value in values])
         assert all(verdicts), "the newest receipt of a message always counts"
         self.acked.update(values)
         for value in values:
@@ -109,13 +110,17 @@ class Run:
     def nack(self) -> None:
         for value in self._some_held():
             delay_ms = self.random.choice([0, 3_000])
-            if self.fixture.broker.nack("g", [self.held[value]], delay_ms, None) == [True]:
+            if self.fixture.broker.settlement.settle("g", [self.held[value]], SettleRequest("nack", delay_ms)) == [
+                True
+            ]:
                 del self.held[value]
                 self.leased_until.pop(value, None)
 
     def extend(self) -> None:
         for value in self._some_held():
-            if self.fixture.broker.extend("g", [self.held[value]], LEASE_MS * 2) == [True]:
+            if self.fixture.broker.settlement.settle(
+                "g", [self.held[value]], SettleRequest("extend", LEASE_MS * 2)
+            ) == [True]:
                 self.leased_until[value] = self.clock.lease_ms + LEASE_MS * 2
 
     def wait(self) -> None:
@@ -126,7 +131,7 @@ class Run:
         self.fixture.broker.maintenance.retain()
 
     def purge(self) -> None:
-        self.fixture.broker.purge(TOPIC, partition=None, before_offset=None)
+        self.fixture.broker.browser.purge(TOPIC, partition=None, before_offset=None)
         self.purged.update(value for values in self.sent for value in values)
         self.held.clear()
 
@@ -156,7 +161,7 @@ class Run:
     def finish(self) -> None:
         """Everything that was sent is stored, and everything that was not acked is still delivered."""
         there = [[] for _ in range(PARTITIONS)]
-        for stored in self.fixture.broker.read_all(TOPIC, None):
+        for stored in self.fixture.broker.browser.read_all(TOPIC, None):
             there[stored.partition].append(stored.record.value.decode())
         for sent, found in zip(self.sent, there, strict=True):
             assert found == [value for value in sent if value not in self.purged]
@@ -175,7 +180,7 @@ class Run:
 
     def _ack_at_the_end(self, value: str) -> None:
         try:
-            assert self.fixture.broker.ack("g", [self.held[value]]) == [True]
+            assert self.fixture.broker.settlement.settle("g", [self.held[value]]) == [True]
         except PortalMQError as error:
             raise AssertionError(f"the ack of {value[:20]} was refused: {error}") from error
         self.acked.add(value)

@@ -131,7 +131,7 @@ def test_offsets_out_of_range_are_reported(one, options, fault, sentence):
 )
 def test_purged_offsets_are_reported_unless_data_loss_is_allowed(one, options, read):
     with written(one) as directory:
-        directory.fixture.broker.purge("t", partition=0, before_offset=5)
+        directory.fixture.broker.browser.purge("t", partition=0, before_offset=5)
     with pytest.raises(DataLoss, match=r"begins at offset 5 now: \d is gone .*With failOnDataLoss=false"):
         reader_of(one, **options).partitions()
     assert values(one, failOnDataLoss="false", **options) == [b"%d" % number for number in read]

@@ -21,6 +21,7 @@ from support.story import busy
 from portalmq import stream_wire, wire
 from portalmq.broker.core.queue import records as written_bodies
 from portalmq.broker.messages.produce import ProduceRequest
+from portalmq.broker.queues.settle import SettleRequest
 from portalmq.broker.storage.batch import BatchKind, Record
 from portalmq.spark import options
 from portalmq.spark.errors import BadOption, DamagedFile, NothingThere, SourceError
@@ -46,11 +47,11 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def receive(data: DataDirectory, count: int = 100, topic: str = "t", group: str = "g") -> list[Any]:
     request = wire.ReceiveRequest(topics=[topic], max_messages=count, wait_ms=0)
-    return data.fixture.broker.receive(group, request, None)
+    return data.fixture.broker.receive_handler.receive(group, request, None)
 
 
 def ack(data: DataDirectory, messages: list[Any], group: str = "g") -> None:
-    data.fixture.broker.ack(group, [message.receipt for message in messages])
+    data.fixture.broker.settlement.settle(group, [message.receipt for message in messages])
 
 
 # --- batches ---------------------------------------------------------------------------------------------------------
@@ -75,7 +76,7 @@ def test_batches_of_a_purged_log_count_only_remaining_messages(tmp_path: Path) -
     with written(tmp_path / "data") as data:
         data.topic("t")
         offsets = data.put("t", *numbered(10, size=5))
-        data.fixture.broker.purge("t", partition=0, before_offset=offsets[4])
+        data.fixture.broker.browser.purge("t", partition=0, before_offset=offsets[4])
     (batch,) = [row for row in rows("batches", tmp_path / "data") if row["kind"] == "messages"]
     assert (batch["base_offset"], batch["messages"], batch["bytes"]) == (offsets[0], 6, 30)
 
@@ -167,8 +168,8 @@ def test_deliveries_are_reported_in_order(tmp_path: Path) -> None:
         data.later(500)
         first = receive(data)
         ack(data, first[:1])
-        data.fixture.broker.nack("g", [first[1].receipt], 0, "bad day")
-        data.fixture.broker.nack("g", [first[2].receipt], 0, None, unseen=True)
+        data.fixture.broker.settlement.settle("g", [first[1].receipt], SettleRequest("nack", 0, "bad day"))
+        data.fixture.broker.settlement.settle("g", [first[2].receipt], SettleRequest("release", 0))
         second = receive(data)
         give_up(data.fixture, [message for message in second if message.offset == first[1].offset], topic="")
         data.fixture.broker.dead_letters.redrive("g", "t", ids=None, where=None, rate_per_s=None, dry_run=False)
@@ -294,13 +295,13 @@ def test_a_group_that_was_deleted_ended_and_its_name_begins_again(tmp_path: Path
         data.topic("t")
         data.put("t", b"a", b"b")
         receive(data)
-        data.fixture.broker.delete_group("g")
+        data.fixture.broker.group_admin.delete("g")
         ack(data, receive(data))
         streams, offsets = data.fixture.broker.group_coordinators, data.fixture.broker.offsets
         member = streams.join("s", stream_wire.JoinRequest(["t"], "m"))
         asked = stream_wire.PartitionOffset("t", 0, data.partition("t").high_watermark)
         offsets.commit("s", stream_wire.CommitOffsetsRequest("m", member.generation, [asked]))
-        data.fixture.broker.delete_group("s")
+        data.fixture.broker.group_admin.delete("s")
     found = [(row["group"], row["event"], row["messages"], row["delivery"]) for row in rows("deliveries", data.path)]
     assert [each[1:] for each in found if each[0] == "g"] == [
         ("started", 0, None),
@@ -322,7 +323,7 @@ def test_deliveries_of_purged_messages_are_left_out(tmp_path: Path) -> None:
         data.topic("t")
         first, *_ = data.put("t", *numbered(6))
         given = receive(data, 4)
-        data.fixture.broker.purge("t", partition=0, before_offset=first + 3)
+        data.fixture.broker.browser.purge("t", partition=0, before_offset=first + 3)
         ack(data, given)
     events = [
         (row["event"], row["first_offset"] - first, row["messages"])
@@ -358,7 +359,7 @@ def test_lag_over_priorities_and_delays_agrees_with_the_broker(tmp_path: Path) -
         data.put("t", *numbered(10))
         data.later(3_000)
         ack(data, receive(data, 25)[5:20])
-        data.fixture.broker.cancel_scheduled("t", 0, data.partition("t").high_watermark - 11 - 3)
+        data.fixture.broker.scheduled_messages.cancel("t", 0, data.partition("t").high_watermark - 11 - 3)
         expected = data.fixture.broker.describe_group("g")
     (row,) = rows("groups", tmp_path / "data")
     assert (row["lag"], row["mode"]) == (expected.lag, "queue")

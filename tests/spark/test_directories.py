@@ -170,7 +170,7 @@ def test_purged_messages_that_are_still_in_the_file_are_not_shown(tmp_path):
     with written(tmp_path) as directory:
         directory.topic("t")
         offsets = directory.put("t", *numbered(10))
-        directory.fixture.broker.purge("t", partition=0, before_offset=offsets[4])
+        directory.fixture.broker.browser.purge("t", partition=0, before_offset=offsets[4])
     assert values(tmp_path) == numbered(6, start=4)
     with closing(sqlite3.connect(segments_of(tmp_path)[0])) as connection:
         assert connection.execute("SELECT count(*) FROM messages").fetchone() == (10,)
@@ -510,7 +510,7 @@ def test_directories_are_read_without_the_right_to_write(tmp_path):
         Path(folder).chmod(0o755)
         directory.topic("t")
         directory.put("t", *numbered(10))
-        directory.partition("t").save_state()
+        directory.partition("t").retention.save_state()
         killed = Path(shutil.copytree(directory.path, Path(folder, "killed")))
         directory.fixture.close()
         stopped = Path(shutil.copytree(directory.path, Path(folder, "stopped")))

@@ -91,7 +91,7 @@ def test_a_purge_between_two_batches_is_a_loss(tmp_path, caplog):
     with written(path) as place:
         place.roll("t")
         place.put("t", *numbered(10, start=10))
-        place.fixture.broker.purge("t", partition=None, before_offset=None)
+        place.fixture.broker.browser.purge("t", partition=None, before_offset=None)
         place.put("t", b"after the purge")
     with pytest.raises(DataLoss, match=r"offsets 0 to \d+ of t@\w+/0 were removed before they were read"):
         reader(path).latestOffset(start, ALL)

@@ -66,7 +66,7 @@ def test_removed_unread_messages_are_reported_to_the_user(spark, data: Path, tmp
     run(spark, tmp_path, **given, startingOffsets="earliest")
     with written(data) as place:
         place.put("t", b"never read")
-        place.fixture.broker.purge("t", partition=None, before_offset=None)
+        place.fixture.broker.browser.purge("t", partition=None, before_offset=None)
         place.put("t", b"after the purge")
     with pytest.raises(StreamingQueryException, match=r"offsets \d+ to \d+ of t@\w+/0 were removed before they were"):
         run(spark, tmp_path, **given)

@@ -13,6 +13,7 @@ from portalmq.broker.messages.browse import StoredMessage, StoredPage
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.messages.scheduled import SchedulePage
 from portalmq.broker.partition.long_poll import LeasedMessage
+from portalmq.broker.queues.settle import ACK, SettleRequest
 from portalmq.errors import (
     GroupNotFound,
     NotFound,
@@ -45,6 +46,9 @@ class FakeBroker:
 
     def __init__(self) -> None:
         self.ready = True
+        self.browser = self.scheduled_messages = self.receive_handler = self.settlement = self.group_admin = (
+            self.overview
+        ) = self
         self.logs: dict[str, list[list[Any]]] = {}
         self.group_names: list[str] = []
         self.made: list[tuple[str, dict[str, Any]]] = []
@@ -144,19 +148,19 @@ class FakeBroker:
         if partition >= len(logs):
             raise PartitionNotFound(f"topic {topic!r} has no partition {partition}")
         end = len(logs[partition])
-        start = end if options["position"] == "latest" else options["offset"] or 0
+        start = end if options.get("position") == "latest" else options["offset"] or 0
         if start > end:
             raise OffsetOutOfRange(f"offset {start} is beyond {end}")
         stop = min(end, start + options["limit"])
         messages = [self._stored(topic, partition, offset) for offset in range(start, stop)]
         return StoredPage(messages, stop, 0, end)
 
-    def scheduled(self, topic: str, *, after: SchedulePosition, limit: int, forward: bool = True) -> SchedulePage:
+    def page(self, topic: str, *, after: SchedulePosition, limit: int, forward: bool = True) -> SchedulePage:
         self._called("scheduled", topic=topic, after=after, limit=limit)
         messages = [self._stored(topic, 0, offset) for offset in range(len(self._log(topic)[0]))]
         return SchedulePage(messages[:limit], SchedulePosition(9, 0, limit) if len(messages) > limit else None)
 
-    def cancel_scheduled(self, topic: str, partition: int, offset: int, *, forward: bool = True) -> None:
+    def cancel(self, topic: str, partition: int, offset: int, *, forward: bool = True) -> None:
         self._called("cancel_scheduled", topic=topic, partition=partition, offset=offset)
 
     def _stored(self, topic: str, partition: int, offset: int) -> StoredMessage:
@@ -185,7 +189,7 @@ class FakeBroker:
     def list_groups(self) -> list[wire.GroupDescription]:
         return [self._group(name) for name in self.group_names]
 
-    def delete_group(self, name: str) -> None:
+    def delete(self, name: str) -> None:
         self._called("delete_group", name=name)
         self._group(name)
         self.group_names.remove(name)
@@ -214,27 +218,10 @@ class FakeBroker:
                 delivered.append(LeasedMessage(topic, 0, at, NOW_MS, record, f"r{at}", 1, NOW_MS + 30_000))
         return delivered
 
-    def ack(self, group: str, receipts: list[str], *, forward: bool = True) -> list[bool]:
-        self._called("ack", group=group, receipts=receipts)
-        return [receipt not in self.stale for receipt in receipts]
-
-    def nack(
-        self,
-        group: str,
-        receipts: list[str],
-        delay_ms: int | None,
-        reason: str | None,
-        *,
-        unseen: bool = False,
-        forward: bool = True,
+    def settle(
+        self, group: str, receipts: list[str], request: SettleRequest = ACK, *, forward: bool = True
     ) -> list[bool]:
-        self._called("nack", group=group, receipts=receipts, delay_ms=delay_ms, reason=reason, unseen=unseen)
-        return [receipt not in self.stale for receipt in receipts]
-
-    def extend(
-        self, group: str, receipts: list[str], visibility_timeout_ms: int | None, *, forward: bool = True
-    ) -> list[bool]:
-        self._called("extend", group=group, receipts=receipts, visibility_timeout_ms=visibility_timeout_ms)
+        self._called(request.verb, group=group, receipts=receipts, time_ms=request.time_ms, reason=request.reason)
         return [receipt not in self.stale for receipt in receipts]
 
     # cluster

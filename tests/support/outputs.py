@@ -20,7 +20,7 @@ def send(fixture: Fixture, *values: str, topic: str = "in", partition: int = 0, 
 
 
 def receive(fixture: Fixture, count: int = 10, topic: str = "in", group: str = "g"):
-    return fixture.broker.receive(group, wire.ReceiveRequest([topic], max_messages=count), None)
+    return fixture.broker.receive_handler.receive(group, wire.ReceiveRequest([topic], max_messages=count), None)
 
 
 def commit(fixture: Fixture, messages, publish: Sequence[OutputMessage] = (), group: str = "g") -> wire.Committed:
@@ -39,7 +39,7 @@ def there(fixture: Fixture, topic: str = "out") -> list[str]:
 
 def stored_in(fixture: Fixture, topic: str):
     known = {summary.name for summary in fixture.broker.list_topics()}
-    return list(fixture.broker.read_all(topic, None)) if topic in known else []
+    return list(fixture.broker.browser.read_all(topic, None)) if topic in known else []
 
 
 def partition_of(fixture: Fixture, topic: str = "in", number: int = 0) -> Partition:

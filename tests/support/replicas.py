@@ -22,6 +22,7 @@ from portalmq.broker.cluster.replicas import Files, Replicas
 from portalmq.broker.cluster.rpc.brokers import ReplicaLogEnd
 from portalmq.broker.cluster.unclean_election import is_whole_elsewhere, log_end_of
 from portalmq.broker.core.replica.events import (
+    BrokersChanged,
     IsrAnswered,
     LeaseRenewed,
     Outcome,
@@ -279,7 +280,7 @@ class Group:
                 for number, (incarnation, store) in known.items()
             }
             if host.partition is not None and not host.partition.closed:
-                host.partition.on_brokers_changed(known)
+                host.partition.step(BrokersChanged(known))
 
     def update(self, host: Host) -> None:
         if host.partition is not None and not host.partition.closed:

@@ -13,6 +13,7 @@ from support.outputs import give_up
 
 from portalmq import stream_wire, wire
 from portalmq.broker.messages.produce import ProduceRequest
+from portalmq.broker.queues.settle import SettleRequest
 from portalmq.broker.storage.batch import Record
 
 WITHIN_S = 60
@@ -68,7 +69,7 @@ def _put(
 
 def _take(data: DataDirectory, group: str, topic: str, count: int, **more: object) -> list:
     request = wire.ReceiveRequest(topics=[topic], max_messages=count, wait_ms=0, **more)  # type: ignore[arg-type]
-    found = data.fixture.broker.receive(group, request, None)
+    found = data.fixture.broker.receive_handler.receive(group, request, None)
     data.later(13)
     return found
 
@@ -81,12 +82,12 @@ def _queue(data: DataDirectory) -> None:
     broker = data.fixture.broker
     shop = _take(data, "shop", "orders", 60)
     data.later(500)
-    broker.ack("shop", _receipts(shop[:40]))
-    broker.nack("shop", _receipts(shop[40:50]), 0, "not today")
-    broker.nack("shop", _receipts(shop[50:]), 0, None, unseen=True)
+    broker.settlement.settle("shop", _receipts(shop[:40]))
+    broker.settlement.settle("shop", _receipts(shop[40:50]), SettleRequest("nack", 0, "not today"))
+    broker.settlement.settle("shop", _receipts(shop[50:]), SettleRequest("release", 0))
     data.later(1_800)
     again = _take(data, "shop", "orders", 25)
-    broker.ack("shop", _receipts(again[:5]))
+    broker.settlement.settle("shop", _receipts(again[:5]))
     give_up(data.fixture, again[5:9], topic="", reason="poison", group="shop")
     data.later(90)
     broker.dead_letters.redrive("shop", "orders", ids=None, where=None, rate_per_s=None, dry_run=False)
@@ -100,10 +101,10 @@ def _queue(data: DataDirectory) -> None:
     ]
     data.fixture.broker.produce("jobs", ProduceRequest(rows, partition=0))
     (scheduled,) = [each for each in range(100) if _is_last_delayed(data, each)][-1:]
-    broker.cancel_scheduled("jobs", 0, scheduled)
-    broker.ack("workers", _receipts(_take(data, "workers", "jobs", 6)))
+    broker.scheduled_messages.cancel("jobs", 0, scheduled)
+    broker.settlement.settle("workers", _receipts(_take(data, "workers", "jobs", 6)))
     data.later(3_200)
-    broker.ack("workers", _receipts(_take(data, "workers", "jobs", 5)))
+    broker.settlement.settle("workers", _receipts(_take(data, "workers", "jobs", 5)))
     _take(data, "workers", "jobs", 2)
 
 
@@ -111,11 +112,11 @@ def _deleted(data: DataDirectory) -> None:
     """Delete a group and create one of its name, in which messages are returned without a delivery."""
     broker = data.fixture.broker
     _take(data, "again", "orders", 9)
-    broker.delete_group("again")
+    broker.group_admin.delete("again")
     data.later(40)
     given = _take(data, "again", "orders", 9)
-    broker.nack("again", _receipts(given[:3]), 0, None, unseen=True)
-    broker.ack("again", _receipts(_take(data, "again", "orders", 5)))
+    broker.settlement.settle("again", _receipts(given[:3]), SettleRequest("release", 0))
+    broker.settlement.settle("again", _receipts(_take(data, "again", "orders", 5)))
 
 
 def _is_last_delayed(data: DataDirectory, offset: int) -> bool:

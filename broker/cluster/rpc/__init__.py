@@ -10,7 +10,7 @@ Calls to the leaders of partitions. A request names partitions; the answer has a
     scheduled       ListScheduled       Rows
     cancel          CancelScheduled     bool                one Result
     partitions      Partitions          PartitionSize
-    known           GroupBegunCall      bool                queues.py
+    known           LookAt              bool                queues.py
     start           BeginGroup          bool
     settle          Settle              list[bool]
     finish          Finish              list[bool]
@@ -166,6 +166,32 @@ class ForNumbers:
         return _replaced(self, numbers=[place.number for place in places])
 
 
+class TopicNumbers(ForNumbers, msgspec.Struct, array_like=True):
+    topic: str
+    topic_id: str
+    numbers: list[int]
+
+
+class GroupNumbers(ForNumbers, msgspec.Struct, array_like=True):
+    group: str
+    group_id: str
+    topic: str
+    topic_id: str
+    numbers: list[int]
+
+
+class Placed(msgspec.Struct, array_like=True):
+    """What is for one partition."""
+
+    topic: str
+    topic_id: str
+    number: int
+
+    @property
+    def place(self) -> TopicPartition:
+        return TopicPartition(self.topic, self.topic_id, self.number)
+
+
 class ForOne:
     """A request for one partition."""
 
@@ -203,13 +229,13 @@ class ForShares:
 
 
 class ForPlacedShares(ForShares):
-    """A request with a share for each of some partitions, of several topics."""
+    """A request with a share for each of some partitions, of several topics. A share is Placed."""
 
     __slots__ = ()
 
     @property
     def places(self) -> list[TopicPartition]:
-        return [TopicPartition(share.topic, share.topic_id, share.number) for share in self.shares]
+        return [share.place for share in self.shares]
 
 
 def _replaced(request: T, **fields: object) -> T:

@@ -8,12 +8,13 @@ import msgspec
 
 from portalmq.broker.cluster.rpc import (
     BrokerCall,
-    ForNumbers,
     ForOne,
     ForShares,
     OnePartitionCall,
     OneResultCall,
     PartitionCall,
+    Placed,
+    TopicNumbers,
 )
 from portalmq.broker.storage.batch import Record
 from portalmq.wire import Acks, ProducerStamp
@@ -46,22 +47,16 @@ class AppendResult(msgspec.Struct, array_like=True):
     places: list[tuple[int, int]] | None = None
 
 
-class FindFirst(ForNumbers, msgspec.Struct, array_like=True):
+class FindFirst(TopicNumbers):
     """Find the message of this id in these partitions: (offset, timestamp_ms), or nothing. Refused where it has another
     hash, and where it is not yet as safe as `acks` asks."""
 
-    topic: str
-    topic_id: str
-    numbers: list[int]
     message_id: bytes
     body_hash: bytes
     acks: Acks
 
 
-class Browse(ForOne, msgspec.Struct, array_like=True):
-    topic: str
-    topic_id: str
-    number: int
+class Browse(ForOne, Placed):
     offset: int | None
     position: str | None
     at_ms: int | None
@@ -78,10 +73,7 @@ class Browsed(msgspec.Struct, array_like=True):
     high_watermark: int
 
 
-class PurgeCall(ForNumbers, msgspec.Struct, array_like=True):
-    topic: str
-    topic_id: str
-    numbers: list[int]
+class PurgeCall(TopicNumbers):
     before_offset: int | None
 
 
@@ -96,12 +88,9 @@ class SchedulePosition(NamedTuple):
         return f"{self.due_ms}-{self.number}-{self.offset}"
 
 
-class ListScheduled(ForNumbers, msgspec.Struct, array_like=True):
+class ListScheduled(TopicNumbers):
     """List the first `limit` scheduled messages behind `after`, of all these partitions together."""
 
-    topic: str
-    topic_id: str
-    numbers: list[int]
     after: SchedulePosition
     limit: int
 
@@ -114,17 +103,12 @@ class Rows(msgspec.Struct, array_like=True):
     cut_at: SchedulePosition | None = None
 
 
-class CancelScheduled(ForOne, msgspec.Struct, array_like=True):
-    topic: str
-    topic_id: str
-    number: int
+class CancelScheduled(ForOne, Placed):
     offset: int
 
 
-class Partitions(ForNumbers, msgspec.Struct, array_like=True):
-    topic: str
-    topic_id: str
-    numbers: list[int]
+class Partitions(TopicNumbers):
+    """Ask for the sizes of these partitions."""
 
 
 class PartitionSize(msgspec.Struct, array_like=True, frozen=True):

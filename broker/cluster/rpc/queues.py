@@ -12,8 +12,10 @@ from portalmq.broker.cluster.rpc import (
     ForOne,
     ForPlacedShares,
     ForShares,
+    GroupNumbers,
     OnePartitionCall,
     PartitionCall,
+    Placed,
 )
 from portalmq.broker.core.queue.records import Output, Range
 from portalmq.broker.partition.answer_size import ANSWER_BYTES_MAX
@@ -26,23 +28,9 @@ Verb = Literal["ack", "nack", "extend", "release"]
 LeaseOffsets = tuple[int, int, list[int]]
 
 
-class GroupBegunCall(ForNumbers, msgspec.Struct, array_like=True):
-    """Ask whether the group has begun on these partitions."""
-
-    group: str
-    topic: str
-    topic_id: str
-    numbers: list[int]
-
-
-class BeginGroup(ForNumbers, msgspec.Struct, array_like=True):
+class BeginGroup(GroupNumbers):
     """Let the group begin on these partitions. Where it has begun, nothing changes."""
 
-    group: str
-    group_id: str
-    topic: str
-    topic_id: str
-    numbers: list[int]
     start: GroupStart
 
 
@@ -89,10 +77,7 @@ class Interested(msgspec.Struct, array_like=True):
 # --- settling and committing -----------------------------------------------------------------------------------------
 
 
-class SettleShare(msgspec.Struct, array_like=True):
-    topic: str
-    topic_id: str
-    number: int
+class SettleShare(Placed):
     shown: list[LeaseOffsets]
 
 
@@ -107,10 +92,7 @@ class Settle(ForPlacedShares, msgspec.Struct, array_like=True):
     reason: str | None = None
 
 
-class FinishShare(msgspec.Struct, array_like=True):
-    topic: str
-    topic_id: str
-    number: int
+class FinishShare(Placed):
     offsets: list[int]
 
 
@@ -177,18 +159,12 @@ class UnfinishedRows(msgspec.Struct, array_like=True):
     next_offset: int | None
 
 
-class SizeOf(ForNumbers, msgspec.Struct, array_like=True):
+class SizeOf(GroupNumbers):
     """Count the group's messages on these partitions; it begins where it has not begun."""
-
-    group: str
-    group_id: str
-    topic: str
-    topic_id: str
-    numbers: list[int]
 
 
 class LookAt(ForNumbers, msgspec.Struct, array_like=True):
-    """As SizeOf; the group begins nowhere."""
+    """Count the group's messages as SizeOf does, or ask whether it has begun; it begins nowhere."""
 
     group: str
     topic: str
@@ -285,7 +261,7 @@ class DeadPage(msgspec.Struct, array_like=True):
     complete: bool
 
 
-KNOWN = PartitionCall("known", GroupBegunCall, bool, timeout_s=10.0)
+KNOWN = PartitionCall("known", LookAt, bool, timeout_s=10.0)
 START = PartitionCall("start", BeginGroup, bool, timeout_s=10.0)
 # Beyond the wait of an interest, for the way there and back.
 RECEIVE = BrokerCall("receive", Receive, ReceiveResult, timeout_s=5.0)

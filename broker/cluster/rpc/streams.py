@@ -8,11 +8,12 @@ import msgspec
 
 from portalmq.broker.cluster.rpc import (
     BrokerCall,
-    ForNumbers,
     ForOne,
     ForPlacedShares,
+    GroupNumbers,
     OnePartitionCall,
     PartitionCall,
+    Placed,
     TopicPartition,
 )
 from portalmq.broker.storage.batch import Record
@@ -34,14 +35,8 @@ class SharedOffsetCall(ForOne, msgspec.Struct, array_like=True):
     done: int | None = None
 
 
-class Fronts(ForNumbers, msgspec.Struct, array_like=True):
+class Fronts(GroupNumbers):
     """Ask the same of several partitions. Those behind the first one with a message are not looked at."""
-
-    group: str
-    group_id: str
-    topic: str
-    topic_id: str
-    numbers: list[int]
 
 
 class SharedOffsetResult(msgspec.Struct, array_like=True):
@@ -53,16 +48,9 @@ class SharedOffsetResult(msgspec.Struct, array_like=True):
     offset: int = -1
 
 
-class ClaimShare(msgspec.Struct, array_like=True):
-    topic: str
-    topic_id: str
-    number: int
+class ClaimShare(Placed):
     member_id: str
     since: int
-
-    @property
-    def place(self) -> TopicPartition:
-        return TopicPartition(self.topic, self.topic_id, self.number)
 
 
 class ClaimCall(ForPlacedShares, msgspec.Struct, array_like=True):
@@ -74,15 +62,8 @@ class ClaimCall(ForPlacedShares, msgspec.Struct, array_like=True):
     shares: list[ClaimShare]
 
 
-class CommitShare(msgspec.Struct, array_like=True):
-    topic: str
-    topic_id: str
-    number: int
+class CommitShare(Placed):
     offset: int
-
-    @property
-    def place(self) -> TopicPartition:
-        return TopicPartition(self.topic, self.topic_id, self.number)
 
 
 class StreamCommitCall(ForPlacedShares, msgspec.Struct, array_like=True):

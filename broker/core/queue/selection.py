@@ -251,35 +251,25 @@ def _is_in_turn(delivery: GroupDelivery, queues: KeyQueues, offset: int, now_ms:
     return span is None or not (span.leased and span.available_at_ms > now_ms)
 
 
-class _Selector:
+class _Selector(msgspec.Struct, dict=True):
     """One selection in progress. `left` is how many more messages may be delivered, `room` how many fresh ones, and
     `bytes_left` their size."""
 
-    def __init__(
-        self,
-        delivery: GroupDelivery,
-        source: MessageSource,
-        now_ms: int,
-        wall_ms: int,
-        due_by_ms: int,
-        max_messages: int,
-        max_deliveries: int,
-        cancelled: Container[int],
-        max_bytes: int,
-    ) -> None:
-        self.delivery = delivery
-        self.source = source
-        self.now_ms = now_ms
-        self.wall_ms = wall_ms
-        self.due_by_ms = due_by_ms
-        self.left = max_messages
-        self.looks_only = max_messages == 0
-        self.max_deliveries = max_deliveries
-        self.cancelled = cancelled
-        self.bytes_left = max_bytes
+    delivery: GroupDelivery
+    source: MessageSource
+    now_ms: int
+    wall_ms: int
+    due_by_ms: int
+    left: int
+    max_deliveries: int
+    cancelled: Container[int]
+    bytes_left: int
+
+    def __post_init__(self) -> None:
+        self.looks_only = self.left == 0
         self.spans_left = SPANS_PER_SELECTION
-        self.room = OUTSTANDING_MAX - delivery.outstanding
-        self.selection = Selection([], delivery.next, {}, [], [], [])
+        self.room = OUTSTANDING_MAX - self.delivery.outstanding
+        self.selection = Selection([], self.delivery.next, {}, [], [], [])
 
     def run(self) -> None:
         lanes = self.source.lanes()

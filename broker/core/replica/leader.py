@@ -6,21 +6,7 @@ is committed. The other half is follower.py; neither half calls the other.
 
 from __future__ import annotations
 
-from portalmq.broker.core.replica.events import (
-    Action,
-    AnswerDuplicate,
-    Append,
-    AppendRequested,
-    BelowStart,
-    Diverging,
-    FetchReceived,
-    HighWatermarkAdvanced,
-    PartitionStateChanged,
-    ProposeIsr,
-    Refuse,
-    Rejected,
-    ReplyFetch,
-)
+from portalmq.broker.core.replica import events
 from portalmq.broker.core.replica.isr import IsrTracker
 from portalmq.broker.core.replica.state import SUCCESSOR_WAITS_MS, ReplicaState
 from portalmq.errors import NotEnoughReplicas, NotLeader, OutOfOrderSequence, PortalMQError, Unavailable
@@ -34,7 +20,9 @@ class LeadingReplica(ReplicaState):
 
     # --- the start of an epoch ---------------------------------------------------------------------------------------
 
-    def _begin_leading(self, partition_state: PartitionStateChanged, now_ms: int, wall_ms: int) -> list[Action]:
+    def _begin_leading(
+        self, partition_state: events.PartitionStateChanged, now_ms: int, wall_ms: int
+    ) -> list[events.Action]:
         """Begin to lead, with EPOCH_START as the first record. That record is in the log already if this replica
         continues in its own epoch: after a lost session without another election, or after its log was opened again."""
         if (partition_state.incarnations or {}).get(self.broker_id, self.incarnation) != self.incarnation:
@@ -45,35 +33,35 @@ class LeadingReplica(ReplicaState):
             return []  # a truncation is in progress
         start = self._epochs.start_of(partition_state.leader_epoch)
         epoch_start = self.next_offset if start is None else start
-        self._leading = IsrTracker(self.broker_id, partition_state, epoch_start, now_ms, self.lag_ms)
+        self.in_sync = IsrTracker(self.broker_id, partition_state, epoch_start, now_ms, self.lag_ms)
         heard_ms = self._leader_answered_ms
         if len(partition_state.replicas) > 1:
             heard_ms = max(heard_ms, self._began_ms)  # an earlier incarnation may have vouched until then
         self._settles_from_ms = heard_ms + SUCCESSOR_WAITS_MS
         return self._advance_high_watermark(now_ms) if start is not None else [self._start_epoch(wall_ms)]
 
-    def _start_epoch(self, wall_ms: int) -> Append:
-        assert self._leading is not None
-        self._leading.epoch_start = self.next_offset
-        self._epochs.add(self._leading.state.leader_epoch, self.next_offset)
+    def _start_epoch(self, wall_ms: int) -> events.Append:
+        assert self.in_sync is not None
+        self.in_sync.epoch_start = self.next_offset
+        self._epochs.add(self.in_sync.state.leader_epoch, self.next_offset)
         return self._allot(None, 1, wall_ms)
 
     # --- appending ---------------------------------------------------------------------------------------------------
 
-    def _on_append_requested(self, event: AppendRequested, now_ms: int, wall_ms: int) -> list[Action]:
+    def _on_append_requested(self, event: events.AppendRequested, now_ms: int, wall_ms: int) -> list[events.Action]:
         try:
             place = self._admit(event, now_ms)
         except PortalMQError as error:
-            return [Refuse(event.token, error)]
+            return [events.Refuse(event.token, error)]
         if place is not None:
-            return [AnswerDuplicate(event.token, *place)]
+            return [events.AnswerDuplicate(event.token, *place)]
         append = self._allot(event.token, event.count, max(wall_ms, event.not_before_ms))
         if event.stamp is not None:
             self.producers.add(event.stamp, event.count, append.base_offset, append.appended_at_ms)
         return [append]
 
-    def _admit(self, event: AppendRequested, now_ms: int) -> tuple[int, int] | None:
-        leading = self._leading
+    def _admit(self, event: events.AppendRequested, now_ms: int) -> tuple[int, int] | None:
+        leading = self.in_sync
         if leading is None:
             leader = self.state.leader if self.state else None
             raise NotLeader("another broker leads this partition, or none does yet", leader=leader)
@@ -95,18 +83,18 @@ class LeadingReplica(ReplicaState):
             # The missing batch may be with a successor that this leader does not know of.
             raise Unavailable(_NOT_VOUCHED, retry_after_s=0.2) from gap
 
-    def _allot(self, token: object, count: int, wall_ms: int) -> Append:
+    def _allot(self, token: object, count: int, wall_ms: int) -> events.Append:
         """Allot offsets and a timestamp. Timestamps never fall, whatever the clock does."""
         assert self.state is not None
         assert count >= 1
         self.last_timestamp_ms = max(self.last_timestamp_ms, wall_ms)
-        append = Append(token, self.next_offset, self.state.leader_epoch, self.last_timestamp_ms)
+        append = events.Append(token, self.next_offset, self.state.leader_epoch, self.last_timestamp_ms)
         self.next_offset += count
         return append
 
-    def _advance_high_watermark(self, now_ms: int) -> list[Action]:
+    def _advance_high_watermark(self, now_ms: int) -> list[events.Action]:
         """Raise the high watermark. Nothing of an epoch is committed before its EPOCH_START is (rule 4)."""
-        leading = self._leading
+        leading = self.in_sync
         assert leading is not None
         at_least = max(leading.epoch_start, self.high_watermark)
         if self.durable_end <= at_least:  # not on disk here, so not committed
@@ -115,11 +103,11 @@ class LeadingReplica(ReplicaState):
         if end <= at_least:
             return []
         self.high_watermark = end
-        return [HighWatermarkAdvanced(end)]
+        return [events.HighWatermarkAdvanced(end)]
 
     # --- followers ---------------------------------------------------------------------------------------------------
 
-    def _on_fetch_received(self, event: FetchReceived, now_ms: int) -> list[Action]:
+    def _on_fetch_received(self, event: events.FetchReceived, now_ms: int) -> list[events.Action]:
         fetch = event.fetch
         if fetch.leader_epoch > self.highest_epoch:
             # There is a later epoch, so this leadership is over, whichever broker leads now.
@@ -127,29 +115,29 @@ class LeadingReplica(ReplicaState):
                 *self._learn_epoch(fetch.leader_epoch),
                 *self._step_down(None),
                 *self._refresh_now(now_ms),
-                ReplyFetch(event.token, fetch.fetch_offset, Rejected(self.highest_epoch)),
+                events.ReplyFetch(event.token, fetch.fetch_offset, events.Rejected(self.highest_epoch)),
             ]
-        leading = self._leading
+        leading = self.in_sync
         if leading is None or fetch.leader_epoch != leading.state.leader_epoch:
-            return [ReplyFetch(event.token, fetch.fetch_offset, Rejected(self.highest_epoch))]
+            return [events.ReplyFetch(event.token, fetch.fetch_offset, events.Rejected(self.highest_epoch))]
         if fetch.broker_id not in leading.state.replicas:
-            rejected = ReplyFetch(event.token, fetch.fetch_offset, Rejected(self.highest_epoch))
+            rejected = events.ReplyFetch(event.token, fetch.fetch_offset, events.Rejected(self.highest_epoch))
             return [*self._refresh_sparingly(now_ms), rejected]
         if fetch.fetch_offset < self.log_start_offset:
-            gone = BelowStart(self.log_start_offset, tuple(self._epochs.entries))
-            return [ReplyFetch(event.token, fetch.fetch_offset, gone)]
+            gone = events.BelowStart(self.log_start_offset, tuple(self._epochs.entries))
+            return [events.ReplyFetch(event.token, fetch.fetch_offset, gone)]
         epoch, end = self._epochs.end_of(fetch.last_epoch, self.durable_end)
         if epoch < fetch.last_epoch or end < fetch.fetch_offset:
-            return [ReplyFetch(event.token, fetch.fetch_offset, Diverging(epoch, end))]
+            return [events.ReplyFetch(event.token, fetch.fetch_offset, events.Diverging(epoch, end))]
         if not leading.fetched(fetch, self.durable_end, now_ms, event.sent_after_ms):
-            return [ReplyFetch(event.token, fetch.fetch_offset, Rejected(self.highest_epoch))]
+            return [events.ReplyFetch(event.token, fetch.fetch_offset, events.Rejected(self.highest_epoch))]
         advanced = self._advance_high_watermark(now_ms)
-        return [*advanced, *self._propose(now_ms), ReplyFetch(event.token, fetch.fetch_offset, None)]
+        return [*advanced, *self._propose(now_ms), events.ReplyFetch(event.token, fetch.fetch_offset, None)]
 
-    def _propose(self, now_ms: int) -> list[Action]:
+    def _propose(self, now_ms: int) -> list[events.Action]:
         """Propose a change of the ISR, one compare-and-set at a time. A joining member counts from the proposal on,
         a leaving one until the change is confirmed."""
-        leading = self._leading
+        leading = self.in_sync
         if leading is None or self._proposal is not None or not self._holds_epoch_start(leading):
             return []
         if leading.is_settled(now_ms):
@@ -160,7 +148,7 @@ class LeadingReplica(ReplicaState):
             return []
         recorded = sorted(wanted - leading.state.isr | renewed)
         joiners = {broker_id: leading.joiner(broker_id) for broker_id in recorded}
-        self._proposal = ProposeIsr(
+        self._proposal = events.ProposeIsr(
             wanted,
             leading.state.version,
             {broker_id: store_uuid for broker_id, (_, store_uuid) in joiners.items()},

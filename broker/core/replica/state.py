@@ -35,8 +35,8 @@ class ReplicaState:
     """The state of one replica.
 
     `lease_ms` is the time a leader serves without an answer from the control plane or a fetch of every other ISR
-    member. `began_ms` is the start of this process, or of this replica in it. `in_sync` is set while this replica
-    leads, `fetch` while it waits for its leader's answer.
+    member. `began_ms` is the start of this process, or of this replica in it. `in_sync` tracks the followers while
+    this replica leads, `fetch` is set while it waits for its leader's answer.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class ReplicaState:
         self.quarantined = ""
         self.fetch: Fetch | None = None
         self._epochs = Epochs(epochs)
-        self._leading: IsrTracker | None = None
+        self.in_sync: IsrTracker | None = None
         self._brokers: Mapping[int, tuple[int, str]] = {}
         self._answered_ms = NEVER_MS
         self._began_ms = began_ms
@@ -95,7 +95,7 @@ class ReplicaState:
 
     @property
     def leading(self) -> bool:
-        return self._leading is not None
+        return self.in_sync is not None
 
     @property
     def leader_epoch(self) -> int:
@@ -109,16 +109,11 @@ class ReplicaState:
     def last_epoch(self) -> int:
         return self._epochs.last
 
-    @property
-    def in_sync(self) -> IsrTracker | None:
-        """The tracker of the followers while this replica leads, else None."""
-        return self._leading
-
     def may_serve(self, now_ms: int) -> bool:
         """Return whether this replica leads and its lease has not run out (rule 7)."""
-        if self._leading is None:
+        if self.in_sync is None:
             return False
-        heard_ms = self._leading.heard_from_all_ms()
+        heard_ms = self.in_sync.heard_from_all_ms()
         return heard_ms is None or now_ms - max(self._answered_ms, heard_ms) <= self.lease_ms
 
     def may_deliver(self, now_ms: int) -> bool:
@@ -127,17 +122,17 @@ class ReplicaState:
         An answer of the control plane does not prove that, as another leader may have been elected since. The successor
         is a member of the ISR, so the followers' fetches do.
         """
-        if self._leading is None or not self.may_serve(now_ms):
+        if self.in_sync is None or not self.may_serve(now_ms):
             return False
-        vouched_ms = self._leading.vouched_by_all_ms()
+        vouched_ms = self.in_sync.vouched_by_all_ms()
         return vouched_ms is None or now_ms - vouched_ms <= VOUCHED_FOR_MS
 
     def led_at(self, then_ms: int) -> bool:
         """Return whether no other broker can have led at `then_ms`: records that are not in this log were not committed
         then (rule 10)."""
-        if self._leading is None:
+        if self.in_sync is None:
             return False
-        vouched_ms = self._leading.vouched_by_all_ms()
+        vouched_ms = self.in_sync.vouched_by_all_ms()
         return vouched_ms is None or vouched_ms >= then_ms
 
     def may_settle(self, now_ms: int) -> bool:
@@ -155,9 +150,9 @@ class ReplicaState:
         return [RememberEpoch(epoch)]
 
     def _step_down(self, leader: int | None) -> list[Action]:
-        if self._leading is None:
+        if self.in_sync is None:
             return []
-        self._leading = None
+        self.in_sync = None
         self.fetch = None
         self._leader_high_watermark = 0
         if self._proposal is not None and not self._proposal.resigns:

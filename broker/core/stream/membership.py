@@ -33,38 +33,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from portalmq.broker.core.stream.events import (
-    HEARTBEAT_MS_MAX,
-    Action,
-    Answered,
-    AnswerMember,
-    Assigned,
-    Claimed,
-    ClaimFailed,
-    ClaimPartition,
-    ClaimRefused,
-    Event,
-    GroupMembers,
-    Heartbeat,
-    Intent,
-    Join,
-    Leave,
-    Loaded,
-    Member,
-    Outcome,
-    Partition,
-    PartitionOwner,
-    Propose,
-    ReadState,
-    RefuseMember,
-    Resigned,
-    SeekDone,
-    SeekRequested,
-    SessionLost,
-    SubscribedTopic,
-    Tick,
-    TopicsChanged,
-)
+from portalmq.broker.core.stream import events
+from portalmq.broker.core.stream.events import GroupMembers, Member, Partition, PartitionOwner, SubscribedTopic
 from portalmq.broker.core.stream.rebalance import Draft
 from portalmq.errors import Backpressure, Fenced, IllegalGeneration, PortalMQError, Unavailable
 
@@ -106,11 +76,11 @@ class GroupMembership:
         self._topics: Mapping[str, SubscribedTopic] | None = None
         self._proposed: GroupMembers | None = None
         self._reading = False
-        self._intents: list[Intent] = []
+        self._intents: list[events.Intent] = []
         # How many of them, from the first on, are in the proposal.
         self._included = 0
         self._waiting: list[_WaitingCall] = []
-        self._unverified: list[Heartbeat] = []
+        self._unverified: list[events.Heartbeat] = []
         self._deadlines: dict[str, int] = {}
         self._heard: dict[str, int] = {}
         self._claimed: dict[Partition, tuple[str, int, int]] = {}
@@ -132,7 +102,7 @@ class GroupMembership:
         self._waited_for: Counter[str] = Counter()
         # True if something may be claimed now.
         self._claims_due = False
-        self._actions: list[Action] = []
+        self._actions: list[events.Action] = []
 
     @property
     def coordinates(self) -> bool:
@@ -145,12 +115,12 @@ class GroupMembership:
         waits = self._intents or self._waiting or self._unverified or self._seeking or self._proposed is not None
         return self.coordinates and self.known is not None and not self.known.members and not waits
 
-    def step(self, event: Event, now_ms: int) -> list[Action]:
+    def step(self, event: events.Event, now_ms: int) -> list[events.Action]:
         """Take one event and return the actions to perform."""
         if not self.resigned:
             self._take(event, now_ms)
-        elif isinstance(event, Join | Heartbeat | Leave | SeekRequested):
-            self._actions.append(RefuseMember(event.token, _coordinator_changed(self.group)))
+        elif isinstance(event, events.Join | events.Heartbeat | events.Leave | events.SeekRequested):
+            self._actions.append(events.RefuseMember(event.token, _coordinator_changed(self.group)))
         if not self.resigned:
             self._propose(now_ms)
             self._claim(now_ms)
@@ -158,40 +128,40 @@ class GroupMembership:
         actions, self._actions = self._actions, []
         return actions
 
-    def _take(self, event: Event, now_ms: int) -> None:
+    def _take(self, event: events.Event, now_ms: int) -> None:
         match event:
-            case Loaded():
+            case events.Loaded():
                 self._on_loaded(event, now_ms)
-            case Answered():
+            case events.Answered():
                 self._on_answered(event, now_ms)
-            case Join():
+            case events.Join():
                 self._on_join(event)
-            case Heartbeat():
+            case events.Heartbeat():
                 self._on_heartbeat(event, now_ms)
-            case Leave():
+            case events.Leave():
                 self._on_leave(event)
-            case SeekRequested():
+            case events.SeekRequested():
                 self._intents.append(event)
-            case TopicsChanged():
+            case events.TopicsChanged():
                 self._topics = dict(event.topics)
                 self._is_dirty = True
-            case Claimed():
+            case events.Claimed():
                 self._on_claimed(event)
-            case ClaimRefused() | ClaimFailed():
+            case events.ClaimRefused() | events.ClaimFailed():
                 self._on_claim_failed(event, now_ms)
-            case SeekDone():
+            case events.SeekDone():
                 self._seeking[event.topic] = self._seeking.get(event.topic, 1) - 1
                 if self._seeking[event.topic] <= 0:
                     del self._seeking[event.topic]
                     self._claims_due = True
-            case SessionLost():
+            case events.SessionLost():
                 self._reread()
-            case Tick():
+            case events.Tick():
                 self._on_tick(now_ms)
 
     # --- the state in the control plane ------------------------------------------------------------------------------
 
-    def _on_loaded(self, event: Loaded, now_ms: int) -> None:
+    def _on_loaded(self, event: events.Loaded, now_ms: int) -> None:
         self._reading = False
         proposed, self._proposed = self._proposed, None
         found = event.membership
@@ -213,10 +183,10 @@ class GroupMembership:
             self._begin_sessions(now_ms)
         self._retry_unverified(now_ms)
 
-    def _on_answered(self, event: Answered, now_ms: int) -> None:
+    def _on_answered(self, event: events.Answered, now_ms: int) -> None:
         if self._proposed is None or self._reading:
             return
-        if event.outcome == Outcome.APPLIED:
+        if event.outcome == events.Outcome.APPLIED:
             proposed, self._proposed = self._proposed, None
             self._confirm(proposed, event.version, now_ms)
             self._retry_unverified(now_ms)
@@ -231,7 +201,7 @@ class GroupMembership:
     def _read(self) -> None:
         if not self._reading:
             self._reading = True
-            self._actions.append(ReadState())
+            self._actions.append(events.ReadState())
 
     def _retry_unverified(self, now_ms: int) -> None:
         """Take the heartbeats that waited for a verified state."""
@@ -244,8 +214,8 @@ class GroupMembership:
         self.resigned = True
         moved = _coordinator_changed(self.group)
         waiting = [*self._intents, *self._waiting, *self._unverified]
-        self._actions += [RefuseMember(waiter.token, moved) for waiter in waiting]
-        self._actions.append(Resigned(coordinator))
+        self._actions += [events.RefuseMember(waiter.token, moved) for waiter in waiting]
+        self._actions.append(events.Resigned(coordinator))
         self._intents, self._waiting, self._unverified = [], [], []
 
     def _confirm(self, membership: GroupMembers, version: int, now_ms: int) -> None:
@@ -265,19 +235,19 @@ class GroupMembership:
         self._included = 0
         for intent in included:
             match intent:
-                case Join():
+                case events.Join():
                     if intent.member_id in membership.members:
                         self._deadlines[intent.member_id] = now_ms + intent.session_timeout_ms
                         self._heard[intent.member_id] = membership.generation
                     until_ms = now_ms + _wait_max_ms(intent.session_timeout_ms)
                     self._waiting.append(_WaitingCall(intent.token, intent.member_id, until_ms, is_join=True))
-                case Leave():
-                    self._actions.append(AnswerMember(intent.token, intent.member_id, membership.generation))
-                case SeekRequested():
+                case events.Leave():
+                    self._actions.append(events.AnswerMember(intent.token, intent.member_id, membership.generation))
+                case events.SeekRequested():
                     self._seeking[intent.topic] = self._seeking.get(intent.topic, 0) + 1
                     # Claims after the seek have a generation of their own: a copy of the seek that arrives after them
                     # is refused.
-                    self._actions.append(AnswerMember(intent.token, "", membership.generation - 1))
+                    self._actions.append(events.AnswerMember(intent.token, "", membership.generation - 1))
         for known in (self._deadlines, self._heard):
             for member_id in [member_id for member_id in known if member_id not in membership.members]:
                 del known[member_id]
@@ -317,23 +287,23 @@ class GroupMembership:
 
     # --- members -----------------------------------------------------------------------------------------------------
 
-    def _on_join(self, join: Join) -> None:
-        coming = {intent.member_id for intent in self._intents if isinstance(intent, Join)}
+    def _on_join(self, join: events.Join) -> None:
+        coming = {intent.member_id for intent in self._intents if isinstance(intent, events.Join)}
         there = self.known.members.keys() if self.known else ()
         if join.member_id not in there and len(coming | set(there) | {join.member_id}) > MEMBERS_MAX:
             full = f"group {self.group!r} has {MEMBERS_MAX} members, the most a group can have: let one leave first"
-            self._actions.append(RefuseMember(join.token, Backpressure(full, retry_after_s=5)))
+            self._actions.append(events.RefuseMember(join.token, Backpressure(full, retry_after_s=5)))
             return
         self._intents.append(join)
 
-    def _on_leave(self, leave: Leave) -> None:
-        joins = any(isinstance(intent, Join) and intent.member_id == leave.member_id for intent in self._intents)
+    def _on_leave(self, leave: events.Leave) -> None:
+        joins = any(isinstance(intent, events.Join) and intent.member_id == leave.member_id for intent in self._intents)
         if self.coordinates and not joins and self.known is not None and leave.member_id not in self.known.members:
-            self._actions.append(AnswerMember(leave.token, leave.member_id, self.known.generation))
+            self._actions.append(events.AnswerMember(leave.token, leave.member_id, self.known.generation))
         else:
             self._intents.append(leave)
 
-    def _on_heartbeat(self, heartbeat: Heartbeat, now_ms: int, *, is_sure: bool = False) -> None:
+    def _on_heartbeat(self, heartbeat: events.Heartbeat, now_ms: int, *, is_sure: bool = False) -> None:
         if not self.coordinates:
             self._unverified.append(heartbeat)
             return
@@ -349,13 +319,13 @@ class GroupMembership:
                 f"group {self.group!r} is in generation {self.known.generation} and does not know member "
                 f"{heartbeat.member_id!r} of generation {heartbeat.generation}: its session timed out, or it left. Join"
             )
-            self._actions.append(RefuseMember(heartbeat.token, error))
+            self._actions.append(events.RefuseMember(heartbeat.token, error))
         elif heartbeat.generation < member.since:
             error = Fenced(
                 f"another consumer joined group {self.group!r} as {heartbeat.member_id!r}, in generation {member.since}"
                 f"; this one knows {heartbeat.generation}. Give each consumer a member id of its own"
             )
-            self._actions.append(RefuseMember(heartbeat.token, error))
+            self._actions.append(events.RefuseMember(heartbeat.token, error))
         else:
             self._deadlines[member.member_id] = now_ms + member.session_timeout_ms
             if heartbeat.generation > self._heard.get(member.member_id, 0):
@@ -364,20 +334,20 @@ class GroupMembership:
             until_ms = now_ms + _wait_max_ms(member.session_timeout_ms)
             self._waiting.append(_WaitingCall(heartbeat.token, member.member_id, until_ms, is_join=False))
 
-    def _assignment(self, token: object, member: Member) -> AnswerMember:
+    def _assignment(self, token: object, member: Member) -> events.AnswerMember:
         assert self.known is not None
-        held: list[Assigned] = []
+        held: list[events.Assigned] = []
         is_moving = False
         for partition, ownership in self._partitions_of.get(member.member_id, ()):
             if ownership.leaving or partition in self._unclaimed:
                 is_moving = True
             else:
-                held.append(Assigned(partition, ownership.since, self._claimed[partition][2]))
-        interval_ms = min(HEARTBEAT_MS_MAX, member.session_timeout_ms // HEARTBEATS_PER_SESSION)
+                held.append(events.Assigned(partition, ownership.since, self._claimed[partition][2]))
+        interval_ms = min(events.HEARTBEAT_MS_MAX, member.session_timeout_ms // HEARTBEATS_PER_SESSION)
         if is_moving:
             interval_ms = min(interval_ms, HEARTBEAT_SOON_MS)
         held.sort(key=lambda assigned: assigned.partition)
-        return AnswerMember(token, member.member_id, self.known.generation, tuple(held), interval_ms)
+        return events.AnswerMember(token, member.member_id, self.known.generation, tuple(held), interval_ms)
 
     def _answer_waiting(self, now_ms: int) -> None:
         if not self._waiting or not self.coordinates:
@@ -388,7 +358,7 @@ class GroupMembership:
             member = self.known.members.get(waiting.member_id)
             if member is None:
                 gone = f"member {waiting.member_id!r} left group {self.group!r} while its call waited"
-                self._actions.append(RefuseMember(waiting.token, IllegalGeneration(gone)))
+                self._actions.append(events.RefuseMember(waiting.token, IllegalGeneration(gone)))
             elif now_ms >= waiting.until_ms or not self._waits(waiting):
                 self._actions.append(self._assignment(waiting.token, member))
             else:
@@ -427,22 +397,22 @@ class GroupMembership:
         if wanted is not None:
             self._included = len(self._intents)
             self._proposed = wanted
-            self._actions.append(Propose(wanted, self.version))
+            self._actions.append(events.Propose(wanted, self.version))
 
     def _wanted(self, now_ms: int) -> GroupMembers | None:
         """Return the state to propose, in the next generation; None if nothing changes."""
         known = self.known or GroupMembers(0, (-1, -1))
-        steps = 2 if any(isinstance(intent, SeekRequested) for intent in self._intents) else 1
+        steps = 2 if any(isinstance(intent, events.SeekRequested) for intent in self._intents) else 1
         draft = Draft(known, max(known.generation, *self._refused.values(), 0) + steps, self._topics or {})
         if self.coordinates:
             draft.drop([member_id for member_id in known.members if self._deadlines[member_id] <= now_ms])
         for intent in self._intents:
             match intent:
-                case Join():
+                case events.Join():
                     draft.join(Member(intent.member_id, intent.topics, intent.session_timeout_ms, draft.generation))
-                case Leave():
+                case events.Leave():
                     draft.drop([intent.member_id])
-                case SeekRequested():
+                case events.SeekRequested():
                     draft.renew(partition for partition in known.owners if partition[0] == intent.topic)
         draft.renew(self._refused)
         draft.release(self._heard)
@@ -463,19 +433,19 @@ class GroupMembership:
                 continue
             if now_ms >= self._claim_again_ms.get(partition, 0):
                 self._claiming[partition] = wanted
-                self._actions.append(ClaimPartition(partition, ownership.owner, ownership.since))
+                self._actions.append(events.ClaimPartition(partition, ownership.owner, ownership.since))
 
-    def _on_claim_failed(self, event: ClaimRefused | ClaimFailed, now_ms: int) -> None:
+    def _on_claim_failed(self, event: events.ClaimRefused | events.ClaimFailed, now_ms: int) -> None:
         wanted = self._claiming.get(event.partition)
         if wanted is None or wanted[1] != event.since:
             return
         del self._claiming[event.partition]
-        if isinstance(event, ClaimRefused):
+        if isinstance(event, events.ClaimRefused):
             self._refused[event.partition] = max(event.generation, event.since)
         else:
             self._claim_again_ms[event.partition] = now_ms + CLAIM_AGAIN_MS
 
-    def _on_claimed(self, event: Claimed) -> None:
+    def _on_claimed(self, event: events.Claimed) -> None:
         if self._claiming.get(event.partition) == (event.member_id, event.since):
             del self._claiming[event.partition]
         ownership = self._unclaimed.get(event.partition)

@@ -104,7 +104,7 @@ def test_an_invalid_commit_is_refused_and_changes_nothing(client, fixture, probl
     if isinstance(body.get("ack"), list):
         body = {**body, "ack": [own if each == "R" else each for each in body["ack"]]}
     problem_of(client.post("/v1/groups/g/commit", json=body), 400, "invalid_request")
-    assert fixture.broker.ack("g", [own]) == [True]
+    assert fixture.broker.settlement.settle("g", [own]) == [True]
     assert there(fixture) == []
 
 

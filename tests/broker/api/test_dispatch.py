@@ -55,6 +55,7 @@ def test_the_traffic_routes_are_served_in_front_of_flask(broker: FakeBroker, mon
         if app.test_client().open(route.path.replace("<", "").replace(">", ""), method=route.method).status_code != 599
     }
     assert served == {
+        "/v1/fetch",
         "/v1/topics/<topic>/messages",
         *(f"/v1/groups/<group>/{last}" for last in ("receive", "ack", "nack", "extend", "commit")),
     }

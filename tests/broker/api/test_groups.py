@@ -56,17 +56,11 @@ def test_receipts_are_answered_one_by_one(client, broker, problem_of, verb):
 
 def test_settings_of_a_nack_and_an_extend_reach_the_domain(client, broker):
     client.post("/v1/groups/g/nack", json={"receipts": ["a"], "delay_ms": 5, "reason": "busy"})
-    assert broker.last("nack") == {
-        "group": "g",
-        "receipts": ["a"],
-        "delay_ms": 5,
-        "reason": "busy",
-        "unseen": False,
-    }
+    assert broker.last("nack") == {"group": "g", "receipts": ["a"], "time_ms": 5, "reason": "busy"}
     client.post("/v1/groups/g/nack", json={"receipts": ["a"], "unseen": True})
-    assert broker.last("nack")["unseen"] is True
+    assert broker.calls_made("release") == 1
     client.post("/v1/groups/g/extend", json={"receipts": ["a"], "visibility_timeout_ms": 9})
-    assert broker.last("extend")["visibility_timeout_ms"] == 9
+    assert broker.last("extend")["time_ms"] == 9
 
 
 def test_a_group_is_made_shown_listed_and_deleted(client, broker, problem_of):
@@ -120,7 +114,7 @@ def test_the_cluster_and_its_metadata_are_shown(client, broker):
 @pytest.mark.parametrize("verb", ["ack", "nack", "extend"])
 def test_receipts_whose_leader_cannot_be_asked_are_unknown_in_the_results(client, broker, problem_of, verb):
     error = Unavailable("no leader just now", retry_after_s=0.1)
-    setattr(broker, verb, lambda *_, **__: [True, error, False])
+    broker.settlement.settle = lambda *_, **__: [True, error, False]
     problem = problem_of(
         client.post(f"/v1/groups/g/{verb}", json={"receipts": ["a", "b", "c"]}), 503, "unavailable", "unknown"
     )
@@ -130,7 +124,7 @@ def test_receipts_whose_leader_cannot_be_asked_are_unknown_in_the_results(client
 
 def test_a_receive_fails_when_its_acks_do_not_reach_their_leader(client, broker, problem_of):
     error = Unavailable("no leader just now")
-    broker.ack_and_receive = lambda *_, **__: ([], [True, error])
+    broker.receive_handler.ack_and_receive = lambda *_, **__: ([], [True, error])
     answer = client.post("/v1/groups/g/receive", json={"topics": ["t"], "ack": ["a", "b"]})
     problem_of(answer, 503, "unavailable", "unknown")
 
@@ -138,8 +132,8 @@ def test_a_receive_fails_when_its_acks_do_not_reach_their_leader(client, broker,
 @pytest.mark.parametrize(("header", "forwards"), [(None, True), ("0", True), ("1", False), ("true", False)])
 def test_no_forward_reaches_the_domain(client, broker, header, forwards):
     seen = []
-    broker.receive = lambda *_, forward, **__: seen.append(forward) or []
-    broker.ack = lambda *_, forward, **__: seen.append(forward) or [True]
+    broker.receive_handler.receive = lambda *_, forward, **__: seen.append(forward) or []
+    broker.settlement.settle = lambda *_, forward, **__: seen.append(forward) or [True]
     headers = {} if header is None else {"PortalMQ-No-Forward": header}
     client.post("/v1/groups/g/receive", json={"topics": ["t"]}, headers=headers)
     client.post("/v1/groups/g/ack", json={"receipts": ["a"]}, headers=headers)

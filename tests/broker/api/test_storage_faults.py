@@ -101,14 +101,14 @@ def test_a_fault_after_the_head_was_sent_cuts_the_answer_off_and_ends_the_broker
     fixture: Fixture, http: FlaskClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fault = StorageFault("I/O error")
-    read_all = fixture.broker.read_all
+    read_all = fixture.broker.browser.read_all
 
     def failing(*args: Any, **more: Any) -> Iterator[Any]:
         for stored in read_all(*args, **more):
             yield from [stored] * 200  # more than a block
         raise fault
 
-    monkeypatch.setattr(fixture.broker, "read_all", failing)
+    monkeypatch.setattr(fixture.broker.browser, "read_all", failing)
     answer = http.get("/v1/topics/t/messages", headers={"Accept": wire.NDJSON}, buffered=False)
     assert answer.status_code == 200
     with pytest.raises(StorageFault):
@@ -125,6 +125,6 @@ def test_a_tail_that_meets_a_fault_ends_and_so_does_the_broker(
     def failing(*_: Any, **__: Any) -> None:
         raise fault
 
-    monkeypatch.setattr(fixture.broker.browser, "browse", failing)
+    monkeypatch.setattr(fixture.broker.leaders, "call_one", failing)
     assert answer.data.count(b"id:") == 1
     assert fixture.faults == [fault]

@@ -36,7 +36,7 @@ def test_the_number_of_topics_is_limited(fixture):
     for make in (
         lambda: broker.create_topic("c", wire.CreateTopic()),
         lambda: broker.produce("c", ProduceRequest(records("x"))),
-        lambda: broker.receive("g", wire.ReceiveRequest(topics=["c"]), None),
+        lambda: broker.receive_handler.receive("g", wire.ReceiveRequest(topics=["c"]), None),
     ):
         with pytest.raises(Backpressure, match="topics_max") as caught:
             make()
@@ -62,15 +62,15 @@ def test_the_number_of_groups_is_limited(fixture):
     broker = bounded(fixture, groups_max=2)
     broker.create_topic("t", wire.CreateTopic())
     broker.put_group("a", {})
-    broker.receive("b", wire.ReceiveRequest(topics=["t"]), None)
+    broker.receive_handler.receive("b", wire.ReceiveRequest(topics=["t"]), None)
     for make in (
         lambda: broker.put_group("c", {}),
-        lambda: broker.receive("c", wire.ReceiveRequest(topics=["t"]), None),
+        lambda: broker.receive_handler.receive("c", wire.ReceiveRequest(topics=["t"]), None),
     ):
         with pytest.raises(Backpressure, match="groups_max"):
             make()
     broker.put_group("a", {"max_deliveries": 3})
-    broker.delete_group("a")
+    broker.group_admin.delete("a")
     broker.put_group("c", {})
 
 
@@ -100,7 +100,7 @@ def test_a_segment_with_very_many_content_types_is_followed_by_another(fixture, 
     log = fixture.broker.topics.get("t").led()[0].log
     assert len(log._segments) >= 4
     assert max(segment.content_types for segment in log._segments) < 20 + 8 + 10
-    found = list(fixture.broker.read_all("t", None))
+    found = list(fixture.broker.browser.read_all("t", None))
     assert [each.record.content_type for each in found] == [f"text/x{n}-{e}" for n in range(10) for e in range(8)]
 
 

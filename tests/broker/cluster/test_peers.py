@@ -10,7 +10,7 @@ from support.ports import kept_ports
 from support.scripted_broker import Call, Reply, ScriptedBroker, hang_up, hold, problem
 
 from portalmq.broker.cluster.peers import NotAnswered, NotReached, Peers, credential
-from portalmq.broker.cluster.rpc.queues import EndGroup, GroupBegunCall
+from portalmq.broker.cluster.rpc.queues import EndGroup, LookAt
 from portalmq.control_plane.state import BrokerState
 from portalmq.errors import NotLeader
 
@@ -45,7 +45,7 @@ def test_a_refused_connection_is_reported_as_refused_and_not_applied() -> None:
         trouble: list[tuple[int, int, bool]] = []
         peers = peers_of(f"http://127.0.0.1:{port}", trouble)
         with pytest.raises(NotReached) as caught:
-            peers.call(2, "known", ASK, GroupBegunCall, timeout_s=60)
+            peers.call(2, "known", ASK, LookAt, timeout_s=60)
     assert (caught.value.outcome, caught.value.refused) == ("not_applied", True)
     assert trouble == [(2, 7, True)]
 
@@ -53,7 +53,7 @@ def test_a_refused_connection_is_reported_as_refused_and_not_applied() -> None:
 def test_a_broker_that_is_not_registered_is_not_reached() -> None:
     trouble: list[tuple[int, int, bool]] = []
     with pytest.raises(NotReached):
-        peers_of("http://127.0.0.1:1", trouble).call(9, "known", ASK, GroupBegunCall, timeout_s=60)
+        peers_of("http://127.0.0.1:1", trouble).call(9, "known", ASK, LookAt, timeout_s=60)
     assert trouble == [], "the mirror already shows that it is gone"
 
 
@@ -62,7 +62,7 @@ def test_an_answer_that_is_lost_leaves_the_outcome_unknown() -> None:
     with ScriptedBroker() as broker:
         broker.script("POST", PATH, [hang_up])
         with pytest.raises(NotAnswered) as caught:
-            peers_of(broker.url, trouble).call(2, "known", ASK, GroupBegunCall, timeout_s=60)
+            peers_of(broker.url, trouble).call(2, "known", ASK, LookAt, timeout_s=60)
     assert caught.value.outcome == "unknown"
     assert trouble == [(2, 7, False)]
 
@@ -75,7 +75,7 @@ def test_a_call_to_a_silent_broker_ends_at_its_timeout() -> None:
         peers = peers_of(broker.url, trouble)
         peers.call(2, "known", ASK, EndGroup, timeout_s=60)  # connected: the second call waits for an answer only
         with pytest.raises(NotAnswered):
-            peers.call(2, "known", ASK, GroupBegunCall, timeout_s=0.2)
+            peers.call(2, "known", ASK, LookAt, timeout_s=0.2)
         answered.set()
     assert trouble == [(2, 7, False)]
 
@@ -85,7 +85,7 @@ def test_a_refusal_of_the_other_broker_is_raised_here() -> None:
     with ScriptedBroker() as broker:
         broker.script("POST", PATH, [lambda broker, call: problem(error)])
         with pytest.raises(NotLeader) as caught:
-            peers_of(broker.url).call(2, "known", ASK, GroupBegunCall, timeout_s=60)
+            peers_of(broker.url).call(2, "known", ASK, LookAt, timeout_s=60)
     assert (caught.value.outcome, caught.value.retry_after_s) == ("not_applied", 0.25)
     assert caught.value.extra == {"leader": 3, "leader_url": "http://three"}
 
@@ -94,4 +94,4 @@ def test_an_answer_in_another_form_is_no_answer() -> None:
     with ScriptedBroker() as broker:
         broker.script("POST", PATH, [lambda broker, call: Reply(200, msgspec.json.encode("hello"))])
         with pytest.raises(NotAnswered):
-            peers_of(broker.url).call(2, "known", ASK, GroupBegunCall, timeout_s=60)
+            peers_of(broker.url).call(2, "known", ASK, LookAt, timeout_s=60)

@@ -116,7 +116,7 @@ def test_files_of_a_deleted_topic_are_removed_and_a_new_topic_of_its_name_is_emp
     assert not old.exists()
     send(fixture, "new")
     assert folder_of(tmp_path) != old
-    assert [stored.record.value for stored in fixture.broker.read_all("t", None)] == [b"new"]
+    assert [stored.record.value for stored in fixture.broker.browser.read_all("t", None)] == [b"new"]
 
 
 def test_no_file_is_moved_while_the_control_plane_is_unavailable(fixture, tmp_path, monkeypatch):

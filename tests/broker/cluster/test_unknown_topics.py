@@ -13,7 +13,7 @@ from portalmq import stream_wire as contract
 from portalmq import wire
 from portalmq.broker.cluster.routing import NoSuchPartition, one_by_one
 from portalmq.broker.cluster.rpc import TopicPartition
-from portalmq.broker.cluster.rpc.queues import KNOWN, GroupBegunCall, MemberOffset
+from portalmq.broker.cluster.rpc.queues import KNOWN, LookAt, MemberOffset
 from portalmq.broker.cluster.rpc.streams import Coordinate
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.queues.commit import OutputMessage
@@ -62,7 +62,7 @@ def refused(error: pytest.ExceptionInfo[Unavailable]) -> tuple[bool, str]:
 
 def brought(fixture: Fixture, at: TopicPartition) -> None:
     """Call the leader of a partition as another broker does."""
-    request = GroupBegunCall("g", at.topic, at.topic_id, [at.number])
+    request = LookAt("g", at.topic, at.topic_id, [at.number])
     fixture.broker.leaders.call_one(KNOWN, request, one_by_one(lambda _: True), forward=False)
 
 
@@ -98,13 +98,13 @@ def test_a_partition_is_missing_only_if_the_control_plane_has_none(fixture, know
     broker = fixture.broker
     for use in (
         lambda: broker.produce("t", ProduceRequest(records("a"), partition=number)),
-        lambda: broker.purge("t", partition=number, before_offset=None),
+        lambda: broker.browser.purge("t", partition=number, before_offset=None),
     ):
         with pytest.raises(PartitionNotFound) as found:
             use()
         assert type(broker.explain(found.value)) is (Unavailable if known == 1 else NoSuchPartition)
     with pytest.raises(MessageNotFound if known == 2 else Unavailable):
-        broker.cancel_scheduled("t", number, 0)
+        broker.scheduled_messages.cancel("t", number, 0)
 
 
 def fetched(fixture: Fixture, number: int) -> None:
@@ -193,7 +193,7 @@ def test_a_group_of_another_mode_may_be_a_deleted_one_of_its_name(fixture):
 def test_a_group_deleted_here_and_created_again_elsewhere_exists(fixture):
     broker = fixture.broker
     broker.groups.ensure("g")
-    broker.delete_group("g")
+    broker.group_admin.delete("g")
     with pytest.raises(GroupNotFound):
         broker.groups.get("g")
     made, _ = broker._catalog.put_group("g", {})

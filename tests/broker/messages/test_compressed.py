@@ -35,12 +35,12 @@ def stored(fixture, topic="in"):
 
 
 def received(fixture, count):
-    delivered = fixture.broker.receive("g", wire.ReceiveRequest(["in"], max_messages=count), None)
+    delivered = fixture.broker.receive_handler.receive("g", wire.ReceiveRequest(["in"], max_messages=count), None)
     return [message.record.value for message in delivered]
 
 
 def browsed(fixture, topic="in"):
-    page = fixture.broker.browse(topic, 0, offset=0, position=None, at_ms=None, limit=100, wait_ms=0)
+    page = fixture.broker.browser.browse(topic, 0, offset=0, limit=100)
     return [message.record.value for message in page.messages]
 
 
@@ -49,7 +49,7 @@ def test_consumers_get_plain_values_from_memory_and_from_files(fixture, where):
     fixture.broker.produce("in", compressed_request(reading_records(50)))
     assert [batch.compressed for batch in stored(fixture)] == [data_of(reading_records(50))]
     if where == "files":
-        partition_of(fixture).forget_read()
+        partition_of(fixture).reader.forget()
     assert received(fixture, 100) == readings(50)
 
 
@@ -94,7 +94,7 @@ def test_delayed_messages_of_a_compressed_batch_are_delivered_when_due(fixture):
     now = fixture.clock.wall_ms()
     records = [Record(value, deliver_at_ms=now + 1_000 * (at % 7 + 1)) for at, value in enumerate(readings(50))]
     fixture.broker.produce("in", compressed_request(records))
-    partition_of(fixture).forget_read()
+    partition_of(fixture).reader.forget()
     assert received(fixture, 100) == []
     fixture.clock.advance(3_500)
     due = received(fixture, 100)
@@ -104,7 +104,7 @@ def test_delayed_messages_of_a_compressed_batch_are_delivered_when_due(fixture):
 def test_priorities_of_a_compressed_batch_are_kept(fixture):
     records = [Record(value, priority=at % 3) for at, value in enumerate(readings(30))]
     fixture.broker.produce("in", compressed_request(records))
-    partition_of(fixture).forget_read()
+    partition_of(fixture).reader.forget()
     assert received(fixture, 10) == [value for at, value in enumerate(readings(30)) if at % 3 == 2]
 
 
@@ -113,7 +113,7 @@ def test_dead_letters_are_plain_copies_and_are_redriven(fixture):
     messages = receive(fixture, 50)
     give_up(fixture, messages)
     settled(fixture)
-    partition_of(fixture).forget_read()
+    partition_of(fixture).reader.forget()
     assert [copy.record.value for copy in stored_in(fixture, "in.dlq")] == readings(50)
     matched, _ = fixture.broker.dead_letters.redrive("g", "in", ids=None, where=None, rate_per_s=None, dry_run=False)
     assert matched == 50
@@ -123,8 +123,8 @@ def test_dead_letters_are_plain_copies_and_are_redriven(fixture):
 def test_a_purge_in_the_middle_of_a_batch_leaves_the_rest(fixture):
     fixture.broker.produce("in", compressed_request(reading_records(50)))
     first = stored(fixture)[0].base_offset
-    fixture.broker.purge("in", partition=0, before_offset=first + 20)
-    partition_of(fixture).forget_read()
+    fixture.broker.browser.purge("in", partition=0, before_offset=first + 20)
+    partition_of(fixture).reader.forget()
     assert received(fixture, 100) == readings(30, 20)
 
 
@@ -159,7 +159,7 @@ def test_a_reader_of_an_earlier_version_gets_plain_values(fixture, where):
     fixture.broker.produce("in", ProduceRequest([Record(b"plain")]))
     fixture.broker.produce("in", compressed_request(reading_records(50)))
     if where == "files":
-        partition_of(fixture).forget_read()
+        partition_of(fixture).reader.forget()
     answer = fetched(fixture)
     found = [msgspec.msgpack.decode(frame.body, type=tuple[contract.FrameRecord, ...]) for frame in answer.frames]
     assert [record.value for records in found for record in records] == [b"plain", *readings(50)]

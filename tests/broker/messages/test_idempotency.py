@@ -27,7 +27,7 @@ def send(fixture, value: str, *, key: str | None = None, idempotency_key="k", ac
 
 
 def stored(fixture) -> list[str]:
-    return [each.record.value.decode() for each in fixture.broker.read_all("t", None)]
+    return [each.record.value.decode() for each in fixture.broker.browser.read_all("t", None)]
 
 
 def test_an_idempotency_key_gives_the_first_answer_again(fixture):
@@ -35,7 +35,7 @@ def test_an_idempotency_key_gives_the_first_answer_again(fixture):
     first = send(fixture, "a")
     fixture.clock.advance(1_000)
     assert send(fixture, "a") == first
-    assert len(list(fixture.broker.read_all("t", None))) == 1
+    assert len(list(fixture.broker.browser.read_all("t", None))) == 1
 
 
 def test_an_idempotency_key_with_another_body_is_refused(fixture):
@@ -199,7 +199,7 @@ def test_a_thousand_keys_leave_nothing_in_memory(fixture):
     for number in range(1_000):
         send(fixture, "a", idempotency_key=f"k{number}")
     partition = fixture.broker.topics.get("t").partition(0)
-    assert partition._uncommitted._ids == {}
+    assert partition.uncommitted._ids == {}
     assert send(fixture, "a", idempotency_key="k0")[0].offset == 1
 
 

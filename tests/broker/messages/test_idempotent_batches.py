@@ -54,7 +54,7 @@ def send(fixture, names, *, value=lambda name: name, acks="all", partition=None,
 
 
 def stored(fixture) -> list[str]:
-    return [each.record.value.decode() for each in fixture.broker.read_all("t", None)]
+    return [each.record.value.decode() for each in fixture.broker.browser.read_all("t", None)]
 
 
 def names(size: int, start: int = 0) -> list[str]:
@@ -292,14 +292,14 @@ def test_no_request_appends_messages_that_another_one_searches_for(fixture, monk
     partition = fixture.broker.topics.get("t").partition(0)
     many = names(2 * SEARCHED_HERE_MAX)
     met = []
-    find = partition._reader.find_ids
+    find = partition.reader.find_ids
 
     def find_while_others_try(*arguments):
-        monkeypatch.setattr(partition._reader, "find_ids", find)
+        monkeypatch.setattr(partition.reader, "find_ids", find)
         met.extend([attempt(fixture, many), attempt(fixture, many[:2]), attempt_single(fixture, many[0])])
         return find(*arguments)
 
-    monkeypatch.setattr(partition._reader, "find_ids", find_while_others_try)
+    monkeypatch.setattr(partition.reader, "find_ids", find_while_others_try)
     first = send(fixture, many)
     assert [type(error) for error in met] == [RequestInProgress] * 3
     assert all(error.retryable and error.outcome == "not_applied" for error in met)
@@ -326,7 +326,7 @@ def test_searched_messages_can_be_sent_again_after_a_failure(fixture, monkeypatc
 
     with monkeypatch.context() as patch:
         if failing == "the search":
-            patch.setattr(partition._reader, "find_ids", fail)
+            patch.setattr(partition.reader, "find_ids", fail)
         else:
             patch.setattr(partition, "submit", fail)
         assert isinstance(attempt(fixture, many), Unavailable)
@@ -358,7 +358,7 @@ def test_a_search_that_outlasts_the_leadership_appends_nothing(fixture, monkeypa
     fixture.broker.create_topic("t", wire.CreateTopic())
     partition = fixture.broker.topics.get("t").partition(0)
     epoch = partition.replica.leader_epoch
-    find, submit = partition._reader.find_ids, partition.submit
+    find, submit = partition.reader.find_ids, partition.submit
     seen: list[str] = []
 
     def find_across_an_election(*arguments):
@@ -374,7 +374,7 @@ def test_a_search_that_outlasts_the_leadership_appends_nothing(fixture, monkeypa
         seen.append("append")
         return submit(*arguments, **options)
 
-    monkeypatch.setattr(partition._reader, "find_ids", find_across_an_election)
+    monkeypatch.setattr(partition.reader, "find_ids", find_across_an_election)
     monkeypatch.setattr(partition, "submit", note_submit)
     many = names(2 * SEARCHED_HERE_MAX)
     assert send(fixture, many)
@@ -422,7 +422,7 @@ def test_a_new_leader_refuses_a_search_until_it_has_written_its_log(tmp_path, mo
 def test_nothing_is_kept_in_memory(fixture):
     fixture.broker.create_topic("t", wire.CreateTopic())
     send(fixture, names(1_000))
-    uncommitted = fixture.broker.topics.get("t").partition(0)._uncommitted
+    uncommitted = fixture.broker.topics.get("t").partition(0).uncommitted
     assert (uncommitted._ids, uncommitted._sought) == ({}, set())
 
 

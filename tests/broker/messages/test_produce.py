@@ -25,7 +25,7 @@ def send(fixture, *records: Record, way: str) -> None:
 
 
 def stored(fixture) -> list[Record]:
-    return [each.record for each in fixture.broker.read_all("t", None)]
+    return [each.record for each in fixture.broker.browser.read_all("t", None)]
 
 
 @pytest.mark.parametrize("way", ["range", "batch"])
@@ -50,7 +50,7 @@ def test_expired_messages_are_browsed_and_delivered_to_no_group(fixture):
     send(fixture, Record(b"old"), way="batch")
     fixture.clock.advance(1_000)
     send(fixture, Record(b"new"), way="batch")
-    received = fixture.broker.receive("g", wire.ReceiveRequest(["t"], max_messages=10, wait_ms=0), None)
+    received = fixture.broker.receive_handler.receive("g", wire.ReceiveRequest(["t"], max_messages=10, wait_ms=0), None)
     assert [each.record.value for each in received] == [b"new"]
     assert [record.value for record in stored(fixture)] == [b"old", b"new"]
 

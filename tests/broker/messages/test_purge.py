@@ -12,6 +12,7 @@ from portalmq.broker.core.queue.records import Claim
 from portalmq.broker.core.replica.events import Tick
 from portalmq.broker.core.replica.replica import PartitionReplica
 from portalmq.broker.messages.produce import ProduceRequest
+from portalmq.broker.queues.settle import SettleRequest
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import InvalidRequest, OffsetOutOfRange, PartitionNotFound, Unavailable
 
@@ -49,7 +50,7 @@ def one_of_each(fixture, name: str, partition: int = 0) -> list[int]:
 
 def receive(fixture, group: str = "g"):
     request = wire.ReceiveRequest(["t"], max_messages=100, wait_ms=0)
-    return fixture.broker.receive(group, request, None)
+    return fixture.broker.receive_handler.receive(group, request, None)
 
 
 def texts(delivered) -> list[str]:
@@ -61,7 +62,7 @@ def counts(fixture, group: str = "g"):
 
 
 def purge(fixture, *, partition: int | None = None, before_offset: int | None = None) -> None:
-    fixture.broker.purge("t", partition=partition, before_offset=before_offset)
+    fixture.broker.browser.purge("t", partition=partition, before_offset=before_offset)
 
 
 NEW = ["new later", "new later urgent", "new plain", "new urgent"]
@@ -112,7 +113,7 @@ def test_receipts_of_purged_messages_are_accepted_as_acked(fixture):
     one_of_each(fixture, "old")
     handed = receive(fixture)
     purge(fixture)
-    assert all(fixture.broker.ack("g", [each.receipt for each in handed]))
+    assert all(fixture.broker.settlement.settle("g", [each.receipt for each in handed]))
     assert counts(fixture).lag == 0
 
 
@@ -152,7 +153,7 @@ def test_a_purge_survives_a_restart_in_every_lane(tmp_path):
         assert counts(fixture).lag == 4
         assert texts(receive(fixture)) == NEW
         with pytest.raises(OffsetOutOfRange):
-            fixture.broker.browse(
+            fixture.broker.browser.browse(
                 "t", 0, offset=handed[0].offset, position=None, at_ms=None, limit=1, wait_ms=0, peer=None
             )
 
@@ -161,7 +162,7 @@ def test_dead_messages_go_with_a_purge(fixture, clock):
     fixture.broker.put_group("g", {"max_deliveries": 1, "dead_letter_topic": ""})
     one_of_each(fixture, "old")
     handed = receive(fixture)
-    assert all(fixture.broker.nack("g", [each.receipt for each in handed], 0, "no"))
+    assert all(fixture.broker.settlement.settle("g", [each.receipt for each in handed], SettleRequest("nack", 0, "no")))
     assert counts(fixture).dead == 2
     purge(fixture)
     assert (counts(fixture).dead, counts(fixture).lag) == (0, 0)
@@ -175,7 +176,7 @@ def test_an_offset_needs_a_partition_and_may_be_past_the_end(fixture):
     with pytest.raises(PartitionNotFound):
         purge(fixture, partition=2)
     purge(fixture, partition=0, before_offset=1_000_000)
-    assert list(fixture.broker.read_all("t", None)) == []
+    assert list(fixture.broker.browser.read_all("t", None)) == []
     one_of_each(fixture, "new")
     assert texts(receive(fixture)) == ["new plain", "new urgent"]
 

@@ -29,13 +29,13 @@ def schedule(fixture, *delays_ms: int, partition: int = 0, priority: int = 0) ->
 
 
 def listed(fixture, **how) -> list[tuple[int, str]]:
-    page = fixture.broker.scheduled("t", **{"limit": 100, **how})
+    page = fixture.broker.scheduled_messages.page("t", **{"limit": 100, **how})
     return [(each.partition, each.record.value.decode()) for each in page.messages]
 
 
 def receive(fixture, group="g", topics=("t",)) -> list[str]:
     request = wire.ReceiveRequest(list(topics), max_messages=100, wait_ms=0)
-    return sorted(each.record.value.decode() for each in fixture.broker.receive(group, request, None))
+    return sorted(each.record.value.decode() for each in fixture.broker.receive_handler.receive(group, request, None))
 
 
 def test_scheduled_messages_are_listed_by_due_time_over_partitions_and_priorities(fixture):
@@ -57,7 +57,7 @@ def test_pages_have_no_gap_or_repeat_even_where_many_messages_are_due_at_once(fi
         schedule(fixture, *[700] * 7, 100 + partition, 900, partition=partition)
     seen, after = [], BEGINNING
     while after is not None:
-        page = fixture.broker.scheduled("t", after=after, limit=4)
+        page = fixture.broker.scheduled_messages.page("t", after=after, limit=4)
         assert len(page.messages) <= 4
         seen += [(each.record.deliver_at_ms, each.partition, each.offset) for each in page.messages]
         after = page.after
@@ -71,7 +71,7 @@ def test_a_page_of_large_messages_is_short_and_the_next_goes_on(fixture, monkeyp
         schedule(fixture, *[100 + partition, 400, 800], partition=partition)
     seen, sizes, after = [], [], BEGINNING
     while after is not None:
-        page = fixture.broker.scheduled("t", after=after, limit=100)
+        page = fixture.broker.scheduled_messages.page("t", after=after, limit=100)
         sizes.append(len(page.messages))
         seen += [(each.record.deliver_at_ms, each.partition) for each in page.messages]
         after = page.after
@@ -82,7 +82,7 @@ def test_a_page_of_large_messages_is_short_and_the_next_goes_on(fixture, monkeyp
 
 def test_a_cancelled_message_is_delivered_to_no_group(fixture):
     offsets = schedule(fixture, 100, 200, 300)
-    fixture.broker.cancel_scheduled("t", 0, offsets[1])
+    fixture.broker.scheduled_messages.cancel("t", 0, offsets[1])
     assert listed(fixture) == [(0, "100"), (0, "300")]
     fixture.clock.advance(1_000)
     assert receive(fixture) == ["100", "300"]
@@ -93,7 +93,7 @@ def test_a_cancelled_message_stays_cancelled_after_a_restart(tmp_path):
     clock = HandClock()
     with running(tmp_path, clock) as fixture:
         offsets = schedule(fixture, 100, 200)
-        fixture.broker.cancel_scheduled("t", 0, offsets[0])
+        fixture.broker.scheduled_messages.cancel("t", 0, offsets[0])
     with running(tmp_path, clock) as fixture:
         assert listed(fixture) == [(0, "200")]
         clock.advance(500)
@@ -105,12 +105,12 @@ def test_a_message_that_is_not_scheduled_cannot_be_cancelled(fixture):
     (kept,) = schedule(fixture, 500)
     (plain,) = fixture.broker.produce("t", ProduceRequest([Record(b"x")], partition=0))
     fixture.clock.advance(50)
-    fixture.broker.cancel_scheduled("t", 0, kept)
+    fixture.broker.scheduled_messages.cancel("t", 0, kept)
     for number, offset in [(0, due), (0, plain.offset), (0, kept), (0, 10_000), (1, 0), (9, 0)]:
         with pytest.raises(MessageNotFound):
-            fixture.broker.cancel_scheduled("t", number, offset)
+            fixture.broker.scheduled_messages.cancel("t", number, offset)
     with pytest.raises(TopicNotFound):
-        fixture.broker.cancel_scheduled("nothing", 0, 0)
+        fixture.broker.scheduled_messages.cancel("nothing", 0, 0)
 
 
 def test_a_leader_that_may_be_deposed_does_not_answer_not_found(fixture, monkeypatch):
@@ -121,7 +121,7 @@ def test_a_leader_that_may_be_deposed_does_not_answer_not_found(fixture, monkeyp
     monkeypatch.setattr(PartitionReplica, "led_at", lambda replica, then_ms: False)
     monkeypatch.setattr(fixture.broker.scheduled_messages._leaders, "_patience_s", 0.0)  # a refusal is not retried
     with pytest.raises(Unavailable, match="do not vouch"):
-        fixture.broker.cancel_scheduled("t", 0, 10_000)
+        fixture.broker.scheduled_messages.cancel("t", 0, 10_000)
 
 
 def test_a_clock_set_back_makes_no_delivered_message_cancellable(fixture):
@@ -131,19 +131,19 @@ def test_a_clock_set_back_makes_no_delivered_message_cancellable(fixture):
     fixture.clock.day_ms -= 60_000
     assert listed(fixture) == []
     with pytest.raises(MessageNotFound):
-        fixture.broker.cancel_scheduled("t", 0, offset)
+        fixture.broker.scheduled_messages.cancel("t", 0, offset)
 
 
 def test_a_purge_removes_scheduled_messages_too(fixture):
     schedule(fixture, 100, 200)
-    fixture.broker.purge("t", partition=None, before_offset=None)
+    fixture.broker.browser.purge("t", partition=None, before_offset=None)
     schedule(fixture, 300)
     assert listed(fixture) == [(0, "300")]
 
 
 def test_an_unknown_topic_has_no_list(fixture):
     with pytest.raises(TopicNotFound):
-        fixture.broker.scheduled("nothing", limit=5)
+        fixture.broker.scheduled_messages.page("nothing", limit=5)
 
 
 def test_cancelled_messages_are_not_counted_and_are_looked_up_once(tmp_path, monkeypatch):
@@ -167,11 +167,11 @@ def test_cancelled_messages_are_not_counted_and_are_looked_up_once(tmp_path, mon
 
         assert counts("g") == (0, 6)
         for offset in (first[1], more[0]):
-            fixture.broker.cancel_scheduled("t", 0, offset)
+            fixture.broker.scheduled_messages.cancel("t", 0, offset)
             counts("g")
         assert counts("g") == (0, 4)
         assert counts("late") == (0, 1), "it began after the first ones"
-        fixture.broker.cancel_scheduled("t", 0, first[3])
+        fixture.broker.scheduled_messages.cancel("t", 0, first[3])
         clock.advance(250)
         assert counts("g") == (1, 2)
         assert receive(fixture) == ["100"]

@@ -10,6 +10,7 @@ from support.domain import records, running
 from portalmq import wire
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.partition.answer_size import ANSWER_BYTES_MAX, size_of
+from portalmq.broker.queues.settle import SettleRequest
 from portalmq.broker.storage.batch import Record
 
 MIB = 1024 * 1024
@@ -31,7 +32,7 @@ def send(fixture, **more):
 
 def receive(fixture, group="g", count=10_000):
     request = wire.ReceiveRequest(topics=["t"], max_messages=count, wait_ms=0)
-    return fixture.broker.receive(group, request, None)
+    return fixture.broker.receive_handler.receive(group, request, None)
 
 
 def values(found):
@@ -70,11 +71,14 @@ def test_a_receive_of_nacked_messages_returns_what_fits(fixture, ordering):
     fixture.broker.put_group("g", {"ordering": ordering, "max_deliveries": 100})
     send(fixture)
     found = in_two(fixture)
-    assert fixture.broker.nack("g", [each.receipt for each in found], 0, None) == [True] * COUNT
+    assert (
+        fixture.broker.settlement.settle("g", [each.receipt for each in found], SettleRequest("nack", 0))
+        == [True] * COUNT
+    )
     again = in_two(fixture)
     assert values(again) == VALUES
     assert {each.delivery_count for each in again} == {2}
-    assert fixture.broker.ack("g", [each.receipt for each in again]) == [True] * COUNT
+    assert fixture.broker.settlement.settle("g", [each.receipt for each in again]) == [True] * COUNT
     assert fixture.broker.describe_group("g").lag == 0
 
 
@@ -92,7 +96,7 @@ def test_a_message_larger_than_the_limit_is_an_answer_by_itself(fixture):
     partition = fixture.broker.topics.get_or_create("t").led()[0]
     partition.submit((large, large), 2 * len(large.value)).wait()
     assert [len(receive(fixture)) for _ in range(3)] == [1, 1, 0]
-    assert len(fixture.broker.browse("t", 0, **FROM_THE_BEGINNING).messages) == 1
+    assert len(fixture.broker.browser.browse("t", 0, **FROM_THE_BEGINNING).messages) == 1
 
 
 FROM_THE_BEGINNING = {"offset": None, "position": None, "at_ms": None, "limit": 1_000, "wait_ms": 0, "peer": None}
@@ -100,9 +104,9 @@ FROM_THE_BEGINNING = {"offset": None, "position": None, "at_ms": None, "limit": 
 
 def test_a_page_has_the_offset_of_the_next_one(fixture):
     send(fixture)
-    page = fixture.broker.browse("t", 0, **FROM_THE_BEGINNING)
+    page = fixture.broker.browser.browse("t", 0, **FROM_THE_BEGINNING)
     assert len(page.messages) == COUNT - 2
-    rest = fixture.broker.browse("t", 0, **FROM_THE_BEGINNING | {"offset": page.next_offset})
+    rest = fixture.broker.browser.browse("t", 0, **FROM_THE_BEGINNING | {"offset": page.next_offset})
     assert values(page.messages + rest.messages) == VALUES
     offsets = [message.offset for message in page.messages + rest.messages]
     assert all(before < after for before, after in pairwise(offsets))
@@ -111,4 +115,4 @@ def test_a_page_has_the_offset_of_the_next_one(fixture):
 
 def test_a_whole_queue_is_read_whatever_its_size(fixture):
     send(fixture)
-    assert values(fixture.broker.read_all("t", None)) == VALUES
+    assert values(fixture.broker.browser.read_all("t", None)) == VALUES

@@ -29,7 +29,7 @@ def cold(tmp_path, monkeypatch):
         for number in range(2 * PIECES):
             fixture.broker.produce("t", ProduceRequest([Record(b"%d" % number)], partition=number % 2))
         for number in range(2):
-            fixture.broker.topics.get("t").partition(number).forget_read()
+            fixture.broker.topics.get("t").partition(number).reader.forget()
         yield fixture
 
 
@@ -55,8 +55,8 @@ def test_the_batch_that_a_receive_begins_with_is_read_on_a_native_thread(tmp_pat
         monkeypatch.setattr(partition.log, "read", noted)
         request = wire.ReceiveRequest(["t"], max_messages=25)
         for _ in range(4):
-            partition.forget_read()
-            assert len(fixture.broker.receive("g", request, None)) == 25
+            partition.reader.forget()
+            assert len(fixture.broker.receive_handler.receive("g", request, None)) == 25
         assert len(threads) >= 4
         assert native_thread() not in threads
 
@@ -66,8 +66,8 @@ def test_a_batch_read_ahead_from_files_that_changed_is_not_kept(tmp_path):
         fixture.broker.create_topic("t", wire.CreateTopic(partitions=1))
         partition = fixture.broker.topics.get("t").partition(0)
         fixture.broker.produce("t", ProduceRequest([Record(b"a")]))
-        (piece,) = partition.pieces(0, partition.readable_end, 1)
-        partition.forget_read()
+        (piece,) = partition.reader.pieces(0, partition.readable_end, 1)
+        partition.reader.forget()
         changes = []
 
         class Pool:
@@ -76,13 +76,13 @@ def test_a_batch_read_ahead_from_files_that_changed_is_not_kept(tmp_path):
             def apply(self, work, arguments):
                 found = work(*arguments)
                 if changes.pop():
-                    partition.forget_read()
+                    partition.reader.forget()
                 return found
 
         for is_changed in (True, False):
             changes[:] = [is_changed]
-            partition._reader._read_ahead_at = -1
-            partition._reader.read_ahead(Pool(), piece.start, partition.readable_end)
+            partition.reader._read_ahead_at = -1
+            partition.reader.read_ahead(Pool(), piece.start, partition.readable_end)
             kept = partition.host.cache.find(partition._cache_key, piece.start)
             assert (kept is None) is is_changed
 
@@ -98,7 +98,7 @@ def test_one_of_many_readers_reads_from_disk_at_a_time_and_all_are_served(cold, 
         order.append(self._partition.number)
         try:
             gevent.sleep(0)  # lets any other reader read
-            self._partition.forget_read()
+            self._partition.reader.forget()
             return read(self, *arguments)
         finally:
             at_once -= 1

@@ -161,7 +161,7 @@ def test_a_replica_whose_log_begins_again_compacts_alike(tmp_path):
         group.stop(3)
         eventually(lambda: 3 not in group.state.isr)
         rounds(group.leader, 2)
-        group.leader.purge(None)
+        group.leader.retention.purge(None)
         rounds(group.leader, 3)
         everywhere.run(1, 2)
         start = group.leader.log.log_start_offset
@@ -211,7 +211,7 @@ def test_appends_and_reads_continue_during_a_compaction(tmp_path, monkeypatch):
         while not done.ready():
             put(group.leader, (b"live", b"%d" % sent))
             sent += 1
-            pieces = group.leader.pieces(0, group.leader.high_watermark, 10_000)
+            pieces = group.leader.reader.pieces(0, group.leader.high_watermark, 10_000)
             read = [record for piece in pieces for record in piece.records()]
             assert {record.key for record in read} >= {b"key %d" % key for key in range(50)}
             assert read[-1].value == b"%d" % (sent - 1)
@@ -341,7 +341,7 @@ def test_compaction_continues_after_a_restart_and_the_order_is_still_known(tmp_p
         partition.log.seal(partition.high_watermark)
         compactor._order(partition)
         assert len(there(partition)) == 12
-        partition.save_state()
+        partition.retention.save_state()
     with running(tmp_path, clock) as fixture:
         partition = partition_of(fixture)
         assert partition.groups.compacted > 0
@@ -395,9 +395,9 @@ def test_browsing_skips_removed_messages(fixture):
     rounds(partition)
     compact(fixture)
     settings = {"position": "earliest", "at_ms": None, "wait_ms": 0, "peer": None}
-    page = fixture.broker.browse("t", 0, offset=None, limit=3, **settings)
+    page = fixture.broker.browser.browse("t", 0, offset=None, limit=3, **settings)
     assert [message.record.value for message in page.messages] == [b"2"] * 3
-    rest = fixture.broker.browse("t", 0, offset=page.next_offset, limit=3, **settings)
+    rest = fixture.broker.browser.browse("t", 0, offset=page.next_offset, limit=3, **settings)
     assert [message.record.key for message in rest.messages] == [b"key 3"]
     assert rest.next_offset == partition.high_watermark
 
@@ -421,18 +421,18 @@ def test_leased_messages_that_are_removed_are_done_for_the_group(fixture, clock)
     partition = partition_of(fixture)
     rounds(partition, 2)
     request = wire.ReceiveRequest(["t"], max_messages=6, visibility_timeout_ms=30_000)
-    held = fixture.broker.receive("g", request, None)
+    held = fixture.broker.receive_handler.receive("g", request, None)
     assert len(held) == 6
     compact(fixture)
     assert len(there(partition)) == 4
     clock.advance(30_001)
-    again = fixture.broker.receive("g", wire.ReceiveRequest(["t"], max_messages=10), None)
+    again = fixture.broker.receive_handler.receive("g", wire.ReceiveRequest(["t"], max_messages=10), None)
     assert sorted((message.record.key, message.record.value) for message in again) == [
         (b"key %d" % key, b"1") for key in range(4)
     ]
-    assert all(fixture.broker.ack("g", [message.receipt for message in again]))
+    assert all(fixture.broker.settlement.settle("g", [message.receipt for message in again]))
     assert partition.delivery["g"].outstanding == 0
-    assert fixture.broker.receive("g", wire.ReceiveRequest(["t"], wait_ms=0), None) == []
+    assert fixture.broker.receive_handler.receive("g", wire.ReceiveRequest(["t"], wait_ms=0), None) == []
     assert fixture.broker.describe_group("g").lag == 0
 
 
@@ -447,9 +447,11 @@ def test_the_state_of_groups_outlives_its_records(tmp_path, clock):
         partition = partition_of(fixture)
         for _ in range(5):
             rounds(partition, 1)
-            for message in fixture.broker.receive("g", wire.ReceiveRequest(["t"], max_messages=3), None):
-                fixture.broker.ack("g", [message.receipt])
-        held = fixture.broker.receive("g", wire.ReceiveRequest(["t"], max_messages=1), None)
+            for message in fixture.broker.receive_handler.receive(
+                "g", wire.ReceiveRequest(["t"], max_messages=3), None
+            ):
+                fixture.broker.settlement.settle("g", [message.receipt])
+        held = fixture.broker.receive_handler.receive("g", wire.ReceiveRequest(["t"], max_messages=1), None)
         before = fold_of(partition)
         compact(fixture)
         kinds = [batch.kind for batch in partition.log.read(0)]
@@ -462,7 +464,7 @@ def test_the_state_of_groups_outlives_its_records(tmp_path, clock):
         partition = partition_of(fixture)
         found = fold_of(partition)
         assert (found.groups, found.compacted) == (before.groups, reached)
-        assert fixture.broker.ack("g", [held[0].receipt]) == [True]
+        assert fixture.broker.settlement.settle("g", [held[0].receipt]) == [True]
 
 
 def test_a_rebuilt_replica_has_the_groups_of_a_compacted_log(tmp_path):
@@ -486,10 +488,10 @@ def test_a_rebuilt_replica_has_the_groups_of_a_compacted_log(tmp_path):
 def test_receipts_of_removed_messages_are_accepted(fixture):
     partition = partition_of(fixture)
     rounds(partition, 2)
-    held = fixture.broker.receive("g", wire.ReceiveRequest(["t"], max_messages=6), None)
+    held = fixture.broker.receive_handler.receive("g", wire.ReceiveRequest(["t"], max_messages=6), None)
     compact(fixture)
-    assert all(fixture.broker.ack("g", [message.receipt for message in held]))
-    rest = fixture.broker.receive("g", wire.ReceiveRequest(["t"], max_messages=10), None)
+    assert all(fixture.broker.settlement.settle("g", [message.receipt for message in held]))
+    rest = fixture.broker.receive_handler.receive("g", wire.ReceiveRequest(["t"], max_messages=10), None)
     assert [message.record.key for message in rest] == [b"key 2", b"key 3"]
 
 

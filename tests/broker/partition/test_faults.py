@@ -35,7 +35,7 @@ def send(fixture: Fixture, *values: str, **more):
 
 
 def receive(fixture: Fixture, **more):
-    return fixture.broker.receive("g", wire.ReceiveRequest(["t"], **more), None)
+    return fixture.broker.receive_handler.receive("g", wire.ReceiveRequest(["t"], **more), None)
 
 
 def texts(messages) -> list[str]:
@@ -76,7 +76,7 @@ def test_a_repeated_ack_is_answered_no_earlier_than_the_first(fixture, monkeypat
     partition = fixture.broker.topics.get("t").partition(0)
     partition.wait_committed(partition.replica.next_offset - 1)
     with held(monkeypatch, partition.log, "append") as release:
-        acks = [gevent.spawn(fixture.broker.ack, "g", [message.receipt]) for _ in range(2)]
+        acks = [gevent.spawn(fixture.broker.settlement.settle, "g", [message.receipt]) for _ in range(2)]
         gevent.joinall(acks, timeout=0.1)
         assert not any(ack.ready() for ack in acks), "nothing is on disk yet"
         release()
@@ -113,7 +113,7 @@ def test_a_saved_state_from_before_the_dropped_segments_is_not_used(tmp_path, mo
         fixture.broker.create_topic("t", wire.CreateTopic(config=config))
         (partition,) = fixture.broker.topics.get("t").local.values()
         send(fixture, "first")
-        partition.save_state()
+        partition.retention.save_state()
         state_file = partition.state_file.path
         partition.state_file.park()
         shutil.copy(state_file, kept)
@@ -121,11 +121,11 @@ def test_a_saved_state_from_before_the_dropped_segments_is_not_used(tmp_path, mo
         for _ in range(12):
             send(fixture, *["x" * 20_000] * 20)
         while messages := receive(fixture, max_messages=100):
-            fixture.broker.ack("g", [message.receipt for message in messages])
+            fixture.broker.settlement.settle("g", [message.receipt for message in messages])
         clock.advance(2 * 3_600_000)
         send(fixture, *["x" * 20_000] * 20)
         while messages := receive(fixture, max_messages=100):
-            fixture.broker.ack("g", [message.receipt for message in messages])
+            fixture.broker.settlement.settle("g", [message.receipt for message in messages])
         fixture.broker.maintenance.retain()
         assert partition.log.base_offset > 100
     shutil.copy(kept, state_file)
@@ -139,20 +139,20 @@ def test_a_deletion_that_the_disk_refuses_leaves_a_group_that_can_be_used_and_de
     for number in (0, 1):
         send(fixture, f"{number}", partition=number)
     messages = receive(fixture, max_messages=10)
-    fixture.broker.ack("g", [messages[0].receipt, messages[1].receipt])
+    fixture.broker.settlement.settle("g", [messages[0].receipt, messages[1].receipt])
     for number in (0, 1):
         send(fixture, f"{number}+", partition=number)
     later = receive(fixture, max_messages=10)
     with monkeypatch.context() as patch:
         refuse(patch, fixture, 1)
         with pytest.raises(StorageFull):
-            fixture.broker.delete_group("g")
+            fixture.broker.group_admin.delete("g")
     for message in later:
         try:
-            fixture.broker.ack("g", [message.receipt])
+            fixture.broker.settlement.settle("g", [message.receipt])
         except PortalMQError:
             assert message.partition == 0, "the group has ended only there"
-    fixture.broker.delete_group("g")
+    fixture.broker.group_admin.delete("g")
     assert sorted(texts(receive(fixture, max_messages=10))) == ["0", "0+", "1", "1+"], "a new group starts over"
 
 
@@ -161,7 +161,7 @@ def test_a_topic_may_be_deleted_while_its_state_is_being_saved(fixture, monkeypa
     (partition,) = fixture.broker.topics.get("t").local.values()
     directory = partition.log.directory
     with held(monkeypatch, partition.state_file, "save") as release:
-        saving = gevent.spawn(partition.save_state)
+        saving = gevent.spawn(partition.retention.save_state)
         gevent.sleep(0.01)
         gevent.spawn_later(0.2, release)
         fixture.broker.delete_topic("t")
@@ -184,7 +184,7 @@ def test_a_receive_that_outlived_its_topic_does_not_sleep(fixture, monkeypatch):
     log = fixture.broker.topics.get("t").partition(0).log
     gevent.sleep(0.05)
     with held(monkeypatch, log, "append") as release:
-        late = gevent.spawn(fixture.broker.ack_and_receive, "g", request, None)
+        late = gevent.spawn(fixture.broker.receive_handler.ack_and_receive, "g", request, None)
         gevent.sleep(0.01)
         deleting = gevent.spawn(fixture.broker.delete_topic, "t")
         gevent.sleep(0.01)
@@ -242,7 +242,7 @@ def test_a_storage_fault_is_raised_as_a_public_error(fixture, monkeypatch):
 
     monkeypatch.setattr(log, "advance_log_start", failing(DiskFull("no room")))
     with pytest.raises(DiskFull) as full:
-        fixture.broker.purge("t", partition=None, before_offset=None)
+        fixture.broker.browser.purge("t", partition=None, before_offset=None)
     told = fixture.broker.explain(full.value)
     assert isinstance(told, StorageFull)
     assert told.outcome == "unknown", "the record may be in the log"
@@ -270,9 +270,9 @@ def test_a_replaced_file_is_damage_and_not_a_programming_error(fixture, monkeypa
         raise WrongLog("0.sqlite belongs to another log")
 
     monkeypatch.setattr(partition.log, "read", read)
-    partition.forget_read()
+    partition.reader.forget()
     with pytest.raises(Unavailable, match="damaged"):
-        list(fixture.broker.read_all("t", None))
+        list(fixture.broker.browser.read_all("t", None))
     assert partition.fault
     assert fixture.faults == []
 
@@ -378,7 +378,7 @@ def test_uncommitted_leases_are_bounded(fixture, monkeypatch):
     partition = fixture.broker.topics.get("t").partition(0)
     fixture.broker.put_group("g", {"max_deliveries": 100})
     with held(monkeypatch, partition.log, "append") as release:
-        while partition._uncommitted.records < 5:
+        while partition.uncommitted.records < 5:
             receive(fixture)
             fixture.clock.advance(60_000)
         with pytest.raises(Backpressure) as refused:
@@ -397,8 +397,8 @@ def test_a_failed_retention_of_one_partition_does_not_stop_the_others(fixture, m
     def refuse_to(*limits) -> None:
         raise Unavailable("not committed")
 
-    monkeypatch.setattr(first, "retain", refuse_to)
-    monkeypatch.setattr(second, "retain", lambda *limits: cleaned.append(second.number))
+    monkeypatch.setattr(first.retention, "retain", refuse_to)
+    monkeypatch.setattr(second.retention, "retain", lambda *limits: cleaned.append(second.number))
     fixture.broker.maintenance.retain()
     assert cleaned == [1]
 
@@ -410,7 +410,7 @@ def no_room(*_: object, **__: object):
 def test_a_parked_partition_that_cannot_reopen_its_files_refuses_and_recovers(fixture, monkeypatch):
     send(fixture, "before")
     partition = fixture.broker.topics.get("t").local[0]
-    partition.save_state()
+    partition.retention.save_state()
     partition.log.park()
     refused = [gevent.spawn(outcome_of, fixture, value) for value in ("no", "neither")]
     with monkeypatch.context() as patch:
@@ -440,7 +440,7 @@ def test_old_messages_that_a_full_disk_keeps_are_removed_later(fixture, monkeypa
     partition.log.roll()
     send(fixture, "b")
     partition.log.seal(partition.high_watermark)
-    partition.purge(None)
+    partition.retention.purge(None)
     with monkeypatch.context() as patch:
         patch.setattr(partition.log, method, no_room)
         fixture.broker.maintenance.retain()

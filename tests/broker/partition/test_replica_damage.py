@@ -65,7 +65,7 @@ def test_a_leader_with_a_damaged_batch_resigns_and_never_serves_it(tmp_path):
         settle(group)
         spoil(group, 1)
         with pytest.raises(Unavailable, match="damaged"):
-            list(group.partition(1).pieces(0, 100, 100))
+            list(group.partition(1).reader.pieces(0, 100, 100))
         eventually(lambda: group.state.leader is None)
         assert group.state.isr == (2, 3)
         group.elect(2)
@@ -116,7 +116,7 @@ def test_the_only_replica_keeps_its_files(tmp_path):
         send(group.leader, "c")
         spoil(group, 1)
         with pytest.raises(Unavailable, match="damaged"):
-            list(group.leader.pieces(0, 100, 100))
+            list(group.leader.reader.pieces(0, 100, 100))
         assert group.leader.serves
         assert group.leader.fault
         send(group.leader, "d")
@@ -185,7 +185,7 @@ def test_a_replica_that_lost_its_end_is_kept_while_no_other_replica_reports_that
         send(group.leader, *"abc")
         send(group.leader, *"def")
         settle(group)
-        group.partition(1).save_state()
+        group.partition(1).retention.save_state()
         group.stop(2)
         group.stop(1)
         (file,) = (tmp_path / "1").glob("partitions/*/0/*0.sqlite")
@@ -211,7 +211,7 @@ def test_a_replica_with_an_uncommitted_tail_still_reports_its_committed_end(tmp_
         settle(group)
         send(group.leader, *"abc")
         partition = group.partition(1)
-        partition.save_state()
+        partition.retention.save_state()
         send(partition, *"def")
         acknowledged = partition.high_watermark
         group.stop(2)
@@ -233,7 +233,7 @@ def test_a_log_that_lost_its_end_is_rebuilt_and_not_trusted(tmp_path):
         send(group.leader, *"def")
         settle(group)
         partition = group.partition(3)
-        partition.save_state()
+        partition.retention.save_state()
         group.stop(3)
         (file,) = (tmp_path / "3").glob("partitions/*/0/*0.sqlite")
         connection = apsw.Connection(str(file))
@@ -425,7 +425,7 @@ def test_an_unclean_election_truncates_committed_records_only_once(tmp_path):
         send(group.leader, "b")
         send(group.leader, "c")
         for partition in group.partitions():
-            partition.save_state()
+            partition.retention.save_state()
         group.severed = {1, 2}
         group.elect(3, isr=(3,), unclean=True)
         eventually(lambda: group.partition(3).replica.leading)
@@ -454,7 +454,7 @@ def test_a_log_that_diverges_below_the_high_watermark_is_quarantined(tmp_path):
         eventually(lambda: group.partition(3).replica.leading)
         group.severed = set()
         group.announce()
-        eventually(lambda: group.partition(1).quarantined and group.partition(2).quarantined)
+        eventually(lambda: group.partition(1).replica.quarantined and group.partition(2).replica.quarantined)
         assert values(group.partition(1)) == ["a", "b"]
 
 

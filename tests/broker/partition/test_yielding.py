@@ -118,7 +118,7 @@ def test_other_greenlets_run_while_a_groups_messages_are_counted(tmp_path, monke
 
 def received(fixture: Fixture, group: str = "g", *, wait_ms: int = 0) -> list[str]:
     request = wire.ReceiveRequest(topics=["t"], max_messages=100, wait_ms=wait_ms)
-    return [message.receipt for message in fixture.broker.receive(group, request, None)]
+    return [message.receipt for message in fixture.broker.receive_handler.receive(group, request, None)]
 
 
 def fetched(fixture: Fixture) -> None:
@@ -138,15 +138,15 @@ CALLS: dict[str, Callable[[Fixture], object]] = {
         "t", ProduceRequest(records("a"), idempotency_key="k")
     ),
     "receive": received,
-    "ack": lambda fixture: fixture.broker.ack("g", fixture.receipts),
+    "ack": lambda fixture: fixture.broker.settlement.settle("g", fixture.receipts),
     "fetch": fetched,
     "describe the topic": lambda fixture: fixture.broker.describe_topic("t"),
     "hear of the topic anew": lambda fixture: fixture.broker.topics._sync_topic(
         "t", msgspec.structs.replace(fixture.broker.topics.known("t").state, replication_factor=2)
     ),
     "park": lambda fixture: _park(fixture.sources, Waiter(["t"])),
-    "read all": lambda fixture: list(fixture.broker.read_all("t", None)),
-    "list what is scheduled": lambda fixture: fixture.broker.scheduled("t", limit=10),
+    "read all": lambda fixture: list(fixture.broker.browser.read_all("t", None)),
+    "list what is scheduled": lambda fixture: fixture.broker.scheduled_messages.page("t", limit=10),
     "list what is unfinished": lambda fixture: list(fixture.broker.unfinished.messages("g", "t")),
     "count what is unfinished": lambda fixture: fixture.broker.queue_sizes.look("g", "t"),
     "count a queue": lambda fixture: fixture.broker.queue_sizes.size("g", "t"),
@@ -158,7 +158,7 @@ CALLS: dict[str, Callable[[Fixture], object]] = {
     "save the folds": lambda fixture: fixture.broker.maintenance.save_state(),
     "retain": lambda fixture: fixture.broker.maintenance.retain(),
     "sweep": lambda fixture: fixture.broker.groups.sweep(),
-    "end a group": lambda fixture: fixture.broker.delete_group("g"),
+    "end a group": lambda fixture: fixture.broker.group_admin.delete("g"),
 }
 
 
@@ -201,7 +201,7 @@ def test_other_greenlets_run_between_the_partitions_of_a_call(spread, pauses, ca
 
 LISTS: dict[str, Callable[[Fixture], object]] = {
     "topics": lambda fixture: fixture.broker.list_topics(),
-    "metadata": lambda fixture: fixture.broker.metadata(None),
+    "metadata": lambda fixture: fixture.broker.overview.metadata(None),
     "groups": lambda fixture: fixture.broker.list_groups(),
     "locks": lambda fixture: fixture.broker.locks.list_all(),
     "a group": lambda fixture: fixture.broker.group_admin.describe("a"),
@@ -293,7 +293,7 @@ def test_receipts_settle_nothing_of_a_group_recreated_between_two_partitions(spr
         nonlocal turned
         if not turned:
             turned = True
-            spread.broker.delete_group("g")
+            spread.broker.group_admin.delete("g")
             assert len(received(spread)) == PARTITIONS
 
     monkeypatch.setattr("portalmq.broker.cluster.routing.OWN_PATIENCE_S", 0.0)
@@ -301,6 +301,6 @@ def test_receipts_settle_nothing_of_a_group_recreated_between_two_partitions(spr
     monkeypatch.setattr("portalmq.broker.partition.yielding.perf_counter", lambda: next(seconds))
     monkeypatch.setattr("portalmq.broker.partition.yielding.give_way", meanwhile)
     with pytest.raises(Unavailable, match="just deleted"):
-        spread.broker.ack("g", spread.receipts, forward=False)
+        spread.broker.settlement.settle("g", spread.receipts, forward=False)
     assert turned
     assert spread.broker.describe_group("g").in_flight == PARTITIONS

@@ -34,11 +34,11 @@ def send(fixture, count: int, *, partition: int = 0, **more):
 
 def receive(fixture, count: int, group: str = "g"):
     request = wire.ReceiveRequest(["t"], max_messages=max(1, count), wait_ms=0)
-    return fixture.broker.receive(group, request, None)
+    return fixture.broker.receive_handler.receive(group, request, None)
 
 
 def ack(fixture, messages, group: str = "g") -> None:
-    assert all(fixture.broker.ack(group, [each.receipt for each in messages]))
+    assert all(fixture.broker.settlement.settle(group, [each.receipt for each in messages]))
     fixture.clock.advance(COUNT_EVERY_MS)
 
 
@@ -88,7 +88,7 @@ def test_over_the_limit_is_refused_until_messages_are_acked(fixture):
     ack(fixture, handed)
     send(fixture, 2)
     assert is_full(fixture)
-    assert len(list(fixture.broker.read_all("t", None))) == 8
+    assert len(list(fixture.broker.browser.read_all("t", None))) == 8
 
 
 def test_a_batch_is_appended_whole_or_not_at_all(fixture):
@@ -96,7 +96,7 @@ def test_a_batch_is_appended_whole_or_not_at_all(fixture):
     begin(fixture)
     send(fixture, 3)
     assert is_full(fixture, 3)
-    assert len(list(fixture.broker.read_all("t", None))) == 4
+    assert len(list(fixture.broker.browser.read_all("t", None))) == 4
     send(fixture, 2)
 
 
@@ -123,7 +123,7 @@ def test_scheduled_messages_count_and_cancelled_ones_do_not(fixture):
     due_ms = fixture.clock.wall_ms() + 60_000
     sent = fixture.broker.produce("t", ProduceRequest([Record(b"x", deliver_at_ms=due_ms)] * 2))
     assert is_full(fixture)
-    fixture.broker.cancel_scheduled("t", 0, sent[0].offset)
+    fixture.broker.scheduled_messages.cancel("t", 0, sent[0].offset)
     fixture.clock.advance(COUNT_EVERY_MS)
     assert not is_full(fixture)
 
@@ -162,7 +162,7 @@ def test_copies_and_outputs_are_not_limited_and_count_for_later_messages(fixture
     copies = {0: [Record(b"copy", message_id=bytes([number]) * 16) for number in range(3)]}
     producing.copies(topic, copies)
     producing.copies(topic, copies)
-    assert len(list(fixture.broker.read_all("t", None))) == 5
+    assert len(list(fixture.broker.browser.read_all("t", None))) == 5
     assert is_full(fixture)
     ack(fixture, receive(fixture, 3))
     assert not is_full(fixture)
@@ -197,7 +197,7 @@ def test_a_purge_makes_room(fixture):
     limit(fixture, 2)
     begin(fixture)
     send(fixture, 2)
-    fixture.broker.purge("t", partition=None, before_offset=None)
+    fixture.broker.browser.purge("t", partition=None, before_offset=None)
     fixture.clock.advance(COUNT_EVERY_MS)
     send(fixture, 2)
 

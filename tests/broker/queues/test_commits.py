@@ -20,6 +20,7 @@ from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.queues import commit as committing
 from portalmq.broker.queues import outbox
 from portalmq.broker.queues.commit import OutputMessage
+from portalmq.broker.queues.settle import SettleRequest
 from portalmq.broker.storage.batch import BatchKind, Record
 from portalmq.broker.storage.errors import DiskFull
 from portalmq.errors import (
@@ -86,8 +87,10 @@ def test_a_refused_commit_stays_refused_when_it_is_repeated(fixture):
         with pytest.raises(StaleReceipt) as refused:
             commit(fixture, late, outputs("A"))
         assert refused.value.outcome == "not_applied"
-        assert fixture.broker.ack("g", [late[0].receipt]) == [False]
-        fixture.broker.nack("g", [held.receipt], 60_000, None)  # from now on it is not leased
+        assert fixture.broker.settlement.settle("g", [late[0].receipt]) == [False]
+        fixture.broker.settlement.settle(
+            "g", [held.receipt], SettleRequest("nack", 60_000)
+        )  # from now on it is not leased
     fixture.clock.advance(60_000)
     assert [message.delivery_count for message in receive(fixture)] == [3]
     assert there(fixture) == []
@@ -100,7 +103,7 @@ def succeeded(fixture, monkeypatch):
     def pass_by(seconds: float) -> None:
         fixture.clock.advance(round(1_000 * seconds))
 
-    monkeypatch.setattr(fixture.broker.group_commits._leaders, "_patience_s", 0.0)  # a refusal is not retried
+    monkeypatch.setattr(fixture.broker.leaders, "_patience_s", 0.0)  # a refusal is not retried
     monkeypatch.setattr("portalmq.broker.partition.readable.gevent", SimpleNamespace(sleep=pass_by))
     monkeypatch.setattr(PartitionReplica, "led_at", lambda replica, then_ms: False)
 
@@ -143,7 +146,7 @@ def test_messages_that_are_acked_refuse_a_commit(fixture, how):
     send(fixture, "a", "b")
     messages = receive(fixture)
     if how == "ack":
-        fixture.broker.ack("g", [messages[0].receipt])
+        fixture.broker.settlement.settle("g", [messages[0].receipt])
     else:
         commit(fixture, messages[:1])
     with pytest.raises(StaleReceipt, match="done already"):
@@ -392,11 +395,11 @@ def test_a_purge_waits_for_open_outputs(fixture, monkeypatch):
     commit(fixture, messages, outputs("A"))
     monkeypatch.setattr("portalmq.broker.partition.retention.ORDERS_WITHIN_S", 0.05)
     with pytest.raises(Unavailable, match="nothing was purged"):
-        fixture.broker.purge("in", partition=None, before_offset=None)
+        fixture.broker.browser.purge("in", partition=None, before_offset=None)
     for _ in range(outbox.PARTITIONS_AT_ONCE):
         fixture.broker.outboxes._slots.release()
     settled(fixture)
-    fixture.broker.purge("in", partition=None, before_offset=None)
+    fixture.broker.browser.purge("in", partition=None, before_offset=None)
     assert there(fixture) == ["A"]
 
 
@@ -412,14 +415,14 @@ def test_retention_keeps_messages_that_the_outbox_reads(fixture):
         send(fixture, "x" * 1000)
         fixture.broker.pool.apply(partition.log.roll)
     fixture.clock.advance(30 * wire.DAY_MS)
-    partition.retain(1_000, None, 1)
+    partition.retention.retain(1_000, None, 1)
     assert partition.log.base_offset <= order
     for _ in range(outbox.PARTITIONS_AT_ONCE):
         fixture.broker.outboxes._slots.release()
     settled(fixture)
     assert there(fixture) == ["A"]
     fixture.clock.advance(2 * wire.DAY_MS)
-    partition.retain(1_000, None, 1)
+    partition.retention.retain(1_000, None, 1)
     assert partition.log.base_offset > order
 
 
@@ -534,7 +537,7 @@ def test_a_commit_is_refused_only_for_committed_records(stream, monkeypatch):
 
 
 def test_members_continue_where_retention_has_moved_the_group(stream):
-    partition_of(stream).purge(4)
+    partition_of(stream).retention.purge(4)
     eventually(lambda: partition_of(stream).streams["s"].committed == 4)
     with pytest.raises(OffsetMoved, match="Read on from 4"):
         commit_offset(stream, 5, outputs("A"), committed=0)
@@ -609,7 +612,7 @@ def test_an_order_is_read_from_the_files_when_the_cache_has_lost_it(fixture):
         fixture.broker.outboxes._slots.release()
     settled(fixture)
     assert there(fixture) == ["a", "b"]
-    assert partition.control_at(10_000) is None
+    assert partition.reader.control_at(10_000) is None
 
 
 def test_the_calls_between_brokers_carry_all_of_a_commit(fixture):

@@ -202,7 +202,7 @@ def test_a_page_is_bounded_in_bytes(fixture, monkeypatch):
 def test_purged_messages_are_not_listed(fixture):
     known = dead(fixture, *"abc")
     settled(fixture)
-    fixture.broker.purge("in", partition=0, before_offset=int(known[1].split("-")[1]))
+    fixture.broker.browser.purge("in", partition=0, before_offset=int(known[1].split("-")[1]))
     assert ids(listed(fixture)) == known[1:]
 
 
@@ -271,7 +271,7 @@ def test_receipts_from_before_a_redrive_are_stale(tmp_path):
 def test_a_redrive_wakes_a_consumer_that_sleeps(fixture):
     dead(fixture, "a")
     request = wire.ReceiveRequest(["in"], wait_ms=60_000)
-    sleeper = gevent.spawn(fixture.broker.receive, "g", request, None)
+    sleeper = gevent.spawn(fixture.broker.receive_handler.receive, "g", request, None)
     eventually(lambda: fixture.broker.health()["parked_receives"])
     redrive(fixture)
     assert [message.record.value for message in sleeper.get(timeout=50)] == [b"a"]
@@ -360,7 +360,7 @@ def test_a_redrive_leaves_the_group_room_for_new_messages(fixture, monkeypatch):
     dead(fixture, *"abc")
     assert redrive(fixture) == (3, 2)
     assert redrive(fixture) == (1, 0), "those two are not acked yet"
-    fixture.broker.ack("g", [message.receipt for message in receive(fixture)])
+    fixture.broker.settlement.settle("g", [message.receipt for message in receive(fixture)])
     assert redrive(fixture) == (1, 1)
 
 

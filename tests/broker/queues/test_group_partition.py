@@ -18,6 +18,7 @@ from portalmq.broker.core.queue.records import Grant
 from portalmq.broker.core.replica.replica import PartitionReplica
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.partition.readable import VOUCHED_WITHIN_MS
+from portalmq.broker.queues.settle import SettleRequest
 from portalmq.errors import Backpressure, GroupNotFound, InvalidRequest, Unavailable
 
 LEASE_MS = 30_000
@@ -34,7 +35,7 @@ def send(fixture: Fixture, *values: str, topic: str = "t", **more) -> None:
 
 
 def receive(fixture: Fixture, *topics: str, group: str = "g", peer=None, **more):
-    return fixture.broker.receive(group, wire.ReceiveRequest(list(topics) or ["t"], **more), peer)
+    return fixture.broker.receive_handler.receive(group, wire.ReceiveRequest(list(topics) or ["t"], **more), peer)
 
 
 def texts(messages) -> list[str]:
@@ -51,7 +52,7 @@ def test_messages_come_in_order_and_only_once_while_leased(fixture):
 def test_an_acked_message_is_not_delivered_again(fixture):
     send(fixture, "a", "b")
     first, second = receive(fixture)
-    assert fixture.broker.ack("g", [first.receipt]) == [True]
+    assert fixture.broker.settlement.settle("g", [first.receipt]) == [True]
     fixture.clock.advance(LEASE_MS + 1)
     (again,) = receive(fixture)
     assert (again.offset, again.delivery_count) == (second.offset, 2)
@@ -60,8 +61,8 @@ def test_an_acked_message_is_not_delivered_again(fixture):
 def test_a_nacked_message_returns_at_once_or_after_its_delay(fixture):
     send(fixture, "a", "b")
     first, second = receive(fixture)
-    assert fixture.broker.nack("g", [first.receipt], None, "no") == [True]
-    assert fixture.broker.nack("g", [second.receipt], 5_000, None) == [True]
+    assert fixture.broker.settlement.settle("g", [first.receipt], SettleRequest("nack", None, "no")) == [True]
+    assert fixture.broker.settlement.settle("g", [second.receipt], SettleRequest("nack", 5_000)) == [True]
     assert texts(receive(fixture)) == ["a"]
     fixture.clock.advance(5_000)
     assert texts(receive(fixture)) == ["b"]
@@ -72,7 +73,7 @@ def test_the_groups_back_off_grows_with_the_deliveries(fixture):
     send(fixture, "a")
     for wait_ms in (100, 1_000, 1_000):
         (message,) = receive(fixture)
-        fixture.broker.nack("g", [message.receipt], None, None)
+        fixture.broker.settlement.settle("g", [message.receipt], SettleRequest("nack"))
         fixture.clock.advance(wait_ms - 1)
         assert receive(fixture) == []
         fixture.clock.advance(1)
@@ -81,7 +82,7 @@ def test_the_groups_back_off_grows_with_the_deliveries(fixture):
 def test_an_extended_lease_holds_longer(fixture):
     send(fixture, "a")
     (message,) = receive(fixture, visibility_timeout_ms=1_000)
-    assert fixture.broker.extend("g", [message.receipt], 10_000) == [True]
+    assert fixture.broker.settlement.settle("g", [message.receipt], SettleRequest("extend", 10_000)) == [True]
     fixture.clock.advance(5_000)
     assert receive(fixture) == []
     fixture.clock.advance(5_000)
@@ -93,18 +94,18 @@ def test_a_receipt_is_stale_once_another_consumer_has_the_message(fixture):
     (first,) = receive(fixture)
     fixture.clock.advance(LEASE_MS)
     (second,) = receive(fixture)
-    assert fixture.broker.ack("g", [first.receipt]) == [False]
-    assert fixture.broker.extend("g", [first.receipt], None) == [False]
-    assert fixture.broker.nack("g", [first.receipt], None, None) == [False]
-    assert fixture.broker.ack("g", [second.receipt]) == [True]
-    assert fixture.broker.ack("g", [first.receipt]) == [True], "an acked message stays acked"
+    assert fixture.broker.settlement.settle("g", [first.receipt]) == [False]
+    assert fixture.broker.settlement.settle("g", [first.receipt], SettleRequest("extend")) == [False]
+    assert fixture.broker.settlement.settle("g", [first.receipt], SettleRequest("nack")) == [False]
+    assert fixture.broker.settlement.settle("g", [second.receipt]) == [True]
+    assert fixture.broker.settlement.settle("g", [first.receipt]) == [True], "an acked message stays acked"
 
 
 def test_receipts_are_checked_before_any_is_used(fixture):
     send(fixture, "a")
     (message,) = receive(fixture)
     with pytest.raises(InvalidRequest):
-        fixture.broker.ack("g", [message.receipt, "nonsense"])
+        fixture.broker.settlement.settle("g", [message.receipt, "nonsense"])
     fixture.clock.advance(LEASE_MS)
     assert texts(receive(fixture)) == ["a"]
 
@@ -114,9 +115,9 @@ def test_a_receipt_of_another_group_is_refused(fixture):
     (message,) = receive(fixture)
     receive(fixture, group="other")
     with pytest.raises(InvalidRequest):
-        fixture.broker.ack("other", [message.receipt])
+        fixture.broker.settlement.settle("other", [message.receipt])
     with pytest.raises(GroupNotFound):
-        fixture.broker.ack("unknown", [message.receipt])
+        fixture.broker.settlement.settle("unknown", [message.receipt])
 
 
 def test_groups_do_not_disturb_each_other(fixture):
@@ -171,8 +172,8 @@ def test_the_description_counts_messages(fixture):
     send(fixture, *"abcdef")
     fixture.clock.advance(1_000)
     messages = receive(fixture, max_messages=3)
-    fixture.broker.ack("g", [messages[0].receipt])
-    fixture.broker.nack("g", [messages[1].receipt], 60_000, None)
+    fixture.broker.settlement.settle("g", [messages[0].receipt])
+    fixture.broker.settlement.settle("g", [messages[1].receipt], SettleRequest("nack", 60_000))
     described = fixture.broker.describe_group("g")
     assert (described.ready, described.in_flight, described.scheduled, described.lag) == (3, 1, 1, 5)
     assert described.oldest_unacked_ms == 1_000
@@ -181,8 +182,8 @@ def test_the_description_counts_messages(fixture):
 def test_a_deleted_group_begins_again(fixture):
     send(fixture, "a")
     (message,) = receive(fixture)
-    fixture.broker.ack("g", [message.receipt])
-    fixture.broker.delete_group("g")
+    fixture.broker.settlement.settle("g", [message.receipt])
+    fixture.broker.group_admin.delete("g")
     with pytest.raises(GroupNotFound):
         fixture.broker.describe_group("g")
     assert texts(receive(fixture)) == ["a"]
@@ -192,7 +193,7 @@ def test_an_ack_with_a_receive_counts_before_the_answer(fixture):
     send(fixture, *"abcd")
     first = receive(fixture, max_messages=2)
     request = wire.ReceiveRequest(["t"], max_messages=2, ack=[message.receipt for message in first])
-    second, verdicts = fixture.broker.ack_and_receive("g", request, None)
+    second, verdicts = fixture.broker.receive_handler.ack_and_receive("g", request, None)
     assert (texts(second), verdicts) == (["c", "d"], [True, True])
     assert fixture.broker.describe_group("g").lag == 2
 
@@ -203,14 +204,16 @@ def test_a_stale_ack_with_a_receive_is_reported(fixture):
     fixture.clock.advance(LEASE_MS)
     receive(fixture)
     request = wire.ReceiveRequest(["t"], ack=[stale.receipt])
-    assert fixture.broker.ack_and_receive("g", request, None) == ([], [False])
+    assert fixture.broker.receive_handler.ack_and_receive("g", request, None) == ([], [False])
 
 
 def test_an_invalid_ack_with_a_receive_refuses_both(fixture):
     send(fixture, "a", "b")
     (first,) = receive(fixture, max_messages=1)
     with pytest.raises(InvalidRequest):
-        fixture.broker.ack_and_receive("g", wire.ReceiveRequest(["t"], ack=[first.receipt, "nonsense"]), None)
+        fixture.broker.receive_handler.ack_and_receive(
+            "g", wire.ReceiveRequest(["t"], ack=[first.receipt, "nonsense"]), None
+        )
     assert fixture.broker.describe_group("g").in_flight == 1
 
 
@@ -219,7 +222,7 @@ def test_acks_count_even_when_a_wait_is_refused(fixture):
     (message,) = receive(fixture)
     fixture.broker.groups.long_polls.parked_max = 0
     request = wire.ReceiveRequest(["t"], wait_ms=1_000, ack=[message.receipt])
-    assert fixture.broker.ack_and_receive("g", request, None) == ([], [True])
+    assert fixture.broker.receive_handler.ack_and_receive("g", request, None) == ([], [True])
 
 
 # --- sleeping --------------------------------------------------------------------------------------------------------
@@ -292,7 +295,7 @@ def test_a_nack_wakes_a_sleeper(fixture):
     send(fixture, "a")
     (message,) = receive(fixture)
     waiter = park(fixture)
-    fixture.broker.nack("g", [message.receipt], None, None)
+    fixture.broker.settlement.settle("g", [message.receipt], SettleRequest("nack"))
     assert texts(waiter.get(timeout=50)) == ["a"]
 
 
@@ -334,10 +337,12 @@ def test_leases_acks_and_counts_survive_a_restart(tmp_path):
     with running(tmp_path, clock) as before:
         send(before, "a", "b", "c")
         first, second, _ = receive(before)
-        before.broker.ack("g", [first.receipt])
+        before.broker.settlement.settle("g", [first.receipt])
     with running(tmp_path, clock) as after:
         assert receive(after) == [], "the leases still run"
-        assert after.broker.ack("g", [second.receipt]) == [True], "a receipt of the previous epoch is valid"
+        assert after.broker.settlement.settle("g", [second.receipt]) == [True], (
+            "a receipt of the previous epoch is valid"
+        )
         clock.advance(LEASE_MS)
         (again,) = receive(after)
         assert (again.record.value, again.delivery_count) == (b"c", 2)
@@ -367,31 +372,31 @@ def test_control_records_do_not_count_as_ready_after_a_kill_loses_a_grant(fixtur
     send(fixture, "a")
     (first,) = receive(fixture)
     partition = fixture.broker.topics.get("t").partition(0)
-    assert fixture.broker.ack("g", [first.receipt]) == [True]
+    assert fixture.broker.settlement.settle("g", [first.receipt]) == [True]
     before = partition.delivery["g"].snapshot()
     send(fixture, "left out", "b")
     _, second = receive(fixture)
     partition.delivery["g"] = GroupDelivery(before)  # as after a kill -9 before the grant is on disk
-    assert fixture.broker.ack("g", [second.receipt]) == [True]
+    assert fixture.broker.settlement.settle("g", [second.receipt]) == [True]
     assert fixture.broker.describe_group("g").ready == 1
     (again,) = receive(fixture)
     assert again.record.value == b"left out"
-    assert fixture.broker.ack("g", [again.receipt]) == [True]
+    assert fixture.broker.settlement.settle("g", [again.receipt]) == [True]
     assert fixture.broker.describe_group("g").lag == 0
 
 
 def test_a_receipt_is_invalid_in_a_group_that_was_created_again(fixture):
     send(fixture, "a")
     (old,) = receive(fixture)
-    fixture.broker.delete_group("g")
+    fixture.broker.group_admin.delete("g")
     fixture.broker.put_group("g", {})
     with pytest.raises(InvalidRequest):
-        fixture.broker.ack("g", [old.receipt])
+        fixture.broker.settlement.settle("g", [old.receipt])
     (new,) = receive(fixture)
     assert (new.offset, new.delivery_count) == (old.offset, 1)
     with pytest.raises(InvalidRequest):
-        fixture.broker.ack("g", [old.receipt])
-    assert fixture.broker.ack("g", [new.receipt]) == [True]
+        fixture.broker.settlement.settle("g", [old.receipt])
+    assert fixture.broker.settlement.settle("g", [new.receipt]) == [True]
 
 
 def test_a_receipt_is_invalid_in_a_topic_that_was_created_again(fixture):
@@ -400,10 +405,10 @@ def test_a_receipt_is_invalid_in_a_topic_that_was_created_again(fixture):
     fixture.broker.delete_topic("t")
     for _ in range(2):
         with pytest.raises(InvalidRequest):
-            fixture.broker.ack("g", [old.receipt])
+            fixture.broker.settlement.settle("g", [old.receipt])
         send(fixture, "b")
     (new, _) = receive(fixture)
-    assert fixture.broker.ack("g", [new.receipt]) == [True]
+    assert fixture.broker.settlement.settle("g", [new.receipt]) == [True]
 
 
 def test_a_receipt_outlives_a_restart_and_a_change_of_its_groups_settings(tmp_path):
@@ -412,24 +417,24 @@ def test_a_receipt_outlives_a_restart_and_a_change_of_its_groups_settings(tmp_pa
         (message,) = receive(fixture)
         fixture.broker.put_group("g", {"max_deliveries": 9})
     with running(tmp_path) as fixture:
-        assert fixture.broker.ack("g", [message.receipt]) == [True]
+        assert fixture.broker.settlement.settle("g", [message.receipt]) == [True]
 
 
 def test_a_second_concurrent_deletion_of_a_group_is_unavailable(fixture):
     fixture.broker.create_topic("t", wire.CreateTopic(partitions=4))
     send(fixture, "a")
     receive(fixture)
-    both = [gevent.spawn(fixture.broker.delete_group, "g") for _ in range(2)]
+    both = [gevent.spawn(fixture.broker.group_admin.delete, "g") for _ in range(2)]
     gevent.joinall(both)
     assert [type(one.exception) for one in both] == [type(None), Unavailable], "the first may still fail"
     with pytest.raises(GroupNotFound):
-        fixture.broker.delete_group("g")
+        fixture.broker.group_admin.delete("g")
 
 
 def test_a_group_and_its_topic_may_be_deleted_at_once(fixture):
     fixture.broker.create_topic("t", wire.CreateTopic(partitions=4))
     receive(fixture)
-    both = [gevent.spawn(fixture.broker.delete_group, "g"), gevent.spawn(fixture.broker.delete_topic, "t")]
+    both = [gevent.spawn(fixture.broker.group_admin.delete, "g"), gevent.spawn(fixture.broker.delete_topic, "t")]
     gevent.joinall(both, raise_error=True)
     assert fixture.broker.list_groups() == []
     assert fixture.broker.list_topics() == []
@@ -439,7 +444,7 @@ def test_a_group_in_deletion_is_not_created_again_on_some_partitions(fixture):
     fixture.broker.create_topic("t", wire.CreateTopic(partitions=4))
     send(fixture, "a")
     receive(fixture)
-    deleting = gevent.spawn(fixture.broker.delete_group, "g")
+    deleting = gevent.spawn(fixture.broker.group_admin.delete, "g")
     gevent.sleep(0)  # the append of its first record is under way
     uses = (receive, lambda it: it.broker.put_group("g", {}), lambda it: it.broker.describe_group("g"))
     for use in uses:
@@ -455,7 +460,7 @@ def test_a_first_receive_that_meets_a_deletion_leaves_nothing_behind(fixture, de
     first = gevent.spawn(receive, fixture, attempt_id="a")
     gevent.sleep(0)  # the group's first records are on their way to four partitions
     if delete == "group":
-        fixture.broker.delete_group("g")
+        fixture.broker.group_admin.delete("g")
     else:
         fixture.broker.delete_topic("t")
     first.join()
@@ -491,12 +496,16 @@ def test_a_receipt_of_an_earlier_leader_is_valid_until_the_next_lease(tmp_path):
         send(before, "a", "b")
     with running(tmp_path) as fixture:
         first, second = receive(fixture)
-        assert fixture.broker.ack("g", [older_receipt(fixture, first)]) == [False]
-        assert fixture.broker.nack("g", [older_receipt(fixture, first)], None, None) == [False]
-        assert fixture.broker.extend("g", [older_receipt(fixture, first)], None) == [False]
-        assert fixture.broker.ack("g", [first.receipt]) == [True]
+        assert fixture.broker.settlement.settle("g", [older_receipt(fixture, first)]) == [False]
+        assert fixture.broker.settlement.settle("g", [older_receipt(fixture, first)], SettleRequest("nack")) == [False]
+        assert fixture.broker.settlement.settle("g", [older_receipt(fixture, first)], SettleRequest("extend")) == [
+            False
+        ]
+        assert fixture.broker.settlement.settle("g", [first.receipt]) == [True]
         fixture.clock.advance(LEASE_MS + 1)
-        assert fixture.broker.ack("g", [older_receipt(fixture, second)]) == [False], "a refused receipt stays refused"
+        assert fixture.broker.settlement.settle("g", [older_receipt(fixture, second)]) == [False], (
+            "a refused receipt stays refused"
+        )
         assert [message.delivery_count for message in receive(fixture)] == [2]
 
 
@@ -510,11 +519,11 @@ def test_an_older_receipt_takes_no_lease_away_after_a_second_election(tmp_path):
         eventually(lambda: partition.high_watermark == partition.replica.next_offset)  # its grant is on disk
     with running(tmp_path, clock) as after:
         older = older_receipt(after, message, epochs_ago=2)
-        assert after.broker.nack("g", [older], None, None) == [False]
-        assert after.broker.extend("g", [older], None) == [False]
-        assert after.broker.ack("g", [older]) == [False]
+        assert after.broker.settlement.settle("g", [older], SettleRequest("nack")) == [False]
+        assert after.broker.settlement.settle("g", [older], SettleRequest("extend")) == [False]
+        assert after.broker.settlement.settle("g", [older]) == [False]
         assert receive(after) == [], "its lease runs"
-        assert after.broker.extend("g", [message.receipt], None) == [True]
+        assert after.broker.settlement.settle("g", [message.receipt], SettleRequest("extend")) == [True]
 
 
 def test_a_receipt_of_an_earlier_leader_may_be_extended_and_acked_while_its_lease_is_known(tmp_path):
@@ -525,8 +534,8 @@ def test_a_receipt_of_an_earlier_leader_may_be_extended_and_acked_while_its_leas
         partition = before.broker.topics.get("t").partition(0)
         eventually(lambda: partition.high_watermark == partition.replica.next_offset)  # its grant is on disk
     with running(tmp_path, clock) as after:
-        assert after.broker.extend("g", [message.receipt], 60_000) == [True]
-        assert after.broker.ack("g", [message.receipt]) == [True]
+        assert after.broker.settlement.settle("g", [message.receipt], SettleRequest("extend", 60_000)) == [True]
+        assert after.broker.settlement.settle("g", [message.receipt]) == [True]
         assert receive(after) == []
 
 
@@ -538,8 +547,8 @@ def test_deleted_groups_are_not_remembered_for_ever(fixture, monkeypatch):
     send(fixture, "a")
     for number in range(20):
         fixture.broker.put_group(f"g{number}", {"start": "latest"})
-        fixture.broker.receive(f"g{number}", wire.ReceiveRequest(["t"]), None)
-        fixture.broker.delete_group(f"g{number}")
+        fixture.broker.receive_handler.receive(f"g{number}", wire.ReceiveRequest(["t"]), None)
+        fixture.broker.group_admin.delete(f"g{number}")
     newest_until = max(until for _, _, until in fixture.broker.groups._own.values())
     eventually(lambda: time.monotonic() > newest_until)
     fixture.broker.put_group("last", {})
@@ -631,7 +640,7 @@ def test_a_group_that_ends_during_a_wait_for_followers_delivers_nothing(fixture,
     def end(seconds: float) -> None:
         if not waits:
             waits.append(1)
-            fixture.broker.delete_group("g")
+            fixture.broker.group_admin.delete("g")
             fixture.broker.put_group("g", {})
             topic = fixture.broker.topics.known("t")
             fixture.broker.groups.begin(fixture.broker.groups.get("g"), topic, forward=True)
@@ -641,7 +650,7 @@ def test_a_group_that_ends_during_a_wait_for_followers_delivers_nothing(fixture,
         receive(fixture)
     monkeypatch.setattr("portalmq.broker.partition.readable.gevent", SimpleNamespace(sleep=lambda seconds: None))
     received = receive(fixture)
-    assert fixture.broker.ack("g", [message.receipt for message in received]) == [True] * len(received)
+    assert fixture.broker.settlement.settle("g", [message.receipt for message in received]) == [True] * len(received)
 
 
 def test_a_waiter_that_was_woken_in_vain_is_woken_again(fixture, monkeypatch):

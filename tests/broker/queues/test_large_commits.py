@@ -64,7 +64,7 @@ def test_a_commit_of_very_many_receipts_is_checked_with_pauses_and_done_whole(fi
 @pytest.mark.parametrize(("at_once", "number"), [(1, 0), (1, 9), (10, 4)])
 def test_an_ack_during_the_check_of_a_commit_refuses_it(fixture, in_small_parts, at_once, pause, number):
     messages = leased(fixture, at_once)
-    in_small_parts(pause, lambda: fixture.broker.ack("g", [messages[number].receipt]))
+    in_small_parts(pause, lambda: fixture.broker.settlement.settle("g", [messages[number].receipt]))
     with pytest.raises(StaleReceipt, match="1 of 10 messages are done"):
         commit(fixture, messages, outputs("A"))
     settled(fixture)
@@ -104,7 +104,7 @@ def test_a_large_commit_does_nothing_to_a_group_that_is_created_again_during_it(
     messages = leased(fixture, 1)
 
     def made_anew() -> None:
-        fixture.broker.delete_group("g")
+        fixture.broker.group_admin.delete("g")
         assert len(receive(fixture)) == 10
 
     in_small_parts(pause, made_anew)

@@ -6,6 +6,7 @@ from support.domain import records, running
 from portalmq import wire
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.queues import settle as settling
+from portalmq.broker.queues.settle import SettleRequest
 from portalmq.errors import PortalMQError
 
 PART = settling.RECEIPTS_A_TURN
@@ -22,7 +23,7 @@ def fixture(tmp_path):
 
 def receive(fixture, messages=MESSAGES):
     request = wire.ReceiveRequest(topics=["t"], max_messages=messages, wait_ms=0)
-    return [message.receipt for message in fixture.broker.receive("g", request, None)]
+    return [message.receipt for message in fixture.broker.receive_handler.receive("g", request, None)]
 
 
 def leased(fixture):
@@ -81,7 +82,7 @@ def test_a_group_that_is_created_again_in_a_pause_keeps_its_leases(fixture, in_b
     receipts = receive(fixture)
 
     def anew():
-        fixture.broker.delete_group("g")
+        fixture.broker.group_admin.delete("g")
         assert len(receive(fixture)) == MESSAGES
 
     in_between.append(anew)
@@ -94,10 +95,10 @@ def test_a_group_that_is_created_again_in_a_pause_keeps_its_leases(fixture, in_b
 def settle(fixture, verb, receipts):
     broker = fixture.broker
     if verb == "ack":
-        return broker.ack("g", receipts)
+        return broker.settlement.settle("g", receipts)
     if verb == "extend":
-        return broker.extend("g", receipts, 60_000)
-    return broker.nack("g", receipts, 1_000, None, unseen=verb == "release")
+        return broker.settlement.settle("g", receipts, SettleRequest("extend", 60_000))
+    return broker.settlement.settle("g", receipts, SettleRequest("release" if verb == "release" else "nack", 1_000))
 
 
 def next_offset(fixture):

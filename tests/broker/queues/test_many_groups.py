@@ -34,7 +34,7 @@ def looks(monkeypatch):
 
 
 def receive(broker, group):
-    return broker.receive(group, wire.ReceiveRequest(topics=["t"], wait_ms=0), None)
+    return broker.receive_handler.receive(group, wire.ReceiveRequest(topics=["t"], wait_ms=0), None)
 
 
 def with_groups(broker, count):
@@ -74,7 +74,7 @@ def test_the_age_of_a_message_behind_the_records_of_others_is_its_own(tmp_path):
         fixture.broker.produce("t", ProduceRequest(records("first")))
         for number in range(40):
             (message,) = receive(fixture.broker, f"g{number}")
-            assert fixture.broker.ack(f"g{number}", [message.receipt]) == [True]
+            assert fixture.broker.settlement.settle(f"g{number}", [message.receipt]) == [True]
         fixture.clock.advance(7_000)
         fixture.broker.produce("t", ProduceRequest(records("last")))
         fixture.clock.advance(2_000)

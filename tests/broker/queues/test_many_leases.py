@@ -38,7 +38,7 @@ def few_at_once(monkeypatch):
 
 
 def received(fixture: Fixture, max_messages: int = 100) -> list[str]:
-    messages = fixture.broker.receive("g", wire.ReceiveRequest(["t"], max_messages=max_messages), None)
+    messages = fixture.broker.receive_handler.receive("g", wire.ReceiveRequest(["t"], max_messages=max_messages), None)
     return [message.record.value.decode() for message in messages]
 
 
@@ -67,7 +67,7 @@ def test_many_messages_are_given_up_in_records_with_pauses(fixture, few_at_once)
 
 def test_nothing_is_received_of_a_group_that_ends_while_its_dead_are_given_up(fixture, few_at_once):
     leased_one_by_one(fixture, 10, max_deliveries=1)
-    few_at_once(fixture, meanwhile=lambda: fixture.broker.delete_group("g"))
+    few_at_once(fixture, meanwhile=lambda: fixture.broker.group_admin.delete("g"))
     assert received(fixture) == []
     with pytest.raises(GroupNotFound):
         fixture.broker.describe_group("g")

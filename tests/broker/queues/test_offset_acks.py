@@ -31,7 +31,7 @@ def produce(fixture: Fixture, *values: str, partition: int = 0) -> list[int]:
 
 def receive(fixture: Fixture, attempt_id: str | None = None, most: int = 10) -> list[str]:
     request = wire.ReceiveRequest(["t"], max_messages=most, wait_ms=0, attempt_id=attempt_id)
-    return [each.record.value.decode() for each in fixture.broker.receive("g", request, None)]
+    return [each.record.value.decode() for each in fixture.broker.receive_handler.receive("g", request, None)]
 
 
 def finish(fixture: Fixture, *places: tuple[int, int], holder: str | None = None) -> list[object]:
@@ -153,11 +153,11 @@ def acked(fixture: Fixture) -> float | None:
 def test_each_message_is_counted_once_as_acked_however_often_it_is_done(fixture: Fixture) -> None:
     first, second, third, fourth = produce(fixture, "a", "b", "c", "d")
     request = wire.ReceiveRequest(["t"], max_messages=2, wait_ms=0)
-    receipts = [each.receipt for each in fixture.broker.receive("g", request, None)]
-    assert fixture.broker.ack("g", receipts[:1]) == [True]
+    receipts = [each.receipt for each in fixture.broker.receive_handler.receive("g", request, None)]
+    assert fixture.broker.settlement.settle("g", receipts[:1]) == [True]
     assert acked(fixture) == 1
-    assert fixture.broker.ack("g", receipts) == [True, True]
-    assert fixture.broker.ack("g", receipts) == [True, True], "a repeat counts, and is not counted"
+    assert fixture.broker.settlement.settle("g", receipts) == [True, True]
+    assert fixture.broker.settlement.settle("g", receipts) == [True, True], "a repeat counts, and is not counted"
     assert acked(fixture) == 2
     assert finish(fixture, (0, first), (0, second), (0, third), (0, third)) == [True] * 4
     assert acked(fixture) == 3, "the third one was acked by its offset, before delivery"

@@ -15,6 +15,7 @@ from portalmq.broker.core.queue.lanes import DELAYED
 from portalmq.broker.core.queue.selection import KEYS_PER_STEP
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.queues.group_receiver import FOUND_MAX
+from portalmq.broker.queues.settle import SettleRequest
 from portalmq.errors import GroupModeMismatch, InvalidRequest
 
 LEASE_MS = 30_000
@@ -35,7 +36,7 @@ def send(fixture, *values, **more):
 
 def receive(fixture, max_messages=100, *, wait_ms=0, **more):
     request = wire.ReceiveRequest(topics=["t"], max_messages=max_messages, wait_ms=wait_ms, **more)
-    return fixture.broker.receive("g", request, None)
+    return fixture.broker.receive_handler.receive("g", request, None)
 
 
 def texts(messages):
@@ -43,14 +44,14 @@ def texts(messages):
 
 
 def ack(fixture, messages):
-    verdicts = fixture.broker.ack("g", [message.receipt for message in messages])
+    verdicts = fixture.broker.settlement.settle("g", [message.receipt for message in messages])
     assert verdicts == [True] * len(messages)
 
 
 def nack(fixture, messages, delay_ms=0, reason=None):
-    assert fixture.broker.nack("g", [message.receipt for message in messages], delay_ms, reason) == [True] * len(
-        messages
-    )
+    assert fixture.broker.settlement.settle(
+        "g", [message.receipt for message in messages], SettleRequest("nack", delay_ms, reason)
+    ) == [True] * len(messages)
 
 
 def partition_of(fixture):
@@ -168,7 +169,7 @@ def test_scheduled_messages_cost_a_group_one_number(fixture):
     assert len(group.cursors) <= 1
     described = fixture.broker.describe_group("g")
     assert (described.scheduled, described.in_flight, described.lag) == (20_000, 1, 20_001)
-    fixture.broker.extend("g", [plain[0].receipt], 2 * HOUR_MS)
+    fixture.broker.settlement.settle("g", [plain[0].receipt], SettleRequest("extend", 2 * HOUR_MS))
     fixture.clock.advance(HOUR_MS + 4)
     assert sum(len(receive(fixture, 10_000)) for _ in range(5_000 // FOUND_MAX)) == 5_000
     assert receive(fixture) == []
@@ -222,7 +223,7 @@ def test_scattered_due_messages_are_read_one_by_one_from_checked_batches(fixture
         fixture.broker.cache.drop(partition._cache_key)
         got += texts(receive(fixture))
     assert got == [f"m{number}" for number in sorted(range(500), key=lambda number: ((number * 37) % 500, number))]
-    assert len(partition._reader._checked) == 1
+    assert len(partition.reader._checked) == 1
 
 
 # --- expiry ---------------------------------------------------------------------------------------------------------
@@ -268,7 +269,7 @@ def test_a_message_that_is_nacked_often_enough_is_given_up_and_its_receipt_is_st
     nack(fixture, second, reason="no such customer")
     described = fixture.broker.describe_group("g")
     assert (described.dead, described.lag) == (1, 1)
-    assert fixture.broker.ack("g", [second[0].receipt]) == [False]
+    assert fixture.broker.settlement.settle("g", [second[0].receipt]) == [False]
     assert texts(receive(fixture)) == ["b"]
     (dead,) = partition_of(fixture).delivery["g"].dead
     assert (dead.deliveries, dead.reason) == (2, "no such customer")
@@ -287,10 +288,13 @@ def test_unseen_messages_return_as_if_they_were_not_delivered(fixture):
             ("c", 1),
         ]
         receipts.update(message.receipt for message in got)
-        assert fixture.broker.nack("g", [message.receipt for message in got], 0, None, unseen=True) == [True] * 3
+        assert (
+            fixture.broker.settlement.settle("g", [message.receipt for message in got], SettleRequest("release", 0))
+            == [True] * 3
+        )
     assert len(receipts) == 15, "no receipt comes twice"
     current = receive(fixture)
-    assert fixture.broker.ack("g", [min(receipts - {message.receipt for message in current})]) == [False]
+    assert fixture.broker.settlement.settle("g", [min(receipts - {message.receipt for message in current})]) == [False]
     ack(fixture, current)
     assert fixture.broker.describe_group("g").dead == 0
 
@@ -441,7 +445,7 @@ def test_a_topic_of_urgent_messages_alone_is_not_kept_for_lane_0(fixture):
     before = partition.replica.next_offset
     fixture.broker.groups.sweep()
     assert partition.replica.next_offset == before, "no record is left to append"
-    partition.retain(None, 1, 10 * HOUR_MS)
+    partition.retention.retain(None, 1, 10 * HOUR_MS)
     assert partition.log.log_start_offset > 0
 
 
@@ -523,8 +527,8 @@ def test_queue_calls_on_a_stream_group_are_refused(fixture):
     fixture.broker.put_group("g", {"mode": "stream"})
     for call in (
         lambda: receive(fixture),
-        lambda: fixture.broker.ack("g", ["x"]),
-        lambda: fixture.broker.nack("g", ["x"], 0, ""),
+        lambda: fixture.broker.settlement.settle("g", ["x"]),
+        lambda: fixture.broker.settlement.settle("g", ["x"], SettleRequest("nack", 0, "")),
     ):
         with pytest.raises(GroupModeMismatch):
             call()
@@ -544,16 +548,16 @@ def test_retention_keeps_scheduled_messages_and_those_of_lanes(fixture):
         send(fixture, f"plain {number}")
         partition.log.roll()
     send(fixture, "last")
-    partition.retain(None, 1, 10 * HOUR_MS)
+    partition.retention.retain(None, 1, 10 * HOUR_MS)
     assert partition.log.log_start_offset == 0
     got = receive(fixture)
     assert texts(got)[0] == "urgent"
     ack(fixture, got)
-    partition.retain(None, 1, 10 * HOUR_MS)
+    partition.retention.retain(None, 1, 10 * HOUR_MS)
     assert partition.log.log_start_offset == 0, "it is still scheduled"
     fixture.clock.advance(HOUR_MS)
     ack(fixture, receive(fixture))
-    partition.retain(None, 1, 10 * HOUR_MS)
+    partition.retention.retain(None, 1, 10 * HOUR_MS)
     assert partition.log.log_start_offset > 0
     assert DELAYED in partition.delivery["g"].cursors
 
@@ -565,10 +569,10 @@ def test_a_follower_drops_nothing_by_itself(fixture):
         partition.log.roll()
     partition.serves = False
     fixture.clock.advance(30 * DAY_MS)
-    partition.retain(1, 1, 1)
+    partition.retention.retain(1, 1, 1)
     assert (partition.log.log_start_offset, len(partition.log.sealed_segments)) == (0, 3)
     partition.serves = True
-    partition.retain(1, 1, 1)
+    partition.retention.retain(1, 1, 1)
     assert partition.log.log_start_offset > 0
 
 
@@ -585,7 +589,7 @@ def test_a_wrong_wall_clock_removes_no_messages_of_an_active_group(fixture):
         send(fixture, "stamped by the wrong clock")
         partition.log.roll()
         for _ in range(24):
-            partition.retain(HOUR_MS, None, 7 * DAY_MS)
+            partition.retention.retain(HOUR_MS, None, 7 * DAY_MS)
             fixture.clock.advance(HOUR_MS // 2)
             receive(fixture, 1)
     assert partition.log.log_start_offset == 0
@@ -595,17 +599,17 @@ def test_a_wrong_wall_clock_removes_only_unneeded_messages_and_after_hours(fixtu
     partition = partition_of(fixture)
     send(fixture, "unread")
     partition.log.roll()
-    partition.retain(7 * DAY_MS, None, 7 * DAY_MS)
+    partition.retention.retain(7 * DAY_MS, None, 7 * DAY_MS)
     fixture.clock.day_ms += 8 * DAY_MS
     send(fixture, "stamped by the wrong clock")
     partition.log.roll()
     for _ in range(6):
         fixture.clock.advance(HOUR_MS)
-        partition.retain(7 * DAY_MS, None, 7 * DAY_MS)
+        partition.retention.retain(7 * DAY_MS, None, 7 * DAY_MS)
         assert partition.log.log_start_offset == 0
     for _ in range(3):
         fixture.clock.advance(HOUR_MS)
-        partition.retain(7 * DAY_MS, None, 7 * DAY_MS)
+        partition.retention.retain(7 * DAY_MS, None, 7 * DAY_MS)
     assert partition.log.log_start_offset > 0
 
 
@@ -625,7 +629,7 @@ def test_after_a_restart_the_keys_of_a_backlog_are_read_in_steps_and_acks_betwee
         def ack_once() -> None:
             pauses.append(None)
             if len(pauses) == 2:
-                assert after.broker.ack("g", [first.receipt]) == [True]
+                assert after.broker.settlement.settle("g", [first.receipt]) == [True]
 
         monkeypatch.setattr("portalmq.broker.queues.group_receiver.give_way", ack_once)
         pauses.clear()
@@ -660,5 +664,5 @@ def test_a_former_leader_drops_the_key_order_and_builds_it_again_later(fixture):
     fixture.broker.groups.on_stepped_down(fixture.broker.topics.get("t"), partition)
     assert partition.delivery["g"].keys is None
     assert receive(fixture) == []
-    fixture.broker.ack("g", [first.receipt])
+    fixture.broker.settlement.settle("g", [first.receipt])
     assert texts(receive(fixture)) == ["b"]

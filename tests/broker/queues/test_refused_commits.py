@@ -27,7 +27,7 @@ def test_a_write_that_the_disk_refuses_refuses_no_commit(
     with running(tmp_path) as fixture:
         send(fixture, "a", "b", "c")
         partition, go = partition_of(fixture), threading.Event()
-        real, real_wait = partition.log.append, partition._uncommitted.wait_below
+        real, real_wait = partition.log.append, partition.uncommitted.wait_below
         if mode == "queue":
             messages = receive(fixture)
 
@@ -49,7 +49,7 @@ def test_a_write_that_the_disk_refuses_refuses_no_commit(
         partition._writer.wait_idle()
         monkeypatch.setattr(partition.log, "append", refused)
         if mode == "queue":
-            ack = gevent.spawn(fixture.broker.ack, "g", [messages[0].receipt])
+            ack = gevent.spawn(fixture.broker.settlement.settle, "g", [messages[0].receipt])
             while partition.delivery["g"].has_span(messages[0].offset):
                 gevent.sleep(0.001)
             wait = ack.join
@@ -64,7 +64,7 @@ def test_a_write_that_the_disk_refuses_refuses_no_commit(
             go.set()
             wait()
 
-        monkeypatch.setattr(partition._uncommitted, "wait_below", wait_below)
+        monkeypatch.setattr(partition.uncommitted, "wait_below", wait_below)
         monkeypatch.setattr(PartitionReplica, "led_at", lambda replica, then_ms: partition.log.append == real)
         monkeypatch.setattr("portalmq.broker.partition.readable.gevent", SimpleNamespace(sleep=let_it_be_refused))
         with pytest.raises(StorageFull) as told:

@@ -10,6 +10,7 @@ from support.domain import Fixture, records, running
 
 from portalmq import wire
 from portalmq.broker.messages.produce import ProduceRequest
+from portalmq.broker.queues.settle import SettleRequest
 from portalmq.errors import GroupModeMismatch, PartitionNotFound, TopicNotFound
 
 
@@ -26,7 +27,7 @@ def produce(fixture: Fixture, *values: str, partition: int = 0, **more: object) 
 
 def receive(fixture: Fixture, most: int = 1) -> list[str]:
     request = wire.ReceiveRequest(["t"], max_messages=most, wait_ms=0)
-    return [each.receipt for each in fixture.broker.receive("g", request, None)]
+    return [each.receipt for each in fixture.broker.receive_handler.receive("g", request, None)]
 
 
 def states(fixture: Fixture, group: str = "g") -> list[tuple[str, str, int]]:
@@ -43,8 +44,8 @@ def test_an_unused_group_has_finished_nothing(fixture: Fixture) -> None:
 def test_each_message_has_its_state(fixture: Fixture) -> None:
     produce(fixture, "acked", "nacked", "held", "ready")
     first, second, _ = (receive(fixture)[0] for _ in range(3))
-    fixture.broker.ack("g", [first])
-    fixture.broker.nack("g", [second], 5_000, None)
+    fixture.broker.settlement.settle("g", [first])
+    fixture.broker.settlement.settle("g", [second], SettleRequest("nack", 5_000))
     assert states(fixture) == [("nacked", "scheduled", 1), ("held", "in_flight", 1), ("ready", "ready", 0)]
     fixture.clock.advance(30_000)
     assert states(fixture) == [("nacked", "ready", 1), ("held", "ready", 1), ("ready", "ready", 0)]
@@ -57,7 +58,7 @@ def test_priorities_and_delays_are_in_it(fixture: Fixture) -> None:
     produce(fixture, "first", priority=9)
     assert states(fixture) == [("later", "scheduled", 0), ("plain", "ready", 0), ("first", "ready", 0)]
     (receipt,) = receive(fixture)
-    fixture.broker.ack("g", [receipt])
+    fixture.broker.settlement.settle("g", [receipt])
     assert states(fixture) == [("later", "scheduled", 0), ("plain", "ready", 0)]
     assert next(iter(fixture.broker.unfinished.messages("g", "t"))).available_at_ms == later
 

@@ -33,7 +33,7 @@ def stored(partition):
 
 
 def delivered(partition) -> list[bytes]:
-    pieces = partition.pieces(0, partition.readable_end, 10_000)
+    pieces = partition.reader.pieces(0, partition.readable_end, 10_000)
     return [record.value for piece in pieces for record in piece.records()]
 
 
@@ -118,7 +118,7 @@ def test_a_replica_that_begins_from_nothing_copies_from_the_files_without_decomp
         settle(group)
         send_readings(group.leader, 0)
         settle(group)
-        group.leader.forget_read()
+        group.leader.reader.forget()
         group.hosts[1].cache.drop(group.leader._cache_key)
         with monkeypatch.context() as patch:
             patch.setattr(batch_module, "values_of", None)

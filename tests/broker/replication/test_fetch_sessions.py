@@ -212,7 +212,7 @@ def test_a_follower_with_another_log_gets_the_offset_where_they_differ(group):
 def test_a_fetch_below_the_log_start_gets_the_start_and_what_precedes_it(group):
     for number in range(5):
         send(group.leader, f"m{number}")
-    group.leader.purge(4)
+    group.leader.retention.purge(4)
     found = only(ask(group, request(1, asked(0, last=0))))
     assert isinstance(found, BelowStartAnswer)
     assert (found.offset, found.messages_before) == (4, 3)

@@ -291,7 +291,7 @@ def test_a_follower_that_ends_below_the_leaders_log_start_begins_again_there(tmp
         for _ in range(20):
             send(leader, *["z" * 1_000] * 20)
         leader.append_group_record("g", Ack(((0, 300),), now_ms)).wait()
-        leader.purge(200)
+        leader.retention.purge(200)
         assert leader.log.log_start_offset == 200
         group.mend(3)
         eventually(lambda: group.state.isr == (1, 2, 3))
@@ -321,7 +321,7 @@ def test_a_follower_that_stops_after_a_reset_without_the_fold_begins_there_again
         leader = group.leader
         for number in range(10):
             send(leader, f"m{number}")
-        leader.purge(6)
+        leader.retention.purge(6)
         # It gets the empty log, and none of its records.
         answers = group.hosts[3].network
         answers.alter = _only_the_first_frames_are_withheld
@@ -346,12 +346,14 @@ def test_a_purge_on_the_leader_moves_the_log_start_of_followers_too(tmp_path):
     with replicas(tmp_path) as group:
         settle(group)
         send(group.leader, *"abcdef")
-        group.leader.purge(4)
+        group.leader.retention.purge(4)
         eventually(lambda: group.partition(2).log.log_start_offset == 4)
         group.elect(2)
         eventually(lambda: group.partition(2).serves)
         new = group.partition(2)
-        readable = [record.value for piece in new.pieces(0, new.high_watermark, 100) for record in piece.records()]
+        readable = [
+            record.value for piece in new.reader.pieces(0, new.high_watermark, 100) for record in piece.records()
+        ]
         assert readable == [b"d", b"e", b"f"]
 
 
@@ -557,13 +559,13 @@ def test_a_snapshot_has_the_records_a_new_leader_had_not_yet_written(tmp_path, m
         eventually(lambda: second.replica.next_offset == first.replica.next_offset)
         group.elect(2)
         eventually(lambda: second.replica.leading)
-        second.save_state()
+        second.retention.save_state()
         gate.put(None)
         eventually(lambda: second.serves)
         second.retention._save()  # a kill may follow at once
         if (saved := second.state_file.load()) is not None and saved[0].applied >= second.replica.next_offset:
             assert [each.group for each in saved[0].groups] == ["g"]
-        second.save_state()
+        second.retention.save_state()
         saved = second.state_file.load()
         assert saved is not None
         assert [each.group for each in saved[0].groups] == ["g"]
@@ -578,12 +580,12 @@ def test_followers_drop_segments_only_after_retention_on_their_leader(tmp_path):
             for partition in group.partitions():
                 partition.log.roll()
         for partition in group.partitions():
-            partition.retain(None, 1, HOUR_MS)
+            partition.retention.retain(None, 1, HOUR_MS)
             if partition is not group.leader:
                 assert partition.log.log_start_offset in (0, group.leader.log.log_start_offset)
         start = group.leader.log.log_start_offset
         assert start > 0
         eventually(lambda: {partition.log.log_start_offset for partition in group.partitions()} == {start})
         for partition in group.partitions():
-            partition.retain(None, 1, HOUR_MS)
+            partition.retention.retain(None, 1, HOUR_MS)
             assert partition.log.base_offset == start

@@ -167,7 +167,7 @@ class TestWritingBack:
             identity = fixture.broker.new_producer(None)
             stamp = wire.ProducerStamp(identity.id, identity.epoch, 0)
             fixture.broker.produce_range("t", ProduceRequest(records("a", "b"), partition=0, producer=stamp))
-            fixture.broker.receive("g", wire.ReceiveRequest(topics=["t"]), None)
+            fixture.broker.receive_handler.receive("g", wire.ReceiveRequest(topics=["t"]), None)
         (data / "identity.json").write_text(f'{{"cluster_id": "{cluster_id}", "broker_id": 1, "store_uuid": "store"}}')
         return read_directories([data])
 

@@ -72,7 +72,7 @@ def test_an_empty_partition_has_no_head(fixture: Fixture) -> None:
 
 def test_control_records_are_passed_over(fixture: Fixture) -> None:
     (first,) = produce(fixture, "a")
-    fixture.broker.receive("other", wire.ReceiveRequest(["t"], wait_ms=0), None)
+    fixture.broker.receive_handler.receive("other", wire.ReceiveRequest(["t"], wait_ms=0), None)
     (second,) = produce(fixture, "b")
     assert second > first + 1
     assert advance(fixture, first)
@@ -81,7 +81,7 @@ def test_control_records_are_passed_over(fixture: Fixture) -> None:
 
 def test_purged_messages_are_not_the_head(fixture: Fixture) -> None:
     _, second = produce(fixture, "a", "b")
-    fixture.broker.purge("t", partition=0, before_offset=second)
+    fixture.broker.browser.purge("t", partition=0, before_offset=second)
     assert head(fixture) == (second, "b")
 
 
@@ -131,10 +131,10 @@ def test_a_message_is_found_though_another_partition_cannot_be_asked(
         return here(group, place, done, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(turns, "_here", lame)
-    monkeypatch.setattr(turns._leaders, "_patience_s", 0.1)
+    monkeypatch.setattr(turns._groups.leaders, "_patience_s", 0.1)
     with pytest.raises(Unavailable):
         turns.first_head("g", "wide", [0, 1, 2])
-    monkeypatch.setattr(turns._leaders, "_patience_s", 60)
+    monkeypatch.setattr(turns._groups.leaders, "_patience_s", 60)
     produced = fixture.broker.produce("wide", ProduceRequest(records("x"), partition=2))
     message = turns.first_head("g", "wide", [0, 1, 2]).message
     assert message is not None
@@ -162,12 +162,12 @@ def test_waits_for_silent_followers_of_several_partitions_overlap(
     by_replica = {partition.replica: number for number, partition in local.items()}
     monkeypatch.setattr(PartitionReplica, "may_deliver", may_deliver)
     monkeypatch.setattr("portalmq.broker.partition.readable.gevent", SimpleNamespace(sleep=sleep))
-    monkeypatch.setattr(turns._leaders, "_patience_s", 0.1)
+    monkeypatch.setattr(turns._groups.leaders, "_patience_s", 0.1)
     with pytest.raises(Unavailable, match="do not vouch"):
         turns.first_head("g", "wide", range(6))
     assert not slept, "the waits do not add up"
     silent.remove(3)
-    monkeypatch.setattr(turns._leaders, "_patience_s", 60)
+    monkeypatch.setattr(turns._groups.leaders, "_patience_s", 60)
     found = turns.first_head("g", "wide", range(6))
     assert found.message is not None
     assert (found.message.partition, found.message.offset) == (3, produced.offset)  # type: ignore[union-attr]
@@ -194,7 +194,7 @@ def test_a_group_deleted_during_a_wait_for_followers_is_not_restored(
     is_deleted: list[bool] = []
 
     def delete(seconds: float) -> None:
-        fixture.broker.delete_group("g")
+        fixture.broker.group_admin.delete("g")
         is_deleted.append(True)
 
     monkeypatch.setattr(PartitionReplica, "may_deliver", lambda replica, now_ms: bool(is_deleted))

@@ -238,7 +238,7 @@ def test_a_repeated_seek_to_a_removed_offset_succeeds(fixture: Fixture) -> None:
     produce(fixture, "0", "1", "2")
     join(fixture)
     seek(fixture, {"offset": 1}, "once", partition=0)
-    fixture.broker.purge("t", partition=0, before_offset=2)
+    fixture.broker.browser.purge("t", partition=0, before_offset=2)
     assert seek(fixture, {"offset": 1}, "once", partition=0).offsets[0].to == 2
     with pytest.raises(OffsetOutOfRange):
         seek(fixture, {"offset": 1}, "another", partition=0)
@@ -277,10 +277,10 @@ def test_a_group_without_members_can_be_sought(fixture: Fixture) -> None:
 def test_the_mode_of_a_group_stays(fixture: Fixture) -> None:
     join(fixture)
     with pytest.raises(GroupModeMismatch):
-        fixture.broker.receive("g", wire.ReceiveRequest(["t"]), None)
+        fixture.broker.receive_handler.receive("g", wire.ReceiveRequest(["t"]), None)
     with pytest.raises(GroupModeMismatch):
         fixture.broker.put_group("g", {"mode": "queue"})
-    fixture.broker.receive("q", wire.ReceiveRequest(["t"]), None)
+    fixture.broker.receive_handler.receive("q", wire.ReceiveRequest(["t"]), None)
     with pytest.raises(GroupModeMismatch):
         join(fixture, group="q")
     with pytest.raises(GroupModeMismatch):
@@ -290,7 +290,7 @@ def test_the_mode_of_a_group_stays(fixture: Fixture) -> None:
 def test_a_deleted_group_begins_again(fixture: Fixture) -> None:
     produce(fixture, "0")
     commit(fixture, join(fixture), 0, 1)
-    fixture.broker.delete_group("g")
+    fixture.broker.group_admin.delete("g")
     with pytest.raises(GroupNotFound):
         fixture.broker.group_coordinators.heartbeat("g", "a", 2)
     assert join(fixture).assignment[0].offset == 0
@@ -353,7 +353,7 @@ def kept_offset(fixture: Fixture, group_id: str) -> int | None:
 def test_a_purge_moves_the_committed_offset(fixture: Fixture) -> None:
     produce(fixture, "0", "1", "2")
     join(fixture)
-    fixture.broker.purge("t", partition=0, before_offset=2)
+    fixture.broker.browser.purge("t", partition=0, before_offset=2)
     assert standing(fixture).committed == 2
     assert standing(fixture).lag == 2
 
@@ -418,7 +418,7 @@ def test_a_fetch_of_an_unknown_offset_or_partition_is_an_error(fixture: Fixture)
     produce(fixture, "0")
     assert fetched(fixture, 500).error["code"] == "offset_out_of_range"  # type: ignore[index]
     assert fetched(fixture, 0, 7).error["code"] == "partition_not_found"  # type: ignore[index]
-    fixture.broker.purge("t", partition=0, before_offset=1)
+    fixture.broker.browser.purge("t", partition=0, before_offset=1)
     with gevent.Timeout(60):
         while (error := fetched(fixture, 0).error) is None:
             gevent.sleep(0.01)

@@ -16,7 +16,7 @@ from gevent.ssl import SSLContext
 from support.http_server import BODY_BYTES_MAX, Served, rest_of
 from support.tls import key, pem
 
-from portalmq.broker.api.request_context import ResponseParts
+from portalmq.broker.api.request_context import ResponseParts, current
 from portalmq.broker.server.http import connection as http
 from portalmq.broker.server.http.answers import JOIN_BYTES_MAX
 
@@ -300,30 +300,24 @@ def test_a_head_has_a_limited_time(served: Any, monkeypatch: pytest.MonkeyPatch)
     assert served.exchange(GET[:10]) == b""
 
 
-def test_a_kept_connection_has_a_limited_time_for_each_next_head(served: Any) -> None:
-    served.http.keepalive_s = 0.2
+def test_the_time_runs_while_a_head_is_awaited_and_at_no_other_time(served: Any, answering: Any) -> None:
+    timers: list[Any] = []
+
+    def view() -> Response:
+        timers.append(current().client._timer)  # type: ignore[union-attr]
+        return Response(str(timers[-1].active))
+
+    answering(view)
     with served.connect() as client:
         for _ in range(3):
             client.sendall(GET)
-            next_answer(client)
+            assert next_answer(client)[1] == b"False"
+            until(lambda: timers[-1].active)
         client.sendall(GET[:10])
+        until(lambda: timers[-1].active)
+        timers[-1].callback(*timers[-1].args)  # the time is over
         assert rest_of(client) == b""
     until(lambda: len(served.connections) == 0)
-
-
-def test_no_time_limit_runs_while_a_request_is_served(served: Any, answering: Any) -> None:
-    proceed = Event()
-
-    def slow() -> Response:
-        gevent.sleep(0.3)
-        proceed.set()
-        return Response(b"done")
-
-    answering(slow)
-    served.http.keepalive_s = 0.1
-    answer = served.exchange(last(GET))
-    assert proceed.is_set()
-    assert answer.endswith(b"done")
 
 
 def test_an_idle_connection_that_is_hung_up_ends_and_a_request_that_has_arrived_is_served(served: Any) -> None:
@@ -390,7 +384,7 @@ def test_a_failed_connection_leaves_nothing_behind(served: Any, caplog: Any) -> 
         client = served.connect()
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")  # a reset
         client.sendall(data)
-        gevent.sleep(0.01)
+        gevent.sleep(0)
         client.close()
     until(lambda: len(served.connections) == 0)
     assert served.http.in_flight == 0

@@ -21,7 +21,7 @@ def fixture(tmp_path):
 
 def read(fixture, group: str, ordering: str) -> None:
     fixture.broker.put_group(group, {"ordering": ordering})
-    fixture.broker.receive(group, wire.ReceiveRequest(["t"], wait_ms=0), None)
+    fixture.broker.receive_handler.receive(group, wire.ReceiveRequest(["t"], wait_ms=0), None)
 
 
 def grow(fixture, partitions: int, **how) -> int:
@@ -51,5 +51,5 @@ def test_a_change_that_adds_no_partition_needs_no_force(fixture):
 
 def test_a_deleted_group_does_not_prevent_growth(fixture):
     read(fixture, "ordered", "key")
-    fixture.broker.delete_group("ordered")
+    fixture.broker.group_admin.delete("ordered")
     assert grow(fixture, 3) == 3
