@@ -3,8 +3,8 @@
     send() --> Lane.open --full, lingered or hurried--> Lane.queue --> a sender --BatchSender--> leader --> futures
 
 One sender at a time has a lane (a partition), which keeps its order; portalmq.producers.batch_sender makes it
-exactly-once. A thread that waits in `result()` sends its batch itself if the lane is free, which saves two thread
-switches.
+exactly-once. A thread that waits in `result()`, or in `flush()` for one batch, sends it itself if the lane is free.
+That saves two thread switches.
 """
 
 from __future__ import annotations
@@ -357,7 +357,8 @@ class Producer(Closeable):
                 self._sleeps_unbounded = timeout is None or timeout > self._linger_s or self._linger_s < 0.001
             self._resting += 1
             try:
-                self._work.wait(timeout)
+                if self._work.wait(timeout):
+                    checks = 0  # its message may be on its way by now: the one who waits for it sends it
             finally:
                 self._resting -= 1
                 if watches:
@@ -460,8 +461,13 @@ class Producer(Closeable):
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._lock:
             mine = set(self._unsettled)
+            alone = next(iter(self._open)).open if len(self._open) == 1 else None
+        if alone is not None:
+            self._hurry(alone, timeout)  # one batch needs no other thread
+        with self._lock:
             self._flushing += 1
-            self._wake()
+            if mine & self._unsettled:
+                self._wake()
             try:
                 while mine := mine & self._unsettled:
                     left = None if deadline is None else deadline - time.monotonic()

@@ -1,0 +1,67 @@
+"""The thread that sends a batch: the one that waits for it, where that is enough."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from support.cluster import wait_until
+from support.scripted_broker import ScriptedBroker
+
+from portalmq import Producer
+from portalmq.producer import IDLE_CHECKS
+
+LINGER_S = 0.001
+
+
+def senders_of(producer: Producer) -> list[str]:
+    """Return the names of the threads that send batches from now on."""
+    names: list[str] = []
+    send_batch = producer._batch_sender.send_batch
+
+    def noted(*arguments: Any) -> float | None:
+        names.append(threading.current_thread().name)
+        return send_batch(*arguments)
+
+    producer._batch_sender.send_batch = noted  # type: ignore[method-assign]
+    return names
+
+
+def test_a_flush_sends_a_single_batch_itself() -> None:
+    with ScriptedBroker() as broker, Producer(broker.url, linger_ms=3_600_000) as producer:
+        names = senders_of(producer)
+        futures = [producer.send("t", b"1") for _ in range(3)]
+        producer.flush()
+        assert all(future.done() for future in futures)
+        assert names == [threading.current_thread().name]
+
+
+def test_a_flush_leaves_several_batches_to_the_senders() -> None:
+    with ScriptedBroker(partitions=3) as broker, Producer(broker.url, linger_ms=3_600_000) as producer:
+        names = senders_of(producer)
+        futures = [producer.send("t", b"1", partition=partition) for partition in range(3)]
+        producer.flush()
+        assert all(future.done() for future in futures)
+        assert names == ["portalmq-sender"] * 3
+
+
+def test_awaited_messages_that_come_one_by_one_rarely_wake_a_sender() -> None:
+    with ScriptedBroker() as broker, Producer(broker.url, linger_ms=1000 * LINGER_S) as producer:
+        woken: list[float] = []
+        wait = producer._work.wait
+
+        def noted(timeout: float | None = None) -> bool:
+            is_woken = wait(timeout)
+            if is_woken:
+                woken.append(time.monotonic())
+            return is_woken
+
+        producer._work.wait = noted  # type: ignore[method-assign]
+        producer.send("t", b"0").result(60)
+        wait_until(lambda: producer._sleeps_unbounded, "the sender is idle")
+        began = time.monotonic()
+        for _ in range(200):
+            producer.send("t", b"1").result(60)
+        # After each wake-up it looks by itself, so many times.
+        assert len(woken) <= 1 + (time.monotonic() - began) / (IDLE_CHECKS * LINGER_S)
