@@ -196,15 +196,12 @@ class _Application(BaseApplication):  # type: ignore[misc]
             "workers": 1,
             "worker_class": f"{BrokerWorker.__module__}.{BrokerWorker.__qualname__}",
             "worker_connections": self.config.worker_connections,
-            "keepalive": self.config.keepalive_s,
             "timeout": 0,  # with a heartbeat file, the arbiter would kill a worker that waits for a slow disk
             "graceful_timeout": int(self.config.drain_timeout_s) + 5,
             "control_socket_disable": True,  # its path is the same for all brokers of a user
-            "accesslog": None,
             "errorlog": "-",
             "logger_class": ServerLogger,
-            "forwarded_allow_ips": "",  # no header changes the client's address or the scheme
-            "http_protocols": "h1",
+            "http_protocols": "h1",  # what TLS negotiates
             "proc_name": "portalmq",
         }
         if self.config.tls_cert is not None:

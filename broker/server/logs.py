@@ -50,16 +50,8 @@ def start_logging(config: BrokerConfig) -> None:
 
 
 class ServerLogger(Logger):  # type: ignore[misc]
-    """gunicorn's logger, without handlers of its own and without an access log."""
+    """gunicorn's logger, without handlers of its own. Requests are counted in /metrics, and not logged."""
 
     def setup(self, cfg: Any) -> None:
         self.cfg = cfg
         self._access_log_enabled = False
-
-    def exception(self, msg: Any, *args: Any, **kwargs: Any) -> None:
-        """Log an exception, unless a client did not read its answer in time."""
-        if not isinstance(sys.exc_info()[1], TimeoutError):
-            super().exception(msg, *args, **kwargs)
-
-    def access(self, *_: Any) -> None:
-        """Write no access log: requests are counted in /metrics."""

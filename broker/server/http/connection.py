@@ -73,6 +73,8 @@ class HttpServer:
 class HttpConnection:
     """One connection. To requests it is their `http_request.Client`."""
 
+    __slots__ = ("_address", "_entry", "_hub", "_is_tls", "_readable", "_received", "_server", "_timer", "socket")
+
     def __init__(self, server: HttpServer, client: Any, entry: ClientConnection, address: Any) -> None:
         self.socket = client
         self._server = server
@@ -100,7 +102,7 @@ class HttpConnection:
             self._refuse(refused)
         except (ConnectionError, TimeoutError, SSLError) as fault:
             log.debug("a connection has failed: %s", fault)
-        except OSError:
+        except Exception:
             log.exception("a connection has failed")
 
     def close(self) -> None:
@@ -112,8 +114,10 @@ class HttpConnection:
     def _serve_next(self) -> bool:
         """Serve the next request; return False when no other follows."""
         server, received = self._server, self._received
-        raw = received.head(self._receive)
-        self._timer.stop()
+        try:
+            raw = received.head(self._receive)
+        finally:
+            self._timer.stop()
         if raw is None:
             return False
         head = parse_head(raw)
