@@ -26,7 +26,7 @@ from portalmq.broker.partition.refusals import closing, leadership_changing, not
 from portalmq.broker.partition.retention import Retention
 from portalmq.broker.partition.serving import LeaderReplication
 from portalmq.broker.partition.writer import Entry, Pending, ReplicatedBatches, Writer
-from portalmq.broker.storage.batch import Batch, BatchKind, Record
+from portalmq.broker.storage.batch import Batch, BatchKind, Record, frame_of
 from portalmq.errors import Backpressure, NotLeader, PortalMQError, StorageFull
 from portalmq.wire import Acks
 
@@ -34,12 +34,15 @@ QUEUED_BYTES_MAX = 64 * 1024 * 1024
 UNCOMMITTED_BYTES_MAX = 128 * 1024 * 1024
 # Batches and control records. Above this groups stop too, while messages have limits of their own.
 UNCOMMITTED_RECORDS_MAX = 200_000
+# Larger batches are encoded on a native thread, and sent to followers once they are durable here.
+SENT_AHEAD_BYTES_MAX = 64 * 1024
 
 _encode = msgspec.msgpack.encode
 
 
 class AppendingPartition(ReadablePartition, ABC):
-    """The appending half of a Partition. `changed`: the saved fold is older than this log."""
+    """The appending half of a Partition. `changed`: the saved fold is older than this log. `sends_ahead`: followers
+    get small batches while this replica writes them."""
 
     action_queue: ActionQueue
     groups: GroupsFold
@@ -50,6 +53,7 @@ class AppendingPartition(ReadablePartition, ABC):
     messages_next: int
     changed: bool
     closed: bool
+    sends_ahead: bool
     _used: bool
     _writer: Writer
 
@@ -200,7 +204,11 @@ class AppendingPartition(ReadablePartition, ABC):
         self.messages_next += batch.message_count
         self.changed = self._used = True
         self.uncommitted.add(pending)
+        if self.sends_ahead and pending.size_bytes <= SENT_AHEAD_BYTES_MAX:
+            pending.frame = frame_of(batch)
         self._writer.put(pending)
+        if pending.frame is not None:
+            self.serving.send_ahead(batch.base_offset, batch.end_offset, pending.frame)
 
     def _enqueue_replicated(self, entry: ReplicatedBatches) -> None:
         if self.closed:
@@ -240,7 +248,7 @@ class AppendingPartition(ReadablePartition, ABC):
                 entry.frame = None
         self.uncommitted.written(end_offset)
         self.step(Appended(end_offset))
-        self.serving.written(end_offset)
+        self.serving.wake()
         self.retention.take_snapshot_if_due()
         leads = self.replica.leading
         for entry in taken:

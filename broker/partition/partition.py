@@ -122,7 +122,7 @@ class Partition(AppendingPartition):
         self.uncommitted = Uncommitted()
         self._browsers: set[Event] = set()
         self._used = True
-        self._is_streamed = False
+        self._is_streamed = self.sends_ahead = False
         self._refused_ms = 0
         self._last_step_ms = host.clock.now_ms()
         self.groups = GroupsFold()
@@ -214,7 +214,8 @@ class Partition(AppendingPartition):
             self.report_damage(self.lost)
         if self.rebuild_reason:
             return
-        self._writer.keeps_frames = len(partition_state.replicas) > 1 or self._is_streamed
+        self.sends_ahead = len(partition_state.replicas) > 1
+        self._writer.keeps_frames = self.sends_ahead or self._is_streamed
         self.step(core.LeaseRenewed(self.host.membership.answered_ms()))
         self.step(core.LeaderAnswered(self.host.fetchers.heard_ms(self)))
         self.step(partition_state)
@@ -339,12 +340,13 @@ class Partition(AppendingPartition):
             self._refused_ms = now_ms
         shortage = why if isinstance(why, Shortage) else DiskFull(str(why))
         found = self._read_again(taken)
+        sent_end, self.serving.sent_end = self.serving.sent_end, 0
         refused = {entry for entry in taken if isinstance(entry, Pending)}
         self.uncommitted.refuse(refused, refusal_of(shortage, "unknown"))
         if found is not None:
-            self._go_on_with(found)
-        for pending in refused:
-            pending.finish(refusal_of(shortage))
+            self._go_on_with(found, sent_end)
+        for pending in refused:  # a follower may write, and later lead with, what it was sent
+            pending.finish(refusal_of(shortage, "unknown" if pending.base_offset < sent_end else "not_applied"))
 
     def _read_again(self, taken: list[Entry]) -> Recovered | None:
         """Return what the log adds up to; None when the partition is closed. While the files cannot be opened, new
@@ -357,14 +359,14 @@ class Partition(AppendingPartition):
             taken += self._writer.take_back()
         return None
 
-    def _go_on_with(self, found: Recovered) -> None:
+    def _go_on_with(self, found: Recovered, sent_end: int) -> None:
         self.install(found)
         if self.replica.leading:
             self._take_over()
         self.following.pause()
         # An EPOCH_START that waits for a durable epoch followed what is gone: the core asks for it again.
         self.action_queue.drop_appends()
-        self.step(core.Truncated(self.log.end_offset, found.producers))
+        self.step(core.Truncated(self.log.end_offset, found.producers, sent_end))
 
     # --- the high watermark ------------------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
-"""The leader's half of replication on one partition: it answers followers' fetches with what is durable here.
+"""The leader's half of replication on one partition: it answers followers' fetches.
 
-A fetch whose log matches waits for records that are written, a high watermark that moves, or the end of this
-leadership. Batches are sent as they were encoded for their checksum: from memory while they are there, otherwise read
+A fetch whose log matches waits for records, a high watermark that moves, or the end of this leadership. Followers get
+small batches while the leader writes them itself (rule 1 in core/DESIGN.md), larger ones once they are durable here.
+Batches are sent as they were encoded for their checksum: from memory while they are there, otherwise read
 and encoded once for all followers, on a native thread.
 """
 
@@ -50,12 +51,21 @@ class WaitingFetch(Protocol):
 
 
 class LeaderReplication:
-    """`parked` are the matching fetches that wait, by broker: at most one for each follower."""
+    """`parked` are the matching fetches that wait, by broker: at most one for each follower. `sent_end` is the end of
+    the records that followers were sent."""
 
     def __init__(self, partition: Replica, cache_key: int) -> None:
         self._partition = partition
         self._cache_key = cache_key
         self.parked: dict[int, WaitingFetch] = {}
+        self.sent_end = 0
+        # The frames of all batches from the durable end to here are in the cache.
+        self._ahead_end = 0
+
+    @property
+    def _sendable_end(self) -> int:
+        replica = self._partition.replica
+        return max(replica.durable_end, min(self._ahead_end, replica.sendable_end))
 
     def on_fetch(self, pending: WaitingFetch) -> None:
         """Handle a follower's fetch, new or still waiting."""
@@ -73,16 +83,24 @@ class LeaderReplication:
             self.on_withdrawn(pending)
             pending.reply(action.reply)
             return
-        replica = self._partition.replica
         self.parked[pending.fetch.broker_id] = pending
-        if replica.durable_end > action.offset:
+        if self._sendable_end > action.offset:
             pending.has_records()
         else:
             pending.high_watermark_moved()
 
-    def written(self, durable_end: int) -> None:
+    def send_ahead(self, base_offset: int, end_offset: int, frame: BatchFrame) -> None:
+        """Offer a batch to followers that is on its way to the disk here."""
+        self._partition.host.cache.put_frame(self._cache_key, base_offset, end_offset, frame)
+        if base_offset <= max(self._ahead_end, self._partition.replica.durable_end):
+            self._ahead_end = end_offset
+            self.wake()
+
+    def wake(self) -> None:
+        """Answer the fetches for which there are records."""
+        end = self._sendable_end
         for pending in self.parked.values():
-            if pending.fetch.fetch_offset < durable_end:
+            if pending.fetch.fetch_offset < end:
                 pending.has_records()
 
     def high_watermark_moved(self) -> None:
@@ -91,6 +109,7 @@ class LeaderReplication:
 
     def end(self) -> None:
         """End the leadership: none of these fetches is answered, since they belong to its epoch."""
+        self._ahead_end = 0
         parked, self.parked = self.parked, {}
         for pending in parked.values():
             pending.reply(Rejected(self._partition.replica.highest_epoch))
@@ -98,13 +117,14 @@ class LeaderReplication:
     def frames(
         self, offset: int, bytes_max: int, *, end: int | None = None, turn: AbstractContextManager[object] | None = None
     ) -> list[BatchFrame] | None:
-        """Return the durable batches from `offset` to below `end`: at least one if there is any, about `bytes_max`.
+        """Return the batches from `offset` to below `end`: at least one if there is any, about `bytes_max`. Without
+        `end` it is for a follower, and includes those that are sent ahead; else all are durable.
 
         May wait for the disk, and before that for the `turn` to read from it. Return None when this log cannot provide
         them: then the fetch is checked again.
         """
-        durable_end = self._partition.replica.durable_end
-        end = min(durable_end if end is None else min(end, durable_end), offset + REPLY_OFFSETS_MAX)
+        durable_end, is_followers = self._partition.replica.durable_end, end is None
+        end = min(self._sendable_end if end is None else min(end, durable_end), offset + REPLY_OFFSETS_MAX)
         found: list[BatchFrame] = []
         size = 0
         cached = self._partition.host.cache.frames
@@ -115,7 +135,9 @@ class LeaderReplication:
             frame, offset = hit
             found.append(frame)
             size += frame.size_bytes
-        if found or offset >= end:
+        if found and is_followers:
+            self.sent_end = max(self.sent_end, offset)
+        if found or offset >= min(end, durable_end):
             return found
         with turn or nullcontext():
             return self._read(offset, end, min(bytes_max, COLD_READ_BYTES))
@@ -146,6 +168,7 @@ class LeaderReplication:
             return None
         for base_offset, end_offset, frame in read:
             partition.host.cache.put_frame(self._cache_key, base_offset, end_offset, frame)
+            self.sent_end = max(self.sent_end, end_offset)
         return [frame for _, _, frame in read]
 
 

@@ -259,7 +259,7 @@ def _commit(log: Log, taken: list[Entry], keeps_frames: bool) -> float | Storage
                 entry.batches = [batch_of_frame(*pair) for pair in zip(entry.frames, entry.heads, strict=True)]
                 batches += entry.batches
             else:
-                frame = frame_of(entry.batch)
+                frame = entry.frame or frame_of(entry.batch)
                 entry.batch = msgspec.structs.replace(entry.batch, crc=frame.crc)
                 entry.frame = frame if keeps_frames else None
                 batches.append(entry.batch)

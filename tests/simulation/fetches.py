@@ -48,15 +48,15 @@ class Fetches:
             self._send_reply(fetch, action.reply, [])
             return
         self._waiting[fetch.broker_id] = Waiting(fetch, action.offset, self.world.now + FETCH_WAIT_MS)
-        if self.disk.end > action.offset:
+        if self.shell.sendable_end > action.offset:
             self._answer(fetch.broker_id)
         elif self.shell.replica.high_watermark > self._told_high_watermark.get(fetch.broker_id, -1):
             self.shell.soon(self.world.random.randint(0, 100), self._answer, fetch.broker_id)
 
     def wake(self) -> None:
-        """There is more on disk, or time has passed."""
+        """There is more to send, or time has passed."""
         for follower, waiting in list(self._waiting.items()):
-            if self.disk.end > waiting.offset or self.world.now >= waiting.until_ms:
+            if self.shell.sendable_end > waiting.offset or self.world.now >= waiting.until_ms:
                 self._answer(follower)
 
     def high_watermark_moved(self) -> None:
@@ -76,6 +76,12 @@ class Fetches:
             return
         first = self.disk.index_from(waiting.offset)
         batches = self.disk.batches[first : first + self.world.fetch_batches_max]
+        ahead = self.shell.ahead_from(max(waiting.offset, self.disk.end))
+        if ahead and len(batches) < self.world.fetch_batches_max:
+            self.world.count("sent ahead")
+            batches = [*batches, *ahead][: self.world.fetch_batches_max]
+        if batches:
+            self.shell.sent_end = max(self.shell.sent_end, batches[-1].end)
         if any(batch.uid in self.disk.flipped for batch in batches):
             self.shell.damaged()
             return

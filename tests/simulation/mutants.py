@@ -172,6 +172,22 @@ def _(original: Any, self: Any, now_ms: int) -> Any:
     return actions
 
 
+@mutant("goes on in an epoch of which it lost records", 45, (PartitionReplica, "_on_truncated"))
+def _(original: Any, self: Any, event: core.Truncated, *more: Any) -> Any:
+    return original(self, core.Truncated(event.end_offset, event.producers), *more)
+
+
+@mutant("continues an epoch in a log that was opened again", 29, (LeadingReplica, "_begin_leading"))
+def _(original: Any, self: Any, state: core.PartitionStateChanged, *more: Any) -> Any:
+    self._continues_epoch = state.leader_epoch
+    return original(self, state, *more)
+
+
+@mutant("sends records before the start of its epoch", 13, (ReplicaState, "sendable_end"))
+def _(original: Any, self: Any) -> int:
+    return self.next_offset
+
+
 @mutant("commits before its epoch's start", 0, (LeadingReplica, "_advance_high_watermark"))
 def _(original: Any, self: Any, now_ms: int) -> Any:
     start, self.in_sync.epoch_start = self.in_sync.epoch_start, -1
@@ -275,12 +291,6 @@ def _(original: Any, self: Any, event: core.IsrAnswered, now_ms: int, wall_ms: i
         self._proposal = self.in_sync.proposed = None
         return []
     return original(self, event, now_ms, wall_ms)
-
-
-@mutant("leads on without a synced state", 59, (LeadingReplica, "_begin_leading"))
-def _(original: Any, self: Any, state: core.PartitionStateChanged, now_ms: int, wall_ms: int) -> Any:
-    self._resigned = False
-    return original(self, state, now_ms, wall_ms)
 
 
 @mutant("leads with what an earlier life was elected to", 0, (LeadingReplica, "_begin_leading"))

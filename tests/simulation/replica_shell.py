@@ -97,6 +97,7 @@ class ReplicaShell:
         self._duplicates: list[Submission] = []
         self._waiters: list[tuple[int, Callable[[PortalMQError | None], None]]] = []
         self._saved_ms = self.world.now
+        self.sent_end = 0  # where followers were sent records to
         self.host = GroupHost(self) if options.groups is not None else None
         self._every(options.tick_ms, self._tick)
 
@@ -220,6 +221,8 @@ class ReplicaShell:
             self.host.fold(batch)
         self.world.checker.writes(self, batch)
         self._enqueue([(batch, submission)])
+        if self.world.options.sends_ahead:
+            self.fetches.wake()
 
     def _enqueue(self, batches: list[tuple[Batch, Submission | None]]) -> None:
         self._tail = batches[-1][0].uid
@@ -230,6 +233,16 @@ class ReplicaShell:
         if not self._writing and self._queue:
             self._writing, self._queue = self._queue, []
             self.soon(self._fsync_ms(), self._written)
+
+    @property
+    def sendable_end(self) -> int:
+        """The end of the records that followers may get now."""
+        return self.replica.sendable_end if self.world.options.sends_ahead else self.disk.end
+
+    def ahead_from(self, offset: int) -> list[Batch]:
+        """Return the batches from `offset` on that are not on this disk yet, and may be sent all the same."""
+        on_their_way = [batch for batch, _ in self._writing + self._queue]
+        return [batch for batch in on_their_way if offset <= batch.base and batch.end <= self.sendable_end]
 
     def _written(self) -> None:
         if self.disk.full:
@@ -257,7 +270,8 @@ class ReplicaShell:
         dropped = [submission for _, submission in self._writing + self._queue]
         dropped += [action.token for action in self._actions if isinstance(action, Append)]
         self._writing, self._queue = [], []
-        full = StorageFull("full")
+        sent_end, self.sent_end = self.sent_end, 0
+        full, unknown = StorageFull("full"), StorageFull("full", outcome="unknown")
         if self.world.chance(0.5):
             if self.host is not None:
                 self.host.rebuild()
@@ -267,14 +281,14 @@ class ReplicaShell:
             # Ahead of other waiting events: one stepped first would be allotted an offset after records that are not
             # there.
             waiting = [(event, batches) for event, batches in self._events if not isinstance(event, Appended)]
-            self._events = deque([(Truncated(self.disk.end, self.disk.producers()), []), *waiting])
+            self._events = deque([(Truncated(self.disk.end, self.disk.producers(), sent_end), []), *waiting])
             self._pump()
         else:
             self._close()
             self.node.reopen(min(self.replica.high_watermark, self.disk.end))
         for submission in [*dropped, *self._duplicates]:
             if isinstance(submission, Submission):
-                self._finish(submission, full)
+                self._finish(submission, unknown if 0 <= submission.base < sent_end else full)
         self._duplicates.clear()
         self._fail_waiters(full)
 

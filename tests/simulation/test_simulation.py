@@ -60,9 +60,9 @@ def test_the_simulation_reaches_the_rare_states() -> None:
     reached = sum((failure_of(seed)[1] for seed in range(100)), start=World(0).reached)
     rare = [
         what
-        for what in ("truncated", "reset", "retained", "duplicate", "disk refused", "unsynced survived", "left dead",
-                     "isr change", "trouble in isr change", "disk_replaced", "bit_flip", "zombie", "crash_all",
-                     "disk lied", "cold election",
+        for what in ("truncated", "reset", "retained", "duplicate", "disk refused", "sent ahead",
+                     "unsynced survived", "left dead", "isr change", "trouble in isr change", "disk_replaced",
+                     "bit_flip", "zombie", "crash_all", "disk lied", "cold election",
              "Grant", "Ack", "Nack", "Extend", "Dead", "Redrive", "Drop", "Commit", "Done", "Cancel", "Claim",
              "CommitOffset", "Seek", "delivery", "redelivery", "commit call", "stream commit", "generation",
              "coordinator", "output", "output repeated", "zombie receipts", "folds compared",

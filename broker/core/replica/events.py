@@ -166,10 +166,12 @@ class Appended(msgspec.Struct, frozen=True):
 
 class Truncated(msgspec.Struct, frozen=True):
     """The log now ends at `end_offset`; `producers` is the fold over the rest. Sent when a Truncate is done, and
-    when the disk had no room for a transaction: then neither its batches nor those allotted after it are in the log."""
+    when the disk had no room for a transaction: then neither its batches nor those allotted after it are in the log.
+    Followers may have records below `sent_end` all the same."""
 
     end_offset: int
     producers: Producers
+    sent_end: int = 0
 
 
 class LogReset(msgspec.Struct, frozen=True):

@@ -32,6 +32,9 @@ class LeadingReplica(ReplicaState):
         if self._reshaping:
             return []  # a truncation is in progress
         start = self._epochs.start_of(partition_state.leader_epoch)
+        continues = self._continues_epoch == partition_state.leader_epoch or len(partition_state.replicas) == 1
+        if start is not None and not continues:
+            return self._give_up(partition_state)
         epoch_start = self.next_offset if start is None else start
         self.in_sync = IsrTracker(self.broker_id, partition_state, epoch_start, now_ms, self.lag_ms)
         heard_ms = self._leader_answered_ms
@@ -40,8 +43,18 @@ class LeadingReplica(ReplicaState):
         self._settles_from_ms = heard_ms + SUCCESSOR_WAITS_MS
         return self._advance_high_watermark(now_ms) if start is not None else [self._start_epoch(wall_ms)]
 
+    def _give_up(self, partition_state: events.PartitionStateChanged) -> list[events.Action]:
+        """Resign as the leader, not from the ISR: followers may have records of this epoch that are not in this log, so
+        their offsets must not be allotted again in it."""
+        if self._proposal is None:
+            self._proposal = events.ProposeIsr(partition_state.isr, partition_state.version, {}, {}, resigns=True)
+            self._proposal_unknown = False
+            return [self._proposal]
+        return []
+
     def _start_epoch(self, wall_ms: int) -> events.Append:
         assert self.in_sync is not None
+        self._continues_epoch = self.in_sync.state.leader_epoch
         self.in_sync.epoch_start = self.next_offset
         self._epochs.add(self.in_sync.state.leader_epoch, self.next_offset)
         return self._allot(None, 1, wall_ms)
@@ -126,7 +139,7 @@ class LeadingReplica(ReplicaState):
         if fetch.fetch_offset < self.log_start_offset:
             gone = events.BelowStart(self.log_start_offset, tuple(self._epochs.entries))
             return [events.ReplyFetch(event.token, fetch.fetch_offset, gone)]
-        epoch, end = self._epochs.end_of(fetch.last_epoch, self.durable_end)
+        epoch, end = self._epochs.end_of(fetch.last_epoch, self.sendable_end)
         if epoch < fetch.last_epoch or end < fetch.fetch_offset:
             return [events.ReplyFetch(event.token, fetch.fetch_offset, events.Diverging(epoch, end))]
         if not leading.fetched(fetch, self.durable_end, now_ms, event.sent_after_ms):

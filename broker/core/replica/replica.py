@@ -156,6 +156,9 @@ class PartitionReplica(LeadingReplica, FollowingReplica):
     def _on_truncated(self, event: events.Truncated, now_ms: int, wall_ms: int) -> list[events.Action]:
         """Take the new end of a log that was truncated for the leader, or by a disk that refused a transaction."""
         self._reshaping = False
+        gives_up = event.end_offset < event.sent_end
+        if gives_up:
+            self._continues_epoch = -1
         self.next_offset = self.durable_end = event.end_offset
         self.high_watermark = min(self.high_watermark, event.end_offset)
         self.log_start_offset = min(self.log_start_offset, event.end_offset)
@@ -164,6 +167,9 @@ class PartitionReplica(LeadingReplica, FollowingReplica):
         self.producers = event.producers
         if self.in_sync is None:
             return self._resume(now_ms, wall_ms)
+        if gives_up:
+            self._resigned = True
+            return [*self._step_down(None), *self._refresh_now(now_ms)]
         if self._epochs.start_of(self.in_sync.state.leader_epoch) is None:
             return [self._start_epoch(wall_ms)]
         return []

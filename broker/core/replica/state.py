@@ -88,6 +88,8 @@ class ReplicaState:
         self._resigned = True
         self._reshaping = False
         self._rejected = False
+        # The epoch that this replica led last, while its log holds all that its followers may have from it; else -1.
+        self._continues_epoch = -1
         self._leader_high_watermark = 0
         self._fetches = 0
 
@@ -138,6 +140,13 @@ class ReplicaState:
     def may_settle(self, now_ms: int) -> bool:
         """Return whether acks may be answered: an earlier leader no longer delivers messages (rule 14)."""
         return now_ms >= self._settles_from_ms
+
+    @property
+    def sendable_end(self) -> int:
+        """The offset below which followers may have records: a leader sends them while its own disk writes them, once
+        the start of its epoch is durable (rule 1)."""
+        leading = self.in_sync
+        return self.next_offset if leading is not None and self.durable_end > leading.epoch_start else self.durable_end
 
     # --- leader and follower alike -----------------------------------------------------------------------------------
 

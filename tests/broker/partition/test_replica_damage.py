@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 
 import apsw
@@ -302,6 +304,18 @@ def refuse(patch: pytest.MonkeyPatch, group: Group, broker_id: int) -> None:
     patch.setattr(group.partition(broker_id).log, "append", refused)
 
 
+def refuse_sent(patch: pytest.MonkeyPatch, group: Group, broker_id: int) -> None:
+    """Refuse transactions as soon as the other replicas have their records."""
+    others = [partition for partition in group.partitions() if partition is not group.partition(broker_id)]
+
+    def refused(batches) -> None:
+        while any(other.log.end_offset < batches[-1].end_offset for other in others):
+            time.sleep(0.001)
+        raise DiskFull("no room")
+
+    patch.setattr(group.partition(broker_id).log, "append", refused)
+
+
 def test_a_follower_with_a_full_disk_leaves_the_isr_and_returns_by_itself(tmp_path, monkeypatch):
     with replicas(tmp_path, 3) as group:
         settle(group)
@@ -317,17 +331,58 @@ def test_a_follower_with_a_full_disk_leaves_the_isr_and_returns_by_itself(tmp_pa
 
 
 def test_a_leader_with_a_full_disk_reports_it_and_continues_when_there_is_room(tmp_path, monkeypatch):
+    """With followers that wait for records, it would have sent them the refused ones."""
     with replicas(tmp_path, 3) as group:
         settle(group)
         send(group.leader, "a")
+        group.leader.sends_ahead = False
         with monkeypatch.context() as patch:
             refuse(patch, group, 1)
             for _ in range(3):
-                with pytest.raises(StorageFull):
+                with pytest.raises(StorageFull) as refusal:
                     send(group.leader, "refused")
+                assert refusal.value.outcome == "not_applied"
         send(group.leader, "b")
         settle(group)
         assert all(values(partition) == ["a", "b"] for partition in group.partitions())
+
+
+def test_a_leader_whose_disk_refuses_what_followers_have_gives_up_its_epoch(tmp_path, monkeypatch):
+    with replicas(tmp_path, 3) as group:
+        settle(group)
+        send(group.leader, "a")
+        settle(group)
+        epoch = group.state.leader_epoch
+        with monkeypatch.context() as patch:
+            refuse_sent(patch, group, 1)
+            with pytest.raises(StorageFull) as refusal:
+                send(group.leader, "perhaps")
+            assert refusal.value.outcome == "unknown"
+            eventually(lambda: group.state.leader is None)
+        assert group.state.isr == (1, 2, 3)
+        group.elect(2)
+        settle(group)
+        send(group.leader, "b")
+        settle(group)
+        assert group.state.leader_epoch == epoch + 1
+        assert all(values(partition) == ["a", "perhaps", "b"] for partition in group.partitions())
+
+
+def test_a_leader_sends_a_batch_while_its_own_disk_writes_it(tmp_path, monkeypatch):
+    with replicas(tmp_path, 3) as group:
+        settle(group)
+        append, go_on = group.leader.log.append, threading.Event()
+
+        def slow(batches) -> None:
+            go_on.wait()
+            append(batches)
+
+        monkeypatch.setattr(group.leader.log, "append", slow)
+        pending = group.leader.submit((Record(b"a"),), 1)
+        eventually(lambda: all(group.partition(other).log.end_offset == pending.base_offset + 1 for other in (2, 3)))
+        assert group.leader.high_watermark == pending.base_offset  # its own commit is missing
+        go_on.set()
+        assert group.leader.outcome(pending)[0] == pending.base_offset
 
 
 def test_a_repeated_send_is_not_denied_when_the_disk_refuses_another(tmp_path, monkeypatch):

@@ -383,6 +383,7 @@ def test_a_lost_session_ends_leadership_until_a_synced_state_shows_no_other_elec
     assert isinstance(refusal, Refuse)
     assert isinstance(refusal.error, NotLeader)
     assert replica.step(word(version=0), 100) == []  # from a watch: it may be older than the loss
+    assert not replica.leading
     assert replica.step(word(version=0, refresh=1), 200) == []
     assert replica.leading
     assert replica.epochs == [(1, 0), (3, 10)]  # no second start
@@ -414,6 +415,24 @@ def test_an_epoch_whose_start_the_disk_refused_starts_again():
     assert replica.epochs == [(1, 0), (3, 10), (5, 11)]
 
 
+def test_followers_get_records_that_the_leader_is_still_writing():
+    replica = leader(isr=(1, 2, 3))
+    replica.step(AppendRequested("a", 1), 0)
+    assert (replica.durable_end, replica.sendable_end) == (11, 12)
+    fetched(replica, 2, 12)
+    assert fetched(replica, 3, 12) == [HighWatermarkAdvanced(11), ReplyFetch("t", 12, None)]
+    assert replica.step(Appended(12), 0) == [HighWatermarkAdvanced(12)]
+
+
+def test_a_leader_that_lost_records_its_followers_may_have_gives_up_the_epoch():
+    replica = leader(isr=(1, 2, 3))
+    replica.step(AppendRequested("a", 1), 0)
+    actions = replica.step(Truncated(11, Producers([]), sent_end=12), 0)
+    assert [type(action) for action in actions] == [StepDown, Refresh]
+    (given_up,) = replica.step(word(isr=(1, 2, 3), version=1, refresh=1), 0)
+    assert (given_up.resigns, given_up.isr) == (True, {1, 2, 3})
+
+
 def test_a_reopened_log_leads_only_after_a_synced_state():
     """An earlier proposal of the replica may have been applied."""
     before = leader()
@@ -430,5 +449,8 @@ def test_a_reopened_log_leads_only_after_a_synced_state():
     )
     assert replica.step(word(), 0) == [Refresh(1)]
     assert replica.step(word(), 0) == []
-    replica.step(word(isr=(1, 2, 3), version=1, refresh=1), 0)
+    (given_up,) = replica.step(word(isr=(1, 2, 3), version=1, refresh=1), 0)
+    assert (given_up.resigns, given_up.isr) == (True, {1, 2, 3})  # followers may have more of its epoch than this log
+    assert not replica.leading
+    replica.step(word(isr=(1, 2, 3), version=3, epoch=4), 0)
     assert replica.in_sync.maximal == {1, 2, 3}
