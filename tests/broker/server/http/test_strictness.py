@@ -92,6 +92,7 @@ HEADS: dict[str, tuple[bytes, int]] = {
     "http/1.1": (b"GET /livez http/1.1\r\nHost: x\r\n\r\n", 400),
     "a method in lower case": (b"get /livez HTTP/1.1\r\nHost: x\r\n\r\n", 400),
     "a method of other bytes": (b"G\xcbT /livez HTTP/1.1\r\nHost: x\r\n\r\n", 400),
+    "a short method": (b"GE /livez HTTP/1.1\r\nHost: x\r\n\r\n", 400),
     "a long method": (b"G" * 30 + b" /livez HTTP/1.1\r\nHost: x\r\n\r\n", 400),
     "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400),
     "two empty lines first": (b"\r\n\r\nGET /livez HTTP/1.1\r\nHost: x\r\n\r\n", 400),
