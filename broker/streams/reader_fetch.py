@@ -101,9 +101,8 @@ class ReaderFetch:
                 topic_id = topic.state.topic_id
                 read = self._read(topic, asked, until_s)
                 is_over = left <= 0 or (left < request.max_bytes and monotonic() >= until_s)
-                frames, next_offset = ([], asked.offset) if is_over else self._frames(read, min(left, share), until_s)
-                if not knows_compressed:
-                    frames = [self._plain(read.partition, frame) for frame in frames]
+                bytes_max = 0 if is_over else min(left, share)
+                frames, next_offset = self._frames(read, bytes_max, until_s, knows_compressed=knows_compressed)
             except PortalMQError as error:
                 problem = msgspec.to_builtins(error.problem())
                 answers.append(PartitionFrames(asked.topic, asked.partition, error=problem, topic_id=topic_id))
@@ -130,7 +129,9 @@ class ReaderFetch:
         partition.keep_frames()
         return _Read(place, partition, asked.offset)
 
-    def _frames(self, read: _Read, bytes_max: int, until_s: float) -> tuple[list[BatchFrame], int]:
+    def _frames(
+        self, read: _Read, bytes_max: int, until_s: float, *, knows_compressed: bool
+    ) -> tuple[list[BatchFrame], int]:
         """Return batches of messages from the offset on, and the offset after them; after `until_s` at most one
         piece."""
         partition, offset = read.partition, read.offset
@@ -146,16 +147,16 @@ class ReaderFetch:
                 partition.check_offset(offset)  # the read may have seen it purged or led elsewhere
                 break
             for frame in frames:
+                if size >= bytes_max:  # plain frames are larger than those that were read
+                    break
                 head = _decode_head(frame.header)
                 offset = head.end_offset
                 if head.kind == BatchKind.MESSAGES and not is_all_holes(frame, head):
-                    found.append(frame)
-                    size += frame.size_bytes
+                    found.append(self._plain(partition, frame) if head.codec and not knows_compressed else frame)
+                    size += found[-1].size_bytes
         return found, offset
 
     def _plain(self, partition: Partition, frame: BatchFrame) -> BatchFrame:
-        if not _decode_head(frame.header).codec:
-            return frame
         plain = attempt(partition.host.pool, plain_frame, frame)
         if isinstance(plain, Exception):
             raise plain

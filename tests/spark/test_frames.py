@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pyarrow as pa
 import pytest
+from support.compressed import compressed_request, reading_records
 from support.data_directory import DataDirectory, written
 
 from portalmq import stream_wire as contract
@@ -91,6 +92,7 @@ def test_frames_and_files_give_the_same_rows(tmp_path: Path, monkeypatch: pytest
             _all_kinds_of_messages(data, topic)
         broker.maintenance.compact()
         fetched = {topic: _by_frames(data, topic) for topic in ("t", "compacted")}
+        assert fetched == {topic: _by_frames(data, topic, knows_compressed=True) for topic in ("t", "compacted")}
     origin = Directories([str(tmp_path / "data")])
     for log in origin.logs():
         batches = [
@@ -99,7 +101,7 @@ def test_frames_and_files_give_the_same_rows(tmp_path: Path, monkeypatch: pytest
             for batch in span.batches(tuple(COLUMNS))
         ]
         assert fetched[log.topic] == pa.Table.from_batches(batches).to_pylist()
-    assert len(fetched["t"]) == 137
+    assert len(fetched["t"]) == 167
     assert len(fetched["compacted"]) == 15  # the last of each key
 
 
@@ -109,6 +111,7 @@ def _all_kinds_of_messages(data: DataDirectory, topic: str) -> None:
         data.put(topic, b"no key")
     data.put(topic, Record(b"", "text/plain", b""), Record(b"\xff\x00", "image/png", b"k\x00"))
     data.put(topic, *[Record(b"%d" % number, "application/json", b"%d" % (number % 9)) for number in range(100)])
+    data.fixture.broker.produce(topic, compressed_request(reading_records(30, key=b"1"), partition=0))
     data.later(1_500)
     data.put(
         topic,
@@ -131,13 +134,13 @@ def _all_kinds_of_messages(data: DataDirectory, topic: str) -> None:
     data.roll(topic)
 
 
-def _by_frames(data: DataDirectory, topic: str) -> list[dict[str, object]]:
+def _by_frames(data: DataDirectory, topic: str, *, knows_compressed: bool = False) -> list[dict[str, object]]:
     log = PartitionLog(topic, "", 0, 0, data.partition(topic).high_watermark)
     found: list[pa.RecordBatch] = []
     position = 0
     while position < log.end_offset:
         request = contract.FetchRequest([contract.PartitionOffset(topic, 0, position)], max_bytes=500)
-        (answer,) = data.fixture.broker.reader_fetch.fetch(request, None)
+        (answer,) = data.fixture.broker.reader_fetch.fetch(request, None, knows_compressed=knows_compressed)
         fetched = msgspec.msgpack.decode(msgspec.msgpack.encode(answer), type=contract.FetchedPartition)
         assert fetched.error is None
         found += batches_of(fetched.frames, log, position, log.end_offset, tuple(COLUMNS))

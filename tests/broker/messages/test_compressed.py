@@ -140,8 +140,8 @@ def test_a_restarted_broker_serves_compressed_messages(tmp_path):
 # --- fetches of stream readers ----------------------------------------------------------------------------------------
 
 
-def fetched(fixture, **more):
-    request = contract.FetchRequest([contract.PartitionOffset("in", 0, 0)])
+def fetched(fixture, *, offset=0, max_bytes=contract.FETCH_BYTES, **more):
+    request = contract.FetchRequest([contract.PartitionOffset("in", 0, offset)], max_bytes)
     (answer,) = fixture.broker.reader_fetch.fetch(request, None, **more)
     return msgspec.msgpack.decode(msgspec.msgpack.encode(answer), type=contract.FetchedPartition)
 
@@ -164,6 +164,20 @@ def test_a_reader_of_an_earlier_version_gets_plain_values(fixture, where):
     found = [msgspec.msgpack.decode(frame.body, type=tuple[contract.FrameRecord, ...]) for frame in answer.frames]
     assert [record.value for records in found for record in records] == [b"plain", *readings(50)]
     assert answer.next_offset == answer.high_watermark
+
+
+def test_an_answer_with_plain_values_is_as_bounded_as_others(fixture):
+    for number in range(20):
+        fixture.broker.produce("in", compressed_request(reading_records(50, 100 * number)))
+    values, offset, answers = [], 0, 0
+    while len(values) < 1_000:
+        answer = fetched(fixture, offset=offset, max_bytes=10_000)
+        for frame in answer.frames:
+            values += [each.value for each in msgspec.msgpack.decode(frame.body, type=list[contract.FrameRecord])]
+        assert sum(len(frame.body) for frame in answer.frames) < 10_000 + 50 * 100
+        offset, answers = answer.next_offset, answers + 1
+    assert values == [value for number in range(20) for value in readings(50, 100 * number)]
+    assert answers > 5
 
 
 # --- calls between brokers --------------------------------------------------------------------------------------------
