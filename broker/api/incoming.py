@@ -99,11 +99,7 @@ _counted = [0]  # of the decoding under way, during which no other greenlet runs
 # A line that is not blank, from its first character on.
 _line = re.compile(rb"\S[^\n]*")
 
-_value_of = attrgetter("value")
-_key_of = attrgetter("key")
 _headers_of = attrgetter("headers")
-_type_of = attrgetter("content_type")
-_idempotency_key_of = attrgetter("idempotency_key")
 _NO_OPTIONS = (None, None, None, 0)
 _decode_plain = msgspec.msgpack.Decoder(_PlainBatch).decode
 _decode_raw_json = msgspec.json.Decoder(msgspec.Raw).decode
@@ -179,19 +175,18 @@ def _from_msgpack(body: bytes, now_ms: int, decompress: Decompress) -> ProduceRe
         return _from_batch(body, _PACK, now_ms, decompress)
     _pause_in(body)
     messages, packed = plain.messages, plain.values
-    values: list[Any] = list(map(_value_of, messages))
-    named = list(map(_idempotency_key_of, messages))
+    values: list[Any] = [message.value for message in messages]
+    named = [message.idempotency_key for message in messages]
     given = [key for key in named if key is not None]
     if values.count(msgspec.UNSET) != (len(values) if packed else 0) or (given and not _are_keys(given)):
         return _from_batch(body, _PACK, now_ms, decompress)  # raises an error that names the wrong one
-    types, default = list(map(_type_of, messages)), packed.content_type if packed else wire.BYTES
-    if None in types:
-        types = [kind or default for kind in types]
+    default = packed.content_type if packed else wire.BYTES
+    types = [message.content_type or default for message in messages]
     for content_type in set(types):
         checked_type(content_type, "the batch")
     if packed:
         values = decompress(packed.data, len(messages))
-    records = list(map(Record, values, types, map(_key_of, messages)))
+    records = [Record(value, kind, message.key) for value, kind, message in zip(values, types, messages, strict=True)]
     if any(map(_headers_of, messages)):
         paced = in_turns(zip(records, messages, strict=True), messages_per_turn(messages, len(body)))
         records = [

@@ -28,7 +28,6 @@ import zlib
 from collections.abc import Sequence
 from enum import IntEnum
 from itertools import repeat
-from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -147,7 +146,6 @@ class BadFrame(ValueError):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_fields_without_value = attrgetter(*Record.__struct_fields__[1:])
 _decode_head = msgspec.msgpack.Decoder(FrameHeader).decode
 _decode_records = msgspec.msgpack.Decoder(tuple[Record, ...]).decode
 _decode_records_with_holes = msgspec.msgpack.Decoder(tuple[Record | None, ...]).decode
@@ -237,12 +235,24 @@ def batch_of_frame(frame: BatchFrame, head: FrameHeader) -> Batch:
 
 
 def compressed_body(values: bytes, records: Sequence[Record]) -> bytes:
-    """Return the body of a batch whose values are compressed."""
-    columns = zip(*map(_fields_without_value, records), strict=True)
-    return _encode((values, *map(_column, columns)))
+    """Return the body of a batch whose values are compressed. A comprehension for each column takes a third of the time
+    of a loop over the fields' names."""
+    return _encode(
+        CompressedBody(
+            values,
+            _column([record.content_type for record in records]),
+            _column([record.key for record in records]),
+            _column([record.headers for record in records]),
+            _column([record.deliver_at_ms for record in records]),
+            _column([record.expires_at_ms for record in records]),
+            _column([record.priority for record in records]),
+            _column([record.message_id for record in records]),
+            _column([record.body_hash for record in records]),
+        )
+    )
 
 
-def _column(entries: tuple[Any, ...]) -> Any:
+def _column(entries: list[Any]) -> Any:
     return entries[0] if entries.count(entries[0]) == len(entries) else entries
 
 
@@ -268,7 +278,22 @@ def plain_frame(frame: BatchFrame) -> BatchFrame:
 
 
 def with_values(values: Sequence[bytes], records: Sequence[Record]) -> tuple[Record, ...]:
-    return tuple([Record(value, *_fields_without_value(record)) for value, record in zip(values, records, strict=True)])
+    return tuple(
+        [
+            Record(
+                value,
+                record.content_type,
+                record.key,
+                record.headers,
+                record.deliver_at_ms,
+                record.expires_at_ms,
+                record.priority,
+                record.message_id,
+                record.body_hash,
+            )
+            for value, record in zip(values, records, strict=True)
+        ]
+    )
 
 
 def _records_of(body: bytes) -> tuple[tuple[Record, ...], int]:
