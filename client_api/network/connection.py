@@ -164,7 +164,7 @@ class Connection:
                 return self._socket.recv(PIECE_BYTES)
             except TimeoutError:
                 if time.monotonic() < deadline and watch.gives_up():
-                    raise NoAnswer("it is silent, and another broker leads by now") from None
+                    raise NoAnswer("it is silent, and other brokers are not") from None
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     raise

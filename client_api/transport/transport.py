@@ -44,6 +44,8 @@ FLOW_S = 1.0
 ASK_OTHERS_WITHOUT_FLOW_S = 2.5
 # A broker that has not answered by then what any broker knows is left for another, if there is one.
 ANYWHERE_TIMEOUT_S = 0.3
+# A broker that is silent for this long, and to which the leader's name does not matter, is asked whether it lives.
+STALLED_AFTER_S = 1.0
 HEADS_KEPT = 256
 CALL_TIMEOUT_S = 120.0
 TIMEOUT_S_MIN = 0.01
@@ -273,18 +275,32 @@ class Transport:
     def _watch(self, address: Address, request: Request) -> Watch | None:
         """Return the watch that asks others while a leader is silent, or a broker that forwards to it. Only a
         repeatable request may leave its broker."""
-        place = request.leader_of or request.near
-        if place is None or not request.repeatable or self._cluster_metadata.is_alone:
+        if not request.repeatable or self._cluster_metadata.is_alone:
             return None
-        epoch = self._cluster_metadata.epoch_of(place)
-        if epoch < 0 and self._cluster_metadata.leader_of(place) != address:
-            return None  # the broker that it forwards to is not known
+        place = request.leader_of or request.near
+        epoch = -1 if place is None else self._cluster_metadata.epoch_of(place)
+        if place is None or (epoch < 0 and self._cluster_metadata.leader_of(place) != address):
+            # The leader is not known, nor whether it has changed: only a broker that answers nothing is left.
+            return Watch(request.wait_s + STALLED_AFTER_S, STALLED_AFTER_S, lambda: self._is_stalled(address))
         first_s = every_s = ASK_OTHERS_AFTER_S
         if request.wait_s > FLOW_S:
             first_s, every_s = (FLOW_S, every_s) if self._has_flow else (ASK_OTHERS_WITHOUT_FLOW_S,) * 2
         elif request.wait_s:
             first_s += request.wait_s
         return Watch(first_s, every_s, lambda: self._leader_moved(place, address, epoch))
+
+    def _is_stalled(self, address: Address) -> bool:
+        """Return whether a broker does not even say that it lives, while another one does."""
+        other = None if self._closing.is_set() else self._cluster_metadata.other_than(address)
+        return other is not None and not self._says_it_lives(address) and self._says_it_lives(other)
+
+    def _says_it_lives(self, address: Address) -> bool:
+        request = Request("GET", "/livez", repeatable=True, anywhere=True)
+        try:
+            self._exchange(address, request, self._clock() + ANYWHERE_TIMEOUT_S, forward=True, is_first=False)
+        except (NotSent, NoAnswer):
+            return False
+        return True
 
     def _leader_moved(self, place: tuple[str, int], address: Address, epoch: int) -> bool:
         """Return whether the partition has a later leader than `address` in `epoch`, by another broker's metadata or by

@@ -48,7 +48,7 @@ class PausedCluster:
         path = head.split()[1].decode()
         self.arrived.append((self.now, address.url, path.split("?")[0]))
         leader = ONE if self.now < NEXT_LEADER_S else TWO
-        is_for_leader = "metadata" not in path and "producers" not in path
+        is_for_leader = not any(word in path for word in ("metadata", "producers", "livez"))
         if self.now + self.empty_after_s >= 0 and ONE in {address.url, leader if is_for_leader else ""}:
             # A broker that forwards to it hangs as well, until it has seen the election.
             self._hang(timeout_s, watch, math.inf if address.url == ONE else NEXT_LEADER_S + 0.3)
@@ -144,6 +144,24 @@ def test_a_client_that_begins_at_the_paused_broker_loses_a_moment(cluster: Pause
     assert cluster.now < began + 0.5
     transport.call(SEND)
     assert NEXT_LEADER_S < cluster.now < FOLLOWED_S
+
+
+ACK = Request("POST", "/v1/groups/g/ack", b"{}", repeatable=True)
+
+
+def test_a_call_without_a_partition_leaves_a_broker_that_answers_nothing(cluster: PausedCluster) -> None:
+    cluster.now = 0.0
+    cluster.transport().call(ACK)
+    (at, _, _), *_, (again_at, url, _) = [each for each in cluster.arrived if each[2] == ACK.path]
+    assert (url, again_at - at < 1.5) == (TWO, True)
+    assert cluster.now < FOLLOWED_S
+
+
+def test_a_call_without_a_partition_waits_for_a_broker_that_lives(cluster: PausedCluster) -> None:
+    cluster.now = 0.0
+    cluster.transport(f"{TWO},{ONE},{THREE}").call(ACK)
+    assert [url for _, url, path in cluster.arrived if path == ACK.path] == [TWO]
+    assert {url for _, url, path in cluster.arrived if path == "/livez"} == {TWO}
 
 
 def test_the_last_broker_may_take_its_time_for_what_any_broker_knows(cluster: PausedCluster) -> None:
