@@ -120,7 +120,7 @@ class GroupCommits:
             group.group_id,
             *place,
             self._outputs(publications),
-            [(each.delivery, each.leader_epoch, each.offsets) for each in shown],
+            [each.of_lease() for each in shown],
         )
         return self._forward(call, place, forward)
 
@@ -353,11 +353,11 @@ def _id_of(mode: str, shown: object) -> bytes:
 
 
 def _check(at: GroupPartition, shown: list[LeaseOffsets]) -> _ReceiptCheck:
-    verdicts, unfinished = at.check_receipts(_numbered(shown))
+    refused, unfinished = at.check_receipts(_numbered(shown))
     ranges, ahead = at.finished(unfinished)
     open_now = {offset for start, end in ranges for offset in range(start, end)}
     open_now |= {spot[2] for spot in ahead if not at.delivery.is_ahead(spot[2])}
-    return _ReceiptCheck(len(verdicts) - sum(verdicts.values()), ranges, ahead, open_now)
+    return _ReceiptCheck(len(refused), ranges, ahead, open_now)
 
 
 def _parts(shown: list[LeaseOffsets]) -> Iterator[list[LeaseOffsets]]:
@@ -383,7 +383,7 @@ def _numbered(shown: list[LeaseOffsets]) -> list[ReceiptSpan]:
     numbered: list[ReceiptSpan] = []
     first = 0
     for delivery, leader_epoch, offsets in shown:
-        numbered.append(ReceiptSpan(delivery, leader_epoch, list(range(first, first + len(offsets))), offsets))
+        numbered.append(ReceiptSpan(delivery, leader_epoch, range(first, first + len(offsets)), offsets))
         first += len(offsets)
     return numbered
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
+from portalmq.broker.cluster.rpc.queues import LeaseOffsets
 from portalmq.broker.core.queue.delivery import OUTSTANDING_MAX
 from portalmq.broker.core.queue.records import Ack, Extend, LanePosition, Nack, Range, ranges_of
 from portalmq.broker.partition.writer import Pending
@@ -25,16 +27,17 @@ AHEAD_STEP = 1_000
 
 
 class ReceiptSpan(NamedTuple):
-    """Receipts of one lease: its delivery number and leader epoch, their indexes in the request, their offsets."""
+    """Receipts of one lease: its delivery number and leader epoch, their indexes in the request, their offsets. The
+    offsets of neighbours, in order, are a range."""
 
     delivery: int
     leader_epoch: int
-    indexes: list[int]
-    offsets: list[int]
+    indexes: Sequence[int]
+    offsets: Sequence[int]
 
-
-# True for the index of each receipt that is valid.
-Verdicts = dict[int, bool]
+    def of_lease(self) -> LeaseOffsets:
+        """Return the receipts as in calls between brokers."""
+        return self.delivery, self.leader_epoch, list(self.offsets)
 
 
 class GroupPartition(GroupReceiver):
@@ -44,20 +47,20 @@ class GroupPartition(GroupReceiver):
 
     # --- ack ---------------------------------------------------------------------------------------------------------
 
-    def ack(self, shown: list[ReceiptSpan]) -> tuple[Verdicts, Callable[[], None]]:
-        """Ack; return the verdicts, and a function that waits until they are committed: both the acks, and the records
-        for which other receipts were refused."""
-        verdicts, unfinished = self.check_receipts(shown)
+    def ack(self, shown: list[ReceiptSpan]) -> tuple[list[int], Callable[[], None]]:
+        """Ack; return the indexes of refused receipts, and a function that waits until all verdicts are committed: both
+        the acks, and the records for which receipts were refused."""
+        refused, unfinished = self.check_receipts(shown)
         done = self._finish(unfinished)
-        if all(verdicts.values()):
-            return verdicts, done
-        refused = self._wait_for_appended()
+        if not refused:
+            return refused, done
+        wait_for_cause = self._wait_for_appended()
 
         def wait_for_both() -> None:
             done()
-            refused()
+            wait_for_cause()
 
-        return verdicts, wait_for_both
+        return refused, wait_for_both
 
     def wait_refused(self) -> None:
         """Wait until the records for which receipts were refused are committed, so that the refusal is final."""
@@ -94,7 +97,7 @@ class GroupPartition(GroupReceiver):
             return False
         return self.delivery.has_span(offset) or any(self.partition.lane_positions(offset, offset + 1))
 
-    def _finish(self, offsets: list[int]) -> Callable[[], None]:
+    def _finish(self, offsets: Sequence[int]) -> Callable[[], None]:
         """Append an ack of those messages that are not done; return a function that waits for it."""
         ranges, ahead = self.finished(offsets)
         if not ranges and not ahead:
@@ -131,17 +134,17 @@ class GroupPartition(GroupReceiver):
 
         return wait
 
-    def check_receipts(self, shown: list[ReceiptSpan]) -> tuple[Verdicts, list[int]]:
-        """Return the verdicts, and the offsets of valid receipts whose message may still be unfinished."""
-        verdicts: Verdicts = {}
-        unfinished: list[int] = []
+    def check_receipts(self, shown: list[ReceiptSpan]) -> tuple[list[int], Sequence[int]]:
+        """Return the indexes of refused receipts, and the offsets of the others whose message may be unfinished."""
+        refused: list[int] = []
+        unfinished: list[Sequence[int]] = []
         for each in shown:
             good, more = self.delivery.ackable(each.offsets, each.delivery, each.leader_epoch)
-            verdicts.update(zip(each.indexes, good, strict=True))
-            unfinished += more
-        return verdicts, unfinished
+            refused += _refused(each, good)
+            unfinished.append(more)
+        return refused, unfinished[0] if len(unfinished) == 1 else list(chain.from_iterable(unfinished))
 
-    def finished(self, offsets: list[int]) -> tuple[tuple[Range, ...], tuple[LanePosition, ...]]:
+    def finished(self, offsets: Sequence[int]) -> tuple[tuple[Range, ...], tuple[LanePosition, ...]]:
         """Return the offsets that are in spans, and those without a grant in this log: a kill lost the record."""
         held = self.delivery.with_span(offsets)
         if len(held) == len(offsets):
@@ -159,9 +162,9 @@ class GroupPartition(GroupReceiver):
 
     def nack(
         self, shown: list[ReceiptSpan], delay_ms: int | None, reason: str | None, config: GroupConfig
-    ) -> tuple[Verdicts, Callable[[], None]]:
+    ) -> tuple[list[int], Callable[[], None]]:
         now_ms = self._clock.now_ms()
-        verdicts, held = self._held(shown)
+        refused, held = self._held(shown)
         back: list[tuple[int, int, int]] = []
         dead: list[tuple[int, int, int]] = []
         for delivery, offsets in self._by_deliveries(held):
@@ -179,28 +182,28 @@ class GroupPartition(GroupReceiver):
             pending = self.partition.append_group_record(self.group, Nack(tuple(back), now_ms, reason))
             waits.append(pending.wait)
             self.notify()
-        if not all(verdicts.values()):
+        if refused:
             waits.append(self._wait_for_appended())
 
         def wait_for_all() -> None:
             for wait in waits:
                 wait()
 
-        return verdicts, wait_for_all
+        return refused, wait_for_all
 
     def release(
         self, shown: list[ReceiptSpan], delay_ms: int, reason: str | None
-    ) -> tuple[Verdicts, Callable[[], None]]:
+    ) -> tuple[list[int], Callable[[], None]]:
         """Release messages that no consumer has seen: this was no delivery."""
         now_ms = self._clock.now_ms()
-        verdicts, held = self._held(shown)
+        refused, held = self._held(shown)
         ranges = ranges_of([offset for _, offsets in held for offset in offsets])
         if not ranges:
-            return verdicts, self._wait_for_appended()
+            return refused, self._wait_for_appended()
         back = tuple([(start, end, now_ms + delay_ms) for start, end in ranges])
         pending = self.partition.append_group_record(self.group, Nack(back, now_ms, reason, unseen=True))
         self.notify()
-        return verdicts, pending.wait
+        return refused, pending.wait
 
     def _by_deliveries(self, held: list[tuple[int, list[int]]]) -> list[tuple[int, list[int]]]:
         """Group leased offsets by the number of deliveries since their last redrive."""
@@ -212,35 +215,40 @@ class GroupPartition(GroupReceiver):
                 found.setdefault(span.deliveries, []).append(offset)
         return list(found.items())
 
-    def extend(self, shown: list[ReceiptSpan], visibility_timeout_ms: int) -> Verdicts:
+    def extend(self, shown: list[ReceiptSpan], visibility_timeout_ms: int) -> list[int]:
         """Extend leases. The record is logged without a wait, since leases are soft."""
         now_ms = self._clock.now_ms()
         may_extend = partial(self.delivery.may_extend, now_ms=now_ms, by_key=self.settings().ordering == "key")
-        verdicts, held = self._held(shown, may_extend)
+        refused, held = self._held(shown, may_extend)
         offsets = [offset for _, offsets in held for offset in offsets]
         if offsets:
             record = Extend(ranges_of(offsets), now_ms + visibility_timeout_ms, now_ms)
             self.partition.append_group_record(self.group, record, is_soft=True)
             self._wakeup.arm()
-        if not all(verdicts.values()):
+        if refused:
             self.wait_refused()
-        return verdicts
+        return refused
 
     def _held(
         self, shown: list[ReceiptSpan], counts: Callable[..., bool] | None = None
-    ) -> tuple[Verdicts, list[tuple[int, list[int]]]]:
-        """Return the verdicts (True for the latest lease of a message), and the valid offsets by delivery number."""
+    ) -> tuple[list[int], list[tuple[int, list[int]]]]:
+        """Return the indexes of refused receipts (those not of the latest lease of their message), and the offsets of
+        the others by delivery number."""
         counts = counts or self.delivery.holds
-        verdicts: Verdicts = {}
+        refused: list[int] = []
         held: list[tuple[int, list[int]]] = []
         for each in shown:
             good = [counts(offset, each.delivery, leader_epoch=each.leader_epoch) for offset in each.offsets]
-            verdicts.update(zip(each.indexes, good, strict=True))
+            refused += _refused(each, good)
             held.append((each.delivery, [offset for offset, holds in zip(each.offsets, good, strict=True) if holds]))
-        return verdicts, held
+        return refused, held
 
     # --- counts ------------------------------------------------------------------------------------------------------
 
     def counts(self) -> dict[str, int]:
         """Return ready, in_flight, scheduled, dead, lag in messages, and oldest_unacked_ms, the age of the oldest."""
         return counted(self.partition, self.group, self._clock)
+
+
+def _refused(shown: ReceiptSpan, good: list[bool]) -> list[int]:
+    return [index for index, holds in zip(shown.indexes, good, strict=True) if not holds] if False in good else []

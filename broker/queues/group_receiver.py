@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from itertools import count
 
 import gevent
 
 from portalmq import wire
 from portalmq.broker.core.fold import SpanFold
 from portalmq.broker.core.queue.delivery import GroupDelivery
-from portalmq.broker.core.queue.receipts import ReceiptSigner, nth_text
+from portalmq.broker.core.queue.receipts import ReceiptSigner, receipt_texts
 from portalmq.broker.core.queue.records import (
     Ack,
     Dead,
@@ -327,10 +328,11 @@ class GroupReceiver:
             first, deliveries = run[0][0].start, run[0][1]
             lease = self.delivery.earlier(first) + deliveries
             head = self._signer.head(number, first, run[-1][0].end - first, lease, leader_epoch)
-            delivered += [
-                LeasedMessage(topic, number, first + nth, at_ms, record, head + nth_text(nth), deliveries, deadline_ms)
-                for piece, _, _ in run
-                for at_ms in (piece.batch.appended_at_ms,)
-                for nth, record in enumerate(piece.records(), piece.start - first)
-            ]
+            for piece, _, _ in run:
+                at_ms = piece.batch.appended_at_ms
+                receipts = receipt_texts(head, piece.start - first, piece.end - first)
+                delivered += [
+                    LeasedMessage(topic, number, offset, at_ms, record, receipt, deliveries, deadline_ms)
+                    for offset, record, receipt in zip(count(piece.start), piece.records(), receipts, strict=False)
+                ]
         return delivered

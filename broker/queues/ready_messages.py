@@ -154,7 +154,7 @@ class ReadyMessages:
         mark = (batch.base_offset, batch.leader_epoch)
         known = self._known.get(mark)
         if known is None:
-            plain = all(
+            plain = self._partition.log.lanes.are_plain or all(
                 record.priority == 0 and record.deliver_at_ms is None and record.expires_at_ms is None
                 for record in batch.records
             )

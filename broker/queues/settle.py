@@ -9,19 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from portalmq.broker.cluster.routing import LocalWork
 from portalmq.broker.cluster.rpc import Outcomes, TopicPartition, raise_if_all_failed
 from portalmq.broker.cluster.rpc.queues import SETTLE, Settle, SettleShare, Verb
-from portalmq.broker.core.queue.receipts import HEAD_LENGTH, Lease, offset_of, tag_of
-from portalmq.broker.partition.yielding import give_way, in_short_turns, in_turns
-from portalmq.broker.queues.group_partition import GroupPartition, ReceiptSpan, Verdicts
+from portalmq.broker.core.queue.receipts import Lease, head_of, offsets_of, tag_of
+from portalmq.broker.partition.yielding import give_way, in_short_turns
+from portalmq.broker.queues.group_partition import GroupPartition, ReceiptSpan
 from portalmq.broker.queues.groups import Groups
 from portalmq.control_plane.state import GroupState
 from portalmq.errors import InvalidRequest, PortalMQError, Unavailable
 
 # Receipts that are checked, or used by one record, before other greenlets run.
 RECEIPTS_A_TURN = 500
+# Acks of neighbours under one lease are usually one step, and count as fewer.
+NEIGHBOURS_AS_ONE = 3
+# Texts that are read before other greenlets may run.
+TEXTS_A_STEP = 2_000
 
 # True for a receipt that was valid, False for a stale one; an error where the leader cannot be asked.
 Verdict = bool | PortalMQError
@@ -78,20 +83,17 @@ class _SettleWork:
         return self.begin(places) | self.finish()
 
     def request(self, places: Sequence[TopicPartition]) -> Settle:
-        shares = [
-            SettleShare(*place, [(each.delivery, each.leader_epoch, each.offsets) for each in self.shares[place]])
-            for place in places
-        ]
+        shares = [SettleShare(*place, [each.of_lease() for each in self.shares[place]]) for place in places]
         request = self.settle_request
         return Settle(request.verb, self.group.name, self.group.group_id, shares, request.time_ms, request.reason)
 
     def _apply(self, place: TopicPartition) -> tuple[list[bool], Callable[[], None]]:
         """Append one record for each part of the receipts, with pauses for other greenlets."""
         shown = self.shares[place]
-        verdicts = [False] * sum([len(each.offsets) for each in shown])
+        verdicts = [True] * sum([len(each.offsets) for each in shown])
         waits: list[Callable[[], None]] = []
         delivery = None
-        for part in _parts(shown):
+        for part in _parts(shown, is_ack=self.settle_request.verb == "ack"):
             if waits:
                 give_way()
             try:
@@ -99,12 +101,12 @@ class _SettleWork:
                 if waits and at.delivery is not delivery:  # receipts of a new fold look the same
                     raise Unavailable("the group has changed: repeat", retry_after_s=0.1)
                 delivery = at.delivery
-                found, wait = self._settle(at, part)
+                refused, wait = self._settle(at, part)
             except PortalMQError as error:
                 raise _doubtful(error) if waits else error from None
             waits.append(wait)
-            for index, verdict in found.items():
-                verdicts[index] = verdict
+            for index in refused:
+                verdicts[index] = False
 
         def wait_for_all() -> None:
             for wait in waits:
@@ -112,7 +114,8 @@ class _SettleWork:
 
         return verdicts, waits[0] if len(waits) == 1 else wait_for_all
 
-    def _settle(self, at: GroupPartition, shown: list[ReceiptSpan]) -> tuple[Verdicts, Callable[[], None]]:
+    def _settle(self, at: GroupPartition, shown: list[ReceiptSpan]) -> tuple[list[int], Callable[[], None]]:
+        """Return the indexes of refused receipts, and a function that waits until that is final."""
         config = self.group.config
         if self.settle_request.verb == "ack":
             return at.ack(shown)
@@ -123,7 +126,7 @@ class _SettleWork:
         return at.extend(shown, self.settle_request.time_ms or config.visibility_timeout_ms), _no_wait
 
 
-def _parts(shown: list[ReceiptSpan]) -> Iterator[list[ReceiptSpan]]:
+def _parts(shown: list[ReceiptSpan], *, is_ack: bool) -> Iterator[list[ReceiptSpan]]:
     """Split the share of a partition into parts. Receipts are numbered by their index in the share, not in the request,
     as other brokers know only the share."""
     part: list[ReceiptSpan] = []
@@ -132,9 +135,10 @@ def _parts(shown: list[ReceiptSpan]) -> Iterator[list[ReceiptSpan]]:
         places = range(first, first + len(each.offsets))
         first = places.stop
         numbered: list[tuple[int, int]] = []
-        if size + len(places) < RECEIPTS_A_TURN:  # usually the whole share
-            part.append(each._replace(indexes=list(places)))
-            size += len(places)
+        steps = len(places) // NEIGHBOURS_AS_ONE if is_ack and isinstance(each.offsets, range) else len(places)
+        if size + steps < RECEIPTS_A_TURN:  # usually the whole share
+            part.append(each._replace(indexes=places))
+            size += steps
         else:
             numbered = sorted(zip(each.offsets, places, strict=True))
         while numbered:
@@ -216,47 +220,54 @@ class Settlement:
 
     def checked(self, group: GroupState, texts: list[str]) -> dict[TopicPartition, list[ReceiptSpan]]:
         """Return the receipts by partition and lease. Raises InvalidRequest when one of them is not the group's."""
-        by_head: dict[str, tuple[Lease, ReceiptSpan]] = {}
-        by_place: dict[TopicPartition, list[ReceiptSpan]] = {}
-        last_head = ""  # receipts of one lease are usually adjacent
-        for index, text in enumerate(in_turns(texts, RECEIPTS_A_TURN)):
-            head = text[:HEAD_LENGTH]
-            if head != last_head or not index:
-                last_head = head
-                lease, shown = by_head.get(head) or self._begun(group, head, index, by_head, by_place)
-                indexes, offsets = shown.indexes, shown.offsets
-            indexes.append(index)
-            offsets.append(offset_of(text, lease))
-        return by_place
+        by_head: dict[str, tuple[Lease, list[ReceiptSpan]]] = {}
+        by_place: dict[TopicPartition, list[list[ReceiptSpan]]] = {}
+        index = 0
+        for head, run in in_short_turns(_runs_by_head(texts)):
+            found = by_head.get(head)
+            if found is None:
+                place, lease = self._checked_head(group, head, index)
+                found = by_head[head] = (lease, [])
+                by_place.setdefault(place, []).append(found[1])
+            lease, spans = found
+            places = range(index, index + len(run))
+            spans.append(ReceiptSpan(lease.delivery, lease.leader_epoch, places, offsets_of(run, head, lease)))
+            index = places.stop
+        return {place: [_joined(spans) for spans in leases] for place, leases in by_place.items()}
 
-    def _begun(
-        self,
-        group: GroupState,
-        head: str,
-        index: int,
-        by_head: dict[str, tuple[Lease, ReceiptSpan]],
-        by_place: dict[TopicPartition, list[ReceiptSpan]],
-    ) -> tuple[Lease, ReceiptSpan]:
-        """Check a new head; return its lease, and the span that collects its receipts."""
+    def _checked_head(self, group: GroupState, head: str, index: int) -> tuple[TopicPartition, Lease]:
         topic = self._groups.by_tag(tag_of(head))
         if topic is None:
             raise InvalidRequest(f"receipt {index} belongs to no topic that group {group.name!r} received from")
         lease = self._groups.receipt_signer(group, topic.state.topic_id).check(head)
-        found = by_head[head] = (lease, ReceiptSpan(lease.delivery, lease.leader_epoch, [], []))
-        place = TopicPartition(topic.name, topic.state.topic_id, lease.partition)
-        by_place.setdefault(place, []).append(found[1])
-        return found
+        return TopicPartition(topic.name, topic.state.topic_id, lease.partition), lease
+
+
+def _runs_by_head(texts: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the texts by their heads: receipts of one lease are usually adjacent."""
+    for start in range(0, len(texts), TEXTS_A_STEP):
+        for head, run in groupby(texts[start : start + TEXTS_A_STEP], head_of):
+            yield head, list(run)
+
+
+def _joined(spans: list[ReceiptSpan]) -> ReceiptSpan:
+    """Return the receipts of one lease as one span."""
+    if len(spans) == 1:
+        return spans[0]
+    indexes = [index for each in spans for index in each.indexes]
+    return spans[0]._replace(indexes=indexes, offsets=[offset for each in spans for offset in each.offsets])
 
 
 def _verdicts(work: _SettleWork, outcomes: Outcomes[list[bool]], size: int) -> list[Verdict]:
     raise_if_all_failed(outcomes.values())
-    verdicts: list[Verdict] = [False] * size
+    verdicts: list[Verdict] = [True] * size
     for place, shown in work.shares.items():
-        indexes = [index for each in shown for index in each.indexes]
         outcome = outcomes[place]
-        own: Sequence[Verdict] = [outcome] * len(indexes) if isinstance(outcome, PortalMQError) else outcome
-        for index, verdict in zip(indexes, own, strict=True):
-            verdicts[index] = verdict
+        if isinstance(outcome, PortalMQError) or False in outcome:
+            indexes = [index for each in shown for index in each.indexes]
+            own: Sequence[Verdict] = [outcome] * len(indexes) if isinstance(outcome, PortalMQError) else outcome
+            for index, verdict in zip(indexes, own, strict=True):
+                verdicts[index] = verdict
     return verdicts
 
 

@@ -63,6 +63,11 @@ class Lanes:
         """True if messages in the log expire, or have expired."""
         return bool(self._all_bits() & EXPIRING)
 
+    @property
+    def are_plain(self) -> bool:
+        """True if all messages in the log are in lane 0 and never expire."""
+        return not self._all_bits()
+
     def _all_bits(self) -> int:
         bits = 0
         for segment in self._log._segments:

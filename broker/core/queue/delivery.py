@@ -336,7 +336,7 @@ class GroupDelivery(GroupSpans):
                 return attempt_id.startswith(f"{holder}:")
         return False
 
-    def ackable(self, offsets: Sequence[int], delivery: int, leader_epoch: int = 0) -> tuple[list[bool], list[int]]:
+    def ackable(self, offsets: Sequence[int], delivery: int, leader_epoch: int = 0) -> tuple[list[bool], Sequence[int]]:
         """Return whether each receipt of lease number `delivery` counts, and the offsets that count and are unfinished.
 
         A receipt counts if its message is finished already (acking twice is fine), or if it is of the latest lease,
@@ -345,7 +345,7 @@ class GroupDelivery(GroupSpans):
         span = self._span_of_all(offsets)
         if span is not None:
             good = not span.is_later(leader_epoch, delivery - span.is_unleased_since)
-            return [good] * len(offsets), list(offsets) if good else []
+            return [good] * len(offsets), offsets if good else []
         verdicts: list[bool] = []
         unfinished: list[int] = []
         good = False

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 from binascii import Error as Base64Error
 from binascii import a2b_base64, b2a_base64
+from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from hmac import compare_digest
+from operator import itemgetter
 from struct import Struct
 from typing import NamedTuple
 
@@ -31,6 +33,10 @@ HEAD_LENGTH = 60
 COUNT_MAX = 1 << 24
 _TO_URL_SAFE = bytes.maketrans(b"+/", b"-_")
 _FROM_URL_SAFE = bytes.maketrans(b"-_", b"+/")
+# The texts that complete the receipts of a lease, as many as its largest receive had.
+_endings: list[str] = []
+
+head_of = itemgetter(slice(HEAD_LENGTH))
 
 
 class Lease(NamedTuple):
@@ -105,14 +111,29 @@ def offset_of(text: str, lease: Lease) -> int:
     return lease.first + nth
 
 
-def not_a_receipt(text: str) -> InvalidRequest:
-    return InvalidRequest(f"{text[:80]!r} is not a receipt of this group: send receipts back as receive gave them")
+def offsets_of(texts: list[str], head: str, lease: Lease) -> Sequence[int]:
+    """Return the offsets of receipts with this head and lease, as a range if they are in order and without gaps.
+    Raise InvalidRequest if they do not match."""
+    start = offset_of(texts[0], lease)
+    end = start + len(texts)
+    if end <= lease.first + lease.messages and texts == receipt_texts(head, start - lease.first, end - lease.first):
+        return range(start, end)
+    return [offset_of(text, lease) for text in texts]
 
 
-@lru_cache(maxsize=10_000)
+def receipt_texts(head: str, start: int, end: int) -> list[str]:
+    """Return the receipts of the messages [start, end) of a lease, counted from its first one."""
+    _endings.extend([nth_text(nth) for nth in range(len(_endings), end)])
+    return [head + ending for ending in _endings[start:end]]
+
+
 def nth_text(nth: int) -> str:
     """Return the text that completes the receipt of the nth message of a lease."""
     return _to_text(nth.to_bytes(3))
+
+
+def not_a_receipt(text: str) -> InvalidRequest:
+    return InvalidRequest(f"{text[:80]!r} is not a receipt of this group: send receipts back as receive gave them")
 
 
 @lru_cache(maxsize=10_000)

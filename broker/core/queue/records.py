@@ -10,6 +10,7 @@ a lane is (due_ms, offset); due_ms is 0 in lanes that are read in the order of t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -204,8 +205,10 @@ GroupRecord = GroupStart | GroupEnd | Grant | Ack | Nack | Extend | Dead | Redri
 StreamRecord = Claim | CommitOffset | Seek
 
 
-def ranges_of(offsets: list[int]) -> tuple[Range, ...]:
+def ranges_of(offsets: Sequence[int]) -> tuple[Range, ...]:
     """Return sorted, disjoint ranges that cover exactly `offsets`."""
+    if isinstance(offsets, range) and offsets:
+        return ((offsets[0], offsets[-1] + 1),)
     rising = sorted(set(offsets))
     if rising and rising[-1] - rising[0] < len(rising):
         return ((rising[0], rising[-1] + 1),)

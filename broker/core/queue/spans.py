@@ -166,10 +166,10 @@ class GroupSpans:
         """Return whether the message was delivered, as far as this log knows, and is unfinished."""
         return self.at(offset) is not None
 
-    def with_span(self, offsets: Sequence[int]) -> list[int]:
+    def with_span(self, offsets: Sequence[int]) -> Sequence[int]:
         """Return the messages that were delivered, as far as this log knows, and are unfinished."""
         if self._span_of_all(offsets) is not None:
-            return list(offsets)
+            return offsets
         found: list[int] = []
         span: SpanFold | None = None
         for offset in offsets:
@@ -182,7 +182,8 @@ class GroupSpans:
     def _span_of_all(self, offsets: Sequence[int]) -> SpanFold | None:
         """Return the span that holds all offsets, if one does: the usual case for messages of one lease."""
         span = self.at(offsets[0]) if offsets else None
-        return span if span is not None and span.start <= min(offsets) and max(offsets) < span.end else None
+        ends = (offsets[0], offsets[-1]) if isinstance(offsets, range) else offsets
+        return span if span is not None and span.start <= min(ends) and max(ends) < span.end else None
 
     def spans_of(self, offsets: Iterable[int]) -> list[SpanFold]:
         """Return the spans of the sorted messages, for those that have one."""

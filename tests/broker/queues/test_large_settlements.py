@@ -45,13 +45,42 @@ def in_between(monkeypatch):
 
 @pytest.mark.parametrize("verb", ["ack", "nack", "release", "extend"])
 def test_other_greenlets_run_after_each_part_of_the_receipts(fixture, in_between, verb):
-    receipts = receive(fixture)
+    receipts = receive(fixture)[::-1]
     records_before = next_offset(fixture)
     seen = []
     in_between += [lambda: seen.append(next_offset(fixture) - records_before)] * 10
     assert settle(fixture, verb, receipts) == [True] * MESSAGES
     assert seen == [1, 2], "a record for each part"
     assert leased(fixture) == (MESSAGES if verb == "extend" else 0)
+
+
+def test_acks_of_neighbours_are_one_record(fixture, in_between):
+    receipts = receive(fixture)
+    records_before = next_offset(fixture)
+    in_between.append(lambda: pytest.fail("a pause would end the transaction that the receive's grant joins"))
+    assert settle(fixture, "ack", receipts) == [True] * MESSAGES
+    assert next_offset(fixture) - records_before == 1
+    assert leased(fixture) == 0
+
+
+@pytest.mark.parametrize("left_out", [0, 1, 600, MESSAGES - 1])
+def test_acks_with_a_gap_leave_the_message_in_the_gap(fixture, left_out):
+    receipts = receive(fixture)
+    others = receipts[:left_out] + receipts[left_out + 1 :]
+    assert settle(fixture, "ack", others) == [True] * (MESSAGES - 1)
+    assert leased(fixture) == 1
+    assert settle(fixture, "nack", receipts) == [index == left_out for index in range(MESSAGES)]
+
+
+def test_a_repeated_ack_of_neighbours_is_right_wherever_another_call_came_between(fixture):
+    receipts = receive(fixture)
+    assert settle(fixture, "nack", receipts[100:200]) == [True] * 100
+    fixture.clock.advance(1_000)
+    again = receive(fixture, 100)
+    assert len(again) == 100
+    assert settle(fixture, "ack", receipts) == [not 100 <= index < 200 for index in range(MESSAGES)]
+    assert settle(fixture, "ack", receipts + again) == [not 100 <= i < 200 for i in range(MESSAGES)] + [True] * 100
+    assert leased(fixture) == 0
 
 
 def test_an_ack_by_another_call_in_a_pause_stays(fixture, in_between):

@@ -551,12 +551,16 @@ def test_receipts_of_one_span_count_as_if_checked_singly():
     group = new_group()
     grant(group, (0, 6, 1), (8, 10, 1))
     group.apply(Ack(((2, 3),), 0))
-    for offsets in ([0, 1], [1, 0, 1], [3, 5, 4], [0, 3], [2], [2, 3], [5, 8], [9, 8], [20], []):
+    lists = ([0, 1], [1, 0, 1], [3, 5, 4], [0, 3], [2], [2, 3], [5, 8], [9, 8], [20], [])
+    ranges = [range(start, end) for start in range(12) for end in range(start, 12)]
+    for offsets in (*lists, *ranges):
         for delivery in (0, 1, 2):
             each = [group.ackable([offset], delivery) for offset in offsets]
-            verdicts = [verdict for verdicts, _ in each for verdict in verdicts]
-            assert group.ackable(offsets, delivery) == (verdicts, [offset for _, more in each for offset in more])
-        assert group.with_span(offsets) == [offset for offset in offsets if group.has_span(offset)]
+            verdicts, unfinished = group.ackable(offsets, delivery)
+            assert verdicts == [verdict for verdicts, _ in each for verdict in verdicts]
+            assert list(unfinished) == [offset for _, more in each for offset in more]
+        assert list(group.with_span(offsets)) == [offset for offset in offsets if group.has_span(offset)]
+        assert ranges_of(offsets) == ranges_of(list(offsets))
 
 
 offsets_of_sixty = st.lists(st.integers(0, 60), max_size=40)

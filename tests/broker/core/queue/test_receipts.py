@@ -12,6 +12,7 @@ from portalmq.broker.core.queue.receipts import (
     ReceiptSigner,
     nth_text,
     offset_of,
+    offsets_of,
     tag_of,
     topic_tag,
 )
@@ -69,6 +70,18 @@ def test_no_receipt_can_be_forged_for_a_message_outside_the_lease():
     assert read(SIGNER, head + nth_text(2)) == (0, 7, 1, 1)
     with pytest.raises(InvalidRequest):
         read(SIGNER, head + nth_text(3))
+
+
+@given(st.integers(0, 20), st.lists(st.integers(0, 20), max_size=20))
+def test_receipts_of_a_lease_read_as_each_of_them_does(start, more):
+    head = SIGNER.head(0, 5, 41, 1, 1)
+    lease = SIGNER.check(head)
+    for numbers in (range(start, start + 1 + len(more)), [start, *more], [start, *more][::-1]):
+        texts = [head + nth_text(nth) for nth in numbers]
+        assert list(offsets_of(texts, head, lease)) == [offset_of(text, lease) for text in texts]
+    assert isinstance(offsets_of([head + nth_text(nth) for nth in range(41)], head, lease), range)
+    with pytest.raises(InvalidRequest, match="not a receipt"):
+        offsets_of([head + nth_text(nth) for nth in range(start, 42)], head, lease)
 
 
 @given(st.text(max_size=80))
