@@ -9,6 +9,7 @@ from pathlib import Path
 
 import apsw
 import pytest
+from support.compressed import with_compressed_values
 from support.failing_disk import KINDS, unsynced_disk
 from support.log_files import IDENTITY, Writer, everything, open_log, three_segments
 
@@ -21,6 +22,10 @@ LATER_MS = 9_000
 
 def appended(log):
     Writer(log, at_ms=LATER_MS).put(b"more")
+
+
+def compressed(log):
+    log.append([with_compressed_values(Writer(log, at_ms=LATER_MS).messages_batch([b"more"] * 20))])
 
 
 def appended_to_a_new_segment(log):
@@ -43,6 +48,8 @@ def compacted(log):
 CHANGES = {
     "open": (None, 90),
     "append": (appended, 90),
+    "append compressed values": (compressed, 90),
+    "append compressed values and truncate them": (lambda log: (compressed(log), log.truncate(90)), 90),
     "append after a rest": (lambda log: (log.park(), appended(log)), 90),
     "append to a new segment": (appended_to_a_new_segment, 90),
     "roll": (lambda log: log.roll(), 90),
