@@ -181,7 +181,9 @@ class GroupSpans:
 
     def _span_of_all(self, offsets: Sequence[int]) -> SpanFold | None:
         """Return the span that holds all offsets, if one does: the usual case for messages of one lease."""
-        span = self.at(offsets[0]) if offsets else None
+        if not offsets:
+            return None
+        span = self.at(offsets[0])
         ends = (offsets[0], offsets[-1]) if isinstance(offsets, range) else offsets
         return span if span is not None and span.start <= min(ends) and max(ends) < span.end else None
 
