@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.client import HTTPConnection
 from pathlib import Path
 from statistics import median
@@ -139,9 +139,21 @@ def until_parked(url: str, parked: int, every_s: float = 0.05) -> None:
     raise click.ClickException(f"{parked} receives did not park within {READY_WITHIN_S:.0f} s")
 
 
+def family_of(pid: int) -> list[int]:
+    """Return the process and its descendants."""
+    found = [pid]
+    for each in found:
+        found += children_of(each)
+    return found
+
+
 def _usage_of_family(pid: int) -> list[Usage]:
-    """Return the processor time of a process and its children."""
-    return [usage_of(each) for each in (pid, *children_of(pid))]
+    """Return the memory and the processor time of a process and its descendants; those that ended are left out."""
+    usages = []
+    for each in family_of(pid):
+        with suppress(OSError, ValueError):
+            usages.append(usage_of(each))
+    return usages
 
 
 def rss_mb(pid: int) -> float:

@@ -11,10 +11,11 @@ import tempfile
 import time
 from http.client import HTTPConnection
 from pathlib import Path
+from typing import Any
 
 import click
 
-from portalmq.broker.bench import harness
+from portalmq.broker.bench import harness, modes
 from portalmq.broker.storage.yardstick import executemany_rate
 
 WAITING_MESSAGES = 1_000_000
@@ -30,6 +31,8 @@ WAITING_MESSAGES = 1_000_000
 @click.option("--delivery", is_flag=True, help="Measure the ways of delivery: queue, stream, scheduled, one by one.")
 @click.option("--seeds", is_flag=True, help="Measure the older queues' protocols, ZeroMQ and HTTP side by side.")
 @click.option("--partitions", default=300, show_default=True, help="With --cluster: of the topic with many.")
+@click.option("--peers", is_flag=True, help="Measure beside Redis, RabbitMQ and NATS, those that are installed.")
+@modes.options
 @click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table")
 def bench(
     messages: int,
@@ -43,11 +46,15 @@ def bench(
     *,
     delivery: bool,
     seeds: bool,
+    peers: bool,
+    **chosen: Any,
 ) -> None:
     """Measure produce, synchronous send, receive and ack on this machine, compared with bare SQLite and a bare POST."""
     with tempfile.TemporaryDirectory(dir=data_dir) as temporary:
         directory = Path(temporary)
-        if delivery:
+        if peers:
+            modes.compare(directory, rounds, **chosen)
+        elif delivery:
             from portalmq.broker.bench import delivery as bench_delivery
 
             bench_delivery.show(bench_delivery.measured(directory, messages, sends, rounds), output)

@@ -1,0 +1,187 @@
+"""Reports of measurements: tables on screen and in Markdown, JSON, and plots as SVG."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from portalmq.broker.bench.measure import Figures
+
+YARDSTICK = "portalmq"
+
+Table = tuple[str, list[str], list[list[str]]]
+
+
+def number(value: Any) -> str:
+    """Return a number with three significant digits, and with commas from a thousand on."""
+    if not isinstance(value, (int, float)):
+        return "" if value is None else str(value)
+    if value >= 100 or value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def comparison_tables(report: Figures) -> list[Table]:
+    """Return the tables of a comparison. A figure is followed by PortalMQ's divided by it, with as many nodes."""
+    systems = report["systems"]
+    tables = [_rates(report, case) for case in ("produce", "consume")]
+    tables += [
+        _latencies(report, "synchronous send", "produce"),
+        _latencies(report, "send to waiting consumer", "wake"),
+    ]
+    columns = ["publish_gap_s", "publish_gap_worst_s", "delivery_gap_s", "delivery_gap_worst_s", "lost", "duplicates"]
+    tables.append(
+        (
+            "Gap after the leader's node gets a signal: median and worst, seconds",
+            ["system", "signal", "rounds", *columns],
+            [
+                [each["system"], each["signal"], number(each["rounds"]), *(number(each.get(name)) for name in columns)]
+                for each in report["results"]
+                if each["case"] == "gap"
+            ],
+        )
+    )
+    about = [[name, str(each["nodes"]), each["promise"], each["version"]] for name, each in systems.items()]
+    tables.append(("Systems", ["system", "nodes", "an acknowledged message is", "version"], about))
+    tables.append(("Left out or failed", ["system", "why"], [list(each) for each in report["left_out"].items()]))
+    names = ["before", "spin_ms", "fdatasync_p50_ms", "fdatasync_p99_ms", "load"]
+    rows = [[number(each[name]) for name in names] for each in report["calibrations"]]
+    tables.append(("Noise: Python's speed and the disk's before each system", names, rows))
+    return [table for table in tables if table[2]]
+
+
+def _rates(report: Figures, case: str) -> Table:
+    taken = [each for each in report["results"] if each["case"] == case]
+    columns = list(dict.fromkeys((each["size"], each["batch"], each["processes"]) for each in taken))
+    rows = []
+    for name in report["systems"]:
+        of = {(each["size"], each["batch"], each["processes"]): each for each in taken if each["system"] == name}
+        if of:
+            cells = [_with_ratio(report, of.get(column), "per_s") for column in columns]
+            cpu = [number(of[column]["cpu_s_per_million"]) if column in of else "" for column in columns]
+            rows += [[name, *cells], ["  CPU s per million", *cpu]]
+    heads = [f"{size} B, {batch} a batch, {processes} proc." for size, batch, processes in columns]
+    return f"{case.capitalize()}: messages/s (PortalMQ's divided by it)", ["system", *heads], rows
+
+
+def _latencies(report: Figures, title: str, case: str) -> Table:
+    taken = [each for each in report["results"] if each["case"] == case]
+    if case == "produce":
+        taken = [each for each in taken if each["batch"] == 1 and each["processes"] == 1]
+    names = ["p50_ms", "p90_ms", "p99_ms", "max_ms"]
+    rows = []
+    for each in taken:
+        cells = [_with_ratio(report, each, "p50_ms"), *(number(each.get(name)) for name in names[1:])]
+        rows.append([each["system"], number(each["size"]), *cells])
+    return f"{title.capitalize()}, ms (PortalMQ's p50 divided by it)", ["system", "bytes", *names], rows
+
+
+def _with_ratio(report: Figures, figures: Figures | None, name: str) -> str:
+    if figures is None or name not in figures:
+        return ""
+    same = ("nodes", "case", "size", "batch", "processes")
+    for each in report["results"]:
+        if each["system"].startswith(YARDSTICK) and all(each.get(key) == figures.get(key) for key in same):
+            if each["system"] == figures["system"] or name not in each:
+                break
+            return f"{number(figures[name])} (×{each[name] / figures[name]:.2f})"
+    return number(figures[name])
+
+
+def growth_tables(report: Figures) -> list[Table]:
+    """Return a table for each case, a row for each of its points."""
+    tables: list[Table] = []
+    for case, points in report["cases"].items():
+        names = list(dict.fromkeys(name for each in points for name in each))
+        tables.append((case, names, [[number(each.get(name)) for name in names] for each in points]))
+    tables.append(("Left out or failed", ["case", "why"], [list(each) for each in report["left_out"].items()]))
+    return [table for table in tables if table[2]]
+
+
+# --- forms -----------------------------------------------------------------------------------------------------------
+
+
+def as_text(tables: Iterable[Table]) -> str:
+    lines = []
+    for title, heads, rows in tables:
+        widths = [max(len(row[column]) for row in [heads, *rows]) for column in range(len(heads))]
+        lines.append(title)
+        for row in [heads, *rows]:
+            cells = [
+                row[0].ljust(widths[0]),
+                *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
+            ]
+            lines.append("  " + "  ".join(cells).rstrip())
+        lines.append("")
+    return "\n".join(lines)
+
+
+def as_markdown(tables: Iterable[Table]) -> str:
+    lines = []
+    for title, heads, rows in tables:
+        lines += [f"## {title}", "", _row(heads), "|---" * len(heads) + "|", *map(_row, rows), ""]
+    return "\n".join(lines)
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.strip().replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+
+def write(report: Figures, tables: list[Table], json_file: Path | None, markdown_file: Path | None) -> None:
+    if json_file is not None:
+        json_file.write_text(json.dumps(report, indent=2) + "\n", "utf-8")
+    if markdown_file is not None:
+        markdown_file.write_text(as_markdown(tables), "utf-8")
+
+
+# --- plots -----------------------------------------------------------------------------------------------------------
+
+PANEL_WIDTH, PANEL_HEIGHT, MARGIN = 300, 200, 45
+
+
+def plot(title: str, points: Sequence[Figures]) -> str:
+    """Return an SVG with a panel for each figure over the first one; axes are logarithmic where all values permit."""
+    over, *names = [name for name in points[0] if isinstance(points[0][name], (int, float))]
+    panels = [_panel(index, over, name, points) for index, name in enumerate(names)]
+    width = PANEL_WIDTH * len(names)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {PANEL_HEIGHT + 20}" font-family="sans-serif" '
+        f'font-size="10"><rect width="100%" height="100%" fill="white"/>'
+        f'<text x="{MARGIN}" y="14" font-size="13">{escape(title)}</text>{"".join(panels)}</svg>\n'
+    )
+
+
+def _panel(index: int, over: str, name: str, points: Sequence[Figures]) -> str:
+    known = [(each[over], each[name]) for each in points if each.get(name) is not None]
+    if not known:
+        return ""
+    across = _scale([x for x, _ in known], index * PANEL_WIDTH + MARGIN, (index + 1) * PANEL_WIDTH - 25)
+    up = _scale([0.0, *(y for _, y in known)] if min(y for _, y in known) <= 0 else [y for _, y in known],
+                PANEL_HEIGHT - 20, 50)  # fmt: skip
+    dots = [(across(x), up(y), x, y) for x, y in known]
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y, _, _ in dots)
+    parts = [
+        f'<text x="{index * PANEL_WIDTH + MARGIN}" y="32">{escape(name)} over {escape(over)}</text>',
+        f'<polyline points="{line}" fill="none" stroke="#2266aa" stroke-width="1.5"/>',
+    ]
+    for x, y, at, value in dots:
+        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="#2266aa"/>')
+        parts.append(f'<text x="{x:.1f}" y="{y - 5:.1f}" text-anchor="middle">{number(value)}</text>')
+        parts.append(f'<text x="{x:.1f}" y="{PANEL_HEIGHT}" text-anchor="middle" fill="#666">{number(at)}</text>')
+    return "".join(parts)
+
+
+def _scale(values: Sequence[float], begin: float, end: float) -> Callable[[float], float]:
+    """Return the map from values to coordinates: logarithmic if all are above 0."""
+    bend: Callable[[float], float] = math.log if min(values) > 0 else float
+    low, high = bend(min(values)), bend(max(values))
+    if math.isclose(low, high):
+        return lambda value: (begin + end) / 2
+    return lambda value: begin + (end - begin) * (bend(value) - low) / (high - low)

