@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Protocol
 
 from gevent.event import Event
-from gevent.threadpool import ThreadPool
 
 from portalmq.broker.cluster.capacity import Capacity, Limits
 from portalmq.broker.cluster.clock_agreement import ClockAgreement
@@ -42,6 +41,7 @@ from portalmq.broker.messages.scheduled import ScheduledMessages
 from portalmq.broker.partition.cache import BatchCache
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.compaction import Compactor
+from portalmq.broker.partition.native import NativeThreads
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.queues.backlog import Backlog
 from portalmq.broker.queues.commit import GroupCommits
@@ -123,7 +123,7 @@ class Wiring:
         self._receipt_key = catalog.receipt_key()
         self.me = me
         self.clock = clock or Clock()
-        self.pool = ThreadPool(config.storage_threads)
+        self.pool = NativeThreads(config.storage_threads)
         self.cache = BatchCache(CACHE_BYTES)
         self.metrics = metrics
         self.ready = False

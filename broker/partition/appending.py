@@ -208,7 +208,7 @@ class AppendingPartition(ReadablePartition, ABC):
             pending.frame = frame_of(batch)
         self._writer.put(pending)
         if pending.frame is not None:
-            self.serving.send_ahead(batch.base_offset, batch.end_offset, pending.frame)
+            self.serving.send_ahead(batch.base_offset, batch.end_offset, pending.frame, wakes=not pending.is_soft)
 
     def _enqueue_replicated(self, entry: ReplicatedBatches) -> None:
         if self.closed:

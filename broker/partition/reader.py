@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import msgspec
-from gevent.threadpool import ThreadPool
 
 from portalmq.broker.partition.cache import BatchCache, payload_bytes
-from portalmq.broker.partition.native import attempt
+from portalmq.broker.partition.native import NativeThreads, attempt
 from portalmq.broker.partition.refusals import refusal_of
 from portalmq.broker.storage.batch import Batch, BatchKind, Record
 from portalmq.broker.storage.errors import DAMAGE, OffsetPurged, Shortage, StorageError, StorageFault
@@ -89,7 +88,7 @@ class Reader:
                 offset, passed = self._next_message(offset, end), 0
 
     def find_ids(
-        self, pool: ThreadPool, message_ids: Sequence[bytes], since_ms: int, below: int | None
+        self, pool: NativeThreads, message_ids: Sequence[bytes], since_ms: int, below: int | None
     ) -> tuple[dict[bytes, tuple[int, bytes | None, int]], int | None]:
         """Call the log's find_message_ids on a native thread. Raises Unavailable for damage, StorageFull."""
         self.used = True
@@ -154,7 +153,7 @@ class Reader:
         self._keep(batches)
         return batches[0] if batches else None
 
-    def read_ahead(self, pool: ThreadPool, offset: int, end: int) -> None:
+    def read_ahead(self, pool: NativeThreads, offset: int, end: int) -> None:
         """Have the first message in [offset, end) in the cache, read on a native thread where it is not. A fault is
         left to whoever reads the message."""
         if offset >= end or offset == self._read_ahead_at or self._cache.find(self._key, offset) is not None:

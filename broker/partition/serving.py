@@ -89,12 +89,13 @@ class LeaderReplication:
         else:
             pending.high_watermark_moved()
 
-    def send_ahead(self, base_offset: int, end_offset: int, frame: BatchFrame) -> None:
-        """Offer a batch to followers that is on its way to the disk here."""
+    def send_ahead(self, base_offset: int, end_offset: int, frame: BatchFrame, *, wakes: bool) -> None:
+        """Offer a batch to followers that is on its way to the disk here. Without `wakes` it goes with the next one."""
         self._partition.host.cache.put_frame(self._cache_key, base_offset, end_offset, frame)
         if base_offset <= max(self._ahead_end, self._partition.replica.durable_end):
             self._ahead_end = end_offset
-            self.wake()
+            if wakes:
+                self.wake()
 
     def wake(self) -> None:
         """Answer the fetches for which there are records."""
@@ -175,7 +176,7 @@ class LeaderReplication:
 def _read_frames(
     log: Log, offset: int, end: int, bytes_max: int
 ) -> list[tuple[int, int, BatchFrame]] | StorageError | Unavailable:
-    """Run on a native thread. Return errors instead of raising them, since gevent would print them."""
+    """Run on a native thread. Return errors instead of raising them."""
     try:
         batches = log.read_to_copy(offset, max_bytes=bytes_max, below=end)
     except (StorageError, Unavailable) as error:

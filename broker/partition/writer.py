@@ -19,10 +19,10 @@ from typing import Protocol
 import gevent
 import msgspec
 from gevent.event import Event
-from gevent.threadpool import ThreadPool
 
 from portalmq.broker.core.replica.events import Stamp
 from portalmq.broker.partition.folding import StateRecord
+from portalmq.broker.partition.native import NativeThreads
 from portalmq.broker.storage.batch import BadFrame, Batch, BatchFrame, FrameHeader, batch_of_frame, frame_of
 from portalmq.broker.storage.errors import LogClosed, Shortage, StorageError
 from portalmq.broker.storage.log import Log
@@ -45,7 +45,7 @@ class NotCommittedYet(Unavailable):
 class WriterHost(Protocol):
     """What a writer needs of the broker."""
 
-    pool: ThreadPool
+    pool: NativeThreads
 
     def storage_failed(self, fault: BaseException) -> None:
         """Report a fault after which nothing can be promised: the broker ends."""
@@ -250,7 +250,7 @@ def _commit(log: Log, taken: list[Entry], keeps_frames: bool) -> float | Storage
     """Write all entries in one transaction, on a native thread: compute checksums of own batches, decode those from a
     leader. Return the seconds it took.
 
-    Return an error instead of raising it, since gevent would print it.
+    Return an error instead of raising it.
     """
     batches: list[Batch] = []
     try:

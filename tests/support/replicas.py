@@ -16,7 +16,6 @@ from pathlib import Path
 
 import gevent
 import msgspec
-from gevent.threadpool import ThreadPool
 
 from portalmq.broker.cluster.replicas import Files, Replicas
 from portalmq.broker.cluster.rpc.brokers import ReplicaLogEnd
@@ -32,6 +31,7 @@ from portalmq.broker.core.replica.events import (
 )
 from portalmq.broker.partition.cache import BatchCache
 from portalmq.broker.partition.clock import Clock
+from portalmq.broker.partition.native import NativeThreads
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.partition_state import partition_state_of
 from portalmq.broker.replication.fetch_server import FetchServer
@@ -158,7 +158,7 @@ class Host:
         self.store_uuid = f"store-{broker_id}"
         self.clock = group.clock
         self.cache = BatchCache(8 * 1024 * 1024)
-        self.pool = ThreadPool(2)
+        self.pool = NativeThreads(2)
         self.lag_ms = group.lag_ms
         self.lease_ms = 60_000
         self.began_ms = 0
