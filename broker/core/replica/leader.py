@@ -12,6 +12,8 @@ from portalmq.broker.core.replica.state import SUCCESSOR_WAITS_MS, ReplicaState
 from portalmq.errors import NotEnoughReplicas, NotLeader, OutOfOrderSequence, PortalMQError, Unavailable
 
 UNCOMMITTED_MAX = 500_000
+# The epoch in which a partition is created: it has no earlier leader, whose deliveries an ack would have to wait for.
+FIRST_EPOCH = 1
 _NOT_VOUCHED = "the followers do not vouch for the partition's leader at the moment"
 
 
@@ -38,7 +40,7 @@ class LeadingReplica(ReplicaState):
         epoch_start = self.next_offset if start is None else start
         self.in_sync = IsrTracker(self.broker_id, partition_state, epoch_start, now_ms, self.lag_ms)
         heard_ms = self._leader_answered_ms
-        if len(partition_state.replicas) > 1:
+        if len(partition_state.replicas) > 1 and partition_state.leader_epoch > FIRST_EPOCH:
             heard_ms = max(heard_ms, self._began_ms)  # an earlier incarnation may have vouched until then
         self._settles_from_ms = heard_ms + SUCCESSOR_WAITS_MS
         return self._advance_high_watermark(now_ms) if start is not None else [self._start_epoch(wall_ms)]

@@ -336,6 +336,25 @@ def test_a_fetch_without_a_send_time_vouches_for_its_arrival():
     assert not replica.may_deliver(501 + VOUCHED_FOR_MS)
 
 
+def test_the_first_leader_of_a_new_partition_answers_acks_at_once():
+    replica = PartitionReplica(
+        1,
+        producers=Producers([]),
+        epochs=[],
+        end_offset=0,
+        high_watermark=0,
+        highest_epoch=0,
+        last_timestamp_ms=0,
+        incarnation=1,
+        store_uuid="a",
+        began_ms=500,
+    )
+    replica.step(word(epoch=1, refresh=1), 600)
+    replica.step(word(epoch=1), 600)
+    assert replica.leading
+    assert replica.may_settle(600)
+
+
 def test_a_successor_answers_no_ack_while_its_predecessor_may_deliver():
     replica = leader()
     replica.step(word(leader=2, epoch=4, version=1), 100)
