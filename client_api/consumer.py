@@ -18,7 +18,8 @@ from typing import Literal
 from portalmq import wire
 from portalmq.closeable import Closeable
 from portalmq.consumers.commit import Output, commit_receipts
-from portalmq.consumers.lease import Leases, Verb
+from portalmq.consumers.lease import Leases
+from portalmq.consumers.lease_calls import Verb
 from portalmq.consumers.receiver import Receiver
 from portalmq.consumers.subscription import Delivery, Subscription
 from portalmq.message import Message
@@ -58,6 +59,7 @@ class Consumer(Closeable):
         visibility_timeout_s: float = VISIBILITY_TIMEOUT_S,
         start: Literal["earliest", "latest"] | datetime = "earliest",
         manual_ack: bool = False,
+        prefetch: bool = True,
         idle_timeout_s: float | None = None,
         token: str | None = None,
         member_id: str | None = None,
@@ -69,12 +71,13 @@ class Consumer(Closeable):
         allow_advertised: bool | None = None,
     ) -> None:
         """`max_messages`: the most messages of one fetch; the first fetch asks for 10, later ones for the number
-        handled in a second. `start`: where the group begins on a partition that is new to it. `idle_timeout_s`:
-        iteration ends when no message came for this long. `delivery`: a setting of the group, fixed when the group is
-        created. `max_handling_s`: how long the lease of a message in hand is renewed while it is handled; 0 is never,
-        as with manual_ack. The default is 300, or 0 if `visibility_timeout_s` is given: then leases last exactly that
-        long. If a lease is lost all the same, asking for the next message raises LeaseLost. `tls_…` and
-        `allow_advertised` are those of Producer.
+        handled in a second. `prefetch`: while messages are handled the next fetch is under way, if that takes them less
+        than a second altogether; not with manual_ack, nor in a group that delivers at_most_once. `start`: where the
+        group begins on a partition that is new to it. `idle_timeout_s`: iteration ends when no message came for this
+        long. `delivery`: a setting of the group, fixed when the group is created. `max_handling_s`: how long the lease
+        of a message in hand is renewed while it is handled; 0 is never, as with manual_ack. The default is 300, or 0 if
+        `visibility_timeout_s` is given: then leases last exactly that long. If a lease is lost all the same, asking for
+        the next message raises LeaseLost. `tls_…` and `allow_advertised` are those of Producer.
 
         With mode="stream" one member of the group reads each partition, in order and without leases; asking for more
         commits what was handed out. `member_id` is a permanent name: a consumer that returns under it within
@@ -111,6 +114,7 @@ class Consumer(Closeable):
             settings=settings,
             delivery=delivery,
             manual_ack=manual_ack,
+            prefetch=prefetch,
             max_messages=max_messages,
             visibility_timeout_s=visibility_timeout_s,
             member_id=None if member_id is None else wire.check_name(member_id, "member"),
@@ -263,14 +267,14 @@ class Consumer(Closeable):
             raise ValueError("with manual_ack in a queue group, ack the messages")
         else:
             self._leases.finish_handed()
-            self._leases.flush()
+            self._leases.commit()
 
     def commit_finished(self) -> None:
         """Send pending acks, and no acks for messages still in hand; durable on return."""
         if self._stream is not None:
             self._stream.commit_finished()
         else:
-            self._leases.flush()
+            self._leases.commit()
 
     def seek(
         self,
@@ -362,7 +366,9 @@ def _shut_down(
         cut.start()
         leases.release()
     else:
-        receiving.close(LAST_ANSWER_S)
+        receiving.hang_up()
+        leases.end_receives(LAST_ANSWER_S)
+        receiving.close()
         leases.release(LAST_ANSWER_S)
     # Not closed: with manual_ack, other threads may still have messages in hand to ack.
     settle_transport.rest()

@@ -1,13 +1,14 @@
 """The messages that one consumer has leased from a queue group, and their settlement.
 
     receive --> waiting --take--> handed out --finish--> to be acked --take_acks, flush--> acked
-                   |                  |
-                   `---- release (nack, at close) ----'
+       ^           |                  |
+     ahead         `---- release (nack, at close) ----'
 
 Messages wait here while the ones before them are handled, and their leases run during that time. So a keeper thread
 extends the leases of waiting messages and of messages in hand, until the handling has taken `max_handling_s`. A
 consumer that is stuck for longer returns the waiting messages to the group. Acks travel with the next receive; the
-keeper sends those that no receive takes along in time.
+keeper sends those that no receive takes along in time. The next receive may be under way meanwhile (`ahead`). If the
+consumer does not read its answer soon, the keeper does, so that its messages wait with the others.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Literal
 
 from portalmq import wire
+from portalmq.consumers.acks import PendingAcks, stale_among
+from portalmq.consumers.lease_calls import LOOK_TIMEOUT_S, LeaseCalls, Verb
+from portalmq.consumers.prefetch import Ahead
 from portalmq.errors import LeaseLost, PortalMQError, StaleReceipt
-from portalmq.transport.request import json_request
 from portalmq.transport.transport import Transport
 
 _log = logging.getLogger("portalmq.consumer")
 
 ACK_DELAY_S_MAX = 0.1
 RELEASE_TIMEOUT_S = 5.0
-LOOK_TIMEOUT_S = 1.0
 # Messages that wait this long behind a message in hand go back to the group, for consumers that may be idle.
 HOLD_BACK_S_MAX = 5.0
+# The keeper reads the answer to a receive that ran ahead after this time.
+UNREAD_S_MAX = 1.0
 CLOSED_BEFORE_HANDLING = "the consumer closed before it handled the message"
-
-Verb = Literal["ack", "nack", "extend"]
 
 
 class Leases:
@@ -49,7 +50,7 @@ class Leases:
         max_handling_s: float = 0.0,
     ) -> None:
         self._transport = transport
-        self._group = group
+        self._calls = LeaseCalls(transport, group, visibility_timeout_s)
         self._visibility_s = visibility_timeout_s
         self._clock = clock
         self._lock = threading.RLock()
@@ -67,18 +68,9 @@ class Leases:
         # Of the messages in hand: those that the user has extended, and those whose lease was lost.
         self._extended: set[str] = set()
         self._lost: set[str] = set()
-        # Whether the group leases messages at all (None: not known). With at_most_once they are acked at delivery.
-        self._group_leases: bool | None = None
-        self._to_ack: list[str] = []
-        # Acks that travel with the current receive; they are confirmed by its answer, or sent again.
-        self._acks_in_receive: list[str] = []
-        # True from a failed receive until the keeper has sent its acks: until then no receive carries any.
-        self._are_acks_apart = False
+        self._acks = PendingAcks(self._lock, lambda receipts: self._calls.settle("ack", receipts, {}), clock)
         # The thread of the current receive.
         self._receiving_thread: int | None = None
-        self._to_ack_since = 0.0
-        # Held while acks are sent, so that flush() also waits for those that the keeper sends.
-        self._flushing = threading.RLock()
         self._failure: PortalMQError | None = None
         self._keeper: threading.Thread | None = None
         self._wakes_at = -math.inf
@@ -89,44 +81,55 @@ class Leases:
         self._lookup_failed_at = -math.inf
         # True while the keeper returns waiting messages to the broker.
         self._is_giving_back = False
+        # The receive that is under way while messages are handled. One thread takes it, and reads its answer.
+        self._ahead: Ahead | None = None
+        # The thread that reads its answer outside of a receive.
+        self._reading_thread: int | None = None
 
     # --- the consumer's thread ---------------------------------------------------------------------------------------
 
-    def hold(self, messages: Sequence[wire.PackMessageOut]) -> None:
-        """Keep the messages of a receive. Only called while none wait. After close() they go back at once."""
+    def hold(self, messages: Sequence[wire.PackMessageOut], leased_at: float | None = None) -> None:
+        """Keep the messages of a receive (`leased_at`: now, or earlier). Only called while none wait. After close()
+        they go back at once."""
         with self._lock:
             assert not self._waiting
-            self._waiting.extend(messages)
-            now = self._busy_since = self._clock()
-            self._waiting_until = now + self._visibility_s
+            self._busy_since = self._clock()
             self._received()  # from now on release() finds them
             is_late = self._closed
-            late = _receipts_of(self._waiting) if is_late else []
-            if is_late:
-                self._waiting.clear()
-            elif messages:
-                self._start_keeper()
-                self._wake_keeper(min(self._waiting_until - self._visibility_s / 2, now + self._hold_back_s))
+            self._add(messages, self._busy_since if leased_at is None else leased_at)
         if is_late:
-            self.give_back_unseen(late, CLOSED_BEFORE_HANDLING)
+            self.read_ahead(LOOK_TIMEOUT_S)
+            self._give_back_waiting(CLOSED_BEFORE_HANDLING)
             self._transport.rest()
 
-    def take(self) -> wire.PackMessageOut | None:
-        """Return the next message whose lease has time left; it is then in the user's hand."""
+    def _add(self, messages: Sequence[wire.PackMessageOut], leased_at: float) -> None:
+        until = leased_at + self._visibility_s
+        self._waiting_until = min(self._waiting_until, until) if self._waiting or self._handed else until
+        self._waiting.extend(messages)
+        if messages and not self._closed:
+            self._start_keeper()
+            extend_at, spare_at = self._waiting_until - self._visibility_s / 2, self._busy_since + self._hold_back_s
+            self._wake_keeper(min(extend_at, spare_at))
+
+    def take(self, at_most: int = 1) -> list[wire.PackMessageOut]:
+        """Return the next messages if their leases have time left; they are then in the user's hand."""
         with self._lock:
             now = self._clock()
-            if self._waiting and now >= self._waiting_until and self._group_leases is not False:
+            if self._waiting and now >= self._waiting_until and self._calls.group_leases is not False:
                 _log.warning("%d messages waited longer than their lease and go to others", len(self._waiting))
                 self._waiting.clear()
             if not self._waiting:
-                return None
-            message = self._waiting.popleft()
-            if message.receipt is not None:
-                if not self._handed or self._handed_until > self._waiting_until:
-                    self._handed_until = self._waiting_until
-                self._handed[message.receipt] = None
-                self._handed_at = self._busy_since = now
-            return message
+                return []
+            if at_most >= len(self._waiting):
+                messages = list(self._waiting)
+                self._waiting.clear()
+            else:
+                messages = [self._waiting.popleft() for _ in range(at_most)]
+            if not self._handed or self._handed_until > self._waiting_until:
+                self._handed_until = self._waiting_until
+            self._handed.update(dict.fromkeys(_receipts_of(messages)))
+            self._handed_at = self._busy_since = now
+            return messages
 
     def finish_handed(self) -> None:
         """Mark the messages in hand as done: the next flush acks them. Raises LeaseLost for lost leases; the other
@@ -144,10 +147,8 @@ class Leases:
             lost = [receipt for receipt in self._handed if receipt in self._lost] if self._lost else []
             for receipt in lost:
                 del self._handed[receipt]
-            if not self._to_ack:
-                self._to_ack_since = self._clock()
-                self._wake_keeper(self._to_ack_since + ACK_DELAY_S_MAX)
-            self._to_ack += self._handed
+            if self._acks.add(self._handed):
+                self._wake_keeper(self._acks.since + ACK_DELAY_S_MAX)
             self._handed = {}
             if self._extended or self._lost:
                 self._extended, self._lost = set(), set()
@@ -162,55 +163,90 @@ class Leases:
         """Extend leases that have expired by this clock, where no other consumer has the messages."""
         try:
             if receipts:
-                self._settle("extend", receipts, self._extend_options(), LOOK_TIMEOUT_S)
+                self._calls.extend(receipts, LOOK_TIMEOUT_S)
         except StaleReceipt as error:
-            self._mark_lost(_stale_among(error, receipts))
+            self._mark_lost(stale_among(error, receipts))
         except PortalMQError as error:
             _log.debug("%d leases could not be checked: %s", len(receipts), error)
 
     def _mark_lost(self, receipts: Collection[str]) -> None:
         """Mark these leases as lost to other consumers, unless the group has no leases."""
-        if not receipts or self._group_has_leases() is False:
+        if not receipts or self._calls.group_has_leases() is False:
             return
         with self._lock:
             lost = [receipt for receipt in receipts if receipt in self._handed]
             self._lost.update(lost)
         self._warn_of_stale(len(lost))
 
-    def _group_has_leases(self) -> bool | None:
+    def group_has_leases(self) -> bool | None:
         """Return whether the group leases messages; None if no broker can answer now."""
-        if self._group_leases is None:
-            try:
-                group = self._transport.get(
-                    wire.group_path(self._group), wire.GroupDescription, timeout_s=LOOK_TIMEOUT_S
-                )
-            except PortalMQError:
-                return None
-            self._group_leases = group.config.delivery != "at_most_once"
-        return self._group_leases
+        return self._calls.group_has_leases()
 
-    def begin_receive(self) -> None:
-        """Note that this thread begins a receive. Follow it by `take_acks`, or by `receive_failed`."""
-        self._receiving_thread = threading.get_ident()
+    def begin_receive(self) -> bool:
+        """Note that this thread begins a receive. Follow it by `take_ahead` and `take_acks`, or by `receive_failed`.
+        Return False if there are messages by now, which another thread has read."""
+        with self._lock:
+            self._wait_read_ahead()
+            if self._waiting:
+                return False
+            self._receiving_thread = threading.get_ident()
+            return True
+
+    def run_ahead(self, ahead: Ahead) -> None:
+        """Note that the next receive is under way. Only called during the one before."""
+        with self._lock:
+            self._ahead = ahead
+            self._start_keeper()
+            self._wake_keeper(self._read_ahead_at())
+
+    def take_ahead(self) -> Ahead | None:
+        """Return the receive that is under way, for the consumer's thread to read its answer."""
+        ahead, self._ahead = self._ahead, None
+        return ahead
+
+    def read_ahead(self, within_s: float) -> None:
+        """Read the answer to the receive that is under way, and keep its messages with the waiting ones. After a
+        failure the next receive repeats it."""
+        with self._lock:
+            self._wait_read_ahead(within_s)
+            if (self._receiving_thread or self._reading_thread) is not None or (ahead := self.take_ahead()) is None:
+                return
+            self._reading_thread = threading.get_ident()
+        try:
+            received = ahead.read(within_s)
+        except BaseException as error:
+            self.send_acks_apart()
+            if not isinstance(error, PortalMQError):
+                raise
+            _log.debug("the receive that ran ahead has no answer: %s", error)
+        else:
+            self.arrived(received.stale_receipts)
+            with self._lock:
+                self._add(received.messages, ahead.sent_at)
+        finally:
+            with self._lock:
+                self._reading_thread = None
+                self._changed.notify_all()
+            if self._closed:
+                self._give_back_waiting(CLOSED_BEFORE_HANDLING)
+
+    def _wait_read_ahead(self, within_s: float | None = None) -> None:
+        if self._reading_thread is not None:
+            self._changed.wait_for(lambda: self._reading_thread is None, within_s)
+
+    def _read_ahead_at(self) -> float:
+        if self._ahead is None or self._receiving_thread is not None:
+            return math.inf
+        return self._ahead.sent_at + min(UNREAD_S_MAX, self._visibility_s / 2)
 
     def take_acks(self) -> list[str]:
         """Return the acks that travel with the next receive. Follow it by `arrived` and `hold`, or by
         `receive_failed`."""
-        with self._lock:
-            assert not self._acks_in_receive
-            if self._are_acks_apart:
-                return []
-            gathered = self._to_ack
-            self._acks_in_receive, self._to_ack = (
-                gathered[: wire.RECEIVE_MESSAGES_MAX],
-                gathered[wire.RECEIVE_MESSAGES_MAX :],
-            )
-            return self._acks_in_receive
+        return self._acks.take()
 
     def arrived(self, stale: Sequence[str]) -> None:
         """Confirm the acks that the answered receive carried, except the stale ones."""
-        with self._lock:
-            self._acks_in_receive = []
+        self._acks.arrived()
         self._warn_of_stale(len(stale))
 
     def receive_failed(self) -> None:
@@ -222,30 +258,23 @@ class Leases:
     def send_acks_apart(self) -> None:
         """Leave the acks of a failed receive to the keeper. Acking twice does no harm."""
         with self._lock:
-            self._are_acks_apart = self._are_acks_apart or bool(self._acks_in_receive)
-            self._to_ack, self._acks_in_receive = self._acks_in_receive + self._to_ack, []
-            if self._to_ack:
-                self._to_ack_since = self._clock()
-                self._wake_keeper(self._to_ack_since + ACK_DELAY_S_MAX)
+            if self._acks.keep_apart():
+                self._wake_keeper(self._acks.since + ACK_DELAY_S_MAX)
 
     def _received(self) -> None:
         self._receiving_thread = None
         if self._is_releasing:  # otherwise each receive would wake the keeper
             self._changed.notify_all()
 
+    def commit(self) -> None:
+        """Send the pending acks, those that travel with the receive under way included."""
+        if self._acks.are_in_receive:
+            self.read_ahead(LOOK_TIMEOUT_S)
+        self.flush()
+
     def flush(self) -> None:
         """Send the pending acks. A stale one is logged: another consumer has its message."""
-        with self._flushing:
-            with self._lock:
-                gathered, self._to_ack = self._to_ack, []
-            for start in range(0, len(gathered), wire.RECEIVE_MESSAGES_MAX):
-                receipts = gathered[start : start + wire.RECEIVE_MESSAGES_MAX]
-                try:
-                    self._settle("ack", receipts, {})
-                except StaleReceipt as error:
-                    self._warn_of_stale(len(_stale_among(error, receipts)))
-            with self._lock:
-                self._are_acks_apart = False
+        self._warn_of_stale(len(self._acks.flush()))
 
     def _warn_of_stale(self, count: int) -> None:
         if count:
@@ -258,9 +287,9 @@ class Leases:
     def settle(self, verb: Verb, receipts: list[str], options: dict[str, object]) -> None:
         """Ack, nack or extend by the user's order. Raises StaleReceipt after settling the other receipts."""
         try:
-            self._settle(verb, receipts, options)
+            self._calls.settle(verb, receipts, options)
         except StaleReceipt as error:
-            self.forget(_stale_among(error, receipts) if verb == "extend" else receipts)
+            self.forget(stale_among(error, receipts) if verb == "extend" else receipts)
             raise
         if verb == "extend":
             with self._lock:
@@ -294,20 +323,23 @@ class Leases:
                 if self._closed:
                     return
                 now = self._clock()
-                acks_at = self._to_ack_since + ACK_DELAY_S_MAX if self._to_ack else math.inf
+                acks_at = self._acks.since + ACK_DELAY_S_MAX if self._acks else math.inf
                 is_kept = bool(self._waiting or self._renewable(now))
                 extension_at = self._waiting_until - self._visibility_s / 2 if is_kept else math.inf
                 spare_at = self._release_waiting_at()
                 # While messages come and go it looks again by itself, as to wake it costs each call a thread switch.
                 look_at = now + ACK_DELAY_S_MAX if self._was_called else math.inf
                 self._was_called = False
-                self._wakes_at = min(acks_at, extension_at, spare_at, look_at)
+                unread_at = self._read_ahead_at()
+                self._wakes_at = min(acks_at, extension_at, spare_at, unread_at, look_at)
                 if now < self._wakes_at:
                     self._changed.wait(None if self._wakes_at == math.inf else self._wakes_at - now)
                     continue
             try:
                 if now >= acks_at:
                     self.flush()
+                if now >= unread_at:
+                    self.read_ahead(LOOK_TIMEOUT_S)
                 if now >= spare_at:
                     self._release_waiting()
                 if now >= extension_at:
@@ -333,7 +365,7 @@ class Leases:
 
     def _release_waiting(self) -> None:
         """Return the messages that wait behind a slow one to the group."""
-        are_leased = self._group_has_leases()
+        are_leased = self._calls.group_has_leases()
         if are_leased:
             self._give_back_waiting("the consumer is busy with another")
         elif are_leased is None:
@@ -348,7 +380,7 @@ class Leases:
             self._waiting.clear()
             self._is_giving_back = True
         try:
-            self.give_back_unseen(receipts, reason)
+            self._calls.give_back_unseen(receipts, reason)
         finally:
             with self._lock:
                 self._is_giving_back = False
@@ -384,11 +416,11 @@ class Leases:
         gone: set[str] = set()
         receipts += in_hand
         try:
-            self._settle("extend", receipts, self._extend_options())
+            self._calls.extend(receipts)
         except StaleReceipt as error:
-            gone = _stale_among(error, receipts)
+            gone = stale_among(error, receipts)
             self._mark_lost(gone)
-            if self._group_leases is False:
+            if self._calls.group_leases is False:
                 gone = set()
         with self._lock:
             self._waiting = deque(message for message in self._waiting if message.receipt not in gone)
@@ -401,65 +433,48 @@ class Leases:
     @property
     def is_receiving_in_this_thread(self) -> bool:
         """True if the current receive is this thread's own, which then runs a signal handler."""
-        return self._receiving_thread == threading.get_ident()
+        return threading.get_ident() in {self._receiving_thread, self._reading_thread}
+
+    def end_receives(self, within_s: float) -> None:
+        """Wait until a receive in another thread has ended, and read the answer to the one that is under way, before
+        their connections close."""
+        with self._lock:
+            self._is_releasing = True
+            self._changed.wait_for(self._has_received, within_s)
+        self.read_ahead(within_s)
+
+    def _has_received(self) -> bool:
+        return self._closed or (self._receiving_thread is None and self._reading_thread is None)
 
     def release(self, received_within_s: float = 0.0) -> None:
         """Send the last acks and return unfinished messages, also those of a receive in another thread that ends within
         `received_within_s`. After a failure the leases expire by themselves."""
         with self._lock:
             self._is_releasing = True
-            self._changed.wait_for(lambda: self._receiving_thread is None or self._closed, received_within_s)
+            self._changed.wait_for(self._has_received, received_within_s)
             if self._closed:
                 return
             self._closed = True
+            self._calls.timeout_s = RELEASE_TIMEOUT_S
             self._changed.notify_all()
             waiting = _receipts_of(self._waiting)
             handed = list(self._handed)
             self._waiting.clear()
             self._handed = {}
-            self._to_ack = self._acks_in_receive + self._to_ack
+            self._acks.gather_all()
         # The keeper may take much longer to send acks than close() may: then it continues with them by itself.
-        if self._flushing.acquire(timeout=RELEASE_TIMEOUT_S):
+        if self._acks.sending.acquire(timeout=RELEASE_TIMEOUT_S):
             try:
                 self.flush()
             except PortalMQError as error:
                 _log.warning("the last messages could not be acked and will be delivered again: %s", error)
             finally:
-                self._flushing.release()
+                self._acks.sending.release()
         else:
             _log.warning("acks have no answer: the last messages may be delivered again")
-        self._give_back(handed, {"reason": "the consumer closed before it was done"})
-        self.give_back_unseen(waiting, CLOSED_BEFORE_HANDLING)
-
-    def give_back_unseen(self, receipts: list[str], reason: str) -> None:
-        """Return messages that were never handed out: this does not count as a delivery."""
-        self._give_back(receipts, {"reason": reason, "delay_ms": 0, "unseen": True})
-
-    def _give_back(self, receipts: list[str], options: dict[str, object]) -> None:
-        if not receipts:
-            return
-        try:
-            self._settle("nack", receipts, options)
-        except PortalMQError as error:
-            _log.debug("could not return %d messages: %s", len(receipts), error)
-
-    def _extend_options(self) -> dict[str, object]:
-        return {"visibility_timeout_ms": round(self._visibility_s * 1000)}
-
-    def _settle(
-        self, verb: Verb, receipts: list[str], options: dict[str, object], timeout_s: float | None = None
-    ) -> None:
-        request = json_request("POST", wire.group_path(self._group, verb), {"receipts": receipts, **options})
-        self._transport.call(request, timeout_s=RELEASE_TIMEOUT_S if self._closed else timeout_s)
+        self._calls.give_back(handed, {"reason": "the consumer closed before it was done"})
+        self._calls.give_back_unseen(waiting, CLOSED_BEFORE_HANDLING)
 
 
 def _receipts_of(messages: Iterable[wire.PackMessageOut]) -> list[str]:
     return [message.receipt for message in messages if message.receipt is not None]
-
-
-def _stale_among(error: StaleReceipt, receipts: list[str]) -> set[str]:
-    """Return the receipts that an answer refused; all of them if it does not say."""
-    results = error.extra.get("results")
-    if not isinstance(results, list):
-        return set(receipts)
-    return {str(result.get("receipt")) for result in results if result.get("status") != "ok"}

@@ -1,6 +1,8 @@
 """The receives of a queue group's consumer: what to ask for, at which broker, and what a failure means.
 
     next_messages --> the waiting messages of Leases --none--> receive (with acks) --> Leases
+                                                                  |
+                      the next receive is under way  <------------'   while the messages of this one are handled
 
 A receive whose answer is lost is repeated under its attempt id, and gets the same messages under the same leases.
 """
@@ -10,10 +12,10 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable
 
 from portalmq import wire
 from portalmq.consumers.lease import Leases
+from portalmq.consumers.prefetch import AHEAD_S, Ahead, Prefetch
 from portalmq.consumers.subscription import Subscription
 from portalmq.errors import GroupNotFound, PortalMQError
 from portalmq.message import Message, Settler, message_from_wire
@@ -21,7 +23,7 @@ from portalmq.network.http_answer import HttpAnswer
 from portalmq.transport import system_random
 from portalmq.transport.answers import decode_answer
 from portalmq.transport.reachability import SILENT_S_MAX
-from portalmq.transport.request import WAIT_S_MIN, json_request
+from portalmq.transport.request import WAIT_S_MIN, Request, json_request
 from portalmq.transport.retries import may_repeat
 from portalmq.transport.transport import CALL_TIMEOUT_S, Transport
 
@@ -29,35 +31,6 @@ from portalmq.transport.transport import CALL_TIMEOUT_S, Transport
 RECEIVE_WAIT_S = 10.0
 LOOK_UP_WITHIN_S = 5.0
 AGAIN_S = 1.0
-FIRST_MESSAGES = 10
-AHEAD_S = 1.0
-
-
-class Prefetch:
-    """The number of messages that a consumer fetches at once, at most `most`: those it handles in a second, so that
-    others get the rest.
-
-    The first fetch is a guess; later ones follow from how long the previous messages were handled. Messages that a
-    wrong guess holds back behind a slow one are returned to the group (see lease.py).
-    """
-
-    def __init__(self, most: int, clock: Callable[[], float]) -> None:
-        self._most = most
-        self._clock = clock
-        self._next = min(FIRST_MESSAGES, most)
-        self._count = 0
-        self._received_at = 0.0
-
-    def wanted(self) -> int:
-        """Return how many to fetch, now that the messages of the latest fetch are handled."""
-        if self._count:
-            took_s = self._clock() - self._received_at
-            fit = self._most if took_s <= 0 else int(min(AHEAD_S * self._count / took_s, self._most))
-            self._next, self._count = max(1, fit), 0
-        return self._next
-
-    def received(self, count: int) -> None:
-        self._count, self._received_at = count, self._clock()
 
 
 class Receiver:
@@ -75,6 +48,7 @@ class Receiver:
         self._attempts = 0
         self._prefetch = Prefetch(subscription.max_messages, time.monotonic)
         self._is_unanswered = False
+        self._asked = 0
         self._failing_since = 0.0
         self._is_prepared = False
         self._near: tuple[str, int] | None = None
@@ -104,7 +78,7 @@ class Receiver:
                 if not ends:
                     break
                 continue
-            if not received and is_last:
+            if received is False and is_last:
                 break
         return []
 
@@ -122,72 +96,122 @@ class Receiver:
 
     def _take(self, at_most: int, consumer: Settler) -> list[Message]:
         topic = self._subscription.topics[0]
-        messages: list[Message] = []
-        while len(messages) < at_most and (packed := self._leases.take()) is not None:
-            messages.append(message_from_wire(packed, topic, consumer))
-        return messages
+        return [message_from_wire(packed, topic, consumer) for packed in self._leases.take(at_most)]
 
-    def _receive(self, at_most: int, deadline: float | None) -> bool:
-        """Fetch messages and keep them. Return False if none came in time."""
+    def _receive(self, at_most: int, deadline: float | None) -> bool | None:
+        """Fetch messages and keep them. Return False if none came in time, and None if the next receive may find some
+        at once: this one ran ahead."""
+        if not self._leases.begin_receive():
+            return True  # the keeper has read the answer to the one that ran ahead
         try:
-            self._leases.begin_receive()
             self._prepare(deadline)
-            is_repeat = self._is_unanswered
-            if not is_repeat:
-                self._attempts += 1
-            # Until there is an answer: a repeat of this attempt returns the messages that a broker has leased under it.
-            self._is_unanswered = True
-            acks = self._leases.take_acks()
-            try:
-                answer = self._call(at_most, deadline, acks, is_repeat=is_repeat)
-            except PortalMQError as error:
-                if not acks or not may_repeat(error, repeatable=True) or not left_s(deadline) or self._closed.is_set():
-                    raise
-                self._leases.send_acks_apart()
-                self._transport.pause(min(error.retry_after_s or 0.0, left_s(deadline)))
-                answer = self._call(at_most, deadline, [], is_repeat=True)
-            received = decode_answer(answer, wire.PackReceived)
-            self._is_unanswered, self._failing_since = False, 0.0
+            asked = max(self._prefetch.wanted(), at_most)
+            ahead = self._leases.take_ahead()
+            received = self._answer(ahead, asked, deadline)
+            self._failing_since = 0.0
         except BaseException as error:
             self._leases.receive_failed()
             if isinstance(error, PortalMQError) and self._closed.is_set():
                 return False
             raise
         self._leases.arrived(received.stale_receipts)
-        self._leases.hold(received.messages)
-        self._prefetch.received(len(received.messages))
-        return bool(received.messages)
+        count = len(received.messages)
+        self._prefetch.received(count)
+        if ahead is not None:
+            self._prefetch.came_ahead(count)
+        try:
+            if count >= self._asked and self._may_run_ahead():
+                self._run_ahead(asked)
+        finally:
+            self._leases.hold(received.messages, None if ahead is None else ahead.sent_at)
+        return bool(count) or (None if ahead is not None else False)
 
-    def _call(self, at_most: int, deadline: float | None, acks: list[str], *, is_repeat: bool) -> HttpAnswer:
+    def _answer(self, ahead: Ahead | None, asked: int, deadline: float | None) -> wire.PackReceived:
+        """Return the answer to the receive that ran ahead, or else to a new one. Repeat a failed one without acks."""
+        acks: list[str] = []
+        try:
+            if ahead is not None:
+                return ahead.read(None)
+            is_repeat = self._is_unanswered
+            if not is_repeat:
+                self._attempts += 1
+            # Until there is an answer: a repeat of this attempt returns the messages that a broker has leased under it.
+            self._is_unanswered = True
+            acks = self._leases.take_acks()
+            return self._call(asked, deadline, acks, is_repeat=is_repeat)
+        except PortalMQError as error:
+            is_over = not left_s(deadline) or self._closed.is_set()
+            if is_over or not may_repeat(error, repeatable=True) or (ahead is None and not acks):
+                raise
+            self._leases.send_acks_apart()
+            self._transport.pause(min(error.retry_after_s or 0.0, left_s(deadline)))
+            return self._call(asked, deadline, [], is_repeat=True)
+
+    def _call(self, asked: int, deadline: float | None, acks: list[str], *, is_repeat: bool) -> wire.PackReceived:
         """Return the answer to this attempt. With acks it is tried once: a new leader receives at once, and answers
         acks only when the one before it certainly delivers no more."""
         timeout_s = left_s(deadline)
-        wait_s = min(timeout_s, RECEIVE_WAIT_S)
+        request = self._request(asked, min(timeout_s, RECEIVE_WAIT_S), acks)
         if self._failing_since:
             timeout_s = max(timeout_s, AGAIN_S)  # it failed before: allow for a change of leaders
-        request = wire.ReceiveRequest(
+        answer = self._transport.call(
+            request, timeout_s=0.0 if acks else timeout_s, waits_for_last_try=True, is_repeat=is_repeat
+        )
+        return self._decoded(answer)
+
+    def _request(self, asked: int, wait_s: float, acks: list[str]) -> Request:
+        self._asked = asked
+        receive = wire.ReceiveRequest(
             topics=list(self._subscription.topics),
-            max_messages=max(self._prefetch.wanted(), at_most),
+            max_messages=asked,
             wait_ms=round(wait_s * 1000),
             visibility_timeout_ms=round(self._subscription.visibility_timeout_s * 1000),
             consumer=self._name,
             attempt_id=f"{self._name}-{self._attempts}",
             ack=acks,
         )
-        return self._transport.call(
-            json_request(
-                "POST",
-                f"{self._group_path}/receive",
-                request,
-                accept=wire.BATCH_MSGPACK,
-                near=self._near,
-                wait_s=max(wait_s, WAIT_S_MIN),
-                marks_first_try=True,
-            ),
-            timeout_s=0.0 if acks else timeout_s,
-            waits_for_last_try=True,
-            is_repeat=is_repeat,
+        return json_request(
+            "POST",
+            f"{self._group_path}/receive",
+            receive,
+            accept=wire.BATCH_MSGPACK,
+            near=self._near,
+            wait_s=max(wait_s, WAIT_S_MIN),
+            marks_first_try=True,
         )
+
+    def _decoded(self, answer: HttpAnswer) -> wire.PackReceived:
+        received = decode_answer(answer, wire.PackReceived)
+        self._is_unanswered = False
+        return received
+
+    def _may_run_ahead(self) -> bool:
+        """Return whether to send the next receive now. Messages of a group without leases would be lost with this
+        process; with manual_ack the time between two receives does not show how long messages are handled."""
+        subscription = self._subscription
+        if not subscription.prefetch or subscription.manual_ack or self._closed.is_set():
+            return False
+        if not self._prefetch.runs_ahead(min(AHEAD_S, subscription.visibility_timeout_s / 4)):
+            return False
+        if not self._leases.group_has_leases():
+            self._prefetch.came_ahead(0)
+            return False
+        return True
+
+    def _run_ahead(self, asked: int) -> None:
+        """Send the next receive, with the acks known so far. It does not wait at the broker."""
+        self._attempts += 1
+        self._is_unanswered = True
+        call = None
+        try:
+            call = self._transport.begin(self._request(asked, 0.0, self._leases.take_acks()))
+            if call is None:
+                self._is_unanswered = False
+            else:
+                self._leases.run_ahead(Ahead(lambda timeout_s: self._decoded(call.answer(timeout_s)), time.monotonic()))
+        finally:
+            if call is None:
+                self._leases.send_acks_apart()
 
     def _prepare(self, deadline: float | None) -> None:
         """Apply the settings to the group once, before its first receive fixes them."""

@@ -21,3 +21,4 @@ class Subscription:
     visibility_timeout_s: float
     member_id: str | None
     session_timeout_s: float
+    prefetch: bool = True

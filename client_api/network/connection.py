@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -114,8 +114,9 @@ class Connection:
         is_readable = poll()
         is_readable.register(self._socket, select.POLLIN)
         self._is_readable = is_readable.poll
-        self.used = False
+        self.used = self._was_used = False
         self.reusable = True
+        self._cut_off: OSError | None = None  # of the request that was sent last
         self.idle_since = 0.0
 
     def looks_alive(self, now: float) -> bool:
@@ -128,20 +129,31 @@ class Connection:
     ) -> HttpAnswer:
         """Send one request and read its answer. Each wait for the network ends after `timeout_s`. Raises NotSent or
         NoAnswer."""
-        was_used, self.used, self.reusable = self.used, True, False
-        cut_off = None
+        # The pause is set before a request that never waits for room, as setting it is a system call.
         pause_s = timeout_s if watch is None else min(watch.first_s, timeout_s)
+        self.send(head, body, pause_s if len(body) <= UNBLOCKED_BYTES_MAX else timeout_s)
+        return self.answer(method, timeout_s, watch)
+
+    def send(self, head: bytes, body: bytes, timeout_s: float) -> None:
+        """Send one request, whose `answer` is read next. Raises NotSent."""
+        self._was_used, self.used, self.reusable = self.used, True, False
+        self._cut_off = None
         try:
-            # The pause is set before a request that never waits for room, as setting it is a system call.
-            self._set_timeout(pause_s if len(body) <= UNBLOCKED_BYTES_MAX else timeout_s)
+            self._set_timeout(timeout_s)
             self._send(head, body)
         except (BrokenPipeError, ConnectionResetError) as fault:
             # A broker that refuses a body for its length answers early and closes; that answer is worth reading.
-            cut_off = fault
+            self._cut_off = fault
         except OSError as fault:
             raise NotSent(str(fault)) from fault
+
+    def answer(self, method: str, timeout_s: float, watch: Watch | None = None) -> HttpAnswer:
+        """Return the answer to the request that was sent. Raises NotSent or NoAnswer."""
+        cut_off = self._cut_off
+        pause_s = timeout_s if watch is None else min(watch.first_s, timeout_s)
         try:
             self._recv_timeout_s = timeout_s
+            self._set_timeout(pause_s)
             if watch is None or cut_off is not None:
                 piece = self._socket.recv(PIECE_BYTES)
             else:
@@ -151,7 +163,7 @@ class Connection:
             if cut_off is not None:
                 raise NotSent(str(cut_off)) from fault
             silent = isinstance(fault, ConnectionError)
-            raise NoAnswer(_describe(fault, timeout_s), stale=was_used and silent) from fault
+            raise NoAnswer(_describe(fault, timeout_s), stale=self._was_used and silent) from fault
         self.reusable = cut_off is None and is_reusable
         return answer
 
@@ -226,6 +238,21 @@ def _describe(fault: Exception, timeout_s: float) -> str:
     return str(fault) or type(fault).__name__
 
 
+class PendingAnswer(NamedTuple):
+    """The answer to a request that was sent. Its connection belongs to it until it is read, once."""
+
+    connection: Connection
+    method: str
+    give_back: Callable[[], None]
+
+    def read(self, timeout_s: float, watch: Watch | None = None) -> HttpAnswer:
+        """Wait for the answer. Raises NotSent or NoAnswer."""
+        try:
+            return self.connection.answer(self.method, timeout_s, watch)
+        finally:
+            self.give_back()
+
+
 class _Host:
     """The connections to one address. Invariant, under the pool's lock: len(idle) + taken <= the pool's bound, where
     `taken` counts those in use and those that are being opened."""
@@ -275,6 +302,19 @@ class ConnectionPool:
         finally:
             # After any exception, KeyboardInterrupt included, the connection is not reusable.
             self._give_back(host, connection)
+
+    def begin(self, address: Address, method: str, head: bytes, body: bytes, timeout_s: float) -> PendingAnswer:
+        """Send one request, whose answer is read later. Raises NotSent."""
+        host = self._host(address)
+        connection = self._take(address, host, timeout_s)
+        try:
+            if connection is None:
+                connection = self._connect(address, host, timeout_s)
+            connection.send(head, body, timeout_s)
+        except BaseException:
+            self._give_back(host, connection)
+            raise
+        return PendingAnswer(connection, method, partial(self._give_back, host, connection))
 
     def _host(self, address: Address) -> _Host:
         host = self._hosts.get(address)

@@ -15,13 +15,13 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from portalmq import wire
 from portalmq.errors import NotLeader, PortalMQError, Unavailable
-from portalmq.network.connection import Address, ConnectionPool, NoAnswer, NotSent, Watch
+from portalmq.network.connection import Address, ConnectionPool, NoAnswer, NotSent, PendingAnswer, Watch
 from portalmq.network.forking import reset_in_children
 from portalmq.network.http_answer import HttpAnswer
 from portalmq.network.tls import NO_FILES, TlsFiles, context_of
@@ -61,9 +61,23 @@ class Pool(Protocol):
     def exchange(
         self, address: Address, method: str, head: bytes, body: bytes, timeout_s: float, watch: Watch | None = None
     ) -> HttpAnswer: ...
+    def begin(self, address: Address, method: str, head: bytes, body: bytes, timeout_s: float) -> PendingAnswer: ...
     def rest(self) -> None: ...
     def hang_up(self) -> None: ...
     def close(self, answers_within_s: float = 0.0) -> None: ...
+
+
+class PendingCall(NamedTuple):
+    """A call that was sent, whose answer is not read yet."""
+
+    transport: Transport
+    request: Request
+    address: Address
+    pending: PendingAnswer
+
+    def answer(self, timeout_s: float | None = None) -> HttpAnswer:
+        """Read the answer, once. Raises a PortalMQError; then the call may be repeated if its request is repeatable."""
+        return self.transport.read(self, self.request.try_timeout_s if timeout_s is None else timeout_s)
 
 
 class Transport:
@@ -207,17 +221,50 @@ class Transport:
         try:
             answer, was_repeated = self._exchange(address, request, deadline, forward=not is_leader, is_first=is_first)
         except (NotSent, NoAnswer) as fault:
-            self._cluster_metadata.mark_unreachable(address)
-            if topic is not None:
-                self._outdated.add(topic)
-            error = self._unreachable(address, fault)
-            if not self._closing.is_set():
-                # A long poll is not silence while the broker may wait.
-                since = min(began + request.wait_s, self._clock())
-                self.reachability.failed(address, self._cluster_metadata.known, error, since)
-            raise error from fault
+            raise self._failed(address, request, began, fault) from fault
         if request.wait_s:
             self._has_flow = self._clock() - began < min(FLOW_S, request.wait_s / 2)
+        return self._accepted(address, request, answer, was_repeated)
+
+    def begin(self, request: Request) -> PendingCall | None:
+        """Send a request whose answer is read later, on a connection of its own. Return None if it was not sent; the
+        next call finds out why."""
+        if self._closing.is_set() or request.topic in self._outdated:
+            return None
+        try:
+            address, is_leader = self._choose_broker(request, LOOK_UP_S_MIN)
+            head = self._head(address, request, forward=not is_leader, is_first=request.marks_first_try)
+            pending = self._pool.begin(address, request.method, head, request.body, request.try_timeout_s)
+        except (Unavailable, NotSent):
+            return None
+        return PendingCall(self, request, address, pending)
+
+    def read(self, call: PendingCall, timeout_s: float) -> HttpAnswer:
+        """Return the answer to a call that was begun. Raises a PortalMQError, as `attempt` does."""
+        address, request = call.address, call.request
+        began = self._clock()
+        try:
+            answer = call.pending.read(timeout_s, self._watch(address, request))
+        except (NotSent, NoAnswer) as fault:
+            if isinstance(fault, NoAnswer) and fault.stale:  # as in _exchange: this says nothing about the broker
+                raise self._unreachable(address, fault) from fault
+            raise self._failed(address, request, began, fault) from fault
+        return self._accepted(address, request, answer, was_repeated=False)
+
+    def _failed(self, address: Address, request: Request, began: float, fault: NotSent | NoAnswer) -> Unavailable:
+        """Leave a broker that gave no answer, and return the error to raise."""
+        self._cluster_metadata.mark_unreachable(address)
+        if request.topic is not None:
+            self._outdated.add(request.topic)
+        error = self._unreachable(address, fault)
+        if not self._closing.is_set():
+            # A long poll is not silence while the broker may wait.
+            since = min(began + request.wait_s, self._clock())
+            self.reachability.failed(address, self._cluster_metadata.known, error, since)
+        return error
+
+    def _accepted(self, address: Address, request: Request, answer: HttpAnswer, was_repeated: bool) -> HttpAnswer:
+        """Return an answer, or raise the error that it says."""
         self._cluster_metadata.answered(address)
         self.reachability.answered()
         if answer.status < 300:

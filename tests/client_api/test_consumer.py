@@ -17,7 +17,7 @@ from support.scripted_broker import Call, Reply, ScriptedBroker, hang_up, hold, 
 
 from portalmq import Consumer, Forbidden, GroupModeMismatch, LeaseLost, Message, StaleReceipt, Unavailable, wire
 from portalmq.consumers.lease import Leases
-from portalmq.consumers.receiver import FIRST_MESSAGES, Prefetch
+from portalmq.consumers.prefetch import FIRST_MESSAGES, Prefetch
 
 RECEIVE = "/v1/groups/g/receive"
 ACK = "/v1/groups/g/ack"
@@ -475,7 +475,7 @@ class Broker:
 def leases(broker: Broker, clock: Callable[[], float], max_handling_s: float = 0.0) -> Leases:
     held = Leases(broker, "g", 30.0, clock, max_handling_s)  # type: ignore[arg-type]
     held._keeper = threading.current_thread()
-    held._group_leases = True
+    held._calls.group_leases = True
     held.hold([wire.PackMessageOut(0, offset, b"", 0, receipt=f"r{offset}") for offset in range(3)])
     return held
 
@@ -483,9 +483,9 @@ def leases(broker: Broker, clock: Callable[[], float], max_handling_s: float = 0
 def test_a_message_whose_lease_has_expired_is_not_delivered() -> None:
     now = [0.0]
     held = leases(Broker(), lambda: now[0])
-    assert held.take() is not None
+    assert held.take()
     now[0] = 30.0
-    assert held.take() is None
+    assert not held.take()
 
 
 def test_waiting_leases_are_extended_while_a_message_is_handled() -> None:
@@ -497,7 +497,7 @@ def test_waiting_leases_are_extended_while_a_message_is_handled() -> None:
     held._keep_waiting(now[0])
     assert broker.sent == [("extend", ["r1", "r2"])]
     now[0] = 45.0
-    assert held.take() is not None
+    assert held.take()
 
 
 def test_messages_behind_a_stuck_one_are_returned_to_the_group() -> None:
@@ -508,7 +508,7 @@ def test_messages_behind_a_stuck_one_are_returned_to_the_group() -> None:
     now[0] = 31.0
     held._keep_waiting(now[0])
     assert broker.sent == [("nack", ["r1", "r2"])]
-    assert held.take() is None
+    assert not held.take()
 
 
 def test_a_message_whose_lease_was_lost_while_waiting_is_not_delivered() -> None:
@@ -517,7 +517,7 @@ def test_a_message_whose_lease_was_lost_while_waiting_is_not_delivered() -> None
     held = leases(Broker(StaleReceipt("stale", results=results)), lambda: now[0])
     held.take()
     held._keep_waiting(20.0)
-    message = held.take()
+    [message] = held.take()
     assert message is not None
     assert message.receipt == "r2"
 
@@ -571,7 +571,7 @@ def test_a_lease_that_expired_before_the_next_message_is_checked() -> None:
     held.finish_handed()
     assert (broker.sent, held.take_acks()) == ([("extend", ["r0"])], ["r0"]), "no other consumer had it"
     held.receive_failed()
-    held._to_ack = []
+    held._acks._gathered = []
     held._waiting_until = 60.0
     held.take()
     now[0] = 61.0
@@ -584,19 +584,19 @@ def test_a_lease_that_expired_before_the_next_message_is_checked() -> None:
 def test_a_message_that_was_acked_before_it_was_handed_out_is_not_lost() -> None:
     now = [0.0]
     held = leases(Broker(StaleReceipt("stale")), lambda: now[0], max_handling_s=100.0)
-    held._group_leases = False
+    held._calls.group_leases = False
     held.take()
     held._keep_waiting(15.0)
     now[0] = 100.0
     held.finish_handed()
-    assert held.take() is not None
+    assert held.take()
 
 
 def test_messages_behind_a_slow_one_are_returned_to_the_group() -> None:
     with ScriptedBroker() as broker:
         broker.fill("t", [b"1", b"2", b"3"])
         with consumer(broker) as busy, consumer(broker, max_messages=1, idle_timeout_s=None) as idle:
-            busy._leases._group_leases = True
+            busy._leases._calls.group_leases = True
             busy._leases._hold_back_s = AN_HOUR_S
             assert next(busy).value == b"1"
             with busy._leases._lock:
@@ -609,10 +609,10 @@ def test_messages_behind_a_slow_one_are_returned_to_the_group() -> None:
 def test_messages_acked_at_delivery_are_not_returned() -> None:
     broker = Broker()
     held = leases(broker, lambda: 0.0)
-    held._group_leases = False
+    held._calls.group_leases = False
     held.take()
     held._release_waiting()
-    assert (broker.sent, held.take() is None) == ([], False)
+    assert (broker.sent, bool(held.take())) == ([], True)
 
 
 def test_two_workers_share_a_hundred_jobs() -> None:
@@ -673,7 +673,7 @@ def test_a_release_right_after_an_answer_returns_its_messages() -> None:
 
     held._lock = ReleasedAtOnce()  # type: ignore[assignment]
     held.hold([wire.PackMessageOut(0, 0, b"", 0, receipt="r0")])
-    assert held.take() is None
+    assert not held.take()
     assert broker.sent == [("nack", ["r0"])]
 
 

@@ -97,6 +97,8 @@ class ScriptedBroker:
 
     def __init__(self, partitions: int = 1, *, auto_create: bool = True) -> None:
         self.partitions = partitions
+        # Consumers fetch ahead only from a group that they could look up.
+        self.shows_groups = False
         self.leader_url: str | None = None
         self.leader_epoch = 1
         self.calls: list[Call] = []
@@ -189,6 +191,9 @@ class ScriptedBroker:
                     return Reply(201, b"{}")
                 case "POST", "topics", topic, "messages":
                     return self._produce(topic, call)
+                case "GET", "groups", group if self.shows_groups:
+                    shown = wire.GroupDescription(group, "queue", [], 0, 0, 0, 0, 0, 0, wire.GroupConfig())
+                    return Reply(body=msgspec.json.encode(shown))
                 case "PUT", "groups", _:
                     return Reply(body=b"{}")
                 case "POST", "groups", _, "receive":

@@ -40,7 +40,7 @@ def test_messages_that_the_keeper_returns_are_pending_until_the_broker_answers(f
     transport = Transport(fail)
     held = transport.leases = Leases(transport, "g", 30.0, lambda: 0.0)  # type: ignore[arg-type]
     held._keeper = threading.current_thread()
-    held._group_leases = True
+    held._calls.group_leases = True
     held.hold([wire.PackMessageOut(0, offset, b"", 0, receipt=f"r{offset}") for offset in range(3)])
     assert held.wait_given_back(0.0)
     held._release_waiting()
@@ -54,7 +54,7 @@ def test_waiting_messages_go_back_later_if_the_group_could_not_be_asked() -> Non
     held = transport.leases = Leases(transport, "g", 30.0, lambda: now[0])  # type: ignore[arg-type]
     held._keeper = threading.current_thread()
     held.hold([wire.PackMessageOut(0, offset, b"", 0, receipt=f"r{offset}") for offset in range(3)])
-    assert held.take() is not None
+    assert held.take()
     for tries in (1, 2, 3):
         now[0] = held._release_waiting_at()
         held._release_waiting()
@@ -62,7 +62,7 @@ def test_waiting_messages_go_back_later_if_the_group_could_not_be_asked() -> Non
         assert held._release_waiting_at() == now[0] + HOLD_BACK_S_MAX, "it retries after a pause"
     transport.fail = None
     held._release_waiting()
-    assert (transport.on_its_way, held.take()) == ([True], None)
+    assert (transport.on_its_way, held.take()) == ([True], [])
 
 
 def test_an_iteration_ends_only_when_returned_messages_have_arrived(monkeypatch: pytest.MonkeyPatch) -> None:

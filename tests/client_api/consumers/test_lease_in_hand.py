@@ -33,7 +33,7 @@ def held_at(now: list[float], broker: Broker, max_handling_s: float) -> Leases:
     """Return leases of three messages, without a keeper thread."""
     held = Leases(broker, "g", VISIBILITY_S, lambda: now[0], max_handling_s)  # type: ignore[arg-type]
     held._keeper = threading.current_thread()
-    held._group_leases = True
+    held._calls.group_leases = True
     held.hold([wire.PackMessageOut(0, offset, b"", 0, receipt=f"r{offset}") for offset in range(3)])
     return held
 
