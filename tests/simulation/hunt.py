@@ -1,5 +1,6 @@
 """`make mutants`: plant each bug, and look for a seed that finds it. One that survives 2,000 seeds, and its own, is a
-hole in the checker.
+hole in the checker. A bug is found by a violation or an assertion; one whose run ends with any other error, as a wrong
+signature's TypeError, is planted wrong and proves nothing.
 
     python -m simulation.hunt                all
     python -m simulation.hunt NAME...        some
@@ -18,10 +19,14 @@ from unittest.mock import patch
 from simulation import delivery_mutants
 from simulation.group_options import EVERY
 from simulation.mutants import MUTANTS
-from simulation.run import failure_of
+from simulation.run import error_of
 
 SEEDS_MAX = 2_000
 assert delivery_mutants.mutant  # imported for its side effect: it registers its mutants
+
+
+class PlantedWrong(Exception):
+    """A run with a planted bug ended with an error that no check raised."""
 
 
 @contextmanager
@@ -40,13 +45,26 @@ def seeds_for(name: str) -> Iterable[int]:
 
 def killer_of(name: str, first: Iterable[int] = ()) -> tuple[int, str] | None:
     """Return a seed whose run breaks with this bug, and its failure; `first` are tried before all others, and the seed
-    that found it once after them. None if all hold."""
+    that found it once after them. None if all hold. Raise PlantedWrong."""
     with planted(name):
         for seed in chain(first, seeds_for(name), [MUTANTS[name].seed]):
-            failure, _ = failure_of(seed)
-            if failure is not None:
-                return seed, failure
+            error, _ = error_of(seed)
+            if error is None:
+                continue
+            failure = f"{type(error).__name__} {error}"
+            if not isinstance(error, AssertionError):
+                raise PlantedWrong(f"seed {seed}, {failure}") from error
+            return seed, failure
     return None
+
+
+def hunted(name: str) -> tuple[bool, str]:
+    """Return whether a seed found this bug, and what there is to say."""
+    try:
+        found = killer_of(name)
+    except PlantedWrong as error:
+        return False, f"IS PLANTED WRONG: {error}"
+    return (True, f"seed {found[0]}, {found[1]}") if found else (False, "SURVIVES")
 
 
 def main() -> int:
@@ -54,9 +72,9 @@ def main() -> int:
     names = sys.argv[1:] or list(MUTANTS)
     survivors = []
     with Pool() as pool:
-        for name, found in zip(names, pool.imap(killer_of, names), strict=True):
-            print(f"{name}: " + (f"seed {found[0]}, {found[1]}"[:150] if found else "SURVIVES"), flush=True)
-            if found is None:
+        for name, (found, report) in zip(names, pool.imap(hunted, names), strict=True):
+            print(f"{name}: {report[:150]}", flush=True)
+            if not found:
                 survivors.append(name)
     print(f"{len(names) - len(survivors)} of {len(names)} found, {time.monotonic() - began:.0f} s")
     return 1 if survivors else 0

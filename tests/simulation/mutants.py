@@ -266,14 +266,14 @@ def _(original: Any, self: Any, replica: int, high_watermark: int, brokers: Any,
     return original(self, replica, high_watermark, believed, now_ms)
 
 
-@mutant("counts what an earlier life of a replica had", 17, (IsrTracker, "fetched"))
-def _(original: Any, self: Any, fetch: core.Fetch, leader_end: int, now_ms: int) -> bool:
+@mutant("counts what an earlier life of a replica had", 243, (IsrTracker, "fetched"))
+def _(original: Any, self: Any, fetch: core.Fetch, *more: Any) -> bool:
     known = self._followers.get(fetch.broker_id)
     fetch = replace(fetch, incarnation=max(fetch.incarnation, known.incarnation) if known else fetch.incarnation)
     if known is not None:
         known.store_uuid = fetch.store_uuid
         known.incarnation = fetch.incarnation
-    return original(self, fetch, leader_end, now_ms)
+    return original(self, fetch, *more)
 
 
 @mutant("shrinks the ISR below the floor", 1, (IsrTracker, "wanted"))

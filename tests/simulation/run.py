@@ -22,13 +22,17 @@ LAST_LINES = 60
 
 def failure_of(seed: int, events: int = EVENTS) -> tuple[str | None, Counter[str]]:
     """Return the failure of a run, None without one; and the states that it reached."""
+    error, reached = error_of(seed, events)
+    return None if error is None else f"{type(error).__name__} {error}", reached
+
+
+def error_of(seed: int, events: int = EVENTS) -> tuple[Exception | None, Counter[str]]:
+    """Return what ended a run, None when it held; and the states that it reached."""
     world = World(seed, events)
     try:
         world.run()
-    except AssertionError as error:
-        return f"{type(error).__name__} {error}", world.reached
     except Exception as error:  # noqa: BLE001 - a run that breaks is a failing seed like any other
-        return f"{type(error).__name__} {error}", world.reached
+        return error, world.reached
     return None, world.reached
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import pytest
 from simulation.group_options import EVERY
-from simulation.hunt import killer_of
-from simulation.mutants import MUTANTS
+from simulation.hunt import PlantedWrong, killer_of
+from simulation.mutants import MUTANTS, Mutant
 from simulation.run import failure_of
 from simulation.world import World
+
+from portalmq.broker.core.replica.isr import IsrTracker
 
 SEEDS = 1_000
 CHUNK = 25
@@ -29,6 +31,14 @@ def test_no_fault_breaks_an_invariant(first: int) -> None:
 def test_a_planted_bug_is_found(name: str) -> None:
     seed, step = MUTANTS[name].seed, EVERY if MUTANTS[name].has_groups else 1
     assert killer_of(name, range(seed, seed + WINDOW * step, step)) is not None
+
+
+def test_a_bug_that_is_planted_wrong_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A TypeError ends every run, and says nothing of the checker."""
+    wrong = Mutant("wrong", 0, ((IsrTracker, "fetched", lambda self, fetch: True),))
+    monkeypatch.setitem(MUTANTS, wrong.name, wrong)
+    with pytest.raises(PlantedWrong, match="TypeError"):
+        killer_of(wrong.name)
 
 
 def test_the_same_seed_gives_the_same_run() -> None:
