@@ -1,6 +1,6 @@
 """Compaction of topics that keep the last message of each key (`cleanup: compact`): when, how far, and how fast.
 
-    leader      enough is new -> roll, seal -> STATE, Compact(upto, tombstones_before_ms) in the log
+    leader      enough is new -> roll, seal -> STATE, Compact in the log
     replicas    that record is committed -> seal the segments below -> storage.compaction, a step at a time
 
 A leader orders a compaction when the log has grown since the last one by as much as that one left. So all rewriting
@@ -8,9 +8,11 @@ stays in proportion to what was sent, and no setting is needed. What an open ord
 above `upto`. The STATE record in front of the order contains all that the group records below add up to, so these are
 removed too. Otherwise the acks of a topic that keeps a few keys for ever would grow without limit.
 
-A tombstone stays for a day after the first compaction that saw it, and a message with an id for as long as its id
-counts. So a reader from the start, a consumer or a late replica, that takes less than a day learns of every removal of
-what it has seen: no deleted message comes back (Kafka's delete.retention.ms, KIP-534).
+A tombstone stays for a day after the first compaction that removed all that it deletes, and a message with an id for as
+long as its id counts. So a reader from the start, a consumer or a late replica, that takes less than a day learns of
+every removal of what it has seen: no deleted message comes back (Kafka's delete.retention.ms, KIP-534). A compaction
+keeps delayed messages until they are due, and messages with an id. The leader looks for the first one that the
+compaction a day ago had to keep, and no tombstone behind that goes.
 
 One partition at a time is compacted, on native threads, with pauses three times as long as the work, or as long as the
 work while more arrives than is compacted.
@@ -32,7 +34,7 @@ from portalmq.broker.partition.host import PartitionHost
 from portalmq.broker.partition.native import attempt
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.storage.batch import BatchKind
-from portalmq.broker.storage.compaction import Compaction, CompactionOrder
+from portalmq.broker.storage.compaction import Compaction, CompactionOrder, first_kept_ms
 from portalmq.broker.storage.errors import DAMAGE, OffsetPurged, Shortage
 from portalmq.broker.storage.log import Log
 from portalmq.errors import Unavailable
@@ -110,11 +112,11 @@ class Compactor:
         if upto <= partition.groups.compacted or not (is_old or self._is_enough(partition, upto)):
             return
         kept_ms = max(TOMBSTONES_KEPT_MS, partition.dedup_window_ms)
-        before_ms = self._done(partition, _tombstones_before_ms, partition.log, kept_ms)
-        if not isinstance(before_ms, int) or not partition.serves:
+        compact = self._done(partition, _next_compact, partition.log, upto, kept_ms)
+        if not isinstance(compact, Compact) or not partition.serves:
             return
         partition.retention.write_state()
-        pending = partition.append_control(BatchKind.COMPACT, msgspec.msgpack.encode(Compact(upto, before_ms)))
+        pending = partition.append_control(BatchKind.COMPACT, msgspec.msgpack.encode(compact))
         partition.groups.compacted = max(partition.groups.compacted, upto)
         pending.wait()
 
@@ -222,17 +224,27 @@ def _newest_order(files: Log, high_watermark: int, taken_back: tuple[tuple[int, 
     compact = _decode(record.body)
     state = files.newest_control(BatchKind.STATE, record.base_offset)
     blanks = state is not None and state.base_offset >= compact.upto
-    return CompactionOrder(compact.upto, compact.tombstones_before_ms, record.appended_at_ms, taken_back, blanks)
+    before_ms, ids_before_ms = compact.tombstones_before_ms, compact.ids_before_ms
+    return CompactionOrder(compact.upto, before_ms, record.appended_at_ms, taken_back, blanks, ids_before_ms)
 
 
-def _tombstones_before_ms(files: Log, kept_ms: int) -> int:
-    """Return the time before which tombstones were seen by a compaction ordered at least `kept_ms` ago."""
-    last = files.newest_control(BatchKind.COMPACT)
-    if last is None:
-        return 0
-    at_least = _decode(last.body).tombstones_before_ms
-    seen = files.newest_control(BatchKind.COMPACT, files.offset_for_time(files.last_timestamp_ms - kept_ms + 1))
-    if seen is None:
-        return at_least
-    upto = max(_decode(seen.body).upto, files.log_start_offset)
-    return max(at_least, files.replica_start(upto).timestamp_before_ms)
+def _next_compact(files: Log, upto: int, kept_ms: int) -> Compact:
+    """Return the next order. By age it removes what a compaction ordered at least `kept_ms` ago has seen: messages
+    with an id, and tombstones before which that compaction kept nothing that they delete."""
+    newest = files.newest_control(BatchKind.COMPACT)
+    if newest is None:
+        return Compact(upto, 0)
+    last = _decode(newest.body)
+    tombstones_before_ms, ids_before_ms = last.tombstones_before_ms, _ids_before_ms(last)
+    record = files.newest_control(BatchKind.COMPACT, files.offset_for_time(files.last_timestamp_ms - kept_ms + 1))
+    if record is not None:
+        seen = _decode(record.body)
+        before_ms = files.replica_start(max(seen.upto, files.log_start_offset)).timestamp_before_ms
+        ids_before_ms = max(ids_before_ms, before_ms)
+        kept_from_ms = first_kept_ms(files, seen.upto, record.appended_at_ms, _ids_before_ms(seen))
+        tombstones_before_ms = max(tombstones_before_ms, min(before_ms, kept_from_ms))
+    return Compact(upto, tombstones_before_ms, ids_before_ms)
+
+
+def _ids_before_ms(compact: Compact) -> int:
+    return max(compact.tombstones_before_ms, compact.ids_before_ms)

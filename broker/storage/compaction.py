@@ -1,10 +1,10 @@
 """Compaction of a log: below an offset only the last message of each key stays.
 
-    Compact(upto, tombstones_before_ms), a record in the log at the time `at_ms`. Of the messages below `upto`
+    Compact(upto, tombstones_before_ms, ids_before_ms), a record in the log at `at_ms`. Of the messages below `upto`
 
     stays    one without a key
              one that was not due at `at_ms` (it is no value of its key yet, and supersedes nothing)
-             one with a message id, unless it is older than `tombstones_before_ms`: its id identifies repeats
+             one with a message id, unless it is older than `ids_before_ms`: its id identifies repeats
              the last one of its key; a cancelled scheduled message is not the last of anything
     goes     any other
              a tombstone (a key and an empty value) that is older than `tombstones_before_ms`, even the last one
@@ -12,7 +12,7 @@
 
 That is a function of the log and the record alone, so all replicas get the same result, whatever their files are. A
 later record removes everything that an earlier one would, so only the newest counts, also for a replica that begins
-late. (Each one reaches further than the one before, and `tombstones_before_ms` never falls.)
+late: see "Compaction is a record" in DESIGN.md for what the records must fulfil.
 
     keys.compacting           key -> its last offset, over what was not judged yet: SQLite spills it to disk when large
     <segment>.compacting      the replacement of a sealed segment, complete and on disk before it is renamed
@@ -75,11 +75,16 @@ _LEARN = (
 _JUDGE = (
     "INSERT INTO keys.removed SELECT m.offset FROM source.messages AS m"
     " LEFT JOIN keys.last AS l ON l.key = CAST(m.key AS BLOB)"
-    f" WHERE {_JUDGED} AND (m.message_id IS NULL OR m.timestamp_ms < :tombstones_before_ms)"
+    f" WHERE {_JUDGED} AND (m.message_id IS NULL OR m.timestamp_ms < max(:tombstones_before_ms, :ids_before_ms))"
     " AND (l.offset > m.offset OR (octet_length(m.value) = 0"
     " AND max(m.timestamp_ms, coalesce(m.deliver_at_ms, 0)) < :tombstones_before_ms))"
 )
 
+_FIRST_KEPT = (
+    "SELECT timestamp_ms FROM messages WHERE offset < ? AND key IS NOT NULL"
+    " AND (deliver_at_ms > ? OR (message_id IS NOT NULL AND timestamp_ms >= ?)) ORDER BY offset LIMIT 1"
+)
+NEVER_MS = 1 << 62
 
 # Epochs stay, since they are compared one by one, and so do Compact records, for the age of tombstones.
 _SUPERFLUOUS = (
@@ -89,13 +94,15 @@ _SUPERFLUOUS = (
 
 class CompactionOrder(msgspec.Struct, frozen=True):
     """A Compact record to carry out, with its own time and the cancelled messages. `blanks` says that a STATE record is
-    between `upto` and the record."""
+    between `upto` and the record. Invariant: every message below `upto` was due at `at_ms`, or was appended at
+    `tombstones_before_ms` or later."""
 
     upto: int
     tombstones_before_ms: int
     at_ms: int
     cancelled: tuple[tuple[int, int], ...] = ()
     blanks: bool = False
+    ids_before_ms: int = 0
 
 
 class Compaction:
@@ -137,7 +144,8 @@ class Compaction:
         todo = [entry for entry in entries if not entry.is_compacted(order.upto, order.tombstones_before_ms)]
         if not todo:
             return
-        judged = min(_judged_upto(entry) for entry in todo)
+        self._entries = entries
+        judged = min(self._judged_upto(entry) for entry in todo)
         new = [entry for entry in entries if entry.end_offset > judged]
         self._entries = [entry for entry in entries if entry in new or entry in todo]
         for entry in self._entries:
@@ -166,6 +174,14 @@ class Compaction:
             raise CorruptBatch(path, entry.base_offset, f"its SHA-256 is {found}, not {entry.sha256}")
 
     # --- which messages go -------------------------------------------------------------------------------------------
+
+    def _judged_upto(self, entry: SealedSegment) -> int:
+        """Return the offset below which earlier compactions have judged the segment's keys. A segment starts again if
+        it held messages that were not due then, or has some with an id, as these may have stayed for that alone."""
+        if entry.compacted_upto <= entry.base_offset or entry.newest_ms > entry.compacted_at_ms:
+            return entry.base_offset
+        with contextlib.closing(_opened(self._log.directory / entry.file)) as connection:
+            return entry.base_offset if _has_ids(connection) else entry.compacted_upto
 
     def _begin_keys(self) -> None:
         self._keys.unlink(missing_ok=True)
@@ -207,10 +223,9 @@ class Compaction:
         self, connection: apsw.Connection, statement: str, entry: SealedSegment, start: int
     ) -> Iterator[bool]:
         order, end = self._order, min(entry.end_offset, self._order.upto)
-        wanted = {"at_ms": order.at_ms, "tombstones_before_ms": order.tombstones_before_ms}
-        step = _step_of(entry)
+        wanted, step = msgspec.structs.asdict(order), _step_of(entry)
         for at in range(start, end, step):
-            connection.execute(statement, {"start": at, "end": min(at + step, end), **wanted})
+            connection.execute(statement, {**wanted, "start": at, "end": min(at + step, end)})
             yield True
 
     def _is_touched(self, entry: SealedSegment) -> bool:
@@ -308,9 +323,7 @@ class Compaction:
             yield
 
     def _entry_of(self, draft: Path, old: SealedSegment) -> SealedSegment:
-        uri = f"file:{quote(str(draft))}?immutable=1"
-        flags = apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI
-        with contextlib.closing(apsw.Connection(uri, flags=flags)) as connection:
+        with contextlib.closing(_opened(draft)) as connection:
             delivered: Any = connection.execute("SELECT coalesce(max(deliver_at_ms), 0) FROM messages").get
             removed: Any = connection.execute("SELECT coalesce(sum(removed), 0) FROM holes").get
         return msgspec.structs.replace(
@@ -325,12 +338,36 @@ class Compaction:
         )
 
 
-def _judged_upto(entry: SealedSegment) -> int:
-    """Return the offset below which earlier compactions have judged the segment's keys. A segment that held messages
-    not due then starts again."""
-    if entry.newest_ms > entry.compacted_at_ms:
-        return entry.base_offset
-    return max(entry.base_offset, entry.compacted_upto)
+def first_kept_ms(log: Log, upto: int, at_ms: int, ids_before_ms: int) -> int:
+    """Return when the first message was appended that an order keeps although it may be superseded: it is not due, or
+    its id counts. NEVER_MS without one; 0 if that is not known yet. Reads the files that may have one."""
+    entries = log.sealed_below(upto)
+    if entries is None:
+        return 0
+    for entry in entries:
+        if entry.newest_ms <= at_ms and entry.last_timestamp_ms < ids_before_ms:
+            continue
+        try:
+            with faults_of(log.directory), contextlib.closing(_opened(log.directory / entry.file)) as connection:
+                ids_from = ids_before_ms if _has_ids(connection) else NEVER_MS
+                found: Any = connection.execute(_FIRST_KEPT, (upto, at_ms, ids_from)).get
+        except (StorageFault, CorruptBatch):
+            if log.has_sealed(entry):
+                raise
+            found = None  # its file was dropped
+        if found is not None:
+            return int(found)
+    return NEVER_MS
+
+
+def _opened(path: Path) -> apsw.Connection:
+    """Open a file that does not change, to read."""
+    uri = f"file:{quote(str(path))}?immutable=1"
+    return apsw.Connection(uri, flags=apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI)
+
+
+def _has_ids(connection: apsw.Connection) -> bool:
+    return connection.execute("SELECT 1 FROM messages WHERE message_id IS NOT NULL LIMIT 1").get is not None
 
 
 def _step_of(entry: SealedSegment) -> int:

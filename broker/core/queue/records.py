@@ -195,10 +195,11 @@ class Cancel(msgspec.Struct, array_like=True, frozen=True):
 
 class Compact(msgspec.Struct, array_like=True, frozen=True):
     """Below `upto` only the last message of each key stays; tombstones older than `tombstones_before_ms` are removed
-    too."""
+    too. A message with an id stays unless it is older than one of the times: earlier versions write only the first."""
 
     upto: int
     tombstones_before_ms: int
+    ids_before_ms: int = 0
 
 
 GroupRecord = GroupStart | GroupEnd | Grant | Ack | Nack | Extend | Dead | Redrive | Drop | Commit | Done

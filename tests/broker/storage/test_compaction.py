@@ -564,6 +564,15 @@ class Model:
     def __init__(self):
         self.there = {}
 
+    def tombstones_before_ms_max(self, upto, now_ms):
+        """Return the latest time that an order may have: that of the first message which it has to keep."""
+        kept = [
+            at_ms
+            for offset, (key, _, at_ms, due_ms) in self.there.items()
+            if offset >= upto or (key is not None and due_ms > now_ms)
+        ]
+        return min(kept, default=now_ms)
+
     def compact(self, wanted):
         last = {}
         judged = [
@@ -605,11 +614,9 @@ def test_any_compacted_log_agrees_with_the_model(tmp_path_factory, todo):
             share, tombstones_before_ms = what
             if last.upto >= log.end_offset:
                 continue
-            last = order(
-                max(last.upto + 1, int(share * log.end_offset)),
-                max(last.tombstones_before_ms, min(tombstones_before_ms, at_ms)),
-                at_ms,
-            )
+            upto = max(last.upto + 1, int(share * log.end_offset))
+            latest_ms = model.tombstones_before_ms_max(upto, at_ms)
+            last = order(upto, max(last.tombstones_before_ms, min(tombstones_before_ms, latest_ms)), at_ms)
             model.compact(last)
             compact(log, last)
         else:
