@@ -136,13 +136,13 @@ def measured(system: System, site: Site, plan: CasePlan) -> Iterator[Figures]:
         system.create(topic)
         if "produce" in plan.cases:
             sends = (system, topic, size, batch, plan.seconds)
-            yield {**which, "case": "produce", **what, **_traffic(site, [producing] * processes, sends, plan)}
+            yield {**which, "case": "produce", **what, **traffic(site, [producing] * processes, sends, plan.seconds)}
         if "consume" in system.cases.intersection(plan.cases):
             most = SINGLES_PER_S * plan.seconds if batch == 1 else float("inf")
             fill = (system, topic, size, FILL_BATCH, plan.seconds, most)
             in_workers([producing], *fill, within_s=plan.seconds + 60)
             takes = (system, topic, batch, plan.seconds)
-            yield {**which, "case": "consume", **what, **_traffic(site, [consuming] * processes, takes, plan)}
+            yield {**which, "case": "consume", **what, **traffic(site, [consuming] * processes, takes, plan.seconds)}
         system.drop(topic)
     if "wake" in system.cases.intersection(plan.cases):
         system.create("wake")
@@ -152,9 +152,10 @@ def measured(system: System, site: Site, plan: CasePlan) -> Iterator[Figures]:
         system.drop("wake")
 
 
-def _traffic(site: Site, roles: Sequence[Callable[..., Timed]], arguments: tuple[Any, ...], plan: CasePlan) -> Figures:
+def traffic(site: Site, roles: Sequence[Callable[..., Timed]], arguments: tuple[Any, ...], seconds: float) -> Figures:
+    """Return the summary of workers in these roles, which take about these seconds."""
     before_s = site.cpu_s()
-    results = in_workers(roles, *arguments, within_s=plan.seconds + 60)
+    results = in_workers(roles, *arguments, within_s=seconds + 60)
     return summary(results, site.cpu_s() - before_s)
 
 

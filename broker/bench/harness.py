@@ -128,6 +128,14 @@ def single_calls(urls: str | list[str], topic: str, times: int) -> dict[str, flo
 # --- processes -----------------------------------------------------------------------------------------------------
 
 
+def park(url: str) -> HTTPConnection:
+    """Return a connection on which a receive waits for a minute."""
+    connection = connection_to(url)
+    body = json.dumps({"topics": ["silent"], "wait_ms": 60_000})
+    connection.request("POST", "/v1/groups/parked/receive", body, {"Content-Type": "application/json"})
+    return connection
+
+
 def until_parked(url: str, parked: int, every_s: float = 0.05) -> None:
     end = time.monotonic() + READY_WITHIN_S
     while time.monotonic() < end:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 QUICK_SECONDS = 0.5
+QUICK_GROWTH = ("size", "batch", "connections")
 
 
 def _numbers(_: click.Context, option: click.Parameter, value: str | None) -> tuple[int, ...]:
@@ -39,14 +40,16 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 
 _OPTIONS = (
     click.option("--systems", callback=_names, help="With --peers: only these systems (default: all)."),
-    click.option("--cases", callback=_names, help="With --peers: only produce, consume, wake or gap."),
+    click.option("--cases", callback=_names, help="Only these cases of --peers or --growth."),
     click.option("--sizes", callback=_numbers, default="100,1024", show_default=True, help="Bytes of a message."),
     click.option("--batches", callback=_numbers, default="1,100,1000", show_default=True, help="Messages of a batch."),
     click.option("--processes", callback=_numbers, default="1,4", show_default=True, help="Clients at a time."),
     click.option("--seconds", type=click.FloatRange(0.1), default=2.0, show_default=True, help="Time of each case."),
     click.option("--kills", type=click.IntRange(1), default=3, show_default=True, help="Leaders to kill and to stop."),
     click.option("--outage", type=click.FloatRange(1), default=10.0, show_default=True, help="Seconds after a signal."),
-    click.option("--quick", is_flag=True, help="Measure less, in a minute: one node, one process, no gaps."),
+    click.option("--points", callback=_numbers, help="With --growth: where to measure (default: each case's own)."),
+    click.option("--plots", type=click.Path(path_type=Path, file_okay=False), help="With --growth: a folder for SVGs."),
+    click.option("--quick", is_flag=True, help="Measure less, in about a minute."),
     click.option("--json", "json_file", type=_FILE, help="Write all results to this file."),
     click.option("--markdown", "markdown_file", type=_FILE, help="Write the tables to this file."),
 )
@@ -73,6 +76,7 @@ def compare(
     quick: bool,
     json_file: Path | None,
     markdown_file: Path | None,
+    **_: Any,
 ) -> None:
     """Measure PortalMQ beside its peers, and report."""
     from portalmq.broker.bench import report
@@ -101,6 +105,45 @@ def compare(
     tables = report.comparison_tables(found)
     click.echo(report.as_text(tables))
     report.write(found, tables, json_file, markdown_file)
+    if failures:
+        sys.exit(1)
+
+
+def grow(
+    directory: Path,
+    *,
+    cases: Sequence[str],
+    points: Sequence[int],
+    seconds: float,
+    quick: bool,
+    plots: Path | None,
+    json_file: Path | None,
+    markdown_file: Path | None,
+    **_: Any,
+) -> None:
+    """Measure how cost grows, and report. With `quick` on one broker, at the first points."""
+    from portalmq.broker.bench import report
+    from portalmq.broker.bench.growth import CASES, grown
+    from portalmq.broker.bench.measure import calibration, machine
+
+    chosen = _chosen("case", cases, list(CASES))
+    if len(chosen) > 1 and points:
+        raise click.UsageError("--points are those of one case: name it with --cases")
+    if quick:
+        chosen, seconds = [name for name in chosen if name in QUICK_GROWTH], QUICK_SECONDS
+    begin, noise = time.time(), [calibration(directory)]
+    with ended_by_sigterm():
+        figures, failures = grown(chosen, points, seconds, directory, _tell)
+    noise.append(calibration(directory))
+    found = {"machine": machine(), "began": begin, "took_s": time.time() - begin, "calibrations": noise}
+    found |= {"cases": figures, "left_out": failures}
+    tables = report.growth_tables(found)
+    click.echo(report.as_text(tables))
+    report.write(found, tables, json_file, markdown_file)
+    if plots is not None:
+        plots.mkdir(parents=True, exist_ok=True)
+        for name, taken in figures.items():
+            (plots / f"growth-{name}.svg").write_text(report.plot(name, taken), "utf-8")
     if failures:
         sys.exit(1)
 

@@ -6,10 +6,8 @@ with the same fsyncs, the synchronous send with a bare POST to the same gunicorn
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
-from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +30,7 @@ WAITING_MESSAGES = 1_000_000
 @click.option("--seeds", is_flag=True, help="Measure the older queues' protocols, ZeroMQ and HTTP side by side.")
 @click.option("--partitions", default=300, show_default=True, help="With --cluster: of the topic with many.")
 @click.option("--peers", is_flag=True, help="Measure beside Redis, RabbitMQ and NATS, those that are installed.")
+@click.option("--growth", is_flag=True, help="Measure how cost grows with sizes and numbers of all kinds.")
 @modes.options
 @click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table")
 def bench(
@@ -47,12 +46,15 @@ def bench(
     delivery: bool,
     seeds: bool,
     peers: bool,
+    growth: bool,
     **chosen: Any,
 ) -> None:
     """Measure produce, synchronous send, receive and ack on this machine, compared with bare SQLite and a bare POST."""
     with tempfile.TemporaryDirectory(dir=data_dir) as temporary:
         directory = Path(temporary)
-        if peers:
+        if growth:
+            modes.grow(directory, **chosen)
+        elif peers:
             modes.compare(directory, rounds, **chosen)
         elif delivery:
             from portalmq.broker.bench import delivery as bench_delivery
@@ -98,7 +100,7 @@ def _footprint(directory: Path, parked: int) -> dict[str, float]:
     with harness.broker(directory) as (url, pid):
         ready_s = harness.last_ready_s
         idle_mb = harness.rss_mb(pid)
-        sockets = [_park(url) for _ in range(parked)]
+        sockets = [harness.park(url) for _ in range(parked)]
         try:
             harness.until_parked(url, parked)
             before_s, begin = harness.cpu_s(pid), time.perf_counter()
@@ -119,13 +121,6 @@ def _footprint(directory: Path, parked: int) -> dict[str, float]:
         "waiting_rss_mb": waiting_mb,
         "waiting_disk_bytes": size / WAITING_MESSAGES,
     }
-
-
-def _park(url: str) -> HTTPConnection:
-    connection = harness.connection_to(url)
-    body = json.dumps({"topics": ["silent"], "wait_ms": 60_000})
-    connection.request("POST", "/v1/groups/parked/receive", body, {"Content-Type": "application/json"})
-    return connection
 
 
 # --- the report ------------------------------------------------------------------------------------------------------

@@ -324,3 +324,17 @@ class ThreeBrokers(OneBroker):
 
     def node_pid(self, site: Site, node: int) -> int:
         return self._pids[node]
+
+    def failover_s(self, site: Site, topic: str) -> float:
+        """Kill the leader of the first partition; return the seconds until all partitions have leaders that answer."""
+        victim = self.leader(topic)
+        with Admin([url for node, url in enumerate(self.urls) if node != victim]) as others:
+
+            def is_led() -> bool:
+                found = others.describe(topic).partitions
+                return all(each.leader not in (None, victim + 1) and each.high_watermark > 0 for each in found)
+
+            begin = time.monotonic()
+            os.kill(self.node_pid(site, victim), signal.SIGKILL)
+            site.until(is_led)
+            return time.monotonic() - begin
