@@ -129,22 +129,23 @@ def measured(system: System, site: Site, plan: CasePlan) -> Iterator[Figures]:
     """Measure all cases but `gap` on a running system."""
     which = {"system": system.name, "nodes": system.nodes}
     numbers = itertools.count()
+    cases = system.cases.intersection(plan.cases)
     for size, batch, processes in itertools.product(plan.sizes, plan.batches, plan.processes):
-        if not {"produce", "consume"} & system.cases.intersection(plan.cases):
+        if not cases & {"produce", "consume"} or batch > system.batch_max or processes > system.processes_max:
             continue
         topic, what = f"bench-{next(numbers)}", {"size": size, "batch": batch, "processes": processes}
         system.create(topic)
-        if "produce" in plan.cases:
+        if "produce" in cases:
             sends = (system, topic, size, batch, plan.seconds)
             yield {**which, "case": "produce", **what, **traffic(site, [producing] * processes, sends, plan.seconds)}
-        if "consume" in system.cases.intersection(plan.cases):
+        if "consume" in cases:
             most = SINGLES_PER_S * plan.seconds if batch == 1 else float("inf")
             fill = (system, topic, size, FILL_BATCH, plan.seconds, most)
             in_workers([producing], *fill, within_s=plan.seconds + 60)
             takes = (system, topic, batch, plan.seconds)
             yield {**which, "case": "consume", **what, **traffic(site, [consuming] * processes, takes, plan.seconds)}
         system.drop(topic)
-    if "wake" in system.cases.intersection(plan.cases):
+    if "wake" in cases:
         system.create("wake")
         times = max(20, int(plan.seconds / EVERY_S / 2))
         took = in_workers([_sending_now_and_then, _waking], system, "wake", times, within_s=60 + times)

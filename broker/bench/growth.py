@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import click
 
-from portalmq import Admin, Consumer
+from portalmq import Admin, Consumer, Producer
 from portalmq.broker.bench import harness
 from portalmq.broker.bench.comparison import Begin, consuming, producing, traffic
 from portalmq.broker.bench.measure import Figures, Timed, in_workers, summary
@@ -30,6 +30,7 @@ BATCH = 1_000
 BATCH_BYTES = 1_000_000
 SETTLE_S = 2.0
 IDLE_S = 5.0
+SCHEDULED_FOR_S = 36_000.0
 WORKERS = 2
 CREATORS = 16
 # A slow machine fills a backlog at this rate at least.
@@ -239,6 +240,21 @@ def _draining(begin: Begin, system: OneBroker, topic: str, groups: list[str], se
     return Timed(messages, began, now, calls_s)
 
 
+def _scheduled(directory: Path, points: Sequence[int], _: float) -> Iterator[Figures]:
+    system = OneBroker()
+    with running(system, directory) as site:
+        known = 0
+        for count in points:
+            with Producer(system.urls, batch_messages=BATCH) as producer:
+                for _unused in range(known, count):
+                    producer.send("later", b"x" * SIZE, delay_s=SCHEDULED_FOR_S)
+                producer.flush(timeout=60 + count / FILLED_PER_S_MIN)
+            known = count
+            with Consumer("later", group="bench", bootstrap=system.urls) as consumer:
+                consumer.poll(timeout_s=SETTLE_S)
+            yield {"scheduled": count, "rss_mb": site.rss_mb(), "idle_cpu_percent": _idle_cpu_percent(site.pids())}
+
+
 def _backlog(directory: Path, points: Sequence[int], seconds: float) -> Iterator[Figures]:
     system = OneBroker()
     with running(system, directory) as site:
@@ -317,6 +333,7 @@ CASES = {
     "topics": GrowthCase(_topics, (100, 1_000, 10_000), 100_000),
     "parked": GrowthCase(_parked, (100, 1_000, 5_000), 9_000),
     "groups": GrowthCase(_groups, (1, 10, 100), 10_000),
+    "scheduled": GrowthCase(_scheduled, (100_000, 1_000_000), 10**8),
     "backlog": GrowthCase(_backlog, (100_000, 1_000_000, 5_000_000), 10**9),
     "replicas": GrowthCase(_replicas, (1, 2, 3), 3),
 }

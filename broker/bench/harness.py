@@ -6,9 +6,8 @@ import json
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http.client import HTTPConnection
 from pathlib import Path
@@ -17,17 +16,14 @@ from typing import Any
 
 import click
 
-from portalmq import Consumer, Producer
-from portalmq.producers.outgoing import MESSAGE_OVERHEAD_BYTES
+from portalmq import Producer
 from portalmq.system import Usage, children_of, usage_of
 
 VALUE = b"x" * 100
 BATCH_MESSAGES = 1_000
-RECEIVE_MESSAGES = 100
 READY_WITHIN_S = 30.0
 WITHIN_S = 60.0
 END_WITHIN_S = 30.0
-NOTHING = "nothing"
 
 
 # --- figures -------------------------------------------------------------------------------------------------------
@@ -39,23 +35,12 @@ def medians(rounds: int, measure: Callable[[int], dict[str, float]]) -> dict[str
     return {name: median(each[name] for each in taken) for name in taken[0]}
 
 
-def show(figures: dict[str, float], output: str, rows: Sequence[tuple[str, str]]) -> None:
-    """Print the figures as JSON, or the rows, (title, formatted figure), as a table."""
-    if output == "json":
-        click.echo(json.dumps(figures, indent=2))
-        return
-    width = max(len(name) for name, _ in rows)
-    for name, value in rows:
-        click.echo(f"{name:<{width}}  {value:>20}")
-
-
 # --- traffic -------------------------------------------------------------------------------------------------------
 
 
-def produce_rate(url: str | list[str], topic: str, messages: int, batch_messages: int, *, grow: bool = True) -> float:
-    """Return acked messages per second. A batch grows while a request is running, up to its limit of bytes."""
-    batch_bytes = 1_000_000 if grow else batch_messages * (len(VALUE) + MESSAGE_OVERHEAD_BYTES)
-    with Producer(url, batch_messages=batch_messages, batch_bytes=batch_bytes, linger_ms=50) as producer:
+def produce_rate(url: str, topic: str, messages: int) -> float:
+    """Return acked messages per second, in batches that grow while a request is running."""
+    with Producer(url, batch_messages=BATCH_MESSAGES, linger_ms=50) as producer:
         producer.send(topic, VALUE).result(timeout=30)
         begin = time.perf_counter()
         for _ in range(messages):
@@ -64,68 +49,9 @@ def produce_rate(url: str | list[str], topic: str, messages: int, batch_messages
         return messages / (time.perf_counter() - begin)
 
 
-def receive_rate(url: str, topic: str, messages: int, consumers: int = 8) -> float:
-    """Return messages per second in queue mode: batches of 100, each acked durably before the next receive."""
-    counts = [0] * consumers
-    failures: list[BaseException] = []
-
-    def consume(index: int) -> None:
-        try:
-            with Consumer(topic, group="bench", bootstrap=url, max_messages=RECEIVE_MESSAGES) as consumer:
-                while batch := consumer.poll(timeout_s=0, max_messages=RECEIVE_MESSAGES):
-                    counts[index] += len(batch)
-        except Exception as failure:  # noqa: BLE001 - any error is reported at the end
-            failures.append(failure)
-
-    threads = [threading.Thread(target=consume, args=(index,)) for index in range(consumers)]
-    begin = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    seconds = time.perf_counter() - begin
-    if failures or sum(counts) < messages:
-        raise click.ClickException(f"{sum(counts)} of {messages} messages were received: {failures}")
-    return sum(counts) / seconds
-
-
 def connection_to(url: str) -> HTTPConnection:
     host, _, port = url.removeprefix("http://").partition(":")
     return HTTPConnection(host, int(port), timeout=WITHIN_S)
-
-
-def _bare_post(url: str) -> Callable[[], None]:
-    connection = connection_to(url)
-    connection.connect()
-    connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def post() -> None:
-        connection.request("POST", "/", VALUE)
-        connection.getresponse().read()
-
-    return post
-
-
-def single_calls(urls: str | list[str], topic: str, times: int) -> dict[str, float]:
-    """Return the median milliseconds of a synchronous send and of a bare POST to the same server software, measured
-    alternately so that other load affects them alike."""
-    durations: tuple[list[float], list[float]] = ([], [])
-    with server(NOTHING) as (nothing_url, _), Producer(urls) as producer:
-
-        def send() -> None:
-            producer.send(topic, VALUE).result(timeout=WITHIN_S)
-
-        send()
-        bare = _bare_post(nothing_url)
-        for _ in range(times):
-            for call, taken in zip((bare, send), durations, strict=True):
-                begin = time.perf_counter()
-                call()
-                taken.append(time.perf_counter() - begin)
-    return {"bare_post_p50_ms": median(durations[0]) * 1000, "send_p50_ms": median(durations[1]) * 1000}
-
-
-# --- processes -----------------------------------------------------------------------------------------------------
 
 
 def park(url: str) -> HTTPConnection:
@@ -175,30 +101,17 @@ def cpu_s(pid: int) -> float:
 
 # --- servers to measure ----------------------------------------------------------------------------------------------
 
-last_ready_s = 0.0
-
 
 @contextmanager
 def broker(data_dir: Path) -> Iterator[tuple[str, int]]:
-    with server(
-        "-m", "portalmq.cli.main", "dev", "{port}", "--data-dir", str(data_dir), "--log-level", "warning"
-    ) as it:
-        yield it
-
-
-@contextmanager
-def server(*command: str) -> Iterator[tuple[str, int]]:
-    """Run a server on a free port and end it; yields its URL and process id."""
-    global last_ready_s
+    """Run a broker on a free port and end it; yields its URL and process id."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    arguments = ["-m", "portalmq.broker.bench.harness", "{port}"] if command == (NOTHING,) else list(command)
-    begin = time.perf_counter()
-    process = subprocess.Popen([sys.executable, *(each.format(port=port) for each in arguments)])
+    arguments = ["dev", str(port), "--data-dir", str(data_dir), "--log-level", "warning"]
+    process = subprocess.Popen([sys.executable, "-m", "portalmq.cli.main", *arguments])
     try:
         _until_listening(port, process)
-        last_ready_s = time.perf_counter() - begin
         yield f"http://127.0.0.1:{port}", process.pid
     finally:
         end(process)

@@ -211,7 +211,7 @@ def _round(directory: Path) -> dict[str, float]:
                 if verb:
                     for where in wheres.values():
                         # Enough for the fastest protocol; the rest stays in the queue.
-                        harness.produce_rate(url, where.queue, 40_000, harness.BATCH_MESSAGES)
+                        harness.produce_rate(url, where.queue, 40_000)
                 if clients == 1:
                     taken = _measure_alone(wheres, verb)
                 else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
@@ -11,7 +10,7 @@ from typing import Any
 
 from portalmq.broker.bench.measure import Figures
 
-YARDSTICK = "portalmq"
+YARDSTICKS = ("portalmq", "portalmq-3")
 
 Table = tuple[str, list[str], list[list[str]]]
 
@@ -48,13 +47,19 @@ def comparison_tables(report: Figures) -> list[Table]:
             ],
         )
     )
-    about = [[name, str(each["nodes"]), each["promise"], each["version"]] for name, each in systems.items()]
+    about = [[name, str(each["nodes"]), each["ack"], each["version"]] for name, each in systems.items()]
     tables.append(("Systems", ["system", "nodes", "an acknowledged message is", "version"], about))
-    tables.append(("Left out or failed", ["system", "why"], [list(each) for each in report["left_out"].items()]))
+    return [table for table in (*tables, *_circumstances(report)) if table[2]]
+
+
+def _circumstances(report: Figures) -> list[Table]:
     names = ["before", "spin_ms", "fdatasync_p50_ms", "fdatasync_p99_ms", "load"]
     rows = [[number(each[name]) for name in names] for each in report["calibrations"]]
-    tables.append(("Noise: Python's speed and the disk's before each system", names, rows))
-    return [table for table in tables if table[2]]
+    missing = [list(each) for each in (report["left_out"] | report["failed"]).items()]
+    return [
+        ("Left out or failed", ["what", "why"], missing),
+        ("Noise: the speed of Python and of the disk meanwhile", names, rows),
+    ]
 
 
 def _rates(report: Figures, case: str) -> Table:
@@ -88,7 +93,7 @@ def _with_ratio(report: Figures, figures: Figures | None, name: str) -> str:
         return ""
     same = ("nodes", "case", "size", "batch", "processes")
     for each in report["results"]:
-        if each["system"].startswith(YARDSTICK) and all(each.get(key) == figures.get(key) for key in same):
+        if each["system"] in YARDSTICKS and all(each.get(key) == figures.get(key) for key in same):
             if each["system"] == figures["system"] or name not in each:
                 break
             return f"{number(figures[name])} (×{each[name] / figures[name]:.2f})"
@@ -101,8 +106,7 @@ def growth_tables(report: Figures) -> list[Table]:
     for case, points in report["cases"].items():
         names = list(dict.fromkeys(name for each in points for name in each))
         tables.append((case, names, [[number(each.get(name)) for name in names] for each in points]))
-    tables.append(("Left out or failed", ["case", "why"], [list(each) for each in report["left_out"].items()]))
-    return [table for table in tables if table[2]]
+    return [table for table in (*tables, *_circumstances(report)) if table[2]]
 
 
 # --- forms -----------------------------------------------------------------------------------------------------------
@@ -134,16 +138,15 @@ def _row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.strip().replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
 
-def write(report: Figures, tables: list[Table], json_file: Path | None, markdown_file: Path | None) -> None:
-    if json_file is not None:
-        json_file.write_text(json.dumps(report, indent=2) + "\n", "utf-8")
-    if markdown_file is not None:
-        markdown_file.write_text(as_markdown(tables), "utf-8")
-
-
 # --- plots -----------------------------------------------------------------------------------------------------------
 
 PANEL_WIDTH, PANEL_HEIGHT, MARGIN = 300, 200, 45
+
+
+def write_plots(report: Figures, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, points in report["cases"].items():
+        (folder / f"growth-{name}.svg").write_text(plot(name, points), "utf-8")
 
 
 def plot(title: str, points: Sequence[Figures]) -> str:

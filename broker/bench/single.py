@@ -1,165 +1,176 @@
-"""`portalmq bench`: the speed of PortalMQ on this machine, compared with yardsticks measured in the same run.
+"""`portalmq bench`: what to measure, within which time, and where reports go.
 
-On a shared machine only ratios are meaningful: the producer is compared with bare `executemany` into the same schema
-with the same fsyncs, the synchronous send with a bare POST to the same gunicorn and Flask.
+On a shared machine only ratios of one run are meaningful, so PortalMQ is measured beside bare SQLite and a bare POST
+and, on request, beside its peers. Loaded for every `portalmq` command, so it imports the measurements when they run.
 """
 
 from __future__ import annotations
 
+import json
+import signal
+import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from portalmq.broker.bench import harness, modes
-from portalmq.broker.storage.yardstick import executemany_rate
+if TYPE_CHECKING:
+    from portalmq.broker.bench.systems import System
 
-WAITING_MESSAGES = 1_000_000
+QUICK_SECONDS = 0.5
+QUICK_GROWTH = ("size", "batch", "connections")
+_FILE = click.Path(path_type=Path, dir_okay=False)
+_FOLDER = click.Path(path_type=Path, file_okay=False)
+
+
+class Choices(NamedTuple):
+    systems: tuple[str, ...]
+    cases: tuple[str, ...]
+    points: tuple[int, ...]
+    sizes: tuple[int, ...]
+    batches: tuple[int, ...]
+    processes: tuple[int, ...]
+    seconds: float
+    rounds: int
+    kills: int
+    outage: float
+    quick: bool
+
+
+def _numbers(_: click.Context, option: click.Parameter, value: str | None) -> tuple[int, ...]:
+    """Read positive whole numbers with commas between them."""
+    try:
+        numbers = tuple(int(each) for each in value.split(",")) if value else ()
+    except ValueError:
+        numbers = (0,)
+    if min(numbers, default=1) < 1:
+        raise click.BadParameter(f"{value!r} is not a list of positive whole numbers such as 1,100,1000", param=option)
+    return numbers
+
+
+def _names(_: click.Context, option: click.Parameter, value: str | None) -> tuple[str, ...]:
+    return tuple(each.strip() for each in value.split(",")) if value else ()
 
 
 @click.command()
-@click.option("--messages", default=300_000, show_default=True, help="Messages to produce, a multiple of 1000.")
-@click.option("--sends", default=1_000, show_default=True, help="Synchronous sends.")
-@click.option("--parked", default=1_000, show_default=True, help="Receives to park.")
-@click.option("--rounds", default=3, show_default=True, help="Rounds; the median of each figure is shown.")
-@click.option("--data-dir", type=click.Path(path_type=Path), help="Where to measure (default: a temporary directory).")
-@click.option("--cluster", is_flag=True, help="Measure three brokers with ZooKeeper, instead of one without.")
-@click.option("--delivery", is_flag=True, help="Measure the ways of delivery: queue, stream, scheduled, one by one.")
-@click.option("--seeds", is_flag=True, help="Measure the older queues' protocols, ZeroMQ and HTTP side by side.")
-@click.option("--partitions", default=300, show_default=True, help="With --cluster: of the topic with many.")
-@click.option("--peers", is_flag=True, help="Measure beside Redis, RabbitMQ and NATS, those that are installed.")
+@click.option("--peers", is_flag=True, help="Measure Redis, RabbitMQ and NATS too, those that are installed.")
 @click.option("--growth", is_flag=True, help="Measure how cost grows with sizes and numbers of all kinds.")
-@modes.options
+@click.option("--seeds", is_flag=True, help="Measure the older queues' protocols, ZeroMQ and HTTP side by side.")
+@click.option("--quick", is_flag=True, help="Measure less, in about a minute.")
+@click.option("--systems", callback=_names, help="Only these systems.")
+@click.option("--cases", callback=_names, help="Only these of produce, consume, wake, gap, or of --growth.")
+@click.option("--points", callback=_numbers, help="With --growth: where to measure (default: each case's own).")
+@click.option("--sizes", callback=_numbers, default="100,1024", show_default=True, help="Bytes of a message.")
+@click.option("--batches", callback=_numbers, default="1,100,1000", show_default=True, help="Messages of a batch.")
+@click.option("--processes", callback=_numbers, default="1,4", show_default=True, help="Clients at a time.")
+@click.option("--seconds", type=click.FloatRange(0.1), default=2.0, show_default=True, help="Time of each case.")
+@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Rounds; medians are shown.")
+@click.option("--kills", type=click.IntRange(1), default=3, show_default=True, help="Leaders to kill and to stop.")
+@click.option("--outage", type=click.FloatRange(1), default=10.0, show_default=True, help="Seconds after a signal.")
+@click.option("--data-dir", type=_FOLDER, help="Where to measure (default: a temporary directory).")
+@click.option("--json", "json_file", type=_FILE, help="Write all results to this file.")
+@click.option("--markdown", "markdown_file", type=_FILE, help="Write the tables to this file.")
+@click.option("--plots", type=_FOLDER, help="With --growth: write SVGs to this folder.")
 @click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table")
 def bench(
-    messages: int,
-    sends: int,
-    parked: int,
-    rounds: int,
-    data_dir: Path | None,
-    cluster: bool,
-    partitions: int,
-    output: str,
     *,
-    delivery: bool,
-    seeds: bool,
     peers: bool,
     growth: bool,
+    seeds: bool,
+    data_dir: Path | None,
+    json_file: Path | None,
+    markdown_file: Path | None,
+    plots: Path | None,
+    output: str,
     **chosen: Any,
 ) -> None:
-    """Measure produce, synchronous send, receive and ack on this machine, compared with bare SQLite and a bare POST."""
-    with tempfile.TemporaryDirectory(dir=data_dir) as temporary:
-        directory = Path(temporary)
-        if growth:
-            modes.grow(directory, **chosen)
-        elif peers:
-            modes.compare(directory, rounds, **chosen)
-        elif delivery:
-            from portalmq.broker.bench import delivery as bench_delivery
+    """Measure PortalMQ on this machine, compared with bare SQLite, a bare POST and, with --peers, other systems."""
+    from portalmq.broker.bench import report
 
-            bench_delivery.show(bench_delivery.measured(directory, messages, sends, rounds), output)
-        elif seeds:
-            from portalmq.broker.bench import protocols as bench_seeds
+    choices = Choices(**chosen)
+    with tempfile.TemporaryDirectory(dir=data_dir) as temporary, _ended_by_sigterm():
+        if seeds:
+            from portalmq.broker.bench import protocols
 
-            bench_seeds.show(bench_seeds.measured(directory, rounds), output)
-        elif cluster:
-            from portalmq.broker.bench import cluster as bench_cluster
-
-            bench_cluster.show(bench_cluster.measured(directory, messages, sends, partitions, rounds), output)
-        else:
-            figures = harness.medians(rounds, lambda number: _round(directory / str(number), messages, sends))
-            _show(_with_ratios(figures | _footprint(directory / "footprint", parked)), output)
-
-
-def _round(directory: Path, messages: int, sends: int) -> dict[str, float]:
-    directory.mkdir(parents=True)
-    batches = max(1, messages // harness.BATCH_MESSAGES)
-    figures = {
-        "bare_insert_per_s": executemany_rate(
-            directory, batches=batches, batch_messages=harness.BATCH_MESSAGES, value=harness.VALUE
-        )
-    }
-    with harness.broker(directory / "data") as (url, _):
-        figures["produce_per_s"] = harness.produce_rate(url, "bulk", messages, harness.BATCH_MESSAGES)
-        figures["produce_exact_per_s"] = harness.produce_rate(
-            url, "exact", messages, harness.BATCH_MESSAGES, grow=False
-        )
-        figures["produce_small_per_s"] = harness.produce_rate(
-            url, "small", messages // 4, harness.RECEIVE_MESSAGES, grow=False
-        )
-        figures["receive_ack_per_s"] = harness.receive_rate(url, "bulk", messages)
-        return figures | harness.single_calls(url, "single", sends)
+            protocols.show(protocols.measured(Path(temporary), choices.rounds), output)
+            return
+        found = _growth(Path(temporary), choices) if growth else _comparison(Path(temporary), choices, peers)
+    tables = report.growth_tables(found) if growth else report.comparison_tables(found)
+    click.echo(json.dumps(found, indent=2) if output == "json" else report.as_text(tables))
+    if json_file is not None:
+        json_file.write_text(json.dumps(found, indent=2) + "\n", "utf-8")
+    if markdown_file is not None:
+        markdown_file.write_text(report.as_markdown(tables), "utf-8")
+    if growth and plots is not None:
+        report.write_plots(found, plots)
+    if found["failed"]:
+        sys.exit(1)
 
 
-# --- the footprint of a broker ---------------------------------------------------------------------------------------
+def _comparison(directory: Path, choices: Choices, peers: bool) -> dict[str, Any]:
+    from portalmq.broker.bench.comparison import CASES, CasePlan, compared
+    from portalmq.broker.bench.measure import machine
+    from portalmq.broker.bench.peers import PEERS
+    from portalmq.broker.bench.systems import SYSTEMS
+
+    known: dict[str, System] = {kind.name: kind() for kind in (*SYSTEMS, *(PEERS if peers else ()))}
+    plan = CasePlan(
+        _known("case", choices.cases, list(CASES)), choices.sizes, choices.batches, choices.processes,
+        choices.seconds, choices.rounds, choices.kills, choices.outage,
+    )  # fmt: skip
+    chosen = _known("system", choices.systems, list(known))
+    left_out = {name: why for name in chosen if (why := known[name].left_out())}
+    if choices.quick:
+        plan = CasePlan([case for case in plan.cases if case != "gap"], [100], [1, 100], [1], QUICK_SECONDS, 1, 0, 0)
+        left_out |= {name: "not with --quick" for name in chosen if known[name].nodes > 1}
+    measurable = [known[name] for name in chosen if name not in left_out]
+    begin = time.time()
+    results, noise, failed = compared(measurable, plan, directory, _tell)
+    systems = {each.name: {"nodes": each.nodes, "ack": each.promise, "version": each.version()} for each in measurable}
+    found = {"machine": machine(), "began": begin, "took_s": time.time() - begin, "systems": systems}
+    return found | {"results": results, "calibrations": noise, "left_out": left_out, "failed": failed}
 
 
-def _footprint(directory: Path, parked: int) -> dict[str, float]:
-    with harness.broker(directory) as (url, pid):
-        ready_s = harness.last_ready_s
-        idle_mb = harness.rss_mb(pid)
-        sockets = [harness.park(url) for _ in range(parked)]
-        try:
-            harness.until_parked(url, parked)
-            before_s, begin = harness.cpu_s(pid), time.perf_counter()
-            time.sleep(3)
-            cpu_percent = 100 * (harness.cpu_s(pid) - before_s) / (time.perf_counter() - begin)
-            parked_mb = harness.rss_mb(pid)
-        finally:
-            for each in sockets:
-                each.close()
-        harness.produce_rate(url, "waiting", WAITING_MESSAGES, harness.BATCH_MESSAGES)
-        waiting_mb = harness.rss_mb(pid)
-    size = sum(path.stat().st_size for path in directory.glob("partitions/waiting@*/*/*.sqlite*"))
-    return {
-        "ready_s": ready_s,
-        "idle_rss_mb": idle_mb,
-        "parked_rss_mb": parked_mb,
-        "parked_cpu_percent": cpu_percent,
-        "waiting_rss_mb": waiting_mb,
-        "waiting_disk_bytes": size / WAITING_MESSAGES,
-    }
+def _growth(directory: Path, choices: Choices) -> dict[str, Any]:
+    from portalmq.broker.bench.growth import CASES, grown
+    from portalmq.broker.bench.measure import calibration, machine
+
+    chosen, seconds = _known("case", choices.cases, list(CASES)), choices.seconds
+    if len(chosen) > 1 and choices.points:
+        raise click.UsageError("--points are those of one case: name it with --cases")
+    if choices.quick:
+        chosen, seconds = [name for name in chosen if name in QUICK_GROWTH], QUICK_SECONDS
+    begin, noise = time.time(), [{"before": "the first case", **calibration(directory)}]
+    figures, failed = grown(chosen, choices.points, seconds, directory, _tell)
+    noise.append({"before": "the end", **calibration(directory)})
+    found = {"machine": machine(), "began": begin, "took_s": time.time() - begin, "calibrations": noise}
+    return found | {"cases": figures, "left_out": {}, "failed": failed}
 
 
-# --- the report ------------------------------------------------------------------------------------------------------
+def _known(kind: str, names: Sequence[str], known: Sequence[str]) -> Sequence[str]:
+    """Return the names, or all that are known without any."""
+    if unknown := [name for name in names if name not in known]:
+        raise click.UsageError(f"no {kind} {', '.join(unknown)}: there are {', '.join(known)}")
+    return names or known
 
 
-def _with_ratios(figures: dict[str, float]) -> dict[str, float]:
-    return figures | {
-        "produce_to_bare_insert": figures["produce_per_s"] / figures["bare_insert_per_s"],
-        "send_to_bare_post": figures["send_p50_ms"] / figures["bare_post_p50_ms"],
-        "receive_ack_to_produce": figures["receive_ack_per_s"] / figures["produce_per_s"],
-        "produce_exact_to_bare_insert": figures["produce_exact_per_s"] / figures["bare_insert_per_s"],
-        "receive_ack_to_produce_exact": figures["receive_ack_per_s"] / figures["produce_exact_per_s"],
-        "receive_ack_to_produce_small": figures["receive_ack_per_s"] / figures["produce_small_per_s"],
-    }
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """End servers and workers on SIGTERM as on Ctrl-C."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
-def _show(figures: dict[str, float], output: str) -> None:
-    rows = [
-        ("bare executemany, batches of 1000 x 100 bytes, fsync each", f"{figures['bare_insert_per_s']:,.0f} rows/s"),
-        (
-            "produce from Python, batches of 1000 and what comes meanwhile",
-            f"{figures['produce_per_s']:,.0f} messages/s",
-        ),
-        ("  ratio (at least 0.45)", f"{figures['produce_to_bare_insert']:.2f}"),
-        ("produce in batches of exactly 1000", f"{figures['produce_exact_per_s']:,.0f} messages/s"),
-        ("  ratio", f"{figures['produce_exact_to_bare_insert']:.2f}"),
-        ("bare POST, p50", f"{figures['bare_post_p50_ms']:.3f} ms"),
-        ("synchronous send, p50", f"{figures['send_p50_ms']:.3f} ms"),
-        ("  ratio (at most 4)", f"{figures['send_to_bare_post']:.2f}"),
-        ("produce in batches of exactly 100", f"{figures['produce_small_per_s']:,.0f} messages/s"),
-        ("receive and ack in batches of 100, 8 consumers", f"{figures['receive_ack_per_s']:,.0f} messages/s"),
-        ("  ratio to produce, growing batches (at least 0.3)", f"{figures['receive_ack_to_produce']:.2f}"),
-        ("  ratio to produce, exactly 1000", f"{figures['receive_ack_to_produce_exact']:.2f}"),
-        ("  ratio to produce, exactly 100", f"{figures['receive_ack_to_produce_small']:.2f}"),
-        ("ready after", f"{figures['ready_s']:.2f} s"),
-        ("memory when idle, both processes", f"{figures['idle_rss_mb']:.0f} MB"),
-        ("memory with the receives parked", f"{figures['parked_rss_mb']:.0f} MB"),
-        ("CPU with the receives parked", f"{figures['parked_cpu_percent']:.1f} %"),
-        ("memory with a million messages waiting", f"{figures['waiting_rss_mb']:.0f} MB"),
-        ("disk for each of them, 100 bytes of it payload", f"{figures['waiting_disk_bytes']:.0f} bytes"),
-    ]
-    harness.show(figures, output, rows)
+def _tell(line: str) -> None:
+    click.echo(line, err=True)

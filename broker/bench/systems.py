@@ -21,12 +21,13 @@ from http.client import HTTPConnection
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import click
 
 from portalmq import Admin, Consumer, Producer
 from portalmq.broker.bench import harness
+from portalmq.broker.storage.yardstick import BareTable, row_of
 from portalmq.system import dies_with_this_process
 from portalmq.wire import BATCH_MESSAGES_MAX
 
@@ -145,6 +146,7 @@ class System:
     cases = frozenset({"produce", "consume", "wake", "gap"})
     # A client that gets no answer in this time goes to the next node. PortalMQ's client does that by itself.
     gives_up_after_s = 0.5
+    batch_max = processes_max = 10_000
 
     def left_out(self) -> str:
         """Return why the system cannot be measured here; "" if it can."""
@@ -209,10 +211,19 @@ def running(system: System, directory: Path) -> Iterator[Site]:
 # --- PortalMQ --------------------------------------------------------------------------------------------------------
 
 
-class _Producing:
-    def __init__(self, urls: list[str], topic: str, timeout_s: float) -> None:
-        self._producer = Producer(urls, linger_ms=LINGER_MS, batch_messages=BATCH_MESSAGES_MAX, batch_bytes=BATCH_BYTES)
-        self._topic, self._timeout_s = topic, timeout_s
+class _PortalClient:
+    """A producer, or with a batch a consumer."""
+
+    def __init__(
+        self, urls: list[str], topic: str, batch: int, timeout_s: float, mode: Literal["queue", "stream"] = "queue"
+    ) -> None:
+        self._topic, self._batch, self._timeout_s = topic, batch, timeout_s
+        if batch:
+            self._consumer = Consumer(topic, group=GROUP, bootstrap=urls, max_messages=batch, mode=mode)
+        else:
+            self._producer = Producer(
+                urls, linger_ms=LINGER_MS, batch_messages=BATCH_MESSAGES_MAX, batch_bytes=BATCH_BYTES
+            )
 
     def send(self, messages: list[bytes]) -> None:
         futures = [self._producer.send(self._topic, each) for each in messages]
@@ -222,31 +233,17 @@ class _Producing:
             future.result(timeout=self._timeout_s)
 
     def receive(self) -> list[bytes]:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        self._producer.close()
-
-
-class _Consuming:
-    def __init__(self, urls: list[str], topic: str, batch: int) -> None:
-        self._consumer = Consumer(topic, group=GROUP, bootstrap=urls, max_messages=batch)
-        self._batch = batch
-
-    def send(self, messages: list[bytes]) -> None:
-        raise NotImplementedError
-
-    def receive(self) -> list[bytes]:
         return [each.value for each in self._consumer.poll(timeout_s=EMPTY_AFTER_S, max_messages=self._batch)]
 
     def close(self) -> None:
-        self._consumer.close()
+        (self._consumer if self._batch else self._producer).close()
 
 
 class OneBroker(System):
     name, library = "portalmq", "portalmq"
     promise = "on disk (fsync)"
     gives_up_after_s = 30.0
+    mode: Literal["queue", "stream"] = "queue"
 
     def __init__(self, settings: Mapping[str, str] | None = None) -> None:
         self.urls: list[str] = []
@@ -276,10 +273,10 @@ class OneBroker(System):
             admin.delete_topic(topic)
 
     def producer(self, topic: str, node: int = 0, timeout_s: float = 30.0) -> BenchClient:
-        return _Producing(self.urls[node:] + self.urls[:node], topic, timeout_s)
+        return _PortalClient(self.urls[node:] + self.urls[:node], topic, 0, timeout_s)
 
     def consumer(self, topic: str, batch: int, node: int = 0, timeout_s: float = 30.0) -> BenchClient:
-        return _Consuming(self.urls[node:] + self.urls[:node], topic, batch)
+        return _PortalClient(self.urls[node:] + self.urls[:node], topic, batch, timeout_s, self.mode)
 
 
 _PORTALMQ = (sys.executable, "-m", "portalmq.cli.main")
@@ -292,6 +289,12 @@ def _is_ready(port: int) -> bool:
         return connection.getresponse().status == 200
     finally:
         connection.close()
+
+
+class Stream(OneBroker):
+    name, mode = "portalmq-stream", "stream"
+    cases = frozenset({"consume"})
+    processes_max = 1  # the topic has one partition, which has one reader
 
 
 class ThreeBrokers(OneBroker):
@@ -338,3 +341,72 @@ class ThreeBrokers(OneBroker):
             os.kill(self.node_pid(site, victim), signal.SIGKILL)
             site.until(is_led)
             return time.monotonic() - begin
+
+
+# --- floors ----------------------------------------------------------------------------------------------------------
+
+
+class _TableClient:
+    def __init__(self, directory: Path, topic: str) -> None:
+        self._table = BareTable(directory / f"{topic}.sqlite")
+        self._values: list[bytes] = []
+
+    def send(self, messages: list[bytes]) -> None:
+        if messages is not self._values:
+            self._values, self._rows = messages, [row_of(each) for each in messages]
+        self._table.insert(self._rows)
+
+    def receive(self) -> list[bytes]:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self._table.close()
+
+
+class BareSqlite(System):
+    name = "sqlite"
+    promise = "on disk: executemany into the same table in the client's process"
+    cases = frozenset({"produce"})
+    processes_max = 1
+
+    def start(self, site: Site) -> None:
+        self._directory = site.directory
+
+    def producer(self, topic: str, node: int = 0, timeout_s: float = 30.0) -> BenchClient:
+        return _TableClient(self._directory, topic)
+
+
+class _PostClient:
+    def __init__(self, url: str) -> None:
+        self._connection = harness.connection_to(url)
+        self._connection.connect()
+        self._connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, messages: list[bytes]) -> None:
+        self._connection.request("POST", "/", messages[0])
+        self._connection.getresponse().read()
+
+    def receive(self) -> list[bytes]:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class BarePost(System):
+    name = "post"
+    promise = "nowhere: gunicorn and Flask answer nothing to a POST"
+    cases = frozenset({"produce"})
+    batch_max = 1
+
+    def start(self, site: Site) -> None:
+        (port,) = free_ports(1)
+        self._url = f"http://{HOST}:{port}"
+        site.spawn(sys.executable, "-m", "portalmq.broker.bench.harness", str(port))
+        site.until(lambda: _is_ready(port))
+
+    def producer(self, topic: str, node: int = 0, timeout_s: float = 30.0) -> BenchClient:
+        return _PostClient(self._url)
+
+
+SYSTEMS: tuple[type[System], ...] = (OneBroker, ThreeBrokers, Stream, BareSqlite, BarePost)
