@@ -35,6 +35,8 @@ RELEASE_TIMEOUT_S = 5.0
 HOLD_BACK_S_MAX = 5.0
 # The keeper reads the answer to a receive that ran ahead after this time.
 UNREAD_S_MAX = 1.0
+# How long it waits for the answer. A broker that is only slow should not have to lease the messages again.
+READ_S_MAX = 5.0
 CLOSED_BEFORE_HANDLING = "the consumer closed before it handled the message"
 
 
@@ -269,7 +271,7 @@ class Leases:
     def commit(self) -> None:
         """Send the pending acks, those that travel with the receive under way included."""
         if self._acks.are_in_receive:
-            self.read_ahead(LOOK_TIMEOUT_S)
+            self.read_ahead(READ_S_MAX)
         self.flush()
 
     def flush(self) -> None:
@@ -339,7 +341,7 @@ class Leases:
                 if now >= acks_at:
                     self.flush()
                 if now >= unread_at:
-                    self.read_ahead(LOOK_TIMEOUT_S)
+                    self.read_ahead(max(LOOK_TIMEOUT_S, min(READ_S_MAX, self._visibility_s / 4)))
                 if now >= spare_at:
                     self._release_waiting()
                 if now >= extension_at:

@@ -34,7 +34,11 @@ AGAIN_S = 1.0
 
 
 class Receiver:
-    """Receives for one thread, until `closed` is set."""
+    """Receives for one thread, until `closed` is set.
+
+    One receive at a time is under way: with two (half as much again, one at a time) the broker might serve the second
+    one first, and messages of a partition would come out of order.
+    """
 
     def __init__(
         self, transport: Transport, leases: Leases, subscription: Subscription, closed: threading.Event

@@ -69,6 +69,13 @@ def test_the_next_messages_are_fetched_while_these_are_handled(broker: ScriptedB
         assert len({each.attempt_id for each in received(broker)}) == 6
 
 
+def test_one_consumer_gets_messages_in_their_order_whatever_is_lost(broker: ScriptedBroker) -> None:
+    broker.script("POST", RECEIVE, [ScriptedBroker.work] * 2 + [lose_answer, hang_up] * 4)  # type: ignore[list-item]
+    with consumer_of(broker) as consumer:
+        assert [value_of(consumer) for _ in range(9)] == [b"%d" % number for number in range(1, 10)]
+    assert len(broker.done) == 8, "the last one is in hand"
+
+
 def test_at_most_one_batch_is_ahead(broker: ScriptedBroker) -> None:
     with consumer_of(broker) as consumer:
         run_ahead(broker, consumer)
