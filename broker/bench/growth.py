@@ -68,7 +68,7 @@ def _sent(
         "send_p50_ms": single["p50_ms"],
         "batches_per_s": bulk["per_s"],
         "batches_mb_per_s": bulk["per_s"] * size / 1e6,
-        "cpu_s_per_million": bulk["cpu_s_per_million"],
+        "cpu_s_per_million": bulk.get("cpu_s_per_million"),
     }
 
 
@@ -86,7 +86,7 @@ def _batches(directory: Path, points: Sequence[int], seconds: float) -> Iterator
                 "produce_per_s": sent["per_s"],
                 "consume_per_s": taken["per_s"],
                 "produce_p50_ms": sent["p50_ms"],
-                "produce_cpu_s_per_million": sent["cpu_s_per_million"],
+                "produce_cpu_s_per_million": sent.get("cpu_s_per_million"),
             }
 
 
@@ -99,7 +99,7 @@ def _connections(directory: Path, points: Sequence[int], seconds: float) -> Iter
             shares = (system.urls[0], "connections", count // len(roles), seconds)
             taken = traffic(site, roles, shares, seconds)
             names = ("per_s", "p50_ms", "p99_ms", "cpu_s_per_million")
-            yield {"connections": count, **{name: taken[name] for name in names}}
+            yield {"connections": count, **{name: taken.get(name) for name in names}}
 
 
 def _asking(begin: Begin, url: str, topic: str, connections: int, seconds: float) -> Timed:
@@ -217,7 +217,7 @@ def _groups(directory: Path, points: Sequence[int], seconds: float) -> Iterator[
                 "groups": count,
                 "produce_per_s": sent["per_s"],
                 "delivered_per_s": taken["per_s"],
-                "delivered_cpu_s_per_million": taken["cpu_s_per_million"],
+                "delivered_cpu_s_per_million": taken.get("cpu_s_per_million"),
                 "rss_mb": site.rss_mb(),
             }
             system.drop(topic)

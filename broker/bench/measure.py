@@ -65,11 +65,8 @@ def summary(results: Sequence[Timed], cpu_s: float) -> Figures:
     if not messages or seconds <= 0:
         raise click.ClickException("nothing was done in the time of the measurement")
     figures = {"messages": messages, "seconds": seconds, "per_s": messages / seconds}
-    return (
-        figures
-        | spread(each for one in results for each in one.calls_s)
-        | {"cpu_s_per_million": cpu_s * 1e6 / messages}
-    )
+    figures |= spread(each for one in results for each in one.calls_s)
+    return figures | ({"cpu_s_per_million": cpu_s * 1e6 / messages} if cpu_s else {})  # a floor may have no server
 
 
 def combined(rounds: Sequence[Figures], keys: Sequence[str]) -> list[Figures]:

@@ -25,7 +25,7 @@ UNACKED_MAX = 20_000
 # --- Redis Streams ---------------------------------------------------------------------------------------------------
 
 
-class _RedisClient:
+class _RedisClient(BenchClient):
     """A batch is a pipeline, which shares one fsync. The acks of a batch ride with the next read."""
 
     def __init__(self, port: int, topic: str, batch: int = 0) -> None:
@@ -87,7 +87,7 @@ class Redis(System):
 # --- RabbitMQ --------------------------------------------------------------------------------------------------------
 
 
-class _RabbitClient:
+class _RabbitClient(BenchClient):
     """Sends are confirmed by the broker. Messages are pushed ahead of acks, of which one settles a whole batch."""
 
     def __init__(self, port: int, topic: str, batch: int, timeout_s: float) -> None:
@@ -237,7 +237,7 @@ def _rabbit_program(name: str) -> str:
 # --- NATS JetStream --------------------------------------------------------------------------------------------------
 
 
-class _NatsClient:
+class _NatsClient(BenchClient):
     """A batch is sent without waiting between its messages. A call fails at once when the connection breaks."""
 
     def __init__(self, port: int, topic: str, batch: int = 0, timeout_s: float = 30.0) -> None:
@@ -306,7 +306,7 @@ class Nats(System):
     @property
     def _syncs(self) -> bool:
         """Whether this version can flush before it acknowledges (`sync_interval`, since 2.10)."""
-        return tuple(int(part) for part in self.version().split(".")) >= (2, 10)
+        return tuple(int(part) for part in self.version().split(".") if part) >= (2, 10)
 
     @property
     def promise(self) -> str:  # type: ignore[override]

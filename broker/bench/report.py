@@ -70,7 +70,7 @@ def _rates(report: Figures, case: str) -> Table:
         of = {(each["size"], each["batch"], each["processes"]): each for each in taken if each["system"] == name}
         if of:
             cells = [_with_ratio(report, of.get(column), "per_s") for column in columns]
-            cpu = [number(of[column]["cpu_s_per_million"]) if column in of else "" for column in columns]
+            cpu = [number(of.get(column, {}).get("cpu_s_per_million")) for column in columns]
             rows += [[name, *cells], ["  CPU s per million", *cpu]]
     heads = [f"{size} B, {batch} a batch, {processes} proc." for size, batch, processes in columns]
     return f"{case.capitalize()}: messages/s (PortalMQ's divided by it)", ["system", *heads], rows

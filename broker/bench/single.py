@@ -64,7 +64,7 @@ def _names(_: click.Context, option: click.Parameter, value: str | None) -> tupl
 @click.option("--systems", callback=_names, help="Only these systems.")
 @click.option("--cases", callback=_names, help="Only these of produce, consume, wake, gap, or of --growth.")
 @click.option("--points", callback=_numbers, help="With --growth: where to measure (default: each case's own).")
-@click.option("--sizes", callback=_numbers, default="100,1024", show_default=True, help="Bytes of a message.")
+@click.option("--sizes", callback=_numbers, default="100", show_default=True, help="Bytes of a message.")
 @click.option("--batches", callback=_numbers, default="1,100,1000", show_default=True, help="Messages of a batch.")
 @click.option("--processes", callback=_numbers, default="1,4", show_default=True, help="Clients at a time.")
 @click.option("--seconds", type=click.FloatRange(0.1), default=2.0, show_default=True, help="Time of each case.")

@@ -1,4 +1,4 @@
-"""Systems to measure: PortalMQ on one broker and on three, and floors below it. The peers are in peers.py.
+"""Systems to measure: PortalMQ on one broker and on three, and two floors. The peers are in peers.py.
 
 A system starts servers of its own in a new directory, on free ports of 127.0.0.1, and hands out clients that `send`
 (return when all messages are acknowledged) and `receive` (at most a batch; acknowledged by the next call or `close`).
@@ -21,7 +21,7 @@ from http.client import HTTPConnection
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, TypeVar
 
 import click
 
@@ -42,9 +42,13 @@ BATCH_BYTES = 7_000_000
 T = TypeVar("T")
 
 
-class BenchClient(Protocol):
-    def send(self, messages: list[bytes]) -> None: ...
-    def receive(self) -> list[bytes]: ...
+class BenchClient:
+    def send(self, messages: list[bytes]) -> None:
+        raise NotImplementedError
+
+    def receive(self) -> list[bytes]:
+        raise NotImplementedError
+
     def close(self) -> None: ...
 
 
@@ -211,7 +215,7 @@ def running(system: System, directory: Path) -> Iterator[Site]:
 # --- PortalMQ --------------------------------------------------------------------------------------------------------
 
 
-class _PortalClient:
+class _PortalClient(BenchClient):
     """A producer, or with a batch a consumer."""
 
     def __init__(
@@ -346,7 +350,7 @@ class ThreeBrokers(OneBroker):
 # --- floors ----------------------------------------------------------------------------------------------------------
 
 
-class _TableClient:
+class _TableClient(BenchClient):
     def __init__(self, directory: Path, topic: str) -> None:
         self._table = BareTable(directory / f"{topic}.sqlite")
         self._values: list[bytes] = []
@@ -355,9 +359,6 @@ class _TableClient:
         if messages is not self._values:
             self._values, self._rows = messages, [row_of(each) for each in messages]
         self._table.insert(self._rows)
-
-    def receive(self) -> list[bytes]:
-        raise NotImplementedError
 
     def close(self) -> None:
         self._table.close()
@@ -376,7 +377,7 @@ class BareSqlite(System):
         return _TableClient(self._directory, topic)
 
 
-class _PostClient:
+class _PostClient(BenchClient):
     def __init__(self, url: str) -> None:
         self._connection = harness.connection_to(url)
         self._connection.connect()
@@ -385,9 +386,6 @@ class _PostClient:
     def send(self, messages: list[bytes]) -> None:
         self._connection.request("POST", "/", messages[0])
         self._connection.getresponse().read()
-
-    def receive(self) -> list[bytes]:
-        raise NotImplementedError
 
     def close(self) -> None:
         self._connection.close()

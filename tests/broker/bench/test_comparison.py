@@ -50,7 +50,7 @@ def test_a_system_that_fails_is_reported_and_the_others_are_measured(
 def test_a_client_goes_to_the_next_node_after_an_error() -> None:
     asked: list[int] = []
 
-    class Node:
+    class Node(BenchClient):
         def __init__(self, node: int) -> None:
             self.node = node
 
@@ -58,11 +58,6 @@ def test_a_client_goes_to_the_next_node_after_an_error() -> None:
             asked.append(self.node)
             if self.node == 2:
                 raise ConnectionError
-
-        def receive(self) -> list[bytes]:
-            return []
-
-        def close(self) -> None: ...
 
     def send(client: BenchClient) -> bool:
         client.send([])
