@@ -221,7 +221,8 @@ class GroupSpans:
 
     def has_unnoted(self, now_ms: int) -> bool:
         """Return whether leases or back-offs have ended that are not noted yet."""
-        return any(rows and rows[0][0] <= now_ms for rows in (self._wakeups, self._unswept))
+        wakeups, unswept = self._wakeups, self._unswept
+        return bool((wakeups and wakeups[0][0] <= now_ms) or (unswept and unswept[0][0] <= now_ms))
 
     def overdue(self, now_ms: int, max_deliveries: int, limit: int) -> list[tuple[int, int, int]]:
         """Return at most `limit` messages, as (start, end, deliveries), that are free and used up their deliveries:
@@ -235,6 +236,9 @@ class GroupSpans:
         self._overdue_by = max_deliveries
         found: list[tuple[int, int, int]] = []
         kept: list[int] = []
+        if not self._returned:
+            self.may_be_overdue = self.has_unnoted(now_ms)
+            return found
         left = self._returned[RETURNED_AT_ONCE:]
         for start in dict.fromkeys(self._returned[:RETURNED_AT_ONCE]):
             span = self._spans.get(start)
@@ -261,6 +265,8 @@ class GroupSpans:
 
     def _note_returned(self, now_ms: int) -> None:
         """Note spans that became available; of very many, the first ones."""
+        if not self.has_unnoted(now_ms):
+            return
         noted: dict[int, list[int]] = {}
         looks = RETURNED_AT_ONCE
         for rows in (self._wakeups, self._unswept):
