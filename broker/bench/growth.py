@@ -146,7 +146,7 @@ def _topics(directory: Path, points: Sequence[int], _: float) -> Iterator[Figure
     with running(system, directory) as site:
         known = 0
         for count in points:
-            with Admin(system.urls) as admin, ThreadPoolExecutor(CREATORS) as pool:
+            with Admin(system.urls, timeout_s=120) as admin, ThreadPoolExecutor(CREATORS) as pool:
                 begin = time.monotonic()
                 list(pool.map(lambda number: admin.create_topic(f"topic-{number}", partitions=1), range(known, count)))
                 create_ms = 1000 * (time.monotonic() - begin) / max(1, count - known)

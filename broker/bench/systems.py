@@ -264,7 +264,7 @@ class OneBroker(System):
         site.until(lambda: _is_ready(port))
 
     def create(self, topic: str, partitions: int = 1, replicas: int | None = None) -> None:
-        with Admin(self.urls) as admin:
+        with Admin(self.urls, timeout_s=READY_WITHIN_S) as admin:
             admin.create_topic(topic, partitions=partitions, replication_factor=replicas or self.nodes)
             deadline = time.monotonic() + READY_WITHIN_S
             while any(each.leader is None for each in admin.describe(topic).partitions):
