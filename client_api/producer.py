@@ -325,7 +325,13 @@ class Producer(Closeable):
                 if lane is None:
                     return
                 batch = lane.queue.popleft()
-            self._serve(lane, batch, None)
+            try:
+                self._serve(lane, batch, None)
+            except BaseException as fault:
+                self._batch_sender.fail_batch(lane, batch, fault)
+                self._release(lane, batch, None)
+                if not isinstance(fault, Exception):
+                    raise
             # Otherwise its failure would be logged only when the next batch comes (see ProducerBatch.__del__).
             del batch
             self._topics.refresh_if_old(lane.topic)
@@ -391,10 +397,8 @@ class Producer(Closeable):
     def _hurry(self, batch: ProducerBatch, timeout: float | None) -> float | None:
         """Send `batch` now, in this thread if its lane is free. Return the rest of `timeout`."""
         lane = batch.lane
-        may_help = timeout is None or timeout >= SEND_SELF_TIMEOUT_S_MIN
-        if timeout is not None and not self._idempotent:
-            # A request that this timeout cuts off could not be repeated.
-            may_help = False
+        # A request that the timeout or a signal handler's exception cuts off must be repeated.
+        may_help = self._idempotent and (timeout is None or timeout >= SEND_SELF_TIMEOUT_S_MIN)
         with self._lock:
             if batch.settled or lane.open is not batch:
                 return timeout
@@ -407,20 +411,19 @@ class Producer(Closeable):
             self._close_batch(lane, batch)
             lane.scheduled = True
         started = time.monotonic()
-        self._serve(lane, batch, timeout)
+        try:
+            self._serve(lane, batch, timeout)
+        except BaseException:
+            # A signal handler of the caller has raised it, probably: a sender goes on with the batch.
+            batch.unknown = batch.unknown or batch.body is not None
+            self._release(lane, batch, 0.0)
+            raise
         return None if timeout is None else max(0.0, timeout - (time.monotonic() - started))
 
     def _serve(self, lane: Lane, batch: ProducerBatch, limit_s: float | None) -> None:
-        """Try to send the batch, and release the lane for the next sender."""
-        try:
-            pause_s = self._batch_sender.send_batch(lane, batch, limit_s)
-        except BaseException as fault:
-            self._batch_sender.fail_batch(lane, batch, fault)
-            pause_s = None
-            if not isinstance(fault, Exception):
-                self._release(lane, batch, pause_s)
-                raise
-        self._release(lane, batch, pause_s)
+        """Try to send the batch, and release the lane for the next sender. After an error that is not of sending the
+        lane is not released."""
+        self._release(lane, batch, self._batch_sender.send_batch(lane, batch, limit_s))
 
     def _release(self, lane: Lane, batch: ProducerBatch, pause_s: float | None) -> None:
         if pause_s is None:

@@ -19,6 +19,8 @@ HEAD_BYTES_MAX = 64 * 1024
 INTERIM_ANSWERS_MAX = 16
 HEADS_KEPT = 256
 KEPT_HEAD_BYTES_MAX = 1024
+# No broker answers with more; room for a body is taken before its bytes arrive.
+BODY_BYTES_MAX = 1 << 30
 # Statuses whose answers have no body, whatever their heads say.
 _WITHOUT_BODY = frozenset({204, 304})
 # Fields that are lists: several lines count as one. Of all other fields the first line counts.
@@ -26,7 +28,7 @@ _LISTS = frozenset({"content-length", "transfer-encoding", "connection"})
 
 _BEGINNING = b"HTTP/1."
 _STATUS_LINE = re.compile(r"HTTP/1\.([0-9]) ([1-9][0-9]{2})(?: [^\r\0]*)?\r?")
-_FIELD = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([^\r\0]*?)[ \t]*\r?")
+_FIELD = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([^\r\0]*+)\r?")
 _FOLD = re.compile(r"\r?\n[ \t]+")
 _LENGTH = re.compile(r"[0-9]{1,18}")
 _CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n\0]*)?")
@@ -143,7 +145,7 @@ def _fields_of(lines: list[str]) -> Fields:
         field = _FIELD.fullmatch(line)
         if field is None:
             raise BrokenAnswer(f"{line[:80]!r} is not a header field")
-        name, value = field[1].lower(), field[2]
+        name, value = field[1].lower(), field[2].strip(" \t")
         if name not in fields:
             fields[name] = value
         elif name in _LISTS:
@@ -161,6 +163,8 @@ class _Unread:
 
     def take(self, size: int) -> bytes:
         """Return the next `size` bytes."""
+        if size > BODY_BYTES_MAX:
+            raise BrokenAnswer(f"its body has {size} bytes, more than any answer of a broker")
         unread = len(self._piece) - self._at
         if size - unread > PIECE_BYTES:
             taken = io.BufferedReader(_Filler(self._connection, self._piece[self._at :], size)).read(size)

@@ -17,7 +17,7 @@ from typing import Any
 
 import gevent
 from gevent import get_hub
-from gevent.ssl import SSLError, SSLSocket
+from gevent.ssl import SSLSocket
 
 from portalmq.broker.api import problems
 from portalmq.broker.api.dispatch import Dispatcher
@@ -100,7 +100,7 @@ class HttpConnection:
                 pass
         except RefusedHead as refused:
             self._refuse(refused)
-        except (ConnectionError, TimeoutError, SSLError) as fault:
+        except OSError as fault:  # of the connection, or of TLS
             log.debug("a connection has failed: %s", fault)
         except Exception:
             log.exception("a connection has failed")

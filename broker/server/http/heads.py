@@ -28,8 +28,9 @@ LINE_KEPT_BYTES = 160
 _TOKEN = r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
 # Of the target: the characters of a URI without a fragment. Methods are in capitals.
 _match_request = re.compile(r"([A-Z][A-Z-]{2,19}) ([!\"$-~]+) HTTP/1\.([0-9])").fullmatch
-_match_field = re.compile(rf"({_TOKEN}):[ \t]*([^\x00-\x08\x0a-\x1f\x7f]*)").fullmatch
-_match_host = re.compile(r"(?:[\w.~!$&'()*+;=%-]*|\[[0-9A-Fa-f:.%\w]+\])(?::[0-9]*)?", re.ASCII).fullmatch
+# Possessive, since a field of many blanks would be read in each way that divides them.
+_match_field = re.compile(rf"({_TOKEN}):[ \t]*+([^\x00-\x08\x0a-\x1f\x7f]*+)").fullmatch
+_match_host = re.compile(r"(?:[\w.~!$&'()*+;=%-]*|\[[0-9A-Fa-f:.]+(?:%[\w.~-]+)?\])(?::[0-9]*)?", re.ASCII).fullmatch
 _match_absolute = re.compile(r"https?://([^/?]+)(.*)", re.IGNORECASE).fullmatch
 
 # Fields that may be given once: two of them leave it open what the request is.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 
 import pytest
 
@@ -178,3 +179,18 @@ def test_a_head_a_chunk_line_and_a_trailer_are_bounded(start: bytes) -> None:
 def test_a_closed_connection_has_no_answer() -> None:
     with pytest.raises(ConnectionResetError):
         read(b"")
+
+
+def test_an_answer_that_announces_more_than_any_broker_sends_is_broken() -> None:
+    with pytest.raises(BrokenAnswer, match="more than any"):
+        read(b"HTTP/1.1 200 OK\r\nContent-Length: 100000000000\r\n\r\nabc")
+
+
+def test_a_field_of_blanks_is_read_as_quickly_as_any_other() -> None:
+    def seconds_of(filling: bytes) -> float:
+        began = time.perf_counter()
+        with pytest.raises(BrokenAnswer):
+            read(b"HTTP/1.1 200 OK\r\nA:" + filling + b"\0\r\nContent-Length: 0\r\n\r\n")
+        return time.perf_counter() - began
+
+    assert min(seconds_of(b" " * 3_000) for _ in range(3)) < 100 * min(seconds_of(b"x" * 3_000) for _ in range(3))

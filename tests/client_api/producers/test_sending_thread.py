@@ -6,6 +6,7 @@ import threading
 import time
 from typing import Any
 
+import pytest
 from support.cluster import wait_until
 from support.scripted_broker import ScriptedBroker
 
@@ -65,3 +66,31 @@ def test_awaited_messages_that_come_one_by_one_rarely_wake_a_sender() -> None:
             producer.send("t", b"1").result(60)
         # After each wake-up it looks by itself, so many times.
         assert len(woken) <= 1 + (time.monotonic() - began) / (IDLE_CHECKS * LINGER_S)
+
+
+class Interrupted(Exception):
+    """Raised by a signal handler of the program."""
+
+
+def test_a_flush_that_is_interrupted_leaves_its_batch_to_a_sender() -> None:
+    """The request may have been applied, so it is repeated under the same stamp."""
+    with ScriptedBroker() as broker, Producer(broker.url, linger_ms=3_600_000) as producer:
+        producer.send("t", b"0")
+        producer.flush()
+        post, stamps = producer._batch_sender._post, []
+
+        def interrupted(lane: Any, batch: Any, deadline: float) -> Any:
+            produced = post(lane, batch, deadline)
+            stamps.append((threading.current_thread().name, lane.identity, lane.next_sequence))
+            if len(stamps) == 1:
+                raise Interrupted
+            return produced
+
+        producer._batch_sender._post = interrupted  # type: ignore[method-assign]
+        future = producer.send("t", b"1")
+        with pytest.raises(Interrupted):
+            producer.flush()
+        assert future.result(60).offset >= 0
+        (first, *mine), (second, *its) = stamps
+        assert (first, second) == (threading.current_thread().name, "portalmq-sender")
+        assert mine == its

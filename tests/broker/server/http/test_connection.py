@@ -432,3 +432,13 @@ def test_a_client_without_tls_gets_nothing_and_others_are_served(secured: Any) -
             assert b"200 OK" in rest_of(client)
         silent.close()
     until(lambda: len(secured.connections) == 0)
+
+
+def test_a_tls_client_that_says_nothing_is_left_without_an_error_in_the_log(
+    secured: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    secured.http.keepalive_s = 0.01
+    with secured.connect() as silent:
+        assert rest_of(silent) == b""
+    until(lambda: len(secured.connections) == 0)
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []

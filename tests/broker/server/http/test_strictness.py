@@ -4,9 +4,12 @@ behind them is served: each is followed by a request that would be visible."""
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
+
+from portalmq.broker.server.http.heads import RefusedHead, parse_fields
 
 LINE = b"POST /v1/topics/t/messages HTTP/1.1\r\n"
 HEAD = LINE + b"Host: x\r\n"
@@ -197,3 +200,17 @@ def test_what_is_allowed_is_served_and_the_next_request_too(served: Any, data: b
     assert answer.count(b"200 OK\r\n") == 2, answer
     values = {topic: [each.value for each in logs[0]] for topic, logs in served.broker.logs.items()}
     assert values == {"t": [value.encode()], "smuggled": [b"x"]}
+
+
+def seconds_of(parse: Any, line: str) -> float:
+    began = time.perf_counter()
+    with pytest.raises(RefusedHead):
+        parse([line])
+    return time.perf_counter() - began
+
+
+def test_a_field_of_blanks_is_refused_as_quickly_as_any_other() -> None:
+    """Once it took the square of its length: 10,000 times as long."""
+    blanks = min(seconds_of(parse_fields, f"a:{' ' * 8_000}\0") for _ in range(5))
+    letters = min(seconds_of(parse_fields, f"a:{'x' * 8_000}\0") for _ in range(5))
+    assert blanks < 500 * letters
