@@ -28,7 +28,7 @@ from portalmq.system import raise_open_files_limit
 SIZE = 100
 BATCH = 1_000
 BATCH_BYTES = 1_000_000
-SETTLE_S = 2.0
+SETTLE_S = 10.0
 IDLE_S = 5.0
 SCHEDULED_FOR_S = 36_000.0
 WORKERS = 2
