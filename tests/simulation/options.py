@@ -113,7 +113,7 @@ def draw(seed: int, events: int, random: Random) -> Options:
         fault_every_ms=random.choice([150, 400, 1_000, 2_500]),
         trouble_in_isr_change=random.choice([0.0, 0.2, 0.5]),
         one_event_at_a_time=random.random() < 0.5,
-        sends_ahead=seed % 4 != 3,
+        sends_ahead=seed % 3 != 2,
         producers=random.choice([1, 2, 4]),
         disaster=random.random() < 0.04 and groups is None,
         after=random.choice(["whole", "whole", "one dead", "rough"]),
