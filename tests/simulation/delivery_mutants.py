@@ -37,7 +37,7 @@ def _(original: Any, self: Any, offsets: Any, *more: Any) -> Any:
     return [True] * len(offsets), list(offsets)
 
 
-@mutant("takes a receipt by its number alone", 259, (SpanFold, "is_later"))
+@mutant("takes a receipt by its number alone", 647, (SpanFold, "is_later"))
 def _(original: Any, self: Any, leader_epoch: int, lease: int) -> bool:
     return self.lease > lease
 
@@ -73,7 +73,7 @@ def _(original: Any, self: Any, spot: Any) -> None:
     pass
 
 
-@mutant("keeps no holder's name in its snapshots", 119, (GroupDelivery, "snapshot"))
+@mutant("keeps no holder's name in its snapshots", 11, (GroupDelivery, "snapshot"))
 def _(original: Any, self: Any) -> Any:
     fold = original(self)
     return msgspec.structs.replace(fold, spans=[msgspec.structs.replace(span, holder="") for span in fold.spans])
@@ -120,7 +120,7 @@ def _(original: Any, *arguments: Any, due_by_ms: int, **named: Any) -> Any:
     return original(*arguments, due_by_ms=due_by_ms + 100, **named)
 
 
-@mutant("passes a time of which not all is readable", 107, (GroupHost, "readable_by_ms"))
+@mutant("passes a time of which not all is readable", 51, (GroupHost, "readable_by_ms"))
 def _(original: Any, self: Any) -> int:
     return NEVER_MS
 

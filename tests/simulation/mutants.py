@@ -42,6 +42,15 @@ class Mutant:
 
 MUTANTS: dict[str, Mutant] = {}
 
+# Bugs that take several rare faults at once: fewer than one of 2,000 runs with groups finds them. Each is found by a
+# scenario in tests/broker/core/replica/test_replica_leading.py.
+RARE = {
+    "takes a fetch that lay on the way for news": "test_a_delayed_fetch_vouches_for_the_time_after_which_it_was_sent",
+    "answers acks while an earlier leader may hand out": (
+        "test_a_successor_answers_no_ack_while_its_predecessor_may_deliver"
+    ),
+}
+
 
 def mutant(name: str, seed: int, *targets: tuple[Any, str], has_groups: bool = False) -> Callable[[Any], Any]:
     """The decorated function replaces each target; it gets the original as its first argument."""
@@ -67,7 +76,7 @@ def _original(owner: Any, name: str) -> Any:
 # --- followers -------------------------------------------------------------------------------------------------------
 
 
-@mutant("truncates to its high watermark", 1, (FollowingReplica, "_on_records"))
+@mutant("truncates to its high watermark", 7, (FollowingReplica, "_on_records"))
 def _(original: Any, self: Any, fetch: core.Fetch, reply: core.Records) -> Any:
     if self.highest_epoch > getattr(self, "cut_in", 0):
         self.cut_in = self.highest_epoch
@@ -93,7 +102,7 @@ def _(original: Any, self: Any, event: core.FetchReplied, now_ms: int) -> Any:
     return original(self, event, now_ms)
 
 
-@mutant("cuts to the leader's end alone", 119, (FollowingReplica, "_on_diverging"))
+@mutant("cuts to the leader's end alone", 43, (FollowingReplica, "_on_diverging"))
 def _(original: Any, self: Any, reply: core.Diverging) -> Any:
     self._reshaping = True
     return [core.Truncate(min(reply.end, self.next_offset))]
@@ -107,7 +116,7 @@ def _(original: Any, self: Any, epoch: int) -> Any:
     return actions
 
 
-@mutant("forgets its epoch in a crash", 351, (Node, "crash"))
+@mutant("forgets its epoch in a crash", 521, (Node, "crash"))
 def _(original: Any, self: Any, **how: Any) -> None:
     original(self, **how)
     self.disk.highest_epoch = 0
@@ -151,14 +160,14 @@ def _(original: Any, self: Any, state: core.PartitionStateChanged, *more: Any) -
     return original(self, state, *more)
 
 
-@mutant("follows an older state of its epoch", 49, (PartitionReplica, "_on_state_changed"))
+@mutant("follows an older state of its epoch", 15, (PartitionReplica, "_on_state_changed"))
 def _(original: Any, self: Any, state: core.PartitionStateChanged, *more: Any) -> Any:
     if self.state is not None and state.leader_epoch == self.highest_epoch:
         self.state = replace(self.state, version=min(self.state.version, state.version))
     return original(self, state, *more)
 
 
-@mutant("does not compare logs", 3, (LeadingReplica, "_on_fetch_received"))
+@mutant("does not compare logs", 9, (LeadingReplica, "_on_fetch_received"))
 def _(original: Any, self: Any, event: core.FetchReceived, now_ms: int) -> Any:
     blind = replace(event, fetch=replace(event.fetch, last_epoch=self.last_epoch))
     return original(self, blind if event.fetch.fetch_offset <= self.durable_end else event, now_ms)
@@ -177,7 +186,7 @@ def _(original: Any, self: Any, event: core.Truncated, *more: Any) -> Any:
     return original(self, core.Truncated(event.end_offset, event.producers), *more)
 
 
-@mutant("continues an epoch in a log that was opened again", 29, (LeadingReplica, "_begin_leading"))
+@mutant("continues an epoch in a log that was opened again", 15, (LeadingReplica, "_begin_leading"))
 def _(original: Any, self: Any, state: core.PartitionStateChanged, *more: Any) -> Any:
     self._continues_epoch = state.leader_epoch
     return original(self, state, *more)
@@ -266,7 +275,7 @@ def _(original: Any, self: Any, replica: int, high_watermark: int, brokers: Any,
     return original(self, replica, high_watermark, believed, now_ms)
 
 
-@mutant("counts what an earlier life of a replica had", 243, (IsrTracker, "fetched"))
+@mutant("counts what an earlier life of a replica had", 106, (IsrTracker, "fetched"))
 def _(original: Any, self: Any, fetch: core.Fetch, *more: Any) -> bool:
     known = self._followers.get(fetch.broker_id)
     fetch = replace(fetch, incarnation=max(fetch.incarnation, known.incarnation) if known else fetch.incarnation)
@@ -285,7 +294,7 @@ def _(original: Any, self: Any, *more: Any) -> Any:
     return wanted
 
 
-@mutant("takes an unknown outcome for a failure", 126, (PartitionReplica, "_on_isr_answered"))
+@mutant("takes an unknown outcome for a failure", 0, (PartitionReplica, "_on_isr_answered"))
 def _(original: Any, self: Any, event: core.IsrAnswered, now_ms: int, wall_ms: int) -> Any:
     if event.outcome is core.Outcome.UNKNOWN and self._proposal is not None and self.in_sync is not None:
         self._proposal = self.in_sync.proposed = None
@@ -303,7 +312,7 @@ def _(original: Any, self: Any, state: core.PartitionStateChanged) -> bool:
     return False
 
 
-@mutant("hands out as long as the control plane answers", 1891, (ReplicaState, "may_deliver"), has_groups=True)
+@mutant("hands out as long as the control plane answers", 2667, (ReplicaState, "may_deliver"), has_groups=True)
 def _(original: Any, self: Any, now_ms: int) -> bool:
     return self.may_serve(now_ms)
 
@@ -327,12 +336,12 @@ def _(original: Any, self: Any, submission: Any, base: int) -> None:
     self._finish(submission)
 
 
-@mutant("remembers producers in memory only", 0, (Disk, "producers"))
+@mutant("remembers producers in memory only", 15, (Disk, "producers"))
 def _(original: Any, self: Any) -> Producers:
     return Producers([])
 
 
-@mutant("does not fence producers", 0, (Producers, "find_duplicate"))
+@mutant("does not fence producers", 9, (Producers, "find_duplicate"))
 def _(original: Any, self: Any, stamp: core.Stamp, count: int) -> Any:
     known = self._by_id.get(stamp.producer_id)
     if known is not None and stamp.producer_epoch < known.epoch:
@@ -348,7 +357,7 @@ def _(original: Any, self: Any, offset: int) -> Any:
     return self.disk.batches[first : first + 20]
 
 
-@mutant("answers who waits when the offset is another's", 12, (ReplicaShell, "_on_step_down"))
+@mutant("answers who waits when the offset is another's", 6, (ReplicaShell, "_on_step_down"))
 def _(original: Any, self: Any, leader: int | None) -> None:
     pass
 
@@ -375,7 +384,7 @@ def _(original: Any, held: PartitionState, broker_id: int, live: Any) -> bool:
     return broker_id in live and broker_id in held.replicas
 
 
-@mutant("compares no logs after a power cut", 82, (controller, "is_cold"))
+@mutant("compares no logs after a power cut", 11, (controller, "is_cold"))
 def _(original: Any, held: PartitionState, live: Any) -> bool:
     return False
 
@@ -385,7 +394,7 @@ def _(original: Any, self: GroupsFold, before: GroupsFold) -> None:
     pass
 
 
-@mutant("hands over to one that has just started anew", 2913, (controller, "elect"))
+@mutant("hands over to one that has just started anew", 1566, (controller, "elect"))
 def _(original: Any, held: PartitionState, live: Any, **named: Any) -> PartitionState:
     if named.get("log_ends"):
         return original(held, live, **named)
@@ -408,7 +417,7 @@ def _(original: Any, self: World, node: Node) -> None:
     node.disk.store_uuid = store_uuid
 
 
-@mutant("lets a deposed controller write", 63, (Membership, "check_controller"))
+@mutant("lets a deposed controller write", 16, (Membership, "check_controller"))
 def _(original: Any, self: Membership, found: Any, epoch: int) -> None:
     pass
 

@@ -7,10 +7,13 @@ simulator draws one number more.
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
+
 import pytest
 from simulation.group_options import EVERY
-from simulation.hunt import PlantedWrong, killer_of
-from simulation.mutants import MUTANTS, Mutant
+from simulation.hunt import PlantedWrong, killer_of, planted
+from simulation.mutants import MUTANTS, RARE, Mutant
 from simulation.run import failure_of
 from simulation.world import World
 
@@ -27,10 +30,18 @@ def test_no_fault_breaks_an_invariant(first: int) -> None:
     assert failures == {}, f"replay with: make simulate SEED={min(failures)}"
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", [name for name in MUTANTS if name not in RARE])
 def test_a_planted_bug_is_found(name: str) -> None:
     seed, step = MUTANTS[name].seed, EVERY if MUTANTS[name].has_groups else 1
     assert killer_of(name, range(seed, seed + WINDOW * step, step)) is not None
+
+
+@pytest.mark.parametrize(("name", "scenario"), RARE.items())
+def test_a_rare_bug_is_found_by_its_scenario(name: str, scenario: str) -> None:
+    run = runpy.run_path(str(Path(__file__).parents[1] / "broker/core/replica/test_replica_leading.py"))[scenario]
+    run()
+    with planted(name), pytest.raises(AssertionError):
+        run()
 
 
 def test_a_bug_that_is_planted_wrong_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
