@@ -85,8 +85,8 @@ def _(original: Any, self: Any) -> str:
 
 
 @mutant("takes an ack for done whose grant is lost", 2059, (GroupDelivery, "ackable"))
-def _(original: Any, self: Any, offsets: Any, *more: Any) -> Any:
-    verdicts, unfinished = original(self, offsets, *more)
+def _(original: Any, self: Any, offsets: Any, *more: Any, **named: Any) -> Any:
+    verdicts, unfinished = original(self, offsets, *more, **named)
     return verdicts, [offset for offset in unfinished if offset >= self.next or self.cursors or self.has_span(offset)]
 
 
@@ -135,12 +135,12 @@ def _(original: Any, *arguments: Any, cancelled: Any, **named: Any) -> Any:
     return original(*arguments, cancelled=(), **named)
 
 
-@mutant("snapshots without what is ahead", 4291, (GroupDelivery, "snapshot"))
+@mutant("snapshots without what is ahead", 5411, (GroupDelivery, "snapshot"))
 def _(original: Any, self: Any) -> Any:
     return msgspec.structs.replace(original(self), ahead=[])
 
 
-@mutant("snapshots without the cursors of its lanes", 35, (GroupDelivery, "snapshot"))
+@mutant("snapshots without the cursors of its lanes", 7, (GroupDelivery, "snapshot"))
 def _(original: Any, self: Any) -> Any:
     return msgspec.structs.replace(original(self), cursors=[])
 
@@ -187,7 +187,7 @@ def _(original: Any, self: Any) -> bool:
     return True
 
 
-@mutant("forgets what is finished while keys are read", 107, (KeyQueues, "finish_unseen"))
+@mutant("forgets what is finished while keys are read", 507, (KeyQueues, "finish_unseen"))
 def _(original: Any, self: Any, record: int) -> None:
     pass
 
@@ -197,12 +197,12 @@ def _(original: Any, self: Any, start: int, end: int) -> None:
     pass
 
 
-@mutant("takes what was redriven out of the book again", 307, (KeyQueues, "read_later"))
+@mutant("takes what was redriven out of the book again", 107, (KeyQueues, "read_later"))
 def _(original: Any, self: Any, start: int, end: int) -> None:
     self._unread.append((start, end))
 
 
-@mutant("keeps its book of keys from an earlier time", 11715, (GroupDelivery, "take_over"))
+@mutant("keeps its book of keys from an earlier time", 2167, (GroupDelivery, "take_over"))
 def _(original: Any, self: Any, now_ms: int) -> None:
     keys = self.keys
     original(self, now_ms)

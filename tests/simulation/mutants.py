@@ -43,11 +43,20 @@ class Mutant:
 MUTANTS: dict[str, Mutant] = {}
 
 # Bugs that take several rare faults at once: fewer than one of 2,000 runs with groups finds them. Each is found by a
-# scenario in tests/broker/core/replica/test_replica_leading.py.
+# scenario in tests/broker/core.
+_LEADING, _DELIVERY = "replica/test_replica_leading.py", "queue/test_delivery.py"
 RARE = {
-    "takes a fetch that lay on the way for news": "test_a_delayed_fetch_vouches_for_the_time_after_which_it_was_sent",
+    "takes a fetch that lay on the way for news": (
+        _LEADING,
+        "test_a_delayed_fetch_vouches_for_the_time_after_which_it_was_sent",
+    ),
     "answers acks while an earlier leader may hand out": (
-        "test_a_successor_answers_no_ack_while_its_predecessor_may_deliver"
+        _LEADING,
+        "test_a_successor_answers_no_ack_while_its_predecessor_may_deliver",
+    ),
+    "takes an ack for done whose grant is lost": (
+        _DELIVERY,
+        "test_an_ack_of_a_delayed_message_whose_grant_was_lost_is_recorded",
     ),
 }
 

@@ -80,8 +80,8 @@ def test_a_large_batch_is_decoded_in_parts(monkeypatch):
 
 def test_large_values_are_decompressed_on_a_native_thread(monkeypatch):
     called = []
-    attempt = native.attempt
-    monkeypatch.setattr(native, "attempt", lambda *arguments: called.append(1) or attempt(*arguments))
+    work = native._values_or_fault
+    monkeypatch.setattr(native, "_values_or_fault", lambda *arguments: called.append(1) or work(*arguments))
     big = [b"%d" % number * 20_000 for number in range(10)]
     request = decode_messages(wire.BATCH_MSGPACK, body_of(frame_of(big), [{}] * 10), {}, 0)
     assert ([record.value for record in request.records], called) == (big, [])
