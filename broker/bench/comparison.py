@@ -63,7 +63,7 @@ class CasePlan:
 def producing(
     begin: Begin, system: System, topic: str, size: int, batch: int, seconds: float, most: float = float("inf")
 ) -> Timed:
-    client, messages = system.producer(topic), [os.urandom(size) for _ in range(batch)]
+    client, messages = system.client(topic), [os.urandom(size) for _ in range(batch)]
     calls_s: list[float] = []
     client.send(messages[:1])  # some clients connect by this
     begin()
@@ -77,7 +77,7 @@ def producing(
 
 
 def consuming(begin: Begin, system: System, topic: str, batch: int, seconds: float) -> Timed:
-    client, messages, is_empty = system.consumer(topic, batch), 0, False
+    client, messages, is_empty = system.client(topic, batch), 0, False
     calls_s: list[float] = []
     begin()
     began = now = end = time.monotonic()
@@ -102,7 +102,7 @@ def _stamp_of(message: bytes) -> tuple[int, float]:
 
 
 def _sending_now_and_then(begin: Begin, system: System, topic: str, times: int) -> list[float]:
-    client = system.producer(topic)
+    client = system.client(topic)
     begin()
     time.sleep(1)  # until the consumer waits
     for number in range(times):
@@ -113,7 +113,7 @@ def _sending_now_and_then(begin: Begin, system: System, topic: str, times: int) 
 
 
 def _waking(begin: Begin, system: System, topic: str, times: int) -> list[float]:
-    client = system.consumer(topic, 1)
+    client = system.client(topic, batch=1)
     took_s: list[float] = []
     begin()
     while len(took_s) < times:  # the first is left out: some clients connect by it
@@ -222,7 +222,7 @@ def _closed(client: BenchClient) -> None:
 def _publishing(
     begin: Begin, system: System, topic: str, leader: int, pids: Sequence[int], sent: signal.Signals, seconds: float
 ) -> tuple[float, Log]:
-    client = _Roaming(lambda node: system.producer(topic, node, system.gives_up_after_s), leader, system.nodes)
+    client = _Roaming(lambda node: system.client(topic, 0, node, system.gives_up_after_s), leader, system.nodes)
     acked: Log = []
     begin()
     began, number, to_strike = time.monotonic(), 0, list(pids)
@@ -245,7 +245,7 @@ def _publishing(
 def _taking(
     begin: Begin, system: System, topic: str, leader: int, pids: Sequence[int], sent: signal.Signals, seconds: float
 ) -> tuple[float, Log]:
-    client = _Roaming(lambda node: system.consumer(topic, 10, node, system.gives_up_after_s), leader, system.nodes)
+    client = _Roaming(lambda node: system.client(topic, 10, node, system.gives_up_after_s), leader, system.nodes)
     delivered: Log = []
     begin()
     began = heard = time.monotonic()

@@ -77,10 +77,7 @@ class Redis(System):
     def drop(self, topic: str) -> None:
         _RedisClient(self._port, topic).redis.delete(topic)
 
-    def producer(self, topic: str, node: int = 0, timeout_s: float = 30.0) -> BenchClient:
-        return _RedisClient(self._port, topic)
-
-    def consumer(self, topic: str, batch: int, node: int = 0, timeout_s: float = 30.0) -> BenchClient:
+    def client(self, topic: str, batch: int = 0, node: int = 0, timeout_s: float = 30.0) -> BenchClient:
         return _RedisClient(self._port, topic, batch)
 
 
@@ -211,10 +208,7 @@ class Rabbit(System):
         client.channel.queue_delete(topic)
         client.close()
 
-    def producer(self, topic: str, node: int = 0, timeout_s: float = 30.0) -> BenchClient:
-        return _RabbitClient(self._ports[node], topic, 0, timeout_s)
-
-    def consumer(self, topic: str, batch: int, node: int = 0, timeout_s: float = 30.0) -> BenchClient:
+    def client(self, topic: str, batch: int = 0, node: int = 0, timeout_s: float = 30.0) -> BenchClient:
         return _RabbitClient(self._ports[node], topic, batch, timeout_s)
 
     def leader(self, topic: str) -> int:
@@ -354,10 +348,7 @@ class Nats(System):
     def drop(self, topic: str) -> None:
         self._run(lambda stream: stream.delete_stream(topic))
 
-    def producer(self, topic: str, node: int = 0, timeout_s: float = 30.0) -> BenchClient:
-        return _NatsClient(self._ports[node], topic, timeout_s=timeout_s)
-
-    def consumer(self, topic: str, batch: int, node: int = 0, timeout_s: float = 30.0) -> BenchClient:
+    def client(self, topic: str, batch: int = 0, node: int = 0, timeout_s: float = 30.0) -> BenchClient:
         return _NatsClient(self._ports[node], topic, batch, timeout_s)
 
     def leader(self, topic: str) -> int:

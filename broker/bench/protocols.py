@@ -12,13 +12,12 @@ alike, and the ratios hold.
 from __future__ import annotations
 
 import json
-import multiprocessing
-import subprocess
+import signal
+import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -26,6 +25,10 @@ from typing import Any, NamedTuple
 import click
 
 from portalmq.broker.bench import harness
+from portalmq.broker.bench.comparison import Begin
+from portalmq.broker.bench.measure import Figures, in_workers
+from portalmq.broker.bench.report import Table
+from portalmq.broker.bench.systems import HOST, OneBroker, Site, free_ports, running
 
 CLIENTS = (1, 16, 64)
 PROCESSES = 4
@@ -33,7 +36,9 @@ SECONDS = 3.0
 ALONE_SECONDS = 12.0
 ALONE_CALLS = 4
 YARDSTICK = "message"
-TEXT = harness.VALUE.decode()
+# Enough for the fastest protocol; the rest stays in the queue.
+WAITING = 40_000
+TEXT = "x" * 100
 
 Call = Callable[[], bool]
 
@@ -42,8 +47,22 @@ class Where(NamedTuple):
     """The broker, MiniQ's ports (commands, producers, consumers), and the queue."""
 
     url: str
-    ports: tuple[int, int, int]
+    ports: list[int]
     queue: str
+
+
+class _BrokerAndMiniQ(OneBroker):
+    """A broker, and `portalmq zeromq` in front of it."""
+
+    def start(self, site: Site) -> None:
+        super().start(site)
+        self.ports = free_ports(3)
+        command, producer, consumer = map(str, self.ports)
+        options = ("--command-port", command, "--producer-port", producer, "--consumer-port", consumer)
+        module = "portalmq.broker.protocols.zeromq.command"
+        site.spawn(sys.executable, "-m", module, "--server", self.urls[0], *options, ends_by=signal.SIGTERM)
+        for port in self.ports:
+            site.until(lambda port=port: socket.create_connection((HOST, port)))  # type: ignore[misc]
 
 
 # --- the protocols ---------------------------------------------------------------------------------------------------
@@ -102,7 +121,7 @@ def _topics(where: Where) -> tuple[Call, Call]:
     wanted = json.dumps({"topics": [where.queue], "max_messages": 1, "wait_ms": 0}).encode()
 
     def put() -> bool:
-        return bool(http.ask("POST", f"/v1/topics/{where.queue}/messages", harness.VALUE, "text/plain"))
+        return bool(http.ask("POST", f"/v1/topics/{where.queue}/messages", TEXT.encode(), "text/plain"))
 
     def take() -> bool:
         messages = http.ask("POST", "/v1/groups/default/receive", wanted)["messages"]
@@ -119,63 +138,37 @@ DOORS: dict[str, Callable[[Where], tuple[Call, Call]]] = {"zeromq": _zeromq, "me
 # --- clients ---------------------------------------------------------------------------------------------------------
 
 
-def _clients(role: str, where: Where, verb: int, threads: int, ready: Any, results: Any) -> None:
-    """Run one process: each thread calls until the time is over. Only calls that moved a message count."""
-    durations: list[float] = []
-    faults: list[str] = []
-    together = threading.Barrier(threads + 1)
+def _calling(begin: Begin, role: str, where: Where, verb: int, clients: int) -> list[float]:
+    """Call in a thread for each client until the time is over; return how long calls that moved a message took."""
+    calls = [DOORS[role](where)[verb] for _ in range(clients)]
+    for call in calls:
+        call()
+    begin()
+    end = time.perf_counter() + SECONDS
 
-    def work() -> None:
-        try:
-            call = DOORS[role](where)[verb]
-            call()
-            together.wait(harness.WITHIN_S)
-            end = time.perf_counter() + SECONDS
-            while (begin := time.perf_counter()) < end:
-                if call():
-                    durations.append(time.perf_counter() - begin)
-        except Exception as fault:  # noqa: BLE001 - reported by the parent
-            faults.append(repr(fault))
-            together.abort()
+    def work(call: Call) -> list[float]:
+        durations_s = []
+        while (began := time.perf_counter()) < end:
+            if call():
+                durations_s.append(time.perf_counter() - began)
+        return durations_s
 
-    workers = [threading.Thread(target=work, daemon=True) for _ in range(threads)]
-    for worker in workers:
-        worker.start()
-    try:
-        ready.wait(harness.WITHIN_S)
-        together.wait(harness.WITHIN_S)
-    except threading.BrokenBarrierError:
-        faults.append("not all clients came so far")
-    for worker in workers:
-        worker.join(harness.WITHIN_S)
-    results.put((durations, faults))
+    with ThreadPoolExecutor(clients) as pool:
+        return [took_s for each in pool.map(work, calls) for took_s in each]
 
 
-def _measure(role: str, where: Where, verb: int, clients: int) -> tuple[float, float]:
+def _together(role: str, where: Where, verb: int, clients: int) -> tuple[float, float]:
     """Return (calls per second, median milliseconds of one)."""
-    context = multiprocessing.get_context("spawn")
     processes = min(clients, PROCESSES)
-    ready, results = context.Barrier(processes), context.Queue()
-    running = [
-        context.Process(target=_clients, args=(role, where, verb, clients // processes, ready, results), daemon=True)
-        for _ in range(processes)
-    ]
-    for process in running:
-        process.start()
-    durations: list[float] = []
-    for _ in running:
-        took, faults = results.get(timeout=2 * harness.WITHIN_S)
-        if faults:
-            raise click.ClickException(f"{role} with {clients} clients: {faults[0]}")
-        durations += took
-    for process in running:
-        process.join(harness.WITHIN_S)
-    if not durations:
+    shares = (role, where, verb, clients // processes)
+    taken = in_workers([_calling] * processes, *shares, within_s=SECONDS + harness.WITHIN_S)
+    durations_s = [took_s for each in taken for took_s in each]
+    if not durations_s:
         raise click.ClickException(f"{role} with {clients} clients: nothing was done")
-    return len(durations) / SECONDS, median(durations) * 1000
+    return len(durations_s) / SECONDS, median(durations_s) * 1000
 
 
-def _measure_alone(wheres: dict[str, Where], verb: int) -> dict[str, tuple[float, float]]:
+def _alone(wheres: dict[str, Where], verb: int) -> dict[str, tuple[float, float]]:
     """Return the same for one client that alternates between the protocols."""
     calls = {role: DOORS[role](where)[verb] for role, where in wheres.items()}
     durations: dict[str, list[float]] = {role: [] for role in calls}
@@ -198,24 +191,26 @@ def _measure_alone(wheres: dict[str, Where], verb: int) -> dict[str, tuple[float
 
 def measured(directory: Path, rounds: int) -> dict[str, float]:
     """Return all figures, each the median over `rounds`."""
-    return harness.medians(rounds, lambda number: _round(directory / str(number)))
+    taken = [_round(directory) for _ in range(rounds)]
+    return {name: median(each[name] for each in taken) for name in taken[0]}
 
 
 def _round(directory: Path) -> dict[str, float]:
-    directory.mkdir(parents=True)
     figures: dict[str, float] = {}
-    with harness.broker(directory) as (url, _), _miniq(url) as ports:
+    system = _BrokerAndMiniQ()
+    with running(system, directory):
         for verb, name in enumerate(("put", "take")):
             for clients in CLIENTS:
-                wheres = {role: Where(url, ports, f"{role}-{clients}") for role in DOORS}
+                wheres = {role: Where(system.urls[0], system.ports, f"{role}-{clients}") for role in DOORS}
                 if verb:
                     for where in wheres.values():
-                        # Enough for the fastest protocol; the rest stays in the queue.
-                        harness.produce_rate(url, where.queue, 40_000)
+                        producer = system.client(where.queue)
+                        producer.send([TEXT.encode()] * WAITING)
+                        producer.close()
                 if clients == 1:
-                    taken = _measure_alone(wheres, verb)
+                    taken = _alone(wheres, verb)
                 else:
-                    taken = {role: _measure(role, where, verb, clients) for role, where in wheres.items()}
+                    taken = {role: _together(role, where, verb, clients) for role, where in wheres.items()}
                 for role, (per_s, p50_ms) in taken.items():
                     figures[f"{name}_{role}_{clients}_per_s"] = per_s
                     figures[f"{name}_{role}_{clients}_p50_ms"] = p50_ms
@@ -223,35 +218,18 @@ def _round(directory: Path) -> dict[str, float]:
     return figures
 
 
-@contextmanager
-def _miniq(url: str) -> Iterator[tuple[int, int, int]]:
-    free = [option for name in ("command", "producer", "consumer") for option in (f"--{name}-port", "0")]
-    arguments = [sys.executable, "-m", "portalmq.broker.protocols.zeromq.command", "--server", url, "-o", "json", *free]
-    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        said = process.stdout.readline()
-        if not said:
-            raise click.ClickException("portalmq zeromq did not start")
-        at = {role: int(endpoint.rpartition(":")[2]) for role, endpoint in json.loads(said).items()}
-        yield at["commands"], at["producers"], at["consumers"]
-    finally:
-        harness.end(process)
+def tables(figures: Figures) -> list[Table]:
+    """Return rates, the medians of one call, and these as multiples of the yardstick's in the same round."""
 
+    def cell(name: str) -> str:
+        per_s, p50_ms, ratio = (figures[f"{name}_{each}"] for each in ("per_s", "p50_ms", f"to_{YARDSTICK}"))
+        return f"{per_s:,.0f}/s {p50_ms:.2f} ms x{ratio:.2f}"
 
-def show(figures: dict[str, float], output: str) -> None:
-    if output == "json":
-        click.echo(json.dumps(figures, indent=2))
-        return
-    titles = {"put": "a message in, stored", "take": "a message out, and done"}
-    for name, title in titles.items():
-        click.echo(f"{title:<26}" + "".join(f"{role:>30}" for role in DOORS))
-        for clients in CLIENTS:
-            cells = [
-                f"{figures[f'{name}_{role}_{clients}_per_s']:>9,.0f}/s"
-                f"{figures[f'{name}_{role}_{clients}_p50_ms']:>8.2f} ms"
-                f" x{figures[f'{name}_{role}_{clients}_to_{YARDSTICK}']:.2f}"
-                for role in DOORS
-            ]
-            click.echo(f"  {clients:>3} clients{'':<13}" + "".join(f"{cell:>30}" for cell in cells))
-    click.echo(f"Rate, the median of one call, and that median as a multiple of {YARDSTICK}'s in the same round.")
+    return [
+        (
+            f"{title}: rate, median of a call, the median as a multiple of {YARDSTICK}'s",
+            ["clients", *DOORS],
+            [[str(clients), *(cell(f"{name}_{role}_{clients}") for role in DOORS)] for clients in CLIENTS],
+        )
+        for name, title in (("put", "A message in, stored"), ("take", "A message out, and done"))
+    ]

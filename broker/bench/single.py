@@ -11,10 +11,10 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -25,20 +25,6 @@ QUICK_SECONDS = 0.5
 QUICK_GROWTH = ("size", "batch", "connections")
 _FILE = click.Path(path_type=Path, dir_okay=False)
 _FOLDER = click.Path(path_type=Path, file_okay=False)
-
-
-class Choices(NamedTuple):
-    systems: tuple[str, ...]
-    cases: tuple[str, ...]
-    points: tuple[int, ...]
-    sizes: tuple[int, ...]
-    batches: tuple[int, ...]
-    processes: tuple[int, ...]
-    seconds: float
-    rounds: int
-    kills: int
-    outage: float
-    quick: bool
 
 
 def _numbers(_: click.Context, option: click.Parameter, value: str | None) -> tuple[int, ...]:
@@ -70,7 +56,9 @@ def _names(_: click.Context, option: click.Parameter, value: str | None) -> tupl
 @click.option("--seconds", type=click.FloatRange(0.1), default=2.0, show_default=True, help="Time of each case.")
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Rounds; medians are shown.")
 @click.option("--kills", type=click.IntRange(1), default=3, show_default=True, help="Leaders to kill and to stop.")
-@click.option("--outage", type=click.FloatRange(1), default=10.0, show_default=True, help="Seconds after a signal.")
+@click.option(
+    "--outage", "after_s", type=click.FloatRange(1), default=10.0, show_default=True, help="Seconds after a signal."
+)
 @click.option("--data-dir", type=_FOLDER, help="Where to measure (default: a temporary directory).")
 @click.option("--json", "json_file", type=_FILE, help="Write all results to this file.")
 @click.option("--markdown", "markdown_file", type=_FILE, help="Write the tables to this file.")
@@ -81,6 +69,7 @@ def bench(
     peers: bool,
     growth: bool,
     seeds: bool,
+    points: tuple[int, ...],
     data_dir: Path | None,
     json_file: Path | None,
     markdown_file: Path | None,
@@ -91,15 +80,19 @@ def bench(
     """Measure PortalMQ on this machine, compared with bare SQLite, a bare POST and, with --peers, other systems."""
     from portalmq.broker.bench import report
 
-    choices = Choices(**chosen)
     with tempfile.TemporaryDirectory(dir=data_dir) as temporary, _ended_by_sigterm():
+        directory = Path(temporary)
         if seeds:
             from portalmq.broker.bench import protocols
 
-            protocols.show(protocols.measured(Path(temporary), choices.rounds), output)
-            return
-        found = _growth(Path(temporary), choices) if growth else _comparison(Path(temporary), choices, peers)
-    tables = report.growth_tables(found) if growth else report.comparison_tables(found)
+            found: dict[str, Any] = protocols.measured(directory, chosen["rounds"])
+            tables = protocols.tables(found)
+        elif growth:
+            found = _reported(_growth, directory, points=points, **chosen)
+            tables = report.growth_tables(found)
+        else:
+            found = _reported(_comparison, directory, peers=peers, **chosen)
+            tables = report.comparison_tables(found)
     click.echo(json.dumps(found, indent=2) if output == "json" else report.as_text(tables))
     if json_file is not None:
         json_file.write_text(json.dumps(found, indent=2) + "\n", "utf-8")
@@ -107,48 +100,53 @@ def bench(
         markdown_file.write_text(report.as_markdown(tables), "utf-8")
     if growth and plots is not None:
         report.write_plots(found, plots)
-    if found["failed"]:
+    if found.get("failed"):
         sys.exit(1)
 
 
-def _comparison(directory: Path, choices: Choices, peers: bool) -> dict[str, Any]:
-    from portalmq.broker.bench.comparison import CASES, CasePlan, compared
+def _reported(measure: Callable[..., dict[str, Any]], directory: Path, **chosen: Any) -> dict[str, Any]:
     from portalmq.broker.bench.measure import machine
+
+    begin = time.time()
+    found = measure(directory, **chosen)
+    return {"machine": machine(), "began": begin, "took_s": time.time() - begin, **found}
+
+
+def _comparison(
+    directory: Path, peers: bool, quick: bool, systems: Sequence[str], cases: Sequence[str], **timing: Any
+) -> dict[str, Any]:
+    from portalmq.broker.bench.comparison import CASES, CasePlan, compared
     from portalmq.broker.bench.peers import PEERS
     from portalmq.broker.bench.systems import SYSTEMS
 
     known: dict[str, System] = {kind.name: kind() for kind in (*SYSTEMS, *(PEERS if peers else ()))}
-    plan = CasePlan(
-        _known("case", choices.cases, list(CASES)), choices.sizes, choices.batches, choices.processes,
-        choices.seconds, choices.rounds, choices.kills, choices.outage,
-    )  # fmt: skip
-    chosen = _known("system", choices.systems, list(known))
+    plan = CasePlan(_known("case", cases, CASES), **timing)
+    chosen = _known("system", systems, list(known))
     left_out = {name: why for name in chosen if (why := known[name].left_out())}
-    if choices.quick:
+    if quick:
         plan = CasePlan([case for case in plan.cases if case != "gap"], [100], [1, 100], [1], QUICK_SECONDS, 1, 0, 0)
         left_out |= {name: "not with --quick" for name in chosen if known[name].nodes > 1}
     measurable = [known[name] for name in chosen if name not in left_out]
-    begin = time.time()
     results, noise, failed = compared(measurable, plan, directory, _tell)
-    systems = {each.name: {"nodes": each.nodes, "ack": each.promise, "version": each.version()} for each in measurable}
-    found = {"machine": machine(), "began": begin, "took_s": time.time() - begin, "systems": systems}
-    return found | {"results": results, "calibrations": noise, "left_out": left_out, "failed": failed}
+    about = {each.name: {"nodes": each.nodes, "ack": each.promise, "version": each.version()} for each in measurable}
+    return {"systems": about, "results": results, "calibrations": noise, "left_out": left_out, "failed": failed}
 
 
-def _growth(directory: Path, choices: Choices) -> dict[str, Any]:
+def _growth(
+    directory: Path, quick: bool, cases: Sequence[str], points: Sequence[int], seconds: float, **_: Any
+) -> dict[str, Any]:
     from portalmq.broker.bench.growth import CASES, grown
-    from portalmq.broker.bench.measure import calibration, machine
+    from portalmq.broker.bench.measure import calibration
 
-    chosen, seconds = _known("case", choices.cases, list(CASES)), choices.seconds
-    if len(chosen) > 1 and choices.points:
+    chosen = _known("case", cases, list(CASES))
+    if len(chosen) > 1 and points:
         raise click.UsageError("--points are those of one case: name it with --cases")
-    if choices.quick:
+    if quick:
         chosen, seconds = [name for name in chosen if name in QUICK_GROWTH], QUICK_SECONDS
-    begin, noise = time.time(), [{"before": "the first case", **calibration(directory)}]
-    figures, failed = grown(chosen, choices.points, seconds, directory, _tell)
+    noise = [{"before": "the first case", **calibration(directory)}]
+    figures, failed = grown(chosen, points, seconds, directory, _tell)
     noise.append({"before": "the end", **calibration(directory)})
-    found = {"machine": machine(), "began": begin, "took_s": time.time() - begin, "calibrations": noise}
-    return found | {"cases": figures, "left_out": {}, "failed": failed}
+    return {"calibrations": noise, "cases": figures, "left_out": {}, "failed": failed}
 
 
 def _known(kind: str, names: Sequence[str], known: Sequence[str]) -> Sequence[str]:

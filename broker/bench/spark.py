@@ -29,9 +29,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from portalmq.broker.bench.harness import broker
 from portalmq.broker.bench.spark_harness import MESSAGE_BYTES, PARTITIONS, fill, session
 from portalmq.broker.bench.spark_rivals import ALL, TWO, pieces, plain_rows
+from portalmq.broker.bench.systems import broker
 from portalmq.system import children_of, cores, peak_resident_bytes
 
 if TYPE_CHECKING:

@@ -32,8 +32,8 @@ from pathlib import Path
 import numpy as np
 
 from portalmq import Admin, Producer, system
-from portalmq.broker.bench.harness import broker
 from portalmq.broker.bench.spark_harness import BATCH_MESSAGES, MESSAGE_BYTES, PARTITIONS, fill
+from portalmq.broker.bench.systems import broker
 from portalmq.spark.columns import COLUMNS
 from portalmq.spark.errors import DataLoss, NothingThere, Unreachable
 from portalmq.spark.files.directories import Directories

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from portalmq import Admin
-from portalmq.broker.bench.harness import broker
 from portalmq.broker.bench.spark_harness import MESSAGE_BYTES, PARTITIONS, fill, session
+from portalmq.broker.bench.systems import broker
 from portalmq.spark.http_api.brokers import Brokers
 
 if TYPE_CHECKING:

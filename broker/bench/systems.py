@@ -175,10 +175,8 @@ class System:
 
     def drop(self, topic: str) -> None: ...
 
-    def producer(self, topic: str, node: int = 0, timeout_s: float = 30.0) -> BenchClient:
-        raise NotImplementedError
-
-    def consumer(self, topic: str, batch: int, node: int = 0, timeout_s: float = 30.0) -> BenchClient:
+    def client(self, topic: str, batch: int = 0, node: int = 0, timeout_s: float = 30.0) -> BenchClient:
+        """Return a producer, or with a batch a consumer that receives at most so many messages at a time."""
         raise NotImplementedError
 
     def leader(self, topic: str) -> int:
@@ -249,8 +247,9 @@ class OneBroker(System):
     gives_up_after_s = 30.0
     mode: Literal["queue", "stream"] = "queue"
 
-    def __init__(self, settings: Mapping[str, str] | None = None) -> None:
+    def __init__(self, settings: Mapping[str, str] | None = None, data_dir: Path | None = None) -> None:
         self.urls: list[str] = []
+        self._data_dir = data_dir
         self._settings = {"PORTALMQ_LOG_LEVEL": "warning", **(settings or {})}
 
     def version(self) -> str:
@@ -259,7 +258,7 @@ class OneBroker(System):
     def start(self, site: Site) -> None:
         (port,) = free_ports(1)
         self.urls = [f"http://{HOST}:{port}"]
-        arguments = ["dev", str(port), "--data-dir", str(site.directory / "data")]
+        arguments = ["dev", str(port), "--data-dir", str(self._data_dir or site.directory / "data")]
         site.spawn(*_PORTALMQ, *arguments, environment=self._settings, ends_by=signal.SIGTERM)
         site.until(lambda: _is_ready(port))
 
@@ -276,10 +275,7 @@ class OneBroker(System):
         with Admin(self.urls) as admin:
             admin.delete_topic(topic)
 
-    def producer(self, topic: str, node: int = 0, timeout_s: float = 30.0) -> BenchClient:
-        return _PortalClient(self.urls[node:] + self.urls[:node], topic, 0, timeout_s)
-
-    def consumer(self, topic: str, batch: int, node: int = 0, timeout_s: float = 30.0) -> BenchClient:
+    def client(self, topic: str, batch: int = 0, node: int = 0, timeout_s: float = 30.0) -> BenchClient:
         return _PortalClient(self.urls[node:] + self.urls[:node], topic, batch, timeout_s, self.mode)
 
 
@@ -293,6 +289,14 @@ def _is_ready(port: int) -> bool:
         return connection.getresponse().status == 200
     finally:
         connection.close()
+
+
+@contextmanager
+def broker(data_dir: Path) -> Iterator[tuple[str, int]]:
+    """Run a broker on this data directory, which stays; yields its URL and process id."""
+    system = OneBroker(data_dir=data_dir)
+    with running(system, data_dir.parent) as site:
+        yield system.urls[0], site.pids()[0]
 
 
 class Stream(OneBroker):
@@ -373,7 +377,7 @@ class BareSqlite(System):
     def start(self, site: Site) -> None:
         self._directory = site.directory
 
-    def producer(self, topic: str, node: int = 0, timeout_s: float = 30.0) -> BenchClient:
+    def client(self, topic: str, batch: int = 0, node: int = 0, timeout_s: float = 30.0) -> BenchClient:
         return _TableClient(self._directory, topic)
 
 
@@ -403,7 +407,7 @@ class BarePost(System):
         site.spawn(sys.executable, "-m", "portalmq.broker.bench.harness", str(port))
         site.until(lambda: _is_ready(port))
 
-    def producer(self, topic: str, node: int = 0, timeout_s: float = 30.0) -> BenchClient:
+    def client(self, topic: str, batch: int = 0, node: int = 0, timeout_s: float = 30.0) -> BenchClient:
         return _PostClient(self._url)
 
 
