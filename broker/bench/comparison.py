@@ -14,7 +14,7 @@ import signal
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -275,35 +275,24 @@ def compared(
     results: list[Figures] = []
     calibrations: list[Figures] = []
     failures: dict[str, str] = {}
+
+    def measure(name: str, system: System, measurement: Callable[[System, Site], Iterable[Figures]]) -> None:
+        try:
+            with running(system, directory) as site:
+                for figures in measurement(system, site):
+                    results.append(figures)
+        except (click.ClickException, OSError) as error:
+            failures[name] = str(error)
+
     rounds = 0 if set(plan.cases) == {"gap"} else plan.rounds
     for number, system in itertools.product(range(rounds), systems):
         calibrations.append({"before": system.name, "round": number, **calibration(directory)})
         tell(f"round {number + 1} of {plan.rounds}: {system.name}")
-        try:
-            with running(system, directory) as site:
-                for figures in measured(system, site, plan):
-                    results.append(figures)
-        except (click.ClickException, OSError) as error:
-            failures[system.name] = str(error)
-    if "gap" in plan.cases:
-        _gaps(systems, plan, directory, tell, results, failures)
-    calibrations.append({"before": "the end", "round": plan.rounds - 1, **calibration(directory)})
-    return combined(results, KEYS), calibrations, failures
-
-
-def _gaps(
-    systems: Sequence[System],
-    plan: CasePlan,
-    directory: Path,
-    tell: Callable[[str], None],
-    results: list[Figures],
-    failures: dict[str, str],
-) -> None:
-    able = [system for system in systems if system.nodes > 1 and "gap" in system.cases]
+        measure(system.name, system, lambda system, site: measured(system, site, plan))
+    able = [system for system in systems if system.nodes > 1 and "gap" in system.cases.intersection(plan.cases)]
     for number, system, sent in itertools.product(range(plan.kills), able, SIGNALS):
         tell(f"{sent.name} {number + 1} of {plan.kills}: {system.name}")
-        try:
-            with running(system, directory) as site:
-                results.append(gap(system, site, sent, plan.after_s))
-        except (click.ClickException, OSError) as error:
-            failures[f"{system.name}, {sent.name}"] = str(error)
+        name = f"{system.name}, {sent.name}"
+        measure(name, system, lambda system, site, sent=sent: [gap(system, site, sent, plan.after_s)])  # type: ignore[misc]
+    calibrations.append({"before": "the end", "round": plan.rounds - 1, **calibration(directory)})
+    return combined(results, KEYS), calibrations, failures

@@ -7,11 +7,11 @@ explicit acknowledgements. The `promise` of a system is what its acknowledgement
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import subprocess
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import closing, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -69,15 +69,15 @@ class Redis(System):
         durable = ["--appendonly", "yes", "--appendfsync", "always", "--save", ""]
         where = ["--bind", HOST, "--port", str(self._port), "--dir", str(site.directory)]
         site.spawn(str(binary(self.server)), *where, *durable)
-        site.until(lambda: _RedisClient(self._port, "").redis.ping())
+        site.until(lambda: self.client("").redis.ping())
 
     def create(self, topic: str) -> None:
-        _RedisClient(self._port, topic).redis.xgroup_create(topic, GROUP, "0", mkstream=True)
+        self.client(topic).redis.xgroup_create(topic, GROUP, "0", mkstream=True)
 
     def drop(self, topic: str) -> None:
-        _RedisClient(self._port, topic).redis.delete(topic)
+        self.client(topic).redis.delete(topic)
 
-    def client(self, topic: str, batch: int = 0, node: int = 0, timeout_s: float = 30.0) -> BenchClient:
+    def client(self, topic: str, batch: int = 0, node: int = 0, timeout_s: float = 30.0) -> _RedisClient:
         return _RedisClient(self._port, topic, batch)
 
 
@@ -127,7 +127,7 @@ class _RabbitClient(BenchClient):
 
     def receive(self) -> list[bytes]:
         end = time.monotonic() + EMPTY_AFTER_S
-        with contextlib.suppress(TimeoutError):
+        with suppress(TimeoutError):
             while len(self._pushed) < self._batch:
                 left_s = 0.02 if self._pushed else max(0.001, end - time.monotonic())
                 self._connection.drain_events(timeout=left_s)
@@ -171,7 +171,7 @@ class Rabbit(System):
             site.until(lambda: self._ask("eval", "length(rabbit_nodes:all_running()).").strip() == str(self.nodes))
 
     def _connect(self, node: int) -> bool:
-        _RabbitClient(self._ports[node], "", 0, CONNECT_WITHIN_S).close()
+        self.client("", node=node).close()
         return True
 
     def _environment(self, node: int) -> dict[str, str]:
@@ -198,17 +198,15 @@ class Rabbit(System):
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60).stdout
 
     def create(self, topic: str) -> None:
-        client = _RabbitClient(self._ports[0], "", 0, CONNECT_WITHIN_S)
         arguments = {"x-queue-type": self.queue_type}
-        client.channel.queue_declare(topic, durable=True, auto_delete=False, arguments=arguments)
-        client.close()
+        with closing(self.client("")) as client:
+            client.channel.queue_declare(topic, durable=True, auto_delete=False, arguments=arguments)
 
     def drop(self, topic: str) -> None:
-        client = _RabbitClient(self._ports[0], "", 0, CONNECT_WITHIN_S)
-        client.channel.queue_delete(topic)
-        client.close()
+        with closing(self.client("")) as client:
+            client.channel.queue_delete(topic)
 
-    def client(self, topic: str, batch: int = 0, node: int = 0, timeout_s: float = 30.0) -> BenchClient:
+    def client(self, topic: str, batch: int = 0, node: int = 0, timeout_s: float = 30.0) -> _RabbitClient:
         return _RabbitClient(self._ports[node], topic, batch, timeout_s)
 
     def leader(self, topic: str) -> int:
@@ -327,11 +325,8 @@ class Nats(System):
         return True
 
     def _run(self, call: Callable[[Any], Coroutine[Any, Any, Any]]) -> Any:
-        client = _NatsClient(self._ports[0], "")
-        try:
+        with closing(self.client("")) as client:
             return client.run(call(client.stream))
-        finally:
-            client.close()
 
     def create(self, topic: str) -> None:
         api = import_module("nats.js.api")
@@ -348,7 +343,7 @@ class Nats(System):
     def drop(self, topic: str) -> None:
         self._run(lambda stream: stream.delete_stream(topic))
 
-    def client(self, topic: str, batch: int = 0, node: int = 0, timeout_s: float = 30.0) -> BenchClient:
+    def client(self, topic: str, batch: int = 0, node: int = 0, timeout_s: float = 30.0) -> _NatsClient:
         return _NatsClient(self._ports[node], topic, batch, timeout_s)
 
     def leader(self, topic: str) -> int:

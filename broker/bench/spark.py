@@ -20,7 +20,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -29,10 +29,11 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from portalmq.broker.bench.harness import family_of
 from portalmq.broker.bench.spark_harness import MESSAGE_BYTES, PARTITIONS, fill, session
 from portalmq.broker.bench.spark_rivals import ALL, TWO, pieces, plain_rows
 from portalmq.broker.bench.systems import broker
-from portalmq.system import children_of, cores, peak_resident_bytes
+from portalmq.system import cores, peak_resident_bytes
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -87,13 +88,7 @@ def workers_peak_mb(spark: SparkSession) -> float:
     gateway = spark.sparkContext._gateway
     assert gateway is not None
     java = gateway.proc.pid
-    return max(((peak_resident_bytes(pid) or 0) / 1024**2 for pid in _descendants(java)), default=0.0)
-
-
-def _descendants(pid: int) -> Iterator[int]:
-    for child in children_of(pid):
-        yield child
-        yield from _descendants(child)
+    return max(((peak_resident_bytes(pid) or 0) / 1024**2 for pid in family_of(java)[1:]), default=0.0)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ It is sent to worker processes, so it holds addresses and no processes; those ar
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from http.client import HTTPConnection
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -126,12 +127,9 @@ class Site:
 
 
 def free_ports(count: int) -> list[int]:
-    with_ports = [socket.create_server((HOST, 0)) for _ in range(count)]
-    try:
-        return [each.getsockname()[1] for each in with_ports]
-    finally:
-        for each in with_ports:
-            each.close()
+    with ExitStack() as until_all_are_known:
+        servers = [until_all_are_known.enter_context(socket.create_server((HOST, 0))) for _ in range(count)]
+        return [each.getsockname()[1] for each in servers]
 
 
 def binary(name: str) -> str | None:
@@ -163,8 +161,7 @@ class System:
         found = binary(self.server) if self.server else None
         if found is None:
             return ""
-        text = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
-        return version_in(text)
+        return version_in(subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout)
 
     def start(self, site: Site) -> None:
         """Start the servers; return when they answer."""
@@ -189,12 +186,8 @@ class System:
 
 def version_in(text: str) -> str:
     """Return the first number with dots."""
-    return next((word for word in text.replace("=", " ").replace("v", " ").split() if _is_version(word)), "")
-
-
-def _is_version(word: str) -> bool:
-    parts = word.split(".")
-    return len(parts) > 1 and all(part.isdigit() for part in parts)
+    found = re.search(r"[0-9]+(\.[0-9]+)+", text)
+    return found[0] if found else ""
 
 
 @contextmanager
@@ -283,12 +276,9 @@ _PORTALMQ = (sys.executable, "-m", "portalmq.cli.main")
 
 
 def _is_ready(port: int) -> bool:
-    connection = HTTPConnection(HOST, port, timeout=5)
-    try:
+    with closing(HTTPConnection(HOST, port, timeout=5)) as connection:
         connection.request("GET", "/readyz")
         return connection.getresponse().status == 200
-    finally:
-        connection.close()
 
 
 @contextmanager

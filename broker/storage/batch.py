@@ -235,24 +235,12 @@ def batch_of_frame(frame: BatchFrame, head: FrameHeader) -> Batch:
 
 
 def compressed_body(values: bytes, records: Sequence[Record]) -> bytes:
-    """Return the body of a batch whose values are compressed. A comprehension for each column takes a third of the time
-    of a loop over the fields' names."""
-    return _encode(
-        CompressedBody(
-            values,
-            _column([record.content_type for record in records]),
-            _column([record.key for record in records]),
-            _column([record.headers for record in records]),
-            _column([record.deliver_at_ms for record in records]),
-            _column([record.expires_at_ms for record in records]),
-            _column([record.priority for record in records]),
-            _column([record.message_id for record in records]),
-            _column([record.body_hash for record in records]),
-        )
-    )
+    """Return the body of a batch whose values are compressed."""
+    _, *columns = zip(*map(msgspec.structs.astuple, records), strict=True)
+    return _encode(CompressedBody(values, *map(_column, columns)))
 
 
-def _column(entries: list[Any]) -> Any:
+def _column(entries: tuple[Any, ...]) -> Any:
     return entries[0] if entries.count(entries[0]) == len(entries) else entries
 
 
