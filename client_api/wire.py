@@ -39,6 +39,8 @@ HEADER_PRIORITY = "PortalMQ-Priority"
 HEADER_NO_FORWARD = "PortalMQ-No-Forward"
 # "1" on a receive whose attempt_id is new: then no broker looks for the result of an earlier try.
 HEADER_FIRST_TRY = "PortalMQ-First-Try"
+# Prefer (RFC 7240): a receive may be answered before its acks are committed. Older brokers ignore it.
+ACKS_LATER = "acks=later"
 
 # The paths of calls between brokers; clients are refused.
 INTERNAL_PATH = "/internal/v1/"
@@ -403,10 +405,13 @@ class ReceiveRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
 
 
 class PackReceived(msgspec.Struct, omit_defaults=True):
-    """`stale_receipts` are those of the request's `ack` whose leases were lost; the others are acked."""
+    """`stale_receipts` are those of the request's `ack` whose leases were lost; the others are acked. With `acks_later`
+    they are not committed yet: a later answer to this consumer names the attempt among `acked_attempts`."""
 
     messages: list[PackMessageOut]
     stale_receipts: list[str] = []
+    acks_later: bool = False
+    acked_attempts: list[str] = []
 
 
 Receipts = Annotated[list[str], msgspec.Meta(min_length=1, max_length=RECEIVE_MESSAGES_MAX)]

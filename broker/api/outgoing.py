@@ -11,6 +11,7 @@ from portalmq import wire
 from portalmq.broker.messages.browse import StoredMessage, StoredPage
 from portalmq.broker.partition.long_poll import LeasedMessage
 from portalmq.broker.partition.yielding import in_turns
+from portalmq.broker.queues.later_acks import Acked
 from portalmq.broker.storage.batch import Record
 
 # After so many messages as JSON, other greenlets run.
@@ -115,9 +116,13 @@ def packed_messages(messages: Iterable[StoredMessage | LeasedMessage]) -> list[w
     ]
 
 
-def encode_received(messages: Iterable[LeasedMessage], stale_receipts: list[str], *, packed: bool) -> bytes:
+def encode_received(messages: Iterable[LeasedMessage], acked: Acked | None, *, packed: bool) -> bytes:
+    stale_receipts = acked.stale if acked is not None else []
     if packed:
-        return _pack.encode(wire.PackReceived(packed_messages(messages), stale_receipts))
+        received = wire.PackReceived(packed_messages(messages), stale_receipts)
+        if acked is not None:
+            received.acks_later, received.acked_attempts = acked.verdicts is None, acked.attempts
+        return _pack.encode(received)
     shown = [json_message(delivered) for delivered in in_turns(messages, MESSAGES_A_TURN)]
     answer: dict[str, object] = {"messages": shown}
     if stale_receipts:

@@ -18,6 +18,7 @@ from portalmq.broker.api.http_request import HttpRequest
 from portalmq.broker.api.incoming import decode_messages
 from portalmq.broker.api.query import Query
 from portalmq.broker.api.request_context import RequestContext, ResponseParts, accepts_packed, encoded, may_forward
+from portalmq.broker.queues.later_acks import Acked, stale_of
 from portalmq.broker.queues.settle import SettleRequest, Verdict
 from portalmq.errors import InvalidRequest, PortalMQError, StaleReceipt, Unavailable
 
@@ -63,7 +64,11 @@ def _check_one_partition(partitions: list[int | None] | None, partition: int | N
 
 
 def _wants_minimal(request: HttpRequest) -> bool:
-    return "return=minimal" in request.headers.get("prefer", "").replace(" ", "").lower()
+    return _prefers(request, "return=minimal")
+
+
+def _prefers(request: HttpRequest, preference: str) -> bool:
+    return preference in request.headers.get("prefer", "").replace(" ", "").lower()
 
 
 def _single_answer(topic: str, result: wire.Produced | PortalMQError) -> ResponseParts:
@@ -105,7 +110,7 @@ def receive(context: RequestContext, request: HttpRequest, group: str) -> Respon
     wanted = wire.decode_json(context.body_of(request), wire.ReceiveRequest)
     for topic in wanted.topics:
         wire.check_name(topic, "topic")
-    stale: list[str] = []
+    acked: Acked | None = None
     context.answers.check()
     portion = Portion(context.answers)
     how: dict[str, Any] = {
@@ -117,15 +122,16 @@ def receive(context: RequestContext, request: HttpRequest, group: str) -> Respon
     try:
         with context.parked(wanted.wait_ms):
             if wanted.ack:
-                delivered, verdicts = context.broker.receive_handler.ack_and_receive(
-                    group, wanted, peer_of(request), **how
+                delivered, acked = context.broker.receive_handler.ack_and_receive(
+                    group, wanted, peer_of(request), **how, may_ack_later=packed and _prefers(request, wire.ACKS_LATER)
                 )
-                _check_settled(wanted.ack, verdicts)
-                if not all(verdicts):
-                    stale = [receipt for receipt, ok in zip(wanted.ack, verdicts, strict=True) if not ok]
+                if acked.verdicts is not None:
+                    _check_settled(wanted.ack, acked.verdicts)
+                    if not all(acked.verdicts):
+                        acked.stale.extend(stale_of(wanted.ack, acked.verdicts))
             else:
                 delivered = context.broker.receive_handler.receive(group, wanted, peer_of(request), **how)
-        body = outgoing.encode_received(delivered, stale, packed=packed)
+        body = outgoing.encode_received(delivered, acked, packed=packed)
         context.answers.note(request, len(body))
     finally:
         portion.end()

@@ -144,6 +144,11 @@ class AppendingPartition(ReadablePartition, ABC):
         self.groups.apply(group, record, pending.base_offset, pending.batch.leader_epoch)
         return pending
 
+    def hurry(self) -> None:
+        """Let soft records go to the disk and to the followers now: a call waits for one of them."""
+        self._writer.hurry()
+        self.serving.wake()
+
     def end_group(self, group: str) -> Pending | None:
         """Delete a group. Return what to wait on until that is committed."""
         if self.closed or (group not in self.delivery and group not in self.streams):

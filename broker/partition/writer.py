@@ -180,7 +180,12 @@ class Writer:
         if self._greenlet is None:
             self._lingers = pending.is_soft
             self._greenlet = gevent.spawn_later(SOFT_LINGER_S, self._run) if self._lingers else gevent.spawn(self._run)
-        elif self._lingers and not pending.is_soft:
+        elif not pending.is_soft:
+            self.hurry()
+
+    def hurry(self) -> None:
+        """Let records that no call waited for go to the disk now."""
+        if self._lingers and self._greenlet is not None:
             self._greenlet.kill(block=False)
             self._lingers = False
             self._greenlet = gevent.spawn(self._run)

@@ -47,11 +47,11 @@ class GroupPartition(GroupReceiver):
 
     # --- ack ---------------------------------------------------------------------------------------------------------
 
-    def ack(self, shown: list[ReceiptSpan]) -> tuple[list[int], Callable[[], None]]:
+    def ack(self, shown: list[ReceiptSpan], *, is_soft: bool = False) -> tuple[list[int], Callable[[], None]]:
         """Ack; return the indexes of refused receipts, and a function that waits until all verdicts are committed: both
-        the acks, and the records for which receipts were refused."""
+        the acks, and the records for which receipts were refused. A soft ack may reach the disk a little later."""
         refused, unfinished = self.check_receipts(shown)
-        done = self._finish(unfinished)
+        done = self._finish(unfinished, is_soft=is_soft)
         if not refused:
             return refused, done
         wait_for_cause = self._wait_for_appended()
@@ -97,14 +97,15 @@ class GroupPartition(GroupReceiver):
             return False
         return self.delivery.has_span(offset) or any(self.partition.lane_positions(offset, offset + 1))
 
-    def _finish(self, offsets: Sequence[int]) -> Callable[[], None]:
+    def _finish(self, offsets: Sequence[int], *, is_soft: bool = False) -> Callable[[], None]:
         """Append an ack of those messages that are not done; return a function that waits for it."""
         ranges, ahead = self.finished(offsets)
         if not ranges and not ahead:
             return self._wait_for_appended()
         messages = sum([end - start for start, end in ranges])
         messages += sum([not self.delivery.is_ahead(offset) for _, _, offset in ahead])
-        pending = self.partition.append_group_record(self.group, Ack(ranges, self._clock.now_ms(), ahead))
+        ack = Ack(ranges, self._clock.now_ms(), ahead)
+        pending = self.partition.append_group_record(self.group, ack, is_soft=is_soft)
         if messages:
             count = partial(self._metrics.acked, self.partition.topic, self.group, messages)
             pending.done.rawlink(lambda _: count() if pending.error is None else None)

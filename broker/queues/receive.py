@@ -29,8 +29,9 @@ from portalmq.broker.partition.long_poll import (
 )
 from portalmq.broker.queues.group_partition import GroupPartition
 from portalmq.broker.queues.groups import Groups
+from portalmq.broker.queues.later_acks import Acked, LaterAcks, PendingAck
 from portalmq.broker.queues.remote_interest import RemoteGroup
-from portalmq.broker.queues.settle import Settlement, Verdict
+from portalmq.broker.queues.settle import Settlement
 from portalmq.control_plane.state import GroupState
 from portalmq.errors import Backpressure, NotLeader, PortalMQError, Unavailable
 
@@ -51,6 +52,7 @@ class ReceiveHandler:
         self._peers = peers
         self._patience_s = patience_s
         self._turn: dict[str, int] = {}
+        self._later_acks = LaterAcks()
         # The sources at other brokers that have, or recently had, an interest there.
         self._remote: dict[tuple[int, str, tuple[str, ...]], RemoteGroup] = {}
 
@@ -109,8 +111,10 @@ class ReceiveHandler:
         forward: bool = True,
         is_first: bool = False,
         portion: Portion | None = None,
-    ) -> tuple[list[LeasedMessage], list[Verdict]]:
-        """Ack `request.ack`, then receive: both records go to the disk together. Also returns the receipts' verdicts.
+        may_ack_later: bool = False,
+    ) -> tuple[list[LeasedMessage], Acked]:
+        """Ack `request.ack`, then receive: both records go to the disk together. Also returns what became of the acks:
+        with `may_ack_later`, those of this call may be told by a later one.
 
         After the acks are appended, no error is raised that would call them not applied: the receive is empty instead.
         """
@@ -118,7 +122,9 @@ class ReceiveHandler:
         if not forward:
             self._check_leads_some(topics)
         self._begin(group, topics, forward)
-        finish = self._settlement.begin_acks(name, request.ack, forward=forward)
+        # By key, the end of a message lets others be delivered: that is not put off.
+        is_soft = may_ack_later and request.attempt_id is not None and group.config.ordering != "key"
+        begun = self._settlement.begin_acks(name, request.ack, forward=forward, is_soft=is_soft)
         plan = partial(self._plan, group, [topic.name for topic in topics], forward)
         messages: list[LeasedMessage] = []
         try:
@@ -126,13 +132,17 @@ class ReceiveHandler:
         except PortalMQError as error:
             if error.outcome == "unknown":
                 raise
-        verdicts = finish()
+        pending = PendingAck(request.attempt_id or "", request.ack, begun, time.monotonic())
+        consumer = (group.group_id, request.consumer)
+        if is_soft and len(messages) == request.max_messages:
+            return messages, self._later_acks.later(consumer, pending)
+        acked = self._later_acks.now(consumer, pending)
         if not messages and request.wait_ms:
             try:
                 messages = receive(plan, request.topics, options, request.wait_ms / 1000, peer, self._groups.long_polls)
             except (Backpressure, NotLeader, Unavailable):
                 messages = []
-        return messages, verdicts
+        return messages, acked
 
     def _prepare(
         self, name: str, request: wire.ReceiveRequest, is_first: bool, portion: Portion | None

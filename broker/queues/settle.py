@@ -8,8 +8,10 @@ outcome. Nack and release are not: another consumer may have the message by then
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import NamedTuple
 
 from portalmq.broker.cluster.routing import LocalWork
 from portalmq.broker.cluster.rpc import Outcomes, TopicPartition, raise_if_all_failed
@@ -45,14 +47,22 @@ class SettleRequest:
 ACK = SettleRequest("ack")
 
 
+class BegunAcks(NamedTuple):
+    """Acks that are appended. `hurry` lets soft ones go to the disk now; `finish` waits for the verdicts."""
+
+    hurry: Callable[[], None]
+    finish: Callable[[], list[Verdict]]
+
+
 @dataclass(slots=True)
 class _SettleWork:
-    """The work of one call: receipts by partition."""
+    """The work of one call: receipts by partition. `is_soft`: nothing waits for its acks until `hurry`."""
 
     group: GroupState
     settle_request: SettleRequest
     shares: dict[TopicPartition, list[ReceiptSpan]]
     groups: Groups
+    is_soft: bool = False
     begun: dict[TopicPartition, tuple[list[bool], Callable[[], None]]] = field(default_factory=dict)
 
     def begin(self, places: Sequence[TopicPartition]) -> Outcomes[list[bool]]:
@@ -65,6 +75,11 @@ class _SettleWork:
             except PortalMQError as error:
                 refused[place] = error
         return refused
+
+    def hurry(self) -> None:
+        for place in self.begun:
+            with suppress(PortalMQError):  # it is no longer led here
+                self.groups.partition(place).hurry()
 
     def finish(self) -> Outcomes[list[bool]]:
         """Wait until the appended records are committed."""
@@ -118,7 +133,7 @@ class _SettleWork:
         """Return the indexes of refused receipts, and a function that waits until that is final."""
         config = self.group.config
         if self.settle_request.verb == "ack":
-            return at.ack(shown)
+            return at.ack(shown, is_soft=self.is_soft)
         if self.settle_request.verb == "nack":
             return at.nack(shown, self.settle_request.time_ms, self.settle_request.reason, config)
         if self.settle_request.verb == "release":
@@ -176,12 +191,11 @@ class Settlement:
         outcomes = self._run(work, list(work.shares), forward=forward, repeatable=repeatable)
         return _verdicts(work, outcomes, len(receipts))
 
-    def begin_acks(self, name: str, receipts: list[str], *, forward: bool) -> Callable[[], list[Verdict]]:
+    def begin_acks(self, name: str, receipts: list[str], *, forward: bool, is_soft: bool = False) -> BegunAcks:
         """Begin the acks of an ack-and-receive. On return, those for partitions led here are appended, and go to the
-        disk together with the receive's records; the others are settled. The returned function waits for the
-        verdicts."""
+        disk together with the receive's records, soft ones a little later; the others are settled."""
         group = self._groups.get_queue(name)
-        work = _SettleWork(group, ACK, self.checked(group, receipts), self._groups)
+        work = _SettleWork(group, ACK, self.checked(group, receipts), self._groups, is_soft)
         if not forward:
             self._leaders.check_led_here(work.shares)
         here = [place for place in work.shares if self._leaders.led_here(place)]
@@ -193,13 +207,15 @@ class Settlement:
         refused = work.begin(here)
 
         def finish() -> list[Verdict]:
+            if is_soft:
+                work.hurry()
             done = outcomes | refused | work.finish()
             again = [place for place in here if isinstance(done[place], PortalMQError)]
             if again:  # no longer led here
                 done |= self._run(work, again, forward=forward, repeatable=True)
             return _verdicts(work, done, len(receipts))
 
-        return finish
+        return BegunAcks(work.hurry, finish)
 
     def _run(
         self, work: _SettleWork, places: Sequence[TopicPartition], *, forward: bool, repeatable: bool

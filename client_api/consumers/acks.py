@@ -3,19 +3,24 @@
     add --> gathered --take--> in a receive --arrived--> confirmed
               |  ^                  |
               |  '------ keep_apart '      (a receive without an answer)
-              '--flush--> confirmed
+              '--flush--> confirmed        '--arrived--> untold (the broker names them in a later answer)
 
-Acks travel with the next receive. After a failed one none do, until those that it carried are flushed: a receive would
-have to wait for acks that a new leader may not answer yet. Acking twice does no harm.
+Acks travel with the next receive. Its answer need not wait for their commit: then they are untold until an answer names
+its attempt. After a failed receive none travel, until those that it carried are flushed: a receive would have to wait
+for acks that a new leader may not answer yet. Acking twice does no harm.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable
 
 from portalmq import wire
 from portalmq.errors import StaleReceipt
+
+# Acks that no answer has named after this time are sent again.
+UNTOLD_S_MAX = 2.0
 
 
 class PendingAcks:
@@ -27,15 +32,21 @@ class PendingAcks:
         self._clock = clock
         self._gathered: list[str] = []
         self._in_receive: list[str] = []
+        self._attempt_id = ""
+        # Acks, and when they were answered, by attempt.
+        self._untold: dict[str, tuple[list[str], float]] = {}
         self._are_apart = False
         # Held while acks are sent, so that flush() also waits for those that another thread sends.
         self.sending = threading.RLock()
         # When the oldest gathered ack was added, or sent in vain.
         self.since = 0.0
 
-    def __len__(self) -> int:
-        """The acks that wait to be sent."""
-        return len(self._gathered)
+    def due_at(self, delay_s: float) -> float:
+        """When to flush, if no receive takes gathered acks along within `delay_s`, or tells of the untold ones."""
+        gathered_at = self.since + delay_s if self._gathered else math.inf
+        if not self._untold:
+            return gathered_at
+        return min(gathered_at, next(iter(self._untold.values()))[1] + UNTOLD_S_MAX)
 
     @property
     def are_in_receive(self) -> bool:
@@ -50,40 +61,52 @@ class PendingAcks:
             self._gathered += receipts
             return is_first
 
-    def take(self) -> list[str]:
+    def take(self, attempt_id: str) -> list[str]:
         """Return the acks that travel with the next receive. Follow it by `arrived`, or by `keep_apart`."""
         with self._lock:
             assert not self._in_receive
             if self._are_apart:
                 return []
+            self._attempt_id = attempt_id
             gathered, most = self._gathered, wire.RECEIVE_MESSAGES_MAX
             self._in_receive, self._gathered = gathered[:most], gathered[most:]
             return self._in_receive
 
-    def arrived(self) -> None:
-        """Confirm the acks that the answered receive carried."""
-        self._in_receive = []
+    def arrived(self, received: wire.PackReceived) -> None:
+        """Confirm the acks that an answer says are committed: those that its receive carried, unless they are untold,
+        and those of the attempts that it names."""
+        with self._lock:
+            if received.acks_later and self._in_receive:
+                self._untold[self._attempt_id] = self._in_receive, self._clock()
+            self._in_receive = []
+            for attempt_id in received.acked_attempts:
+                self._untold.pop(attempt_id, None)
 
     def keep_apart(self) -> bool:
         """Gather the acks of a failed receive again, to be flushed. Return whether any wait to be sent."""
         with self._lock:
             self._are_apart = self._are_apart or bool(self._in_receive)
-            self._gathered, self._in_receive = self._in_receive + self._gathered, []
+            self.gather_all()
+            self._in_receive = []
             if self._gathered:
                 self.since = self._clock()
             return bool(self._gathered)
 
     def gather_all(self) -> None:
-        """Gather also the acks of a receive that may yet be answered."""
+        """Gather also the untold acks, and those of a receive that may yet be answered."""
         with self._lock:
-            self._gathered = self._in_receive + self._gathered
+            self._gathered = self._take_untold() + self._in_receive + self._gathered
+
+    def _take_untold(self) -> list[str]:
+        untold, self._untold = self._untold, {}
+        return [receipt for acks, _ in untold.values() for receipt in acks]
 
     def flush(self) -> list[str]:
-        """Send the gathered acks, and return the stale ones: other consumers have their messages."""
+        """Send the gathered and untold acks, and return the stale ones: other consumers have their messages."""
         stale: list[str] = []
         with self.sending:
             with self._lock:
-                gathered, self._gathered = self._gathered, []
+                gathered, self._gathered = self._take_untold() + self._gathered, []
             for start in range(0, len(gathered), wire.RECEIVE_MESSAGES_MAX):
                 receipts = gathered[start : start + wire.RECEIVE_MESSAGES_MAX]
                 try:

@@ -222,7 +222,7 @@ class Leases:
                 raise
             _log.debug("the receive that ran ahead has no answer: %s", error)
         else:
-            self.arrived(received.stale_receipts)
+            self.arrived(received)
             with self._lock:
                 self._add(received.messages, ahead.sent_at)
         finally:
@@ -241,15 +241,15 @@ class Leases:
             return math.inf
         return self._ahead.sent_at + min(UNREAD_S_MAX, self._visibility_s / 2)
 
-    def take_acks(self) -> list[str]:
+    def take_acks(self, attempt_id: str) -> list[str]:
         """Return the acks that travel with the next receive. Follow it by `arrived` and `hold`, or by
         `receive_failed`."""
-        return self._acks.take()
+        return self._acks.take(attempt_id)
 
-    def arrived(self, stale: Sequence[str]) -> None:
-        """Confirm the acks that the answered receive carried, except the stale ones."""
-        self._acks.arrived()
-        self._warn_of_stale(len(stale))
+    def arrived(self, received: wire.PackReceived) -> None:
+        """Confirm the acks that an answer says are committed, except the stale ones."""
+        self._acks.arrived(received)
+        self._warn_of_stale(len(received.stale_receipts))
 
     def receive_failed(self) -> None:
         """Note the end of a receive without an answer. Follow it by `begin_receive`."""
@@ -269,7 +269,7 @@ class Leases:
             self._changed.notify_all()
 
     def commit(self) -> None:
-        """Send the pending acks, those that travel with the receive under way included."""
+        """Send the pending acks, those that travel with the receive under way included, and those not confirmed."""
         if self._acks.are_in_receive:
             self.read_ahead(READ_S_MAX)
         self.flush()
@@ -325,7 +325,7 @@ class Leases:
                 if self._closed:
                     return
                 now = self._clock()
-                acks_at = self._acks.since + ACK_DELAY_S_MAX if self._acks else math.inf
+                acks_at = self._acks.due_at(ACK_DELAY_S_MAX)
                 is_kept = bool(self._waiting or self._renewable(now))
                 extension_at = self._waiting_until - self._visibility_s / 2 if is_kept else math.inf
                 spare_at = self._release_waiting_at()

@@ -118,7 +118,7 @@ class Receiver:
             if isinstance(error, PortalMQError) and self._closed.is_set():
                 return False
             raise
-        self._leases.arrived(received.stale_receipts)
+        self._leases.arrived(received)
         count = len(received.messages)
         self._prefetch.received(count)
         if ahead is not None:
@@ -141,7 +141,7 @@ class Receiver:
                 self._attempts += 1
             # Until there is an answer: a repeat of this attempt returns the messages that a broker has leased under it.
             self._is_unanswered = True
-            acks = self._leases.take_acks()
+            acks = self._leases.take_acks(self._attempt_id)
             return self._call(asked, deadline, acks, is_repeat=is_repeat)
         except PortalMQError as error:
             is_over = not left_s(deadline) or self._closed.is_set()
@@ -163,7 +163,7 @@ class Receiver:
         )
         return self._decoded(answer)
 
-    def _request(self, asked: int, wait_s: float, acks: list[str]) -> Request:
+    def _request(self, asked: int, wait_s: float, acks: list[str], *, is_ahead: bool = False) -> Request:
         self._asked = asked
         receive = wire.ReceiveRequest(
             topics=list(self._subscription.topics),
@@ -171,7 +171,7 @@ class Receiver:
             wait_ms=round(wait_s * 1000),
             visibility_timeout_ms=round(self._subscription.visibility_timeout_s * 1000),
             consumer=self._name,
-            attempt_id=f"{self._name}-{self._attempts}",
+            attempt_id=self._attempt_id,
             ack=acks,
         )
         return json_request(
@@ -182,7 +182,12 @@ class Receiver:
             near=self._near,
             wait_s=max(wait_s, WAIT_S_MIN),
             marks_first_try=True,
+            prefer=wire.ACKS_LATER if is_ahead else None,
         )
+
+    @property
+    def _attempt_id(self) -> str:
+        return f"{self._name}-{self._attempts}"
 
     def _decoded(self, answer: HttpAnswer) -> wire.PackReceived:
         received = decode_answer(answer, wire.PackReceived)
@@ -208,7 +213,8 @@ class Receiver:
         self._is_unanswered = True
         call = None
         try:
-            call = self._transport.begin(self._request(asked, 0.0, self._leases.take_acks()))
+            acks = self._leases.take_acks(self._attempt_id)
+            call = self._transport.begin(self._request(asked, 0.0, acks, is_ahead=True))
             if call is None:
                 self._is_unanswered = False
             else:

@@ -64,9 +64,13 @@ def json_request(
     wait_s: float = 0.0,
     marks_first_try: bool = False,
     anywhere: bool = False,
+    prefer: str | None = None,
 ) -> Request:
-    """Return a request with a JSON body; `accept` is the media type of the answer, JSON by default."""
+    """Return a request with a JSON body; `accept` is the media type of the answer, JSON by default; `prefer` is a
+    preference (RFC 7240)."""
     headers = (("Content-Type", wire.JSON),) if accept is None else (("Content-Type", wire.JSON), ("Accept", accept))
+    if prefer is not None:
+        headers = (*headers, ("Prefer", prefer))
     content = msgspec.json.encode(body)
     return Request(method, path, content, headers, repeatable, leader_of, near, wait_s, marks_first_try, anywhere)
 

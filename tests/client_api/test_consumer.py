@@ -558,7 +558,7 @@ def test_a_lease_that_is_lost_in_hand_is_logged_and_raised(caplog: pytest.LogCap
     assert "1 messages were handled longer than their lease" in caplog.messages[0]
     with pytest.raises(LeaseLost, match="max_handling_s"):
         held.finish_handed()
-    assert held.take_acks() == ["r1"], "the other is acked"
+    assert held.take_acks("a") == ["r1"], "the other is acked"
     held.finish_handed()
 
 
@@ -569,7 +569,7 @@ def test_a_lease_that_expired_before_the_next_message_is_checked() -> None:
     held.take()
     now[0] = 31.0
     held.finish_handed()
-    assert (broker.sent, held.take_acks()) == ([("extend", ["r0"])], ["r0"]), "no other consumer had it"
+    assert (broker.sent, held.take_acks("a")) == ([("extend", ["r0"])], ["r0"]), "no other consumer had it"
     held.receive_failed()
     held._acks._gathered = []
     held._waiting_until = 60.0
@@ -578,7 +578,7 @@ def test_a_lease_that_expired_before_the_next_message_is_checked() -> None:
     broker.fail = StaleReceipt("stale")
     with pytest.raises(LeaseLost):
         held.finish_handed()
-    assert held.take_acks() == []
+    assert held.take_acks("a") == []
 
 
 def test_a_message_that_was_acked_before_it_was_handed_out_is_not_lost() -> None:
@@ -659,7 +659,7 @@ def test_a_release_right_after_an_answer_returns_its_messages() -> None:
     held = Leases(broker, "g", 30.0, lambda: 0.0)  # type: ignore[arg-type]
     held._keeper = threading.current_thread()
     held.begin_receive()
-    held.take_acks()
+    held.take_acks("a")
     lock = held._lock
 
     class ReleasedAtOnce:

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from portalmq import wire
+from portalmq.broker.queues.later_acks import Acked
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import Unavailable
 
@@ -124,7 +125,7 @@ def test_receipts_whose_leader_cannot_be_asked_are_unknown_in_the_results(client
 
 def test_a_receive_fails_when_its_acks_do_not_reach_their_leader(client, broker, problem_of):
     error = Unavailable("no leader just now")
-    broker.receive_handler.ack_and_receive = lambda *_, **__: ([], [True, error])
+    broker.receive_handler.ack_and_receive = lambda *_, **__: ([], Acked([True, error], [], []))
     answer = client.post("/v1/groups/g/receive", json={"topics": ["t"], "ack": ["a", "b"]})
     problem_of(answer, 503, "unavailable", "unknown")
 

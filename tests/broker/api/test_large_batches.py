@@ -76,7 +76,7 @@ def test_other_greenlets_run_while_very_many_messages_are_encoded(monkeypatch):
     monkeypatch.setattr("portalmq.broker.partition.yielding.give_way", lambda: turns.append(None))
     record = Record(b"{}", wire.JSON)
     delivered = [LeasedMessage("t", 0, offset, 1, record, "receipt", 1, 2) for offset in range(MAX)]
-    answer = msgspec.json.decode(outgoing.encode_received(delivered, [], packed=False))
+    answer = msgspec.json.decode(outgoing.encode_received(delivered, None, packed=False))
     assert [each["offset"] for each in answer["messages"]] == list(range(MAX))
     assert len(turns) >= MAX // outgoing.MESSAGES_A_TURN - 1
     turns.clear()

@@ -193,8 +193,8 @@ def test_an_ack_with_a_receive_counts_before_the_answer(fixture):
     send(fixture, *"abcd")
     first = receive(fixture, max_messages=2)
     request = wire.ReceiveRequest(["t"], max_messages=2, ack=[message.receipt for message in first])
-    second, verdicts = fixture.broker.receive_handler.ack_and_receive("g", request, None)
-    assert (texts(second), verdicts) == (["c", "d"], [True, True])
+    second, acked = fixture.broker.receive_handler.ack_and_receive("g", request, None)
+    assert (texts(second), acked.verdicts) == (["c", "d"], [True, True])
     assert fixture.broker.describe_group("g").lag == 2
 
 
@@ -204,7 +204,7 @@ def test_a_stale_ack_with_a_receive_is_reported(fixture):
     fixture.clock.advance(LEASE_MS)
     receive(fixture)
     request = wire.ReceiveRequest(["t"], ack=[stale.receipt])
-    assert fixture.broker.receive_handler.ack_and_receive("g", request, None) == ([], [False])
+    assert fixture.broker.receive_handler.ack_and_receive("g", request, None) == ([], ([False], [], []))
 
 
 def test_an_invalid_ack_with_a_receive_refuses_both(fixture):
@@ -222,7 +222,7 @@ def test_acks_count_even_when_a_wait_is_refused(fixture):
     (message,) = receive(fixture)
     fixture.broker.groups.long_polls.parked_max = 0
     request = wire.ReceiveRequest(["t"], wait_ms=1_000, ack=[message.receipt])
-    assert fixture.broker.receive_handler.ack_and_receive("g", request, None) == ([], [True])
+    assert fixture.broker.receive_handler.ack_and_receive("g", request, None) == ([], ([True], [], []))
 
 
 # --- sleeping --------------------------------------------------------------------------------------------------------

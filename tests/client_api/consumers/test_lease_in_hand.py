@@ -50,7 +50,7 @@ def test_a_lease_that_expires_in_hand_while_waiting_ones_are_extended_is_checked
     with pytest.raises(LeaseLost):
         held.finish_handed()
     assert broker.sent[-1] == ("extend", ["r0"])
-    assert held.take_acks() == []
+    assert held.take_acks("a") == []
 
 
 def test_a_lease_that_the_keeper_has_renewed_is_not_checked() -> None:
@@ -61,7 +61,7 @@ def test_a_lease_that_the_keeper_has_renewed_is_not_checked() -> None:
     held._keep_waiting(now[0])
     now[0] = 31.0
     held.finish_handed()
-    assert (len(broker.sent), held.take_acks()) == (1, ["r0"])
+    assert (len(broker.sent), held.take_acks("a")) == (1, ["r0"])
 
 
 def test_messages_that_come_one_by_one_do_not_wake_the_keeper_each_time() -> None:
@@ -70,8 +70,8 @@ def test_messages_that_come_one_by_one_do_not_wake_the_keeper_each_time() -> Non
 
     def handle(number: int) -> None:
         held.begin_receive()
-        held.take_acks()
-        held.arrived([])
+        held.take_acks("a")
+        held.arrived(wire.PackReceived([]))
         held.hold([wire.PackMessageOut(0, 0, b"", 0, receipt=f"r{number}")])
         held.take()
         held.finish_handed()

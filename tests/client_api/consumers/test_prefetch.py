@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 from support.forked import in_child
-from support.scripted_broker import Reply, ScriptedBroker, hang_up, hold, lose_answer
+from support.scripted_broker import Call, Reply, ScriptedBroker, hang_up, hold, lose_answer
 
 from portalmq import Consumer, PortalMQError, Unavailable, wire
+from portalmq.consumers.acks import UNTOLD_S_MAX
 from portalmq.consumers.lease import UNREAD_S_MAX, Leases
 from portalmq.consumers.prefetch import PASSED_OVER_MAX, Ahead, Prefetch
 from portalmq.transport.request import Request
@@ -216,7 +217,7 @@ class Way:
         self.held.take()
         self.held.finish_handed()
         self.held.begin_receive()
-        self.held.take_acks()
+        self.held.take_acks("a2")
         self.held.run_ahead(Ahead(self.read, self.now))
         self.held.hold([wire.PackMessageOut(0, 0, b"", 0, receipt="r0")])
         self.held.take()
@@ -263,7 +264,7 @@ def test_acks_of_a_lost_answer_are_sent_apart(fail: Exception) -> None:
         with pytest.raises(KeyboardInterrupt):
             held.read_ahead(1.0)
     assert held.begin_receive()
-    assert held.take_acks() == []
+    assert held.take_acks("a3") == []
     held.flush()
     assert way.sent == [("ack", ["r9"])]
 
@@ -319,3 +320,53 @@ def test_after_empty_answers_fewer_receives_run_ahead() -> None:
     prefetch.came_ahead(1)
     prefetch.received(1)
     assert prefetch.runs_ahead(1.0)
+
+
+def later(broker: ScriptedBroker, call: Call, *acked: str) -> Reply:
+    """The messages come before their acks are committed."""
+    reply = broker.work(call)
+    received = msgspec.msgpack.decode(reply.body, type=wire.PackReceived)
+    received.acks_later, received.acked_attempts = True, list(acked)
+    return Reply(body=msgspec.msgpack.encode(received), content_type=wire.BATCH_MSGPACK)
+
+
+def test_only_a_receive_that_runs_ahead_lets_its_acks_come_later(broker: ScriptedBroker) -> None:
+    with consumer_of(broker) as consumer:
+        run_ahead(broker, consumer)
+        prefer = [call.headers.get("prefer") for call in broker.calls_of("POST", RECEIVE)]
+        assert prefer == [None, None, wire.ACKS_LATER]
+
+
+def test_commit_sends_again_what_no_answer_has_told(broker: ScriptedBroker) -> None:
+    def tell(broker: ScriptedBroker, call: Call) -> Reply:
+        return later(broker, call, received(broker)[3].attempt_id or "")
+
+    broker.script("POST", RECEIVE, [ScriptedBroker.work] * 3 + [later, later, tell])  # type: ignore[list-item]
+    with consumer_of(broker) as consumer:
+        assert [value_of(consumer) for _ in range(5)] == [b"1", b"2", b"3", b"4", b"5"]
+        consumer.commit()
+        assert settled(broker, ACK) == [(["t.0.2.1", "t.0.3.1", "t.0.4.1"], False)]
+        consumer.commit()
+        assert len(settled(broker, ACK)) == 1
+
+
+def test_untold_acks_are_sent_again_after_a_failure_and_after_a_while() -> None:
+    way = Way()
+    held = way.run_ahead()
+    held.take_ahead()
+    held.arrived(wire.PackReceived([], acks_later=True))
+    assert held._acks.due_at(AN_HOUR_S) == UNTOLD_S_MAX
+    held.send_acks_apart()
+    assert held._acks.due_at(AN_HOUR_S) == AN_HOUR_S
+    held.flush()
+    assert way.sent == [("ack", ["r9"])]
+
+
+def test_acks_of_an_attempt_that_is_named_are_done() -> None:
+    way = Way()
+    held = way.run_ahead()
+    held.take_ahead()
+    held.arrived(wire.PackReceived([], acks_later=True))
+    held.arrived(wire.PackReceived([], acked_attempts=["another", "a2"]))
+    held.release()
+    assert way.sent == [("nack", ["r0"])]
