@@ -3,14 +3,15 @@
     send() --> Lane.open --full, lingered or hurried--> Lane.queue --> a sender --BatchSender--> leader --> futures
 
 One sender at a time has a lane (a partition), which keeps its order; portalmq.producers.batch_sender makes it
-exactly-once. A thread that waits in `result()`, or in `flush()` for one batch, sends it itself if the lane is free.
-That saves two thread switches.
+exactly-once. A thread that waits in `result()`, or in `flush()` for one batch, sends it itself if the lane is free, and
+no other thread wakes: the sender that keeps the time sleeps until an alarm that send() sets, and that thread clears.
 """
 
 from __future__ import annotations
 
 import atexit
 import logging
+import math
 import threading
 import time
 import weakref
@@ -26,6 +27,7 @@ from portalmq.compression import HAS_ZSTD, NEEDS_ZSTD, ZSTD
 from portalmq.errors import Backpressure, MessageTooLarge, Unavailable
 from portalmq.network.forking import reset_in_children
 from portalmq.network.tls import TlsFiles
+from portalmq.producers.alarm import new_alarm
 from portalmq.producers.batch_sender import BatchSender
 from portalmq.producers.batching import Lane, ProducerBatch, SendFuture
 from portalmq.producers.outgoing import MESSAGE_OVERHEAD_BYTES, PlainMessage, pack
@@ -37,9 +39,10 @@ _log = logging.getLogger("portalmq.producer")
 # Started on demand. A broker that hangs blocks at most as many as it has partitions; the others continue.
 SENDERS_MAX = 8
 BATCH_BYTES_MAX = wire.BODY_BYTES_MAX - 64 * 1024
-# After the last message the sender checks the clock this many times more, each linger_ms, before it sleeps without a
-# limit: while messages keep coming one by one, no send() has to wake it.
-IDLE_CHECKS = 20
+# How long a message that need not linger is left to the thread that sent it, if that awaited the one before.
+AWAITED_LINGER_S = 0.002
+# Between awaited messages that follow each other sooner, the alarm stays set: one that rings for nothing costs less.
+RAPID_S = 0.0002
 # With a shorter timeout a waiting thread does not send itself: the time might end during a request.
 SEND_SELF_TIMEOUT_S_MIN = 1.0
 SENT_BEFORE_FORK = "the message was sent before this process was forked: only the parent learns its outcome"
@@ -151,15 +154,19 @@ class Producer(Closeable):
         self._buffered_messages = 0
         self._buffered_bytes = 0
         self._senders: list[threading.Thread] = []
+        # Idle senders: one waits for the alarm, the others rest.
         self._resting = 0
         self._has_watch = False
-        self._sleeps_unbounded = True
+        self._alarm = new_alarm()
+        # When the latest batch was opened, if a waiting thread has sent it.
+        self._awaited_at: float | None = None
         self._flushing = 0
 
     def _reset_in_child(self) -> None:
         """Start afresh in the child of a fork. Buffered messages are the parent's: their futures fail here, and are
         served there."""
         left = list(self._unsettled)
+        self._alarm.close()
         self._begin()
         for batch in left:
             batch.fail_in_child(Unavailable(SENT_BEFORE_FORK, retryable=False, outcome="unknown"))
@@ -254,12 +261,16 @@ class Producer(Closeable):
 
     def _open_batch(self, lane: Lane) -> ProducerBatch:
         now = time.monotonic()
-        batch = ProducerBatch(lane, now, now + self._delivery_timeout_s, self._hurry)
+        linger_s = self._linger_s
+        if linger_s < AWAITED_LINGER_S and self._awaited_at is not None:
+            linger_s = AWAITED_LINGER_S
+        due = now + linger_s
+        batch = ProducerBatch(lane, now, due, now + self._delivery_timeout_s, self._hurry)
         lane.open = batch
         self._open[lane] = None
         self._unsettled.add(batch)
-        if self._sleeps_unbounded:
-            self._wake()
+        if not lane.scheduled:
+            self._wake(due if linger_s else 0.0)
         return batch
 
     def _batch_filled(self, topic: ProducerTopic, lane: Lane, batch: ProducerBatch) -> None:
@@ -309,9 +320,15 @@ class Producer(Closeable):
 
     # --- sender threads ----------------------------------------------------------------------------------------------
 
-    def _wake(self) -> None:
-        """Wake an idle sender, or start one."""
-        if self._resting:
+    def _wake(self, at: float = 0.0) -> None:
+        """Have an idle sender look for work at this time, or start one."""
+        if self._has_watch:
+            if at < self._alarm.at:
+                if at:
+                    self._alarm.set(at)
+                else:
+                    self._alarm.ring()
+        elif self._resting:
             self._work.notify()
         elif len(self._senders) < SENDERS_MAX:
             sender = threading.Thread(target=self._run_sender, name="portalmq-sender", daemon=True)
@@ -338,61 +355,61 @@ class Producer(Closeable):
 
     def _next_lane(self) -> Lane | None:
         """Wait for a lane with a batch to send; return None at the end. The caller holds the lock."""
-        checks = 0
         while True:
-            until = self._collect_due()
+            due = self._collect_due()
             if self._ready:
                 lane = self._ready.popleft()
-                if self._ready or self._open or self._paused:
-                    self._wake()
+                if self._ready or due < math.inf:
+                    self._wake(0.0 if self._ready else due)
                 return lane
             if self._closed and not self._unsettled:
                 self._work.notify_all()
+                if self._has_watch:
+                    self._wake()
                 return None
-            timeout = None
-            # One idle sender watches the clock. A sender that wakes and knows when a batch is due takes over from a
-            # watcher that sleeps without a limit, as that one would sleep on.
-            watches = not self._has_watch or (until is not None and self._sleeps_unbounded)
-            if watches:
-                checks = 0 if self._open else checks + 1
-                if until is not None:
-                    timeout = until
-                elif checks <= IDLE_CHECKS and self._linger_s >= 0.001:
-                    timeout = self._linger_s
-                self._has_watch = True
-                self._sleeps_unbounded = timeout is None or timeout > self._linger_s or self._linger_s < 0.001
-            self._resting += 1
-            try:
-                if self._work.wait(timeout):
-                    checks = 0  # its message may be on its way by now: the one who waits for it sends it
-            finally:
-                self._resting -= 1
-                if watches:
-                    self._has_watch, self._sleeps_unbounded = False, True
+            if self._has_watch:
+                self._resting += 1
+                try:
+                    self._work.wait()
+                finally:
+                    self._resting -= 1
+            else:
+                self._watch(due)
 
-    def _collect_due(self) -> float | None:
-        """Queue every lane whose pause or linger is over. Return the seconds until the next one, or None."""
+    def _watch(self, due: float) -> None:
+        """Keep the time: wait until then, or for an earlier alarm."""
+        self._has_watch = True
+        self._alarm.set(due)
+        self._lock.release()
+        try:
+            self._alarm.wait()
+        finally:
+            self._lock.acquire()
+            self._has_watch = False
+
+    def _collect_due(self) -> float:
+        """Queue every lane whose pause or linger is over. Return when the next one is due."""
         now = time.monotonic()
-        until: float | None = None
+        due = math.inf
         for lane in [lane for lane in self._paused if lane.retry_at <= now]:
             self._paused.remove(lane)
             self._ready.append(lane)
         if self._paused:
-            until = min(lane.retry_at for lane in self._paused) - now
+            due = min(lane.retry_at for lane in self._paused)
         for lane in list(self._open):
             batch = lane.open
             assert batch is not None
             if lane.scheduled:
                 continue
-            left = batch.born + self._linger_s - now
-            if left <= 0 or batch.urgent or self._flushing or self._closed:
+            if batch.due <= now or batch.urgent or self._flushing or self._closed:
                 self._close_batch(lane, batch)
                 lane.queue.append(batch)
                 lane.scheduled = True
                 self._ready.append(lane)
+                self._awaited_at = None
             else:
-                until = left if until is None else min(until, left)
-        return until
+                due = min(due, batch.due)
+        return due
 
     def _hurry(self, batch: ProducerBatch, timeout: float | None) -> float | None:
         """Send `batch` now, in this thread if its lane is free. Return the rest of `timeout`."""
@@ -410,6 +427,10 @@ class Producer(Closeable):
                 return timeout
             self._close_batch(lane, batch)
             lane.scheduled = True
+            is_rapid = self._awaited_at is not None and batch.born < self._awaited_at + RAPID_S
+            if self._alarm.at == batch.due and not is_rapid and not self._open and not self._paused:
+                self._alarm.set(math.inf)
+            self._awaited_at = batch.born
         started = time.monotonic()
         try:
             self._serve(lane, batch, timeout)
@@ -440,7 +461,8 @@ class Producer(Closeable):
             self._unsettled.discard(batch)
             self._buffered_messages -= batch.count
             self._buffered_bytes -= batch.size
-            self._room.notify_all()
+            if self._flushing:
+                self._room.notify_all()
             if lane.queue:
                 self._ready.append(lane)
                 self._wake()
@@ -451,7 +473,9 @@ class Producer(Closeable):
                 len(follower.messages) >= self._batch_messages or follower.urgent or self._flushing or self._closed
             ):
                 self._seal(lane, follower)
-            elif follower is not None or self._closed:
+            elif follower is not None:
+                self._wake(follower.due)
+            elif self._closed:
                 self._wake()
 
     # --- the end -----------------------------------------------------------------------------------------------------
@@ -498,11 +522,13 @@ class Producer(Closeable):
                     lane.retry_at = 0.0
                 self._work.notify_all()
                 self._room.notify_all()
-                if self._unsettled:
+                if self._unsettled or self._senders:
                     self._wake()
             self._transport.close()
             for sender in self._senders:
                 sender.join(timeout=1.0)
+            if not self._unsettled and not any(sender.is_alive() for sender in self._senders):
+                self._alarm.close()
 
 
 def _close_at_exit(producer: Producer) -> None:

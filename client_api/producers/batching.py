@@ -107,10 +107,16 @@ class ProducerBatch:
     """
 
     def __init__(
-        self, lane: Lane, born: float, deadline: float, hurry: Callable[[ProducerBatch, float | None], float | None]
+        self,
+        lane: Lane,
+        born: float,
+        due: float,
+        deadline: float,
+        hurry: Callable[[ProducerBatch, float | None], float | None],
     ) -> None:
         self.lane = lane
         self.born = born
+        self.due = due
         self.deadline = deadline
         self.messages: list[Any] = []
         self.size = 0

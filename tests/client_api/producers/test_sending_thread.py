@@ -11,9 +11,6 @@ from support.cluster import wait_until
 from support.scripted_broker import ScriptedBroker
 
 from portalmq import Producer
-from portalmq.producer import IDLE_CHECKS
-
-LINGER_S = 0.001
 
 
 def senders_of(producer: Producer) -> list[str]:
@@ -47,25 +44,21 @@ def test_a_flush_leaves_several_batches_to_the_senders() -> None:
         assert names == ["portalmq-sender"] * 3
 
 
-def test_awaited_messages_that_come_one_by_one_rarely_wake_a_sender() -> None:
-    with ScriptedBroker() as broker, Producer(broker.url, linger_ms=1000 * LINGER_S) as producer:
-        woken: list[float] = []
-        wait = producer._work.wait
-
-        def noted(timeout: float | None = None) -> bool:
-            is_woken = wait(timeout)
-            if is_woken:
-                woken.append(time.monotonic())
-            return is_woken
-
-        producer._work.wait = noted  # type: ignore[method-assign]
+@pytest.mark.parametrize("linger_ms", [0, 5, 1000])
+def test_awaited_messages_are_sent_by_the_threads_that_await_them(linger_ms: float) -> None:
+    with ScriptedBroker() as broker, Producer(broker.url, linger_ms=linger_ms) as producer:
         producer.send("t", b"0").result(60)
-        wait_until(lambda: producer._sleeps_unbounded, "the sender is idle")
-        began = time.monotonic()
+        wait_until(lambda: producer._has_watch, "the sender is idle")
+        producer._awaited_at = time.monotonic()
+        names = senders_of(producer)
+        rings: list[None] = []
+        producer._alarm.ring = lambda: rings.append(None)  # type: ignore[method-assign]
+        producer._alarm.set = lambda at: None  # type: ignore[method-assign]
         for _ in range(200):
-            producer.send("t", b"1").result(60)
-        # After each wake-up it looks by itself, so many times.
-        assert len(woken) <= 1 + (time.monotonic() - began) / (IDLE_CHECKS * LINGER_S)
+            assert producer.send("t", b"1").result(60).offset > 0
+        del producer._alarm.ring, producer._alarm.set
+        assert names == [threading.current_thread().name] * 200
+        assert rings == [], "no other thread is woken"
 
 
 class Interrupted(Exception):
