@@ -239,6 +239,8 @@ class Topics:
     def is_settled(self) -> bool:
         """Whether every replica assigned to this broker is open, and serves where no other broker is needed for that.
         A replica that stays closed because it is damaged does not count."""
+        if len(self._opener.opening) > len(self._opener.unusable):
+            return False  # most often, and known without looking at each
         mine = self._host.broker_id
         for key, held in tuple(self._host.membership.mirror.partitions.items()):
             if mine in held.value.replicas:
@@ -248,7 +250,7 @@ class Topics:
                 alone = held.value.leader == mine and held.value.isr == (mine,)
                 if partition is None or (alone and not partition.serves):
                     return False
-        return not self._opener.opening - self._opener.unusable.keys()
+        return True
 
     def wait_settled(self, timeout_s: float) -> bool:
         return self._wait_for(lambda: self.is_settled, timeout_s)

@@ -402,6 +402,11 @@ class Partition(AppendingPartition):
         return self.groups.snapshot_into(fold)
 
     @property
+    def needs_ticks(self) -> bool:
+        """Whether anything depends on the time: it does not serve, or has other replicas."""
+        return self.sends_ahead or not self.serves
+
+    @property
     def is_quiet(self) -> bool:
         """Whether little depends on the time: it leads with all replicas in sync, or its fetch waits at the leader."""
         replica = self.replica

@@ -1,7 +1,8 @@
 """The ticks of all partitions: they move the time, renew leases, and check for overdue followers.
 
 One greenlet serves all partitions, a few at a time, so that hundreds cost little and delay no other work. Partitions in
-their normal state (a leader with all replicas in sync, a follower whose fetch waits) get only every third tick.
+their normal state (a leader with all replicas in sync, a follower whose fetch waits) get only every third tick, and a
+leader without other replicas none: it has no lease, and nobody to wait for.
 
 A follower whose fetch is overdue is gone, slow, or cannot reach this broker. A connection to its port detects the first
 (nothing is requested: only a refusal is evidence); the controller detects the last.
@@ -82,6 +83,7 @@ class Ticker:
         self._refuses = refuses
         self._answered_ms = 0
         self._ticks = 0
+        self._ticked: list[Partition] = []
         self._probing: set[int] = set()
         self._greenlets: list[gevent.Greenlet] = []
 
@@ -108,7 +110,9 @@ class Ticker:
         self._answered_ms = max(answered_ms, self._answered_ms)
         tick = Tick()
         notified = 0
-        for index, partition in enumerate(self._partitions(), self._ticks):
+        if self._ticks % QUIET_EVERY_TICKS == 1:
+            self._ticked = [partition for partition in self._partitions() if partition.needs_ticks]
+        for index, partition in enumerate(self._ticked, self._ticks):
             if partition.closed:
                 continue
             try:
@@ -128,6 +132,8 @@ class Ticker:
         now_ms = self._host.clock.now_ms()
         overdue: dict[int, list[Partition]] = {}
         for partition in self._partitions():
+            if not partition.needs_ticks:
+                continue
             isr_tracker = partition.replica.in_sync
             if isr_tracker is not None:
                 for broker_id in isr_tracker.overdue(now_ms):

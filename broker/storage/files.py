@@ -50,6 +50,8 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 def make_directory(path: Path) -> None:
     """Create `path` and its missing parents durably."""
+    if path.exists():
+        return
     missing = [directory for directory in (path, *path.parents) if not directory.exists()]
     for directory in reversed(missing):
         directory.mkdir(mode=0o750, exist_ok=True)

@@ -69,7 +69,8 @@ class Log(ReadableLog):
         self.segment_bytes = segment_bytes
         self._fault: StorageFault | None = None
         # Parked: files are opened at the next use, only the active one, or all of them after an interrupted change.
-        self._parked = False
+        # Unchanged: parked, but the active file is open for reading alone, until the first change.
+        self._parked = self._unchanged = not self._active.is_live
         self._interrupted = False
         self._closed = False
         # Acquired in this order.
@@ -401,7 +402,7 @@ class Log(ReadableLog):
     def _park(self) -> None:
         if not self._closed and self._fault is None:
             self._close_files()
-            self._parked = True
+            self._parked, self._unchanged = True, False
             self._open_files.closed(self)
 
     @property
@@ -431,9 +432,10 @@ class Log(ReadableLog):
         self._open_files.opening(self)
         try:
             with faults_of(self.directory), self._reading:
+                self._unchanged = False
                 if self._interrupted:
                     self._reopen()
-                else:
+                if not self._active.is_live:
                     self._active.open_live()
                 self._parked = self._interrupted = False
         except StorageFault as fault:
@@ -465,6 +467,10 @@ class Log(ReadableLog):
             self._fault = fault
             raise
 
+    @property
+    def _is_readable(self) -> bool:
+        return self._unchanged or not self._parked
+
     @contextmanager
     def _read(self) -> Iterator[None]:
         """Hold the read lock, with the files open."""
@@ -472,12 +478,12 @@ class Log(ReadableLog):
         while True:
             if self._closed:
                 raise LogClosed
-            if self._parked:
+            if not self._is_readable:
                 with self._writing:
-                    if self._parked:
+                    if not self._is_readable:
                         self._unpark()
             with self._reading:
-                if not self._parked and not self._closed:
+                if self._is_readable and not self._closed:
                     with faults_of(self.directory):
                         yield
                     return

@@ -13,6 +13,8 @@ from typing import Protocol
 
 # One of SHARE parts of the process's descriptors is for logs and state files.
 SHARE = 3
+# When files must be closed, this part of the budget is freed.
+SPARE = 16
 ENDLESS = 1_000_000
 
 # Numbers all uses in order, for `last_used`.
@@ -43,20 +45,28 @@ def descriptor_limit() -> int:
 
 class OpenFiles:
     """The open files of one broker. Any thread may call it, also while it holds the lock of the holder that it
-    opens: nothing here waits for another holder's lock."""
+    opens: nothing here waits for another holder's lock.
+
+    `_open` has each open holder's descriptors as they were when it opened: a log opens readers of sealed segments
+    later, which are counted when there is something to close. More is closed than must be, so that a thousand openings
+    look through all holders a few times, and not a thousand times.
+    """
 
     def __init__(self, budget: int | None = None) -> None:
         self.budget = descriptor_limit() // SHARE if budget is None else budget
-        self._open: set[Holder] = set()
+        self._open: dict[Holder, int] = {}
 
     def opening(self, holder: Holder) -> None:
         """Take that `holder` opens its files, or did: others close theirs for it. If all are in use there are too many
         for a while."""
-        self._open.add(holder)
+        self._open[holder] = holder.descriptors
+        if sum(self._open.values()) <= self.budget:
+            return
         others = [other for other in tuple(self._open) if other is not holder]
         excess = holder.descriptors + sum([other.descriptors for other in others]) - self.budget
         if excess <= 0:
             return
+        excess += self.budget // SPARE
         for other in sorted(others, key=lambda other: other.last_used):
             if other.try_park():
                 excess -= other.descriptors
@@ -64,4 +74,4 @@ class OpenFiles:
                     return
 
     def closed(self, holder: Holder) -> None:
-        self._open.discard(holder)
+        self._open.pop(holder, None)

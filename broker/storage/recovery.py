@@ -70,6 +70,8 @@ def _open_segment(path: Path, identity: LogIdentity, manifest: Manifest, last_ba
     segment = Segment(path, identity)
     entry = manifest.get(segment.base_offset)
     if entry is None:
+        if segment.base_offset == last_base_offset and segment.open_closed():
+            return segment
         segment.open_live()
         if segment.base_offset != last_base_offset:
             segment.close()

@@ -25,7 +25,7 @@ from portalmq.broker.storage.lane_indexes import LANES_DDL, lanes_of
 from portalmq.broker.storage.rows import ContentTypes, insert_batches, insert_messages, preset_content_types
 from portalmq.broker.storage.schema import COMPRESSED_VERSION, PAGE_BYTES, SCHEMA_VERSION, SEGMENT_DDL, LogIdentity
 from portalmq.broker.storage.segment_reading import ReadableSegment
-from portalmq.broker.storage.wal import BUSY_TIMEOUT_MS, make_durable, set_full_sync, sync_wal
+from portalmq.broker.storage.wal import BUSY_TIMEOUT_MS, connect_final, make_durable, set_full_sync, sync_wal, was_closed
 from portalmq.system import sync
 
 SEGMENT_NAME = re.compile(r"\d{20}\.sqlite\Z")
@@ -121,8 +121,26 @@ class Segment(ReadableSegment):
                 raise
         return segment
 
+    def open_closed(self) -> bool:
+        """Take what a file that was closed says, and leave it open for reading alone, until open_live(). Return False
+        where it was not closed: what is in it may not be on disk yet."""
+        if not was_closed(self.path):
+            return False
+        reader = connect_final(self.path)
+        try:
+            with opening_errors():
+                self._read_meta(reader)
+                self._read_end(reader)
+                self._content_type_names = dict(reader.execute("SELECT id, name FROM content_types"))
+        except BaseException:
+            reader.close(True)
+            raise
+        self._reader = reader
+        return True
+
     def open_live(self) -> None:
         """Open the file for writing and make everything in it durable before any of it is claimed (wal.py)."""
+        self.close_reader()  # of open_closed(), which cannot see changes
         os.chmod(self.path, 0o640)  # a kill may have come while it was being settled
         writer = apsw.Connection(str(self.path), flags=apsw.SQLITE_OPEN_READWRITE)
         try:
@@ -187,6 +205,10 @@ class Segment(ReadableSegment):
             self.end_offset, self.messages_end, self.last_timestamp_ms = row
         self.removed = removed_in(connection)
         self.bytes = connection.execute("PRAGMA page_count").get * PAGE_BYTES
+
+    @property
+    def is_live(self) -> bool:
+        return self._writer is not None
 
     @property
     def writer(self) -> apsw.Connection:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from portalmq.broker.storage.files import BESIDE, make_directory, sync_directory
 from portalmq.broker.storage.fold_tables import STATE_DDL, FoldTables, hash_of_bytes, read_fold
 from portalmq.broker.storage.open_files import OpenFiles, use_counter
 from portalmq.broker.storage.schema import LogIdentity
-from portalmq.broker.storage.wal import BUSY_TIMEOUT_MS, make_durable, set_full_sync
+from portalmq.broker.storage.wal import BUSY_TIMEOUT_MS, connect_final, make_durable, set_full_sync, was_closed
 
 STATE_NAME = "state.sqlite"
 STATE_SCHEMA_VERSION = 5
@@ -57,6 +57,7 @@ class StateFile:
         self._tables = FoldTables()
         # The highest epoch that this process has read or saved, even if the file is lost.
         self._highest_epoch = -1
+        self._knows_epoch = False
         self._is_durable = False
 
     # --- saving and loading -------------------------------------------------------------------------------------
@@ -112,11 +113,12 @@ class StateFile:
             if not self.path.exists():
                 return None
             try:
-                connection = self._open()
-                meta = dict(connection.execute("SELECT key, value FROM meta"))
-                if "applied" not in meta:
-                    return None
-                fold = read_fold(connection, meta)
+                with self._to_read() as connection:
+                    meta = dict(connection.execute("SELECT key, value FROM meta"))
+                    self._note_epoch(meta.get("highest_leader_epoch"))
+                    if "applied" not in meta:
+                        return None
+                    fold = read_fold(connection, meta)
                 if hash_of_bytes(encode_fold(fold)) != meta["digest"]:
                     raise _Damaged
             except (_Damaged, apsw.CorruptError, apsw.NotADBError, apsw.SQLError, KeyError, TypeError, ValueError):
@@ -149,12 +151,17 @@ class StateFile:
     def highest_epoch(self) -> int:
         """Return the highest leader epoch that was saved, -1 if there is none."""
         with self._turn, faults_of(self.path):
-            if self.path.exists():
+            if not self._knows_epoch and self.path.exists():
                 try:
-                    self._highest_epoch = max(self._highest_epoch, _highest_epoch(self._open()))
+                    self._note_epoch(_highest_epoch(self._open()))
                 except (_Damaged, apsw.CorruptError, apsw.NotADBError, apsw.SQLError):
                     self._close()
             return self._highest_epoch
+
+    def _note_epoch(self, found: int | None) -> None:
+        """Note the highest epoch of the file, where all that was read is on disk."""
+        self._highest_epoch = max(self._highest_epoch, -1 if found is None else found)
+        self._knows_epoch = True
 
     def park(self) -> None:
         """Close the file until it is used again."""
@@ -205,6 +212,21 @@ class StateFile:
                 connection.execute("ROLLBACK")
             self._tables.forget()
             raise
+
+    @contextlib.contextmanager
+    def _to_read(self) -> Iterator[apsw.Connection]:
+        """Yield a connection to a file of this log. One that was closed is opened for as long as it is read, in a fifth
+        of the time, and leaves nothing behind. Raise _Damaged for any other file."""
+        if self._connection is not None or not was_closed(self.path):
+            yield self._open()
+            return
+        with contextlib.closing(connect_final(self.path)) as connection:
+            meta = dict(connection.execute("SELECT key, value FROM meta"))
+            expected = {**self.identity.as_meta(), "schema_version": STATE_SCHEMA_VERSION}
+            if is_current := {key: meta.get(key) for key in expected} == expected:
+                yield connection
+        if not is_current:
+            yield self._open()
 
     def _open(self) -> apsw.Connection:
         """Return the connection to a file of this log. Raise _Damaged for any other."""

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+from urllib.parse import quote
+
 import apsw
+
+from portalmq.broker.storage.files import BESIDE
 
 # A reader in another process can delay a write for a moment; inside the process nothing does.
 BUSY_TIMEOUT_MS = 5_000
@@ -33,3 +39,19 @@ def sync_wal(connection: apsw.Connection) -> None:
     """Make everything committed durable, by a `connection` with synchronous=FULL."""
     # Any commit does, if it changes a byte: SQLite does not write an unchanged page.
     connection.execute(f"PRAGMA user_version = {connection.execute('PRAGMA user_version').get + 1}")
+
+
+def connect_final(path: Path) -> apsw.Connection:
+    """Return a connection that reads a file which nothing changes while it is open: without locks, and without files
+    beside it."""
+    connection = apsw.Connection(
+        f"file:{quote(str(path))}?immutable=1", flags=apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI
+    )
+    connection.execute("PRAGMA trusted_schema = OFF")
+    return connection
+
+
+def was_closed(path: Path) -> bool:
+    """Return whether the last connection to an SQLite file closed it: then all of it is in the file, and on disk, since
+    a checkpoint syncs the file before the write-ahead log is removed."""
+    return not any(os.path.exists(f"{path}{suffix}") for suffix in BESIDE)

@@ -1,5 +1,6 @@
 """A log: appends, reads, and queries of its metadata."""
 
+import shutil
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
 
@@ -447,6 +448,31 @@ def test_a_parked_log_holds_no_file_and_reopens_by_itself(tmp_path):
     log.park()
     log.close()
     assert open_log(tmp_path).end_offset == 91
+
+
+def test_a_closed_log_is_recovered_without_files_beside_it_and_opened_by_the_first_change(tmp_path):
+    log = open_log(tmp_path)
+    sent = [Writer(log).put(b"1")]
+    log.close()
+    log = open_log(tmp_path)
+    assert (log.end_offset, everything(log)) == (1, sent)
+    assert suffixes(tmp_path) == [".sqlite"]
+    sent.append(Writer(log).put(b"2"))
+    assert everything(log) == sent
+    assert suffixes(tmp_path) == [".sqlite", ".sqlite-shm", ".sqlite-wal"]
+
+
+def test_a_log_that_was_not_closed_is_checkpointed_at_the_open(tmp_path):
+    log = open_log(tmp_path / "log")
+    sent = [Writer(log).put(b"1")]
+    shutil.copytree(tmp_path / "log", tmp_path / "killed")
+    killed = open_log(tmp_path / "killed")
+    assert [file.stat().st_size for file in (tmp_path / "killed").glob("*-wal")] == [0]
+    assert everything(killed) == sent
+
+
+def suffixes(directory):
+    return sorted(file.name[20:] for file in directory.glob("*.sqlite*"))
 
 
 def test_only_a_few_sealed_segments_stay_open(tmp_path):
