@@ -25,7 +25,14 @@ from portalmq.broker.storage.lane_indexes import LANES_DDL, lanes_of
 from portalmq.broker.storage.rows import ContentTypes, insert_batches, insert_messages, preset_content_types
 from portalmq.broker.storage.schema import COMPRESSED_VERSION, PAGE_BYTES, SCHEMA_VERSION, SEGMENT_DDL, LogIdentity
 from portalmq.broker.storage.segment_reading import ReadableSegment
-from portalmq.broker.storage.wal import BUSY_TIMEOUT_MS, connect_final, make_durable, set_full_sync, sync_wal, was_closed
+from portalmq.broker.storage.wal import (
+    BUSY_TIMEOUT_MS,
+    connect_final,
+    make_durable,
+    set_full_sync,
+    sync_wal,
+    was_closed,
+)
 from portalmq.system import sync
 
 SEGMENT_NAME = re.compile(r"\d{20}\.sqlite\Z")
