@@ -343,7 +343,8 @@ class Producer(Closeable):
                     return
                 batch = lane.queue.popleft()
             try:
-                self._serve(lane, batch, None)
+                # After an error that is not of sending the lane is released below.
+                self._release(lane, batch, self._batch_sender.send_batch(lane, batch, None))
             except BaseException as fault:
                 self._batch_sender.fail_batch(lane, batch, fault)
                 self._release(lane, batch, None)
@@ -433,7 +434,7 @@ class Producer(Closeable):
             self._awaited_at = batch.born
         started = time.monotonic()
         try:
-            self._serve(lane, batch, timeout)
+            self._release(lane, batch, self._batch_sender.send_batch(lane, batch, timeout))
         except BaseException:
             # A signal handler of the caller has raised it, probably: a sender goes on with the batch.
             batch.unknown = batch.unknown or batch.body is not None
@@ -441,12 +442,8 @@ class Producer(Closeable):
             raise
         return None if timeout is None else max(0.0, timeout - (time.monotonic() - started))
 
-    def _serve(self, lane: Lane, batch: ProducerBatch, limit_s: float | None) -> None:
-        """Try to send the batch, and release the lane for the next sender. After an error that is not of sending the
-        lane is not released."""
-        self._release(lane, batch, self._batch_sender.send_batch(lane, batch, limit_s))
-
     def _release(self, lane: Lane, batch: ProducerBatch, pause_s: float | None) -> None:
+        """Release the lane for the next sender, after a try to send the batch that returned `pause_s`."""
         if pause_s is None:
             batch.settle()
         with self._lock:

@@ -139,8 +139,12 @@ class Connection:
         self._was_used, self.used, self.reusable = self.used, True, False
         self._cut_off = None
         try:
-            self._set_timeout(timeout_s)
-            self._send(head, body)
+            if timeout_s != self._timeout_s:
+                self._set_timeout(timeout_s)
+            if len(body) <= JOIN_BYTES_MAX:
+                self._socket.sendall(head + body)
+            else:
+                self._send_large(head, body)
         except (BrokenPipeError, ConnectionResetError) as fault:
             # A broker that refuses a body for its length answers early and closes; that answer is worth reading.
             self._cut_off = fault
@@ -153,7 +157,8 @@ class Connection:
         pause_s = timeout_s if watch is None else min(watch.first_s, timeout_s)
         try:
             self._recv_timeout_s = timeout_s
-            self._set_timeout(pause_s)
+            if pause_s != self._timeout_s:
+                self._set_timeout(pause_s)
             if watch is None or cut_off is not None:
                 piece = self._socket.recv(PIECE_BYTES)
             else:
@@ -199,10 +204,8 @@ class Connection:
             self._socket.settimeout(timeout_s)
             self._timeout_s = timeout_s
 
-    def _send(self, head: bytes, body: bytes) -> None:
-        if len(body) <= JOIN_BYTES_MAX:
-            self._socket.sendall(head + body)
-        elif self._is_tls:
+    def _send_large(self, head: bytes, body: bytes) -> None:
+        if self._is_tls:
             self._socket.sendall(head)
             self._socket.sendall(body)
         else:
@@ -327,9 +330,7 @@ class ConnectionPool:
         """Return an idle connection, or None if a new one may be opened."""
         with self._lock:
             if host.taken >= self._connections_max:
-                self._wait_for(lambda: host.taken < self._connections_max, timeout_s)
-                if host.taken >= self._connections_max:
-                    raise NotSent(f"all {self._connections_max} connections to {address.netloc} are busy")
+                self._await_connection(address, host, timeout_s)
             if self._closed:
                 raise NotSent("this client is closed")
             host.taken += 1
@@ -340,6 +341,11 @@ class ConnectionPool:
                     return connection
                 connection.close()
         return None
+
+    def _await_connection(self, address: Address, host: _Host, timeout_s: float) -> None:
+        self._wait_for(lambda: host.taken < self._connections_max, timeout_s)
+        if host.taken >= self._connections_max:
+            raise NotSent(f"all {self._connections_max} connections to {address.netloc} are busy")
 
     def _connect(self, address: Address, host: _Host, timeout_s: float) -> Connection:
         timeout_s = min(self._connect_timeout_s, timeout_s)

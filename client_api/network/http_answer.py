@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import io
 import re
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
+
+import msgspec
 
 PIECE_BYTES = 64 * 1024
 # More than any broker or proxy sends: a head, a line of a chunk, or the trailer.
@@ -53,8 +54,7 @@ class Fields(dict[str, str]):
         return super().get(name.lower(), default)
 
 
-@dataclass(frozen=True, slots=True)
-class HttpAnswer:
+class HttpAnswer(msgspec.Struct, frozen=True):
     """A complete HTTP answer; its connection is free again."""
 
     status: int

@@ -107,7 +107,9 @@ class ClusterMetadata:
     def leader_of(self, partition: TopicPartition) -> Address | None:
         """Return the leader, if it is known and not excluded."""
         leader = self._leaders.get(partition)
-        return leader if leader is not None and not self._is_excluded(leader) else None
+        if leader is not None and self._excluded_until and self._is_excluded(leader):
+            return None
+        return leader
 
     def any(self, within_s: float = CONNECT_WITHIN_S) -> Address:
         """Return a broker to ask. Raises the error of a look-up in ZooKeeper, unless an earlier one has found
@@ -202,8 +204,10 @@ class ClusterMetadata:
         return address
 
     def answered(self, address: Address) -> None:
-        self._failures.pop(address, None)
-        self._excluded_until.pop(address, None)
+        if self._failures:
+            self._failures.pop(address, None)
+        if self._excluded_until:
+            self._excluded_until.pop(address, None)
 
     def mark_unreachable(self, address: Address) -> None:
         failures = self._failures[address] = min(self._failures.get(address, 0) + 1, 10)

@@ -204,12 +204,12 @@ class Transport:
         if self._closing.is_set():
             # Not retryable: after close() no pause would separate the tries.
             raise Unavailable("this client is closed", retryable=False, outcome="not_applied")
-        if self._clock() >= deadline:
-            raise DeadlinePassed("the time for this call is over", outcome="not_applied")
-        topic = request.topic
-        if topic is not None and topic in self._outdated:
-            self._look_up_leaders(topic, deadline)
         began = self._clock()
+        if began >= deadline:
+            raise DeadlinePassed("the time for this call is over", outcome="not_applied")
+        if self._outdated and (topic := request.topic) is not None and topic in self._outdated:
+            self._look_up_leaders(topic, deadline)
+            began = self._clock()
         try:
             address, is_leader = self._choose_broker(request, deadline - began)
         except Unavailable as unresolved:
@@ -301,7 +301,7 @@ class Transport:
             head = self._head(address, request, forward=forward, is_first=is_first and stale is None)
             timeout_s = self._try_timeout_s(address, request, deadline)
             try:
-                watch = self._watch(address, request)
+                watch = None if self._cluster_metadata.is_alone else self._watch(address, request)
                 answer = self._pool.exchange(address, request.method, head, request.body, timeout_s, watch)
                 return answer, stale is not None
             except NoAnswer as fault:
@@ -314,7 +314,10 @@ class Transport:
                 raise
 
     def _try_timeout_s(self, address: Address, request: Request, deadline: float) -> float:
-        timeout_s = min(request.try_timeout_s, max(deadline - self._clock(), TIMEOUT_S_MIN))
+        timeout_s = request.try_timeout_s
+        left_s = deadline - self._clock()
+        if left_s < timeout_s:
+            timeout_s = max(left_s, TIMEOUT_S_MIN)
         if request.anywhere and timeout_s > ANYWHERE_TIMEOUT_S and self._cluster_metadata.other_than(address):
             return ANYWHERE_TIMEOUT_S
         return timeout_s
