@@ -94,12 +94,13 @@ def read_answer(connection: Readable, method: str, piece: bytes) -> tuple[HttpAn
     elif head.length == len(rest):
         body, is_end = rest, True
     else:
-        unread = _Unread(connection, rest)
+        source = _Source(connection, rest)
+        unread = io.BufferedReader(source, PIECE_BYTES)
         if head.length is not None:
-            body = unread.take(head.length)
+            body = _take(unread, head.length)
         else:
-            body = unread.chunks() if head.is_chunked else unread.to_the_end()
-        is_end = unread.is_empty
+            body = _chunks(unread) if head.is_chunked else unread.read()
+        is_end = source.has_ended_with(unread)
     return HttpAnswer(head.status, head.fields, body), is_end and head.is_kept
 
 
@@ -153,98 +154,73 @@ def _fields_of(lines: list[str]) -> Fields:
     return fields
 
 
-class _Unread:
+def _take(unread: io.BufferedReader[Any], size: int) -> bytes:
+    """Return the next `size` bytes. The reader fills them in place: joining pieces of a megabyte takes four times as
+    long."""
+    if size > BODY_BYTES_MAX:
+        raise BrokenAnswer(f"its body has {size} bytes, more than any answer of a broker")
+    taken = unread.read(size)
+    if len(taken) < size:
+        raise _cut_off()
+    return taken
+
+
+def _line(unread: io.BufferedReader[Any]) -> bytes:
+    """Return the next line, without its CRLF."""
+    line = unread.readline(HEAD_BYTES_MAX + 2)
+    if line.endswith(b"\r\n"):
+        return line[:-2]
+    if len(line) > HEAD_BYTES_MAX:
+        raise BrokenAnswer(f"a line is longer than {HEAD_BYTES_MAX} bytes")
+    raise BrokenAnswer(f"{line[:80]!r} does not end with CRLF") if line.endswith(b"\n") else _cut_off()
+
+
+def _chunks(unread: io.BufferedReader[Any]) -> bytes:
+    """Return a chunked body. Its trailer is read and dropped."""
+    body = []
+    while True:
+        line = _line(unread)
+        size = _CHUNK_SIZE.fullmatch(line)
+        if size is None:
+            raise BrokenAnswer(f"a chunk begins with {line[:80]!r}")
+        if not int(size[1], 16):
+            break
+        body.append(_take(unread, int(size[1], 16)))
+        if _take(unread, 2) != b"\r\n":
+            raise BrokenAnswer("a chunk is longer than its size")
+    trailer: list[str] = []
+    while line := _line(unread):
+        trailer.append(line.decode("latin-1"))
+        if sum(map(len, trailer)) > HEAD_BYTES_MAX:
+            raise BrokenAnswer(f"its trailer is longer than {HEAD_BYTES_MAX} bytes")
+    _fields_of(trailer)
+    return b"".join(body)
+
+
+class _Source(io.RawIOBase):
     """The bytes of a connection after a head, of which `piece` is read already."""
 
     def __init__(self, connection: Readable, piece: bytes) -> None:
-        self._connection = connection
-        self._piece = piece
-        self._at = 0
-
-    def take(self, size: int) -> bytes:
-        """Return the next `size` bytes."""
-        if size > BODY_BYTES_MAX:
-            raise BrokenAnswer(f"its body has {size} bytes, more than any answer of a broker")
-        unread = len(self._piece) - self._at
-        if size - unread > PIECE_BYTES:
-            taken = io.BufferedReader(_Filler(self._connection, self._piece[self._at :], size)).read(size)
-            if len(taken) < size:
-                raise _cut_off()
-            self._piece, self._at = b"", 0
-            return taken
-        while unread < size:
-            self._piece, self._at = self._piece[self._at :] + _more(self._connection), 0
-            unread = len(self._piece)
-        taken = self._piece[self._at : self._at + size]
-        self._at += size
-        return taken
-
-    def line(self) -> bytes:
-        """Return the next line, without its CRLF."""
-        while (end := self._piece.find(b"\r\n", self._at)) < 0:
-            self._piece, self._at = self._piece[self._at :], 0
-            if len(self._piece) > HEAD_BYTES_MAX:
-                raise BrokenAnswer(f"a line is longer than {HEAD_BYTES_MAX} bytes")
-            self._piece += _more(self._connection)
-        line, self._at = self._piece[self._at : end], end + 2
-        return line
-
-    def chunks(self) -> bytes:
-        """Return a chunked body. Its trailer is read and dropped."""
-        body = []
-        while True:
-            line = self.line()
-            size = _CHUNK_SIZE.fullmatch(line)
-            if size is None:
-                raise BrokenAnswer(f"a chunk begins with {line[:80]!r}")
-            if not int(size[1], 16):
-                break
-            body.append(self.take(int(size[1], 16)))
-            if self.take(2) != b"\r\n":
-                raise BrokenAnswer("a chunk is longer than its size")
-        trailer: list[str] = []
-        while line := self.line():
-            trailer.append(line.decode("latin-1"))
-            if sum(map(len, trailer)) > HEAD_BYTES_MAX:
-                raise BrokenAnswer(f"its trailer is longer than {HEAD_BYTES_MAX} bytes")
-        _fields_of(trailer)
-        return b"".join(body)
-
-    def to_the_end(self) -> bytes:
-        """Return all bytes until the connection is closed."""
-        pieces = [self._piece[self._at :]]
-        while more := self._connection.recv(PIECE_BYTES):
-            pieces.append(more)
-        self._piece, self._at = b"", 0
-        return b"".join(pieces)
-
-    @property
-    def is_empty(self) -> bool:
-        return self._at == len(self._piece)
-
-
-class _Filler(io.RawIOBase):
-    """The next `left` bytes of a connection, of which `piece` is read already, for a BufferedReader. That one fills the
-    bytes that it returns in place; joining pieces of a megabyte takes four times as long."""
-
-    def __init__(self, connection: Readable, piece: bytes, left: int) -> None:
         super().__init__()
         self._connection = connection
         self._piece = piece
-        self._left = left
+        self._is_over = False
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer)[: self._left]
+        view = memoryview(buffer)
         if self._piece:
             size = min(len(view), len(self._piece))
             view[:size], self._piece = self._piece[:size], self._piece[size:]
-        else:
-            size = self._connection.recv_into(view)
-        self._left -= size
-        return size
+            return size
+        return 0 if self._is_over else self._connection.recv_into(view)
+
+    def has_ended_with(self, unread: io.BufferedReader[Any]) -> bool:
+        """Return whether `unread`, which reads from this, returned all bytes that came. No more can be read then."""
+        self._is_over = True
+        return not unread.peek(1)
 
 
 def _more(connection: Readable) -> bytes:
