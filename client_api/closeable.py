@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import weakref
 from abc import ABC, abstractmethod
 from typing import Self
 
@@ -30,3 +32,16 @@ class AsyncCloseable(ABC):
 
     async def __aexit__(self, *fault: object) -> None:
         await self.close()
+
+
+def close_at_exit(thing: Closeable) -> None:
+    """Close it when the program ends, so that one that forgets close() loses nothing."""
+    reference = weakref.ref(thing)
+
+    def close() -> None:
+        thing = reference()
+        if thing is not None:
+            thing.close()
+
+    atexit.register(close)
+    weakref.finalize(thing, atexit.unregister, close).atexit = False

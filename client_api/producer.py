@@ -9,12 +9,10 @@ no other thread wakes: the sender that keeps the time sleeps until an alarm that
 
 from __future__ import annotations
 
-import atexit
 import logging
 import math
 import threading
 import time
-import weakref
 import zlib
 from collections import deque
 from collections.abc import Mapping
@@ -22,22 +20,20 @@ from datetime import datetime
 from typing import Any, Literal
 
 from portalmq import wire
-from portalmq.closeable import Closeable
+from portalmq.closeable import Closeable, close_at_exit
 from portalmq.compression import HAS_ZSTD, NEEDS_ZSTD, ZSTD
 from portalmq.errors import Backpressure, MessageTooLarge, Unavailable
 from portalmq.network.forking import reset_in_children
 from portalmq.network.tls import TlsFiles
-from portalmq.producers.alarm import new_alarm
 from portalmq.producers.batch_sender import BatchSender
 from portalmq.producers.batching import Lane, ProducerBatch, SendFuture
 from portalmq.producers.outgoing import MESSAGE_OVERHEAD_BYTES, PlainMessage, pack
 from portalmq.producers.partitions import ProducerTopic, ProducerTopics
+from portalmq.producers.senders import SenderThreads
 from portalmq.transport.transport import Bootstrap, Transport
 
 _log = logging.getLogger("portalmq.producer")
 
-# Started on demand. A broker that hangs blocks at most as many as it has partitions; the others continue.
-SENDERS_MAX = 8
 BATCH_BYTES_MAX = wire.BODY_BYTES_MAX - 64 * 1024
 # How long a message that need not linger is left to the thread that sent it, if that awaited the one before.
 AWAITED_LINGER_S = 0.002
@@ -123,7 +119,7 @@ class Producer(Closeable):
         self._buffer_bytes = buffer_bytes
         self._closed = False
         self._begin()
-        _close_at_exit(self)
+        close_at_exit(self)
         reset_in_children(self)
 
     def __repr__(self) -> str:
@@ -142,7 +138,6 @@ class Producer(Closeable):
             compresses=self._compresses,
         )
         self._lock = threading.Lock()
-        self._work = threading.Condition(self._lock)
         self._room = threading.Condition(self._lock)
         self._topics = ProducerTopics(self._transport, self._acks, self._max_block_s)
         # Invariants, under the lock: a lane is in `_open` while lane.open is a batch; in `_ready`, in `_paused` or with
@@ -153,11 +148,7 @@ class Producer(Closeable):
         self._unsettled: set[ProducerBatch] = set()
         self._buffered_messages = 0
         self._buffered_bytes = 0
-        self._senders: list[threading.Thread] = []
-        # Idle senders: one waits for the alarm, the others rest.
-        self._resting = 0
-        self._has_watch = False
-        self._alarm = new_alarm()
+        self._senders = SenderThreads(self._lock, self._run_sender)
         # When the latest batch was opened, if a waiting thread has sent it.
         self._awaited_at: float | None = None
         self._flushing = 0
@@ -166,7 +157,7 @@ class Producer(Closeable):
         """Start afresh in the child of a fork. Buffered messages are the parent's: their futures fail here, and are
         served there."""
         left = list(self._unsettled)
-        self._alarm.close()
+        self._senders.alarm.close()
         self._begin()
         for batch in left:
             batch.fail_in_child(Unavailable(SENT_BEFORE_FORK, retryable=False, outcome="unknown"))
@@ -270,7 +261,7 @@ class Producer(Closeable):
         self._open[lane] = None
         self._unsettled.add(batch)
         if not lane.scheduled:
-            self._wake(due if linger_s else 0.0)
+            self._senders.wake(due if linger_s else 0.0)
         return batch
 
     def _batch_filled(self, topic: ProducerTopic, lane: Lane, batch: ProducerBatch) -> None:
@@ -288,7 +279,7 @@ class Producer(Closeable):
         if not lane.scheduled:
             lane.scheduled = True
             self._ready.append(lane)
-            self._wake()
+            self._senders.wake()
 
     def _close_batch(self, lane: Lane, batch: ProducerBatch) -> None:
         batch.seal()
@@ -304,7 +295,7 @@ class Producer(Closeable):
             left = deadline - time.monotonic()
             # No batch lingers while a send waits for space.
             self._flushing += 1
-            self._wake()
+            self._senders.wake()
             try:
                 has_room = left > 0 and self._room.wait(left)
             finally:
@@ -319,21 +310,6 @@ class Producer(Closeable):
             raise RuntimeError("the producer is closed")
 
     # --- sender threads ----------------------------------------------------------------------------------------------
-
-    def _wake(self, at: float = 0.0) -> None:
-        """Have an idle sender look for work at this time, or start one."""
-        if self._has_watch:
-            if at < self._alarm.at:
-                if at:
-                    self._alarm.set(at)
-                else:
-                    self._alarm.ring()
-        elif self._resting:
-            self._work.notify()
-        elif len(self._senders) < SENDERS_MAX:
-            sender = threading.Thread(target=self._run_sender, name="portalmq-sender", daemon=True)
-            self._senders.append(sender)
-            sender.start()
 
     def _run_sender(self) -> None:
         while True:
@@ -361,32 +337,12 @@ class Producer(Closeable):
             if self._ready:
                 lane = self._ready.popleft()
                 if self._ready or due < math.inf:
-                    self._wake(0.0 if self._ready else due)
+                    self._senders.wake(0.0 if self._ready else due)
                 return lane
             if self._closed and not self._unsettled:
-                self._work.notify_all()
-                if self._has_watch:
-                    self._wake()
+                self._senders.wake_all()
                 return None
-            if self._has_watch:
-                self._resting += 1
-                try:
-                    self._work.wait()
-                finally:
-                    self._resting -= 1
-            else:
-                self._watch(due)
-
-    def _watch(self, due: float) -> None:
-        """Keep the time: wait until then, or for an earlier alarm."""
-        self._has_watch = True
-        self._alarm.set(due)
-        self._lock.release()
-        try:
-            self._alarm.wait()
-        finally:
-            self._lock.acquire()
-            self._has_watch = False
+            self._senders.rest(due)
 
     def _collect_due(self) -> float:
         """Queue every lane whose pause or linger is over. Return when the next one is due."""
@@ -429,8 +385,8 @@ class Producer(Closeable):
             self._close_batch(lane, batch)
             lane.scheduled = True
             is_rapid = self._awaited_at is not None and batch.born < self._awaited_at + RAPID_S
-            if self._alarm.at == batch.due and not is_rapid and not self._open and not self._paused:
-                self._alarm.set(math.inf)
+            if not is_rapid and not self._open and not self._paused:
+                self._senders.unset(batch.due)
             self._awaited_at = batch.born
         started = time.monotonic()
         try:
@@ -453,7 +409,7 @@ class Producer(Closeable):
                 lane.queue.appendleft(batch)
                 lane.retry_at = time.monotonic() + pause_s
                 self._paused.append(lane)
-                self._wake()
+                self._senders.wake()
                 return
             self._unsettled.discard(batch)
             self._buffered_messages -= batch.count
@@ -462,7 +418,7 @@ class Producer(Closeable):
                 self._room.notify_all()
             if lane.queue:
                 self._ready.append(lane)
-                self._wake()
+                self._senders.wake()
                 return
             lane.scheduled = False
             follower = lane.open
@@ -471,9 +427,9 @@ class Producer(Closeable):
             ):
                 self._seal(lane, follower)
             elif follower is not None:
-                self._wake(follower.due)
+                self._senders.wake(follower.due)
             elif self._closed:
-                self._wake()
+                self._senders.wake()
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
@@ -491,7 +447,7 @@ class Producer(Closeable):
         with self._lock:
             self._flushing += 1
             if mine & self._unsettled:
-                self._wake()
+                self._senders.wake()
             try:
                 while mine := mine & self._unsettled:
                     left = None if deadline is None else deadline - time.monotonic()
@@ -517,25 +473,10 @@ class Producer(Closeable):
                     batch.deadline = 0.0
                 for lane in self._paused:
                     lane.retry_at = 0.0
-                self._work.notify_all()
                 self._room.notify_all()
-                if self._unsettled or self._senders:
-                    self._wake()
+                self._senders.wake_all()
+                if self._unsettled:
+                    self._senders.wake()
             self._transport.close()
-            for sender in self._senders:
-                sender.join(timeout=1.0)
-            if not self._unsettled and not any(sender.is_alive() for sender in self._senders):
-                self._alarm.close()
-
-
-def _close_at_exit(producer: Producer) -> None:
-    """Close the producer at exit, so that a program that forgets close() still sends its messages."""
-    reference = weakref.ref(producer)
-
-    def close() -> None:
-        producer = reference()
-        if producer is not None:
-            producer.close()
-
-    atexit.register(close)
-    weakref.finalize(producer, atexit.unregister, close).atexit = False
+            if self._senders.end() and not self._unsettled:
+                self._senders.alarm.close()

@@ -19,7 +19,7 @@ def rest(producer: Producer) -> None:
 
     def is_idle() -> bool:
         with producer._lock:
-            return producer._has_watch and producer._resting == len(producer._senders) - 1
+            return producer._senders.keeps_time and producer._senders.resting == len(producer._senders.threads) - 1
 
     wait_until(is_idle, "all senders are idle")
 
@@ -30,7 +30,7 @@ def test_a_message_after_an_idle_time_is_sent_without_reading_its_future(
     alarm: type[Alarm | PlainAlarm], linger_ms: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two senders, of which one rests; the message before was awaited, or not."""
-    monkeypatch.setattr("portalmq.producer.new_alarm", alarm)
+    monkeypatch.setattr("portalmq.producers.senders.new_alarm", alarm)
     with ScriptedBroker() as broker, Producer(broker.url, linger_ms=linger_ms) as producer:
         for topic in ("one", "two"):
             producer.send(topic, b"first").result(10)
@@ -50,7 +50,7 @@ def test_a_message_after_an_idle_time_is_sent_without_reading_its_future(
 def test_messages_of_many_partitions_that_nobody_awaits_are_all_sent(
     alarm: type[Alarm | PlainAlarm], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("portalmq.producer.new_alarm", alarm)
+    monkeypatch.setattr("portalmq.producers.senders.new_alarm", alarm)
     with ScriptedBroker(12) as broker, Producer(broker.url, linger_ms=1) as producer:
         for number in range(300):
             producer.send("t", b"%d" % number, partition=number * 7 % 12)
@@ -61,10 +61,10 @@ def test_messages_of_many_partitions_that_nobody_awaits_are_all_sent(
 
 @pytest.mark.parametrize("alarm", ALARMS)
 def test_a_closed_producer_leaves_no_threads(alarm: type[Alarm | PlainAlarm], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("portalmq.producer.new_alarm", alarm)
+    monkeypatch.setattr("portalmq.producers.senders.new_alarm", alarm)
     with ScriptedBroker(4) as broker:
         producer = Producer(broker.url, linger_ms=0)
         for number in range(40):
             producer.send("t", b"", partition=number % 4)
         producer.close()
-        wait_until(lambda: not any(sender.is_alive() for sender in producer._senders), "the senders have ended")
+        wait_until(lambda: not any(sender.is_alive() for sender in producer._senders.threads), "the senders have ended")

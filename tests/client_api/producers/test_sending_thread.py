@@ -48,15 +48,15 @@ def test_a_flush_leaves_several_batches_to_the_senders() -> None:
 def test_awaited_messages_are_sent_by_the_threads_that_await_them(linger_ms: float) -> None:
     with ScriptedBroker() as broker, Producer(broker.url, linger_ms=linger_ms) as producer:
         producer.send("t", b"0").result(60)
-        wait_until(lambda: producer._has_watch, "the sender is idle")
+        wait_until(lambda: producer._senders.keeps_time, "the sender is idle")
         producer._awaited_at = time.monotonic()
         names = senders_of(producer)
         rings: list[None] = []
-        producer._alarm.ring = lambda: rings.append(None)  # type: ignore[method-assign]
-        producer._alarm.set = lambda at: None  # type: ignore[method-assign]
+        producer._senders.alarm.ring = lambda: rings.append(None)  # type: ignore[method-assign]
+        producer._senders.alarm.set = lambda at: None  # type: ignore[method-assign]
         for _ in range(200):
             assert producer.send("t", b"1").result(60).offset > 0
-        del producer._alarm.ring, producer._alarm.set
+        del producer._senders.alarm.ring, producer._senders.alarm.set
         assert names == [threading.current_thread().name] * 200
         assert rings == [], "no other thread is woken"
 
