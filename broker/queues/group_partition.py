@@ -157,7 +157,12 @@ class GroupPartition(GroupReceiver):
     def _wait_for_appended(self) -> Callable[[], None]:
         """Return a function that waits for all appended records: one of them may be the ack of a finished message."""
         last = self.partition.replica.next_offset - 1
-        return lambda: self.partition.wait_settled(last)
+
+        def wait() -> None:
+            self.partition.hurry()
+            self.partition.wait_settled(last)
+
+        return wait
 
     # --- nack, release, extend ---------------------------------------------------------------------------------------
 

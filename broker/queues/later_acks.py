@@ -17,11 +17,9 @@ from typing import NamedTuple
 from portalmq.broker.queues.settle import BegunAcks, Verdict
 from portalmq.errors import PortalMQError
 
-# Receives of a consumer whose acks may be untold, and their acks; from half as many on they are not put off.
+# Receives of a consumer whose acks may be untold, and their acks; above half as many they are not put off.
 RECEIVES_MAX = 16
 ACKS_MAX = 2_000
-# An ack is committed after this time, usually.
-SOON_S = 0.02
 # Consumers that have untold acks; those that do not return are forgotten after some time.
 CONSUMERS_MAX = 2_000
 KEPT_S = 10.0
@@ -63,14 +61,12 @@ class LaterAcks:
             self._untold.popitem(last=False)
         acked = Acked(None, [], [])
         acks = sum([len(each.receipts) for each in untold])
-        if len(untold) >= RECEIVES_MAX // 2 or acks >= ACKS_MAX // 2:
-            pending.begun.hurry()
-        while len(untold) > 1 and (
-            len(untold) > RECEIVES_MAX or acks > ACKS_MAX or untold[0].at_s < pending.at_s - SOON_S
-        ):
+        while len(untold) > 1 and (len(untold) > RECEIVES_MAX or acks > ACKS_MAX or untold[0].begun.is_committed()):
             told = untold.popleft()
             acks -= len(told.receipts)
             _tell(told, acked)
+        if len(untold) > RECEIVES_MAX // 2 or acks > ACKS_MAX // 2:
+            pending.begun.hurry()
         return acked
 
     def now(self, consumer: tuple[str, str], pending: PendingAck) -> Acked:
@@ -88,11 +84,11 @@ def _tell(pending: PendingAck, acked: Acked) -> None:
         verdicts = pending.begun.finish()
     except PortalMQError:
         return
-    if any(isinstance(verdict, PortalMQError) for verdict in verdicts):
-        return
-    acked.attempts.append(pending.attempt_id)
-    if not all(verdicts):
+    if verdicts.count(True) < len(verdicts):
+        if any(isinstance(verdict, PortalMQError) for verdict in verdicts):
+            return
         acked.stale.extend(stale_of(pending.receipts, verdicts))
+    acked.attempts.append(pending.attempt_id)
 
 
 def stale_of(receipts: Sequence[str], verdicts: Sequence[Verdict]) -> list[str]:

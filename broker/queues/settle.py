@@ -8,7 +8,6 @@ outcome. Nack and release are not: another consumer may have the message by then
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
@@ -17,6 +16,7 @@ from portalmq.broker.cluster.routing import LocalWork
 from portalmq.broker.cluster.rpc import Outcomes, TopicPartition, raise_if_all_failed
 from portalmq.broker.cluster.rpc.queues import SETTLE, Settle, SettleShare, Verb
 from portalmq.broker.core.queue.receipts import Lease, head_of, offsets_of, tag_of
+from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.yielding import give_way, in_short_turns
 from portalmq.broker.queues.group_partition import GroupPartition, ReceiptSpan
 from portalmq.broker.queues.groups import Groups
@@ -48,8 +48,10 @@ ACK = SettleRequest("ack")
 
 
 class BegunAcks(NamedTuple):
-    """Acks that are appended. `hurry` lets soft ones go to the disk now; `finish` waits for the verdicts."""
+    """Acks that are appended. `is_committed` tells whether `finish`, which returns the verdicts, may have to wait;
+    `hurry` lets soft ones go to the disk now."""
 
+    is_committed: Callable[[], bool]
     hurry: Callable[[], None]
     finish: Callable[[], list[Verdict]]
 
@@ -64,6 +66,8 @@ class _SettleWork:
     groups: Groups
     is_soft: bool = False
     begun: dict[TopicPartition, tuple[list[bool], Callable[[], None]]] = field(default_factory=dict)
+    # The ends of the logs with the soft records.
+    ends: list[tuple[Partition, int]] = field(default_factory=list)
 
     def begin(self, places: Sequence[TopicPartition]) -> Outcomes[list[bool]]:
         """Append the records of these partitions without a wait; return the refusals."""
@@ -76,10 +80,12 @@ class _SettleWork:
                 refused[place] = error
         return refused
 
+    def is_committed(self) -> bool:
+        return all(partition.replica.high_watermark >= end for partition, end in self.ends)
+
     def hurry(self) -> None:
-        for place in self.begun:
-            with suppress(PortalMQError):  # it is no longer led here
-                self.groups.partition(place).hurry()
+        for partition, _ in self.ends:
+            partition.hurry()
 
     def finish(self) -> Outcomes[list[bool]]:
         """Wait until the appended records are committed."""
@@ -120,6 +126,8 @@ class _SettleWork:
             except PortalMQError as error:
                 raise _doubtful(error) if waits else error from None
             waits.append(wait)
+            if self.is_soft:
+                self.ends.append((at.partition, at.partition.replica.next_offset))
             for index in refused:
                 verdicts[index] = False
 
@@ -207,7 +215,7 @@ class Settlement:
         refused = work.begin(here)
 
         def finish() -> list[Verdict]:
-            if is_soft:
+            if not work.is_committed():
                 work.hurry()
             done = outcomes | refused | work.finish()
             again = [place for place in here if isinstance(done[place], PortalMQError)]
@@ -215,7 +223,7 @@ class Settlement:
                 done |= self._run(work, again, forward=forward, repeatable=True)
             return _verdicts(work, done, len(receipts))
 
-        return BegunAcks(work.hurry, finish)
+        return BegunAcks(work.is_committed, work.hurry, finish)
 
     def _run(
         self, work: _SettleWork, places: Sequence[TopicPartition], *, forward: bool, repeatable: bool
