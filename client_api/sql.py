@@ -17,7 +17,8 @@ from portalmq.compression import HAS_ZSTD, NEEDS_ZSTD, values_of
 if TYPE_CHECKING:
     import sqlite3  # programs bring their connection; brokers use another SQLite
 
-_known_values = lru_cache(maxsize=2)(values_of)
+# Messages are often read one by one, several of one batch.
+known_values = lru_cache(maxsize=2)(values_of)
 
 _VALUE = """
 (SELECT portalmq_value(v.data, b.count, m.offset - v.base_offset, t.name)
@@ -59,5 +60,5 @@ def register(connection: sqlite3.Connection) -> None:
 
 
 def _value(data: bytes, count: int, index: int, content_type: str) -> str | bytes:
-    value = _known_values(data, count)[index]
+    value = known_values(data, count)[index]
     return text_or_blob(value) if is_text(content_type) else value

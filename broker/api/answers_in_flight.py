@@ -11,7 +11,7 @@ divided by the receives being built, and is refused when no room is left. Its si
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from flask import Response
 
@@ -65,10 +65,6 @@ class AnswersInFlight:
         request.answer_bytes_held += size
         self.bytes += size
 
-    def sent(self, request: HttpRequest, body: bytes) -> Iterable[bytes]:
-        """Return the body for the server to send. Its room is released when the connection is done with it."""
-        return _Unsent(self, request, body) if request.answer_bytes_held else [body]
-
     def send(self, request: HttpRequest, response: Response) -> None:
         """Adjust the room to the size of the finished page, until the connection is done with it."""
         if not request.answer_bytes_held:
@@ -106,18 +102,3 @@ class Portion:
         if self._is_counted:
             self._is_counted = False
             self._answers.making -= 1
-
-
-class _Unsent:
-    """The body of an answer, which releases its room when the server closes it (PEP 3333)."""
-
-    def __init__(self, answers: AnswersInFlight, request: HttpRequest, body: bytes) -> None:
-        self._answers = answers
-        self._request = request
-        self._body = body
-
-    def __iter__(self) -> Iterator[bytes]:
-        yield self._body
-
-    def close(self) -> None:
-        self._answers.release(self._request)

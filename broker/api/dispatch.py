@@ -13,6 +13,7 @@ from time import perf_counter
 from typing import Any
 
 from flask import Flask
+from werkzeug.wsgi import ClosingIterator
 
 from portalmq import wire
 from portalmq.broker.api import internal, problems
@@ -96,7 +97,8 @@ class Dispatcher:
                 self._context.bodies.release(request)
         headers = [("Content-Type", answer.content_type), ("Content-Length", str(len(answer.body))), *answer.headers]
         start_response(status_line(answer.status), headers)
-        return [] if request.method == "HEAD" else self._context.answers.sent(request, answer.body)
+        body = [] if request.method == "HEAD" else [answer.body]
+        return ClosingIterator(body, lambda: self.sent(request))
 
     def _serve_traffic(
         self, context: RequestContext, request: HttpRequest, view: TrafficView, *names: str

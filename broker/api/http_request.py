@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 REQUEST = "portalmq.request"
@@ -26,6 +27,7 @@ class Client(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class HttpRequest:
     """One request.
 
@@ -36,35 +38,20 @@ class HttpRequest:
     The fields below the line are the state of its processing. `must_close`: the connection ends after the answer.
     """
 
-    __slots__ = (
-        *("client", "headers", "is_chunked", "length", "method", "path", "query", "received", "source"),
-        *("answer_bytes_held", "body_bytes_held", "body_was_read", "must_close"),
-    )
-
-    def __init__(
-        self,
-        method: str,
-        path: str,
-        query: str,
-        headers: Mapping[str, str],
-        length: int | None = None,
-        is_chunked: bool = False,
-        received: bytes | None = None,
-        source: BodySource | None = None,
-        client: Client | None = None,
-    ) -> None:
-        self.method = method
-        self.path = path
-        self.query = query
-        self.headers = headers
-        self.length = length
-        self.is_chunked = is_chunked
-        self.received = received
-        self.source = source
-        self.client = client
-        # ---
-        self.body_was_read = self.must_close = False
-        self.body_bytes_held = self.answer_bytes_held = 0
+    method: str
+    path: str
+    query: str
+    headers: Mapping[str, str]
+    length: int | None = None
+    is_chunked: bool = False
+    received: bytes | None = None
+    source: BodySource | None = None
+    client: Client | None = None
+    # ---
+    body_was_read: bool = False
+    must_close: bool = False
+    body_bytes_held: int = 0
+    answer_bytes_held: int = 0
 
 
 def request_of(environ: dict[str, Any]) -> HttpRequest:

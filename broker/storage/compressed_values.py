@@ -7,7 +7,6 @@ schema version 2, which earlier versions of PortalMQ refuse. A file without comp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import apsw
@@ -15,7 +14,7 @@ import apsw
 from portalmq.broker.storage.batch import Batch
 from portalmq.broker.storage.schema import COMPRESSED_VERSION
 from portalmq.compression import ZSTD, BadValues, content_size, values_of
-from portalmq.sql import is_text, text_or_blob
+from portalmq.sql import is_text, known_values, text_or_blob
 
 _DDL = """
 CREATE TABLE compressed_values (
@@ -64,11 +63,7 @@ def compressed_at(connection: apsw.Connection, base_offset: int) -> bytes:
 def value_at(connection: apsw.Connection, base_offset: int, offset: int) -> bytes:
     """Return the value of one message of a compressed batch. Raises BadValues."""
     count: Any = connection.execute("SELECT count FROM batches WHERE base_offset = ?", (base_offset,)).get
-    return _known_values(compressed_at(connection, base_offset), count)[offset - base_offset]
-
-
-# Messages that are due at random times are read one by one, often several of one batch.
-_known_values = lru_cache(maxsize=2)(values_of)
+    return known_values(compressed_at(connection, base_offset), count)[offset - base_offset]
 
 
 def copy_compressed(connection: apsw.Connection, names: dict[int, str], start: int, end: int) -> None:
