@@ -1,6 +1,6 @@
 """Appending to a partition: messages, control records, and batches from a leader.
 
-    append -> core allots offsets -> queue -> [native thread: CRC, INSERT, COMMIT] -> core: Appended
+    append -> core allots offsets -> queue -> [writer: CRC, INSERT, COMMIT] -> core: Appended
            <- calls answered (uncommitted.py) <- core: HighWatermarkAdvanced
 
 Offsets follow the order of requests, and all are answered in that order. What waits in between is bounded: by bytes on
@@ -211,9 +211,9 @@ class AppendingPartition(ReadablePartition, ABC):
         self.uncommitted.add(pending)
         if self.sends_ahead and pending.size_bytes <= SENT_AHEAD_BYTES_MAX:
             pending.frame = frame_of(batch)
-        self._writer.put(pending)
-        if pending.frame is not None:
+        if pending.frame is not None:  # before the writer may start: its commit would delay the answers to followers
             self.serving.send_ahead(batch.base_offset, batch.end_offset, pending.frame, wakes=not pending.is_soft)
+        self._writer.put(pending)
 
     def _enqueue_replicated(self, entry: ReplicatedBatches) -> None:
         if self.closed:

@@ -1,9 +1,10 @@
 """Group commit: the queue of records for the disk, and the one transaction at a time that writes them.
 
-    put -> queue -> [native thread: checksum, INSERT, COMMIT: one fsync for all that waited] -> on_written
+    put -> queue -> [checksum, INSERT, COMMIT: one fsync for all that waited] -> on_written
 
-Appends that arrive during a transaction go into the next one together. Records that no call waits for (a grant) do not
-start a transaction at once: they wait a few milliseconds for others.
+A transaction runs on a native thread; a small one on the event loop while the disk is fast (disk_pace.py). Appends that
+arrive during a transaction, or in the same turn of the event loop, go into one together. Records that no call waits for
+(a grant) do not start a transaction at once: they wait a few milliseconds for others.
 
 A follower's batches take the same way: one fetch brings one entry of the queue, `ReplicatedBatches`, which is written
 in one transaction with the leader's checksums.
@@ -21,6 +22,7 @@ import msgspec
 from gevent.event import Event
 
 from portalmq.broker.core.replica.events import Stamp
+from portalmq.broker.partition.disk_pace import DiskPace
 from portalmq.broker.partition.folding import StateRecord
 from portalmq.broker.partition.native import NativeThreads
 from portalmq.broker.storage.batch import BadFrame, Batch, BatchFrame, FrameHeader, batch_of_frame, frame_of
@@ -46,6 +48,7 @@ class WriterHost(Protocol):
     """What a writer needs of the broker."""
 
     pool: NativeThreads
+    disk_pace: DiskPace
 
     def storage_failed(self, fault: BaseException) -> None:
         """Report a fault after which nothing can be promised: the broker ends."""
@@ -135,6 +138,7 @@ class ReplicatedBatches:
 
 
 Entry = Pending | ReplicatedBatches
+Committed = float | StorageError | LogClosed | BadFrame
 
 
 class Writer:
@@ -222,7 +226,7 @@ class Writer:
         return taken
 
     def _write(self, taken: list[Entry]) -> None:
-        written = self._host.pool.apply(_commit, (self._log, taken, self.keeps_frames))
+        written = self._committed(taken)
         self.queued_bytes -= sum([entry.size_bytes for entry in taken])
         if isinstance(written, Shortage | BadFrame):
             taken += self.take_back()
@@ -241,6 +245,26 @@ class Writer:
             self._host.committed(written)
             self._on_written(taken)
 
+    def _committed(self, taken: list[Entry]) -> Committed:
+        """Write the entries, on the event loop if that cannot take long (disk_pace.py), else on a native thread."""
+        pace = self._host.disk_pace
+        is_small = pace.is_small(
+            sum([entry.size_bytes for entry in taken]), sum([entry.message_count for entry in taken])
+        )
+        if is_small and pace.is_fast(perf_counter()):
+            gevent.sleep(0)  # what is ready to leave, answers and batches for followers, leaves before this commit
+            begin = perf_counter()
+            written = _commit(self._log, taken, self.keeps_frames, waits=False)
+            now_s = perf_counter()
+            pace.committed(now_s - begin, now_s, on_loop=True)
+            if written is not None:
+                return written
+        written = self._host.pool.apply(_commit, (self._log, taken, self.keeps_frames))
+        if is_small:
+            pace.committed(self._log.commit_s, perf_counter(), on_loop=False)
+        assert written is not None
+        return written
+
 
 def _checkpoint(log: Log) -> bool:
     """Run a checkpoint on a native thread. Return whether there was room; if not, the write-ahead log is unchanged."""
@@ -251,9 +275,9 @@ def _checkpoint(log: Log) -> bool:
     return True
 
 
-def _commit(log: Log, taken: list[Entry], keeps_frames: bool) -> float | StorageError | LogClosed | BadFrame:
-    """Write all entries in one transaction, on a native thread: compute checksums of own batches, decode those from a
-    leader. Return the seconds it took.
+def _commit(log: Log, taken: list[Entry], keeps_frames: bool, *, waits: bool = True) -> Committed | None:
+    """Write all entries in one transaction: compute checksums of own batches, decode those from a leader. Return the
+    seconds it took. Without `waits` return None, with nothing written, if the log needs a native thread.
 
     Return an error instead of raising it.
     """
@@ -269,7 +293,10 @@ def _commit(log: Log, taken: list[Entry], keeps_frames: bool) -> float | Storage
                 entry.frame = frame if keeps_frames else None
                 batches.append(entry.batch)
         begin = perf_counter()
-        log.append(batches)
+        if waits:
+            log.append(batches)
+        elif not log.append_at_once(batches):
+            return None
     except (StorageError, LogClosed, BadFrame) as fault:
         return fault
     return perf_counter() - begin

@@ -30,9 +30,9 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from portalmq.broker.storage.batch import Batch, BatchKind
-from portalmq.broker.storage.errors import CorruptBatch, LogClosed, Shortage, StorageError, StorageFault, faults_of
+from portalmq.broker.storage.errors import LogClosed, Shortage, StorageError, StorageFault, faults_of
 from portalmq.broker.storage.fair_lock import FairLock
-from portalmq.broker.storage.files import make_directory, sha256_of, sync_directory
+from portalmq.broker.storage.files import make_directory, sync_directory
 from portalmq.broker.storage.manifest import Manifest, SealedSegment, entry_of
 from portalmq.broker.storage.open_files import OpenFiles, use_counter
 from portalmq.broker.storage.reading import ReadableLog
@@ -97,6 +97,11 @@ class Log(ReadableLog):
         return log
 
     @property
+    def commit_s(self) -> float:
+        """The seconds that the last COMMIT took: the disk's part of an append."""
+        return self._active.commit_s
+
+    @property
     def checkpoint_due(self) -> bool:
         """True if `checkpoint` should be called once no append waits."""
         return self._active.wal_pages * PAGE_BYTES >= WAL_BYTES_DUE
@@ -112,19 +117,23 @@ class Log(ReadableLog):
         kill, and are read again before the next use.
         """
         self.last_used = next(use_counter)
-        with self._writing:
-            self._check_usable()
-            if self._parked:
-                self._unpark()
-            try:
-                with faults_of(self.directory):
-                    yield
-            except StorageFault as fault:
-                self._fault = fault
-                raise
-            except Shortage:
-                self._parked = self._interrupted = in_steps
-                raise
+        with self._writing, self._locked_change(in_steps=in_steps):
+            yield
+
+    @contextmanager
+    def _locked_change(self, *, in_steps: bool = False) -> Iterator[None]:
+        self._check_usable()
+        if self._parked:
+            self._unpark()
+        try:
+            with faults_of(self.directory):
+                yield
+        except StorageFault as fault:
+            self._fault = fault
+            raise
+        except Shortage:
+            self._parked = self._interrupted = in_steps
+            raise
 
     def _check_usable(self) -> None:
         if self._closed:
@@ -138,18 +147,40 @@ class Log(ReadableLog):
         They continue at end_offset without a hole, with messages_before, times and checksums filled in; else
         ValueError. Shortage: not applied. StorageFault: unknown.
         """
-        if not batches:
-            return
-        with self._change():
-            self._check_continues(batches)
-            if self._active.bytes >= self.segment_bytes or self._active.content_types >= CONTENT_TYPES_MAX:
-                self._roll()
-            active = self._active
-            active.append(batches)
-            self._tail = self._tail_of_active()
-            if active.wal_pages * PAGE_BYTES >= WAL_BYTES_MAX:
-                with suppress(Shortage), faults_of(self.directory):  # the batches are committed, even if this fails
-                    active.checkpoint()
+        if batches:
+            with self._change():
+                self._append(batches)
+
+    def append_at_once(self, batches: Sequence[Batch]) -> bool:
+        """Append if nothing but the commit itself can take long. Return False, with nothing done, if more is due:
+        another change of the log or by another process, opening files, a new segment, a checkpoint."""
+        self.last_used = next(use_counter)
+        if not self._writing.try_acquire():
+            return False
+        try:
+            if self._parked or self._roll_due or self.checkpoint_due:
+                return False
+            with self._locked_change():
+                return self._append(batches, waits=False)
+        finally:
+            self._writing.__exit__()
+
+    @property
+    def _roll_due(self) -> bool:
+        return self._active.bytes >= self.segment_bytes or self._active.content_types >= CONTENT_TYPES_MAX
+
+    def _append(self, batches: Sequence[Batch], *, waits: bool = True) -> bool:
+        self._check_continues(batches)
+        if self._roll_due:
+            self._roll()
+        active = self._active
+        if not active.append(batches, waits=waits):
+            return False
+        self._tail = self._tail_of_active()
+        if active.wal_pages * PAGE_BYTES >= WAL_BYTES_MAX:
+            with suppress(Shortage), faults_of(self.directory):  # the batches are committed, even if this fails
+                active.checkpoint()
+        return True
 
     def _check_continues(self, batches: Sequence[Batch]) -> None:
         end_offset, messages, timestamp_ms = self._tail
@@ -371,26 +402,6 @@ class Log(ReadableLog):
             sync_directory(self.directory)
             self._manifest.remove(segment.base_offset for segment in victims)
             return len(victims)
-
-    # --- scrubbing ----------------------------------------------------------------------------------------------
-
-    def scrub(self, offset: int, max_bytes: int) -> int:
-        """Check a part of the log from `offset` on: a sealed segment as a whole, else some batches. Return where to
-        continue; the base offset again after the end. Raise CorruptBatch. Slow: not on the event loop."""
-        offset = max(offset, self.base_offset)
-        segment = self._segments[self._position(offset)]
-        entry = self._manifest.get(segment.base_offset)
-        if entry is None:
-            batches = self.read_to_copy(offset, max_bytes=max_bytes, below=self.end_offset)
-            return batches[-1].end_offset if batches else self.base_offset
-        with faults_of(segment.path):
-            try:
-                found = sha256_of(segment.path)
-            except FileNotFoundError:
-                found = ""
-        if found != entry.sha256 and self._manifest.has(entry):
-            raise CorruptBatch(segment.path, segment.base_offset, f"its SHA-256 is {found}, not {entry.sha256}")
-        return entry.end_offset
 
     # --- closing ------------------------------------------------------------------------------------------------
 

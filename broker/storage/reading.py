@@ -14,7 +14,8 @@ from contextlib import AbstractContextManager, closing
 from typing import NamedTuple
 
 from portalmq.broker.storage.batch import Batch, BatchKind, opened
-from portalmq.broker.storage.errors import CorruptBatch, OffsetPurged
+from portalmq.broker.storage.errors import CorruptBatch, OffsetPurged, faults_of
+from portalmq.broker.storage.files import sha256_of
 from portalmq.broker.storage.lanes import Lanes
 from portalmq.broker.storage.manifest import Manifest, SealedSegment
 from portalmq.broker.storage.segment import Segment
@@ -344,6 +345,26 @@ class ReadableLog(ABC):
                     if found is not None:
                         return found
         return None
+
+    # --- scrubbing ----------------------------------------------------------------------------------------------
+
+    def scrub(self, offset: int, max_bytes: int) -> int:
+        """Check a part of the log from `offset` on: a sealed segment as a whole, else some batches. Return where to
+        continue; the base offset again after the end. Raise CorruptBatch. Slow: not on the event loop."""
+        offset = max(offset, self.base_offset)
+        segment = self._segments[self._position(offset)]
+        entry = self._manifest.get(segment.base_offset)
+        if entry is None:
+            batches = self.read_to_copy(offset, max_bytes=max_bytes, below=self.end_offset)
+            return batches[-1].end_offset if batches else self.base_offset
+        with faults_of(segment.path):
+            try:
+                found = sha256_of(segment.path)
+            except FileNotFoundError:
+                found = ""
+        if found != entry.sha256 and self._manifest.has(entry):
+            raise CorruptBatch(segment.path, segment.base_offset, f"its SHA-256 is {found}, not {entry.sha256}")
+        return entry.end_offset
 
 
 def _payload_bytes(batch: Batch, *, is_copy: bool) -> int:

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from time import perf_counter
 from urllib.parse import quote
 
 import apsw
@@ -70,6 +71,7 @@ class Segment(ReadableSegment):
         self.log_start_offset = 0
         self.bytes = 0
         self.wal_pages = 0
+        self.commit_s = 0.0
         self.settled = False
         self.schema_version: object = SCHEMA_VERSION
         # The lanes that occur in it (lanes.py), as bits: those found in the file, None before the first query, and
@@ -307,17 +309,21 @@ class Segment(ReadableSegment):
 
     # --- writing ------------------------------------------------------------------------------------------------
 
-    def append(self, batches: Sequence[Batch]) -> None:
+    def append(self, batches: Sequence[Batch], *, waits: bool = True) -> bool:
         """Append all of `batches` in one transaction and one fsync. On any error none is applied, unless it is a
-        fault."""
+        fault. Without `waits`, return False if another process is writing, or if the file first needs a change of its
+        schema."""
+        compressed = [batch for batch in batches if batch.compressed]
+        if not waits and compressed and self.schema_version == SCHEMA_VERSION:
+            return False
         writer = self.writer
         assert self._content_types is not None
         self.lanes_appended |= lanes_of(batches)
-        writer.execute("BEGIN IMMEDIATE")
+        if not self._begin(writer, waits=waits):
+            return False
         try:
             insert_batches(writer, batches)
             removed = insert_holes(writer, batches, self.removed)
-            compressed = [batch for batch in batches if batch.compressed]
             if compressed:
                 if self.schema_version == SCHEMA_VERSION:
                     accept_compressed(writer)
@@ -327,7 +333,9 @@ class Segment(ReadableSegment):
                     writer, self._content_types, offset, timestamp_ms, records, are_compressed=are_compressed
                 )
             size = writer.execute("PRAGMA page_count").get * PAGE_BYTES
+            begin = perf_counter()
             writer.execute("COMMIT")
+            self.commit_s = perf_counter() - begin
         except BaseException:
             self._roll_back(writer)
             raise
@@ -339,6 +347,20 @@ class Segment(ReadableSegment):
         self.messages_end = last.messages_before + last.message_count
         self.last_timestamp_ms = last.appended_at_ms
         self.bytes = size
+        return True
+
+    def _begin(self, writer: apsw.Connection, *, waits: bool) -> bool:
+        if waits:
+            writer.execute("BEGIN IMMEDIATE")
+            return True
+        writer.set_busy_timeout(0)
+        try:
+            writer.execute("BEGIN IMMEDIATE")
+        except apsw.BusyError:
+            return False
+        finally:
+            writer.set_busy_timeout(BUSY_TIMEOUT_MS)
+        return True
 
     def _roll_back(self, writer: apsw.Connection) -> None:
         if writer.in_transaction:  # SQLITE_FULL and I/O errors have rolled back already

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from support.disk_paces import SlowDisk
+
 from portalmq.broker.broker import Broker
 from portalmq.broker.messages.metrics import Metrics
 from portalmq.broker.partition.yielding import give_way
@@ -91,6 +93,7 @@ class Fixture:
             on_fatal=self.faults.append,
             clock=clock,  # type: ignore[arg-type]
         )
+        self.broker.disk_pace = SlowDisk()
         self.broker.start()
 
     def close(self) -> None:

@@ -15,19 +15,19 @@ AT_ITS_END = "end"
 def disk_that_fills(file: Path) -> str:
     return f"""
 from portalmq.broker.storage import disk as _disk, errors as _errors, log as _log
-_free_bytes, _append = _disk.DiskGuard.free_bytes, _log.Log.append
+_free_bytes, _append = _disk.DiskGuard.free_bytes, _log.Log._append
 def _word():
     try:
         with open({str(file)!r}) as file:
             return file.read()
     except FileNotFoundError:
         return None
-def _append_if_room(self, batches):
+def _append_if_room(self, batches, **more):
     if _word() == {AT_ITS_END!r}:
         raise _errors.DiskFull("no room, says the test")
-    return _append(self, batches)
+    return _append(self, batches, **more)
 _disk.DiskGuard.free_bytes = lambda self: _free_bytes(self) if _word() in (None, {AT_ITS_END!r}) else 0
-_log.Log.append = _append_if_room
+_log.Log._append = _append_if_room
 """
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import gevent
 import msgspec
+from support.disk_paces import SlowDisk
 
 from portalmq.broker.cluster.replicas import Files, Replicas
 from portalmq.broker.cluster.rpc.brokers import ReplicaLogEnd
@@ -31,6 +32,7 @@ from portalmq.broker.core.replica.events import (
 )
 from portalmq.broker.partition.cache import BatchCache
 from portalmq.broker.partition.clock import Clock
+from portalmq.broker.partition.disk_pace import DiskPace
 from portalmq.broker.partition.native import NativeThreads
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.partition_state import partition_state_of
@@ -159,6 +161,7 @@ class Host:
         self.clock = group.clock
         self.cache = BatchCache(8 * 1024 * 1024)
         self.pool = NativeThreads(2)
+        self.disk_pace: DiskPace = SlowDisk()
         self.lag_ms = group.lag_ms
         self.lease_ms = 60_000
         self.began_ms = 0

@@ -98,7 +98,7 @@ def test_after_a_fault_nothing_is_written(tmp_path, monkeypatch):
     writer = Writer(log)
     first = writer.put(b"1")
 
-    def fail(self, batches):
+    def fail(self, batches, *, waits):
         raise apsw.IOError("fsync said no")
 
     with monkeypatch.context() as patch:
