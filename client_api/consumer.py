@@ -89,8 +89,6 @@ class Consumer(Closeable):
             raise ValueError(f"mode={mode!r}: use 'queue' or 'stream'")
         if delivery not in ("at_least_once", "at_most_once", "exactly_once"):
             raise ValueError(f"delivery={delivery!r}: use 'at_least_once', 'at_most_once' or 'exactly_once'")
-        if start not in ("earliest", "latest") and not isinstance(start, datetime):
-            raise ValueError(f"start={start!r}: use 'earliest', 'latest' or a datetime")
         if not 0.5 <= session_timeout_s <= SESSION_TIMEOUT_MS_MAX / 1000:
             raise ValueError(f"session_timeout_s must be 0.5 to {SESSION_TIMEOUT_MS_MAX // 1000}")
         if member_id is not None and mode != "stream":
@@ -105,13 +103,10 @@ class Consumer(Closeable):
             raise ValueError(f"visibility_timeout_s must be 0.001 to {wire.VISIBILITY_TIMEOUT_MS_MAX // 1000}")
         self.topics = tuple(wire.check_name(topic, "topic") for topic in topics)
         self.group = wire.check_name(group, "group")
-        settings: dict[str, object] = {}
-        if start != "earliest":
-            settings["start"] = start if isinstance(start, str) else {"at": _unix_ms(start)}
         self._subscription = Subscription(
             group=self.group,
             topics=self.topics,
-            settings=settings,
+            settings=_settings_of(start),
             delivery=delivery,
             manual_ack=manual_ack,
             prefetch=prefetch,
@@ -337,6 +332,15 @@ class Consumer(Closeable):
         if self._subscription.manual_ack:
             self._leases.forget_handed()
         self._shut_down()
+
+
+def _settings_of(start: str | datetime) -> dict[str, object]:
+    """Return the settings of a group that begins there."""
+    if start not in ("earliest", "latest") and not isinstance(start, datetime):
+        raise ValueError(f"start={start!r}: use 'earliest', 'latest' or a datetime")
+    if start == "earliest":
+        return {}
+    return {"start": start if isinstance(start, str) else {"at": _unix_ms(start)}}
 
 
 def _unix_ms(moment: datetime) -> int:
