@@ -12,11 +12,11 @@ from support.disk_paces import FastDisk, SlowDisk
 from support.replicas import Group, eventually, replicas
 
 from portalmq.broker.partition.disk_pace import SMALL_MESSAGES
-from portalmq.broker.partition.partition import Partition
+from portalmq.broker.partition.partition import PAUSED_MS, Partition
 from portalmq.broker.storage.batch import Batch, BatchKind, Record
 from portalmq.broker.storage.errors import DiskFull, StorageFault
 from portalmq.broker.storage.log import Log
-from portalmq.errors import StorageFull, Unavailable
+from portalmq.errors import NotLeader, StorageFull, Unavailable
 
 
 @contextmanager
@@ -129,3 +129,19 @@ def test_followers_are_sent_a_batch_before_the_event_loop_waits_for_its_commit(t
         sent(leader, b"second")
         assert sent_ahead == [True]
         eventually(lambda: all(stored(replica) == [b"first", b"second"] for replica in group.partitions()))
+
+
+def test_a_leader_whose_event_loop_stood_still_in_a_commit_answers_nothing_as_if_it_still_led(tmp_path, monkeypatch):
+    with on_disk(tmp_path, FastDisk, 3) as group:
+        leader = group.leader
+        append = leader.log.append_at_once
+
+        def stalled(batches: list[Batch]) -> bool:
+            group.clock._lived_s += 2 * PAUSED_MS / 1000
+            return append(batches)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(leader.log, "append_at_once", stalled)
+            with pytest.raises(NotLeader) as moved:
+                sent(leader, b"x")
+        assert moved.value.outcome == "unknown"
