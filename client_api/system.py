@@ -273,6 +273,21 @@ def _has_proc() -> bool:
     return (PROC / "self/stat").exists()
 
 
+def return_free_memory() -> None:
+    """Return freed memory to the system, where the C library keeps it (glibc). May take some milliseconds."""
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
+
+
+@cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    import ctypes
+
+    trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return trim
+
+
 def _stat_of(pid: int) -> list[str]:
     # The name is in parentheses and may contain any character; the numeric fields follow it.
     return (PROC / f"{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()

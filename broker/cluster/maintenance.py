@@ -17,9 +17,11 @@ from gevent.event import Event
 from portalmq import wire
 from portalmq.broker.cluster.topics import Topics
 from portalmq.broker.partition.compaction import Compactor
+from portalmq.broker.partition.native import NativeThreads
 from portalmq.broker.partition.yielding import in_short_turns
 from portalmq.broker.storage.errors import Shortage
 from portalmq.errors import PortalMQError
+from portalmq.system import return_free_memory
 
 log = logging.getLogger(__name__)
 
@@ -27,12 +29,18 @@ SAVE_STATE_EVERY_S = 1.0
 RETAIN_EVERY_S = 10.0
 COMPACT_EVERY_S = 2.0
 SWEEP_EVERY_S = 2.0
-CLOSE_IDLE_EVERY_S = 60.0
+CLOSE_IDLE_EVERY_S = 15.0
+# Up to so many replicas keep the files that they used in the last minute: a replica that is used every now and then is
+# not opened each time. Of more of them idle files would take too much memory, half a megabyte each.
+REPLICAS_WITH_PATIENCE = 300
+PATIENCE = 4
 GROUP_EXPIRY_MS = 7 * wire.DAY_MS
 
 
 class MaintenanceHost(Protocol):
     """The broker, as its maintenance sees it."""
+
+    pool: NativeThreads
 
     def disk_is_full(self) -> bool: ...
     def release_disk(self) -> object:
@@ -54,6 +62,7 @@ class Maintenance:
 
     def __post_init__(self) -> None:
         self._greenlets: list[gevent.Greenlet] = []
+        self._idle_turns = 0
 
     def start(self) -> None:
         self._greenlets = [
@@ -61,7 +70,7 @@ class Maintenance:
             gevent.spawn(self._every, RETAIN_EVERY_S, self.retain),
             gevent.spawn(self._every, SWEEP_EVERY_S, self.sweep),
             gevent.spawn(self._every, COMPACT_EVERY_S, self.compact),
-            gevent.spawn(self._every, CLOSE_IDLE_EVERY_S, self.close_idle_files),
+            gevent.spawn(self._every, CLOSE_IDLE_EVERY_S, self._close_idle_files_in_time),
         ]
 
     def close(self) -> None:
@@ -80,9 +89,15 @@ class Maintenance:
         for partition in in_short_turns(self._topics.partitions()):
             partition.retention.save_state()
 
+    def _close_idle_files_in_time(self) -> None:
+        self._idle_turns += 1
+        if self._idle_turns % PATIENCE == 0 or len(self._topics.partitions()) > REPLICAS_WITH_PATIENCE:
+            self.close_idle_files()
+
     def close_idle_files(self) -> None:
-        for partition in in_short_turns(self._topics.partitions()):
-            partition.close_if_idle()
+        closed = sum([partition.close_if_idle() for partition in in_short_turns(self._topics.partitions())])
+        if closed > REPLICAS_WITH_PATIENCE:
+            self._host.pool.apply(return_free_memory)
 
     def retain(self) -> None:
         if self._host.disk_is_full():

@@ -415,12 +415,16 @@ class Partition(AppendingPartition):
             return self.serves and len(replica.state.isr) == len(replica.state.replicas)
         return replica.fetch is not None
 
-    def close_if_idle(self) -> None:
-        """Close the files when nothing was read or written since the last call; the next use opens them again."""
+    def close_if_idle(self) -> bool:
+        """Close the files when nothing was read or written since the last call; the next use opens them again. Return
+        whether that closed any."""
         used, self._used, self.reader.used = self._used or self.reader.used, False, False
-        if not used and self._writer.is_idle and not self.changed and not self.action_queue.performing:
-            self.host.pool.apply(self.log.park)
-            self.state_file.park()
+        if used or self.changed or self.action_queue.performing or not self._writer.is_idle:
+            return False
+        opened = [files for files in (self.log, self.state_file) if files.is_open]
+        for files in opened:
+            self.host.pool.apply(files.park)
+        return bool(opened)
 
     def close(self, *, saves: bool = True) -> None:
         """Refuse new calls, write what is queued, save the fold, close the files."""

@@ -83,7 +83,7 @@ class Ticker:
         self._refuses = refuses
         self._answered_ms = 0
         self._ticks = 0
-        self._ticked: list[Partition] = []
+        self._ticked: list[Partition] | None = None
         self._probing: set[int] = set()
         self._greenlets: list[gevent.Greenlet] = []
 
@@ -110,9 +110,9 @@ class Ticker:
         self._answered_ms = max(answered_ms, self._answered_ms)
         tick = Tick()
         notified = 0
-        if self._ticks % QUIET_EVERY_TICKS == 1:
-            self._ticked = [partition for partition in self._partitions() if partition.needs_ticks]
-        for index, partition in enumerate(self._ticked, self._ticks):
+        if self._ticks % QUIET_EVERY_TICKS == 0:
+            self._ticked = None
+        for index, partition in enumerate(self._with_ticks(), self._ticks):
             if partition.closed:
                 continue
             try:
@@ -127,13 +127,17 @@ class Ticker:
                 notified = 0
                 give_way()
 
+    def _with_ticks(self) -> list[Partition]:
+        """Return the partitions that need ticks, as they were a moment ago: to look at thousands takes its time."""
+        if self._ticked is None:
+            self._ticked = [partition for partition in self._partitions() if partition.needs_ticks]
+        return self._ticked
+
     def probe_overdue_followers(self) -> None:
         """Probe each broker whose fetch is overdue on some partition, all at once."""
         now_ms = self._host.clock.now_ms()
         overdue: dict[int, list[Partition]] = {}
-        for partition in self._partitions():
-            if not partition.needs_ticks:
-                continue
+        for partition in self._with_ticks():
             isr_tracker = partition.replica.in_sync
             if isr_tracker is not None:
                 for broker_id in isr_tracker.overdue(now_ms):

@@ -405,6 +405,11 @@ class Log(ReadableLog):
 
     # --- closing ------------------------------------------------------------------------------------------------
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it holds files open, for appends or for reading alone."""
+        return self._is_readable and not self._closed
+
     def park(self) -> None:
         """Close every file until the log is used again."""
         with self._writing, self._reading:

@@ -163,6 +163,10 @@ class StateFile:
         self._highest_epoch = max(self._highest_epoch, -1 if found is None else found)
         self._knows_epoch = True
 
+    @property
+    def is_open(self) -> bool:
+        return self._connection is not None
+
     def park(self) -> None:
         """Close the file until it is used again."""
         with self._turn:
