@@ -60,17 +60,7 @@ def identified(record: Record, key: str, as_sent: AsSent) -> Record:
 def _identified(record: Record, message_id: bytes, as_sent: AsSent) -> Record:
     headers = record.headers and sorted(item for item in record.headers.items() if item[0] not in _REQUEST_HEADERS)
     body = _encode((record.value, record.key, record.content_type, headers or (), *as_sent))
-    return Record(
-        record.value,
-        record.content_type,
-        record.key,
-        record.headers,
-        record.deliver_at_ms,
-        record.expires_at_ms,
-        record.priority,
-        message_id,
-        blake2b(body, digest_size=8).digest(),
-    )
+    return msgspec.structs.replace(record, message_id=message_id, body_hash=blake2b(body, digest_size=8).digest())
 
 
 def each_once(

@@ -266,22 +266,8 @@ def plain_frame(frame: BatchFrame) -> BatchFrame:
 
 
 def with_values(values: Sequence[bytes], records: Sequence[Record]) -> tuple[Record, ...]:
-    return tuple(
-        [
-            Record(
-                value,
-                record.content_type,
-                record.key,
-                record.headers,
-                record.deliver_at_ms,
-                record.expires_at_ms,
-                record.priority,
-                record.message_id,
-                record.body_hash,
-            )
-            for value, record in zip(values, records, strict=True)
-        ]
-    )
+    replace = msgspec.structs.replace
+    return tuple([replace(record, value=value) for value, record in zip(values, records, strict=True)])
 
 
 def _records_of(body: bytes) -> tuple[tuple[Record, ...], int]:
