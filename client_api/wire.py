@@ -3,23 +3,42 @@
 The client encodes with these Structs and the broker decodes with them (and the reverse), so the two cannot diverge.
 Requests refuse unknown fields, because ignoring a misspelt option would lose messages. Answers accept them, because a
 newer broker may send more.
+
+Parts of it are modules of their own (cluster_wire, wire_decoding, wire_numbers, message_ids), imported from here too.
 """
+
+# ruff: noqa: F401
 
 from __future__ import annotations
 
-import base64
-import binascii
 import re
-from collections.abc import Iterable
-from contextlib import suppress
-from functools import lru_cache
-from hashlib import blake2b
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
 import msgspec
 
+from portalmq.cluster_wire import (
+    LOCK_PLACE_MS_MAX,
+    LOCK_TTL_MS_MAX,
+    LOCK_TTL_MS_MIN,
+    BrokerDescription,
+    ClusterDescription,
+    LockDescription,
+    LockGrant,
+    LockOwner,
+    LockRelease,
+    LockRenewal,
+    LockRequest,
+    LockTtl,
+    Metadata,
+    PartitionLeader,
+    TopicMetadata,
+    lock_path,
+)
 from portalmq.errors import InvalidRequest
+from portalmq.message_ids import message_id_of, message_ids_of
+from portalmq.wire_decoding import decode_base64, decode_json, decode_msgpack, prepare, structs_of
+from portalmq.wire_numbers import INTEGER_MAX, WAIT_MS_MAX, NonNegative, Positive
 
 JSON = "application/json"
 TEXT = "text/plain; charset=utf-8"
@@ -52,7 +71,6 @@ MESSAGE_BYTES_MAX = 1024 * 1024
 BATCH_MESSAGES_MAX = 10_000
 RECEIVE_MESSAGES_MAX = 10_000
 BROWSE_MESSAGES_MAX = 1_000
-WAIT_MS_MAX = 60_000
 VISIBILITY_TIMEOUT_MS_MAX = 12 * 3600 * 1000
 HEADERS_MAX = 64
 HEADER_BYTES_MAX = 8 * 1024
@@ -63,12 +81,6 @@ PARTITIONS_MAX = 1_000
 PRIORITY_MAX = 31
 
 Acks = Literal["all", "leader", "none"]
-
-# The largest integer that all JSON readers keep exact (RFC 8259, section 6), and below the 2^63 of SQLite columns.
-INTEGER_MAX = 2**53 - 1
-
-NonNegative = Annotated[int, msgspec.Meta(ge=0, le=INTEGER_MAX)]
-Positive = Annotated[int, msgspec.Meta(ge=1, le=INTEGER_MAX)]
 
 
 def check_name(name: str, what: str) -> str:
@@ -131,30 +143,6 @@ class PackMessage(JsonMessage, gc=False):
 
     value: Any = msgspec.UNSET
     key: Any = None  # str, bytes or None: msgspec knows no union of the two
-
-
-def message_id_of(key: str) -> bytes:
-    """Return the stored id of a message with this idempotency key. Its first 4 bytes identify the part of the key
-    before the last slash: keys with a common prefix are neighbours in the index, which is 5 times as fast."""
-    return message_ids_of((key,))[0]
-
-
-def message_ids_of(keys: Iterable[str]) -> list[bytes]:
-    """Return message_id_of each key, in less than half the time if consecutive keys share a prefix."""
-    ids: list[bytes] = []
-    known, family_id = "", b""
-    for key in keys:
-        own = blake2b(b"0\n" + key.encode(), digest_size=16).digest()
-        family = key.rpartition("/")[0]
-        if family != known:
-            known, family_id = family, _family_id(family)
-        ids.append(family_id + own[:12] if family else own)
-    return ids
-
-
-@lru_cache(maxsize=1_000)
-def _family_id(family: str) -> bytes:
-    return blake2b(b"1\n" + family.encode(), digest_size=4).digest()
 
 
 class JsonBatch(msgspec.Struct, forbid_unknown_fields=True):
@@ -521,151 +509,10 @@ class GroupDescription(msgspec.Struct):
     config: GroupConfig
 
 
-# --- locks -----------------------------------------------------------------------------------------------------------
-
-LOCK_TTL_MS_MIN = 500
-LOCK_TTL_MS_MAX = 24 * 3600 * 1000
-LOCK_PLACE_MS_MAX = 5_000
-
-LockOwner = Annotated[str, msgspec.Meta(min_length=1, max_length=190)]
-LockTtl = Annotated[int, msgspec.Meta(ge=LOCK_TTL_MS_MIN, le=LOCK_TTL_MS_MAX)]
-
-
-class LockRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    """`keep_place_ms`: how long the position in the queue is kept when the wait ends without the lock."""
-
-    owner: LockOwner
-    ttl_ms: LockTtl = 30_000
-    wait_ms: Annotated[int, msgspec.Meta(ge=0, le=WAIT_MS_MAX)] = 0
-    keep_place_ms: Annotated[int, msgspec.Meta(ge=0, le=LOCK_PLACE_MS_MAX)] = 0
-
-
-class LockRelease(msgspec.Struct, forbid_unknown_fields=True):
-    owner: LockOwner
-    fencing_token: NonNegative
-
-
-class LockRenewal(LockRelease, omit_defaults=True):
-    """Without `ttl_ms` the lock keeps its ttl."""
-
-    ttl_ms: LockTtl | None = None
-
-
-class LockGrant(msgspec.Struct, frozen=True):
-    """The owner holds the lock for `expires_in_ms` without a renewal, counted from when it sent the request."""
-
-    owner: str
-    fencing_token: int
-    expires_in_ms: int
-
-
-class LockDescription(msgspec.Struct):
-    """`owner` is None while the lock is free; `fencing_token` is the newest one. `expires_in_ms` is the rest of the ttl
-    on the answering broker's clock; `waiters` is the length of the queue."""
-
-    name: str
-    owner: str | None
-    fencing_token: int
-    ttl_ms: int
-    expires_in_ms: int
-    waiters: int
-
-
-def lock_path(name: str) -> str:
-    return f"/v1/locks/{quote(name, safe='')}"
-
-
-# --- cluster ---------------------------------------------------------------------------------------------------------
-
-
-class BrokerDescription(msgspec.Struct):
-    id: int
-    url: str
-    live: bool
-
-
-class ClusterDescription(msgspec.Struct):
-    cluster_id: str
-    controller: int | None
-    brokers: list[BrokerDescription]
-
-
-class PartitionLeader(msgspec.Struct):
-    partition: int
-    leader: int | None
-    leader_epoch: int
-    leader_url: str | None
-
-
-class TopicMetadata(msgspec.Struct):
-    """`first_partitions` is the number of partitions at the topic's creation (0 from older brokers): a message with an
-    idempotency key, and no key or partition, goes to crc32(message_id_of(it)) modulo that."""
-
-    name: str
-    partitions: list[PartitionLeader]
-    first_partitions: int = 0
-
-
-class Metadata(msgspec.Struct):
-    """The leaders of partitions, for clients that call them directly."""
-
-    brokers: list[BrokerDescription]
-    topics: list[TopicMetadata]
-
-
-# --- decoding --------------------------------------------------------------------------------------------------------
-
-
-def prepare(*kinds: type[msgspec.Struct]) -> None:
-    """Have msgspec build the decoders of these kinds; without arguments, of all Structs of PortalMQ. (It cannot decode
-    some of its own: `msgspec.inspect` has such before 0.22.)
-
-    msgspec does this at the first use of a kind, and crashes the process if two threads do it at once (seen in 0.22).
-    So call this before starting threads.
-    """
-    for kind in kinds or structs_of(__name__.partition(".")[0]):
-        with suppress(TypeError):  # of some no decoder exists: they stay in memory
-            msgspec.json.Decoder(kind)
-
-
-def structs_of(name: str) -> list[type[msgspec.Struct]]:
-    """Return the Structs of a module, or of the modules of a package."""
-    return [kind for kind in _all_of(msgspec.Struct) if f"{kind.__module__}.".startswith(f"{name}.")]
-
-
-def _all_of(kind: type[msgspec.Struct]) -> list[type[msgspec.Struct]]:
-    return [deeper for direct in kind.__subclasses__() for deeper in (direct, *_all_of(direct))]
-
-
-prepare(*structs_of(__name__))
-
-T = TypeVar("T")
-
-
-def decode_json(body: bytes, kind: type[T]) -> T:
-    """Return `body` as a `kind`; an empty body counts as `{}`. Raises InvalidRequest that says where it is invalid."""
-    try:
-        return msgspec.json.decode(body or b"{}", type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:
-        raise InvalidRequest(f"the JSON body is not valid: {fault}") from None
-
-
-def decode_msgpack(body: bytes, kind: type[T]) -> T:
-    """Return `body` as a `kind`. Raises InvalidRequest that says where it is invalid."""
-    try:
-        return msgspec.msgpack.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:
-        raise InvalidRequest(f"the MessagePack body is not valid: {fault}") from None
-
-
-def decode_base64(text: str, what: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as fault:
-        raise InvalidRequest(f"{what} is not base64 (RFC 4648, section 4): {fault}") from None
-
-
 def is_json_type(content_type: str) -> bool:
     """Return True for application/json and every `…+json` type (RFC 6839), with or without parameters."""
     essence = content_type.partition(";")[0].strip().lower()
     return essence == JSON or essence.endswith("+json")
+
+
+prepare(*structs_of(__name__))

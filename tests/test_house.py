@@ -49,6 +49,10 @@ ROOM_OF = {
     "portalmq.errors": "contract",
     "portalmq.wire": "contract",
     "portalmq.stream_wire": "contract",
+    "portalmq.cluster_wire": "contract",
+    "portalmq.wire_decoding": "contract",
+    "portalmq.wire_numbers": "contract",
+    "portalmq.message_ids": "contract",
     "portalmq.message": "contract",
     "portalmq.compression": "contract",
     "portalmq.sql": "contract",  # which values are text in the files, and SQL on compressed ones
