@@ -7,6 +7,7 @@ fast disk can delay is committed on the event loop. Until then the broker does n
   again on the event loop: native threads find out that it has become fast.
 - After a commit of the event loop took longer than SLOW_S, the following ones go to native threads for PAUSE times as
   long as it took. So a disk that stalls now and then blocks the event loop for a twentieth of the time at most.
+- Only one partition is writing. Commits of several overlap on native threads, and the file system joins their fsyncs.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ WEIGHT = 1 / 8
 
 
 class DiskPace:
-    """The pace of one broker's disk. `average_s` is a decaying average, slow until commits were measured."""
+    """The pace of one broker's disk. `average_s` is a decaying average, slow until commits were measured; `writers` is
+    the number of partitions that are writing."""
 
     def __init__(self) -> None:
         self.average_s = SLOW_S
+        self.writers = 0
         self._paused_until_s = 0.0
 
     def is_small(self, size_bytes: int, messages: int) -> bool:

@@ -196,6 +196,8 @@ class Writer:
 
     def _run(self) -> None:
         self._lingers = False
+        pace = self._host.disk_pace
+        pace.writers += 1
         try:
             while self._queue or self._log.checkpoint_due:
                 if self._queue:
@@ -206,6 +208,7 @@ class Writer:
             self._host.storage_failed(fault)
             raise
         finally:
+            pace.writers -= 1
             self._greenlet = None
             self._idle.set()
 
@@ -253,12 +256,13 @@ class Writer:
         )
         if is_small and pace.is_fast(perf_counter()):
             gevent.sleep(0)  # what is ready to leave, answers and batches for followers, leaves before this commit
-            begin = perf_counter()
-            written = _commit(self._log, taken, self.keeps_frames, waits=False)
-            now_s = perf_counter()
-            pace.committed(now_s - begin, now_s, on_loop=True)
-            if written is not None:
-                return written
+            if pace.writers == 1:
+                begin = perf_counter()
+                written = _commit(self._log, taken, self.keeps_frames, waits=False)
+                now_s = perf_counter()
+                pace.committed(now_s - begin, now_s, on_loop=True)
+                if written is not None:
+                    return written
         written = self._host.pool.apply(_commit, (self._log, taken, self.keeps_frames))
         if is_small:
             pace.committed(self._log.commit_s, perf_counter(), on_loop=False)

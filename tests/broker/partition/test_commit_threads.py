@@ -67,6 +67,19 @@ def test_requests_of_the_same_turn_share_a_transaction(tmp_path, monkeypatch):
         assert transactions == [16]
 
 
+def test_partitions_that_write_at_the_same_time_do_so_on_native_threads(tmp_path):
+    with on_disk(tmp_path, FastDisk) as group:
+        pace, before = group.leader.host.disk_pace, on_loop(group)
+        pace.writers += 1
+        sent(group.leader, b"beside another")
+        assert on_loop(group) == before
+        pace.writers -= 1
+        sent(group.leader, b"alone")
+        assert on_loop(group) == before + 1
+        eventually(lambda: pace.writers == 0)
+        assert stored(group.leader) == [b"beside another", b"alone"]
+
+
 def test_a_commit_that_would_wait_for_another_change_goes_to_a_native_thread(tmp_path):
     with on_disk(tmp_path, FastDisk) as group:
         lock = group.leader.log._writing
