@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import gevent
 import msgspec
@@ -137,8 +137,15 @@ class ReplicatedBatches:
         return sum([head.message_count for head in self.heads])
 
 
+class TimedCommit(NamedTuple):
+    """The seconds that a transaction took, and those of its COMMIT: the disk's part."""
+
+    seconds: float
+    commit_s: float
+
+
 Entry = Pending | ReplicatedBatches
-Committed = float | StorageError | LogClosed | BadFrame
+Committed = TimedCommit | StorageError | LogClosed | BadFrame
 
 
 class Writer:
@@ -196,8 +203,6 @@ class Writer:
 
     def _run(self) -> None:
         self._lingers = False
-        pace = self._host.disk_pace
-        pace.writers += 1
         try:
             while self._queue or self._log.checkpoint_due:
                 if self._queue:
@@ -208,7 +213,6 @@ class Writer:
             self._host.storage_failed(fault)
             raise
         finally:
-            pace.writers -= 1
             self._greenlet = None
             self._idle.set()
 
@@ -229,7 +233,12 @@ class Writer:
         return taken
 
     def _write(self, taken: list[Entry]) -> None:
-        written = self._committed(taken)
+        pace = self._host.disk_pace
+        pace.writers += 1
+        try:
+            written = self._committed(taken)
+        finally:
+            pace.writers -= 1
         self.queued_bytes -= sum([entry.size_bytes for entry in taken])
         if isinstance(written, Shortage | BadFrame):
             taken += self.take_back()
@@ -245,7 +254,7 @@ class Writer:
                 if isinstance(entry, Pending):
                     entry.finish(failed)
         else:
-            self._host.committed(written)
+            self._host.committed(written.seconds)
             self._on_written(taken)
 
     def _committed(self, taken: list[Entry]) -> Committed:
@@ -259,29 +268,31 @@ class Writer:
             if pace.writers == 1:
                 begin = perf_counter()
                 written = _commit(self._log, taken, self.keeps_frames, waits=False)
-                now_s = perf_counter()
-                pace.committed(now_s - begin, now_s, on_loop=True)
+                if isinstance(written, TimedCommit):
+                    now_s = perf_counter()
+                    pace.committed(now_s - begin, now_s, on_loop=True)
                 if written is not None:
                     return written
         written = self._host.pool.apply(_commit, (self._log, taken, self.keeps_frames))
-        if is_small:
-            pace.committed(self._log.commit_s, perf_counter(), on_loop=False)
+        if is_small and isinstance(written, TimedCommit):
+            pace.committed(written.commit_s, perf_counter(), on_loop=False)
         assert written is not None
         return written
 
 
 def _checkpoint(log: Log) -> bool:
-    """Run a checkpoint on a native thread. Return whether there was room; if not, the write-ahead log is unchanged."""
+    """Run a checkpoint on a native thread. Return False if it did not finish: there was no room, or another process
+    reads what it has to replace. The next append tries again."""
     try:
         log.checkpoint()
     except (Shortage, LogClosed):
         return False
-    return True
+    return not log.checkpoint_due
 
 
 def _commit(log: Log, taken: list[Entry], keeps_frames: bool, *, waits: bool = True) -> Committed | None:
-    """Write all entries in one transaction: compute checksums of own batches, decode those from a leader. Return the
-    seconds it took. Without `waits` return None, with nothing written, if the log needs a native thread.
+    """Write all entries in one transaction: compute checksums of own batches, decode those from a leader. Without
+    `waits` return None, with nothing written, if the log needs a native thread.
 
     Return an error instead of raising it.
     """
@@ -303,4 +314,4 @@ def _commit(log: Log, taken: list[Entry], keeps_frames: bool, *, waits: bool = T
             return None
     except (StorageError, LogClosed, BadFrame) as fault:
         return fault
-    return perf_counter() - begin
+    return TimedCommit(perf_counter() - begin, log.commit_s)

@@ -63,6 +63,8 @@ class Log(ReadableLog):
     ) -> None:
         super().__init__(segments, manifest)
         self.last_used = 0
+        # The seconds that the COMMIT of the last append took: the disk's part.
+        self.commit_s = 0.0
         self._open_files = open_files
         self.directory = directory
         self.identity = identity
@@ -95,11 +97,6 @@ class Log(ReadableLog):
         log = cls(directory, identity, segments, manifest, segment_bytes, open_files or OpenFiles())
         log._open_files.opening(log)
         return log
-
-    @property
-    def commit_s(self) -> float:
-        """The seconds that the last COMMIT took: the disk's part of an append."""
-        return self._active.commit_s
 
     @property
     def checkpoint_due(self) -> bool:
@@ -176,6 +173,7 @@ class Log(ReadableLog):
         active = self._active
         if not active.append(batches, waits=waits):
             return False
+        self.commit_s = active.commit_s
         self._tail = self._tail_of_active()
         if active.wal_pages * PAGE_BYTES >= WAL_BYTES_MAX:
             with suppress(Shortage), faults_of(self.directory):  # the batches are committed, even if this fails

@@ -13,7 +13,7 @@ class SlowDisk(DiskPace):
 
 
 class FastDisk(DiskPace):
-    """Small transactions are committed on the event loop. `on_loop` counts all that were tried there."""
+    """Small transactions are committed on the event loop. `on_loop` counts them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
+import apsw
 import gevent
 import pytest
 from support.disk_paces import FastDisk, SlowDisk
 from support.replicas import Group, eventually, replicas
 
-from portalmq.broker.partition.disk_pace import SMALL_MESSAGES
+from portalmq.broker.partition.disk_pace import SMALL_MESSAGES, DiskPace
 from portalmq.broker.partition.partition import PAUSED_MS, Partition
 from portalmq.broker.storage.batch import Batch, BatchKind, Record
 from portalmq.broker.storage.errors import DiskFull, StorageFault
@@ -80,17 +81,27 @@ def test_partitions_that_write_at_the_same_time_do_so_on_native_threads(tmp_path
         assert stored(group.leader) == [b"beside another", b"alone"]
 
 
-def test_a_commit_that_would_wait_for_another_change_goes_to_a_native_thread(tmp_path):
+def test_a_commit_that_would_wait_for_another_change_goes_to_a_native_thread(tmp_path, monkeypatch):
     with on_disk(tmp_path, FastDisk) as group:
+        tried: list[bool] = []
+        append = group.leader.log.append_at_once
+
+        def noted(batches: list[Batch]) -> bool:
+            tried.append(append(batches))
+            return tried[-1]
+
+        monkeypatch.setattr(group.leader.log, "append_at_once", noted)
         lock = group.leader.log._writing
         assert lock.try_acquire()
         before = on_loop(group)
         send = gevent.spawn(sent, group.leader, b"x")
-        eventually(lambda: on_loop(group) == before + 1)
+        eventually(lambda: tried)
         assert not send.ready()
         lock.__exit__()
         send.get(timeout=60)
         assert stored(group.leader) == [b"x"]
+        assert tried == [False]
+        assert on_loop(group) == before, "what wrote nothing is no sample of the disk's pace"
 
 
 @pytest.mark.parametrize("disk", [SlowDisk, FastDisk])
@@ -110,6 +121,90 @@ def test_what_the_disk_has_no_room_for_is_refused_and_the_next_is_stored(tmp_pat
         sent(group.leader, b"after")
         assert stored(group.leader) == [b"before", b"after"]
         assert (on_loop(group) > 0) == (disk is FastDisk)
+
+
+class MeasuredDisk(DiskPace):
+    """Keep the samples; `fast` decides the thread."""
+
+    fast = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.samples: list[tuple[float, bool]] = []
+
+    def is_fast(self, now_s: float) -> bool:
+        return self.fast
+
+    def committed(self, seconds: float, now_s: float, *, on_loop: bool) -> None:
+        self.samples.append((seconds, on_loop))
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_only_commits_are_samples_of_the_pace(tmp_path, monkeypatch, fast):
+    with on_disk(tmp_path, SlowDisk) as group:
+        pace = group.leader.host.disk_pace = MeasuredDisk()
+        pace.fast = fast
+
+        def refused(log: Log, batches: list[Batch], *, waits: bool = True) -> bool:
+            raise DiskFull("no room")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Log, "_append", refused)
+            with pytest.raises(StorageFull):
+                sent(group.leader, b"refused")
+        assert pace.samples == []
+        eventually(lambda: group.leader.serves and group.leader._writer.is_idle)
+        sent(group.leader, b"written")
+        assert {on_loop for _, on_loop in pace.samples} == {fast}
+
+
+def test_a_sample_is_the_time_of_its_own_commit(tmp_path, monkeypatch):
+    """Another thread may start a new segment between the append and the look at its time."""
+    with on_disk(tmp_path, SlowDisk) as group:
+        pace = group.leader.host.disk_pace = MeasuredDisk()
+        log = group.leader.log
+        append = log.append
+
+        def then_rolled(batches: list[Batch]) -> None:
+            append(batches)
+            log.roll()
+
+        monkeypatch.setattr(log, "append", then_rolled)
+        sent(group.leader, b"x")
+        assert all(seconds > 0 for seconds, _ in pace.samples)
+
+
+def test_a_checkpoint_that_a_foreign_reader_holds_up_is_left_to_the_next_append(tmp_path, monkeypatch):
+    monkeypatch.setattr("portalmq.broker.storage.log.WAL_BYTES_DUE", 1)
+    with on_disk(tmp_path, FastDisk) as group:
+        log, pace = group.leader.log, group.leader.host.disk_pace
+        with closing(apsw.Connection(str(log._active.path), flags=apsw.SQLITE_OPEN_READONLY)) as reader:
+            reader.execute("BEGIN")
+            reader.execute("SELECT count(*) FROM batches").fetchall()
+            sent(group.leader, b"one")
+            eventually(lambda: group.leader._writer.is_idle)
+            assert log.checkpoint_due
+            assert pace.writers == 0
+        sent(group.leader, b"two")
+        eventually(lambda: group.leader._writer.is_idle)
+        assert not log.checkpoint_due
+
+
+def test_a_partition_that_checkpoints_is_no_writer(tmp_path, monkeypatch):
+    monkeypatch.setattr("portalmq.broker.storage.log.WAL_BYTES_DUE", 1)
+    with on_disk(tmp_path, SlowDisk) as group:
+        log, pace = group.leader.log, group.leader.host.disk_pace
+        writers: list[int] = []
+        checkpoint = log.checkpoint
+
+        def noted() -> None:
+            writers.append(pace.writers)
+            checkpoint()
+
+        monkeypatch.setattr(log, "checkpoint", noted)
+        sent(group.leader, b"x")
+        eventually(lambda: writers)
+        assert set(writers) == {0}
 
 
 @pytest.mark.parametrize("disk", [SlowDisk, FastDisk])
