@@ -403,8 +403,9 @@ class Partition(AppendingPartition):
 
     @property
     def needs_ticks(self) -> bool:
-        """Whether anything depends on the time: it does not serve, or has other replicas."""
-        return self.sends_ahead or not self.serves
+        """Whether anything depends on the time: it does not serve, has other replicas, or calls wait for the lease of
+        an earlier leader."""
+        return self.sends_ahead or not self.serves or bool(self.uncommitted.unsettled)
 
     @property
     def is_quiet(self) -> bool:

@@ -10,7 +10,9 @@ import pytest
 from support.replicas import Group, eventually, replicas
 
 from portalmq.broker.core.replica.events import LeaseRenewed, Tick
-from portalmq.broker.replication.ticker import Ticker
+from portalmq.broker.partition.writer import Pending
+from portalmq.broker.replication.ticker import QUIET_EVERY_TICKS, Ticker
+from portalmq.broker.storage.batch import Batch, BatchKind
 
 
 @pytest.fixture
@@ -54,6 +56,19 @@ def test_a_waiting_partition_gets_every_tick(group, monkeypatch):
     for _ in range(9):
         ticker.tick()
     assert sum(isinstance(event, Tick) for event in told) == 9
+
+
+def test_a_partition_without_followers_gets_ticks_while_acks_wait_for_the_lease_of_an_earlier_leader(tmp_path):
+    with replicas(tmp_path, 1) as group:
+        eventually(lambda: group.leader.serves)
+        assert not group.leader.needs_ticks
+        ack = Pending(Batch(0, 1, 0, BatchKind.ACK, 0, 0))
+        group.leader.uncommitted.unsettled.append(ack)
+        ticker = ticker_of(group)
+        for _ in range(QUIET_EVERY_TICKS):
+            ticker.tick()
+        assert ack.done.is_set()
+        assert not group.leader.needs_ticks
 
 
 def test_partitions_get_the_lease_only_when_it_was_renewed(group, monkeypatch):
