@@ -425,6 +425,13 @@ class Log(ReadableLog):
         readers."""
         return 5 + len(self._open_sealed)
 
+    def _used(self, segment: Segment) -> Segment:
+        before = len(self._open_sealed)
+        super()._used(segment)
+        if len(self._open_sealed) > before:  # its reader is about to open
+            self._open_files.opening(self)
+        return segment
+
     def try_park(self) -> bool:
         """Park unless the log is in use; return whether it is parked. A fault shows at the next use."""
         if not self._writing.try_acquire():

@@ -47,9 +47,9 @@ class OpenFiles:
     """The open files of one broker. Any thread may call it, also while it holds the lock of the holder that it
     opens: nothing here waits for another holder's lock.
 
-    `_open` has each open holder's descriptors as they were when it opened: a log opens readers of sealed segments
-    later, which are counted when there is something to close. More is closed than must be, so that a thousand openings
-    look through all holders a few times, and not a thousand times.
+    `_open` has each open holder's descriptors as they were at its last opening, so rather too many: a log may have
+    closed readers of sealed segments since. These are counted again when there is something to close. More is closed
+    than must be, so that a thousand openings look through all holders a few times, and not a thousand times.
     """
 
     def __init__(self, budget: int | None = None) -> None:
@@ -57,8 +57,8 @@ class OpenFiles:
         self._open: dict[Holder, int] = {}
 
     def opening(self, holder: Holder) -> None:
-        """Take that `holder` opens its files, or did: others close theirs for it. If all are in use there are too many
-        for a while."""
+        """Take that `holder` opens its files, did, or opens more of them: others close theirs for it. If all are in use
+        there are too many for a while."""
         self._open[holder] = holder.descriptors
         if sum(self._open.values()) <= self.budget:
             return

@@ -56,6 +56,23 @@ def test_the_log_used_last_stays_open(tmp_path):
     assert held_under(tmp_path / "2") > 0
 
 
+def test_readers_of_sealed_segments_count_when_they_open(tmp_path):
+    open_files = OpenFiles(16)
+    reads, *_ = logs = logs_of(tmp_path, 3, open_files)
+    for n in range(4):
+        Writer(reads).put(b"%d" % n)
+        reads.roll()
+    assert reads.seal(reads.end_offset) == 4
+    for log in logs:
+        Writer(log).put(b"last")
+        assert log.read(log.end_offset - 1)
+    assert 16 - 4 < held_under(tmp_path) <= 16
+    assert len(everything(reads)) == 5
+    assert held_under(tmp_path) <= 16
+    assert held_under(tmp_path / "1") == 0, "it was used least recently"
+    assert held_under(tmp_path / "2") > 0
+
+
 def test_a_log_in_use_is_not_closed(tmp_path):
     log = open_log(tmp_path)
     Writer(log).put(b"1")
