@@ -17,7 +17,8 @@ import threading
 from collections.abc import Callable, Iterable
 
 from portalmq import wire
-from portalmq.errors import StaleReceipt
+from portalmq.errors import PortalMQError, StaleReceipt
+from portalmq.transport.retries import may_repeat
 
 # Acks that no answer has named after this time are sent again.
 UNTOLD_S_MAX = 2.0
@@ -102,24 +103,37 @@ class PendingAcks:
         return [receipt for acks, _ in untold.values() for receipt in acks]
 
     def flush(self) -> list[str]:
-        """Send the gathered and untold acks, and return the stale ones: other consumers have their messages."""
+        """Send the gathered and untold acks, and return the stale ones: other consumers have their messages. After an
+        error those that may yet be confirmed are gathered again; acks that were refused for good are dropped."""
         stale: list[str] = []
+        left: list[str] = []
         with self.sending:
-            with self._lock:
-                gathered, self._gathered = self._take_untold() + self._gathered, []
-            for start in range(0, len(gathered), wire.RECEIVE_MESSAGES_MAX):
-                receipts = gathered[start : start + wire.RECEIVE_MESSAGES_MAX]
-                try:
-                    self._send(receipts)
-                except StaleReceipt as error:
-                    stale += stale_among(error, receipts)
-            with self._lock:
-                self._are_apart = False
+            try:
+                with self._lock:
+                    left, self._gathered = self._take_untold() + self._gathered, []
+                while left:
+                    receipts = left[: wire.RECEIVE_MESSAGES_MAX]
+                    try:
+                        self._send(receipts)
+                    except StaleReceipt as error:
+                        stale += stale_among(error, receipts)
+                    except PortalMQError as error:
+                        # Behind the others, which another leader may answer.
+                        left += stale_among(error, receipts) if may_repeat(error, repeatable=True) else []
+                        del left[: len(receipts)]
+                        raise
+                    del left[: len(receipts)]
+            finally:
+                with self._lock:
+                    self._gathered = left + self._gathered
+                    self._are_apart = bool(left)
+                    if left:
+                        self.since = self._clock()
         return stale
 
 
-def stale_among(error: StaleReceipt, receipts: list[str]) -> set[str]:
-    """Return the receipts that an answer refused; all of them if it does not say."""
+def stale_among(error: PortalMQError, receipts: list[str]) -> set[str]:
+    """Return the receipts that an answer refused or did not settle; all of them if it does not say."""
     results = error.extra.get("results")
     if not isinstance(results, list):
         return set(receipts)

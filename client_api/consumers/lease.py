@@ -140,10 +140,8 @@ class Leases:
             with self._lock:
                 in_hand = [receipt for receipt in self._handed if receipt not in self._extended]
             self._renew_expired(in_hand)
+        self._raise_failure()
         with self._lock:
-            if self._failure is not None:
-                failure, self._failure = self._failure, None
-                raise failure
             if not self._handed:
                 return
             lost = [receipt for receipt in self._handed if receipt in self._lost] if self._lost else []
@@ -160,6 +158,12 @@ class Leases:
                 " have or had them: raise visibility_timeout_s or max_handling_s, or fetch fewer at once",
                 messages=len(lost),
             )
+
+    def _raise_failure(self) -> None:
+        """Raise what has failed since the last call, in the keeper perhaps."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     def _renew_expired(self, receipts: list[str]) -> None:
         """Extend leases that have expired by this clock, where no other consumer has the messages."""
@@ -273,15 +277,25 @@ class Leases:
         if self._acks.are_in_receive:
             self.read_ahead(READ_S_MAX)
         self.flush()
+        self._raise_failure()
 
     def flush(self) -> None:
-        """Send the pending acks. A stale one is logged: another consumer has its message."""
-        self._warn_of_stale(len(self._acks.flush()))
+        """Send the pending acks, and note a failure. A stale one is logged: another consumer has its message."""
+        with self._acks.sending:  # a commit() that waits for it finds the failure
+            try:
+                self._warn_of_stale(len(self._acks.flush()))
+            except BaseException as error:
+                with self._lock:
+                    self._wake_keeper(self._acks.due_at(ACK_DELAY_S_MAX))
+                    if not isinstance(error, PortalMQError):
+                        raise
+                    self._failure = error
 
     def _warn_of_stale(self, count: int) -> None:
         if count:
             _log.warning(
-                "%d messages were handled longer than their lease of %g s and will be delivered again",
+                "%d messages were handled longer than their lease of %g s, or their broker failed: they are delivered"
+                " again",
                 count,
                 self._visibility_s,
             )
@@ -467,7 +481,9 @@ class Leases:
         # The keeper may take much longer to send acks than close() may: then it continues with them by itself.
         if self._acks.sending.acquire(timeout=RELEASE_TIMEOUT_S):
             try:
+                self._failure = None
                 self.flush()
+                self._raise_failure()
             except PortalMQError as error:
                 _log.warning("the last messages could not be acked and will be delivered again: %s", error)
             finally:

@@ -13,7 +13,7 @@ from support.forked import in_child
 from support.scripted_broker import Call, Reply, ScriptedBroker, hang_up, hold, lose_answer
 
 from portalmq import Consumer, PortalMQError, Unavailable, wire
-from portalmq.consumers.acks import UNTOLD_S_MAX
+from portalmq.consumers import acks
 from portalmq.consumers.lease import UNREAD_S_MAX, Leases
 from portalmq.consumers.prefetch import PASSED_OVER_MAX, Ahead, Prefetch
 from portalmq.transport.request import Request
@@ -26,8 +26,8 @@ RECEIVE, ACK, NACK = "/v1/groups/g/receive", "/v1/groups/g/ack", "/v1/groups/g/n
 def broker(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedBroker]:
     """A broker with nine messages. No handling is slow, and the keeper of the leases has nothing to do."""
     monkeypatch.setattr("portalmq.consumers.receiver.AHEAD_S", AN_HOUR_S)
-    for name in ("ACK_DELAY_S_MAX", "UNREAD_S_MAX"):
-        monkeypatch.setattr(f"portalmq.consumers.lease.{name}", AN_HOUR_S)
+    for name in ("lease.ACK_DELAY_S_MAX", "lease.UNREAD_S_MAX", "acks.UNTOLD_S_MAX"):
+        monkeypatch.setattr(f"portalmq.consumers.{name}", AN_HOUR_S)
     with ScriptedBroker() as broker:
         broker.shows_groups = True
         broker.fill("t", [b"%d" % number for number in range(1, 10)])
@@ -355,7 +355,7 @@ def test_untold_acks_are_sent_again_after_a_failure_and_after_a_while() -> None:
     held = way.run_ahead()
     held.take_ahead()
     held.arrived(wire.PackReceived([], acks_later=True))
-    assert held._acks.due_at(AN_HOUR_S) == UNTOLD_S_MAX
+    assert held._acks.due_at(AN_HOUR_S) == acks.UNTOLD_S_MAX
     held.send_acks_apart()
     assert held._acks.due_at(AN_HOUR_S) == AN_HOUR_S
     held.flush()
