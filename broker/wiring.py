@@ -42,6 +42,7 @@ from portalmq.broker.partition.cache import BatchCache
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.compaction import Compactor
 from portalmq.broker.partition.disk_pace import DiskPace
+from portalmq.broker.partition.greenlets import KeptGreenlets
 from portalmq.broker.partition.native import NativeThreads
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.queues.backlog import Backlog
@@ -126,6 +127,7 @@ class Wiring:
         self.clock = clock or Clock()
         self.pool = NativeThreads(config.storage_threads)
         self.disk_pace = DiskPace()
+        self.greenlets = KeptGreenlets()
         self.cache = BatchCache(CACHE_BYTES)
         self.metrics = metrics
         self.ready = False

@@ -30,12 +30,15 @@ class SocketPeer:
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
+        self._poll: Any = None
 
     def gone(self) -> bool:
         try:
-            poll = _poll()
-            poll.register(self._connection.fileno(), _ERRORS | _HALF_CLOSED)
-            return bool(poll.poll(0)) or (not _HALF_CLOSED and _has_ended(self._connection.fileno()))
+            descriptor = self._connection.fileno()
+            if self._poll is None:
+                self._poll = _poll()
+                self._poll.register(descriptor, _ERRORS | _HALF_CLOSED)
+            return descriptor < 0 or bool(self._poll.poll(0)) or (not _HALF_CLOSED and _has_ended(descriptor))
         except (OSError, ValueError):  # closed on our side
             return True
 

@@ -136,6 +136,7 @@ def _head(address: Address, name: str, shown: str) -> bytes:
     ).encode("latin-1")
 
 
+@lru_cache(4)
 def credential(secret: str) -> str:
     """Return the value of `Authorization` for the cluster's secret: its SHA-256, since it may have any characters."""
     return f"{CREDENTIAL_SCHEME} {sha256(secret.encode()).hexdigest()}"

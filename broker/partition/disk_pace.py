@@ -7,7 +7,8 @@ fast disk can delay is committed on the event loop. Until then the broker does n
   again on the event loop: native threads find out that it has become fast.
 - After a commit of the event loop took longer than SLOW_S, the following ones go to native threads for PAUSE times as
   long as it took. So a disk that stalls now and then blocks the event loop for a twentieth of the time at most.
-- Only one partition is writing. Commits of several overlap on native threads, and the file system joins their fsyncs.
+- Only one partition is writing, and no followers of it write at the same time. Commits of several overlap on native
+  threads, and the file system joins their fsyncs.
 """
 
 from __future__ import annotations

@@ -214,7 +214,7 @@ class Partition(AppendingPartition):
             self.report_damage(self.lost)
         if self.rebuild_reason:
             return
-        self.sends_ahead = len(partition_state.replicas) > 1
+        self._writer.has_followers = self.sends_ahead = len(partition_state.replicas) > 1
         self._writer.keeps_frames = self.sends_ahead or self._is_streamed
         self.step(core.LeaseRenewed(self.host.membership.answered_ms()))
         self.step(core.LeaderAnswered(self.host.fetchers.heard_ms(self)))

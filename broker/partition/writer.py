@@ -24,6 +24,7 @@ from gevent.event import Event
 from portalmq.broker.core.replica.events import Stamp
 from portalmq.broker.partition.disk_pace import DiskPace
 from portalmq.broker.partition.folding import StateRecord
+from portalmq.broker.partition.greenlets import KeptGreenlets
 from portalmq.broker.partition.native import NativeThreads
 from portalmq.broker.storage.batch import BadFrame, Batch, BatchFrame, FrameHeader, batch_of_frame, frame_of
 from portalmq.broker.storage.errors import LogClosed, Shortage, StorageError
@@ -49,6 +50,7 @@ class WriterHost(Protocol):
 
     pool: NativeThreads
     disk_pace: DiskPace
+    greenlets: KeptGreenlets
 
     def storage_failed(self, fault: BaseException) -> None:
         """Report a fault after which nothing can be promised: the broker ends."""
@@ -152,7 +154,7 @@ class Writer:
     """The queue of one partition's log. `on_written` gets what a transaction committed; `on_refused` gets what the disk
     had no room for, or unreadable data from a leader, together with all that was queued behind it.
 
-    Invariant: a greenlet runs, or lingers, exactly while something is queued or being written.
+    Invariant: a greenlet runs, or lingers, exactly while something is queued or being written: not `is_idle`.
     """
 
     def __init__(
@@ -167,17 +169,14 @@ class Writer:
         self._on_written = on_written
         self._on_refused = on_refused
         self._queue: deque[Entry] = deque()
-        self._greenlet: gevent.Greenlet | None = None
-        self._lingers = False
+        self.is_idle = True
+        self._lingering: gevent.Greenlet | None = None
         self._idle = Event()
         self._idle.set()
         self.queued_bytes = 0
         # Whether encoded batches are kept for followers.
         self.keeps_frames = False
-
-    @property
-    def is_idle(self) -> bool:
-        return self._greenlet is None
+        self.has_followers = False
 
     def wait_idle(self) -> None:
         """Wait until everything that was put is written."""
@@ -188,21 +187,24 @@ class Writer:
         self._queue.append(pending)
         self.queued_bytes += pending.size_bytes
         self._idle.clear()
-        if self._greenlet is None:
-            self._lingers = pending.is_soft
-            self._greenlet = gevent.spawn_later(SOFT_LINGER_S, self._run) if self._lingers else gevent.spawn(self._run)
+        if self.is_idle:
+            self.is_idle = False
+            if pending.is_soft:
+                self._lingering = gevent.spawn_later(SOFT_LINGER_S, self._run)
+            else:
+                self._host.greenlets.run(self._run)
         elif not pending.is_soft:
             self.hurry()
 
     def hurry(self) -> None:
         """Let records that no call waited for go to the disk now."""
-        if self._lingers and self._greenlet is not None:
-            self._greenlet.kill(block=False)
-            self._lingers = False
-            self._greenlet = gevent.spawn(self._run)
+        if self._lingering is not None:
+            self._lingering.kill(block=False)
+            self._lingering = None
+            self._host.greenlets.run(self._run)
 
     def _run(self) -> None:
-        self._lingers = False
+        self._lingering = None
         try:
             while self._queue or self._log.checkpoint_due:
                 if self._queue:
@@ -213,7 +215,7 @@ class Writer:
             self._host.storage_failed(fault)
             raise
         finally:
-            self._greenlet = None
+            self.is_idle = True
             self._idle.set()
 
     def take_back(self) -> list[Entry]:
@@ -258,13 +260,15 @@ class Writer:
             self._on_written(taken)
 
     def _committed(self, taken: list[Entry]) -> Committed:
-        """Write the entries, on the event loop if that cannot take long (disk_pace.py), else on a native thread."""
+        """Write the entries, on the event loop if that cannot take long (disk_pace.py), else on a native thread. A
+        leader with followers needs the event loop meanwhile: they write the same batches at this time."""
         pace = self._host.disk_pace
         is_small = pace.is_small(
             sum([entry.size_bytes for entry in taken]), sum([entry.message_count for entry in taken])
         )
-        if is_small and pace.is_fast(perf_counter()):
-            gevent.sleep(0)  # what is ready to leave, answers and batches for followers, leaves before this commit
+        leads_others = self.has_followers and isinstance(taken[0], Pending)
+        if is_small and not leads_others and pace.is_fast(perf_counter()):
+            gevent.sleep(0)  # answers that are ready leave before this commit
             if pace.writers == 1:
                 begin = perf_counter()
                 written = _commit(self._log, taken, self.keeps_frames, waits=False)

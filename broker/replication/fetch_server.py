@@ -269,7 +269,7 @@ class FetchServer:
         try:
             while True:
                 session.wakeup.clear()
-                if session.ended or session.turn != request.turn or (peer is not None and peer.gone()):
+                if session.ended or session.turn != request.turn:
                     return self._encode_answer(True)
                 answers = self._collect(session, request.max_bytes)
                 if answers:
@@ -278,6 +278,8 @@ class FetchServer:
                 if patience_ms == 0 and not session.moved:
                     return self._encode_answer(True)
                 session.wakeup.wait(patience_ms / 1000)
+                if peer is not None and peer.gone():
+                    return self._encode_answer(True)
                 if self._host.clock.now_ms() >= deadline_ms and not session.ready and not session.moved:
                     return self._encode_answer(True)
         finally:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import gevent
@@ -24,6 +25,7 @@ from portalmq.broker.core.replica.events import Fetch
 from portalmq.broker.core.replica.isr import NEVER_MS
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.fetch_answers import PartitionKey, RecordsAnswer, echo_of
+from portalmq.broker.partition.greenlets import KeptGreenlets
 from portalmq.broker.partition.host import FollowedPartition
 from portalmq.broker.replication.fetch_protocol import (
     FETCH,
@@ -63,6 +65,7 @@ class FetchersHost(Protocol):
     incarnation: int
     store_uuid: str
     clock: Clock
+    greenlets: KeptGreenlets
 
 
 class Fetchers:
@@ -214,7 +217,7 @@ class Fetcher:
             self._answered_ms,
         )
         self._polls += 1
-        gevent.spawn(self._poll, self._session, self._turn, encode(request))
+        host.greenlets.run(partial(self._poll, self._session, self._turn, encode(request)))
 
     # --- answers -----------------------------------------------------------------------------------------------------
 

@@ -142,7 +142,11 @@ class Connection:
             if timeout_s != self._timeout_s:
                 self._set_timeout(timeout_s)
             if len(body) <= JOIN_BYTES_MAX:
-                self._socket.sendall(head + body)
+                # Nearly always the whole; sendall of gevent's sockets first asks the system for the buffer's size.
+                data = head + body
+                sent = self._socket.send(data)
+                if sent < len(data):
+                    self._socket.sendall(data[sent:])
             else:
                 self._send_large(head, body)
         except (BrokenPipeError, ConnectionResetError) as fault:

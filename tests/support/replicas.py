@@ -33,6 +33,7 @@ from portalmq.broker.core.replica.events import (
 from portalmq.broker.partition.cache import BatchCache
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.disk_pace import DiskPace
+from portalmq.broker.partition.greenlets import KeptGreenlets
 from portalmq.broker.partition.native import NativeThreads
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.partition_state import partition_state_of
@@ -162,6 +163,7 @@ class Host:
         self.cache = BatchCache(8 * 1024 * 1024)
         self.pool = NativeThreads(2)
         self.disk_pace: DiskPace = SlowDisk()
+        self.greenlets = KeptGreenlets()
         self.lag_ms = group.lag_ms
         self.lease_ms = 60_000
         self.began_ms = 0

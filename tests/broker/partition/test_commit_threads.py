@@ -221,27 +221,23 @@ def test_a_fault_ends_the_broker_and_leaves_the_outcome_unknown(tmp_path, monkey
         assert str(group.hosts[1].faults.pop()) == "fsync said no"
 
 
-def test_followers_are_sent_a_batch_before_the_event_loop_waits_for_its_commit(tmp_path, monkeypatch):
+def test_a_leader_with_followers_writes_on_a_native_thread_and_they_on_the_event_loop(tmp_path):
     with on_disk(tmp_path, FastDisk, 3) as group:
-        leader = group.leader
-        sent(leader, b"first")
-        eventually(lambda: len(leader.serving.parked) == 2)
-        sent_ahead: list[bool] = []
-        append = leader.log.append_at_once
-
-        def noted(batches: list[Batch]) -> bool:
-            sent_ahead.append(leader.serving.sent_end == batches[-1].end_offset)
-            return append(batches)
-
-        monkeypatch.setattr(leader.log, "append_at_once", noted)
-        sent(leader, b"second")
-        assert sent_ahead == [True]
+        sent(group.leader, b"first")
+        eventually(lambda: all(stored(replica) == [b"first"] for replica in group.partitions()))
+        paces = {replica: replica.host.disk_pace for replica in group.partitions()}
+        before = {replica: pace.on_loop for replica, pace in paces.items()}
+        sent(group.leader, b"second")
         eventually(lambda: all(stored(replica) == [b"first", b"second"] for replica in group.partitions()))
+        assert {replica for replica, pace in paces.items() if pace.on_loop > before[replica]} == (
+            set(group.partitions()) - {group.leader}
+        )
 
 
 def test_a_leader_whose_event_loop_stood_still_in_a_commit_answers_nothing_as_if_it_still_led(tmp_path, monkeypatch):
     with on_disk(tmp_path, FastDisk, 3) as group:
         leader = group.leader
+        leader._writer.has_followers = False  # as if it needed its event loop for nothing else
         append = leader.log.append_at_once
 
         def stalled(batches: list[Batch]) -> bool:

@@ -1,0 +1,40 @@
+"""Short pieces of work on greenlets that are used again.
+
+gevent.spawn costs about 14 microseconds: it keeps a stack trace of the caller, and CPython maps and unmaps memory for
+the frames of each new greenlet. A greenlet that was kept costs 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gevent import get_hub, spawn
+from gevent.hub import Waiter
+
+IDLE_MAX = 16
+
+Work = Callable[[], object]
+
+
+class KeptGreenlets:
+    """Greenlets of one event loop, of which up to IDLE_MAX are kept when their work is done."""
+
+    def __init__(self) -> None:
+        self._idle: list[Waiter[Work]] = []
+
+    def run(self, work: Work) -> None:
+        """Start the work in the next turn of the event loop. Its errors end its greenlet, and are logged by gevent."""
+        if self._idle:
+            get_hub().loop.run_callback(self._idle.pop().switch, work)
+        else:
+            spawn(self._run, work)
+
+    def _run(self, work: Work) -> None:
+        while True:
+            work()
+            if len(self._idle) >= IDLE_MAX:
+                return
+            waiter: Waiter[Work] = Waiter()
+            self._idle.append(waiter)
+            del work
+            work = waiter.get()

@@ -1,0 +1,49 @@
+"""Greenlets that are used again."""
+
+import gevent
+from gevent.event import Event
+
+from portalmq.broker.partition.greenlets import IDLE_MAX, KeptGreenlets
+
+
+def test_work_starts_in_the_next_turn_and_uses_a_greenlet_again():
+    greenlets, seen = KeptGreenlets(), []
+    for _ in range(3):
+        greenlets.run(lambda: seen.append(gevent.getcurrent()))
+        before = len(seen)
+        gevent.sleep(0)
+        gevent.sleep(0)
+        assert len(seen) == before + 1
+    assert len(set(seen)) == 1
+
+
+def test_work_that_waits_does_not_delay_other_work():
+    greenlets, goes_on, seen = KeptGreenlets(), Event(), []
+
+    def patient(number):
+        goes_on.wait()
+        seen.append(number)
+
+    for number in range(IDLE_MAX + 5):
+        greenlets.run(lambda number=number: patient(number))
+    greenlets.run(lambda: seen.append("quick"))
+    gevent.sleep(0.001)
+    assert seen == ["quick"]
+    goes_on.set()
+    gevent.sleep(0.001)
+    assert seen[1:] == list(range(IDLE_MAX + 5))
+    assert len(greenlets._idle) == IDLE_MAX
+
+
+def test_an_error_ends_only_its_own_greenlet(capsys):
+    greenlets, seen = KeptGreenlets(), []
+
+    def fails():
+        raise RuntimeError("planted")
+
+    greenlets.run(fails)
+    gevent.sleep(0.001)
+    assert "planted" in capsys.readouterr().err
+    greenlets.run(lambda: seen.append(1))
+    gevent.sleep(0.001)
+    assert seen == [1]
