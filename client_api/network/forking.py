@@ -10,9 +10,12 @@ creates its locks and its state afresh in the child, before other code runs ther
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from typing import Protocol
+
+_log = logging.getLogger("portalmq.client")
 
 
 class ResetInChild(Protocol):
@@ -30,7 +33,10 @@ def reset_in_children(thing: ResetInChild) -> None:
 
 def _reset_all() -> None:
     for thing in list(_all):
-        thing._reset_in_child()
+        try:
+            thing._reset_in_child()
+        except Exception:  # noqa: BLE001 - the others are reset all the same
+            _log.exception("a %s could not be reset in a child process", type(thing).__name__)
 
 
 if hasattr(os, "register_at_fork"):

@@ -1,13 +1,13 @@
 """An alarm that is set and cleared without waking the thread that waits for it.
 
 The kernel keeps the time (a timerfd). So a message that is sent, and awaited before its linger is over, costs no thread
-switch. Without timerfds (outside 64-bit Linux) each setting wakes the waiting thread, which keeps the time itself.
+switch. Without timerfds (outside 64-bit Linux), and under gevent, whose threads must not wait in the kernel, each
+setting wakes the waiting thread, which keeps the time itself.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import os
 import select
@@ -19,22 +19,25 @@ _NONBLOCK = os.O_NONBLOCK | os.O_CLOEXEC
 _ABSOLUTE = 1
 
 
-class _Setting(ctypes.Structure):
-    """The `struct itimerspec` of 64-bit Linux, for a timer that does not repeat."""
-
-    _fields_ = (("again_s", ctypes.c_long), ("again_ns", ctypes.c_long), ("s", ctypes.c_long), ("ns", ctypes.c_long))
-
-
 class Alarm:
-    """For one waiting thread. All others hold a lock of theirs while they set or clear it."""
+    """For one waiting thread. All others hold a lock of theirs while they set or clear it.
+
+    Each use raises OSError after another part of the program has closed its descriptors.
+    """
+
+    _timer = _event = -1
 
     def __init__(self) -> None:
-        """Raises OSError or AttributeError if the system has no such timer."""
+        """Raises OSError, AttributeError or ImportError if it cannot be used here."""
         if not sys.platform.startswith("linux") or sys.maxsize < 2**32:
             raise OSError("the layout of its settings is not known here")
+        if _threads_are_greenlets():
+            raise OSError("a thread that waits for it would stop all others")
+        import ctypes  # here, as not every Python has it
+
         self.at = math.inf
-        self._timer = self._event = -1
-        self._setting = _Setting()
+        # The `struct itimerspec` of 64-bit Linux: seconds and nanoseconds of the repetition (none), and of the time.
+        self._setting = (ctypes.c_long * 4)()
         self._address = ctypes.addressof(self._setting)
         library = ctypes.PyDLL(None)  # it keeps the GIL: releasing it takes longer than the call
         self._settime = library.timerfd_settime
@@ -62,8 +65,9 @@ class Alarm:
         os.eventfd_write(self._event, 1)
 
     def _set(self, seconds: int, nanoseconds: int) -> None:
-        self._setting.s, self._setting.ns = seconds, nanoseconds
-        self._settime(self._timer, _ABSOLUTE, self._address, None)
+        self._setting[2], self._setting[3] = seconds, nanoseconds
+        if self._settime(self._timer, _ABSOLUTE, self._address, None) < 0:
+            raise OSError("its timer is closed")
 
     def wait(self) -> None:
         """Wait until it rings; now and then it seems to."""
@@ -73,10 +77,12 @@ class Alarm:
 
     def close(self) -> None:
         """Close it. Nobody may wait for it, now or later."""
-        for each in (self._timer, self._event):
-            if each >= 0:
-                os.close(each)
+        descriptors = self._timer, self._event
         self._timer = self._event = -1
+        for each in descriptors:
+            if each >= 0:
+                with contextlib.suppress(OSError):
+                    os.close(each)
 
     def __del__(self) -> None:
         if self._event >= 0:
@@ -110,5 +116,10 @@ class PlainAlarm:
 def new_alarm() -> Alarm | PlainAlarm:
     try:
         return Alarm()
-    except (OSError, AttributeError):
+    except (OSError, AttributeError, ImportError):
         return PlainAlarm()
+
+
+def _threads_are_greenlets() -> bool:
+    monkey = sys.modules.get("gevent.monkey")
+    return monkey is not None and any(map(monkey.is_module_patched, ("threading", "select")))

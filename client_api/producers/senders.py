@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Callable
 
-from portalmq.producers.alarm import new_alarm
+from portalmq.producers.alarm import Alarm, PlainAlarm, new_alarm
 
 # A broker that hangs blocks at most as many as it has partitions; the others continue.
 SENDERS_MAX = 8
@@ -21,25 +21,45 @@ class SenderThreads:
         self.threads: list[threading.Thread] = []
         self.keeps_time = False
         self.resting = 0
-        self.alarm = new_alarm()
+        # One with descriptors as soon as there is a thread to wait for it.
+        self.alarm: Alarm | PlainAlarm = PlainAlarm()
         self._lock = lock
         self._run = run
         self._work = threading.Condition(lock)
 
     def wake(self, at: float = 0.0) -> None:
         """Have an idle one look for work at this time of time.monotonic(), or start one."""
-        if self.keeps_time:
-            if at < self.alarm.at:
-                if at:
-                    self.alarm.set(at)
-                else:
-                    self.alarm.ring()
-        elif self.resting:
+        if self.keeps_time and (at >= self.alarm.at or self._set(at)):
+            return
+        if self.resting:
             self._work.notify()
         elif len(self.threads) < SENDERS_MAX:
-            thread = threading.Thread(target=self._run, name="portalmq-sender", daemon=True)
-            self.threads.append(thread)
+            if not self.threads:
+                self.alarm = new_alarm()
+            thread = threading.Thread(target=self._run_thread, name="portalmq-sender", daemon=True)
             thread.start()
+            self.threads.append(thread)
+
+    def _run_thread(self) -> None:
+        try:
+            self._run()
+        finally:
+            with self._lock:
+                self.threads.remove(threading.current_thread())
+
+    def _set(self, at: float) -> bool:
+        """Set the alarm, to ring at once if `at` is 0. Return False if its descriptors were closed under it: then
+        another is in its place, and a thread that waits for the old one may never return."""
+        try:
+            self.alarm.set(at) if at else self.alarm.ring()
+        except OSError:
+            self._replace(self.alarm)
+            return False
+        return True
+
+    def _replace(self, alarm: Alarm | PlainAlarm) -> None:
+        if alarm is self.alarm:
+            self.alarm, self.keeps_time = PlainAlarm(), False
 
     def wake_all(self) -> None:
         """Have all idle ones look for work."""
@@ -50,7 +70,7 @@ class SenderThreads:
     def unset(self, at: float) -> None:
         """Forget the work that is due at this time, if that is the next."""
         if self.alarm.at == at:
-            self.alarm.set(math.inf)
+            self._set(math.inf)
 
     def rest(self, due: float) -> None:
         """Have the calling sender wait for work, of which the next is `due`."""
@@ -61,17 +81,23 @@ class SenderThreads:
             finally:
                 self.resting -= 1
             return
-        self.keeps_time = True
-        self.alarm.set(due)
+        if not self._set(due):
+            return
+        self.keeps_time, alarm = True, self.alarm
         self._lock.release()
         try:
-            self.alarm.wait()
+            alarm.wait()
+        except OSError:
+            with self._lock:
+                self._replace(alarm)
         finally:
             self._lock.acquire()
-            self.keeps_time = False
+            if alarm is self.alarm:
+                self.keeps_time = False
 
     def end(self) -> bool:
         """Wait a moment for all to end. Return whether they have."""
-        for thread in self.threads:
+        threads = list(self.threads)
+        for thread in threads:
             thread.join(timeout=JOIN_TIMEOUT_S)
-        return not any(thread.is_alive() for thread in self.threads)
+        return not any(thread.is_alive() for thread in threads)

@@ -13,6 +13,7 @@ from support.lock_broker import LockBroker
 from support.scripted_broker import ScriptedBroker, hold
 
 from portalmq import Admin, AsyncConsumer, AsyncProducer, Consumer, IllegalGeneration, Lock, Producer, Unavailable
+from portalmq.network.forking import reset_in_children
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 
@@ -199,3 +200,24 @@ def test_asynchronous_clients_run_in_an_event_loop_of_the_child() -> None:
             await consumer.close()
 
         asyncio.run(parent())
+
+
+def test_an_object_that_cannot_be_reset_does_not_keep_the_others_from_it(caplog: pytest.LogCaptureFixture) -> None:
+    class Reset:
+        def __init__(self) -> None:
+            self.fails = self.is_reset = False
+            reset_in_children(self)
+
+        def _reset_in_child(self) -> None:
+            self.is_reset = True
+            if self.fails:
+                raise OSError("closed")
+
+    three = [Reset() for _ in range(3)]
+
+    def child() -> list[bool]:
+        return [each.is_reset for each in three] + ["a Reset could not be reset" in caplog.text]
+
+    for each in three:
+        each.fails = True
+    assert in_child(child) == [True] * 4

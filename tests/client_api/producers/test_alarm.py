@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 
 from portalmq.producers.alarm import Alarm, PlainAlarm, new_alarm
+
+needs_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it needs Linux")
 
 
 @pytest.fixture(params=[Alarm, PlainAlarm])
@@ -30,7 +34,7 @@ class Waiter:
     def __init__(self, alarm: Alarm | PlainAlarm) -> None:
         self.rang_at = math.inf
         self._alarm = alarm
-        self._thread = threading.Thread(target=self._run)
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
@@ -76,9 +80,41 @@ def test_it_can_be_closed_twice(alarm: Alarm | PlainAlarm) -> None:
 
 
 def test_without_a_timer_of_the_kernel_the_plain_one_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(ctypes, "PyDLL", lambda name: object())
-        assert isinstance(new_alarm(), PlainAlarm)
-    with monkeypatch.context() as patch:
-        patch.delattr(os, "eventfd", raising=False)
-        assert isinstance(new_alarm(), PlainAlarm)
+    unraisable: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+
+    def is_plain(change: Callable[[pytest.MonkeyPatch], object]) -> bool:
+        with monkeypatch.context() as patch:
+            change(patch)
+            return isinstance(new_alarm(), PlainAlarm)
+
+    greenlets = SimpleNamespace(is_module_patched=lambda name: name == "threading")
+    assert is_plain(lambda patch: patch.setattr(sys, "platform", "darwin"))
+    assert is_plain(lambda patch: patch.setattr(sys, "maxsize", 2**31 - 1))
+    assert is_plain(lambda patch: patch.setattr(ctypes, "PyDLL", lambda name: object()))
+    assert is_plain(lambda patch: patch.setitem(sys.modules, "ctypes", None))
+    assert is_plain(lambda patch: patch.delattr(os, "eventfd", raising=False))
+    assert is_plain(lambda patch: patch.setitem(sys.modules, "gevent.monkey", greenlets))
+    gc.collect()
+    assert not unraisable, "none fails when it is collected"
+
+
+@needs_linux
+def test_one_whose_descriptors_were_closed_raises_and_can_be_closed() -> None:
+    alarm = Alarm()
+    for each in (alarm._timer, alarm._event):
+        os.close(each)
+    for use in (lambda: alarm.set(1.0), alarm.ring, alarm.wait):
+        with pytest.raises(OSError):
+            use()
+    alarm.close()
+
+
+@needs_linux
+def test_one_that_is_not_closed_is_closed_when_it_is_collected() -> None:
+    alarm = Alarm()
+    descriptors = alarm._timer, alarm._event
+    del alarm
+    for each in descriptors:
+        with pytest.raises(OSError):
+            os.fstat(each)

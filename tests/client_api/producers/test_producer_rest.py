@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 
 import pytest
 from support.cluster import wait_until
+from support.forked import in_child
 from support.scripted_broker import ScriptedBroker
 
 from portalmq import Producer
 from portalmq.producers.alarm import Alarm, PlainAlarm
+from portalmq.producers.senders import SENDERS_MAX, SenderThreads
 
+needs_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it needs Linux")
 ALARMS = [pytest.param(alarm, id=alarm.__name__) for alarm in (Alarm, PlainAlarm)]
 
 
@@ -66,5 +71,71 @@ def test_a_closed_producer_leaves_no_threads(alarm: type[Alarm | PlainAlarm], mo
         producer = Producer(broker.url, linger_ms=0)
         for number in range(40):
             producer.send("t", b"", partition=number % 4)
+        senders = list(producer._senders.threads)
+        assert senders
         producer.close()
-        wait_until(lambda: not any(sender.is_alive() for sender in producer._senders.threads), "the senders have ended")
+        wait_until(lambda: not any(sender.is_alive() for sender in senders), "the senders have ended")
+        assert producer._senders.threads == []
+
+
+def descriptors(producer: Producer) -> list[str]:
+    alarm = producer._senders.alarm
+    assert isinstance(alarm, Alarm)
+    return [f"/proc/self/fd/{each}" for each in (alarm._timer, alarm._event)]
+
+
+@needs_linux
+def test_a_producer_has_descriptors_of_an_alarm_only_while_it_sends() -> None:
+    with ScriptedBroker() as broker:
+        producer = Producer(broker.url)
+        assert isinstance(producer._senders.alarm, PlainAlarm)
+        producer.send("t", b"").result(30)
+        mine = descriptors(producer)
+        assert all(map(os.path.exists, mine))
+
+        def child() -> list[bool]:
+            left = any(map(os.path.exists, mine))
+            producer.send("t", b"").result(30)
+            its = descriptors(producer)
+            had = all(map(os.path.exists, its))
+            producer.close()
+            return [left, had, any(map(os.path.exists, its))]
+
+        assert in_child(child) == [False, True, False]
+        producer.send("t", b"").result(30)
+        assert descriptors(producer) == mine
+        producer.close()
+        assert not any(map(os.path.exists, mine))
+
+
+@needs_linux
+@pytest.mark.parametrize("linger_ms", [0, 5])
+def test_a_producer_whose_alarm_was_closed_under_it_goes_on_without(linger_ms: float) -> None:
+    """As in a program that closes all descriptors when it becomes a daemon."""
+    with ScriptedBroker() as broker, Producer(broker.url, linger_ms=linger_ms) as producer:
+        producer.send("t", b"").result(30)
+        rest(producer)
+        alarm = producer._senders.alarm
+        assert isinstance(alarm, Alarm)
+        bell = os.dup(alarm._event)
+        with producer._lock:
+            for each in (alarm._timer, alarm._event):
+                os.close(each)
+            producer._awaited_at = None
+        for _ in range(3):
+            producer.send("t", b"")
+        broker.wait_for(lambda: len(broker.topics["t"][0]) == 4)
+        assert isinstance(producer._senders.alarm, PlainAlarm)
+        os.eventfd_write(bell, 1)
+        os.close(bell)
+        wait_until(lambda: producer._senders.resting == 1, "the thread that waited for the old one goes on, too")
+
+
+def test_a_sender_that_has_ended_is_replaced() -> None:
+    lock, ran = threading.Lock(), []
+    senders = SenderThreads(lock, lambda: ran.append(None))
+    for number in range(1, SENDERS_MAX + 2):
+        with lock:
+            senders.wake()
+        wait_until(lambda number=number: len(ran) == number and not senders.threads, "it has ended")  # type: ignore[misc]
+    senders.alarm.close()
