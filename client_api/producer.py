@@ -76,7 +76,8 @@ class Producer(Closeable):
         allow_advertised: bool | None = None,
     ) -> None:
         """`linger_ms`: how long a message waits for others, unless the batch reaches `batch_messages` or `batch_bytes`
-        first. While a partition has a request in flight, its next batch grows up to `batch_bytes`.
+        first, or a thread waits for it. After a message that a thread waited for, it is 2 ms at least. While a
+        partition has a request in flight, its next batch grows up to `batch_bytes`.
         `compression="zstd"`: the values of a batch are sent, replicated and stored compressed where that saves a tenth;
         every consumer gets them plain.
         `delivery_timeout_s`: how long a message is retried before its future fails. `max_block_s`: how long `send()`
@@ -145,7 +146,7 @@ class Producer(Closeable):
         self._open: dict[Lane, None] = {}
         self._ready: deque[Lane] = deque()
         self._paused: list[Lane] = []
-        self._unsettled: set[ProducerBatch] = set()
+        self._unsettled: dict[ProducerBatch, None] = {}
         self._buffered_messages = 0
         self._buffered_bytes = 0
         self._senders = SenderThreads(self._lock, self._run_sender)
@@ -259,7 +260,7 @@ class Producer(Closeable):
         batch = ProducerBatch(lane, now, due, now + self._delivery_timeout_s, self._hurry)
         lane.open = batch
         self._open[lane] = None
-        self._unsettled.add(batch)
+        self._unsettled[batch] = None
         if not lane.scheduled:
             self._senders.wake(due if linger_s else 0.0)
         return batch
@@ -282,10 +283,10 @@ class Producer(Closeable):
             self._senders.wake()
 
     def _close_batch(self, lane: Lane, batch: ProducerBatch) -> None:
+        self._topics[lane.topic].move_on_from(lane)
         batch.seal()
         lane.open = None
         del self._open[lane]
-        self._topics[lane.topic].move_on_from(lane)
 
     def _wait_for_room(self) -> None:
         deadline = time.monotonic() + self._max_block_s
@@ -373,28 +374,30 @@ class Producer(Closeable):
         lane = batch.lane
         # A request that the timeout or a signal handler's exception cuts off must be repeated.
         may_help = self._idempotent and (timeout is None or timeout >= SEND_SELF_TIMEOUT_S_MIN)
-        with self._lock:
-            if batch.settled or lane.open is not batch:
-                return timeout
-            batch.urgent = True
-            if lane.scheduled:
-                return timeout
-            if not may_help:
-                self._seal(lane, batch)
-                return timeout
-            self._close_batch(lane, batch)
-            lane.scheduled = True
-            is_rapid = self._awaited_at is not None and batch.born < self._awaited_at + RAPID_S
-            if not is_rapid and not self._open and not self._paused:
-                self._senders.unset(batch.due)
-            self._awaited_at = batch.born
         started = time.monotonic()
+        has_lane = False
         try:
+            with self._lock:
+                if batch.settled or lane.open is not batch:
+                    return timeout
+                batch.urgent = True
+                if lane.scheduled:
+                    return timeout
+                if not may_help:
+                    self._seal(lane, batch)
+                    return timeout
+                is_rapid = self._awaited_at is not None and batch.born < self._awaited_at + RAPID_S
+                if not is_rapid and len(self._open) == 1 and not self._paused:
+                    self._senders.unset(batch.due)
+                self._awaited_at = batch.born
+                self._close_batch(lane, batch)
+                lane.scheduled = has_lane = True
             self._release(lane, batch, self._batch_sender.send_batch(lane, batch, timeout))
         except BaseException:
             # A signal handler of the caller has raised it, probably: a sender goes on with the batch.
-            batch.unknown = batch.unknown or batch.body is not None
-            self._release(lane, batch, 0.0)
+            if has_lane:
+                batch.unknown = batch.unknown or batch.body is not None
+                self._release(lane, batch, 0.0)
             raise
         return None if timeout is None else max(0.0, timeout - (time.monotonic() - started))
 
@@ -411,11 +414,12 @@ class Producer(Closeable):
                 self._paused.append(lane)
                 self._senders.wake()
                 return
-            self._unsettled.discard(batch)
+            if self._flushing:
+                self._room.notify_all()  # they look when this thread releases the lock
+            # From here until the lane is free there is no call: no signal handler's exception comes between.
             self._buffered_messages -= batch.count
             self._buffered_bytes -= batch.size
-            if self._flushing:
-                self._room.notify_all()
+            del self._unsettled[batch]
             if lane.queue:
                 self._ready.append(lane)
                 self._senders.wake()
@@ -446,10 +450,10 @@ class Producer(Closeable):
             self._hurry(alone, timeout)  # one batch needs no other thread
         with self._lock:
             self._flushing += 1
-            if mine & self._unsettled:
+            if mine & self._unsettled.keys():
                 self._senders.wake()
             try:
-                while mine := mine & self._unsettled:
+                while mine := mine & self._unsettled.keys():
                     left = None if deadline is None else deadline - time.monotonic()
                     if left is not None and left <= 0:
                         raise TimeoutError(f"{sum(len(batch.messages) for batch in mine)} messages are still unsent")

@@ -94,9 +94,10 @@ class BatchSender:
                     return pause_s
             else:
                 start, end = batch.ranges[-1]
-                batch.finish_range(produced)
-                lane.next_sequence += end - start
+                # Not a sum of its own: after a signal handler's exception the range is sent, and counted, again.
+                lane.next_sequence = batch.sequence + end - start
                 lane.backoff = None
+                batch.finish_range(produced)
         return None
 
     def fail_batch(self, lane: Lane, batch: ProducerBatch, fault: BaseException) -> None:
@@ -132,8 +133,9 @@ class BatchSender:
         start, end = batch.ranges[-1]
         messages = batch.messages if end - start == batch.count else batch.messages[start:end]
         stamp = None
+        batch.sequence = lane.next_sequence
         if lane.identity is not None:
-            stamp = wire.ProducerStamp(lane.identity.id, lane.identity.epoch, lane.next_sequence)
+            stamp = wire.ProducerStamp(lane.identity.id, lane.identity.epoch, batch.sequence)
         packed = with_compressed_values(messages) if self._compresses and not batch.is_plain else None
         batch.is_compressed = packed is not None
         if packed is None:

@@ -102,7 +102,8 @@ class ProducerBatch:
 
     `ranges` is a stack of index ranges to send: at first the whole batch, later halves if a broker refused a message
     (so that one bad message does not fail the others). `unknown` is true if a try of the topmost range ended with an
-    unknown outcome; `failure` is the error of the last try. Each outcome is (start, end, position or error).
+    unknown outcome; `failure` is the error of the last try. `body` is the request of that range, and `sequence` the
+    number that it is stamped with. Each outcome is (start, end, position or error).
     `is_compressed` says that the last body has compressed values, `is_plain` that no more shall have.
     """
 
@@ -124,6 +125,7 @@ class ProducerBatch:
         self.urgent = False
         self.ranges: list[tuple[int, int]] = []
         self.body: bytes | None = None
+        self.sequence = 0
         self.is_compressed = False
         self.is_plain = False
         self.failure: PortalMQError | None = None
@@ -142,13 +144,14 @@ class ProducerBatch:
         self.ranges = [(0, self.count)]
 
     def finish_range(self, outcome: wire.ProducedRange | PortalMQError) -> None:
-        """Record the outcome of the topmost range."""
-        start, end = self.ranges.pop()
+        """Record the outcome of the topmost range. It may be called again if a signal handler's exception ends it."""
+        start, end = self.ranges[-1]
         if isinstance(outcome, PortalMQError):
             # Its traceback refers to the frames of the sender, which refer to this batch: a cycle.
             outcome = outcome.with_traceback(None)
         self._outcomes.append((start, end, outcome))
-        self.body, self.unknown = None, False
+        # Signal handlers run at calls and loops, so not between these.
+        self.ranges, self.body, self.unknown = self.ranges[:-1], None, False
 
     def split_range(self) -> None:
         """Split the topmost range in two halves, the first one on top."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import sys
 import threading
 import time
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -87,3 +91,50 @@ def test_a_flush_that_is_interrupted_leaves_its_batch_to_a_sender() -> None:
         (first, *mine), (second, *its) = stamps
         assert (first, second) == (threading.current_thread().name, "portalmq-sender")
         assert mine == its
+
+
+class _Interrupts:
+    """Raises Interrupted in this thread at the `nth` place in the producer's code where a signal handler may run, after
+    a batch was about to be sent. CPython runs handlers when a function begins, and after calls of built-in ones."""
+
+    def __init__(self, nth: int) -> None:
+        self.left = nth
+        self._begun = False
+
+    def __enter__(self) -> None:
+        sys.setprofile(self._at)
+
+    def __exit__(self, *fault: object) -> None:
+        sys.setprofile(None)
+
+    def _at(self, frame: FrameType, event: str, argument: object) -> None:
+        code = frame.f_code
+        if event not in ("call", "c_return") or not code.co_filename.endswith(SENDING_FILES):
+            return
+        self._begun = self._begun or code.co_name == "_hurry"
+        if self._begun and code.co_name != "__del__":
+            self.left -= 1
+            if self.left == 0:
+                sys.setprofile(None)
+                raise Interrupted
+
+
+SENDING_FILES = ("producer.py", "batch_sender.py", "batching.py", "senders.py", "partitions.py")
+
+
+def test_a_flush_that_is_interrupted_anywhere_neither_loses_nor_repeats_a_message() -> None:
+    for nth in itertools.count(1):
+        interrupts = _Interrupts(nth)
+        with ScriptedBroker() as broker, Producer(broker.url, linger_ms=3_600_000) as producer:
+            producer.send("t", b"first").result(60)
+            future = producer.send("t", b"interrupted")
+            with contextlib.suppress(Interrupted), interrupts:
+                producer.flush()
+            producer.send("t", b"last")
+            producer.flush(60)
+            assert future.result(60).offset == 1, f"interrupted at place {nth}"
+            assert broker.values("t") == [b"first", b"interrupted", b"last"], f"interrupted at place {nth}"
+            assert producer._buffered_messages == producer._buffered_bytes == 0
+        if interrupts.left > 0:
+            break
+    assert nth > 20, "some places were found"
