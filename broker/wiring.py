@@ -271,7 +271,11 @@ class Wiring:
         self.overview = Overview(self.cluster_id, self.topics, self.metadata_cache, self.leaders, self.mirror)
         self.registry = Registry(plane)
         self.locks = Locks(plane, lambda: self.mirror.brokers, me, self.clock)
-        self.maintenance = Maintenance(self.topics, self.compactor, self._draining, self, sweep=self.groups.sweep)
+        self.maintenance = Maintenance(self.topics, self.compactor, self._draining, self, sweep=self._sweep)
+
+    def _sweep(self) -> None:
+        self.receive_handler.sweep()
+        self.groups.sweep()
 
     # --- what partitions need of their host ---------------------------------------------------------------------------
 

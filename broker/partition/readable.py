@@ -19,6 +19,8 @@ from portalmq.broker.partition.host import PartitionHost
 from portalmq.broker.partition.reader import Reader
 from portalmq.broker.partition.refusals import leadership_changing, not_serving_yet
 from portalmq.broker.partition.uncommitted import Uncommitted
+from portalmq.broker.partition.writer import Pending
+from portalmq.broker.storage.batch import Batch, BatchKind
 from portalmq.broker.storage.log import Log
 from portalmq.errors import OffsetOutOfRange, Unavailable
 
@@ -97,14 +99,24 @@ class ReadablePartition:
     def wait_committed(self, offset: int) -> None:
         """Return once `offset` is below the high watermark. Raises NotLeader when the leadership ends first."""
         if offset >= self.replica.high_watermark:
-            self.uncommitted.wait_below(offset + 1)
+            self.uncommitted.below(offset + 1).wait()
 
     def wait_settled(self, offset: int) -> None:
         """Like wait_committed, for records that take messages from consumers: also wait until no earlier leader can
         hand those messages out."""
-        self.wait_committed(offset)
-        if not self.replica.may_settle(self.host.clock.now_ms()):
-            self.uncommitted.wait_settled()
+        self.settled(offset).wait()
+
+    def settled(self, offset: int) -> Pending:
+        """Return what wait_settled waits for. Its outcome is that of what is in the log now: later, another record may
+        have this offset."""
+        if offset >= self.replica.high_watermark:
+            return self.uncommitted.below(offset + 1, BatchKind.ACK)
+        pending = Pending(Batch(offset, 1, 0, BatchKind.ACK, 0, 0))
+        if self.replica.may_settle(self.host.clock.now_ms()):
+            pending.finish()
+        else:
+            self.uncommitted.unsettled.append(pending)
+        return pending
 
     def wait_vouched(self, *, patient: bool = True) -> None:
         """Return when messages may be handed out. Raises Unavailable when that takes too long; if not `patient`, at

@@ -60,17 +60,11 @@ class Uncommitted:
         """Let a call wait for what another call has appended, up to `end`."""
         self._repeats.append((end, pending))
 
-    def wait_below(self, end: int) -> None:
-        """Return once everything below `end` is committed. Raises as a batch's own waiter does."""
-        pending = Pending(Batch(end - 1, 1, 0, BatchKind.MESSAGES, 0, 0))
+    def below(self, end: int, kind: BatchKind = BatchKind.MESSAGES) -> Pending:
+        """Return what is answered when everything below `end` is committed, as a record of this kind would be."""
+        pending = Pending(Batch(end - 1, 1, 0, kind, 0, 0))
         self.add_repeat(end, pending)
-        pending.wait()
-
-    def wait_settled(self) -> None:
-        """Return once committed records may be answered. Raises NotLeader when the leadership ends first."""
-        pending = Pending(Batch(0, 1, 0, BatchKind.ACK, 0, 0))
-        self.unsettled.append(pending)
-        pending.wait()
+        return pending
 
     def settle(self) -> None:
         """Answer what waits for earlier leaders: none of them hands anything out any more."""
@@ -85,18 +79,21 @@ class Uncommitted:
         while self._pending and self._pending[0].batch.end_offset <= high_watermark:
             pending = self._pending.popleft()
             self.bytes -= pending.size_bytes
-            if settles or pending.batch.kind not in SETTLEMENT_KINDS:
-                pending.finish()
-            else:
-                self.unsettled.append(pending)
+            self._committed(pending, settles=settles)
         if self._repeats:
             repeats, self._repeats = self._repeats, []
             for end, repeat in repeats:
                 if end <= high_watermark:
-                    repeat.finish()
+                    self._committed(repeat, settles=settles)
                 else:
                     self._repeats.append((end, repeat))
         return readable_end
+
+    def _committed(self, pending: Pending, *, settles: bool) -> None:
+        if settles or pending.batch.kind not in SETTLEMENT_KINDS:
+            pending.finish()
+        else:
+            self.unsettled.append(pending)
 
     def first_message_ms(self) -> int | None:
         """Return when the oldest uncommitted messages were appended; None when all are committed."""

@@ -156,11 +156,12 @@ class GroupPartition(GroupReceiver):
 
     def _wait_for_appended(self) -> Callable[[], None]:
         """Return a function that waits for all appended records: one of them may be the ack of a finished message."""
-        last = self.partition.replica.next_offset - 1
+        settled = self.partition.settled(self.partition.replica.next_offset - 1)
 
         def wait() -> None:
-            self.partition.hurry()
-            self.partition.wait_settled(last)
+            if not settled.done.is_set():
+                self.partition.hurry()
+            settled.wait()
 
         return wait
 

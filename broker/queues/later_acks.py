@@ -5,28 +5,29 @@
     receive, acks 3 --> answer: 1 is acked, 3 later
 
 So a consumer waits for no fsync, and is told of each ack once that is durable. One that it is not told of (it asks
-another broker, or this one restarts) is sent again by the consumer: acking twice does no harm.
+another broker, or this one restarts or forgets it) is sent again by the consumer: acking twice does no harm. No answer
+waits for acks of an earlier receive: their partition may be one that cannot commit.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from portalmq.broker.queues.settle import BegunAcks, Verdict
-from portalmq.errors import PortalMQError
 
-# Receives of a consumer whose acks may be untold, and their acks; above half as many they are not put off.
+# Receives of a consumer whose acks may be untold, and their acks; above half as many they do not gather.
 RECEIVES_MAX = 16
 ACKS_MAX = 2_000
-# Consumers that have untold acks; those that do not return are forgotten after some time.
+# Consumers that have untold acks, and the acks of all of them; those that do not return are forgotten after some time.
 CONSUMERS_MAX = 2_000
+ALL_ACKS_MAX = 100_000
 KEPT_S = 10.0
 
 
 class PendingAck(NamedTuple):
-    """The acks of one receive, which are appended."""
+    """The acks of one receive."""
 
     attempt_id: str
     receipts: list[str]
@@ -44,49 +45,75 @@ class Acked(NamedTuple):
 
 
 class LaterAcks:
-    """The acks by consumer (the group's id, and a name) that are not told yet. Forgetting some does no harm."""
+    """The acks by consumer (the group's id, and a name) that are not told yet, the consumer that asked last at the end.
+    Forgetting some does no harm."""
 
     def __init__(self) -> None:
-        self._untold: OrderedDict[tuple[str, str], deque[PendingAck]] = OrderedDict()
+        self._untold: OrderedDict[tuple[str, str], list[PendingAck]] = OrderedDict()
+        self._size = 0
 
     def later(self, consumer: tuple[str, str], pending: PendingAck) -> Acked:
-        """Leave these acks to a later receive, and tell of earlier ones."""
-        untold = self._untold.get(consumer)
-        if untold is None:
-            untold = self._untold[consumer] = deque()
-        untold.append(pending)
-        self._untold.move_to_end(consumer)
-        oldest = next(iter(self._untold.values()))
-        if len(self._untold) > CONSUMERS_MAX or oldest[-1].at_s < pending.at_s - KEPT_S:
-            self._untold.popitem(last=False)
+        """Leave these acks to a later receive, unless some were refused or there are too many: then wait for them. Tell
+        of earlier ones that are committed."""
         acked = Acked(None, [], [])
-        acks = sum([len(each.receipts) for each in untold])
-        while len(untold) > 1 and (len(untold) > RECEIVES_MAX or acks > ACKS_MAX or untold[0].begun.is_committed()):
-            told = untold.popleft()
-            acks -= len(told.receipts)
-            _tell(told, acked)
-        if len(untold) > RECEIVES_MAX // 2 or acks > ACKS_MAX // 2:
+        self.tell(consumer, acked)
+        untold = [earlier for earlier in self._untold.get(consumer, ()) if earlier.at_s >= pending.at_s - KEPT_S]
+        acks = len(pending.receipts) + _size_of(untold)
+        if not pending.begun.is_appended or len(untold) >= RECEIVES_MAX or acks > ACKS_MAX:
+            return self._now(consumer, pending, acked)
+        self._keep(consumer, [*untold, pending])
+        self._untold.move_to_end(consumer)
+        while (
+            len(self._untold) > CONSUMERS_MAX
+            or self._size > ALL_ACKS_MAX
+            or next(iter(self._untold.values()))[-1].at_s < pending.at_s - KEPT_S
+        ):
+            self._keep(next(iter(self._untold)), [])
+        if len(untold) >= RECEIVES_MAX // 2 or acks > ACKS_MAX // 2:
             pending.begun.hurry()
         return acked
 
     def now(self, consumer: tuple[str, str], pending: PendingAck) -> Acked:
-        """Wait for these acks and all earlier ones."""
-        verdicts = pending.begun.finish()
-        acked = Acked(verdicts, [], [])
-        untold = self._untold.pop(consumer, None)
-        while untold:  # another receive of this consumer may tell of some meanwhile
-            _tell(untold.popleft(), acked)
+        """Wait for these acks, and tell of earlier ones that are committed by then."""
+        return self._now(consumer, pending, Acked(None, [], []))
+
+    def _now(self, consumer: tuple[str, str], pending: PendingAck, acked: Acked) -> Acked:
+        for earlier in self._untold.get(consumer, ()):
+            earlier.begun.hurry()
+        acked = acked._replace(verdicts=pending.begun.finish())
+        self.tell(consumer, acked)
         return acked
+
+    def tell(self, consumer: tuple[str, str], acked: Acked) -> None:
+        """Add the earlier acks of this consumer that are committed by now."""
+        committed: list[PendingAck] = []
+        left: list[PendingAck] = []
+        for earlier in self._untold.get(consumer, ()):
+            (committed if earlier.begun.is_committed() else left).append(earlier)
+        self._keep(consumer, left)
+        for earlier in committed:
+            _tell(earlier, acked)
+
+    def sweep(self, now_s: float) -> None:
+        """Forget old acks: their consumer has sent them again, or does not return."""
+        for consumer, untold in tuple(self._untold.items()):
+            self._keep(consumer, [each for each in untold if each.at_s >= now_s - KEPT_S])
+
+    def _keep(self, consumer: tuple[str, str], untold: list[PendingAck]) -> None:
+        self._size += _size_of(untold) - _size_of(self._untold.get(consumer, []))
+        if untold:
+            self._untold[consumer] = untold
+        else:
+            self._untold.pop(consumer, None)
+
+
+def _size_of(untold: Sequence[PendingAck]) -> int:
+    return sum([len(each.receipts) for each in untold])
 
 
 def _tell(pending: PendingAck, acked: Acked) -> None:
-    try:
-        verdicts = pending.begun.finish()
-    except PortalMQError:
-        return
+    verdicts = pending.begun.finish()
     if verdicts.count(True) < len(verdicts):
-        if any(isinstance(verdict, PortalMQError) for verdict in verdicts):
-            return
         acked.stale.extend(stale_of(pending.receipts, verdicts))
     acked.attempts.append(pending.attempt_id)
 

@@ -123,7 +123,8 @@ class ReceiveHandler:
             self._check_leads_some(topics)
         self._begin(group, topics, forward)
         # By key, the end of a message lets others be delivered: that is not put off.
-        is_soft = may_ack_later and request.attempt_id is not None and group.config.ordering != "key"
+        is_named = bool(request.attempt_id and request.consumer)
+        is_soft = may_ack_later and is_named and group.config.ordering != "key"
         begun = self._settlement.begin_acks(name, request.ack, forward=forward, is_soft=is_soft)
         plan = partial(self._plan, group, [topic.name for topic in topics], forward)
         messages: list[LeasedMessage] = []
@@ -142,7 +143,12 @@ class ReceiveHandler:
                 messages = receive(plan, request.topics, options, request.wait_ms / 1000, peer, self._groups.long_polls)
             except (Backpressure, NotLeader, Unavailable):
                 messages = []
+            self._later_acks.tell(consumer, acked)
         return messages, acked
+
+    def sweep(self) -> None:
+        """Forget acks that no receive has asked about for some time."""
+        self._later_acks.sweep(time.monotonic())
 
     def _prepare(
         self, name: str, request: wire.ReceiveRequest, is_first: bool, portion: Portion | None

@@ -17,6 +17,7 @@ from portalmq.broker.cluster.rpc import Outcomes, TopicPartition, raise_if_all_f
 from portalmq.broker.cluster.rpc.queues import SETTLE, Settle, SettleShare, Verb
 from portalmq.broker.core.queue.receipts import Lease, head_of, offsets_of, tag_of
 from portalmq.broker.partition.partition import Partition
+from portalmq.broker.partition.writer import Pending
 from portalmq.broker.partition.yielding import give_way, in_short_turns
 from portalmq.broker.queues.group_partition import GroupPartition, ReceiptSpan
 from portalmq.broker.queues.groups import Groups
@@ -48,9 +49,12 @@ ACK = SettleRequest("ack")
 
 
 class BegunAcks(NamedTuple):
-    """Acks that are appended. `is_committed` tells whether `finish`, which returns the verdicts, may have to wait;
-    `hurry` lets soft ones go to the disk now."""
+    """Acks that are appended, unless not `is_appended`: then `finish` tries those again that were refused.
 
+    `finish` returns the verdicts, and does not wait when soft ones are committed; `hurry` lets these go to the disk
+    now."""
+
+    is_appended: bool
     is_committed: Callable[[], bool]
     hurry: Callable[[], None]
     finish: Callable[[], list[Verdict]]
@@ -66,8 +70,8 @@ class _SettleWork:
     groups: Groups
     is_soft: bool = False
     begun: dict[TopicPartition, tuple[list[bool], Callable[[], None]]] = field(default_factory=dict)
-    # The ends of the logs with the soft records.
-    ends: list[tuple[Partition, int]] = field(default_factory=list)
+    # What is answered when the logs are committed up to the soft records.
+    soft: list[tuple[Partition, Pending]] = field(default_factory=list)
 
     def begin(self, places: Sequence[TopicPartition]) -> Outcomes[list[bool]]:
         """Append the records of these partitions without a wait; return the refusals."""
@@ -81,10 +85,10 @@ class _SettleWork:
         return refused
 
     def is_committed(self) -> bool:
-        return all(partition.replica.high_watermark >= end for partition, end in self.ends)
+        return all(pending.done.is_set() and pending.error is None for _, pending in self.soft)
 
     def hurry(self) -> None:
-        for partition, _ in self.ends:
+        for partition, _ in self.soft:
             partition.hurry()
 
     def finish(self) -> Outcomes[list[bool]]:
@@ -127,7 +131,7 @@ class _SettleWork:
                 raise _doubtful(error) if waits else error from None
             waits.append(wait)
             if self.is_soft:
-                self.ends.append((at.partition, at.partition.replica.next_offset))
+                self.soft.append((at.partition, at.partition.settled(at.partition.replica.next_offset - 1)))
             for index in refused:
                 verdicts[index] = False
 
@@ -219,11 +223,12 @@ class Settlement:
                 work.hurry()
             done = outcomes | refused | work.finish()
             again = [place for place in here if isinstance(done[place], PortalMQError)]
-            if again:  # no longer led here
+            if again:  # no longer led here, or refused
+                work.is_soft = False
                 done |= self._run(work, again, forward=forward, repeatable=True)
             return _verdicts(work, done, len(receipts))
 
-        return BegunAcks(work.is_committed, work.hurry, finish)
+        return BegunAcks(not refused, lambda: not refused and work.is_committed(), work.hurry, finish)
 
     def _run(
         self, work: _SettleWork, places: Sequence[TopicPartition], *, forward: bool, repeatable: bool

@@ -15,6 +15,7 @@ from support.outputs import commit, outputs, partition_of, receive, send
 from portalmq.broker.cluster.rpc.queues import MemberOffset
 from portalmq.broker.core.queue.records import Claim
 from portalmq.broker.core.replica.replica import PartitionReplica
+from portalmq.broker.partition.writer import Pending
 from portalmq.broker.storage.errors import DiskFull
 from portalmq.errors import StorageFull
 
@@ -27,7 +28,7 @@ def test_a_write_that_the_disk_refuses_refuses_no_commit(
     with running(tmp_path) as fixture:
         send(fixture, "a", "b", "c")
         partition, go = partition_of(fixture), threading.Event()
-        real, real_wait = partition.log.append, partition.uncommitted.wait_below
+        real, real_below = partition.log.append, partition.uncommitted.below
         if mode == "queue":
             messages = receive(fixture)
 
@@ -56,15 +57,15 @@ def test_a_write_that_the_disk_refuses_refuses_no_commit(
         else:
             wait = partition.append_group_record("s", Claim("n", 4, 0, 1)).done.wait
 
-        def wait_below(end: int) -> None:
+        def below(*end_and_kind: Any) -> Pending:
             go.set()
-            real_wait(end)
+            return real_below(*end_and_kind)
 
         def let_it_be_refused(seconds: float) -> None:
             go.set()
             wait()
 
-        monkeypatch.setattr(partition.uncommitted, "wait_below", wait_below)
+        monkeypatch.setattr(partition.uncommitted, "below", below)
         monkeypatch.setattr(PartitionReplica, "led_at", lambda replica, then_ms: partition.log.append == real)
         monkeypatch.setattr("portalmq.broker.partition.readable.gevent", SimpleNamespace(sleep=let_it_be_refused))
         with pytest.raises(StorageFull) as told:
