@@ -10,6 +10,7 @@ from support.disk_paces import SlowDisk
 
 from portalmq.broker.broker import Broker
 from portalmq.broker.messages.metrics import Metrics
+from portalmq.broker.partition.disk_pace import DiskPace
 from portalmq.broker.partition.yielding import give_way
 from portalmq.broker.server.config import BrokerConfig
 from portalmq.broker.storage.batch import Record
@@ -77,7 +78,7 @@ class FakePeer:
 class Fixture:
     """A broker with its clock, disk and faults."""
 
-    def __init__(self, data_dir: Path, clock: HandClock, incarnation: int) -> None:
+    def __init__(self, data_dir: Path, clock: HandClock, incarnation: int, disk_pace: DiskPace) -> None:
         self.clock = clock
         self.disk = FakeDisk()
         self.faults: list[BaseException] = []
@@ -93,7 +94,7 @@ class Fixture:
             on_fatal=self.faults.append,
             clock=clock,  # type: ignore[arg-type]
         )
-        self.broker.disk_pace = SlowDisk()
+        self.broker.disk_pace = disk_pace
         self.broker.start()
 
     def close(self) -> None:
@@ -105,9 +106,11 @@ _incarnations = iter(range(1, 1_000_000))
 
 
 @contextmanager
-def running(data_dir: Path, clock: HandClock | None = None) -> Iterator[Fixture]:
+def running(
+    data_dir: Path, clock: HandClock | None = None, disk_pace: Callable[[], DiskPace] = SlowDisk
+) -> Iterator[Fixture]:
     """Yield a started broker on `data_dir`, closed at the end. Call it again on the same directory for a restart."""
-    fixture = Fixture(data_dir, clock or HandClock(), next(_incarnations))
+    fixture = Fixture(data_dir, clock or HandClock(), next(_incarnations), disk_pace())
     try:
         yield fixture
     finally:

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import gevent
 import pytest
+from support.disk_paces import FastDisk, SlowDisk
 from support.domain import HandClock, records, running
 
 from portalmq import wire
@@ -23,9 +24,9 @@ HOUR_MS = 3_600_000
 DAY_MS = 24 * HOUR_MS
 
 
-@pytest.fixture
-def fixture(tmp_path):
-    with running(tmp_path) as started:
+@pytest.fixture(params=[SlowDisk, FastDisk])
+def fixture(request, tmp_path):
+    with running(tmp_path, disk_pace=request.param) as started:
         started.broker.create_topic("t", wire.CreateTopic(partitions=1))
         yield started
 
