@@ -49,6 +49,8 @@ class Producer(Closeable):
 
     A message is appended exactly once, even after retries, unless `idempotent=False`. `acks` says when a message counts
     as sent: "all" (on disk on every in-sync replica), "leader" (on the leader's disk), "none" (not awaited, offset -1).
+    A thread that waits for a message sends it at once. The message after it may linger for 2 ms, even if `linger_ms` is
+    less, as it is probably waited for, too.
     The child of a fork sends as a producer of its own, and messages buffered before the fork stay the parent's. With a
     `producer_name` the child fences its parent when it sends.
     """
@@ -76,8 +78,7 @@ class Producer(Closeable):
         allow_advertised: bool | None = None,
     ) -> None:
         """`linger_ms`: how long a message waits for others, unless the batch reaches `batch_messages` or `batch_bytes`
-        first, or a thread waits for it. After a message that a thread waited for, it is 2 ms at least. While a
-        partition has a request in flight, its next batch grows up to `batch_bytes`.
+        first. While a partition has a request in flight, its next batch grows up to `batch_bytes`.
         `compression="zstd"`: the values of a batch are sent, replicated and stored compressed where that saves a tenth;
         every consumer gets them plain.
         `delivery_timeout_s`: how long a message is retried before its future fails. `max_block_s`: how long `send()`

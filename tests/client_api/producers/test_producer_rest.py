@@ -118,9 +118,10 @@ def test_a_producer_whose_alarm_was_closed_under_it_goes_on_without(linger_ms: f
         alarm = producer._senders.alarm
         assert isinstance(alarm, Alarm)
         bell = os.dup(alarm._event)
+        null = os.open(os.devnull, os.O_RDONLY)
         with producer._lock:
             for each in (alarm._timer, alarm._event):
-                os.close(each)
+                os.dup2(null, each)  # closed, and used again: by nobody who is disturbed
             producer._awaited_at = None
         for _ in range(3):
             producer.send("t", b"")
@@ -128,7 +129,24 @@ def test_a_producer_whose_alarm_was_closed_under_it_goes_on_without(linger_ms: f
         assert isinstance(producer._senders.alarm, PlainAlarm)
         os.eventfd_write(bell, 1)
         os.close(bell)
+        os.close(null)
         wait_until(lambda: producer._senders.resting == 1, "the thread that waited for the old one goes on, too")
+
+
+@pytest.mark.parametrize("fails", ["set", "wait"])
+def test_a_sender_whose_alarm_fails_rests_with_another(fails: str) -> None:
+    def fail(*arguments: float) -> None:
+        raise OSError("closed")
+
+    lock = threading.Lock()
+    senders = SenderThreads(lock, lambda: None)
+    setattr(senders.alarm, fails, fail)
+    failing = senders.alarm
+    with lock:
+        senders.rest(1_000.0)
+        assert lock.locked()
+        assert senders.alarm is not failing
+        assert not senders.keeps_time
 
 
 def test_a_sender_that_has_ended_is_replaced() -> None:
