@@ -23,14 +23,15 @@ TEST_PROCESSES ?= 4
 # Tests of one file stay together if possible, so that their shared processes start once.
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal
 
-.PHONY: help demo test unit prove standstill simulate mutants up bench bench-spark report lint types format clean
+.PHONY: help demo test unit prove chaos standstill simulate mutants up bench bench-spark report lint types format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo      sensors, controllers and a leader that is killed during the run, and Spark's report: a minute"
 	@echo "make test      the test suite"
 	@echo "make unit      its tests that start no broker, ZooKeeper or Spark: two minutes"
-	@echo "make prove     long runs: SEEDS=2000 of the simulator, mutants, Spark jobs and brokers killed under load"
+	@echo "make prove     long runs: SEEDS=2000 of the simulator, mutants, chaos, Spark jobs, brokers killed under load"
+	@echo "make chaos     three brokers under all kinds of faults and load, and a checker: SECONDS=120 SEED=1 ZOOKEEPERS=1"
 	@echo "make simulate  replication under every fault, over SEEDS=500 seeds; SEED=7 prints one run event by event"
 	@echo "make mutants   planted protocol bugs, each of which the simulator has to find"
 	@echo "make standstill  the test suite while its processes are stopped at random: TESTS=tests/cluster/test_locks.py"
@@ -52,7 +53,13 @@ unit: $(READY)
 prove: $(READY)
 	@$(MAKE) --no-print-directory simulate SEEDS=$(or $(SEEDS),2000)
 	@$(MAKE) --no-print-directory mutants
+	@$(MAKE) --no-print-directory chaos
 	$(BIN)/python -m pytest -m prove --durations 0 --junit-xml build/prove.xml
+
+# The seed decides the faults. The report is in build/chaos; a run that violates a rule keeps its histories and logs there.
+chaos: $(READY)
+	@cd tests && exec $(CURDIR)/$(BIN)/python -m chaos.run --seed $(or $(SEED),1) --seconds $(or $(SECONDS),120) \
+		--zookeepers $(or $(ZOOKEEPERS),1) $(if $(ONLY),--only "$(ONLY)") --out $(CURDIR)/build/chaos
 
 # Pauses processes at random, as a crowded machine does. PAUSES="--longest 2" makes the pauses longer.
 standstill: $(READY)
