@@ -139,7 +139,8 @@ class Producer(Closeable):
             delivery_timeout_s=self._delivery_timeout_s,
             compresses=self._compresses,
         )
-        self._lock = threading.Lock()
+        # It knows its owner: a wait that a signal handler's exception ends cannot release it for another thread.
+        self._lock = threading.RLock()
         self._room = threading.Condition(self._lock)
         self._topics = ProducerTopics(self._transport, self._acks, self._max_block_s)
         # Invariants, under the lock: a lane is in `_open` while lane.open is a batch; in `_ready`, in `_paused` or with

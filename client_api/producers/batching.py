@@ -161,14 +161,16 @@ class ProducerBatch:
         self.body = None
 
     def settle(self) -> None:
-        """Settle the futures, and run their callbacks in this thread."""
+        """Settle the futures, and run their callbacks in this thread. It may be called again if a signal handler's
+        exception ends it."""
         assert not self.ranges
         with self._lock:
             self.settled = True
             self.messages = []
-            watched, self._watched = self._watched, []
-        for future in watched:
-            _set_outcome(future, self.outcome(future._index))
+        for future in self._watched:  # from now on watch() adds none
+            if not Future.done(future):
+                _set_outcome(future, self.outcome(future._index))
+        self._watched = []
 
     def fail_in_child(self, why: PortalMQError) -> None:
         """Fail the futures in the child of a fork, where the batch is not sent; callbacks run in the parent alone."""

@@ -17,7 +17,7 @@ class SenderThreads:
     """Of the idle ones, one keeps the time, by an alarm; the others rest. The producer's `lock` is held by the caller
     of each method but `end`."""
 
-    def __init__(self, lock: threading.Lock, run: Callable[[], None]) -> None:
+    def __init__(self, lock: threading.RLock, run: Callable[[], None]) -> None:
         self.threads: list[threading.Thread] = []
         self.keeps_time = False
         self.resting = 0
@@ -37,8 +37,12 @@ class SenderThreads:
             if not self.threads:
                 self.alarm = new_alarm()
             thread = threading.Thread(target=self._run_thread, name="portalmq-sender", daemon=True)
-            thread.start()
             self.threads.append(thread)
+            try:
+                thread.start()
+            except RuntimeError:  # there are too many
+                self.threads.remove(thread)
+                raise
 
     def _run_thread(self) -> None:
         try:

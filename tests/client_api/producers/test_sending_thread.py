@@ -128,11 +128,14 @@ def test_a_flush_that_is_interrupted_anywhere_neither_loses_nor_repeats_a_messag
         with ScriptedBroker() as broker, Producer(broker.url, linger_ms=3_600_000) as producer:
             producer.send("t", b"first").result(60)
             future = producer.send("t", b"interrupted")
+            heard: list[Any] = []
+            future.add_done_callback(heard.append)
             with contextlib.suppress(Interrupted), interrupts:
                 producer.flush()
             producer.send("t", b"last")
             producer.flush(60)
             assert future.result(60).offset == 1, f"interrupted at place {nth}"
+            assert heard == [future]
             assert broker.values("t") == [b"first", b"interrupted", b"last"], f"interrupted at place {nth}"
             assert producer._buffered_messages == producer._buffered_bytes == 0
         if interrupts.left > 0:
