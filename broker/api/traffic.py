@@ -18,6 +18,7 @@ from portalmq.broker.api.http_request import HttpRequest
 from portalmq.broker.api.incoming import decode_messages
 from portalmq.broker.api.query import Query
 from portalmq.broker.api.request_context import RequestContext, ResponseParts, accepts_packed, encoded, may_forward
+from portalmq.broker.partition.long_poll import Leaderships
 from portalmq.broker.queues.later_acks import Acked, stale_of
 from portalmq.broker.queues.settle import SettleRequest, Verdict
 from portalmq.errors import InvalidRequest, PortalMQError, StaleReceipt, Unavailable
@@ -117,6 +118,7 @@ def receive(context: RequestContext, request: HttpRequest, group: str) -> Respon
         "forward": may_forward(request),
         "is_first": request.headers.get("portalmq-first-try") == "1",
         "portion": portion,
+        "leaderships": (leaderships := Leaderships()),
     }
     packed = accepts_packed(request)
     try:
@@ -132,6 +134,8 @@ def receive(context: RequestContext, request: HttpRequest, group: str) -> Respon
             else:
                 delivered = context.broker.receive_handler.receive(group, wanted, peer_of(request), **how)
         body = outgoing.encode_received(delivered, acked, packed=packed)
+        if not packed:  # other greenlets may have run meanwhile
+            leaderships.check()
         context.answers.note(request, len(body))
     finally:
         portion.end()

@@ -19,7 +19,7 @@ from gevent.event import Event
 from portalmq.broker.partition.answer_size import ANSWER_BYTES_MAX, sizes_of
 from portalmq.broker.partition.yielding import in_short_turns
 from portalmq.broker.storage.batch import Record
-from portalmq.errors import Backpressure, PortalMQError
+from portalmq.errors import Backpressure, PortalMQError, Unavailable
 
 
 class Peer(Protocol):
@@ -59,9 +59,26 @@ class Portion(Protocol):
         ...
 
 
+class Leaderships:
+    """The leaderships of this broker under which the messages of one answer were taken."""
+
+    def __init__(self) -> None:
+        self._held: list[Callable[[], bool]] = []
+
+    def note(self, source: Source) -> None:
+        self._held.append(source.leadership())
+
+    def check(self) -> None:
+        """Raise Unavailable, with an unknown outcome, unless all of them hold: after a pause of this process another
+        broker may have delivered the messages, or acked them. A repeat of the attempt gets those that are left."""
+        if not all(holds() for holds in self._held):
+            raise Unavailable("the leadership may have moved meanwhile", outcome="unknown", retry_after_s=0.1)
+
+
 class ReceiveOptions(NamedTuple):
     """`is_first`: the client says that the attempt id is new. `max_bytes`: take no more messages once those taken have
-    so many bytes. `patient`: a partition may wait until its followers confirm its leader."""
+    so many bytes. `patient`: a partition may wait until its followers confirm its leader. `leaderships`: to be checked
+    before the answer."""
 
     max_messages: int
     visibility_timeout_ms: int
@@ -71,6 +88,7 @@ class ReceiveOptions(NamedTuple):
     max_bytes: int = ANSWER_BYTES_MAX
     patient: bool = True
     portion: Portion | None = None
+    leaderships: Leaderships | None = None
 
 
 class Waiter:
@@ -113,6 +131,10 @@ class Source(Protocol):
     @property
     def is_remote(self) -> bool:
         """Whether asking takes a round trip."""
+        ...
+
+    def leadership(self) -> Callable[[], bool]:
+        """Return a function that tells whether what was taken here just now may be handed out."""
         ...
 
     def replay(self, attempt_id: str) -> list[LeasedMessage] | None:
@@ -194,7 +216,7 @@ def receive(
     """
     sources = plan()
     if options.attempt_id is not None and not options.is_first:
-        replayed = _replayed(sources, options.attempt_id)
+        replayed = replay(sources, options.attempt_id, options.leaderships)
         if replayed is not None:
             return replayed
     taken = take(sources, options, ask=True, insist=wait_s <= 0)
@@ -277,6 +299,8 @@ def _take(
             try:
                 patient = options.patient and not taken and not refused
                 found = source.take(options._replace(max_messages=left, max_bytes=left_bytes, patient=patient))
+                if found and options.leaderships is not None:
+                    options.leaderships.note(source)
                 taken += found
                 if len(taken) < options.max_messages:  # the next source brings more
                     left_bytes -= sizes_of([message.record for message in found])
@@ -287,11 +311,16 @@ def _take(
     return taken
 
 
-def _replayed(sources: Sequence[Source], attempt_id: str) -> list[LeasedMessage] | None:
+def replay(sources: Sequence[Source], attempt_id: str, leaderships: Leaderships | None) -> list[LeasedMessage] | None:
     """Return what a repeated receive gets from all sources; None when the attempt is new to them. Remote sources are
     asked at once. One that does not answer is unknown; what it leased is delivered again when that lease ends."""
     remote = [gevent.spawn(_replay, source, attempt_id) for source in sources if source.is_remote]
-    found = [source.replay(attempt_id) for source in sources if not source.is_remote]
+    found: list[list[LeasedMessage] | None] = []
+    for source in sources:
+        if not source.is_remote:
+            found.append(source.replay(attempt_id))
+            if found[-1] and leaderships is not None:
+                leaderships.note(source)
     found += [greenlet.get() for greenlet in remote]
     known = [messages for messages in found if messages is not None]
     return [message for messages in known for message in messages] if known else None

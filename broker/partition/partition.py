@@ -195,6 +195,17 @@ class Partition(AppendingPartition):
         if now_ms - self._last_step_ms > PAUSED_MS and not self.closed:
             self.step(core.Tick())
 
+    def leadership(self) -> Callable[[], bool]:
+        """Return a function that tells whether messages that were taken just now may still be handed out."""
+        isr_tracker = self.replica.in_sync
+
+        def holds() -> bool:
+            now_ms = self.host.clock.now_ms()
+            self.check_pause(now_ms)
+            return self.replica.in_sync is isr_tracker and self.replica.may_deliver(now_ms)
+
+        return holds
+
     def _after_a_pause(self, now_ms: int, wall_ms: int) -> list[core.Action]:
         """Step down after a pause: others may have declared this process dead and elected another leader. Requests that
         arrived during the pause must not be answered as if nothing had happened."""

@@ -307,6 +307,9 @@ class GroupReceiver:
             at_ms = delivery.last_active_ms
             self.partition.append_group_record(self.group, Grant((), upto, at_ms, at_ms), is_soft=True)
 
+    def leadership(self) -> Callable[[], bool]:
+        return self.partition.leadership()
+
     def replay(self, attempt_id: str) -> list[LeasedMessage] | None:
         """Return the messages that the first receive with this attempt id still holds; None for an unknown id."""
         self._wait_vouched()

@@ -18,6 +18,7 @@ from portalmq.broker.cluster.rpc import PeerCaller
 from portalmq.broker.cluster.rpc.queues import Interest, Interested, Receive, ReceiveResult
 from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.partition.long_poll import (
+    Leaderships,
     LeasedMessage,
     Peer,
     Portion,
@@ -25,6 +26,7 @@ from portalmq.broker.partition.long_poll import (
     Source,
     Waiter,
     receive,
+    replay,
     take,
 )
 from portalmq.broker.queues.group_partition import GroupPartition
@@ -67,14 +69,16 @@ class ReceiveHandler:
         forward: bool = True,
         is_first: bool = False,
         portion: Portion | None = None,
+        leaderships: Leaderships | None = None,
     ) -> list[LeasedMessage]:
         """Lease messages; wait for the first one up to the request's `wait_ms`.
 
         An empty answer without a wait means that every partition's leader has nothing; after a wait, that every
         partition with a leader has nothing. Else raises Unavailable. Without `forward`, raises NotLeader when nothing
-        is led here.
+        is led here. To be checked again if the answer is not sent at once: `leaderships`.
         """
-        group, topics, options = self._prepare(name, request, is_first, portion)
+        leaderships = leaderships or Leaderships()
+        group, topics, options = self._prepare(name, request, is_first, portion, leaderships)
         if not forward:
             self._check_leads_some(topics)
         plan = partial(self._plan, group, [topic.name for topic in topics], forward)
@@ -86,6 +90,7 @@ class ReceiveHandler:
             try:
                 self._begin(group, topics, forward)
                 messages = receive(plan, request.topics, options, wait_s, peer, self._groups.long_polls)
+                leaderships.check()
                 if messages or self._is_complete(self._refreshed(topics), forward, waited=wait_s > 0):
                     return messages
                 raise Unavailable("a partition has no leader now, and the others are empty", retry_after_s=0.1)
@@ -111,6 +116,7 @@ class ReceiveHandler:
         forward: bool = True,
         is_first: bool = False,
         portion: Portion | None = None,
+        leaderships: Leaderships | None = None,
         may_ack_later: bool = False,
     ) -> tuple[list[LeasedMessage], Acked]:
         """Ack `request.ack`, then receive: both records go to the disk together. Also returns what became of the acks:
@@ -118,7 +124,8 @@ class ReceiveHandler:
 
         After the acks are appended, no error is raised that would call them not applied: the receive is empty instead.
         """
-        group, topics, options = self._prepare(name, request, is_first, portion)
+        leaderships = leaderships or Leaderships()
+        group, topics, options = self._prepare(name, request, is_first, portion, leaderships)
         if not forward:
             self._check_leads_some(topics)
         self._begin(group, topics, forward)
@@ -136,14 +143,16 @@ class ReceiveHandler:
         pending = PendingAck(request.attempt_id or "", request.ack, begun, time.monotonic())
         consumer = (group.group_id, request.consumer)
         if is_soft and len(messages) == request.max_messages:
-            return messages, self._later_acks.later(consumer, pending)
-        acked = self._later_acks.now(consumer, pending)
+            acked = self._later_acks.later(consumer, pending)
+        else:
+            acked = self._later_acks.now(consumer, pending)
         if not messages and request.wait_ms:
             try:
                 messages = receive(plan, request.topics, options, request.wait_ms / 1000, peer, self._groups.long_polls)
             except (Backpressure, NotLeader, Unavailable):
                 messages = []
             self._later_acks.tell(consumer, acked)
+        leaderships.check()
         return messages, acked
 
     def sweep(self) -> None:
@@ -151,7 +160,12 @@ class ReceiveHandler:
         self._later_acks.sweep(time.monotonic())
 
     def _prepare(
-        self, name: str, request: wire.ReceiveRequest, is_first: bool, portion: Portion | None
+        self,
+        name: str,
+        request: wire.ReceiveRequest,
+        is_first: bool,
+        portion: Portion | None,
+        leaderships: Leaderships,
     ) -> tuple[GroupState, list[Topic], ReceiveOptions]:
         if self._groups.long_polls.closed:
             raise Unavailable("this broker is shutting down", retry_after_s=0.5)
@@ -165,6 +179,7 @@ class ReceiveHandler:
             request.attempt_id,
             is_first,
             portion=portion,
+            leaderships=leaderships,
         )
         return group, topics, options
 
@@ -285,18 +300,22 @@ class ReceiveHandler:
             call.attempt_id,
             max_bytes=call.max_bytes,
             patient=call.patient,
+            leaderships=(leaderships := Leaderships()),
         )
         sources, has_begun = self._sources_of(call)
         if peer is not None and peer.gone():
             return ReceiveResult([])
-        return ReceiveResult(take(sources, options, insist=True), not has_begun)
+        messages = take(sources, options, insist=True)
+        leaderships.check()
+        return ReceiveResult(messages, not has_begun)
 
     def replay(self, call: Receive) -> ReceiveResult:
         assert call.attempt_id is not None
         sources, _ = self._sources_of(call)
-        found = [source.replay(call.attempt_id) for source in sources]
-        known = [messages for messages in found if messages is not None]
-        return ReceiveResult([message for messages in known for message in messages], known=bool(known))
+        leaderships = Leaderships()
+        messages = replay(sources, call.attempt_id, leaderships)
+        leaderships.check()
+        return ReceiveResult(messages or [], known=messages is not None)
 
     def await_messages(self, call: Interest, peer: Peer | None) -> Interested:
         """Wait until messages are available. Nothing is leased: the other broker may receive them then."""

@@ -64,6 +64,9 @@ class RemoteGroup:
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
+    def leadership(self) -> Callable[[], bool]:
+        return lambda: True  # that broker has checked its answer
+
     def replay(self, attempt_id: str) -> list[LeasedMessage] | None:
         received = self._call(REPLAY, ReceiveOptions(1, 1, "", attempt_id))
         return received.messages if received.known else None

@@ -208,6 +208,7 @@ class FakeBroker:
         forward: bool = True,
         is_first: bool = False,
         portion: Any = None,
+        leaderships: Any = None,
     ) -> list[LeasedMessage]:
         self._called("receive", group=group, request=request, peer=peer, is_first=is_first)
         delivered = []

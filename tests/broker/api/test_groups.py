@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 
 from portalmq import wire
+from portalmq.broker.partition.long_poll import Leaderships, LeasedMessage
 from portalmq.broker.queues.later_acks import Acked
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import Unavailable
@@ -128,6 +131,19 @@ def test_a_receive_fails_when_its_acks_do_not_reach_their_leader(client, broker,
     broker.receive_handler.ack_and_receive = lambda *_, **__: ([], Acked([True, error], [], []))
     answer = client.post("/v1/groups/g/receive", json={"topics": ["t"], "ack": ["a", "b"]})
     problem_of(answer, 503, "unavailable", "unknown")
+
+
+@pytest.mark.parametrize(("holds", "status"), [(True, 200), (False, 503)])
+def test_an_answer_that_was_encoded_in_turns_needs_the_leadership_still(client, broker, holds, status):
+    def receive(*_: object, leaderships: Leaderships, **__: object) -> list[LeasedMessage]:
+        leaderships.note(SimpleNamespace(is_remote=False, leadership=lambda: lambda: holds))  # type: ignore[arg-type]
+        return []
+
+    broker.receive_handler.receive = receive
+    answer = client.post("/v1/groups/g/receive", json={"topics": ["t"]})
+    assert answer.status_code == status
+    if not holds:
+        assert answer.get_json()["outcome"] == "unknown"
 
 
 @pytest.mark.parametrize(("header", "forwards"), [(None, True), ("0", True), ("1", False), ("true", False)])
