@@ -130,7 +130,7 @@ def test_a_producer_whose_alarm_was_closed_under_it_goes_on_without(linger_ms: f
         os.eventfd_write(bell, 1)
         os.close(bell)
         os.close(null)
-        wait_until(lambda: producer._senders.resting == 1, "the thread that waited for the old one goes on, too")
+        rest(producer)  # also the thread that waited for the old one
 
 
 @pytest.mark.parametrize("fails", ["set", "wait"])
