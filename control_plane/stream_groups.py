@@ -115,6 +115,10 @@ class StreamGroups(Tree):
         """Return the checkpoints by topic id."""
         return self._all(checkpoints_path(group_id), CheckpointState)
 
+    def checkpoint(self, group_id: str, topic_id: str) -> CheckpointState | None:
+        held = self._read(checkpoint_path(group_id, topic_id), CheckpointState)
+        return held.value if held is not None else None
+
     def save_checkpoint(self, name: str, group_id: str, topic_id: str, checkpoint: CheckpointState) -> None:
         """Save the checkpoint; the last write wins. Nothing is written for a deleted group."""
         path = checkpoint_path(group_id, topic_id)

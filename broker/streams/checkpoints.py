@@ -47,7 +47,7 @@ class Checkpoints:
         places = [place_of(topic, number) for topic in states for number in range(topic.partitions)]
         positions = self._partitions.positions(group.name, places, ages=False, patience_s=0.0)
         for topic in states:
-            before = self._saved.get((group.group_id, topic.topic_id), {})
+            before = self._before(group.group_id, topic.topic_id)
             offsets = dict(before)
             for number in range(topic.partitions):
                 position = positions[place_of(topic, number)]
@@ -57,6 +57,14 @@ class Checkpoints:
                 checkpoint = CheckpointState(topic.name, self._clock.wall_ms(), offsets)
                 self._store.save_checkpoint(group.name, group.group_id, topic.topic_id, checkpoint)
                 self._saved[group.group_id, topic.topic_id] = offsets
+
+    def _before(self, group_id: str, topic_id: str) -> dict[int, tuple[int, int, int]]:
+        """Return what is saved of a topic. An earlier coordinator's offsets stay where the leader cannot be asked now:
+        it often died with that coordinator."""
+        if (group_id, topic_id) not in self._saved:
+            held = self._store.checkpoint(group_id, topic_id)
+            self._saved[group_id, topic_id] = held.offsets if held is not None else {}
+        return self._saved[group_id, topic_id]
 
     def forget(self, group_id: str) -> None:
         """Forget a group that this broker no longer coordinates."""

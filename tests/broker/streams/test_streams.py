@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ from support.domain import FakePeer, Fixture, HandClock, records, running
 
 from portalmq import stream_wire as contract
 from portalmq import wire
-from portalmq.broker.cluster.rpc import TopicPartition
-from portalmq.broker.cluster.rpc.streams import Coordinate
+from portalmq.broker.cluster.rpc import Outcomes, TopicPartition
+from portalmq.broker.cluster.rpc.streams import Coordinate, GroupPosition
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.storage.batch import Record, verified_header
 from portalmq.broker.streams.checkpoints import Checkpoints
@@ -445,12 +445,43 @@ def test_lag_comes_from_the_checkpoint_while_a_leader_is_away(
         while kept_offset(fixture, group_id) != 2:
             gevent.sleep(0.02)
     before = standing(fixture)
-    away = {"standings": lambda group, places, **_: {place: Unavailable("no leader") for place in places}}
-    monkeypatch.setattr(fixture.broker.group_coordinators, "_partitions", type("Away", (), away))
+    monkeypatch.setattr(fixture.broker.offsets, "_partitions", LeadersAway(fixture, 0, 1))
     fixture.clock.advance(1_000)
     after = standing(fixture)
     assert (after.committed, after.lag) == (before.committed, before.lag) == (2, 2)
     assert after.lag_ms == 1_000
+
+
+class LeadersAway:
+    """The partitions' leaders; those of some partitions do not answer."""
+
+    def __init__(self, fixture: Fixture, *away: int) -> None:
+        self._there = fixture.broker.offsets._partitions
+        self._away = away
+
+    def positions(self, group: str, places: Sequence[TopicPartition], **more: Any) -> Outcomes[GroupPosition]:
+        answering = [place for place in places if place.number not in self._away]
+        found: Outcomes[GroupPosition] = {place: Unavailable("no leader") for place in places}
+        return found | self._there.positions(group, answering, **more)
+
+
+def test_a_new_coordinator_keeps_the_checkpoint_of_a_partition_whose_leader_is_away(fixture: Fixture) -> None:
+    produce(fixture, "0", "1", "2")
+    produce(fixture, "0", "1", partition=1)
+    answer = join(fixture)
+    commit(fixture, answer, 0, 2)
+    group_id = fixture.broker.groups.get("g").group_id
+    with gevent.Timeout(60):
+        while kept_offset(fixture, group_id) != 2:
+            gevent.sleep(0.02)
+    coordinators = fixture.broker.group_coordinators
+    coordinator = coordinators._own[group_id]
+    coordinators.drain()
+    commit(fixture, answer, 1, 1)
+    new = Checkpoints(coordinators._store, LeadersAway(fixture, 0), coordinators._mirror, fixture.clock)  # type: ignore[arg-type]
+    new.save(coordinator)
+    (kept,) = coordinators._store.checkpoints(group_id).values()
+    assert {number: committed for number, (committed, *_) in kept.offsets.items()} == {0: 2, 1: 1}
 
 
 def test_a_member_that_has_left_may_not_commit_even_without_a_successor(fixture: Fixture) -> None:
