@@ -59,7 +59,8 @@ prove: $(READY)
 # The seed decides the faults. The report is in build/chaos; a run that violates a rule keeps its histories and logs there.
 chaos: $(READY)
 	@cd tests && exec $(CURDIR)/$(BIN)/python -m chaos.run --seed $(or $(SEED),1) --seconds $(or $(SECONDS),120) \
-		--zookeepers $(or $(ZOOKEEPERS),1) $(if $(ONLY),--only "$(ONLY)") --out $(CURDIR)/build/chaos
+		--zookeepers $(or $(ZOOKEEPERS),1) $(if $(ONLY),--only "$(ONLY)") $(if $(APART),--apart) \
+		--out $(CURDIR)/build/chaos
 
 # Pauses processes at random, as a crowded machine does. PAUSES="--longest 2" makes the pauses longer.
 standstill: $(READY)

@@ -49,7 +49,6 @@ class Faults:
         self.injected: list[Injected] = []
         self.failures: list[str] = []
         self.clock_moved_at = float("inf")
-        self.over = threading.Event()
         self._taken: set[str] = set()
         self._freed = threading.Condition()
         self._kinds: dict[str, Callable[[Fault, Injected], None]] = {
@@ -72,14 +71,20 @@ class Faults:
             "stop a client (SIGSTOP)": self._client,
         }
 
-    def run(self, faults: Iterable[Fault], say: Callable[[str], None]) -> None:
+    def run(self, faults: Iterable[Fault], say: Callable[[str], None], seconds: float, *, apart: bool) -> None:
+        """Inject the faults at their times; or, `apart`, each once the one before is over and all are in sync."""
         began = time.monotonic()
-        threads = []
+        threads: list[threading.Thread] = []
         for fault in faults:
+            if apart and threads:
+                threads[-1].join()
+                self._wait_in_sync()
+            if time.monotonic() - began > seconds:
+                break
             time.sleep(max(0.0, began + fault.at_s - time.monotonic()))
             injected = Injected(fault.kind)
             self.injected.append(injected)
-            thread = threading.Thread(target=self._perform, args=(fault, injected, say))
+            thread = threading.Thread(target=self._perform, args=(fault, injected, say), daemon=True)
             thread.start()
             threads.append(thread)
         for thread in threads:
@@ -108,6 +113,14 @@ class Faults:
             self._taken.update(names)
         if not injected.what:  # the first of its targets
             injected.began = time.monotonic()
+
+    def _wait_in_sync(self) -> bool:
+        until = time.monotonic() + IN_SYNC_WITHIN_S
+        while not self.cluster.is_in_sync(WORKLOAD.partitions):
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.3)
+        return True
 
     def _free(self, *names: str) -> None:
         with self._freed:
@@ -152,7 +165,7 @@ class Faults:
         try:
             injected.what = f"{', '.join(names)} for {fault.length_s} s"
             self.cluster.take_down(*broker_ids)
-            self.over.wait(fault.length_s)
+            time.sleep(fault.length_s)
             self.cluster.bring_up(*broker_ids)
         finally:
             self._free(*names)
@@ -165,7 +178,7 @@ class Faults:
             injected.what = f"{name} for {fault.length_s} s"
             with suppress(Exception):  # it may be starting
                 self.cluster.brokers[broker_id].pause()
-            self.over.wait(fault.length_s)
+            time.sleep(fault.length_s)
             with suppress(Exception):
                 self.cluster.brokers[broker_id].resume()
         finally:
@@ -198,8 +211,7 @@ class Faults:
         self.cluster.bring_up(broker_id)
         ready_by = time.monotonic() + RESTARTED_WITHIN_S
         while not self.cluster.said_by(broker_id, "/readyz") and time.monotonic() < ready_by:
-            if self.over.wait(0.2):
-                return
+            time.sleep(0.2)
 
     # --- ZooKeeper, links ---------------------------------------------------------------------------------------------
 
@@ -212,7 +224,7 @@ class Faults:
         try:
             injected.what = f"{'all servers' if number is None else f'server {number}'} for {fault.length_s} s"
             self.cluster.zookeeper.kill(number)
-            self.over.wait(fault.length_s)
+            time.sleep(fault.length_s)
             self.cluster.start_zookeeper()
         finally:
             self._free("zookeeper")
@@ -225,7 +237,7 @@ class Faults:
             injected.what = f"{', '.join(f'{link} {state}' for link, state in states.items())} for {fault.length_s} s"
             for link, state in states.items():
                 self.cluster.links.set(link, **state)
-            self.over.wait(fault.length_s)
+            time.sleep(fault.length_s)
             for link in states:
                 self.cluster.links.set(link)
         finally:
@@ -256,7 +268,7 @@ class Faults:
         self._take(injected, "disk")
         try:
             injected.what = f"of broker {SMALL_DISK}, to {fault.details['to']}, for {fault.length_s} s"
-            self.cluster.fill_disk(fault.details["to"], fault.length_s, self.over)
+            self.cluster.fill_disk(fault.details["to"], fault.length_s)
         finally:
             self._free("disk")
 
@@ -266,15 +278,13 @@ class Faults:
         names = ("disk", f"broker {broker_id}", "empty")
         self._take(injected, *names)
         try:
-            until = time.monotonic() + IN_SYNC_WITHIN_S
-            while not self.cluster.is_in_sync(WORKLOAD.partitions):
-                if self.over.wait(0.3) or time.monotonic() > until:
-                    raise Skipped("not all replicas are in sync")
+            if not self._wait_in_sync():
+                raise Skipped("not all replicas are in sync")
             injected.began = time.monotonic()
             injected.what = f"that of broker {broker_id}, {fault.length_s} s down"
             self.cluster.take_down(broker_id)
             shutil.rmtree(self.cluster.brokers[broker_id].data_dir)
-            self.over.wait(fault.length_s)
+            time.sleep(fault.length_s)
             self.cluster.bring_up(broker_id)
         finally:
             self._free(*names)
@@ -288,7 +298,7 @@ class Faults:
             injected.what = f"that of broker {broker_id} by {hours:+g} h for {fault.length_s} s"
             self.clock_moved_at = min(self.clock_moved_at, time.monotonic())
             self.cluster.clock_file(broker_id).write_text(str(hours * HOUR_S))
-            self.over.wait(fault.length_s)
+            time.sleep(fault.length_s)
             self.cluster.clock_file(broker_id).write_text("0")
         finally:
             self._free(name)
@@ -300,11 +310,11 @@ class Faults:
             injected.what = f"{process} for {fault.length_s} s"
             if fault.kind == "kill a client":
                 self.processes.kill(process)
-                self.over.wait(fault.length_s)
+                time.sleep(fault.length_s)
                 self.processes.start(process)
             else:
                 self.processes.signal(process, signal.SIGSTOP)
-                self.over.wait(fault.length_s)
+                time.sleep(fault.length_s)
                 self.processes.signal(process, signal.SIGCONT)
         finally:
             self._free(process)

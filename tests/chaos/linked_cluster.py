@@ -57,13 +57,15 @@ for _module in (_socket, _gevent_socket):
 
 
 class LinkedCluster(Cluster):
-    """`down` are the brokers that a fault keeps down; any other that ends is started again, and counted in `ended`."""
+    """`down` are the brokers that a fault keeps down; any other that ends is started again, and counted in `ended`.
+    `plant` is Python that runs first in each broker."""
 
-    def __init__(self, directory: Path, *, zookeepers: int = 1, has_mounts: bool = False) -> None:
+    def __init__(self, directory: Path, *, zookeepers: int = 1, has_mounts: bool = False, plant: str = "") -> None:
         super().__init__(directory, zookeepers=zookeepers)
         self.down: set[int] = set()
         self.ended: list[str] = []
         self.has_mounts = has_mounts
+        self._plant = plant
         self._stack = ExitStack()
         # ZooKeeper's servers end with the thread that starts them.
         self._starter = ThreadPoolExecutor(1)
@@ -109,7 +111,7 @@ class LinkedCluster(Cluster):
         ports = self.links.ports
         others = [other for other in BROKERS if other != broker_id]
         prelude = redirected({ports[f"client>{other}"]: ports[f"{broker_id}>{other}"] for other in others})
-        prelude += clock_moved_by(self.clock_file(broker_id)) + disk_that_fills(self.full_file(broker_id))
+        prelude += clock_moved_by(self.clock_file(broker_id)) + disk_that_fills(self.full_file(broker_id)) + self._plant
         hosts = ",".join(
             f"127.0.0.1:{ports[f'{broker_id}>zookeeper-{number}']}" for number in range(len(self.zookeeper.ports))
         )
@@ -201,11 +203,11 @@ class LinkedCluster(Cluster):
 
     # --- disks -------------------------------------------------------------------------------------------------------
 
-    def fill_disk(self, to: str, length_s: float, over: threading.Event) -> None:
+    def fill_disk(self, to: str, length_s: float) -> None:
         """Take all free space of the small disk, but half of what is below its low water, or to the last byte."""
         if not self.has_mounts:
             self.full_file(SMALL_DISK).write_text("" if to == "low water" else AT_ITS_END)
-            over.wait(length_s)
+            time.sleep(length_s)
             self.full_file(SMALL_DISK).unlink()
             return
         ballast = self.brokers[SMALL_DISK].data_dir.parent / "ballast"
@@ -213,13 +215,13 @@ class LinkedCluster(Cluster):
         ends_at = time.monotonic() + length_s
         try:
             with ballast.open("ab") as file:
-                while time.monotonic() < ends_at and not over.is_set():
+                while time.monotonic() < ends_at:
                     free = os.statvfs(ballast.parent)
                     more = free.f_bavail * free.f_frsize - left
                     if more > 0:
                         with suppress(OSError):
                             os.posix_fallocate(file.fileno(), file.tell(), more)
                             file.seek(0, os.SEEK_END)
-                    over.wait(0.2)
+                    time.sleep(0.2)
         finally:
             ballast.unlink(missing_ok=True)

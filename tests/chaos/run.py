@@ -24,6 +24,7 @@ from chaos.evidence import Evidence, read_logs
 from chaos.faults import Faults
 from chaos.history import acts_in
 from chaos.linked_cluster import BROKERS, SMALL_DISK, LinkedCluster, private_mounts
+from chaos.planted import PLANTED
 from chaos.processes import Processes
 from chaos.report import as_text, report
 from chaos.schedule import DECK, schedule
@@ -42,11 +43,15 @@ class Run:
     def __init__(self, arguments: argparse.Namespace, has_mounts: bool) -> None:
         self.seed: int = arguments.seed
         self.seconds: float = arguments.seconds
+        self.apart: bool = arguments.apart
         self.directory: Path = arguments.out / f"seed-{self.seed}"
         shutil.rmtree(self.directory, ignore_errors=True)
         self.directory.mkdir(parents=True)
         self.schedule = schedule(self.seed, self.seconds, tuple(arguments.only))
-        self.cluster = LinkedCluster(self.directory, zookeepers=arguments.zookeepers, has_mounts=has_mounts)
+        plant = PLANTED.get(arguments.plant, "")
+        self.cluster = LinkedCluster(
+            self.directory, zookeepers=arguments.zookeepers, has_mounts=has_mounts, plant=plant
+        )
         self.liveness = {"the cluster comes back": Verdict(), "groups finish": Verdict(), "clients run": Verdict()}
         self.figures: dict[str, Any] = {}
         self._began = time.monotonic()
@@ -63,7 +68,7 @@ class Run:
                 time.sleep(WARM_UP_S)
                 self.say(f"{len(self.schedule)} faults in {self.seconds:g} s")
                 faults = Faults(self.cluster, processes)
-                faults.run(self.schedule, self.say)
+                faults.run(self.schedule, self.say, self.seconds, apart=self.apart)
                 self.liveness["clients run"].violations += faults.failures
                 self._settle(processes)
             finally:
@@ -176,9 +181,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=120.0, help="how long faults are injected")
     parser.add_argument("--zookeepers", type=int, choices=(1, 3), default=1)
     parser.add_argument("--only", action="append", default=[], choices=list(DECK), help="only faults of this kind")
+    parser.add_argument("--apart", action="store_true", help="the next fault comes once all replicas are in sync")
+    parser.add_argument("--plant", choices=list(PLANTED), help="a bug in the brokers, which the checker has to notice")
     parser.add_argument("--out", type=Path, default=Path("build/chaos"), help="%(default)s")
     given = parser.parse_args(arguments)
     given.out = given.out.resolve()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # whatever runs is ended
     return Run(given, private_mounts()).run()
 
 
