@@ -59,6 +59,7 @@ class Manifest:
         self._directory = directory
         self._identity = identity
         self._entries = {entry.base_offset: entry for entry in _read(directory / MANIFEST_NAME, identity)}
+        self._file_has_more = False
 
     @property
     def entries(self) -> list[SealedSegment]:
@@ -81,12 +82,15 @@ class Manifest:
 
     def remove(self, base_offsets: Iterable[int]) -> None:
         gone = set(base_offsets) & self._entries.keys()
-        if gone:
+        if gone or self._file_has_more:
             self._write({base: entry for base, entry in self._entries.items() if base not in gone})
 
     def forget_all_but(self, base_offsets: Collection[int]) -> None:
-        """Drop entries without a file, left by an interrupted removal. The file of the manifest stays as it is."""
-        self._entries = {base: entry for base, entry in self._entries.items() if base in base_offsets}
+        """Drop entries without a file, left by an interrupted removal. The file of the manifest stays as it is until
+        the next change, or the next `remove`: a new segment could begin where such an entry does."""
+        kept = {base: entry for base, entry in self._entries.items() if base in base_offsets}
+        self._file_has_more = self._file_has_more or len(kept) < len(self._entries)
+        self._entries = kept
 
     def _write(self, entries: dict[int, SealedSegment]) -> None:
         segments = sorted(entries.values(), key=lambda entry: entry.base_offset)
@@ -94,6 +98,7 @@ class Manifest:
         content = msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
         write_atomically(self._directory / MANIFEST_NAME, content)
         self._entries = entries
+        self._file_has_more = False
 
 
 def _read(path: Path, identity: LogIdentity) -> list[SealedSegment]:

@@ -157,3 +157,18 @@ def test_a_changed_row_in_a_live_segment_is_found(tmp_path):
     assert log.scrub(60, 1) == 70
     with pytest.raises(CorruptBatch, match="checksum"):
         log.scrub(70, 1)
+
+
+def test_a_log_that_begins_again_at_dropped_offsets_opens_although_the_drop_was_interrupted(tmp_path):
+    """The power failed before the manifest was replaced: it lists the dropped segments, where new ones may begin."""
+    log, _ = three_segments(tmp_path)
+    log.seal(90)
+    listed = (tmp_path / "manifest.json").read_bytes()
+    log.drop_segments_below(60)
+    log.close()
+    (tmp_path / "manifest.json").write_bytes(listed)
+    log = open_log(tmp_path)
+    log.reset(0, 0, 0)
+    sent = [Writer(log, at_ms=9_000).put(b"again")]
+    log.close()
+    assert everything(open_log(tmp_path)) == sent
