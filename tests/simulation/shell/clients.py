@@ -1,0 +1,241 @@
+"""Producers, consumers and an operator, which call the brokers' facades over the simulated network."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import gevent
+from simulation.shell.checker import TOPIC
+from simulation.shell.loop import Process
+from simulation.shell.network import NeverGone
+
+from portalmq import wire
+from portalmq.broker.messages.produce import ProduceRequest
+from portalmq.broker.queues.settle import SettleRequest
+from portalmq.broker.storage.batch import Record
+from portalmq.errors import InvalidRequest, PortalMQError, TopicNotFound, Unavailable
+from portalmq.network.connection import NoAnswer, NotSent
+
+if TYPE_CHECKING:
+    from simulation.shell.world import World
+
+GROUP = "g"
+CALL_S = 5.0
+VISIBILITY_MS = 2_000
+
+
+class Unknown(Exception):
+    """The call may have been carried out, or may be later."""
+
+
+class Clients:
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.loop = world.loop
+        self.process = Process("client")
+        self.stopping = False
+        self.active = 0
+        self._greenlets: list[gevent.Greenlet] = []
+
+    def start(self) -> None:
+        self._spawn(self._begin, Random(f"clients {self.world.seed}"))
+
+    def stop(self) -> None:
+        self.stopping = True
+
+    @property
+    def idle(self) -> bool:
+        return self.active == 0
+
+    def _spawn(self, work: Callable[..., None], *values: Any) -> None:
+        self.active += 1
+        self.loop.spawn(self.process, self._run, work, *values)
+
+    def _run(self, work: Callable[..., None], *values: Any) -> None:
+        try:
+            work(*values)
+        finally:
+            self.active -= 1
+
+    # --- calls -------------------------------------------------------------------------------------------------------
+
+    def call(self, random: Random, work: Callable[[Any], Any], within_s: float = CALL_S) -> Any:
+        """Call any broker. Raises PortalMQError with what it answered, Unavailable when nothing was sent, Unknown."""
+        world = self.world
+        machine = random.choice(list(world.machines.values()))
+
+        def serve(broker: Any) -> Any:
+            if not broker.ready:
+                return Unavailable("not ready")
+            try:
+                return work(broker)
+            except Exception as fault:  # noqa: BLE001 - as api/problems.py does
+                error = broker.explain(fault)
+                if error is None:
+                    world.fail("a call failed", repr(fault), fault)
+                return error
+
+        try:
+            with gevent.Timeout(within_s, Unknown("no answer in time")):
+                result = world.network.exchange(None, self.process, machine, serve)
+        except NotSent as fault:
+            raise Unavailable(str(fault)) from None
+        except NoAnswer as fault:
+            raise Unknown(str(fault)) from None
+        return result
+
+    def _patiently(self, random: Random, work: Callable[[Any], Any]) -> Any:
+        """Repeat a call until it is answered with a result, or with a refusal that a repeat does not help."""
+        while True:
+            try:
+                return self.call(random, work)
+            except Unknown:
+                pass
+            except PortalMQError as error:
+                if not error.retryable:
+                    raise
+            self.loop.wait(0.05 + random.random() * 0.3)
+
+    def _begin(self, random: Random) -> None:
+        options = self.world.options
+        config: dict[str, Any] = {"cleanup": "compact"} if options.compacts else {}
+        if options.min_insync is not None:
+            config["min_insync_replicas"] = options.min_insync
+        request = wire.CreateTopic(
+            partitions=options.partitions, replication_factor=options.replication, config=config
+        )
+        created = None
+        while created is None:
+            self.loop.wait(0.05)
+            with contextlib.suppress(InvalidRequest):  # too few brokers are up
+                created = self._patiently(random, lambda broker: broker.create_topic(TOPIC, request))
+        self._patiently(random, lambda broker: broker.put_group(GROUP, {"start": "earliest"}))
+        for number in range(options.producers):
+            self._spawn(self._produce, number, Random(f"producer {self.world.seed} {number}"))
+        for number in range(options.consumers):
+            self._spawn(self._consume, number, Random(f"consumer {self.world.seed} {number}"))
+
+    # --- producers ---------------------------------------------------------------------------------------------------
+
+    def _produce(self, number: int, random: Random) -> None:
+        """Append batches, one after the other; each is repeated until its end is known, if its producer is
+        idempotent."""
+        world, options = self.world, self.world.options
+        is_idempotent = random.random() < 0.7
+        identity = self._patiently(random, lambda broker: broker.new_producer(None)) if is_idempotent else None
+        partition = number % options.partitions
+        sequence = 0
+        serial = 0
+        while not self.stopping:
+            self.loop.wait(options.pace_s * (0.5 + random.random()))
+            count = random.choice((1, 1, 2, 5))
+            size = random.choice((20, 20, 300, 3_000, 12_000))
+            values = [f"p{number}-{serial}-{index}:".encode().ljust(size, b".") for index in range(count)]
+            serial += 1
+            keys = [random.choice((None, "a", "b", "c")) for _ in values]
+            records = [
+                Record(value, key=None if key is None else key.encode()) for value, key in zip(values, keys, strict=True)
+            ]
+            stamp = None if identity is None else wire.ProducerStamp(identity.id, identity.epoch, sequence)
+            request = ProduceRequest(records, partition=partition, producer=stamp)
+            world.checker.sent(values, partition, is_idempotent=is_idempotent)
+            done = self._append(random, request, values, partition)
+            if done:
+                sequence += count
+            elif stamp is not None:
+                return  # a refusal that a repeat does not help, or the end: the sequence cannot go on
+
+    def _append(self, random: Random, request: ProduceRequest, values: list[bytes], partition: int) -> bool:
+        world = self.world
+        has_doubt = False
+        while True:
+            try:
+                produced = self.call(random, lambda broker: broker.produce_range(TOPIC, request))
+            except Unknown:
+                has_doubt = True
+            except PortalMQError as error:
+                if error.outcome != "not_applied":
+                    has_doubt = True
+                elif 400 <= error.status < 500 and not error.retryable:
+                    world.reached[f"produce {error.code}"] += 1
+                    world.note("client", "{} is refused: {}", values[0][:20], error.code)
+                    if not has_doubt:
+                        world.checker.refused(values)
+                    return False
+            else:
+                world.checker.acked(values, partition, produced.base_offset)
+                return True
+            if request.producer is None and has_doubt:
+                world.reached["produce unknown"] += 1
+                return False
+            if self.stopping and random.random() < 0.01:
+                return False
+            self.loop.wait(0.02 + random.random() * 0.3)
+
+    # --- consumers ---------------------------------------------------------------------------------------------------
+
+    def _consume(self, number: int, random: Random) -> None:
+        world, checker = self.world, self.world.checker
+        serial = 0
+        while not self.stopping:
+            serial += 1
+            wanted = wire.ReceiveRequest(
+                topics=[TOPIC],
+                max_messages=random.choice((1, 3, 10)),
+                wait_ms=random.choice((0, 500)),
+                visibility_timeout_ms=random.choice((300, VISIBILITY_MS)),
+                consumer=f"c{number}",
+                attempt_id=f"c{number}-{serial}",
+            )
+            began_ns = self.loop.now_ns
+            try:
+                messages = self.call(random, lambda broker, wanted=wanted: _receive(broker, wanted))
+            except (Unknown, PortalMQError):
+                self.loop.wait(0.05 + random.random() * 0.2)
+                continue
+            for message in messages:
+                checker.delivered(message, began_ns)
+            if not messages:
+                self.loop.wait(0.05)
+                continue
+            self.loop.wait(random.random() * random.choice((0.01, 0.2)))
+            self._settle(random, messages)
+            world.reached["delivered"] += len(messages)
+
+    def _settle(self, random: Random, messages: list[Any]) -> None:
+        deed = random.choices(("ack", "nack", "forget", "extend"), (10, 2, 1, 1))[0]
+        if deed == "forget":
+            return
+        receipts = [message.receipt for message in messages]
+        settle = SettleRequest(deed, {"nack": 10, "extend": 500}.get(deed))  # type: ignore[arg-type]
+        try:
+            verdicts = self.call(random, lambda broker: broker.settlement.settle(GROUP, receipts, settle))
+        except (Unknown, PortalMQError):
+            return
+        for message, verdict in zip(messages, verdicts, strict=True):
+            if verdict is True and deed == "ack":
+                self.world.checker.settled(message)
+
+    # --- the operator ------------------------------------------------------------------------------------------------
+
+    def purge(self, random: Random) -> None:
+        partition = random.randrange(self.world.options.partitions)
+        upto = self.world.checker.some_offset(random, partition)
+        if upto is not None:
+            self.world.checker.purging(partition, upto)
+            self._spawn(self._purge, random, partition, upto)
+
+    def _purge(self, random: Random, partition: int, upto: int) -> None:
+        self.world.note("client", "purges partition {} below {}", partition, upto)
+        try:
+            self.call(random, lambda broker: broker.browser.purge(TOPIC, partition=partition, before_offset=upto))
+        except (Unknown, PortalMQError, TopicNotFound):
+            return
+        self.world.reached["purged"] += 1
+
+
+def _receive(broker: Any, wanted: wire.ReceiveRequest) -> Any:
+    return broker.receive_handler.receive(GROUP, wanted, NeverGone())

@@ -1,0 +1,225 @@
+"""The faults of a run, and their end."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING
+
+from simulation.shell.options import Step
+from simulation.shell.plane import ZOOKEEPER
+
+from portalmq.errors import PortalMQError
+
+if TYPE_CHECKING:
+    from simulation.shell.machine import Machine
+    from simulation.shell.world import World
+
+DAY_MS = 86_400_000
+
+
+class Faults:
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.loop = world.loop
+        self._healed = False
+
+    def do(self, number: int, step: Step) -> None:
+        self.world.reached[step.kind] += 1
+        getattr(self, f"_{step.kind}")(Random(step.seed), step)
+
+    def _note(self, text: str, *values: object) -> None:
+        self.world.note("fault", text, *values)
+
+    def _any(self, random: Random) -> Machine:
+        return random.choice(list(self.world.machines.values()))
+
+    def _later(self, seconds: float, undo: object, *values: object) -> None:
+        self.loop.after(seconds, self.loop.world, undo, *values)  # type: ignore[arg-type]
+
+    # --- brokers -----------------------------------------------------------------------------------------------------
+
+    def _kill(self, random: Random, step: Step) -> None:
+        self._any(random).end(again_s=random.choice((0.1, 1.0, 4.0)))
+
+    def _power(self, random: Random, step: Step) -> None:
+        self._any(random).end(again_s=random.choice((0.3, 1.0, 4.0)), power=random)
+
+    def _crash_at_io(self, random: Random, step: Step) -> None:
+        machine = self._any(random)
+        machine.crash_power = random if random.random() < 0.7 else None
+        machine.crash_again_s = random.choice((0.1, 1.0, 4.0))
+        machine.ios_to_crash = random.choice((random.randint(0, 30), random.randint(0, 300)))
+        self._note("broker {} crashes after {} I/Os", machine.number, machine.ios_to_crash)
+
+    def _kill_leader(self, random: Random, step: Step) -> None:
+        leaders = sorted({state.leader for state in self.world.checker.states.values() if state.leader})
+        if leaders:
+            power = random if random.random() < 0.5 else None
+            self.world.machines[random.choice(leaders)].end(again_s=random.choice((0.1, 1.0, 4.0)), power=power)
+
+    def _kill_controller(self, random: Random, step: Step) -> None:
+        for machine in self.world.machines.values():
+            if machine.broker is not None and machine.broker.membership.is_controller:
+                machine.end(again_s=random.choice((0.1, 1.0, 4.0)))
+                return
+
+    def _power_all(self, random: Random, step: Step) -> None:
+        for machine in self.world.machines.values():
+            machine.end(again_s=random.random() * 2, power=random)
+
+    def _stop(self, random: Random, step: Step) -> None:
+        """SIGTERM: drain, close, and start again."""
+        machine = self._any(random)
+        life = machine.life
+        if life is None or life.broker is None or not life.broker.ready:
+            return
+        broker = life.broker
+        self._note("{} is stopped", life.process)
+
+        def stop() -> None:
+            broker.drain()
+            broker.close()
+            self._note("{} has closed", life.process)
+            self.world.reached["stopped in order"] += 1
+            if machine.life is life:
+                machine.end(again_s=random.choice((0.1, 1.0)))
+
+        def patience() -> None:
+            if machine.life is life:
+                machine.end(again_s=0.1)
+
+        self.loop.spawn(life.process, stop)
+        self._later(20.0, patience)
+
+    def _pause(self, random: Random, step: Step) -> None:
+        machine = self._any(random)
+        life = machine.life
+        if life is None or life.process.paused:
+            return
+        seconds = random.random() * random.choice((0.5, 2.0)) * self.world.options.session_s
+        self._note("{} is paused for {:.2f} s", life.process, seconds)
+        life.process.paused = True
+        self._later(seconds, self._resume, life)
+
+    def _resume(self, life) -> None:  # type: ignore[no-untyped-def]
+        if life.process.paused and not life.process.dead:
+            self._note("{} goes on", life.process)
+            self.loop.resume(life.process)
+
+    # --- the network and ZooKeeper -----------------------------------------------------------------------------------
+
+    def _expire(self, random: Random, step: Step) -> None:
+        sessions = [each for each in self.world.zookeeper.sessions if not each.expired]
+        if sessions:
+            self.world.zookeeper.expire(random.choice(sessions))
+
+    def _cut(self, random: Random, step: Step) -> None:
+        numbers = [ZOOKEEPER, *self.world.machines]
+        source, target = random.choice(numbers), random.choice(numbers)
+        links = {(source, target)} | ({(target, source)} if random.random() < 0.6 else set())
+        self._sever(random, links)
+
+    def _isolate(self, random: Random, step: Step) -> None:
+        number = self._any(random).number
+        others = [each for each in [*self.world.machines, ZOOKEEPER] if each != number]
+        if random.random() < 0.4:
+            others.remove(ZOOKEEPER)
+        self._sever(random, {pair for each in others for pair in ((number, each), (each, number))})
+
+    def _sever(self, random: Random, links: set[tuple[int, int]]) -> None:
+        seconds = random.random() * 3 * self.world.options.session_s
+        self._note("cut for {:.2f} s: {}", seconds, sorted(links))
+        self.world.network.cut |= links
+        self._later(seconds, self._mend, links)
+
+    def _mend(self, links: set[tuple[int, int]]) -> None:
+        self.world.network.cut -= links
+
+    def _zookeeper_gone(self, random: Random, step: Step) -> None:
+        seconds = random.random() * 2 * self.world.options.session_s
+        self._note("ZooKeeper is gone for {:.2f} s", seconds)
+        self.world.zookeeper.is_gone = True
+        self._later(seconds, self._zookeeper_back)
+
+    def _zookeeper_back(self) -> None:
+        self.world.zookeeper.is_gone = False
+
+    # --- disks and clocks --------------------------------------------------------------------------------------------
+
+    def _fsync_fails(self, random: Random, step: Step) -> None:
+        machine = self._any(random)
+        if machine.life is not None:
+            machine.is_hurt = True
+            machine.life.disk.fsyncs_to_fail = random.choice((1, 1, 3))
+            self._note("an fsync of broker {} is going to fail", machine.number)
+
+    def _disk_full(self, random: Random, step: Step) -> None:
+        machine = self._any(random)
+        if machine.life is not None:
+            disk = machine.life.disk
+            machine.is_hurt = True
+            disk.limit = disk.used + random.choice((0, 1, 4, 16)) * random.randint(0, 16 * 1024)
+            self._note("broker {} has {} bytes left", machine.number, disk.limit - disk.used)
+            self._later(random.random() * 6, self._make_room, machine)
+
+    def _make_room(self, machine: Machine) -> None:
+        if machine.life is not None:
+            machine.life.disk.limit = None
+        if machine._disk is not None:
+            machine._disk.limit = None
+
+    def _disk_slow(self, random: Random, step: Step) -> None:
+        machine = self._any(random)
+        machine.work_ns = (1_000_000, random.choice((20, 200, 1_000)) * 1_000_000)
+        if machine.life is not None:
+            machine.life.process.work_ns = machine.work_ns
+        self._later(random.random() * 3, self._fast, machine)
+
+    def _fast(self, machine: Machine) -> None:
+        machine.work_ns = (20_000, 400_000)
+        if machine.life is not None:
+            machine.life.process.work_ns = machine.work_ns
+
+    def _clock(self, random: Random, step: Step) -> None:
+        machine = self._any(random)
+        machine.wall_ms = random.choice((-1, 1)) * random.choice((5_000, 3_600_000, DAY_MS, 8 * DAY_MS))
+        if machine.life is not None:
+            machine.life.process.wall_ms = machine.wall_ms
+        self._note("the clock of broker {} is wrong by {} ms", machine.number, machine.wall_ms)
+
+    # --- work that destroys ------------------------------------------------------------------------------------------
+
+    def _retain(self, random: Random, step: Step) -> None:
+        machine = self._any(random)
+        life = machine.life
+        if life is not None and life.broker is not None:
+            self._note("{} runs retention", life.process)
+            self.loop.spawn(life.process, self._retained, life.broker)
+
+    def _retained(self, broker) -> None:  # type: ignore[no-untyped-def]
+        try:
+            broker.maintenance.retain()
+        except PortalMQError:
+            self.world.reached["retention refused"] += 1
+
+    def _purge(self, random: Random, step: Step) -> None:
+        self.world.clients.purge(random)
+
+    # --- the end of all faults ---------------------------------------------------------------------------------------
+
+    def heal(self) -> None:
+        world = self.world
+        self._note("all faults end")
+        world.network.heal()
+        world.zookeeper.heal()
+        for machine in world.machines.values():
+            machine.ios_to_crash = None
+            machine.wall_ms = 0
+            self._fast(machine)
+            self._make_room(machine)
+            if machine.life is None:
+                self._later(0.5, machine.start)
+                continue
+            machine.life.process.wall_ms = 0
+            machine.life.disk.fsyncs_to_fail = 0
+            self._resume(machine.life)

@@ -1,0 +1,204 @@
+"""A broker's machine: its disk, and one life of a broker after the other, each a real Broker."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from random import Random
+from typing import TYPE_CHECKING
+
+from simulation.shell.disk import SimDisk
+from simulation.shell.loop import Process
+from simulation.shell.network import SimPool
+from simulation.shell.plane import SimPlane
+
+from portalmq.broker.broker import Broker
+from portalmq.broker.cluster.retry_budget import RetryBudget
+from portalmq.broker.messages.metrics import Metrics
+from portalmq.broker.partition.clock import Clock
+from portalmq.broker.server.config import BrokerConfig
+from portalmq.broker.storage.errors import StorageError
+from portalmq.control_plane.catalog import BrokerIdTaken, Catalog
+from portalmq.control_plane.plane import PlaneError
+from portalmq.control_plane.state import BrokerState
+
+if TYPE_CHECKING:
+    from simulation.shell.world import World
+
+log = logging.getLogger(__name__)
+
+START_WITHIN_S = 20.0
+RESTART_S = 0.5
+LOW_WATER_BYTES = 64 * 1024
+
+
+class FreeSpace:
+    """A DiskGuard without a ballast."""
+
+    def __init__(self, disk: SimDisk) -> None:
+        self._disk = disk
+
+    def full(self, now_ms: int) -> bool:
+        disk = self._disk
+        return disk.limit is not None and disk.limit - disk.used < LOW_WATER_BYTES
+
+    def release(self) -> bool:
+        return False
+
+
+class Life:
+    """A broker from its start to its end."""
+
+    def __init__(self, machine: Machine, disk: SimDisk, incarnation: int) -> None:
+        self.machine = machine
+        self.world = machine.world
+        self.disk = disk
+        self.number = incarnation
+        self.process = Process(f"b{machine.number}.{incarnation}", machine.number)
+        self.process.wall_ms = machine.wall_ms
+        self.process.work_ns = machine.work_ns
+        self.broker: Broker | None = None
+        self.on_end: list[Callable[[], None]] = []
+        self.ended = False
+        disk.on_io = self._on_io
+
+    def run(self) -> None:
+        world, machine = self.world, self.machine
+        try:
+            self._start()
+        except Exception as fault:  # noqa: BLE001 - the process ends
+            world.note(self.process, "cannot start: {}", fault)
+            is_known = isinstance(fault, PlaneError) or (isinstance(fault, StorageError) and machine.is_hurt)
+            if not is_known:
+                world.fail("a broker could not start", repr(fault), fault)
+            machine.end(again_s=RESTART_S)
+
+    def _start(self) -> None:
+        world, machine, loop = self.world, self.machine, self.world.loop
+        plane = SimPlane(world, self.process, world.options.session_s)
+        patience = RetryBudget(START_WITHIN_S)
+        patience(plane.start)
+        catalog = Catalog(plane)
+        patience(lambda: catalog.cluster_id("simulated"))
+        incarnation = patience(
+            lambda: catalog.next_incarnation(machine.number, machine.store_uuid, machine.incarnation)
+        )
+        machine.incarnation = incarnation
+        config = BrokerConfig(
+            host=machine.host,
+            data_dir=self.disk.root,
+            session_timeout_ms=int(1_000 * world.options.session_s),
+            replica_lag_ms=world.options.lag_ms,
+            fetch_wait_ms=world.options.fetch_wait_ms,
+            broker_id=machine.number,
+        )
+        process = self.process
+        steady_ns, wall_ns = lambda: loop.now_ns, lambda: loop.now_ns + process.wall_ms * 1_000_000
+        broker = patience(
+            lambda: Broker(
+                config,
+                catalog,
+                broker_id=machine.number,
+                me=BrokerState(config.url, incarnation, machine.store_uuid),
+                disk=FreeSpace(self.disk),  # type: ignore[arg-type]
+                metrics=Metrics("simulated"),
+                on_fatal=self._on_fatal,
+                clock=Clock(steady_ns, wall_ns),
+            )
+        )
+        broker.peers._pool = SimPool(world, machine, process)
+        self.broker = broker
+        broker.start(patience)
+        world.note(process, "is ready")
+        world.reached["started"] += 1
+
+    def _on_fatal(self, fault: BaseException) -> None:
+        """End as the process does: answers are still sent, then it exits."""
+        if self.ended:
+            return
+        self.world.note(self.process, "ends: {}", fault)
+        self.world.reached["ended itself"] += 1
+        known = (isinstance(fault, StorageError) and self.machine.is_hurt) or isinstance(fault, PlaneError)
+        if not known:
+            self.world.fail("a broker ended", f"{self.process}: {fault!r}", fault)
+        self.world.loop.after(0.1, self.process, self._exit)
+
+    def _exit(self) -> None:
+        if self.machine.life is self:
+            self.machine.end(again_s=RESTART_S)
+
+    def _on_io(self, kind: str, name: str) -> None:
+        machine = self.machine
+        left = machine.ios_to_crash
+        if left is not None:
+            machine.ios_to_crash = left - 1
+            if left <= 0:
+                machine.ios_to_crash = None
+                self.world.note(self.process, "crashes at {} {}", kind, name)
+                self.world.reached[f"crash at {kind}"] += 1
+                machine.end(again_s=machine.crash_again_s, power=machine.crash_power)
+
+
+class Machine:
+    """`is_hurt`: its disk has had faults, so the end of a broker is explained."""
+
+    def __init__(self, world: World, number: int) -> None:
+        self.world = world
+        self.number = number
+        self.host = f"broker-{number}"
+        self.url = f"http://{self.host}:5000"
+        self.store_uuid = f"store-{number}"
+        self.incarnation = 0
+        self.lives = 0
+        self.life: Life | None = None
+        self.wall_ms = 0
+        self.work_ns = (20_000, 400_000)
+        self.is_hurt = False
+        self.ios_to_crash: int | None = None
+        self.crash_power: Random | None = None
+        self.crash_again_s = 1.0
+        self._disk: SimDisk | None = None
+        self._power: Random | None = None
+
+    @property
+    def broker(self) -> Broker | None:
+        return None if self.life is None else self.life.broker
+
+    def start(self) -> None:
+        if self.life is not None or self.world.is_over:
+            return
+        self.lives += 1
+        root = self.world.home / f"b{self.number}.{self.lives}"
+        disk = SimDisk(root) if self._disk is None else self._image(root)
+        self.life = Life(self, disk, self.lives)
+        self.world.note(self.life.process, "starts")
+        self.world.loop.spawn(self.life.process, self.life.run)
+
+    def _image(self, root):  # type: ignore[no-untyped-def]
+        before, self._disk = self._disk, None
+        assert before is not None
+        disk = before.image(root, self._power)
+        disk.limit = before.limit
+        return disk
+
+    def end(self, *, again_s: float | None, power: Random | None = None) -> None:
+        """End the broker at once: nothing of it runs any more. Start the next one after a while."""
+        life, loop = self.life, self.world.loop
+        if life is None or life.ended:
+            return
+        life.ended = True
+        self.life = None
+        life.process.dead = True
+        life.process.paused = False
+        life.disk.is_dead = True
+        self._disk, self._power = life.disk, power
+        self.ios_to_crash = None
+        self.world.buried.append(life)
+        for ended in life.on_end:
+            ended()
+        self.world.note(life.process, "has ended{}", "" if power is None else ", the power is cut")
+        if power is not None:
+            # Now, while the unsynced writes are those of this moment.
+            self._disk = life.disk
+        if again_s is not None:
+            loop.after(again_s, loop.world, self.start)

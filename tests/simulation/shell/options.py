@@ -1,0 +1,112 @@
+"""The options and faults of a run, drawn from its seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from random import Random
+from typing import Any
+
+FAULTS = {
+    "kill": 4.0,
+    "power": 4.0,
+    "crash_at_io": 5.0,
+    "kill_leader": 3.0,
+    "kill_controller": 1.5,
+    "power_all": 0.7,
+    "pause": 4.0,
+    "expire": 3.0,
+    "cut": 5.0,
+    "isolate": 3.0,
+    "zookeeper_gone": 1.0,
+    "fsync_fails": 1.5,
+    "disk_full": 2.0,
+    "disk_slow": 2.0,
+    "stop": 1.5,
+    "clock": 1.5,
+    "purge": 1.0,
+    "retain": 2.0,
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    seed: int
+    brokers: int
+    partitions: int
+    replication: int
+    min_insync: int | None
+    session_s: float
+    lag_ms: int
+    fetch_wait_ms: int
+    segment_bytes: int
+    delay_s: float
+    tail: float
+    drop: float
+    repeat: float
+    plane_loss: float
+    stale_reads: float
+    missed: float
+    outliving_s: float
+    faults_s: float
+    producers: int
+    consumers: int
+    pace_s: float
+    compacts: bool
+
+    def lines(self) -> list[str]:
+        return [f"{each.name}: {getattr(self, each.name)}" for each in fields(self)]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A fault: what it does is drawn from its own seed, so that it stays the same when others are left out."""
+
+    at_s: float
+    kind: str
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.at_s:.3f} s {self.kind}"
+
+
+def sometimes(random: Random, chance: float, value: Any, otherwise: Any = 0.0) -> Any:
+    return value if random.random() < chance else otherwise
+
+
+def draw(seed: int) -> tuple[Options, list[Step]]:
+    random = Random(f"shell {seed}")
+    brokers = random.choice((3, 3, 3, 4, 1))
+    replication = min(brokers, random.choice((3, 3, 3, 2)))
+    options = Options(
+        seed=seed,
+        brokers=brokers,
+        partitions=random.choice((1, 1, 2)),
+        replication=replication,
+        min_insync=random.choice((None, None, None, 1, min(2, replication))),
+        session_s=random.choice((1.5, 2.0, 3.0)),
+        lag_ms=random.choice((500, 1_000, 2_000)),
+        fetch_wait_ms=random.choice((100, 250, 500)),
+        segment_bytes=random.choice((32, 48, 96, 1024)) * 1024,
+        delay_s=random.choice((0.0002, 0.001, 0.005)),
+        tail=sometimes(random, 0.3, random.random() * 0.05),
+        drop=sometimes(random, 0.3, random.random() * 0.03),
+        repeat=sometimes(random, 0.4, random.random() * 0.05),
+        plane_loss=sometimes(random, 0.4, random.random() * 0.05),
+        stale_reads=sometimes(random, 0.4, random.random() * 0.3),
+        missed=sometimes(random, 0.3, random.random() * 0.05),
+        outliving_s=sometimes(random, 0.3, 1.0),
+        faults_s=random.choice((6.0, 8.0, 10.0)),
+        producers=random.choice((1, 2, 3)),
+        consumers=random.choice((0, 1, 2)),
+        pace_s=random.choice((0.03, 0.06, 0.15)),
+        compacts=random.random() < 0.2,
+    )
+    weights = {kind: weight for kind, weight in FAULTS.items() if random.random() < 0.6}
+    steps: list[Step] = []
+    at_s = random.random() * 2
+    gap_s = random.choice((0.5, 1.0, 2.0))
+    while weights and at_s < options.faults_s:
+        (kind,) = random.choices(list(weights), list(weights.values()))
+        steps.append(Step(at_s, kind, random.getrandbits(32)))
+        at_s += random.expovariate(1 / gap_s)
+    return options, steps

@@ -1,0 +1,153 @@
+"""`make simulate-shell`: run seeds of the real shell; a failing one is shrunk and shown with its trace.
+
+python -m simulation.shell.run --seed 17             one seed, its options, its trace
+python -m simulation.shell.run --seeds 500           seeds 0 to 499
+python -m simulation.shell.run --seeds 500 --first 1000
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets is part of a run
+    os.environ["PYTHONHASHSEED"] = "0"
+    os.execv(sys.executable, [sys.executable, "-m", "simulation.shell.run", *sys.argv[1:]])
+
+from simulation.shell import patches  # isort: skip
+
+import gc
+import pickle
+import resource
+import traceback
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from simulation.shell import disk
+from simulation.shell.world import World
+
+HOME = Path("/dev/shm" if os.path.isdir("/dev/shm") else "/tmp") / f"portalmq-shell-{os.getpid()}"
+
+
+@dataclass
+class Outcome:
+    seed: int
+    failure: str = ""
+    rule: str = ""
+    trace: str = ""
+    reached: Counter[str] = field(default_factory=Counter)
+    simulated_s: float = 0.0
+    cpu_s: float = 0.0
+    steps: int = 0
+    faults: list[str] = field(default_factory=list)
+    options: list[str] = field(default_factory=list)
+    memory_mib: int = 0
+
+
+def play(seed: int, *, left_out: Collection[int] = (), tells: bool = False) -> Outcome:
+    """Run a seed in a process of its own: then nothing of it is left, and all runs begin in the same state."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(reading)
+            outcome = _play(seed, left_out, tells)
+            with os.fdopen(writing, "wb") as pipe:
+                pickle.dump(outcome, pipe)
+        except BaseException:  # noqa: BLE001 - the parent sees a broken pipe
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        data = pipe.read()
+    os.waitpid(child, 0)
+    if not data:
+        return Outcome(seed, "the run broke off", "broke off")
+    outcome: Outcome = pickle.loads(data)  # noqa: S301 - our own child wrote it
+    return outcome
+
+
+def _play(seed: int, left_out: Collection[int], tells: bool) -> Outcome:
+    gc.disable()  # collections at other moments would make other runs
+    home = HOME / str(seed)
+    disk.install(home)
+    began = patches.process_time()
+    world = World(seed, home, left_out=left_out, tell=print if tells else None)
+    failure = rule = ""
+    try:
+        world.run()
+    except Exception as error:  # noqa: BLE001 - a run that breaks is a failing seed like any other
+        failure = f"{type(error).__name__}: {error}"
+        rule = str(error).partition(":")[0]
+        if tells:
+            traceback.print_exc()
+    return Outcome(
+        seed,
+        failure,
+        rule,
+        world.trace.hexdigest(),
+        world.reached,
+        world.now_s,
+        patches.process_time() - began,
+        world.loop.steps,
+        [f"{number}: {step}" for number, step in enumerate(world.steps)],
+        world.options.lines(),
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+    )
+
+
+def shrink(seed: int, rule: str) -> list[int]:
+    """Return the faults that can be left out, one after the other, with the same rule broken."""
+    steps = len(play(seed).faults)
+    left_out: list[int] = []
+    for number in reversed(range(steps)):
+        if play(seed, left_out=[*left_out, number]).rule == rule:
+            left_out.append(number)
+    return left_out
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, help="run this one, with its trace")
+    parser.add_argument("--seeds", type=int, default=100, help="how many")
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--without", default="", help="numbers of faults that are left out, such as 0,3")
+    parser.add_argument("--go-on", action="store_true", help="after a failing seed")
+    parser.add_argument("--hash", action="store_true", help="print the hash of each trace")
+    arguments = parser.parse_args()
+    if arguments.seed is not None:
+        left_out = [int(each) for each in arguments.without.split(",") if each]
+        outcome = play(arguments.seed, left_out=left_out, tells=True)
+        print("\n".join(["", *outcome.options, *outcome.faults]))
+        print(f"seed {outcome.seed}: {outcome.simulated_s:.1f} s in {outcome.cpu_s:.2f} s, {outcome.failure or 'held'}")
+        return 1 if outcome.failure else 0
+    reached: Counter[str] = Counter()
+    failed: list[Outcome] = []
+    cpu_s = 0.0
+    for seed in range(arguments.first, arguments.first + arguments.seeds):
+        outcome = play(seed)
+        reached += outcome.reached
+        cpu_s += outcome.cpu_s
+        if arguments.hash:
+            print(seed, outcome.trace[:16], outcome.steps, f"{outcome.cpu_s:.2f} s {outcome.memory_mib} MiB", flush=True)
+        if outcome.failure:
+            failed.append(outcome)
+            print(f"seed {seed}: {outcome.failure[:600]}", flush=True)
+            if not arguments.go_on:
+                break
+    if failed and not arguments.go_on:
+        seed, rule = failed[0].seed, failed[0].rule
+        left_out = shrink(seed, rule)
+        print(f"make simulate-shell SEED={seed} WITHOUT={','.join(map(str, left_out))}", flush=True)
+    print(", ".join(f"{what} {count}" for what, count in sorted(reached.items())))
+    print(f"{len(failed)} of {arguments.seeds} seeds failed, {cpu_s:.1f} s of processor time")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
