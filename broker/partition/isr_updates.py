@@ -11,8 +11,16 @@ from collections import deque
 
 import gevent
 
-from portalmq.broker.core.replica.events import IsrAnswered, LeaseRenewed, Outcome, ProposeIsr, Refresh
-from portalmq.broker.partition.host import Replica
+from portalmq.broker.core.replica.events import (
+    IsrAnswered,
+    LeaderAnswered,
+    LeaseRenewed,
+    Outcome,
+    PartitionStateChanged,
+    ProposeIsr,
+    Refresh,
+)
+from portalmq.broker.partition.following import FollowingPartition
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +28,7 @@ log = logging.getLogger(__name__)
 class IsrUpdates:
     """Invariant: a greenlet runs exactly while requests are queued. At most one Refresh waits: the newest counts."""
 
-    def __init__(self, partition: Replica) -> None:
+    def __init__(self, partition: FollowingPartition) -> None:
         self._partition = partition
         self._waiting: deque[ProposeIsr | Refresh] = deque()
         self._greenlet: gevent.Greenlet | None = None
@@ -51,7 +59,7 @@ class IsrUpdates:
         )
         if partition_state is not None and not partition.closed:
             partition.step(LeaseRenewed(membership.answered_ms()))
-            partition.step(partition_state)
+            self._tell(partition_state)
 
     def _propose(self, update: ProposeIsr) -> None:
         partition = self._partition
@@ -63,4 +71,10 @@ class IsrUpdates:
             log.exception("%s: its change of the ISR failed", partition)
             answer = IsrAnswered(update.version, Outcome.UNKNOWN)
         if not partition.closed:
-            partition.step(answer)
+            self._tell(answer)
+
+    def _tell(self, event: IsrAnswered | PartitionStateChanged) -> None:
+        """Tell what may be the first news of an election: a new leader needs to know when its predecessor answered."""
+        partition = self._partition
+        partition.step(LeaderAnswered(partition.host.fetchers.heard_ms(partition)))
+        partition.step(event)

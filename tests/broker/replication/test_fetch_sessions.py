@@ -9,7 +9,7 @@ import gevent
 import pytest
 from support.replicas import CLUSTER, TOPIC_ID, Group, eventually, replicas, send
 
-from portalmq.broker.core.replica.events import Fetch, FetchReceived
+from portalmq.broker.core.replica.events import Fetch, FetchReceived, Refresh
 from portalmq.broker.core.replica.isr import NEVER_MS
 from portalmq.broker.core.replica.state import VOUCHED_FOR_MS
 from portalmq.broker.partition.fetch_answers import (
@@ -376,3 +376,18 @@ def test_a_successor_knows_until_when_the_previous_leader_was_confirmed(tmp_path
         replica = group.partition(2).replica
         assert not replica.may_settle(heard_ms + VOUCHED_FOR_MS)
         assert host.fetchers.heard_ms(group.partition(2)) >= heard_ms
+
+
+def test_a_successor_that_reads_of_its_election_itself_knows_it_too(tmp_path):
+    """Found by the simulated shell: it answered acks at once, while the previous leader could still deliver."""
+    with replicas(tmp_path, 2) as group:
+        eventually(lambda: group.leader.serves)
+        successor, fetchers = group.partition(2), group.hosts[2].fetchers
+        eventually(lambda: fetchers.heard_ms(successor) > 0)
+        group.cut(1)
+        group.cut(2)  # nobody tells it
+        group.elect(2)
+        heard_ms = fetchers.heard_ms(successor)
+        successor.isr_updates.send(Refresh(1))
+        eventually(lambda: successor.replica.leading)
+        assert not successor.replica.may_settle(heard_ms + VOUCHED_FOR_MS)
