@@ -132,29 +132,33 @@ class Files:
         return [place for place in self.root.iterdir() if place.name.rpartition("@")[2] == topic_id]
 
     def remove(self, topic_id: str) -> None:
-        """Remove the files of a deleted topic."""
-        for folder in self._folders_of(topic_id):
-            shutil.rmtree(folder)
+        """Remove the files of a deleted topic. Raises StorageError."""
+        with faults_of(self.root):
+            for folder in self._folders_of(topic_id):
+                shutil.rmtree(folder)
 
     def folders(self) -> list[Path]:
-        """Return the folders of all topics, known or not."""
-        make_directory(self.root)
-        return sorted(self.root.iterdir())
+        """Return the folders of all topics, known or not. Raises StorageError."""
+        with faults_of(self.root):
+            make_directory(self.root)
+            return sorted(self.root.iterdir())
 
     def clean_up(self, folders: Iterable[Path], explained: set[str], deleted: set[str]) -> None:
         """Remove folders of deleted topics, and move those of unknown topics to lost+found.
 
-        `folders` was listed before the control plane was read, so it has no folder of a newer topic.
+        `folders` was listed before the control plane was read, so it has no folder of a newer topic. Raises
+        StorageError.
         """
-        for folder in folders:
-            topic_id = folder.name.rpartition("@")[2]
-            if topic_id in explained or not folder.exists():
-                continue
-            if topic_id in deleted:
-                shutil.rmtree(folder)
-                continue
-            target = self._move(folder, self.lost)
-            log.warning("nothing explains %s: it was moved to %s", folder.name, target)
+        with faults_of(self.root):
+            for folder in folders:
+                topic_id = folder.name.rpartition("@")[2]
+                if topic_id in explained or not folder.exists():
+                    continue
+                if topic_id in deleted:
+                    shutil.rmtree(folder)
+                    continue
+                target = self._move(folder, self.lost)
+                log.warning("nothing explains %s: it was moved to %s", folder.name, target)
 
 
 class Replicas:

@@ -14,6 +14,7 @@ from gevent.lock import BoundedSemaphore
 
 from portalmq.broker.cluster.replicas import Files
 from portalmq.broker.cluster.topic import TopicsHost
+from portalmq.broker.storage.errors import Shortage, StorageError
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.plane import PlaneError
 from portalmq.errors import PortalMQError
@@ -62,6 +63,10 @@ class TopicFiles:
     def _remove(self, topic_id: str) -> None:
         try:
             self._host.pool.apply(self._files.remove, (topic_id,))
+        except Shortage as error:
+            log.warning("files of a deleted topic stay until the next start: %s", error)
+        except StorageError as fault:
+            self._host.storage_failed(fault)
         finally:
             self._removing.discard(topic_id)
             self._on_changed()
@@ -73,16 +78,18 @@ class TopicFiles:
 
     def set_aside_strays(self) -> bool:
         """Move files of unknown topics to lost+found. A topic is known by the control plane, read after a sync, or by
-        a tombstone. Return False, and touch nothing, while the control plane cannot be read."""
+        a tombstone. Return False while the control plane cannot be read, with nothing touched, or the disk is full."""
         with self._strays_lock:
-            folders = self._host.pool.apply(self._files.folders)
             try:
+                folders = self._host.pool.apply(self._files.folders)
                 self._catalog.plane.sync()
                 explained = self._catalog.topic_ids()
                 deleted = set(self._catalog.tombstones())
-            except (PlaneError, PortalMQError) as error:
+                explained = explained.union(*self._known)
+                self._host.pool.apply(self._files.clean_up, (folders, explained, deleted))
+            except (PlaneError, PortalMQError, Shortage) as error:
                 log.info("files of unknown topics cannot be looked for now: %s", error)
                 return False
-            explained = explained.union(*self._known)
-            self._host.pool.apply(self._files.clean_up, (folders, explained, deleted))
+            except StorageError as fault:
+                self._host.storage_failed(fault)
             return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from pathlib import Path
@@ -134,6 +135,24 @@ def test_no_file_is_moved_while_the_control_plane_is_unavailable(fixture, tmp_pa
     fixture.broker.topics.files.set_aside_strays()
     assert not stray.exists()
     assert (tmp_path / "lost+found" / "stray@0123").exists()
+
+
+def test_stray_files_are_set_aside_once_the_disk_has_room(fixture, tmp_path, monkeypatch):
+    """Found by the simulated shell: on a full disk the search ended for good."""
+    files = fixture.broker.topics.files
+    files.set_aside_strays()  # wait for the pass that starts with the broker
+    stray = tmp_path / "partitions" / "stray@0123"
+    stray.mkdir(parents=True)
+
+    def full(directory: Path) -> None:
+        raise OSError(errno.ENOSPC, "no space left", str(directory))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("portalmq.broker.cluster.replicas.make_directory", full)
+        assert not files.set_aside_strays()
+    assert files.set_aside_strays()
+    assert (tmp_path / "lost+found" / "stray@0123").exists()
+    assert fixture.faults == []
 
 
 def test_stray_files_are_set_aside_once_the_control_plane_is_available(tmp_path, monkeypatch):
