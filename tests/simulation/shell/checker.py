@@ -81,7 +81,9 @@ class Checker:
         key = (parts[2], int(parts[3]))
         after, before = decode(node.data, PartitionState), self.states.get(key)
         self.states[key] = after
-        self.world.note("zookeeper", "{}/{} v{}: {} {} {}", *key, node.version, after.leader, after.leader_epoch, after.isr)
+        self.world.note(
+            "zookeeper", "{}/{} v{}: {} {} {}", *key, node.version, after.leader, after.leader_epoch, after.isr
+        )
         if before is not None and after.leader_epoch < before.leader_epoch:
             self.fail("I1", "the leader epoch of {} fell from {} to {}", key, before.leader_epoch, after.leader_epoch)
         if before is not None and after.leader != before.leader and after.leader_epoch == before.leader_epoch:
@@ -169,6 +171,7 @@ class Checker:
             self.fail("I2", "{}/{} is {} and was {}", partition, offset, value[:20], known[:20])
 
     def delivered(self, message: Any, began_ns: int) -> None:
+        self.world.note("client", "gets {}/{}, delivery {} receipt {} begun {}", message.partition, message.offset, message.deliveries if hasattr(message,"deliveries") else "", message.receipt[-30:], began_ns)
         if message.topic != TOPIC:
             return
         self._reads(message.partition, message.offset, message.record.value)
@@ -179,6 +182,7 @@ class Checker:
             self.fail("I12", "{}/{} is delivered again after its ack", message.partition, message.offset)
 
     def settled(self, message: Any) -> None:
+        self.world.note("client", "acked {}/{} receipt {}", message.partition, message.offset, message.receipt[-30:])
         self._acked.setdefault((message.partition, message.offset), (self.world.loop.now_ns, message.receipt))
         self.world.reached["acks"] += 1
 

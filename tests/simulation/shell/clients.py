@@ -104,9 +104,7 @@ class Clients:
         config: dict[str, Any] = {"cleanup": "compact"} if options.compacts else {}
         if options.min_insync is not None:
             config["min_insync_replicas"] = options.min_insync
-        request = wire.CreateTopic(
-            partitions=options.partitions, replication_factor=options.replication, config=config
-        )
+        request = wire.CreateTopic(partitions=options.partitions, replication_factor=options.replication, config=config)
         created = None
         while created is None:
             self.loop.wait(0.05)
@@ -137,7 +135,8 @@ class Clients:
             serial += 1
             keys = [random.choice((None, "a", "b", "c")) for _ in values]
             records = [
-                Record(value, key=None if key is None else key.encode()) for value, key in zip(values, keys, strict=True)
+                Record(value, key=None if key is None else key.encode())
+                for value, key in zip(values, keys, strict=True)
             ]
             stamp = None if identity is None else wire.ProducerStamp(identity.id, identity.epoch, sequence)
             request = ProduceRequest(records, partition=partition, producer=stamp)

@@ -14,6 +14,7 @@ although it can be read until the power is cut.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import errno
 import io
 import os
@@ -34,7 +35,8 @@ Naming = tuple[str, str, Any]
 
 
 class Inode:
-    """A file's durable content, and the changes since, each with its place in the order of the whole disk."""
+    """A file's durable content, and the changes since, each with its place in the order of the whole disk. `lost` are
+    all changes since the first one that a failed fsync dropped: readers see them, the disk has only the synced ones."""
 
     __slots__ = ("durable", "is_new", "lost", "pending", "size")
 
@@ -117,6 +119,8 @@ class SimDisk:
             raise OSError(errno.ENOSPC, "simulated: no space left", name)
 
     def named(self, *naming: Any) -> None:
+        if self.is_dead:
+            return
         self.order += 1
         self.namings.append((self.order, naming))  # type: ignore[arg-type]
         if naming[0] == "unlink":
@@ -151,10 +155,14 @@ class SimDisk:
             raise OSError(errno.EIO, "simulated: fsync failed", name)
         for _, change in inode.pending:
             _apply(inode.durable, change)
+        if inode.lost:
+            inode.lost += [change for _, change in inode.pending]
         inode.pending.clear()
 
     def sync_names(self, directory: str) -> None:
         self.io("syncdir", directory)
+        if self.is_dead:
+            return
         left = []
         for order, naming in self.namings:
             if directory in (_parent(naming[1]), _parent(naming[2]) if naming[0] == "rename" else None):
@@ -272,7 +280,7 @@ class SimFile(apsw.VFSFile):
         self._syncs_name = bool(flags[0] & (apsw.SQLITE_OPEN_WAL | apsw.SQLITE_OPEN_MAIN_JOURNAL))
         super().__init__("unix", path, flags)
 
-    def xWrite(self, data: bytes, offset: int) -> None:  # noqa: N802 - SQLite's names
+    def xWrite(self, data: bytes, offset: int) -> None:
         inode = self._inode
         assert inode is not None
         try:
@@ -282,7 +290,7 @@ class SimFile(apsw.VFSFile):
         self._disk.changed(inode, (offset, bytes(data)))
         super().xWrite(data, offset)
 
-    def xTruncate(self, size: int) -> None:  # noqa: N802
+    def xTruncate(self, size: int) -> None:
         assert self._inode is not None
         try:
             self._disk.io("truncate", self._name)
@@ -291,7 +299,7 @@ class SimFile(apsw.VFSFile):
         self._disk.changed(self._inode, (size, None))
         super().xTruncate(size)
 
-    def xSync(self, flags: int) -> None:  # noqa: N802
+    def xSync(self, flags: int) -> None:
         assert self._inode is not None
         try:
             self._disk.sync(self._inode, self._name)
@@ -308,13 +316,13 @@ class SimVFS(apsw.VFS):
     def __init__(self) -> None:
         super().__init__("simulated", "unix", makedefault=True)
 
-    def xOpen(self, path: Any, flags: list[int]) -> Any:  # noqa: N802
+    def xOpen(self, path: Any, flags: list[int]) -> Any:
         found = _place(path.filename() if isinstance(path, apsw.URIFilename) else path)
         if found is None:
             return apsw.VFSFile("unix", path, flags)
         return SimFile(*found, path, flags)
 
-    def xDelete(self, path: str, syncs: bool) -> None:  # noqa: N802
+    def xDelete(self, path: str, syncs: bool) -> None:
         found = _place(path)
         if found is not None and found[1] in found[0].names:
             disk, name = found
@@ -327,8 +335,16 @@ class SimVFS(apsw.VFS):
                 raise _as_sqlite(error) from None
         super().xDelete(path, syncs)
 
-    def xRandomness(self, size: int) -> bytes:  # noqa: N802
+    def xRandomness(self, size: int) -> bytes:
         return bytes(range(256))[:size].ljust(size, b"s")
+
+
+class SimConnection(apsw.Connection):
+    """A connection that closes as with SQLite's own VFS: what its last checkpoint could not write is no error."""
+
+    def close(self, force: bool = False) -> None:
+        with contextlib.suppress(apsw.FullError, apsw.IOError):
+            super().close(force)
 
 
 # --- the operating system --------------------------------------------------------------------------------------------
@@ -346,9 +362,9 @@ def _place(path: Any) -> tuple[SimDisk, str] | None:
     if not isinstance(path, str | os.PathLike):
         return None
     text = os.fspath(path)
-    if not isinstance(text, str) or not text.startswith(_home):
+    if not isinstance(text, str):
         return None
-    root, _, name = text[len(_home) :].partition("/")
+    root, _, name = text.removeprefix(_home).partition("/")
     disk = _disks.get(root)
     return None if disk is None else (disk, name)
 
@@ -468,10 +484,14 @@ def _os_statvfs(path: Any) -> Any:
 
 
 def install(home: Path) -> None:
-    """Simulate every disk below `home`, from now on."""
-    global _home  # noqa: PLW0603 - the operating system is global
+    """Simulate every disk below `home`, from now on. It is the working directory, so that paths are the same in each
+    run: b1.1/partitions/..."""
+    global _home
     _home = f"{home}/"
+    home.mkdir(parents=True)
+    os.chdir(home)
     _vfs.append(SimVFS())
+    apsw.Connection = SimConnection  # type: ignore[misc]
     builtins.open = _sim_open  # type: ignore[assignment]
     io.open = _sim_open  # type: ignore[assignment]
     os.open = _os_open

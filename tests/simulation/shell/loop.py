@@ -13,6 +13,7 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from random import Random
 from typing import Any
+from zlib import crc32
 
 import greenlet
 from gevent import get_hub
@@ -156,6 +157,7 @@ class SimLoop:
         self.timers: list[tuple[int, int, Timer]] = []
         self.number = 0
         self.steps = 0
+        self.fingerprint = 0
         self.is_over = False
         self.error_handler: Any = None
         self.main: Any = None
@@ -213,6 +215,7 @@ class SimLoop:
             return
         self.now_ns += int(self.random.random() * STEP_NS)
         self.current = process
+        self.fingerprint = crc32(self.now_ns.to_bytes(8), self.fingerprint)
         scheduled.run(self)
         self.current = self.world
 
@@ -264,7 +267,7 @@ class SimLoop:
 class SimHub(Hub):
     """A hub that reports what greenlets raise to the run."""
 
-    def handle_error(self, context: Any, type: Any, value: Any, tb: Any) -> None:  # noqa: A002 - gevent's names
+    def handle_error(self, context: Any, type: Any, value: Any, tb: Any) -> None:
         if not isinstance(value, greenlet.GreenletExit):
             self.loop.on_error(self.loop.current, context, value)
 

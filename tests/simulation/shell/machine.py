@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from portalmq.broker.messages.metrics import Metrics
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.server.config import BrokerConfig
 from portalmq.broker.storage.errors import StorageError
-from portalmq.control_plane.catalog import BrokerIdTaken, Catalog
+from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.plane import PlaneError
 from portalmq.control_plane.state import BrokerState
 
@@ -168,7 +169,7 @@ class Machine:
         if self.life is not None or self.world.is_over:
             return
         self.lives += 1
-        root = self.world.home / f"b{self.number}.{self.lives}"
+        root = Path(f"b{self.number}.{self.lives}")
         disk = SimDisk(root) if self._disk is None else self._image(root)
         self.life = Life(self, disk, self.lives)
         self.world.note(self.life.process, "starts")

@@ -118,7 +118,7 @@ class SimPool:
         def serve(broker: Any) -> HttpAnswer:
             try:
                 return HttpAnswer(200, _fields({}), broker.serve_peer(name, body, NeverGone()))
-            except Exception as fault:  # noqa: BLE001 - as api/problems.py does
+            except Exception as fault:
                 error = broker.explain(fault)
                 if error is None:
                     self._world.fail("a call failed", f"{name}: {fault!r}", fault)

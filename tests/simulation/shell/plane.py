@@ -125,9 +125,7 @@ class ZooKeeper:
         return session
 
     def heard(self, session: Session) -> None:
-        session.expires_ns = max(
-            session.expires_ns, self.loop.now_ns + int(session.client.session_timeout_s * 1e9)
-        )
+        session.expires_ns = max(session.expires_ns, self.loop.now_ns + int(session.client.session_timeout_s * 1e9))
 
     def _check(self, session: Session) -> None:
         if session.expired:

@@ -68,7 +68,7 @@ def play(seed: int, *, left_out: Collection[int] = (), tells: bool = False) -> O
     os.waitpid(child, 0)
     if not data:
         return Outcome(seed, "the run broke off", "broke off")
-    outcome: Outcome = pickle.loads(data)  # noqa: S301 - our own child wrote it
+    outcome: Outcome = pickle.loads(data)
     return outcome
 
 
@@ -90,7 +90,7 @@ def _play(seed: int, left_out: Collection[int], tells: bool) -> Outcome:
         seed,
         failure,
         rule,
-        world.trace.hexdigest(),
+        f"{world.loop.fingerprint:08x}{world.trace.hexdigest()}",
         world.reached,
         world.now_s,
         patches.process_time() - began,
@@ -134,7 +134,9 @@ def main() -> int:
         reached += outcome.reached
         cpu_s += outcome.cpu_s
         if arguments.hash:
-            print(seed, outcome.trace[:16], outcome.steps, f"{outcome.cpu_s:.2f} s {outcome.memory_mib} MiB", flush=True)
+            print(
+                seed, outcome.trace[:16], outcome.steps, f"{outcome.cpu_s:.2f} s {outcome.memory_mib} MiB", flush=True
+            )
         if outcome.failure:
             failed.append(outcome)
             print(f"seed {seed}: {outcome.failure[:600]}", flush=True)

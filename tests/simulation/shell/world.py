@@ -1,12 +1,13 @@
 """One run: brokers, ZooKeeper, clients and faults on one simulated loop. One seed is one run.
 
-    World(seed).run()     raises Violation
+World(seed).run()     raises Violation
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import re
 import shutil
 import traceback
 from collections import Counter
@@ -31,6 +32,7 @@ from portalmq.broker.cluster import membership, replicas
 from portalmq.broker.replication import ticker
 
 HEALED_WITHIN_S = 60.0
+_ADDRESS = re.compile("0x[0-9a-f]+")
 
 
 class World:
@@ -111,6 +113,7 @@ class World:
     def fail(self, rule: str, why: str, cause: BaseException | None = None) -> None:
         """End the run with a violation."""
         if self.failure is None:
+            why = _ADDRESS.sub("0x0", why)[:600]
             self.failure = Violation(f"{rule}: {why}")
             self.failure.__cause__ = cause
             self.note("world", "VIOLATION {}: {}", rule, why)
@@ -120,12 +123,11 @@ class World:
 
     def _on_error(self, process: Process, context: Any, error: BaseException) -> None:
         if not process.dead:
-            self.fail("a greenlet died", f"{process}: {error!r} in {context!r}"[:600], error)
+            self.fail("a greenlet died", f"{process}: {error!r} in {context!r}", error)
 
     # --- the run -----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        self.home.mkdir(parents=True)
         try:
             self.loop.spawn(self.loop.world, self._run)
             self.loop.simulate()
