@@ -23,7 +23,7 @@ TEST_PROCESSES ?= 4
 # Tests of one file stay together if possible, so that their shared processes start once.
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal
 
-.PHONY: help demo test unit prove chaos standstill simulate mutants up bench bench-spark report lint types format clean
+.PHONY: help demo test unit prove chaos standstill simulate simulate-shell mutants up bench bench-spark report lint types format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -33,6 +33,7 @@ help:
 	@echo "make prove     long runs: SEEDS=2000 of the simulator, mutants, chaos, Spark jobs, brokers killed under load"
 	@echo "make chaos     three brokers under all kinds of faults and load, and a checker: SECONDS=120 SEED=1 ZOOKEEPERS=1"
 	@echo "make simulate  replication under every fault, over SEEDS=500 seeds; SEED=7 prints one run event by event"
+	@echo "make simulate-shell  whole brokers on a simulated clock, disk and network: SEEDS=100; SEED=7 prints one run"
 	@echo "make mutants   planted protocol bugs, each of which the simulator has to find"
 	@echo "make standstill  the test suite while its processes are stopped at random: TESTS=tests/cluster/test_locks.py"
 	@echo "make up        a cluster in the foreground: ZooKeeper and three brokers"
@@ -52,6 +53,7 @@ unit: $(READY)
 # One test at a time: each kills processes under load. build/prove.xml keeps the figures.
 prove: $(READY)
 	@$(MAKE) --no-print-directory simulate SEEDS=$(or $(SEEDS),2000)
+	@$(MAKE) --no-print-directory simulate-shell SEEDS=$(or $(SHELL_SEEDS),2000)
 	@$(MAKE) --no-print-directory mutants
 	@$(MAKE) --no-print-directory chaos
 	$(BIN)/python -m pytest -m prove --durations 0 --junit-xml build/prove.xml
@@ -70,6 +72,11 @@ standstill: $(READY)
 simulate: $(READY)
 	@cd tests && exec $(CURDIR)/$(BIN)/python -m simulation.run $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),500)) \
 		$(if $(FIRST),--first $(FIRST)) $(if $(EVENTS),--events $(EVENTS))
+
+# WITHOUT="0 3": the run of SEED without these of its faults.
+simulate-shell: $(READY)
+	@cd tests && exec $(CURDIR)/$(BIN)/python -m simulation.shell.run $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),100)) \
+		$(if $(FIRST),--first $(FIRST)) $(if $(WITHOUT),--without $(WITHOUT))
 
 mutants: $(READY)
 	@cd tests && exec $(CURDIR)/$(BIN)/python -m simulation.hunt

@@ -1,44 +1,49 @@
-"""The invariants of PROOF that the shell must hold, after each step of a partition and at the end.
+"""The rules of PROOF that replicas must hold: after each step of a core, each change of a log and of the tree, and at
+the end. history.py has the rules of what clients are told.
 
-I1, I5, I6, I8 after each step of a core; I2, I3, I9, I13 on what clients were told, and on the logs at the end; I12 on
-deliveries after an ack; I14 on log starts.
+    I1   one leader in an epoch; no replica forgets an epoch in which it acted
+    I2   equal (offset, epoch), equal records        I8   no cut below the own high watermark
+    I3   what was fsynced is there at the next start I10  elections are the present controller's
+    I4   an ack: fsynced on min_insync_replicas      I14  the log start moves by a purge alone
+    I5   the high watermark: rising, durable         I17  no replica is set aside unless another one is whole
+    I6   the ISR within the maximal ISR, its floor
+    I7   who joins has everything committed
+
+A machine whose disk was replaced or damaged is `lossy` for a partition until its replica there is whole again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from simulation.shell.history import History
 from simulation.shell.loop import Process
 
+from portalmq.broker.cluster.replicas import Files
+from portalmq.broker.partition.action_queue import ActionQueue
 from portalmq.broker.partition.partition import Partition
-from portalmq.broker.storage.batch import BatchKind
-from portalmq.control_plane.plane import Node
-from portalmq.control_plane.state import PARTITIONS, PartitionState, decode
+from portalmq.broker.storage.batch import Batch, BatchKind
+from portalmq.broker.storage.log import Log
+from portalmq.broker.storage.state import StateFile
+from portalmq.control_plane.plane import Node, Op, Set
+from portalmq.control_plane.state import CONTROLLER, CONTROLLER_EPOCH, PARTITIONS, PartitionState, decode
 
 if TYPE_CHECKING:
     from simulation.shell.world import World
 
-
 TOPIC = "t"
+Key = tuple[str, int]  # topic id and partition
 
 
 class Violation(AssertionError):
     """A rule does not hold."""
 
 
-@dataclass
-class Sent:
-    partition: int
-    is_idempotent: bool
-    refused: bool = False
-    offset: int | None = None
-    acked_s: float = 0.0
-
-
-@dataclass
+@dataclass(slots=True)
 class Seen:
     """What was seen of one partition in one life of a broker."""
 
@@ -46,158 +51,251 @@ class Seen:
     epoch: int = -1
 
 
-@dataclass
-class Place:
+@dataclass(slots=True)
+class Held:
+    """What a machine has of a partition: fsynced up to `end`, and acted in `epoch`."""
+
+    end: int = 0
+    watermark: int = 0
+    epoch: int = -1
+    store: str = ""
+
+
+@dataclass(slots=True)
+class Known:
     """A partition, over all its replicas."""
 
-    values: dict[int, bytes] = field(default_factory=dict)  # what clients saw at an offset
-    purged: int = 0
+    name: str = ""
+    least: int = 1
+    state: PartitionState | None = None
     watermark: int = 0
+    leaders: dict[int, str] = field(default_factory=dict)  # of an epoch
+    held: dict[int, Held] = field(default_factory=dict)  # by machine
+    records: dict[tuple[int, int], int] = field(default_factory=dict)  # (offset, epoch) -> checksum
+    lossy: set[int] = field(default_factory=set)
+    doubted: set[int] = field(default_factory=set)  # machines whose state.sqlite is damaged
+
+    def of(self, machine: int) -> Held:
+        return self.held.setdefault(machine, Held())
 
 
 class Checker:
     def __init__(self, world: World) -> None:
         self.world = world
-        self.states: dict[tuple[str, int], PartitionState] = {}
-        self.places: dict[int, Place] = {number: Place() for number in range(world.options.partitions)}
-        self._sent: dict[bytes, Sent] = {}
-        self._leaders: dict[tuple[str, int, int], tuple[int | None, str]] = {}
-        self._seen: dict[tuple[str, str, int, str], Seen] = {}
-        self._acted: dict[tuple[int | None, str, int, str], int] = {}
-        self._acked: dict[tuple[int, int], tuple[int, str]] = {}  # (partition, offset) -> when the ack was answered
+        self.history = History(world.fail, compacts=world.options.compacts)
+        self.partitions: dict[Key, Known] = {}
+        self._seen: dict[tuple[str, Key, str], Seen] = {}
         self.steps = 0
         world.zookeeper.on_changed.append(self._tree_changed)
-        _hook(self)
+        world.zookeeper.on_commit.append(self.committing)
 
     def fail(self, rule: str, why: str, *values: object) -> None:
         self.world.fail(rule, why.format(*values))
 
+    def known(self, key: Key) -> Known:
+        return self.partitions.setdefault(key, Known())
+
+    @property
+    def states(self) -> dict[Key, PartitionState]:
+        return {key: known.state for key, known in self.partitions.items() if known.state is not None}
+
+    def key_of(self, topic: str, number: int) -> Key | None:
+        return next((key for key, known in self.partitions.items() if known.name == topic and key[1] == number), None)
+
     # --- the tree ----------------------------------------------------------------------------------------------------
+
+    def committing(self, ops: Sequence[Op], nodes: dict[str, Node]) -> None:
+        """I10: who raises an epoch proves in the same commit that it is the controller still."""
+        guarded = any(op.path in (CONTROLLER, CONTROLLER_EPOCH) for op in ops)
+        for op in ops:
+            before = nodes.get(op.path)
+            if not isinstance(op, Set) or not op.path.startswith(f"{PARTITIONS}/") or before is None or guarded:
+                continue
+            if decode(op.data, PartitionState).leader_epoch > decode(before.data, PartitionState).leader_epoch:
+                self.fail("I10", "{} has a new epoch, and nobody checked who is controller", op.path)
 
     def _tree_changed(self, path: str, node: Node | None) -> None:
         parts = path.split("/")
-        if not path.startswith(PARTITIONS) or len(parts) != 4 or node is None or not node.data:
+        if not path.startswith(f"{PARTITIONS}/") or len(parts) != 4 or node is None or not node.data:
             return
         key = (parts[2], int(parts[3]))
-        after, before = decode(node.data, PartitionState), self.states.get(key)
-        self.states[key] = after
-        self.world.note(
-            "zookeeper", "{}/{} v{}: {} {} {}", *key, node.version, after.leader, after.leader_epoch, after.isr
-        )
-        if before is not None and after.leader_epoch < before.leader_epoch:
+        known = self.known(key)
+        after, before = decode(node.data, PartitionState), known.state
+        known.state = after
+        now = after.leader, after.leader_epoch, after.isr
+        self.world.note("zookeeper", "{}/{} v{}: {} {} {}", *key, node.version, *now)
+        if after.leader is not None and after.leader not in after.isr:
+            self.fail("I6", "the leader {} of {} is not in the ISR {}", after.leader, key, after.isr)
+        if before is not None:
+            self.changed(key, before, after)
+            return
+        for number, store in after.store_uuids.items():
+            if self.world.machines[number].store_uuid != store:  # its disk was replaced just before
+                known.lossy.add(number)
+
+    def changed(self, key: Key, before: PartitionState, after: PartitionState) -> None:
+        known = self.known(key)
+        if after.leader_epoch < before.leader_epoch:
             self.fail("I1", "the leader epoch of {} fell from {} to {}", key, before.leader_epoch, after.leader_epoch)
-        if before is not None and after.leader != before.leader and after.leader_epoch == before.leader_epoch:
-            if after.leader is not None:
-                self.fail("I1", "{} has another leader in epoch {}", key, after.leader_epoch)
+        if after.leader not in (before.leader, None) and after.leader_epoch == before.leader_epoch:
+            self.fail("I1", "{} has another leader in epoch {}", key, after.leader_epoch)
+        gone = set(before.isr) - set(after.isr) - known.lossy
+        floor = min(known.least, len(after.replicas))
+        if gone and len(after.isr) < floor and len(after.isr) < len(before.isr):
+            self.fail("I6", "the ISR of {} shrank from {} to {}, below {}", key, before.isr, after.isr, floor)
+        for joined in sorted(set(after.isr) - set(before.isr)):
+            if known.of(joined).end < known.watermark:
+                self.fail("I7", "{} joins {} with {} of {}", joined, key, known.of(joined).end, known.watermark)
+            elif joined in known.lossy:
+                known.lossy.discard(joined)  # copied again, from a store that is whole
 
     # --- after each step of a core -----------------------------------------------------------------------------------
 
     def stepped(self, process: Process, partition: Partition) -> None:
         self.steps += 1
         replica = partition.replica
-        key = (process.name, partition.topic_id, partition.number, partition.store_uuid)
-        seen = self._seen.get(key)
-        if seen is None:
-            seen = self._seen[key] = Seen()
+        key = (partition.topic_id, partition.number)
+        known = self.known(key)
+        seen = self._seen.setdefault((process.name, key, partition.store_uuid), Seen())
         watermark = replica.high_watermark
         if watermark < seen.watermark:
             self.fail("I5", "the high watermark of {} fell from {} to {}", key, seen.watermark, watermark)
-        seen.watermark = watermark
         if replica.highest_epoch < seen.epoch:
-            self.fail("I1", "{} forgot epoch {}", key, seen.epoch)
-        seen.epoch = replica.highest_epoch
-        in_sync = replica.in_sync
-        if in_sync is None:
-            return
-        epoch = in_sync.state.leader_epoch
-        held = self._leaders.setdefault((partition.topic_id, partition.number, epoch), (process.number, process.name))
-        if held[1] != process.name:
-            self.fail("I1", "{} and {} lead in epoch {}", held[1], process.name, epoch)
-        if watermark > partition.log.end_offset:
-            self.fail("I5", "{} commits to {}, its log ends at {}", key, watermark, partition.log.end_offset)
-        if partition.topic == TOPIC:
-            place = self.places[partition.number]
-            place.watermark = max(place.watermark, watermark)
-        state = self.states.get((partition.topic_id, partition.number))
-        if state is not None and state.leader_epoch == epoch and not set(state.isr) <= in_sync.maximal:
-            self.fail("I6", "ISR {} is not within {} of its leader {}", state.isr, set(in_sync.maximal), process)
+            self.fail("I1", "{} forgot epoch {} of {}", process, seen.epoch, key)
+        seen.watermark, seen.epoch = watermark, replica.highest_epoch
         if any(a[0] >= b[0] or a[1] >= b[1] for a, b in pairwise(replica.epochs[-3:])):
             self.fail("I8", "epochs {} of {} do not rise", replica.epochs, key)
+        held = known.of(process.number or 0)
+        held.watermark, held.store = max(watermark, held.watermark), partition.store_uuid
+        if partition.start.offset > self.history.place((partition.topic, partition.number)).purged:
+            self.fail("I14", "{} begins at {} on {}, without a purge", key, partition.start.offset, process)
+        in_sync = replica.in_sync
+        if in_sync is not None and not process.dead:
+            self._leads(process, partition, known, in_sync)
+
+    def _leads(self, process: Process, partition: Partition, known: Known, in_sync: Any) -> None:
+        key, watermark = (partition.topic_id, partition.number), partition.replica.high_watermark
+        epoch = in_sync.state.leader_epoch
+        known.least = in_sync.state.min_insync_replicas
+        other = known.leaders.setdefault(epoch, process.name)
+        if other != process.name:
+            self.fail("I1", "{} and {} lead {} in epoch {}", other, process.name, key, epoch)
+        if watermark > partition.log.end_offset:
+            self.fail("I5", "{} commits {} of {} in its log", process, watermark, partition.log.end_offset)
+        if watermark > known.watermark:
+            known.watermark = watermark
+            place = self.history.place((partition.topic, partition.number))
+            place.watermark = max(place.watermark, watermark)
+            for member in sorted(in_sync.maximal - known.lossy):
+                if known.of(member).end < watermark:
+                    self.fail("I5", "{} commits {} of {}, {} has {}", process, watermark, key, member, known.of(member))
+        state = known.state
+        if state is not None and state.leader_epoch == epoch and not set(state.isr) <= in_sync.maximal:
+            self.fail("I6", "ISR {} is not within {} of its leader {}", state.isr, set(in_sync.maximal), process)
 
     def opened(self, process: Process, partition: Partition) -> None:
         """A replica was opened, after a restart perhaps."""
-        key = (process.number, partition.topic_id, partition.number, partition.store_uuid)
-        self._acted.setdefault(key, -1)
-        if partition.replica.highest_epoch < self._acted[key]:
-            self.fail("I1", "{} has forgotten epoch {} of partition {}", process, self._acted[key], partition.number)
+        key = (partition.topic_id, partition.number)
+        known, number = self.known(key), process.number or 0
+        known.name = partition.topic
+        held, end = known.of(number), partition.log.end_offset
         self.world.note(
             process,
             "opens {}/{} of {}: log {} to {}, high watermark {}, epoch {}",
-            partition.topic,
-            partition.number,
-            partition.store_uuid,
-            partition.start.offset,
-            partition.log.end_offset,
-            partition.replica.high_watermark,
-            partition.replica.highest_epoch,
+            *(partition.topic, partition.number, partition.store_uuid, partition.start.offset, end),
+            *(partition.replica.high_watermark, partition.replica.highest_epoch),
         )
+        if number in known.lossy or held.store not in ("", partition.store_uuid):
+            known.held[number] = Held(end, 0, partition.replica.highest_epoch, partition.store_uuid)
+            return
+        if end < held.end:
+            self.fail("I3", "{} had fsynced {} to {}, and finds {}", process, key, held.end, end)
+        if number in known.doubted:
+            known.doubted.discard(number)  # what cannot be read any more is forgotten once
+            held.epoch = partition.replica.highest_epoch
+        if partition.replica.highest_epoch < held.epoch:
+            self.fail("I1", "{} has forgotten epoch {} of {}", process, held.epoch, key)
+        held.end = end
+
+    def saved_anew(self, machine: int, key: Key) -> None:
+        """A damaged state.sqlite was written again, by a process that knew its epoch."""
+        self.known(key).doubted.discard(machine)
 
     def acts(self, process: Process, partition: Partition, epoch: int) -> None:
-        """A replica leads, or fetches, in an epoch: it has stored it."""
-        key = (process.number, partition.topic_id, partition.number, partition.store_uuid)
-        self._acted[key] = max(self._acted.get(key, -1), epoch)
+        """A replica has stored an epoch, to lead or to follow in it."""
+        held = self.known((partition.topic_id, partition.number)).of(process.number or 0)
+        held.epoch = max(held.epoch, epoch)
+
+    # --- changes of a log --------------------------------------------------------------------------------------------
+
+    def appended(self, machine: int, key: Key, batches: Sequence[Batch], end: int) -> None:
+        known = self.known(key)
+        known.of(machine).end = end
+        for batch in batches:
+            mark = (batch.base_offset, batch.leader_epoch)
+            if known.records.setdefault(mark, batch.crc) != batch.crc:
+                self.fail("I2", "{}/{} of epoch {} is another record on broker {}", key, *mark, machine)
+
+    def cut(self, machine: int, key: Key, to: int) -> None:
+        held = self.known(key).of(machine)
+        if to < held.watermark and machine not in self.known(key).lossy:
+            self.fail("I8", "broker {} cuts {} to {}, below its high watermark {}", machine, key, to, held.watermark)
+        held.end = min(held.end, to)
+
+    def begun_anew(self, machine: int, key: Key, at: int) -> None:
+        known = self.known(key)
+        known.of(machine).end = at
+
+    def set_aside(self, machine: int, key: Key) -> None:
+        known = self.known(key)
+        others = [each.end for number, each in known.held.items() if number != machine and number not in known.lossy]
+        if max(others, default=-1) < known.watermark:
+            self.fail("I17", "broker {} sets {} aside, and no other has {}", machine, key, known.watermark)
+        known.held[machine] = Held()
+        known.lossy.add(machine)
 
     # --- what clients do ---------------------------------------------------------------------------------------------
-
-    def sent(self, values: list[bytes], partition: int, *, is_idempotent: bool) -> None:
-        for value in values:
-            self._sent[value] = Sent(partition, is_idempotent)
-
-    def refused(self, values: list[bytes]) -> None:
-        for value in values:
-            self._sent[value].refused = True
 
     def acked(self, values: list[bytes], partition: int, base_offset: int) -> None:
         self.world.reached["acked"] += len(values)
         self.world.note("client", "{} is acked at {}/{}", values[0][:20].rstrip(b"."), partition, base_offset)
-        for offset, value in enumerate(values, base_offset):
-            self._sent[value].offset = offset
-            self._sent[value].acked_s = self.world.now_s
-            self._reads(partition, offset, value)
-
-    def _reads(self, partition: int, offset: int, value: bytes) -> None:
-        known = self.places[partition].values.setdefault(offset, value)
-        if known != value:
-            self.fail("I2", "{}/{} is {} and was {}", partition, offset, value[:20], known[:20])
-
-    def delivered(self, message: Any, began_ns: int) -> None:
-        self.world.note("client", "gets {}/{}, delivery {} receipt {} begun {}", message.partition, message.offset, message.deliveries if hasattr(message,"deliveries") else "", message.receipt[-30:], began_ns)
-        if message.topic != TOPIC:
-            return
-        self._reads(message.partition, message.offset, message.record.value)
-        if message.record.value not in self._sent:
-            self.fail("I13", "{}/{} has {}, which nobody sent", message.partition, message.offset, message.record.value)
-        acked = self._acked.get((message.partition, message.offset))
-        if acked is not None and acked[0] < began_ns:
-            self.fail("I12", "{}/{} is delivered again after its ack", message.partition, message.offset)
-
-    def settled(self, message: Any) -> None:
-        self.world.note("client", "acked {}/{} receipt {}", message.partition, message.offset, message.receipt[-30:])
-        self._acked.setdefault((message.partition, message.offset), (self.world.loop.now_ns, message.receipt))
-        self.world.reached["acks"] += 1
+        key = self.key_of(TOPIC, partition)
+        if key is not None:
+            known, end = self.partitions[key], base_offset + len(values)
+            copies = sorted(number for number, held in known.held.items() if held.end >= end or number in known.lossy)
+            if len(copies) < min(known.least, self.world.options.replication):
+                self.fail("I4", "{}/{} is acknowledged, and fsynced on {} alone", key, base_offset, copies)
+        self.history.acked(values, (TOPIC, partition), base_offset, self.world.loop.now_ns)
 
     def some_offset(self, random: Random, partition: int) -> int | None:
-        watermark = self.places[partition].watermark
+        watermark = self.history.place((TOPIC, partition)).watermark
         return random.randint(0, watermark) if watermark else None
 
     def purging(self, partition: int, upto: int) -> None:
-        self.places[partition].purged = max(self.places[partition].purged, upto)
+        place = self.history.place((TOPIC, partition))
+        place.purged = max(place.purged, upto)
+
+    def may_lose(self, machine: int) -> bool:
+        """Whether no acknowledged record would be lost with this machine's disk: all are whole, and all in sync."""
+        for known in self.partitions.values():
+            state = known.state
+            if known.lossy or (state is not None and set(state.isr) != set(state.replicas)):
+                return False
+            if state is not None and state.replicas == (machine,):
+                return False
+        return True
+
+    def lose(self, machine: int) -> None:
+        """The machine has lost what it had, or may have."""
+        for known in self.partitions.values():
+            if known.state is not None and machine in known.state.replicas:
+                known.lossy.add(machine)
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
-    def replicas(self) -> dict[tuple[str, int], list[tuple[int, Partition]]]:
+    def replicas(self) -> dict[Key, list[tuple[int, Partition]]]:
         """Return the open replicas of each partition, with the numbers of their brokers."""
-        found: dict[tuple[str, int], list[tuple[int, Partition]]] = {}
+        found: dict[Key, list[tuple[int, Partition]]] = {}
         for machine in self.world.machines.values():
             if machine.broker is not None:
                 for partition in machine.broker.topics.partitions():
@@ -209,18 +307,19 @@ class Checker:
         machines = self.world.machines.values()
         if not all(machine.broker is not None and machine.broker.ready for machine in machines):
             return False
-        if len(self.states) < len(self.places):
+        states = self.states
+        if len(states) < self.world.options.partitions:
             return False
-        return all(state.leader and len(state.isr) == len(state.replicas) for state in self.states.values())
+        return all(state.leader and len(state.isr) == len(state.replicas) for state in states.values())
 
     def agree(self) -> bool:
-        """Whether all replicas of each partition know that everything is committed."""
+        """Whether all replicas of each partition know that everything is committed, and the outboxes are empty."""
         if not self.is_whole():
             return False
         replicas = self.replicas()
         for key, state in self.states.items():
             held = [partition for _, partition in replicas.get(key, [])]
-            if len(held) < len(state.replicas):
+            if len(held) < len(state.replicas) or any(each.groups.outbox or each.fault for each in held):
                 return False
             ends = {(each.log.end_offset, each.replica.high_watermark) for each in held}
             if len(ends) != 1 or any(end != watermark for end, watermark in ends):
@@ -228,10 +327,11 @@ class Checker:
         return True
 
     def state(self) -> str:
-        lines = [f"{key[1]}: leader {state.leader}, ISR {state.isr}" for key, state in self.states.items()]
+        lines = [f"{key}: leader {state.leader}, ISR {state.isr}" for key, state in self.states.items()]
         for (_, number), held in self.replicas().items():
             lines += [
-                f"{number} on {broker}: end {each.log.end_offset}, committed {each.replica.high_watermark}, {each.fault}"
+                f"{each.topic}/{number} on {broker}: {each.replica.high_watermark} of {each.log.end_offset},"
+                f" outbox {sorted(each.groups.outbox)}, {each.fault}"
                 for broker, each in held
             ]
         for machine in self.world.machines.values():
@@ -242,68 +342,100 @@ class Checker:
 
     def final(self) -> None:
         """Compare all logs with each other, and with what the clients were told."""
+        stored: dict[tuple[str, int], tuple[int, dict[int, bytes]]] = {}
         for (_, number), held in sorted(self.replicas().items()):
-            logs = {broker: partition.log.read(partition.log.log_start_offset) for broker, partition in held}
+            topic = held[0][1].topic
+            logs = {broker: _read_all(partition) for broker, partition in held}
             start = max(partition.start.offset for _, partition in held)
-            shape = {
-                broker: [(each.base_offset, each.leader_epoch, each.kind, each.crc if not each.holes else 0) for each in log
-                         if each.base_offset >= start]
-                for broker, log in logs.items()
-            }  # fmt: skip
-            first = next(iter(shape.values()))
-            if not self.world.options.compacts and any(each != first for each in shape.values()):
-                raise Violation(f"I2: the logs of partition {number} differ: {shape}")
-            if held[0][1].topic == TOPIC:
-                self._compare(number, start, logs)
-
-    def _compare(self, number: int, start: int, logs: dict[int, list[Any]]) -> None:
-        place = self.places[number]
-        if start > place.purged:
-            raise Violation(f"I14: partition {number} begins at {start}, and was purged below {place.purged}")
-        stored: dict[bytes, list[int]] = {}
-        for batch in next(iter(logs.values())):
-            if batch.kind == BatchKind.MESSAGES:
-                for index, record in enumerate(batch.records):
-                    if record.value:
-                        stored.setdefault(record.value, []).append(batch.base_offset + index)
-        for value, offsets in stored.items():
-            sent = self._sent.get(value)
-            if sent is None:
-                raise Violation(f"I13: {number}/{offsets} has {value[:20]!r}, which nobody sent")
-            if sent.refused:
-                raise Violation(f"I15: {value[:20]!r} was refused, and is at {number}/{offsets}")
-            if sent.is_idempotent and len(offsets) > 1:
-                raise Violation(f"I9: {value[:20]!r} is at {number}/{offsets}")
-            for offset in offsets:
-                self._reads(number, offset, value)
-        if self.world.options.compacts:
-            return
-        for value, sent in self._sent.items():
-            is_kept = sent.offset is not None and sent.offset >= max(start, place.purged)
-            if sent.partition == number and is_kept and sent.offset not in stored.get(value, ()):
-                raise Violation(
-                    f"I3: {value[:20]!r} was acked at {number}/{sent.offset} after {sent.acked_s:.3f} s, and is lost;"
-                    f" stored at {stored.get(value)}"
-                )
+            shapes = {broker: _shape(log, start) for broker, log in logs.items()}
+            first = next(iter(shapes.values()))
+            if not self.world.options.compacts and any(shape != first for shape in shapes.values()):
+                raise Violation(f"I2: the logs of {topic}/{number} differ: {shapes}")
+            stored[topic, number] = start, _values(next(iter(logs.values())))
+        self.history.stored(stored, dead=f"{TOPIC}.dlq")
 
 
-def _hook(checker: Checker) -> None:
-    """Observe every partition of the run."""
+def _read_all(partition: Partition) -> list[Batch]:
+    log, found = partition.log, []
+    at = log.log_start_offset
+    while at < log.end_offset:
+        batches = log.read(at)
+        if not batches:
+            break
+        found += batches
+        at = batches[-1].end_offset
+    return found
+
+
+def _values(log: Sequence[Batch]) -> dict[int, bytes]:
+    return {
+        batch.base_offset + index: record.value
+        for batch in log
+        if batch.kind == BatchKind.MESSAGES
+        for index, record in enumerate(batch.records)
+        if record.value
+    }
+
+
+def _shape(log: list[Any], start: int) -> list[tuple[Any, ...]]:
+    """Return what must be equal on all replicas, from an offset on."""
+    return [
+        (each.base_offset, each.leader_epoch, each.kind, each.crc if not each.holes else 0)
+        for each in log
+        if each.base_offset >= start
+    ]
+
+
+# --- observation -----------------------------------------------------------------------------------------------------
+
+
+def observe(checker: Checker) -> None:
+    """Show every partition and every log of this process to the checker."""
     world = checker.world
-    step, init = _STEP, _INIT
 
-    def stepped(self: Partition, event: Any) -> None:
-        step(self, event)
-        if not world.loop.current.dead:
-            checker.stepped(world.loop.current, self)
+    def after(owner: Any, name: str, show: Callable[..., object]) -> None:
+        original = _ORIGINALS.setdefault((owner, name), getattr(owner, name))
 
-    def initialised(self: Partition, *values: Any, **named: Any) -> None:
-        init(self, *values, **named)
-        checker.opened(world.loop.current, self)
+        def call(self: Any, *values: Any, **named: Any) -> Any:
+            result = original(self, *values, **named)
+            if not world.loop.current.dead:
+                show(world.loop.current, self, result, *values)
+            return result
 
-    Partition.step = stepped  # type: ignore[method-assign]
-    Partition.__init__ = initialised  # type: ignore[method-assign]
+        setattr(owner, name, call)
+
+    def key_of(log: Log) -> Key:
+        return log.identity.topic_id, log.identity.partition
+
+    def number(process: Process) -> int:
+        return process.number or 0
+
+    after(Partition, "step", lambda process, it, result, event: checker.stepped(process, it))
+    after(Partition, "__init__", lambda process, it, result, *values: checker.opened(process, it))
+    after(
+        Log,
+        "_append",
+        lambda process, log, done, batches, **_: (
+            done is not False and checker.appended(number(process), key_of(log), batches, log.end_offset)
+        ),
+    )
+    after(
+        ActionQueue,
+        "_remember",
+        lambda process, queue, result, action: checker.acts(process, queue._partition, action.leader_epoch),
+    )
+    after(
+        StateFile,
+        "_start_over",
+        lambda process, it, result: checker.saved_anew(number(process), (it.identity.topic_id, it.identity.partition)),
+    )
+    after(Log, "truncate", lambda process, log, result, to: checker.cut(number(process), key_of(log), to))
+    after(Log, "reset", lambda process, log, result, at, *_: checker.begun_anew(number(process), key_of(log), at))
+    after(
+        Files,
+        "set_aside",
+        lambda process, it, result, topic, part: checker.set_aside(number(process), (topic.topic_id, part)),
+    )
 
 
-_STEP = Partition.step
-_INIT = Partition.__init__
+_ORIGINALS: dict[tuple[Any, str], Any] = {}

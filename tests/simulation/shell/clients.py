@@ -1,4 +1,5 @@
-"""Producers, consumers and an operator, which call the brokers' facades over the simulated network."""
+"""Producers, consumers and an operator, which call the brokers' facades over the simulated network. members.py has
+members of a stream group, lock holders and readers."""
 
 from __future__ import annotations
 
@@ -9,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import gevent
 from simulation.shell.checker import TOPIC
+from simulation.shell.history import Delivered
 from simulation.shell.loop import Process
-from simulation.shell.network import NeverGone
+from simulation.shell.members import Members
+from simulation.shell.network import NeverGone, Unknown
 
 from portalmq import wire
 from portalmq.broker.messages.produce import ProduceRequest
+from portalmq.broker.queues.commit import OutputMessage
 from portalmq.broker.queues.settle import SettleRequest
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import InvalidRequest, PortalMQError, TopicNotFound, Unavailable
@@ -23,12 +27,11 @@ if TYPE_CHECKING:
     from simulation.shell.world import World
 
 GROUP = "g"
+OUTPUTS = "out"
 CALL_S = 5.0
 VISIBILITY_MS = 2_000
-
-
-class Unknown(Exception):
-    """The call may have been carried out, or may be later."""
+# Messages whose receipts a consumer keeps, to use them late.
+KEPT = 30
 
 
 class Clients:
@@ -38,10 +41,10 @@ class Clients:
         self.process = Process("client")
         self.stopping = False
         self.active = 0
-        self._greenlets: list[gevent.Greenlet] = []
+        self.members = Members(self)
 
     def start(self) -> None:
-        self._spawn(self._begin, Random(f"clients {self.world.seed}"))
+        self.spawn(self._begin, Random(f"clients {self.world.seed}"))
 
     def stop(self) -> None:
         self.stopping = True
@@ -50,7 +53,7 @@ class Clients:
     def idle(self) -> bool:
         return self.active == 0
 
-    def _spawn(self, work: Callable[..., None], *values: Any) -> None:
+    def spawn(self, work: Callable[..., None], *values: Any) -> None:
         self.active += 1
         self.loop.spawn(self.process, self._run, work, *values)
 
@@ -87,7 +90,7 @@ class Clients:
             raise Unknown(str(fault)) from None
         return result
 
-    def _patiently(self, random: Random, work: Callable[[Any], Any]) -> Any:
+    def patiently(self, random: Random, work: Callable[[Any], Any]) -> Any:
         """Repeat a call until it is answered with a result, or with a refusal that a repeat does not help."""
         while True:
             try:
@@ -109,12 +112,14 @@ class Clients:
         while created is None:
             self.loop.wait(0.05)
             with contextlib.suppress(InvalidRequest):  # too few brokers are up
-                created = self._patiently(random, lambda broker: broker.create_topic(TOPIC, request))
-        self._patiently(random, lambda broker: broker.put_group(GROUP, {"start": "earliest"}))
+                created = self.patiently(random, lambda broker: broker.create_topic(TOPIC, request))
+        group = {"start": "earliest", "max_deliveries": options.deliveries}
+        self.patiently(random, lambda broker: broker.put_group(GROUP, group))
         for number in range(options.producers):
-            self._spawn(self._produce, number, Random(f"producer {self.world.seed} {number}"))
+            self.spawn(self._produce, number, Random(f"producer {self.world.seed} {number}"))
         for number in range(options.consumers):
-            self._spawn(self._consume, number, Random(f"consumer {self.world.seed} {number}"))
+            self.spawn(self._consume, number, Random(f"consumer {self.world.seed} {number}"))
+        self.members.start()
 
     # --- producers ---------------------------------------------------------------------------------------------------
 
@@ -123,7 +128,7 @@ class Clients:
         idempotent."""
         world, options = self.world, self.world.options
         is_idempotent = random.random() < 0.7
-        identity = self._patiently(random, lambda broker: broker.new_producer(None)) if is_idempotent else None
+        identity = self.patiently(random, lambda broker: broker.new_producer(None)) if is_idempotent else None
         partition = number % options.partitions
         sequence = 0
         serial = 0
@@ -140,7 +145,7 @@ class Clients:
             ]
             stamp = None if identity is None else wire.ProducerStamp(identity.id, identity.epoch, sequence)
             request = ProduceRequest(records, partition=partition, producer=stamp)
-            world.checker.sent(values, partition, is_idempotent=is_idempotent)
+            world.checker.history.sends(values, (TOPIC, partition), is_once=is_idempotent)
             done = self._append(random, request, values, partition)
             if done:
                 sequence += count
@@ -162,7 +167,7 @@ class Clients:
                     world.reached[f"produce {error.code}"] += 1
                     world.note("client", "{} is refused: {}", values[0][:20], error.code)
                     if not has_doubt:
-                        world.checker.refused(values)
+                        world.checker.history.refused(values)
                     return False
             else:
                 world.checker.acked(values, partition, produced.base_offset)
@@ -177,46 +182,110 @@ class Clients:
     # --- consumers ---------------------------------------------------------------------------------------------------
 
     def _consume(self, number: int, random: Random) -> None:
-        world, checker = self.world, self.world.checker
         serial = 0
+        kept: list[Delivered] = []
+        wanted: wire.ReceiveRequest | None = None
         while not self.stopping:
-            serial += 1
-            wanted = wire.ReceiveRequest(
-                topics=[TOPIC],
-                max_messages=random.choice((1, 3, 10)),
-                wait_ms=random.choice((0, 500)),
-                visibility_timeout_ms=random.choice((300, VISIBILITY_MS)),
-                consumer=f"c{number}",
-                attempt_id=f"c{number}-{serial}",
-            )
-            began_ns = self.loop.now_ns
-            try:
-                messages = self.call(random, lambda broker, wanted=wanted: _receive(broker, wanted))
-            except (Unknown, PortalMQError):
-                self.loop.wait(0.05 + random.random() * 0.2)
-                continue
-            for message in messages:
-                checker.delivered(message, began_ns)
+            if kept and random.random() < 0.1:  # a zombie: its leases may have gone to others
+                self._settle(random, random.sample(kept, 1), late=True)
+            if wanted is None or random.random() > 0.1:  # else the same attempt comes again, whatever became of it
+                serial += 1
+                wanted = wire.ReceiveRequest(
+                    topics=[TOPIC],
+                    max_messages=random.choice((1, 3, 10)),
+                    wait_ms=random.choice((0, 500)),
+                    visibility_timeout_ms=random.choice((300, VISIBILITY_MS)),
+                    consumer=f"c{number}",
+                    attempt_id=f"c{number}-{serial}",
+                )
+            messages = self._receive(random, wanted)
             if not messages:
-                self.loop.wait(0.05)
+                self.loop.wait(0.05 + random.random() * 0.1)
                 continue
+            kept = [*kept, *messages][-KEPT:]
             self.loop.wait(random.random() * random.choice((0.01, 0.2)))
-            self._settle(random, messages)
-            world.reached["delivered"] += len(messages)
+            if random.random() < 0.15:
+                self._commit(random, f"c{number}-{serial}", messages)
+            else:
+                self._settle(random, messages)
 
-    def _settle(self, random: Random, messages: list[Any]) -> None:
-        deed = random.choices(("ack", "nack", "forget", "extend"), (10, 2, 1, 1))[0]
-        if deed == "forget":
+    def _receive(self, random: Random, wanted: wire.ReceiveRequest) -> list[Delivered]:
+        world, history = self.world, self.world.checker.history
+        began_ns = self.loop.now_ns
+        try:
+            messages = self.call(random, lambda broker: _receive(broker, wanted))
+        except (Unknown, PortalMQError):
+            return []
+        world.reached["delivered"] += len(messages)
+        visibility_ns = 1_000_000 * (wanted.visibility_timeout_ms or 0)
+        found = []
+        for each in messages:
+            where = each.topic, each.partition
+            got = (began_ns, self.loop.now_ns, visibility_ns)
+            value = each.record.value
+            message = Delivered(where, each.offset, value, each.receipt, wanted.attempt_id or "", *got)
+            world.note(
+                "client", "{} gets {}/{}, delivery {}", message.attempt, *where, each.offset, each.delivery_count
+            )
+            history.delivered(message)
+            found.append(message)
+        return found
+
+    def _settle(self, random: Random, messages: list[Delivered], *, late: bool = False) -> None:
+        verb = random.choices(("ack", "nack", "forget", "extend"), (1, 4, 0, 4) if late else (10, 2, 1, 1))[0]
+        if verb == "forget":
             return
         receipts = [message.receipt for message in messages]
-        settle = SettleRequest(deed, {"nack": 10, "extend": 500}.get(deed))  # type: ignore[arg-type]
+        settle = SettleRequest(verb, {"nack": 10, "extend": 500}.get(verb))  # type: ignore[arg-type]
+        self.world.checker.history.releases(receipts)
         try:
             verdicts = self.call(random, lambda broker: broker.settlement.settle(GROUP, receipts, settle))
         except (Unknown, PortalMQError):
             return
-        for message, verdict in zip(messages, verdicts, strict=True):
-            if verdict is True and deed == "ack":
-                self.world.checker.settled(message)
+        good = [message for message, verdict in zip(messages, verdicts, strict=True) if verdict is True]
+        self.world.reached[f"{verb} late" if late else verb] += len(good)
+        if verb == "ack":
+            self._done(good)
+
+    def _done(self, messages: list[Delivered]) -> None:
+        for each in messages:
+            self.world.note("client", "{} has acked {}/{}", each.attempt, *each.where, each.offset)
+        self.world.checker.history.done([each.receipt for each in messages], self.loop.now_ns)
+
+    def _commit(self, random: Random, name: str, messages: list[Delivered]) -> None:
+        """Ack some messages of one partition, and send outputs, in one commit call: repeated while its end is
+        unknown."""
+        world, history = self.world, self.world.checker.history
+        inputs = [each for each in messages if each.where == messages[0].where]
+        name = f"{name}-{len(history.calls)}"
+        values = [f"o{name}-{index}".encode() for index in range(random.choice((0, 1, 3)))]
+        history.calls_commit(name, values, None)
+        receipts = [each.receipt for each in inputs]
+        outputs = [OutputMessage(OUTPUTS, Record(value)) for value in values]
+        history.releases(receipts)
+        while True:
+            try:
+                self.call(
+                    random, lambda broker: broker.group_commits.commit_receipts(GROUP, receipts, outputs, forward=True)
+                )
+            except Unknown:
+                pass
+            except PortalMQError as error:
+                if 400 <= error.status < 500 and error.outcome == "not_applied" and not error.retryable:
+                    # Final, even if an earlier try is still on its way.
+                    world.reached[f"commit {error.code}"] += 1
+                    world.note("client", "commit {} is refused: {}", name, error.code)
+                    history.commit_refused(name)
+                    return
+            else:
+                world.note("client", "commit {} is answered", name)
+                world.reached["commit"] += 1
+                history.commit_acked(name)
+                self._done(inputs)
+                return
+            if self.stopping or random.random() < 0.1:
+                return
+            self.loop.wait(0.02 + random.random() * 0.3)
 
     # --- the operator ------------------------------------------------------------------------------------------------
 
@@ -225,7 +294,7 @@ class Clients:
         upto = self.world.checker.some_offset(random, partition)
         if upto is not None:
             self.world.checker.purging(partition, upto)
-            self._spawn(self._purge, random, partition, upto)
+            self.spawn(self._purge, random, partition, upto)
 
     def _purge(self, random: Random, partition: int, upto: int) -> None:
         self.world.note("client", "purges partition {} below {}", partition, upto)

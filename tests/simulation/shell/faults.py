@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from simulation.shell.world import World
 
 DAY_MS = 86_400_000
+_DAMAGED = re.compile(r"/(\d+\.sqlite|state\.sqlite|manifest\.\w+)$")
 
 
 class Faults:
@@ -186,6 +188,38 @@ class Faults:
         if machine.life is not None:
             machine.life.process.wall_ms = machine.wall_ms
         self._note("the clock of broker {} is wrong by {} ms", machine.number, machine.wall_ms)
+
+    def _replace_disk(self, random: Random, step: Step) -> None:
+        """A machine comes back with an empty disk, where no record is lost with it."""
+        machine = self._any(random)
+        if machine.life is None or not self.world.checker.may_lose(machine.number):
+            return
+        self._note("the disk of broker {} is replaced", machine.number)
+        self.world.reached["disk replaced"] += 1
+        self.world.checker.lose(machine.number)
+        machine.end(again_s=random.choice((0.5, 3.0)))
+        machine.replace_disk()
+
+    def _flip(self, random: Random, step: Step) -> None:
+        """Damage a file of a replica, where no record is lost with it."""
+        machine, checker = self._any(random), self.world.checker
+        if machine.life is None or not checker.may_lose(machine.number):
+            return
+        disk = machine.life.disk
+        names = sorted(name for name in disk.names if name.startswith("partitions/") and _DAMAGED.search(name))
+        if not names:
+            return
+        name = random.choice(names)
+        if disk.flip(name, random):
+            _, folder, number, file = name.split("/")
+            key = folder.rpartition("@")[2], int(number)
+            machine.is_hurt = True
+            self._note("a bit of {} on broker {} flips", name, machine.number)
+            self.world.reached["bit flipped in " + ("state" if file.startswith("state") else "log")] += 1
+            if file.startswith("state"):
+                checker.known(key).doubted.add(machine.number)
+            else:
+                checker.known(key).lossy.add(machine.number)
 
     # --- work that destroys ------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from portalmq.broker.messages.metrics import Metrics
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.server.config import BrokerConfig
 from portalmq.broker.storage.errors import StorageError
-from portalmq.control_plane.catalog import Catalog
+from portalmq.control_plane.catalog import BrokerIdTaken, Catalog
 from portalmq.control_plane.plane import PlaneError
 from portalmq.control_plane.state import BrokerState
 
@@ -81,6 +81,8 @@ class Life:
         patience(plane.start)
         catalog = Catalog(plane)
         patience(lambda: catalog.cluster_id("simulated"))
+        if not machine.is_claimed:
+            self._claim(catalog, patience)
         incarnation = patience(
             lambda: catalog.next_incarnation(machine.number, machine.store_uuid, machine.incarnation)
         )
@@ -112,6 +114,19 @@ class Life:
         broker.start(patience)
         world.note(process, "is ready")
         world.reached["started"] += 1
+
+    def _claim(self, catalog: Catalog, patience: RetryBudget) -> None:
+        """Take the id for this disk, once the broker with the former one has gone, as preflight.py does."""
+        machine, loop = self.machine, self.world.loop
+        until_ns = loop.now_ns + int(START_WITHIN_S * 1e9)
+        while not machine.is_claimed:
+            try:
+                patience(lambda: catalog.claim_broker_id(machine.store_uuid, machine.number))
+                machine.is_claimed = True
+            except BrokerIdTaken:
+                if loop.now_ns > until_ns:
+                    raise
+                loop.wait(0.2)
 
     def _on_fatal(self, fault: BaseException) -> None:
         """End as the process does: answers are still sent, then it exits."""
@@ -150,11 +165,11 @@ class Machine:
         self.url = f"http://{self.host}:5000"
         self.store_uuid = f"store-{number}"
         self.incarnation = 0
-        self.lives = 0
+        self.lives = self.disks = 0
         self.life: Life | None = None
         self.wall_ms = 0
         self.work_ns = (20_000, 400_000)
-        self.is_hurt = False
+        self.is_hurt = self.is_claimed = False
         self.ios_to_crash: int | None = None
         self.crash_power: Random | None = None
         self.crash_again_s = 1.0
@@ -181,6 +196,14 @@ class Machine:
         disk = before.image(root, self._power)
         disk.limit = before.limit
         return disk
+
+    def replace_disk(self) -> None:
+        """The next life finds an empty disk."""
+        self.disks += 1
+        self._disk = None
+        self.store_uuid = f"store-{self.number}.{self.disks}"
+        self.incarnation = 0
+        self.is_claimed = False
 
     def end(self, *, again_s: float | None, power: Random | None = None) -> None:
         """End the broker at once: nothing of it runs any more. Start the next one after a while."""

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from simulation.shell.world import World
 
 
+class Unknown(Exception):
+    """The call may have been carried out, or may be later."""
+
+
 class SimNetwork:
     """`cut` holds pairs (from, to) of machines; 0 is ZooKeeper, and None the clients."""
 

@@ -25,6 +25,8 @@ FAULTS = {
     "clock": 1.5,
     "purge": 1.0,
     "retain": 2.0,
+    "replace_disk": 1.0,
+    "flip": 2.0,
 }
 
 
@@ -50,6 +52,10 @@ class Options:
     faults_s: float
     producers: int
     consumers: int
+    members: int
+    holders: int
+    browses: bool
+    deliveries: int
     pace_s: float
     compacts: bool
 
@@ -97,7 +103,11 @@ def draw(seed: int) -> tuple[Options, list[Step]]:
         outliving_s=sometimes(random, 0.3, 1.0),
         faults_s=random.choice((6.0, 8.0, 10.0)),
         producers=random.choice((1, 2, 3)),
-        consumers=random.choice((0, 1, 2)),
+        consumers=random.choice((0, 1, 2, 3)),
+        members=random.choice((0, 0, 1, 2)),
+        holders=random.choice((0, 0, 0, 2)),
+        browses=random.random() < 0.3,
+        deliveries=random.choice((2, 5, 100)),
         pace_s=random.choice((0.03, 0.06, 0.15)),
         compacts=random.random() < 0.2,
     )

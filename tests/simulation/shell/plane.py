@@ -109,6 +109,7 @@ class ZooKeeper:
         self.loss, self.staleness, self.missed = options.plane_loss, options.stale_reads, options.missed
         self.outliving_s = options.outliving_s
         self.on_changed: list[Callable[[str, Node | None], None]] = []
+        self.on_commit: list[Callable[[Sequence[Op], Nodes], None]] = []
 
     @property
     def nodes(self) -> Nodes:
@@ -152,6 +153,8 @@ class ZooKeeper:
 
     def commit(self, session: Session, ops: Sequence[Op]) -> list[int]:
         after, versions, paths = applied(self.nodes, ops, session.number)
+        for committing in self.on_commit:
+            committing(ops, self.nodes)
         if paths:
             self._stands(after, paths)
             session.seen = len(self.trees) - 1

@@ -20,13 +20,16 @@ from simulation.shell import patches  # isort: skip
 import gc
 import pickle
 import resource
+import select
+import shutil
+import signal
 import traceback
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from simulation.shell import disk
+from simulation.shell import system_calls
 from simulation.shell.world import World
 
 HOME = Path("/dev/shm" if os.path.isdir("/dev/shm") else "/tmp") / f"portalmq-shell-{os.getpid()}"
@@ -48,7 +51,37 @@ class Outcome:
 
 
 def play(seed: int, *, left_out: Collection[int] = (), tells: bool = False) -> Outcome:
-    """Run a seed in a process of its own: then nothing of it is left, and all runs begin in the same state."""
+    (outcome,) = play_all([seed], processes=1, left_out=left_out, tells=tells)
+    return outcome
+
+
+def play_all(
+    seeds: Iterable[int], *, processes: int, left_out: Collection[int] = (), tells: bool = False
+) -> Iterator[Outcome]:
+    """Run each seed in a process of its own: then nothing of it is left, and all runs begin in the same state."""
+    running: dict[int, tuple[int, int]] = {}
+    waiting = iter(seeds)
+    try:
+        while True:
+            while len(running) < processes and (seed := next(waiting, None)) is not None:
+                pid, pipe = _begin(seed, left_out, tells)
+                running[pipe] = pid, seed
+            if not running:
+                return
+            for pipe in select.select(list(running), [], [])[0]:
+                with os.fdopen(pipe, "rb") as file:
+                    data = file.read()
+                pid, seed = running.pop(pipe)
+                os.waitpid(pid, 0)
+                yield pickle.loads(data) if data else Outcome(seed, "the run broke off", "broke off")
+    finally:
+        for pid, _ in running.values():
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _begin(seed: int, left_out: Collection[int], tells: bool) -> tuple[int, int]:
+    """Fork. Return the child, and the pipe with its outcome."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -63,19 +96,14 @@ def play(seed: int, *, left_out: Collection[int] = (), tells: bool = False) -> O
             sys.stdout.flush()
             os._exit(0)
     os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:
-        data = pipe.read()
-    os.waitpid(child, 0)
-    if not data:
-        return Outcome(seed, "the run broke off", "broke off")
-    outcome: Outcome = pickle.loads(data)
-    return outcome
+    return child, reading
 
 
 def _play(seed: int, left_out: Collection[int], tells: bool) -> Outcome:
+    sys.unraisablehook = lambda _: None  # SQLite's last write to a full disk, when a connection is forgotten
     gc.disable()  # collections at other moments would make other runs
     home = HOME / str(seed)
-    disk.install(home)
+    system_calls.install(home)
     began = patches.process_time()
     world = World(seed, home, left_out=left_out, tell=print if tells else None)
     failure = rule = ""
@@ -117,39 +145,49 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=100, help="how many")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--without", default="", help="numbers of faults that are left out, such as 0,3")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--go-on", action="store_true", help="after a failing seed")
     parser.add_argument("--hash", action="store_true", help="print the hash of each trace")
     arguments = parser.parse_args()
     if arguments.seed is not None:
         left_out = [int(each) for each in arguments.without.split(",") if each]
-        outcome = play(arguments.seed, left_out=left_out, tells=True)
-        print("\n".join(["", *outcome.options, *outcome.faults]))
-        print(f"seed {outcome.seed}: {outcome.simulated_s:.1f} s in {outcome.cpu_s:.2f} s, {outcome.failure or 'held'}")
-        return 1 if outcome.failure else 0
+        return 0 if _show(arguments.seed, left_out) else 1
     reached: Counter[str] = Counter()
     failed: list[Outcome] = []
-    cpu_s = 0.0
-    for seed in range(arguments.first, arguments.first + arguments.seeds):
-        outcome = play(seed)
+    began_s, cpu_s = patches.real_perf_counter(), 0.0
+    seeds = range(arguments.first, arguments.first + arguments.seeds)
+    for outcome in play_all(seeds, processes=arguments.processes):
         reached += outcome.reached
         cpu_s += outcome.cpu_s
         if arguments.hash:
-            print(
-                seed, outcome.trace[:16], outcome.steps, f"{outcome.cpu_s:.2f} s {outcome.memory_mib} MiB", flush=True
-            )
+            print(f"{outcome.seed} {outcome.trace} {outcome.steps} steps {outcome.cpu_s:.2f} s", flush=True)
         if outcome.failure:
             failed.append(outcome)
-            print(f"seed {seed}: {outcome.failure[:600]}", flush=True)
+            print(f"seed {outcome.seed}: {outcome.failure[:600]}", flush=True)
             if not arguments.go_on:
                 break
     if failed and not arguments.go_on:
         seed, rule = failed[0].seed, failed[0].rule
         left_out = shrink(seed, rule)
+        _show(seed, left_out)
         print(f"make simulate-shell SEED={seed} WITHOUT={','.join(map(str, left_out))}", flush=True)
     print(", ".join(f"{what} {count}" for what, count in sorted(reached.items())))
-    print(f"{len(failed)} of {arguments.seeds} seeds failed, {cpu_s:.1f} s of processor time")
+    took_s = patches.real_perf_counter() - began_s
+    print(f"{len(failed)} of {arguments.seeds} seeds failed, {took_s:.0f} s, {cpu_s:.0f} s of processor time")
     return 1 if failed else 0
 
 
+def _show(seed: int, left_out: Collection[int]) -> bool:
+    """Run a seed with its trace. Return whether it held."""
+    outcome = play(seed, left_out=left_out, tells=True)
+    print("\n".join(["", *outcome.options, *outcome.faults]))
+    took = f"{outcome.simulated_s:.1f} s in {outcome.cpu_s:.2f} s of processor time, trace {outcome.trace[:16]}"
+    print(f"seed {outcome.seed}: {took}: {outcome.failure or 'held'}")
+    return not outcome.failure
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    finally:
+        shutil.rmtree(HOME, ignore_errors=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 import gevent
 from simulation.shell import patches
-from simulation.shell.checker import Checker, Violation
+from simulation.shell.checker import Checker, Violation, observe
 from simulation.shell.clients import Clients
 from simulation.shell.faults import Faults
 from simulation.shell.loop import START_S, Process, SimThreads, install
@@ -59,6 +59,7 @@ class World:
         self.zookeeper = ZooKeeper(self)
         self.machines = {number: Machine(self, number) for number in range(1, self.options.brokers + 1)}
         self.checker = Checker(self)
+        observe(self.checker)
         self.clients = Clients(self)
         self.faults = Faults(self)
 

@@ -1,0 +1,315 @@
+"""What clients did and were told, and the rules that this must fulfil: a checker without a simulation.
+
+It is given facts with their times, in nanoseconds; `fail(rule, why)` is called with a rule that does not hold.
+
+    I2   one value at an offset           I12  no delivery after an ack, no two leases at a time in one epoch
+    I3   what was acknowledged stays      I13  nothing that nobody sent; the outputs of a commit call all or none
+    I5   nothing uncommitted is read      I15  nothing that was refused
+    I9   once, at the first offset        I16  no answer from a replica that was deposed long ago
+    I10, I11  one owner of a partition in a generation, offsets that never fall, no older generation's commit
+    locks     fencing tokens rise, no lock is granted while another holds it
+"""
+
+from __future__ import annotations
+
+from base64 import urlsafe_b64decode
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from struct import Struct
+from typing import Any, NamedTuple
+
+_EPOCH = Struct(">I")
+_EPOCH_AT = 26
+
+Where = tuple[str, int]  # topic and partition
+
+
+def epoch_of(receipt: str) -> int:
+    """Return the leader epoch in a receipt (core/queue/receipts.py)."""
+    (epoch,) = _EPOCH.unpack_from(urlsafe_b64decode(receipt[:60]), _EPOCH_AT)
+    return int(epoch)
+
+
+@dataclass(slots=True)
+class Sent:
+    """A value, which one producer sends once. `call` names the commit call that it is an output of."""
+
+    where: Where | None
+    is_once: bool
+    call: str = ""
+    refused: bool = False
+    offset: int | None = None
+    acked_ns: int = 0
+
+
+@dataclass(slots=True)
+class Call:
+    """A commit call."""
+
+    outputs: tuple[bytes, ...]
+    acked: bool = False
+    refused: bool = False
+
+
+class Delivered(NamedTuple):
+    """A message as one receive got it. The lease began between `began_ns` and `got_ns`."""
+
+    where: Where
+    offset: int
+    value: bytes
+    receipt: str
+    attempt: str
+    began_ns: int
+    got_ns: int
+    visibility_ns: int
+
+
+@dataclass(slots=True)
+class Lease:
+    delivered: Delivered
+    epoch: int
+    released: bool = False
+
+
+@dataclass(slots=True)
+class Granted:
+    owner: str
+    token: int
+    began_ns: int
+    got_ns: int
+    ttl_ns: int
+    released: bool = False
+
+
+@dataclass(slots=True)
+class Place:
+    """A partition."""
+
+    values: dict[int, bytes] = field(default_factory=dict)  # what clients saw at an offset
+    watermark: int = 0
+    purged: int = 0
+    committed: int = 0
+    committed_ns: int = 0
+    owners: dict[int, str] = field(default_factory=dict)  # of a generation
+    claimed: tuple[int, int, str] = (0, 0, "")  # the newest generation, when it was known, its owner
+
+
+class History:
+    def __init__(self, fail: Callable[[str, str], None], *, compacts: bool = False) -> None:
+        self._fail = fail
+        self.compacts = compacts
+        self.places: dict[Where, Place] = {}
+        self.sent: dict[bytes, Sent] = {}
+        self.calls: dict[str, Call] = {}
+        self._acked: dict[tuple[Where, int], int] = {}  # when the ack of a message was answered
+        self._leases: dict[tuple[Where, int], Lease] = {}
+        self._by_receipt: dict[str, Lease] = {}
+        self._locks: dict[str, Granted] = {}
+
+    def place(self, where: Where) -> Place:
+        return self.places.setdefault(where, Place())
+
+    # --- producers ---------------------------------------------------------------------------------------------------
+
+    def sends(self, values: Iterable[bytes], where: Where | None, *, is_once: bool, call: str = "") -> None:
+        for value in values:
+            self.sent[value] = Sent(where, is_once, call)
+
+    def refused(self, values: Iterable[bytes]) -> None:
+        """A 4xx, and no try of the request has an unknown outcome."""
+        for value in values:
+            self.sent[value].refused = True
+
+    def acked(self, values: Sequence[bytes], where: Where, base_offset: int, now_ns: int) -> None:
+        for offset, value in enumerate(values, base_offset):
+            sent = self.sent[value]
+            sent.offset, sent.acked_ns = offset, now_ns
+            self._reads(where, offset, value)
+
+    # --- readers -----------------------------------------------------------------------------------------------------
+
+    def _reads(self, where: Where, offset: int, value: bytes) -> None:
+        if value not in self.sent:
+            self._fail("I13", f"{where}/{offset} has {value[:30]!r}, which nobody sent")
+        known = self.place(where).values.setdefault(offset, value)
+        if known != value:
+            self._fail("I2", f"{where}/{offset} is {value[:20]!r} and was {known[:20]!r}")
+
+    def browsed(
+        self, where: Where, first: int, messages: Sequence[tuple[int, bytes]], began_ns: int, lease_ns: int
+    ) -> None:
+        """A page from offset `first` on, without an upper limit: it has what was acknowledged a lease before."""
+        place = self.place(where)
+        for offset, value in messages:
+            self._reads(where, offset, value)
+            if offset >= place.watermark:
+                self._fail("I5", f"{where}/{offset} was read, and only {place.watermark} are committed")
+        due = place.values.get(first)
+        sent = self.sent[due] if due is not None else None
+        if sent is None or first < place.purged or self.compacts or sent.offset != first or sent.where != where:
+            return
+        if sent.acked_ns + lease_ns < began_ns and (not messages or messages[0][0] != first):
+            self._fail("I16", f"{where}/{first} was acknowledged long ago, and is not in a page that begins there")
+
+    # --- consumers ---------------------------------------------------------------------------------------------------
+
+    def delivered(self, message: Delivered) -> None:
+        key = message.where, message.offset
+        self._reads(message.where, message.offset, message.value)
+        if message.offset >= self.place(message.where).watermark:
+            self._fail("I5", f"{key} was delivered, and only {self.place(message.where).watermark} are committed")
+        acked_ns = self._acked.get(key)
+        if acked_ns is not None and acked_ns < message.began_ns:
+            self._fail("I12", f"{key} is delivered again after its ack")
+        epoch = epoch_of(message.receipt)
+        held = self._leases.get(key)
+        if held is not None and held.epoch == epoch and not held.released:
+            before = held.delivered
+            is_other = before.attempt != message.attempt and before.receipt != message.receipt
+            if is_other and message.got_ns < before.began_ns + before.visibility_ns:
+                self._fail("I12", f"{key} is leased to {message.attempt} while {before.attempt} has it")
+            if before.attempt != message.attempt and before.receipt == message.receipt:
+                self._fail("I12", f"{message.attempt} is given the lease of {before.attempt} on {key}")
+        lease = Lease(message, epoch)
+        self._by_receipt.setdefault(message.receipt, lease)
+        if held is None or held.delivered.receipt != message.receipt:
+            self._leases[key] = lease
+
+    def releases(self, receipts: Iterable[str]) -> None:
+        """A client is about to end or to change these leases."""
+        for receipt in receipts:
+            if receipt in self._by_receipt:
+                self._by_receipt[receipt].released = True
+
+    def done(self, receipts: Iterable[str], now_ns: int) -> None:
+        """The acks of these were answered."""
+        for receipt in receipts:
+            message = self._by_receipt[receipt].delivered
+            self._acked.setdefault((message.where, message.offset), now_ns)
+
+    # --- commit calls ------------------------------------------------------------------------------------------------
+
+    def calls_commit(self, name: str, outputs: Sequence[bytes], where: Where | None) -> None:
+        self.calls[name] = Call(tuple(outputs))
+        self.sends(outputs, where, is_once=True, call=name)
+
+    def commit_refused(self, name: str) -> None:
+        self.calls[name].refused = True
+
+    def commit_acked(self, name: str) -> None:
+        self.calls[name].acked = True
+
+    # --- stream groups -----------------------------------------------------------------------------------------------
+
+    def assigned(self, member: str, generation: int, assigned: Mapping[Where, int], began_ns: int, now_ns: int) -> None:
+        """A member was told what it owns, and where it begins to read. No seek was made."""
+        for where, offset in assigned.items():
+            place = self.place(where)
+            other = place.owners.setdefault(generation, member)
+            if other != member:
+                self._fail("I11", f"{where} has two owners in generation {generation}: {other} and {member}")
+            if generation > place.claimed[0]:
+                place.claimed = (generation, now_ns, member)
+            if offset > place.watermark:
+                self._fail("I11", f"{member} begins at {where}/{offset}, beyond {place.watermark}")
+
+    def commits(self, where: Where, offset: int) -> None:
+        """A member is about to commit."""
+        if offset > self.place(where).watermark:
+            self._fail("I11", f"{where}/{offset} is to be committed, beyond the high watermark")
+
+    def committed(self, member: str, generation: int, where: Where, offset: int, began_ns: int, now_ns: int) -> None:
+        """A commit was answered with ok."""
+        place = self.place(where)
+        claimed, known_ns, owner = place.claimed
+        if claimed > generation and owner != member and known_ns < began_ns:
+            self._fail("I10", f"{member} of generation {generation} commits {where} after {owner} of {claimed}")
+        if place.committed > offset and place.committed_ns < began_ns:
+            self._fail("I11", f"{where} is committed at {offset} after {place.committed}")
+        if offset > place.committed:
+            place.committed, place.committed_ns = offset, now_ns
+
+    def found_committed(self, where: Where, offset: int, began_ns: int) -> None:
+        """The group's offset was read."""
+        place = self.place(where)
+        if offset > place.watermark:
+            self._fail("I11", f"{where}/{offset} is committed, beyond the high watermark {place.watermark}")
+        if offset < place.committed and place.committed_ns < began_ns:
+            self._fail("I11", f"the offset of {where} fell from {place.committed} to {offset}")
+
+    # --- locks -------------------------------------------------------------------------------------------------------
+
+    def locked(self, name: str, granted: Granted) -> None:
+        before = self._locks.get(name)
+        if before is not None:
+            least = before.token + (granted.owner != before.owner)  # the same owner may ask again
+            if before.got_ns < granted.began_ns and granted.token < least:
+                self._fail("lock", f"the token of {name} was {before.token}, and is {granted.token}")
+            ends_ns = before.began_ns + before.ttl_ns
+            if granted.owner != before.owner and not before.released and granted.got_ns < ends_ns:
+                self._fail("lock", f"{granted.owner} has {name} while {before.owner} holds it")
+        self._locks[name] = granted
+
+    def renewed(self, name: str, token: int, began_ns: int) -> None:
+        held = self._locks.get(name)
+        if held is not None and held.token == token:
+            held.began_ns = began_ns
+        elif held is not None and held.token > token and held.got_ns < began_ns:
+            self._fail("lock", f"{name} was renewed with token {token} after {held.token} was granted")
+
+    def unlocks(self, name: str, token: int) -> None:
+        held = self._locks.get(name)
+        if held is not None and held.token == token:
+            held.released = True
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def stored(self, logs: Mapping[Where, tuple[int, Mapping[int, bytes]]], dead: str = "") -> None:
+        """Compare what was told with what the logs have at the end: the start of each, and its values by offset.
+
+        `dead` is the topic of dead letters, which has copies."""
+        found: dict[bytes, list[tuple[Where, int]]] = {}
+        copies: Counter[bytes] = Counter()
+        for where, (_, values) in logs.items():
+            for offset, value in values.items():
+                if where[0] == dead:
+                    copies[value] += 1
+                    if value not in self.sent:
+                        self._fail("I13", f"{where}/{offset} has {value[:30]!r}, which nobody sent")
+                    continue
+                self._reads(where, offset, value)
+                found.setdefault(value, []).append((where, offset))
+        twice = [value for value, count in copies.items() if count > 1]
+        if twice:
+            self._fail("I13", f"{twice[0][:30]!r} is a dead letter {copies[twice[0]]} times")
+        for value, places in found.items():
+            sent = self.sent.get(value)
+            if sent is None:
+                continue
+            if sent.refused:
+                self._fail("I15", f"{value[:20]!r} was refused, and is at {places}")
+            if sent.is_once and len(places) > 1:
+                self._fail("I9", f"{value[:20]!r} is at {places}")
+        self._compare_calls(found)
+        if not self.compacts:
+            self._compare_acked(found, logs)
+
+    def _compare_calls(self, found: Mapping[bytes, Any]) -> None:
+        for name, call in self.calls.items():
+            there = sum(value in found for value in call.outputs)
+            if call.refused and there:
+                self._fail("I15", f"commit {name} was refused, and {there} of its outputs are there")
+            if there not in (0, len(call.outputs)):
+                self._fail("I13", f"commit {name}: {there} of {len(call.outputs)} outputs are there")
+            if call.acked and call.outputs and not there:
+                self._fail("I3", f"commit {name} was answered, and its outputs are not there")
+
+    def _compare_acked(self, found: Mapping[bytes, Any], logs: Mapping[Where, Any]) -> None:
+        for value, sent in self.sent.items():
+            if sent.offset is None or sent.where not in logs:
+                continue
+            is_kept = sent.offset >= max(logs[sent.where][0], self.place(sent.where).purged)
+            if is_kept and (sent.where, sent.offset) not in found.get(value, ()):
+                where = f"{sent.where}/{sent.offset}"
+                self._fail("I3", f"{value[:20]!r} was acknowledged at {where}, and is at {found.get(value)}")

@@ -1,0 +1,330 @@
+"""Bad histories: each rule of the simulated shell's checkers finds a run that breaks it, and lets a good one be."""
+
+from __future__ import annotations
+
+from base64 import urlsafe_b64encode
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from simulation.shell.checker import Checker, Known
+from simulation.shell.history import Delivered, Granted, History
+from simulation.shell.loop import Process
+
+from portalmq.control_plane.plane import Check, Node, Set
+from portalmq.control_plane.state import CONTROLLER_EPOCH, PARTITIONS, PartitionState, encode
+
+P = ("t", 0)
+KEY = ("id", 0)
+S = 1_000_000_000
+
+
+class Broken(Exception):
+    """The rule that a checker named."""
+
+
+def fail(rule: str, why: str, cause: object = None) -> None:
+    raise Broken(rule)
+
+
+def receipt(epoch: int, number: int = 0) -> str:
+    head = bytes(26) + epoch.to_bytes(4) + number.to_bytes(15)
+    return urlsafe_b64encode(head + bytes(3)).decode()
+
+
+def history(**options: Any) -> History:
+    it = History(fail, **options)
+    it.sends([b"a", b"b", b"c"], P, is_once=True)
+    it.place(P).watermark = 10
+    it.acked([b"a"], P, 0, 1 * S)
+    return it
+
+
+def got(
+    at_s: float, *, offset: int = 0, value: bytes = b"a", attempt: str = "x", epoch: int = 1, number: int = 0
+) -> Delivered:
+    began_ns = int(at_s * S)
+    return Delivered(P, offset, value, receipt(epoch, number), attempt, began_ns, began_ns + S // 10, 2 * S)
+
+
+def stored(it: History, values: dict[int, bytes], start: int = 0, **more: Any) -> None:
+    it.stored({P: (start, values)}, **more)
+
+
+def twice_leased(it: History) -> None:
+    it.delivered(got(5))
+    it.delivered(got(6, attempt="y", number=1))
+
+
+def anothers_lease(it: History) -> None:
+    it.delivered(got(5))
+    it.delivered(got(6, attempt="y"))
+
+
+def after_its_ack(it: History) -> None:
+    it.delivered(got(5))
+    it.done([receipt(1)], 6 * S)
+    it.delivered(got(7, attempt="y", number=1))
+
+
+def refused_commit(it: History) -> None:
+    it.calls_commit("c", [b"o"], None)
+    it.commit_refused("c")
+    stored(it, {0: b"a", 1: b"o"})
+
+
+def half_a_commit(it: History) -> None:
+    it.calls_commit("c", [b"o", b"p"], None)
+    stored(it, {0: b"a", 1: b"o"})
+
+
+def lost_outputs(it: History) -> None:
+    it.calls_commit("c", [b"o"], None)
+    it.commit_acked("c")
+    stored(it, {0: b"a"})
+
+
+def refused_value(it: History) -> None:
+    it.refused([b"b"])
+    stored(it, {0: b"a", 1: b"b"})
+
+
+def two_owners(it: History) -> None:
+    it.assigned("m1", 3, {P: 0}, 0, S)
+    it.assigned("m2", 3, {P: 0}, 2 * S, 3 * S)
+
+
+def older_generation(it: History) -> None:
+    it.assigned("m1", 3, {P: 0}, 0, S)
+    it.assigned("m2", 4, {P: 0}, 2 * S, 3 * S)
+    it.committed("m1", 3, P, 5, 4 * S, 5 * S)
+
+
+def offset_that_falls(it: History) -> None:
+    it.committed("m1", 3, P, 5, 1 * S, 2 * S)
+    it.found_committed(P, 4, 3 * S)
+
+
+def lower_commit(it: History) -> None:
+    it.committed("m1", 3, P, 5, 1 * S, 2 * S)
+    it.committed("m1", 3, P, 4, 3 * S, 4 * S)
+
+
+def token_that_falls(it: History) -> None:
+    it.locked("l", Granted("a", 5, 0, S, S))
+    it.locked("l", Granted("b", 5, 3 * S, 4 * S, S))
+
+
+def two_holders(it: History) -> None:
+    it.locked("l", Granted("a", 5, 0, S // 2, S))
+    it.locked("l", Granted("b", 6, S // 4, S // 2, S))
+
+
+def outlived_renewal(it: History) -> None:
+    it.locked("l", Granted("a", 5, 0, S, S))
+    it.locked("l", Granted("b", 6, 3 * S, 4 * S, S))
+    it.renewed("l", 5, 5 * S)
+
+
+def dead_twice(it: History) -> None:
+    it.stored({P: (0, {0: b"a"}), ("d", 0): (0, {0: b"a", 1: b"a"})}, dead="d")
+
+
+BAD: dict[str, tuple[str, Callable[[History], None]]] = {
+    "another value at an offset": ("I2", lambda it: it.delivered(got(5, value=b"b"))),
+    "an acknowledged message is lost": ("I3", lambda it: stored(it, {1: b"b"})),
+    "an acknowledged message is elsewhere": ("I3", lambda it: stored(it, {4: b"a"})),
+    "outputs of an answered commit are lost": ("I3", lost_outputs),
+    "a delivery above the high watermark": ("I5", lambda it: it.delivered(got(5, offset=10, value=b"b"))),
+    "a read above the high watermark": ("I5", lambda it: it.browsed(P, 10, [(10, b"b")], 2 * S, S)),
+    "stored twice": ("I9", lambda it: stored(it, {0: b"a", 1: b"b", 2: b"b"})),
+    "an older generation commits": ("I10", older_generation),
+    "two owners in a generation": ("I11", two_owners),
+    "an offset that falls": ("I11", offset_that_falls),
+    "a commit below a commit": ("I11", lower_commit),
+    "a start beyond the high watermark": ("I11", lambda it: it.assigned("m", 1, {P: 11}, 0, S)),
+    "a commit beyond the high watermark": ("I11", lambda it: it.commits(P, 11)),
+    "two leases at a time": ("I12", twice_leased),
+    "another's lease": ("I12", anothers_lease),
+    "delivered after its ack": ("I12", after_its_ack),
+    "nobody sent it": ("I13", lambda it: stored(it, {0: b"a", 1: b"phantom"})),
+    "half of a commit": ("I13", half_a_commit),
+    "a dead letter twice": ("I13", dead_twice),
+    "a refused message is there": ("I15", refused_value),
+    "a refused commit is there": ("I15", refused_commit),
+    "an old answer": ("I16", lambda it: it.browsed(P, 0, [], 5 * S, S)),
+    "a fencing token again": ("lock", token_that_falls),
+    "two holders of a lock": ("lock", two_holders),
+    "a renewal after the next grant": ("lock", outlived_renewal),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_history_is_found(name: str) -> None:
+    rule, play = BAD[name]
+    with pytest.raises(Broken, match=f"^{rule}$"):
+        play(history())
+
+
+def test_a_good_history_is_let_be() -> None:
+    it = history()
+    it.delivered(got(5))
+    it.delivered(got(5.5))  # the same attempt again
+    it.releases([receipt(1)])
+    it.delivered(got(6, attempt="y", number=1))
+    it.delivered(got(6.5, attempt="z", epoch=2, number=2))  # a fail-over lost the grant
+    it.done([receipt(2, 2)], 7 * S)
+    it.browsed(P, 0, [(0, b"a")], 5 * S, S)
+    it.browsed(P, 1, [], 5 * S, S)
+    it.calls_commit("c", [b"o", b"p"], None)
+    it.commit_acked("c")
+    it.assigned("m1", 3, {P: 0}, 0, S)
+    it.committed("m1", 3, P, 5, 1 * S, 2 * S)
+    it.assigned("m2", 4, {P: 5}, 2 * S, 3 * S)
+    it.found_committed(P, 5, 4 * S)
+    it.locked("l", Granted("a", 5, 0, S, S))
+    it.locked("l", Granted("b", 6, 3 * S, 4 * S, S))
+    it.stored({P: (0, {0: b"a", 1: b"o", 2: b"p"}), ("d", 0): (0, {0: b"a"})}, dead="d")
+
+
+# --- the rules of replicas -------------------------------------------------------------------------------------------
+
+
+def checker() -> Checker:
+    """Three brokers, of which 1 leads the partition and all are in sync, with ten records."""
+    world: Any = SimpleNamespace(
+        options=SimpleNamespace(compacts=False, replication=3),
+        zookeeper=SimpleNamespace(on_changed=[], on_commit=[]),
+        fail=fail,
+        note=lambda *_: None,
+        loop=SimpleNamespace(now_ns=0),
+        reached={"acked": 0},
+    )
+    it = Checker(world)
+    it.partitions[KEY] = known = Known("t", 2, state())
+    known.watermark = 10
+    for number in (1, 2, 3):
+        known.of(number).end = 10
+        known.of(number).watermark = 10
+    it.history.place(P).watermark = 10
+    return it
+
+
+def state(**changes: Any) -> PartitionState:
+    given: dict[str, Any] = {"leader": 1, "leader_epoch": 5, "isr": (1, 2, 3), **changes}
+    stores = {number: f"store-{number}" for number in (1, 2, 3)}
+    return PartitionState(replicas=(1, 2, 3), store_uuids=stores, incarnations={}, **given)
+
+
+def process(number: int = 1) -> Process:
+    return Process(f"b{number}.1", number)
+
+
+def replica(**changes: Any) -> Any:
+    it: dict[str, Any] = {"end": 10, "high_watermark": 10, "highest_epoch": 5, "epochs": [(1, 0), (5, 4)], **changes}
+    in_sync = SimpleNamespace(
+        state=SimpleNamespace(leader_epoch=5, min_insync_replicas=2), maximal=frozenset(it.get("maximal", (1, 2, 3)))
+    )
+    core = SimpleNamespace(
+        in_sync=in_sync, **{name: it[name] for name in ("high_watermark", "highest_epoch", "epochs")}
+    )
+    return SimpleNamespace(
+        topic="t", topic_id=KEY[0], number=KEY[1], store_uuid="store-1", replica=core,
+        log=SimpleNamespace(end_offset=it["end"]), start=SimpleNamespace(offset=it.get("start", 0)),
+    )  # fmt: skip
+
+
+def batch(crc: int) -> Any:
+    return SimpleNamespace(base_offset=10, leader_epoch=5, crc=crc)
+
+
+def forgotten_epoch(it: Checker) -> None:
+    it.acts(process(), replica(), 6)
+    it.opened(process(), replica())
+
+
+def forgotten_at_work(it: Checker) -> None:
+    it.stepped(process(), replica())
+    it.stepped(process(), replica(highest_epoch=4))
+
+
+def two_leaders(it: Checker) -> None:
+    it.stepped(process(), replica())
+    it.stepped(process(2), replica())
+
+
+def other_records(it: Checker) -> None:
+    it.appended(1, KEY, [batch(1)], 11)
+    it.appended(2, KEY, [batch(2)], 11)
+
+
+def acknowledged_early(it: Checker) -> None:
+    it.partitions[KEY].held[1].end = 11
+    it.history.sends([b"a"], P, is_once=True)
+    it.acked([b"a"], 0, 10)
+
+
+def falling_watermark(it: Checker) -> None:
+    it.stepped(process(), replica())
+    it.stepped(process(), replica(high_watermark=9))
+
+
+def last_whole_copy(it: Checker) -> None:
+    it.partitions[KEY].lossy |= {2, 3}
+    it.set_aside(1, KEY)
+
+
+def election(*guards: Any) -> tuple[list[Any], dict[str, Node]]:
+    path = f"{PARTITIONS}/id/0"
+    return [Set(path, encode(state(leader=2, leader_epoch=6)), 3), *guards], {path: Node(path, encode(state()), 3)}
+
+
+BAD_REPLICAS: dict[str, tuple[str, Callable[[Checker], None]]] = {
+    "an epoch that falls": ("I1", lambda it: it.changed(KEY, state(), state(leader_epoch=4))),
+    "another leader in an epoch": ("I1", lambda it: it.changed(KEY, state(), state(leader=2))),
+    "two processes lead in an epoch": ("I1", two_leaders),
+    "an epoch forgotten over a restart": ("I1", forgotten_epoch),
+    "an epoch forgotten at work": ("I1", forgotten_at_work),
+    "other records of an epoch": ("I2", other_records),
+    "a log shorter than what was fsynced": ("I3", lambda it: it.opened(process(), replica(end=9))),
+    "acknowledged with one copy": ("I4", acknowledged_early),
+    "a high watermark that falls": ("I5", falling_watermark),
+    "a high watermark beyond a member": ("I5", lambda it: it.stepped(process(), replica(end=11, high_watermark=11))),
+    "an ISR that its leader does not count": ("I6", lambda it: it.stepped(process(), replica(maximal=(1, 2)))),
+    "an ISR below the floor": ("I6", lambda it: it.changed(KEY, state(isr=(1, 2)), state(isr=(1,)))),
+    "joined without all": ("I7", lambda it: it.changed(KEY, state(isr=(1, 2)), joined(it))),
+    "cut below the high watermark": ("I8", lambda it: it.cut(2, KEY, 9)),
+    "epochs out of order": ("I8", lambda it: it.stepped(process(), replica(epochs=[(2, 4), (5, 4)]))),
+    "elected by a former controller": ("I10", lambda it: it.committing(*election())),
+    "removed without a purge": ("I14", lambda it: it.stepped(process(), replica(start=1))),
+    "the last whole copy set aside": ("I17", last_whole_copy),
+}
+
+
+def joined(it: Checker) -> PartitionState:
+    it.partitions[KEY].held[3].end = 9
+    return state()
+
+
+@pytest.mark.parametrize("name", BAD_REPLICAS)
+def test_a_bad_replica_is_found(name: str) -> None:
+    rule, play = BAD_REPLICAS[name]
+    with pytest.raises(Broken, match=f"^{rule}$"):
+        play(checker())
+
+
+def test_good_replicas_are_let_be() -> None:
+    it = checker()
+    it.opened(process(), replica())
+    it.stepped(process(), replica())
+    it.changed(KEY, state(), state(leader=2, leader_epoch=6, isr=(2, 3)))
+    it.changed(KEY, state(isr=(1, 2)), state())
+    it.appended(1, KEY, [batch(1)], 11)
+    it.appended(2, KEY, [batch(1)], 11)
+    it.history.sends([b"a"], P, is_once=True)
+    it.acked([b"a"], 0, 10)
+    it.cut(2, KEY, 10)
+    it.committing(*election(Check(CONTROLLER_EPOCH, 3)))
+    it.set_aside(3, KEY)
+    it.opened(process(3), replica(end=0))
