@@ -342,7 +342,7 @@ def dead_letters_are_copied_once(evidence: Evidence, verdict: Verdict) -> None:
         for place, log in evidence.truth.items():
             for record in log.records if place[0] == topic else ():
                 if record.group == group and record.kind in (ACK, DEAD):
-                    for offset in _offsets(record.body[0], log):
+                    for offset in _offsets(_finished_by(record), log):
                         finished[(*place, offset)].append(record.kind)
         verdict.unless(None not in sources, lambda copies=copies: f"{copies} has messages without a source")
         for place, message in evidence.stored(topic):
@@ -458,9 +458,13 @@ def _shown(evidence: Evidence) -> Iterable[tuple[Place, str]]:
 
 
 def _finished_by(record: Any) -> list[Any]:
-    if record.kind == COMMIT:
-        return record.body[3] if len(record.body) > 3 else []
-    return record.body[0]
+    """The ranges that an ack, a commit, a dead record or a nack names; of the first two, also what they finish ahead of
+    its grant."""
+    body, first = record.body, 3 if record.kind == COMMIT else 0
+    ranges = body[first] if len(body) > first else []
+    after = first + 1 if record.kind == COMMIT else 2
+    ahead = body[after] if record.kind in (ACK, COMMIT) and len(body) > after else []
+    return [*ranges, *((offset, offset + 1) for _, _, offset in ahead)]
 
 
 def _offsets(ranges: Iterable[Any], log: Log) -> Iterable[int]:

@@ -132,13 +132,13 @@ class Faults:
         return listed[int(choice * len(listed))]
 
     def _some_leader(self, choice: float) -> int:
-        topic, partition = self._some(
-            [(topic, number) for topic, count in WORKLOAD.partitions.items() for number in range(count)], choice
-        )
-        leader = self.cluster.leader_now(topic, partition)
-        if leader is None:
-            raise Skipped(f"{topic}-{partition} has no leader")
-        return leader
+        places = [(topic, number) for topic, count in WORKLOAD.partitions.items() for number in range(count)]
+        first = int(choice * len(places))
+        for topic, partition in places[first:] + places[:first]:
+            leader = self.cluster.leader_now(topic, partition)
+            if leader is not None:
+                return leader
+        raise Skipped("no partition has a leader")
 
     # --- brokers -----------------------------------------------------------------------------------------------------
 
@@ -157,7 +157,14 @@ class Faults:
         self._kill([self._some(followers, fault.choice * 10 % 1)], fault, injected)
 
     def _kill_all(self, fault: Fault, injected: Injected) -> None:
-        self._kill(list(BROKERS), fault, injected)
+        """Kill all brokers; if one has another fault for long, the other two."""
+        try:
+            self._kill(list(BROKERS), fault, injected)
+        except Skipped:
+            free = [broker_id for broker_id in BROKERS if f"broker {broker_id}" not in self._taken]
+            if len(free) < 2:
+                raise
+            self._kill(free, fault, injected)
 
     def _kill(self, broker_ids: list[int], fault: Fault, injected: Injected) -> None:
         names = [f"broker {broker_id}" for broker_id in broker_ids]

@@ -276,6 +276,14 @@ def test_a_lease_of_an_earlier_leader_does_not_bind_the_next_one() -> None:
     assert "leases of a message do not overlap" not in broken_by(regranted)
 
 
+def test_an_ack_finishes_what_it_names_ahead_of_its_grant() -> None:
+    def change(evidence: Evidence) -> None:
+        removed("poison", 3)(evidence)
+        recorded("poison", record(3, ACK, "strict", [], 1_000, [[0, 0, 1]]))(evidence)
+
+    assert broken_by(change) == set()
+
+
 def test_a_receive_that_began_before_the_ack_was_answered_may_have_the_message() -> None:
     assert broken_by(added(shown("receive", "workers", "t", 6.2, (1, "one")))) == set()
 

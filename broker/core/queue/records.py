@@ -65,7 +65,8 @@ class Grant(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Ack(msgspec.Struct, array_like=True, frozen=True):
-    """These messages are finished for good. `ahead` are those among them whose grant is not in this log."""
+    """These messages are finished for good. `ahead` are more of them, in none of the ranges: those whose grant is not
+    in this log."""
 
     ranges: tuple[Range, ...]
     at_ms: int
