@@ -81,6 +81,8 @@ class GroupsFold:
         for delivery in self.delivery.values():
             delivery.finished_at = fold.applied - 1  # the snapshot does not say which record, so assume the last one
         self.streams = {stream.group: StreamOffsets(stream) for stream in fold.streams}
+        for stream in self.streams.values():
+            stream.moved_at = fold.applied - 1
         self.outbox = dict(fold.outbox)
         # The first offset that each of them needs, if its record was read and not only a snapshot of the outbox.
         self._needs: dict[int, int] = {}
@@ -164,7 +166,7 @@ class GroupsFold:
         if stream is not None:
             stream.apply(record, offset)
         elif isinstance(record, Claim):
-            self.streams[group] = new_stream(group, record)
+            self.streams[group] = new_stream(group, record, offset)
 
     def end(self, group: str) -> None:
         """Delete a group. What it has ordered before is still to be appended."""

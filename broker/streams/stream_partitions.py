@@ -32,7 +32,7 @@ from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.queues.groups import Groups
 from portalmq.control_plane.state import GroupState
-from portalmq.errors import GroupModeMismatch, IllegalGeneration, OffsetOutOfRange, PortalMQError
+from portalmq.errors import GroupModeMismatch, IllegalGeneration, OffsetOutOfRange, PortalMQError, Unavailable
 
 BEGUN_MAX = 10_000
 SOUGHT = -1
@@ -227,6 +227,8 @@ class StreamPartitions:
         high_watermark = partition.high_watermark
         if stream is None:
             return GroupPosition(-1, high_watermark, 0, 0)
+        if stream.moved_at >= high_watermark:
+            raise Unavailable(f"a commit of group {group!r} in {partition} is under way", retry_after_s=0.1)
         committed = min(max(stream.committed, partition.log.log_start_offset), high_watermark)
         log = partition.log
         lag = max(0, log.messages_before(high_watermark) - log.messages_before(committed))

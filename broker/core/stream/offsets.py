@@ -15,8 +15,8 @@ COMMITS_REMEMBERED = 10_000
 
 
 class StreamOffsets:
-    """The state of one group. `commits` includes the ids of seeks. Invariant: between seeks `committed` never falls,
-    and `generation` never does."""
+    """The state of one group. `commits` includes the ids of seeks; `moved_at` is the offset of the newest record that
+    moved `committed`, or a later one. Invariant: between seeks `committed` never falls, and `generation` never does."""
 
     def __init__(self, fold: StreamFold) -> None:
         self.group = fold.group
@@ -25,6 +25,7 @@ class StreamOffsets:
         self.member = fold.member
         self.last_active_ms = fold.last_active_ms
         self.commits: dict[bytes, int] = dict(fold.commits)
+        self.moved_at = -1
 
     def snapshot(self) -> StreamFold:
         return StreamFold(
@@ -38,6 +39,7 @@ class StreamOffsets:
 
     def apply(self, record: StreamRecord | Commit, offset: int) -> None:
         """Fold the record at `offset`. Records come in the order of the log, each once."""
+        before = self.committed
         match record:
             case Claim():
                 self.member = record.member
@@ -52,6 +54,8 @@ class StreamOffsets:
             case Commit():
                 self.committed = max(self.committed, record.offset)
                 remember_commit(self.commits, record.commit_id, offset, COMMITS_REMEMBERED)
+        if self.committed != before:
+            self.moved_at = offset
         self.last_active_ms = max(self.last_active_ms, record.at_ms)
 
     def purge(self, upto: int) -> None:
@@ -112,5 +116,8 @@ class StreamOffsets:
             )
 
 
-def new_stream(group: str, claim: Claim) -> StreamOffsets:
-    return StreamOffsets(StreamFold(group, claim.start, claim.generation, claim.member, claim.at_ms))
+def new_stream(group: str, claim: Claim, offset: int) -> StreamOffsets:
+    """Return the state of a group that begins with the claim at `offset`."""
+    stream = StreamOffsets(StreamFold(group, claim.start, claim.generation, claim.member, claim.at_ms))
+    stream.moved_at = offset
+    return stream

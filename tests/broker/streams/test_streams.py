@@ -14,7 +14,8 @@ from support.domain import FakePeer, Fixture, HandClock, records, running
 from portalmq import stream_wire as contract
 from portalmq import wire
 from portalmq.broker.cluster.rpc import Outcomes, TopicPartition
-from portalmq.broker.cluster.rpc.streams import Coordinate, GroupPosition
+from portalmq.broker.cluster.rpc.streams import Coordinate, GroupPosition, GroupPositionsCall
+from portalmq.broker.core.queue.records import CommitOffset
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.storage.batch import Record, verified_header
 from portalmq.broker.streams.checkpoints import Checkpoints
@@ -450,6 +451,21 @@ def test_lag_comes_from_the_checkpoint_while_a_leader_is_away(
     after = standing(fixture)
     assert (after.committed, after.lag) == (before.committed, before.lag) == (2, 2)
     assert after.lag_ms == 1_000
+
+
+def test_an_offset_is_listed_once_its_commit_is_committed(fixture: Fixture) -> None:
+    produce(fixture, "0", "1", "2")
+    answer = join(fixture)
+    commit(fixture, answer, 0, 1)
+    partitions = fixture.broker.stream_partitions
+    partition = next(topic for topic in fixture.broker.topics if topic.name == "t").partition(0)
+    place = TopicPartition("t", partition.topic_id, 0)
+    record = CommitOffset(2, answer.member_id, answer.generation, fixture.clock.now_ms())
+    pending = partition.append_group_record("g", record)
+    (found,) = partitions.local_positions(GroupPositionsCall("g", [place], False))([place]).values()
+    assert isinstance(found, Unavailable)
+    pending.wait()
+    assert standing(fixture).committed == 2
 
 
 class LeadersAway:
