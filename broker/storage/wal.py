@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from urllib.parse import quote
@@ -9,6 +10,7 @@ from urllib.parse import quote
 import apsw
 
 from portalmq.broker.storage.files import BESIDE
+from portalmq.system import sync
 
 # A reader in another process can delay a write for a moment; inside the process nothing does.
 BUSY_TIMEOUT_MS = 5_000
@@ -23,16 +25,27 @@ def set_full_sync(connection: apsw.Connection) -> None:
 def make_durable(connection: apsw.Connection) -> None:
     """Make everything durable that `connection` can read. It has synchronous=FULL.
 
-    A kill may have come between the write of a commit and its fsync. The checkpoint syncs both files; if a foreign
-    reader blocks it, a commit syncs the log.
+    A kill may have come between the write of a commit and its fsync. The checkpoint syncs the file, and the log is then
+    durably empty: where an fsync failed before, the disk has an older end of it, which a power cut would bring back. If
+    a foreign reader blocks the checkpoint, a commit syncs the log.
     """
     try:
         connection.set_busy_timeout(FOREIGN_READER_WAIT_MS)
         connection.wal_checkpoint("main", apsw.SQLITE_CHECKPOINT_TRUNCATE)
+        _sync_truncation(Path(f"{connection.filename}-wal"))
     except apsw.BusyError:
         sync_wal(connection)
     finally:
         connection.set_busy_timeout(BUSY_TIMEOUT_MS)
+
+
+def _sync_truncation(log: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):  # there was none
+        descriptor = os.open(log, os.O_RDONLY)
+        try:
+            sync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def sync_wal(connection: apsw.Connection) -> None:

@@ -105,6 +105,22 @@ def test_open_makes_recovered_frames_durable_even_when_a_reader_blocks_the_check
     reader.close()
 
 
+def test_open_leaves_nothing_in_the_write_ahead_log_that_a_power_cut_could_bring_back(tmp_path, monkeypatch):
+    """Found by the simulated shell: after an fsync that failed, a restart and a power cut, an older end of the log
+    was read again."""
+    log = open_log(tmp_path / "log")
+    Writer(log).put(b"1")
+    image = crash_image(tmp_path / "log", tmp_path / "image")
+    synced: list[tuple[str, int]] = []
+
+    def note(descriptor: int) -> None:
+        synced.append((os.readlink(f"/proc/self/fd/{descriptor}"), os.fstat(descriptor).st_size))
+
+    monkeypatch.setattr("portalmq.broker.storage.wal.sync", note)
+    open_log(image)
+    assert synced == [(str(next(image.glob("*-wal"))), 0)]
+
+
 def test_leftovers_are_removed_and_unknown_files_stay(tmp_path):
     log, sent = three_segments(tmp_path)
     log.close()

@@ -422,7 +422,9 @@ def observe(checker: Checker) -> None:
     after(
         ActionQueue,
         "_remember",
-        lambda process, queue, result, action: checker.acts(process, queue._partition, action.leader_epoch),
+        lambda process, queue, result, action: (
+            queue.remembering is not action and checker.acts(process, queue._partition, action.leader_epoch)
+        ),
     )
     after(
         StateFile,
