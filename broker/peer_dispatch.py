@@ -103,6 +103,7 @@ def peer_calls(wiring: Wiring) -> dict[str, PeerCall]:
 
     on.broker(brokers.STANDING, lambda request: answer_log_end(wiring.topics, request))
     on.broker(brokers.STANDINGS, wiring.membership.peer_queries.answer_log_ends)
+    on.broker(brokers.DIGEST, wiring.digests.answer)
     on.broker(brokers.SUSPECT, wiring.membership.peer_queries.on_report)
     on.broker(brokers.REACH, wiring.membership.peer_queries.answer_reach)
     on.broker(brokers.TIME, wiring.clock_agreement.tell)

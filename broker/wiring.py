@@ -21,6 +21,7 @@ from gevent.event import Event
 
 from portalmq.broker.cluster.capacity import Capacity, Limits
 from portalmq.broker.cluster.clock_agreement import ClockAgreement
+from portalmq.broker.cluster.digests import Digests
 from portalmq.broker.cluster.locks import Locks
 from portalmq.broker.cluster.maintenance import Maintenance
 from portalmq.broker.cluster.membership import Membership
@@ -269,6 +270,7 @@ class Wiring:
         """Descriptions of the cluster, its registry and locks, and periodic work."""
         plane, me = self._catalog.plane, (self.broker_id, self.incarnation)
         self.overview = Overview(self.cluster_id, self.topics, self.metadata_cache, self.leaders, self.mirror)
+        self.digests = Digests(self.broker_id, self.topics, self.peers)
         self.registry = Registry(plane)
         self.locks = Locks(plane, lambda: self.mirror.brokers, me, self.clock)
         self.maintenance = Maintenance(self.topics, self.compactor, self._draining, self, sweep=self._sweep)

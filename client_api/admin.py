@@ -323,6 +323,25 @@ class Admin(Closeable):
         )  # fmt: skip
         return decode_answer(self._transport.call(request), wire.PackBrowsePage)
 
+    def digest(
+        self,
+        topic: str,
+        partition: int,
+        broker_id: int,
+        *,
+        offset: int = 0,
+        below: int = 0,
+        batches: bool = False,
+        files: bool = False,
+    ) -> wire.ReplicaDigest:
+        """Return the state of a broker's replica, and the SHA-256 of a part of it: of the batches from `offset` to
+        below `below`, at most a MiB. With `batches` each batch is listed. With `files` the file that holds `offset` is
+        checked instead, and `next_offset` is where the next one begins."""
+        query: dict[str, object] = {"broker": broker_id, "offset": offset, "below": below}
+        query |= {name: "true" for name, given in (("batches", batches), ("files", files)) if given}
+        path = f"{_topic(topic)}/partitions/{partition}/digest"
+        return self._transport.get(path, wire.ReplicaDigest, query)
+
     def peek(
         self,
         topic: str,

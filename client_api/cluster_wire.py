@@ -102,4 +102,32 @@ class Metadata(msgspec.Struct):
     topics: list[TopicMetadata]
 
 
+# --- digests ---------------------------------------------------------------------------------------------------------
+
+
+class BatchDigest(msgspec.Struct, frozen=True):
+    """One batch of a replica. `holes`: how many of its messages compaction has removed."""
+
+    offset: int
+    count: int
+    kind: int
+    holes: int
+    sha256: str
+
+
+class ReplicaDigest(msgspec.Struct, frozen=True):
+    """A replica of a partition, and the SHA-256 of its batches up to `next_offset`. What a compaction ordered below
+    `compacted_upto` may be missing already. `fault` says what is damaged: at `next_offset`, if a batch is."""
+
+    broker_id: int
+    log_start_offset: int
+    high_watermark: int
+    end_offset: int
+    compacted_upto: int
+    next_offset: int
+    sha256: str = ""
+    fault: str = ""
+    batches: list[BatchDigest] = []
+
+
 prepare(*structs_of(__name__))

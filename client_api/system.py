@@ -76,6 +76,12 @@ def sync_data(descriptor: int) -> None:
         os.fdatasync(descriptor)
 
 
+def drop_cached(descriptor: int) -> None:
+    """Have the next read of a file come from its disk, where the system can do that."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def allocate(descriptor: int, size: int) -> None:
     """Reserve `size` bytes of disk for a file. Raises OSError (ENOSPC) if they are not free."""
     if hasattr(os, "posix_fallocate"):

@@ -21,6 +21,7 @@ from portalmq.cluster_wire import (
     LOCK_PLACE_MS_MAX,
     LOCK_TTL_MS_MAX,
     LOCK_TTL_MS_MIN,
+    BatchDigest,
     BrokerDescription,
     ClusterDescription,
     LockDescription,
@@ -32,6 +33,7 @@ from portalmq.cluster_wire import (
     LockTtl,
     Metadata,
     PartitionLeader,
+    ReplicaDigest,
     TopicMetadata,
     lock_path,
 )

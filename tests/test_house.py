@@ -84,6 +84,7 @@ ROOM_OF = {
     "portalmq.broker.protocols": "protocols",
     "portalmq.broker.protocols.zeromq": "zeromq",  # a server of its own, on the public client
     "portalmq.broker.server": "server",
+    "portalmq.broker.verify": "verify",  # compares brokers from outside: on the public client, and on their files
     "portalmq.broker.ops": "ops",
     "portalmq.broker.bench": "bench",
     "portalmq.control_plane": "control_plane",
@@ -108,6 +109,7 @@ MAY_IMPORT = {
     "cli": {"contract", "client", "producers"},
     "demo_iot": {"contract", "client"},
     "zeromq": {"contract", "client", "transport", "cli"},
+    "verify": {"contract", "client", "cli", "storage", "tree"},
     "alias": {"zeromq"},
     "spark": {"contract", "client", "network", "transport"},
     "tree": {"contract"},

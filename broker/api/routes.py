@@ -43,6 +43,7 @@ ROUTES = (
     Route("GET", "/v1/topics/<topic>/scheduled", messages.list_scheduled),
     Route("DELETE", "/v1/topics/<topic>/scheduled/<message_id>", messages.cancel_scheduled),
     Route("GET", "/v1/topics/<topic>/partitions/<partition>/messages", messages.browse),
+    Route("GET", "/v1/topics/<topic>/partitions/<partition>/digest", topics.digest),
     Route("POST", "/v1/producers", messages.new_producer),
     Route("GET", "/v1/groups", groups.list_all),
     Route("PUT", "/v1/groups/<group>", groups.put),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from flask import Response, request
 
 from portalmq import wire
+from portalmq.broker.api.query import whole_number
 from portalmq.broker.api.request_context import RequestContext, answer, current, may_forward, no_content, query
 from portalmq.errors import InvalidRequest
 
@@ -40,6 +41,24 @@ def delete(context: RequestContext, topic: str) -> Response:
     context.broker.delete_topic(wire.check_name(topic, "topic"))
     context.metrics.forget_topic(topic)
     return no_content()
+
+
+def digest(context: RequestContext, topic: str, partition: str) -> Response:
+    """Return the digest of a part of one replica: all replicas have the same up to the high watermark."""
+    wire.check_name(topic, "topic")
+    parameters = query("broker", "offset", "below", "batches", "files")
+    broker_id = parameters.number("broker")
+    return answer(
+        context.broker.digests.of_replica(
+            topic,
+            whole_number(partition, "the partition"),
+            context.broker.broker_id if broker_id is None else broker_id,
+            offset=parameters.number("offset") or 0,
+            below=parameters.number("below") or 0,
+            lists=parameters.choice("batches", "false", "true", "false") == "true",
+            files=parameters.choice("files", "false", "true", "false") == "true",
+        )
+    )
 
 
 def purge(context: RequestContext, topic: str) -> Response:

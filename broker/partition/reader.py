@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from zlib import crc32
 
 import msgspec
 
@@ -20,8 +22,11 @@ READ_MESSAGES = 1_000
 READ_BYTES = 1024 * 1024
 # After so many control records in a row the next message is looked up in the file: one step in an index.
 CONTROL_RECORDS_MAX = 32
-# For how many batches the reader remembers that their checksums were verified.
-CHECKED_MAX = 100_000
+# For how many messages, at most, the reader remembers the checksums of verified batches: 4 bytes each.
+CHECKED_MAX = 2_000_000
+CHECKED_BATCHES_MAX = 100_000
+
+_encode = msgspec.msgpack.Encoder().encode
 
 
 class BatchSlice(msgspec.Struct, gc=False, frozen=True):
@@ -56,8 +61,9 @@ class Reader:
         self._on_fault = on_fault
         self._on_damage = on_damage
         self.used = False
-        # Base offsets of batches that were read as a whole, and so were verified.
-        self._checked: set[int] = set()
+        # The checksums of the messages in batches that were read as a whole, and so were verified; by base offset.
+        self._checked: dict[int, array[int]] = {}
+        self._checked_messages = 0
         # Where it was read ahead last: control records there are in no cache.
         self._read_ahead_at = -1
         self._forgotten = 0
@@ -108,12 +114,14 @@ class Reader:
         return found
 
     def _of_checked(self, offset: int) -> BatchSlice | None:
-        """Return the message at `offset` alone, when its batch was verified before and has left the cache. Scattered
-        reads would otherwise read a whole batch for each message, since the checksum covers the batch."""
+        """Return the message at `offset` alone, when its batch was verified before and has left the cache, and it is
+        still the same. Scattered reads would otherwise read a whole batch for each message, since the checksum covers
+        the batch."""
         if self._cache.find(self._key, offset) is not None:
             return None
         base_offset, timestamp_ms, record = self._row(offset) or (-1, 0, None)
-        if record is None or base_offset not in self._checked:
+        known = self._checked.get(base_offset)
+        if record is None or known is None or known[offset - base_offset] != _checksum(record, timestamp_ms):
             return None
         batch = Batch(offset, 1, 0, BatchKind.MESSAGES, 0, timestamp_ms, records=(record,))
         return BatchSlice(batch, offset, offset + 1)
@@ -170,9 +178,14 @@ class Reader:
         self._cache.drop(self._key)
 
     def _keep(self, batches: list[Batch]) -> None:
-        if len(self._checked) >= CHECKED_MAX:
-            self._checked.clear()
-        self._checked.update([batch.base_offset for batch in batches])
+        for batch in batches:
+            if batch.kind == BatchKind.MESSAGES and batch.base_offset not in self._checked:
+                if len(self._checked) >= CHECKED_BATCHES_MAX or self._checked_messages >= CHECKED_MAX:
+                    self._checked.clear()
+                    self._checked_messages = 0
+                at_ms = batch.appended_at_ms
+                self._checked[batch.base_offset] = array("I", [_checksum(record, at_ms) for record in batch.records])
+                self._checked_messages += batch.count
         for batch in reversed(batches):
             self._cache.put(self._key, batch, payload_bytes(batch))
 
@@ -191,6 +204,10 @@ class Reader:
         except StorageFault as fault:
             self._on_fault(fault)
             raise Unavailable("the storage failed", outcome="not_applied") from fault
+
+
+def _checksum(record: Record, timestamp_ms: int) -> int:
+    return crc32(_encode((timestamp_ms, record)))
 
 
 def _read_batches(log: Log, offset: int, end: int) -> list[Batch]:

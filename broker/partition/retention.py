@@ -42,6 +42,7 @@ ORDERS_WITHIN_S = 5.0
 ORDERS_POLL_S = 0.02
 # How many batches of an unsealed segment are checked at a time; a sealed one is checked as a whole, by its SHA-256.
 SCRUB_BYTES = 128 * 1024
+STATE_REPLACED = "its state file was damaged, and is written again"
 
 
 class RetainedReplica(Replica, Protocol):
@@ -66,7 +67,7 @@ class Retention:
         self._partition = partition
         self._snapshot: PartitionFold | None = None
         self._is_due = False
-        self._scrub_at = 0
+        self._scrub_at: int | None = None
         self._age = Age(partition.log.last_timestamp_ms, partition.host.clock.now_ms())
 
     # --- snapshots ---------------------------------------------------------------------------------------------------
@@ -252,18 +253,45 @@ class Retention:
     # --- damage ------------------------------------------------------------------------------------------------------
 
     def scrub(self) -> bool:
-        """Check the next part of the log. False after the last part; then the check begins again."""
+        """Check the next part of the files: manifest and state file first, then the log. False after the last part;
+        then the check begins again."""
+        if self._scrub_at is None:
+            self.repair()
+            self._scrub_at = 0
+        found = self.scrub_at(self._scrub_at)
+        self._scrub_at = found if found is not None and found > self._scrub_at else None
+        return self._scrub_at is not None
+
+    def scrub_at(self, offset: int) -> int | None:
+        """Check a part of the log as `Log.scrub` does. None if that was not possible; damage is reported."""
         partition = self._partition
-        found = attempt(partition.host.pool, partition.log.scrub, self._scrub_at, SCRUB_BYTES)
+        found = attempt(partition.host.pool, partition.log.scrub, offset, SCRUB_BYTES)
         if isinstance(found, int):
-            ended, self._scrub_at = found <= self._scrub_at, found
-            return not ended
+            return found
+        self._failed(found)
+        return None
+
+    def repair(self) -> list[str]:
+        """Replace the manifest and the state file if they are not what this process wrote: it knows their content.
+        Return what was wrong."""
+        partition = self._partition
+        found = attempt(partition.host.pool, _repair, partition.log, partition.state_file)
+        if not isinstance(found, list):
+            self._failed(found)
+            return []
+        for fault in found:
+            log.critical("%s: %s", partition, fault)
+        if STATE_REPLACED in found:
+            self.forget_snapshot()
+            self.save_state()
+        return found
+
+    def _failed(self, found: Exception) -> None:
+        partition = self._partition
         if isinstance(found, DAMAGE):
             partition.report_damage(str(found))
         elif not isinstance(found, OffsetPurged | Shortage | Unavailable):  # dropped, begun again or closed in between
             partition.host.storage_failed(found)
-        self._scrub_at = 0
-        return False
 
 
 # --- on native threads ------------------------------------------------------------------------------------------------
@@ -278,6 +306,11 @@ def _save(
     except Shortage:
         return False
     return True
+
+
+def _repair(log: Log, state_file: StateFile) -> list[str]:
+    found = ["its manifest was damaged, and is written again"] if log.repair_manifest() else []
+    return [*found, STATE_REPLACED] if state_file.repair() else found
 
 
 def _save_high_watermark(state_file: StateFile, high_watermark: int, messages_before: Callable[[int], int]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from time import monotonic
 from typing import Protocol
 from urllib.parse import urlsplit
 
@@ -30,7 +31,11 @@ TICK_S = 0.1
 PARTITIONS_AT_A_TIME = 64
 QUIET_EVERY_TICKS = 3
 PROBE_TIMEOUT_S = 0.5
+# The pauses of the scrubber: between two replicas, and between two parts of one, where it also rests many times as long
+# as the part took.
 SCRUB_EVERY_S = 1.0
+SCRUB_PART_S = 0.125
+SCRUB_REST = 20
 
 
 class LiveBrokers(Protocol):
@@ -163,11 +168,20 @@ class Ticker:
             self._probing.discard(broker_id)
 
     def _scrub(self) -> None:
-        """Check a part of some log every second: so damage is found that no reader meets, while other replicas are
-        whole."""
+        """Check all files, a replica after the other, at a bounded rate: so damage is found that no reader meets, while
+        other replicas are whole."""
         while True:
             for partition in tuple(self._partitions()):
                 gevent.sleep(SCRUB_EVERY_S)
-                while not partition.closed and not partition.rebuild_reason and partition.retention.scrub():
-                    gevent.sleep(SCRUB_EVERY_S)
+                self._scrub_one(partition)
             gevent.sleep(SCRUB_EVERY_S)
+
+    def _scrub_one(self, partition: Partition) -> None:
+        try:
+            while not partition.closed and not partition.rebuild_reason:
+                began_s = monotonic()
+                if not partition.retention.scrub():
+                    return
+                gevent.sleep(max(SCRUB_PART_S, SCRUB_REST * (monotonic() - began_s)))
+        except Exception:  # the other replicas are checked too
+            log.exception("%s: its scrub failed", partition)

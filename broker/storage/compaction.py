@@ -151,6 +151,8 @@ class Compaction:
         for entry in self._entries:
             self._verify(entry)
             yield True
+            if not entry.checked:
+                yield from self._verify_batches(entry)
         try:
             self._begin_keys()
             for entry in new:
@@ -172,6 +174,14 @@ class Compaction:
         found = sha256_of(path)
         if found != entry.sha256:
             raise CorruptBatch(path, entry.base_offset, f"its SHA-256 is {found}, not {entry.sha256}")
+
+    def _verify_batches(self, entry: SealedSegment) -> Iterator[bool]:
+        """Verify the batches of a segment that may have been damaged before it was sealed."""
+        at = entry.base_offset
+        while at < entry.end_offset and self._log.has_sealed(entry):
+            below = min(entry.end_offset, at + STEP_OFFSETS_MAX)
+            at = self._log.read_to_copy(at, max_bytes=STEP_BYTES, below=below)[-1].end_offset
+            yield True
 
     # --- which messages go -------------------------------------------------------------------------------------------
 
@@ -335,6 +345,7 @@ class Compaction:
             compacted_upto=self._order.upto,
             compacted_at_ms=self._order.at_ms,
             tombstones_before_ms=self._order.tombstones_before_ms,
+            checked=True,
         )
 
 

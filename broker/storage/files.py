@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
-from portalmq.system import sync
+from portalmq.system import drop_cached, sync
 
 # What SQLite may have put beside a file.
 BESIDE = ("-wal", "-shm", "-journal")
@@ -64,8 +64,10 @@ def unlink_database(path: Path) -> None:
         Path(f"{path}{suffix}").unlink(missing_ok=True)
 
 
-def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file. No connection of this process may hold locks on it: closing it would drop them
-    (POSIX)."""
+def sha256_of(path: Path, *, from_disk: bool = False) -> str:
+    """Return the SHA-256 of a file; with `from_disk` not of its copy in memory. No connection of this process may hold
+    locks on it: closing it would drop them (POSIX)."""
     with open(path, "rb") as file:
+        if from_disk:
+            drop_cached(file.fileno())
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -359,6 +359,16 @@ class Log(ReadableLog):
                 ]
             )
 
+    def mark_checked(self, entry: SealedSegment) -> None:
+        with self._change():
+            if self._manifest.has(entry):
+                self._manifest.put([replace(entry, checked=True)])
+
+    def repair_manifest(self) -> bool:
+        """Write the manifest again if its file is damaged; return whether it was."""
+        with self._change():
+            return self._manifest.repair()
+
     def _uncompact(self, to_offset: int) -> None:
         """Lower the compaction marks beyond `to_offset`, before the log is truncated there: new records there are not
         compacted."""

@@ -3,10 +3,14 @@
 Its files are final: they may be copied, queried and read with immutable=1. A file that is missing from it is not
 sealed, whatever its mode. So an entry is written last when a segment is sealed, and removed first when it is opened
 again.
+
+The file ends with the CRC-32 of what is before it: a changed digit in a time would let retention drop a segment early.
+Earlier versions wrote none.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
@@ -19,13 +23,15 @@ from portalmq.broker.storage.schema import LogIdentity
 from portalmq.broker.storage.segment import Segment
 
 MANIFEST_NAME = "manifest.json"
+_CRC = b'"crc":'
 
 
 class SealedSegment(msgspec.Struct, frozen=True):
     """One sealed file with offsets [base_offset, end_offset). `newest_ms` is the latest append or delivery time in it.
 
     Compaction has removed `removed` of its messages. The last compaction was ordered at `compacted_at_ms`, reached
-    `compacted_upto`, and removed tombstones older than `tombstones_before_ms`.
+    `compacted_upto`, and removed tombstones older than `tombstones_before_ms`. `checked`: after it was sealed, all its
+    batches matched their checksums, so its SHA-256 is not that of a file that was damaged before.
     """
 
     file: str
@@ -41,6 +47,7 @@ class SealedSegment(msgspec.Struct, frozen=True):
     compacted_upto: int = 0
     tombstones_before_ms: int = 0
     compacted_at_ms: int = 0
+    checked: bool = False
 
     def is_compacted(self, upto: int, tombstones_before_ms: int) -> bool:
         return self.compacted_upto >= upto and self.tombstones_before_ms >= tombstones_before_ms
@@ -49,6 +56,7 @@ class SealedSegment(msgspec.Struct, frozen=True):
 class _ManifestFile(LogIdentity, frozen=True):
     segments: list[SealedSegment]
     version: int = 1
+    crc: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class Manifest:
@@ -56,9 +64,12 @@ class Manifest:
 
     def __init__(self, directory: Path, identity: LogIdentity) -> None:
         """Read the manifest; it is empty without a file. Raise WrongLog or StorageFault."""
-        self._directory = directory
         self._identity = identity
-        self._entries = {entry.base_offset: entry for entry in _read(directory / MANIFEST_NAME, identity)}
+        self._path = directory / MANIFEST_NAME
+        content = _content(self._path)
+        self._entries = {entry.base_offset: entry for entry in _decoded(content, self._path, identity)}
+        # The checksum of the file as it was read or written last.
+        self._crc = zlib.crc32(content or b"")
         self._file_has_more = False
 
     @property
@@ -92,21 +103,38 @@ class Manifest:
         self._file_has_more = self._file_has_more or len(kept) < len(self._entries)
         self._entries = kept
 
+    def repair(self) -> bool:
+        """Write the file again if it is not what was written or read last. Return whether it was not."""
+        if zlib.crc32(_content(self._path) or b"") == self._crc:
+            return False
+        self._write(self._entries)
+        return True
+
     def _write(self, entries: dict[int, SealedSegment]) -> None:
         segments = sorted(entries.values(), key=lambda entry: entry.base_offset)
         manifest = _ManifestFile(**self._identity.as_meta(), segments=segments)
-        content = msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
-        write_atomically(self._directory / MANIFEST_NAME, content)
-        self._entries = entries
+        body = msgspec.json.format(msgspec.json.encode(manifest), indent=2).removesuffix(b"\n}") + b",\n  "
+        content = b"%b%b %d\n}\n" % (body, _CRC, zlib.crc32(body))
+        write_atomically(self._path, content)
+        self._entries, self._crc = entries, zlib.crc32(content)
         self._file_has_more = False
 
 
-def _read(path: Path, identity: LogIdentity) -> list[SealedSegment]:
+def _content(path: Path) -> bytes | None:
     try:
-        manifest = msgspec.json.decode(path.read_bytes(), type=_ManifestFile)
+        return path.read_bytes()
     except FileNotFoundError:
+        return None
+
+
+def _decoded(content: bytes | None, path: Path, identity: LogIdentity) -> list[SealedSegment]:
+    if content is None:
         return []
-    except msgspec.DecodeError as error:
+    try:
+        manifest = msgspec.json.decode(content, type=_ManifestFile)
+        if manifest.crc is not msgspec.UNSET and manifest.crc != zlib.crc32(content.rpartition(_CRC)[0]):
+            raise msgspec.DecodeError("its checksum does not match")
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CorruptFile(f"{path} is damaged: {error}; delete it and the segments will be sealed again") from error
     found = LogIdentity(*astuple(manifest)[:4])
     if found != identity:

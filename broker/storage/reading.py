@@ -10,11 +10,13 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, suppress
 from typing import NamedTuple
 
+import apsw
+
 from portalmq.broker.storage.batch import Batch, BatchKind, opened
-from portalmq.broker.storage.errors import CorruptBatch, OffsetPurged, faults_of
+from portalmq.broker.storage.errors import CorruptBatch, OffsetPurged, Shortage, faults_of
 from portalmq.broker.storage.files import sha256_of
 from portalmq.broker.storage.lanes import Lanes
 from portalmq.broker.storage.manifest import Manifest, SealedSegment
@@ -23,6 +25,8 @@ from portalmq.compression import BadValues, content_size
 
 SEALED_READERS_MAX = 4
 SCAN_BATCHES = 512
+# How many offsets a scrub reads at once: other reads wait, and small batches take longer than their bytes.
+SCRUB_OFFSETS = 1_250
 
 
 class _Tail(NamedTuple):
@@ -53,6 +57,8 @@ class ReadableLog(ABC):
         self._segments = tuple(segments)
         self._manifest = manifest
         self._log_start_offset = max(self._active.log_start_offset, self.base_offset)
+        # The sealed segment whose batches are being checked, from its first one on.
+        self._scrubbing: SealedSegment | None = None
         self._tail = self._tail_of_active()
 
     @abstractmethod
@@ -349,22 +355,70 @@ class ReadableLog(ABC):
     # --- scrubbing ----------------------------------------------------------------------------------------------
 
     def scrub(self, offset: int, max_bytes: int) -> int:
-        """Check a part of the log from `offset` on: a sealed segment as a whole, else some batches. Return where to
-        continue; the base offset again after the end. Raise CorruptBatch. Slow: not on the event loop."""
+        """Check a part of the log from `offset` on: some batches, or a sealed segment as a whole if its batches were
+        checked before. Return where to continue; the base offset again after the end. Raise CorruptBatch. Slow: not on
+        the event loop."""
         offset = max(offset, self.base_offset)
         segment = self._segments[self._position(offset)]
         entry = self._manifest.get(segment.base_offset)
-        if entry is None:
-            batches = self.read_to_copy(offset, max_bytes=max_bytes, below=self.end_offset)
-            return batches[-1].end_offset if batches else self.base_offset
+        if entry is not None and offset == segment.base_offset:
+            self._check_file(segment, entry)
+            if entry.checked:
+                return entry.end_offset
+            self._scrubbing = entry
+        below = self.end_offset if entry is None else entry.end_offset
+        batches = self._scrub_batches(segment, offset, max_bytes, below)
+        if not batches:
+            return self.base_offset
+        following = batches[-1].end_offset
+        if entry is not None and following == entry.end_offset and self._scrubbing is entry:
+            with suppress(Shortage):  # then the next round does it
+                self.mark_checked(entry)
+        return following
+
+    def check_file(self, offset: int) -> int:
+        """Check the file that holds `offset` as a whole: a sealed one by its SHA-256, another by its pages and indexes.
+        Return where the next one begins. Raise CorruptBatch. Slow: not on the event loop."""
+        segment = self._segments[self._position(max(offset, self.base_offset))]
+        entry = self._manifest.get(segment.base_offset)
+        if entry is not None:
+            self._check_file(segment, entry)
+            return entry.end_offset
+        self._check_structure(segment)
+        return segment.end_offset
+
+    def _check_structure(self, segment: Segment) -> None:
+        with self._read():
+            _ = self._used(segment).reader  # recovers a file that was not closed
+        with faults_of(segment.path), suppress(apsw.CantOpenError):  # closed or removed at this moment
+            segment.check_structure()
+
+    def _check_file(self, segment: Segment, entry: SealedSegment) -> None:
         with faults_of(segment.path):
             try:
-                found = sha256_of(segment.path)
+                found = sha256_of(segment.path, from_disk=True)
             except FileNotFoundError:
                 found = ""
         if found != entry.sha256 and self._manifest.has(entry):
             raise CorruptBatch(segment.path, segment.base_offset, f"its SHA-256 is {found}, not {entry.sha256}")
-        return entry.end_offset
+
+    def _scrub_batches(self, segment: Segment, offset: int, max_bytes: int, below: int) -> list[Batch]:
+        """Read verified batches from `offset` on, of this segment alone, and check the columns beside them."""
+        below = min(below, segment.end_offset)
+        with self._read():
+            self._used(segment).forget_pages()
+        if offset == segment.base_offset:
+            self._check_structure(segment)
+        batches = self.read_to_copy(offset, max_bytes=max_bytes, below=min(below, offset + SCRUB_OFFSETS))
+        if batches:
+            with self._read():
+                if segment in self._segments:
+                    self._used(segment).check_columns(batches[0].base_offset, batches[-1].end_offset)
+        return batches
+
+    @abstractmethod
+    def mark_checked(self, entry: SealedSegment) -> None:
+        """Note that all batches of a sealed segment matched their checksums."""
 
 
 def _payload_bytes(batch: Batch, *, is_copy: bool) -> int:

@@ -17,6 +17,7 @@ from portalmq.broker.storage.compressed_values import compressed_at, value_at
 from portalmq.broker.storage.errors import CorruptBatch
 from portalmq.broker.storage.holes import removed_below
 from portalmq.broker.storage.rows import BATCH_COLUMNS, MESSAGE_COLUMNS, batch_of, record_of
+from portalmq.broker.storage.wal import connect_beside
 
 # (message id, offset, body hash, time)
 _decode_ids = msgspec.json.Decoder(list[tuple[str, int, str | None, int]]).decode
@@ -113,6 +114,32 @@ class ReadableSegment(ABC):
         if found != batch.crc:
             raise CorruptBatch(self.path, batch.base_offset, f"its checksum is {found}, not {batch.crc}")
         return batch
+
+    def forget_pages(self) -> None:
+        """Read from the file again what is read next."""
+        self.reader.execute("PRAGMA shrink_memory")
+
+    def check_structure(self) -> None:
+        """Check that pages and indexes are well-formed and complete, on a connection of its own: readers do not wait.
+        Raise CorruptBatch."""
+        with contextlib.closing(connect_beside(self.path)) as connection:
+            found: Any = connection.execute("PRAGMA integrity_check(1)").get
+        if found != "ok":
+            raise CorruptBatch(self.path, self.base_offset, str(found))
+
+    def check_columns(self, start: int, end: int) -> None:
+        """Check the columns of the rows in [start, end) that repeat their batch's, which its checksum does not cover.
+        Raise CorruptBatch."""
+        found: Any = self.reader.execute(
+            "SELECT min(offset) FROM (SELECT m.offset FROM batches AS b CROSS JOIN messages AS m"
+            " ON m.offset >= b.base_offset AND m.offset < b.base_offset + b.count"
+            " WHERE b.base_offset >= ?1 AND b.base_offset < ?2 AND m.timestamp_ms IS NOT b.appended_at_ms"
+            " UNION ALL SELECT r.offset FROM batches AS b CROSS JOIN records AS r ON r.offset = b.base_offset"
+            " WHERE b.base_offset >= ?1 AND b.base_offset < ?2 AND r.kind IS NOT b.kind)",
+            (start, end),
+        ).get
+        if found is not None:
+            raise CorruptBatch(self.path, found, "a row contradicts its batch")
 
     def message(self, offset: int) -> tuple[int, int, Record] | None:
         """Return (base offset of its batch, append time, record) of one message, not verified; None if there is

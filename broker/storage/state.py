@@ -30,7 +30,14 @@ from portalmq.broker.storage.files import BESIDE, make_directory, sync_directory
 from portalmq.broker.storage.fold_tables import STATE_DDL, FoldTables, hash_of_bytes, read_fold
 from portalmq.broker.storage.open_files import OpenFiles, use_counter
 from portalmq.broker.storage.schema import LogIdentity
-from portalmq.broker.storage.wal import BUSY_TIMEOUT_MS, connect_final, make_durable, set_full_sync, was_closed
+from portalmq.broker.storage.wal import (
+    BUSY_TIMEOUT_MS,
+    connect_beside,
+    connect_final,
+    make_durable,
+    set_full_sync,
+    was_closed,
+)
 
 STATE_NAME = "state.sqlite"
 STATE_SCHEMA_VERSION = 5
@@ -38,6 +45,9 @@ STATE_SCHEMA_VERSION = 5
 
 class _Damaged(Exception):
     """The file is not, or no longer, the state of this log."""
+
+
+_UNREADABLE = (_Damaged, apsw.CorruptError, apsw.NotADBError, apsw.SQLError, KeyError, TypeError, ValueError)
 
 
 class StateFile:
@@ -59,6 +69,8 @@ class StateFile:
         self._highest_epoch = -1
         self._knows_epoch = False
         self._is_durable = False
+        # What else of the table `meta` this process has read or saved.
+        self._saved: dict[str, Any] = {}
 
     # --- saving and loading -------------------------------------------------------------------------------------
 
@@ -73,21 +85,23 @@ class StateFile:
         """Replace what is saved. `messages_before` (Log.messages_before) makes the lag in the view `lag` exact.
         Atomic; fsynced only if `durable`: otherwise an older save may be found after a power cut."""
 
+        meta = {
+            "applied": fold.applied,
+            "log_start_offset": fold.log_start_offset,
+            "compacted": fold.compacted,
+            "high_watermark": high_watermark,
+            "digest": hash_of_bytes(encode_fold(fold)),
+        }
+
         def write(connection: apsw.Connection) -> None:
             self._tables.save(connection, fold, messages_before)
-            self._put_meta(
-                connection,
-                applied=fold.applied,
-                log_start_offset=fold.log_start_offset,
-                compacted=fold.compacted,
-                high_watermark=high_watermark,
-                high_watermark_messages_before=messages_before(high_watermark) if messages_before else None,
-                digest=hash_of_bytes(encode_fold(fold)),
-            )
+            before = messages_before(high_watermark) if messages_before else None
+            self._put_meta(connection, **meta, high_watermark_messages_before=before)
 
         with self._turn:
             if not self._closed:  # the topic was deleted, or the broker ends
                 self._transaction(write, durable=durable)
+                self._saved = meta
 
     def save_high_watermark(self, high_watermark: int, messages_before: Callable[[int], int]) -> None:
         """Raise the high watermark of the saved fold. Do nothing if there is none, or its high watermark is higher.
@@ -98,6 +112,7 @@ class StateFile:
             if known and known["high_watermark"] < high_watermark:
                 before = messages_before(high_watermark)
                 self._put_meta(connection, high_watermark=high_watermark, high_watermark_messages_before=before)
+                self._saved.pop("high_watermark", None)  # until this is committed, one or the other is there
 
         with self._turn:
             if not self._closed:
@@ -121,11 +136,44 @@ class StateFile:
                     fold = read_fold(connection, meta)
                 if hash_of_bytes(encode_fold(fold)) != meta["digest"]:
                     raise _Damaged
-            except (_Damaged, apsw.CorruptError, apsw.NotADBError, apsw.SQLError, KeyError, TypeError, ValueError):
+            except _UNREADABLE:
                 self._close()
                 return None
             self._tables.forget()
+            self._saved = {key: meta[key] for key in ("applied", "high_watermark", "digest")}
         return fold, meta["high_watermark"]
+
+    def repair(self) -> bool:
+        """Replace the file if it is not what this process has read or saved, by one that has only the highest epoch.
+        Return whether it was replaced: the fold is to be saved again. Reads the whole file, as it is on disk."""
+        with self._turn, faults_of(self.path):
+            if self._closed or not (self._knows_epoch or self._saved) or self._is_as_saved():
+                return False
+            self._start_over()
+            return True
+
+    def is_sound(self) -> bool:
+        """Return whether the file, if there is one, is well-formed, and its fold matches its digest."""
+        with self._turn, faults_of(self.path):
+            return not self.path.exists() or self._is_as_saved()
+
+    def _is_as_saved(self) -> bool:
+        if not self.path.exists():
+            return False
+        try:
+            with contextlib.closing(connect_beside(self.path)) as connection:  # without the pages in its memory
+                meta = dict(connection.execute("SELECT key, value FROM meta"))
+                epoch = meta.get("highest_leader_epoch", -1)
+                expected = {**self.identity.as_meta(), **self._saved}
+                if not expected.items() <= meta.items() or (self._knows_epoch and epoch != self._highest_epoch):
+                    return False
+                if connection.execute("PRAGMA integrity_check(1)").get != "ok":
+                    return False
+                if "applied" not in meta:
+                    return True
+                return bool(hash_of_bytes(encode_fold(read_fold(connection, meta))) == meta["digest"])
+        except _UNREADABLE:
+            return False
 
     def forget(self) -> None:
         """Delete the fold and the high watermark, durably, before the log is truncated below them. The highest epoch
@@ -135,6 +183,7 @@ class StateFile:
             connection.execute("DELETE FROM meta WHERE key IN ('applied', 'high_watermark', 'digest')")
 
         with self._turn:
+            self._saved = {}
             self._transaction(write, durable=True)
 
     def save_highest_epoch(self, leader_epoch: int) -> None:
@@ -283,7 +332,9 @@ class StateFile:
 
     def _start_over(self) -> None:
         """Replace the file by one that holds only the highest epoch, durably."""
-        self._highest_epoch = max(self._highest_epoch, self._readable_epoch())
+        if not self._knows_epoch:
+            self._highest_epoch = max(self._highest_epoch, self._readable_epoch())
+        self._saved = {}
         self._close()
         fresh = Path(f"{self.path}.new")
         unlink_database(fresh)

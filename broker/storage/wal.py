@@ -64,6 +64,17 @@ def connect_final(path: Path) -> apsw.Connection:
     return connection
 
 
+def connect_beside(path: Path) -> apsw.Connection:
+    """Return a connection that reads a file, beside those that may write it, with no page of theirs in memory."""
+    if was_closed(path):
+        return connect_final(path)
+    flags = apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI
+    connection = apsw.Connection(f"file:{quote(str(path))}?mode=ro", flags=flags)
+    connection.set_busy_timeout(BUSY_TIMEOUT_MS)
+    connection.execute("PRAGMA trusted_schema = OFF")
+    return connection
+
+
 def was_closed(path: Path) -> bool:
     """Return whether the last connection to an SQLite file closed it: then all of it is in the file, and on disk, since
     a checkpoint syncs the file before the write-ahead log is removed."""

@@ -6,12 +6,14 @@ printed as a whole, as in the HTTP API.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from datetime import datetime
 from itertools import islice
-from typing import Any, Literal
+from pathlib import Path
+from typing import IO, Any, Literal
 
 import click
 import msgspec
@@ -20,6 +22,7 @@ from portalmq import wire
 from portalmq.admin import Admin, Position, Unfinished
 from portalmq.cli.options import duration, future_time, past_time
 from portalmq.cli.output import message_row, show_one, show_rows, show_value, time_text
+from portalmq.cli.receipts import checksum_to_send, receipt_line
 from portalmq.cli.session import Session, fields, with_session
 from portalmq.compression import HAS_ZSTD, NEEDS_ZSTD
 from portalmq.consumer import Consumer
@@ -66,9 +69,19 @@ def _headers(ctx: click.Context, parameter: click.Parameter, given: tuple[str, .
 @click.option("--priority", type=click.IntRange(0, 31), default=0, help="0 to 31; greater ones come first.")
 @click.option("--acks", type=click.Choice(["all", "leader", "none"]), default="all", show_default=True)
 @click.option("--compression", type=click.Choice(["zstd"]), help="Send, replicate and store batches compressed.")
+@click.option(
+    "--receipts", "receipts_path", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+    help="Append a line for each acknowledged message, for `portalmq verify --receipts`.",
+)  # fmt: skip
 @with_session
 def produce(
-    session: Session, topic: str, ndjson: bool, acks: wire.Acks, compression: Literal["zstd"] | None, **options: Any
+    session: Session,
+    topic: str,
+    ndjson: bool,
+    acks: wire.Acks,
+    compression: Literal["zstd"] | None,
+    receipts_path: Path | None,
+    **options: Any,
 ) -> None:
     """Send each line of stdin to TOPIC as one message.
 
@@ -78,11 +91,16 @@ def produce(
         raise click.UsageError("give --delay, or --at, and not both")
     if compression is not None and not HAS_ZSTD:
         raise click.UsageError(NEEDS_ZSTD)
+    if receipts_path is not None and acks == "none":
+        raise click.UsageError("without acknowledgements there are no receipts: leave --acks none out")
     session.check()
     started = time.monotonic()
-    counts = _Counts()
     is_interrupted = False
-    with Producer(session.server, token=session.token, acks=acks, compression=compression) as producer:
+    with (
+        contextlib.nullcontext() if receipts_path is None else _open_receipts(receipts_path) as receipts,
+        Producer(session.server, token=session.token, acks=acks, compression=compression) as producer,
+    ):
+        counts = _Counts(receipts)
         try:
             for number, line in enumerate(_lines(), start=1):
                 try:
@@ -90,7 +108,8 @@ def produce(
                 except ValueError as fault:
                     counts.refuse(f"line {number}: {fault}")
                     continue
-                counts.expect(producer.send(topic, value, content_type=content_type, **options))
+                kept = receipts and checksum_to_send(options["key"], value, content_type, options["headers"])
+                counts.expect(producer.send(topic, value, content_type=content_type, **options), kept or "")
         except KeyboardInterrupt:  # lines read so far are sent and counted; a second interrupt ends at once
             is_interrupted = True
         producer.flush()
@@ -101,6 +120,13 @@ def produce(
         raise KeyboardInterrupt
     if counts.failed:
         raise click.ClickException(f"{_messages(counts.failed)} not sent; the first: {counts.first_failure}")
+
+
+def _open_receipts(path: Path) -> IO[bytes]:
+    try:
+        return open(path, "ab")
+    except OSError as fault:
+        raise click.UsageError(f"{path} cannot be written: {fault.strerror}") from None
 
 
 def _lines() -> Iterator[bytes]:
@@ -125,16 +151,17 @@ def _messages(number: int) -> str:
 
 
 class _Counts:
-    """Counts the outcomes of the sends. Keeps at most UNCONFIRMED_MAX futures."""
+    """Counts the outcomes of the sends, and writes their `receipts`. Keeps at most UNCONFIRMED_MAX futures."""
 
-    def __init__(self) -> None:
+    def __init__(self, receipts: IO[bytes] | None) -> None:
         self.sent = 0
         self.failed = 0
         self.first_failure = ""
-        self._unconfirmed: list[SendFuture] = []
+        self._receipts = receipts
+        self._unconfirmed: list[tuple[SendFuture, str]] = []
 
-    def expect(self, future: SendFuture) -> None:
-        self._unconfirmed.append(future)
+    def expect(self, future: SendFuture, checksum: str) -> None:
+        self._unconfirmed.append((future, checksum))
         if len(self._unconfirmed) >= UNCONFIRMED_MAX:
             self.settle(UNCONFIRMED_MAX // 2)
 
@@ -142,12 +169,15 @@ class _Counts:
         """Wait for all but the newest `keep`."""
         done = self._unconfirmed[: len(self._unconfirmed) - keep]
         self._unconfirmed = self._unconfirmed[len(done) :]
-        for future in done:
+        for future, checksum in done:
             try:
-                future.result()
-                self.sent += 1
+                place = future.result()
             except PortalMQError as error:
                 self.refuse(error.detail)
+                continue
+            self.sent += 1
+            if self._receipts is not None:
+                self._receipts.write(receipt_line(place, checksum))
 
     def refuse(self, reason: str) -> None:
         self.failed += 1

@@ -40,6 +40,7 @@ Calls to a broker:
     coordinate      Coordinate          MemberAnswer        streams.py; a seek answers SeekAnswer
     standing        LogEndRequest       ReplicaLogEnd       brokers.py
     standings       LogEndsRequest      ReplicaLogEnds
+    digest          DigestRequest       ReplicaDigest
     suspect         Suspicion           SuspicionNoted
     reach           ReachRequest        Reached
     time            TimeRequest         TimeAnswer

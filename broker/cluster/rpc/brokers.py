@@ -6,6 +6,7 @@ import msgspec
 
 from portalmq.broker.cluster.rpc import BrokerCall
 from portalmq.control_plane.state import PartitionState
+from portalmq.wire import ReplicaDigest
 
 
 class LogEndRequest(msgspec.Struct, frozen=True):
@@ -49,6 +50,18 @@ class ReplicaLogEnds(msgspec.Struct, frozen=True):
     standings: list[ReplicaLogEnd | None]
 
 
+class DigestRequest(msgspec.Struct, frozen=True):
+    """Ask for the digest of the broker's replica from `offset` to below `below`, `lists`: batch by batch; `files`: for
+    a check of the file that holds `offset`, and of the small files beside it."""
+
+    topic_id: str
+    number: int
+    offset: int
+    below: int
+    lists: bool = False
+    files: bool = False
+
+
 class Suspicion(msgspec.Struct, frozen=True):
     """Report to the controller that a broker does not answer."""
 
@@ -82,6 +95,7 @@ class TimeAnswer(msgspec.Struct, frozen=True):
 
 STANDING = BrokerCall("standing", LogEndRequest, ReplicaLogEnd, timeout_s=5.0)
 STANDINGS = BrokerCall("standings", LogEndsRequest, ReplicaLogEnds, timeout_s=1.0)
+DIGEST = BrokerCall("digest", DigestRequest, ReplicaDigest, timeout_s=20.0)
 SUSPECT = BrokerCall("suspect", Suspicion, SuspicionNoted, timeout_s=1.0)
 REACH = BrokerCall("reach", ReachRequest, Reached, timeout_s=1.0)
 TIME = BrokerCall("time", TimeRequest, TimeAnswer, timeout_s=1.0)

@@ -122,6 +122,10 @@ def test_the_scrub_passes_every_part_of_an_intact_log_once(tmp_path):
     log, _ = three_segments(tmp_path)
     assert scrubbed(log) == [10, 20, 30, 40, 50, 60, 70, 80, 90]
     log.seal(90)
+    assert scrubbed(log) == [10, 20, 30, 40, 50, 60, 70, 80, 90]  # the batches of sealed files too, once
+    assert scrubbed(log) == [30, 60, 70, 80, 90]
+    log.close()
+    log = open_log(tmp_path)
     assert scrubbed(log) == [30, 60, 70, 80, 90]
     log.advance_log_start(65)
     assert scrubbed(log)[-1] == 90
@@ -130,6 +134,7 @@ def test_the_scrub_passes_every_part_of_an_intact_log_once(tmp_path):
 def test_a_flipped_bit_in_a_sealed_segment_is_found(tmp_path):
     log, _ = three_segments(tmp_path)
     log.seal(90)
+    scrubbed(log)
     file = tmp_path / f"{30:020d}.sqlite"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
