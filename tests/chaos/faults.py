@@ -223,12 +223,10 @@ class Faults:
     # --- ZooKeeper, links ---------------------------------------------------------------------------------------------
 
     def _zookeeper_down(self, fault: Fault, injected: Injected) -> None:
-        """All servers; of three, a restart is of one."""
-        servers = len(self.cluster.zookeeper.ports)
-        is_restart = fault.kind == "restart ZooKeeper"
-        number = self._some(range(servers), fault.choice) if is_restart and servers > 1 else None
+        """All servers; of three, a restart is of their leader."""
         self._take(injected, "zookeeper")
         try:
+            number = self.cluster.zookeeper_leader() if fault.kind == "restart ZooKeeper" else None
             injected.what = f"{'all servers' if number is None else f'server {number}'} for {fault.length_s} s"
             self.cluster.zookeeper.kill(number)
             time.sleep(fault.length_s)

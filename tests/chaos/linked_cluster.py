@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import socket
 import subprocess
 import threading
 import time
@@ -179,6 +180,15 @@ class LinkedCluster(Cluster):
     def first_said(self, path: str) -> Any:
         candidates = [broker_id for broker_id in BROKERS if broker_id not in self.down]
         return next((said for said in (self.said_by(broker_id, path) for broker_id in candidates) if said), None)
+
+    def zookeeper_leader(self) -> int | None:
+        """The number of the server that leads the ensemble; None for a single server, and while there is no leader."""
+        for number, port in enumerate(self.zookeeper.ports):
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=ASK_TIMEOUT_S) as asked:
+                asked.sendall(b"srvr")
+                if b"Mode: leader" in asked.makefile("rb").read():
+                    return number
+        return None
 
     def leader_now(self, topic: str, partition: int) -> int | None:
         described = self.first_said(f"/v1/topics/{topic}")
