@@ -21,7 +21,6 @@ from chaos.history import OK, REFUSED, Act
 # The kinds of control records, as SCHEMA.md numbers them.
 GRANT, ACK, NACK, EXTEND, DEAD, COMMIT, CLAIM, COMMIT_OFFSET = 11, 12, 13, 14, 16, 19, 21, 22
 EARLY_S = 0.05
-CHECKPOINT_AFTER_S = 2.0
 
 
 @dataclass
@@ -211,21 +210,22 @@ def committed_offsets_rise_and_skip_nothing(evidence: Evidence, verdict: Verdict
 
 
 def _check_observed_offsets(evidence: Evidence, verdict: Verdict) -> None:
-    """An observation that began after another had ended shows no lower offset.
+    """An observation that began after another had ended, and knows as much of the log, shows no lower offset.
 
-    Only those that were quick: where a leader does not answer in two seconds, the listing shows a checkpoint, which is
-    older."""
-    seen: dict[tuple[Any, ...], list[tuple[Act, int]]] = defaultdict(list)
+    Where a leader does not answer, the listing shows a checkpoint. It is older, and so is its high watermark."""
+    seen: dict[tuple[Any, ...], list[tuple[Act, int, int]]] = defaultdict(list)
     for act in evidence.of("offsets"):
-        if act.ended - act.began >= CHECKPOINT_AFTER_S:
-            continue
-        for topic, partition, offset in act.got.get("offsets", ()):
-            seen[act.asked["group"], topic, partition].append((act, offset))
+        for topic, partition, offset, high_watermark in act.got.get("offsets", ()):
+            seen[act.asked["group"], topic, partition].append((act, offset, high_watermark))
     for place, observed in seen.items():
-        for (before, lower), (after, higher) in pairwise(sorted(observed, key=lambda each: each[0].ended)):
+        for after, offset, high_watermark in observed:
+            before = (each for act, each, end in observed if act.ended < after.began and end <= high_watermark)
+            highest = max(before, default=0)
             verdict.unless(
-                lower <= higher or after.began < before.ended,
-                lambda place=place, lower=lower, higher=higher: f"{place} was {lower}, and {higher} later",
+                highest <= offset,
+                lambda place=place, after=after, offset=offset, highest=highest: (
+                    f"{place} was {highest}, and {offset} in a call of {after.began:.3f}"
+                ),
             )
 
 

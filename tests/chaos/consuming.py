@@ -222,8 +222,10 @@ def observe(client: Client, actor: str, chance: random.Random, group: str) -> No
         with Admin(chance.sample(client.urls, len(client.urls)), timeout_s=5) as admin:
             call = client.history.call(actor, "offsets", group=group)
             try:
-                offsets = [(each.topic, each.partition, each.committed) for each in admin.offsets(group)]
-                client.history.answer(actor, call, OK, offsets=[each for each in offsets if each[2] >= 0])
+                offsets = [
+                    (each.topic, each.partition, each.committed, each.high_watermark) for each in admin.offsets(group)
+                ]
+                client.history.answer(actor, call, OK, offsets=offsets)
             except PortalMQError as error:
                 client.history.answer(actor, call, UNKNOWN, why=error.code)
         client.pause(1.0)

@@ -72,22 +72,27 @@ class Faults:
         }
 
     def run(self, faults: Iterable[Fault], say: Callable[[str], None], seconds: float, *, apart: bool) -> None:
-        """Inject the faults at their times; or, `apart`, each once the one before is over and all are in sync."""
-        began = time.monotonic()
+        """Inject the faults at their times; or, `apart`, each once the one before is over and all are in sync. A disk
+        is emptied apart in any case: what is on two disks alone may not lose one of them."""
+        start = origin = time.monotonic()
         threads: list[threading.Thread] = []
         for fault in faults:
-            if apart and threads:
-                threads[-1].join()
+            if apart or fault.kind == "empty a disk":
+                self._join(threads)
                 self._wait_in_sync()
-            if time.monotonic() - began > seconds:
+                origin = max(origin, time.monotonic() - fault.at_s)  # the pauses between later faults stay
+            time.sleep(max(0.0, origin + fault.at_s - time.monotonic()))
+            if time.monotonic() - start > seconds:
                 break
-            time.sleep(max(0.0, began + fault.at_s - time.monotonic()))
             injected = Injected(fault.kind)
             self.injected.append(injected)
-            thread = threading.Thread(target=self._perform, args=(fault, injected, say), daemon=True)
-            thread.start()
-            threads.append(thread)
-        for thread in threads:
+            threads.append(threading.Thread(target=self._perform, args=(fault, injected, say), daemon=True))
+            threads[-1].start()
+        self._join(threads)
+
+    def _join(self, threads: list[threading.Thread]) -> None:
+        while threads:
+            thread = threads.pop()
             thread.join(3 * FREE_WITHIN_S + IN_SYNC_WITHIN_S + 3 * (STOPPED_WITHIN_S + RESTARTED_WITHIN_S))
             if thread.is_alive():
                 self.failures.append("a fault does not end")
@@ -278,14 +283,12 @@ class Faults:
             self._free("disk")
 
     def _empty_disk(self, fault: Fault, injected: Injected) -> None:
-        """Only while all replicas are in sync: what is on two disks alone may not lose one of them."""
         broker_id = self._some(BROKERS, fault.choice)
-        names = ("disk", f"broker {broker_id}", "empty")
+        names = ("disk", f"broker {broker_id}")
         self._take(injected, *names)
         try:
             if not self._wait_in_sync():
                 raise Skipped("not all replicas are in sync")
-            injected.began = time.monotonic()
             injected.what = f"that of broker {broker_id}, {fault.length_s} s down"
             self.cluster.take_down(broker_id)
             shutil.rmtree(self.cluster.brokers[broker_id].data_dir)
