@@ -281,8 +281,14 @@ class Standalone:
             )
         if end < len(data):
             os.ftruncate(self._journal, end)
-        # A killed process may have written the tail without an fsync.
-        sync(self._journal)
+        # A killed process may have written the tail without an fsync. After a failed fsync the system shows records
+        # that are not on disk, and syncs them no more unless they are written again. In place: that takes no room.
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            _write_all(descriptor, data[:end])
+            sync(descriptor)
+        finally:
+            os.close(descriptor)
         _sync_directory(self._directory)
         _sync_directory(self._directory.parent)
         self._journal_bytes = end

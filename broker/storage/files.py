@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Iterator
-from itertools import count
+from itertools import count, takewhile
 from pathlib import Path
 
 from portalmq.system import drop_cached, sync
@@ -49,13 +49,26 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Create `path` and its missing parents durably."""
-    if path.exists():
-        return
-    missing = [directory for directory in (path, *path.parents) if not directory.exists()]
-    for directory in reversed(missing):
+    """Create `path` and its missing parents durably. An empty directory may be one that a kill left before its name was
+    synced; nothing is put into one before."""
+    for directory in reversed(list(takewhile(_has_no_entry, (path, *path.parents)))):
+        is_new = not directory.exists()
         directory.mkdir(mode=0o750, exist_ok=True)
-        sync_directory(directory.parent)
+        try:
+            sync_directory(directory.parent)
+        except PermissionError:  # another user made it
+            if is_new:
+                raise
+
+
+def _has_no_entry(directory: Path) -> bool:
+    try:
+        with os.scandir(directory) as entries:
+            return next(entries, None) is None
+    except FileNotFoundError:
+        return True
+    except PermissionError:
+        return False
 
 
 def unlink_database(path: Path) -> None:

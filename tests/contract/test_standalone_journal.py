@@ -214,6 +214,24 @@ def test_a_failed_fsync_leaves_the_outcome_unknown_and_refuses_more_commits(
     plane.close()
 
 
+def test_a_start_writes_all_records_again_before_it_shows_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a failed fsync the system shows what is not on disk, and a further fsync does not write it."""
+    plane = opened(tmp_path)
+    for number in range(3):
+        plane.commit(Create(f"/n/{number}", b"payload"))
+    plane.close()
+    content = (tmp_path / "journal").read_bytes()
+    done: list[object] = []
+    write, sync = standalone.os.write, standalone.sync
+    monkeypatch.setattr(standalone.os, "write", lambda file, data: (done.append(bytes(data)), write(file, data))[1])
+    monkeypatch.setattr(standalone, "sync", lambda file: (done.append("sync"), sync(file))[1])
+    plane = opened(tmp_path)
+    assert done[:2] == [content, "sync"]
+    assert (tmp_path / "journal").read_bytes() == content
+    assert len(tree(plane)) == 3
+    plane.close()
+
+
 WRITER = """
 import sys
 from pathlib import Path

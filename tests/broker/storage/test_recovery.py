@@ -13,6 +13,8 @@ import pytest
 from support.killer import Killed, Killer
 from support.log_files import Writer, crash_image, everything, open_log, reading_from, three_segments
 
+from portalmq.broker.storage import files as files_module
+
 
 def roll(log):
     log.roll()
@@ -119,6 +121,19 @@ def test_open_leaves_nothing_in_the_write_ahead_log_that_a_power_cut_could_bring
     monkeypatch.setattr("portalmq.broker.storage.wal.sync", note)
     open_log(image)
     assert synced == [(str(next(image.glob("*-wal"))), 0)]
+
+
+def test_a_directory_that_a_kill_left_empty_is_synced_before_it_is_used(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(files_module, "sync_directory", synced.append)
+    (tmp_path / "topic" / "0").mkdir(parents=True)
+    files_module.make_directory(tmp_path / "topic" / "0")
+    assert synced == [tmp_path / "topic"]
+    (tmp_path / "topic" / "0" / "file").touch()
+    files_module.make_directory(tmp_path / "topic" / "0")
+    assert synced == [tmp_path / "topic"]
+    files_module.make_directory(tmp_path / "other" / "0")
+    assert synced[1:] == [tmp_path, tmp_path / "other"]
 
 
 def test_leftovers_are_removed_and_unknown_files_stay(tmp_path):
