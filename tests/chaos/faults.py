@@ -23,6 +23,7 @@ IN_SYNC_WITHIN_S = 30.0
 STOPPED_WITHIN_S = 45.0
 RESTARTED_WITHIN_S = 30.0
 HOUR_S = 3600.0
+CLOCKS_COMPARED_S = 5.0  # two comparisons
 
 
 @dataclass
@@ -221,9 +222,15 @@ class Faults:
                 self.failures.append(f"broker {broker_id} still runs {STOPPED_WITHIN_S:g} s after SIGTERM")
         self.cluster.take_down(broker_id)
         self.cluster.bring_up(broker_id)
+        self._wait_ready(broker_id)
+
+    def _wait_ready(self, broker_id: int) -> bool:
         ready_by = time.monotonic() + RESTARTED_WITHIN_S
-        while not self.cluster.said_by(broker_id, "/readyz") and time.monotonic() < ready_by:
+        while not self.cluster.said_by(broker_id, "/readyz"):
+            if time.monotonic() > ready_by:
+                return False
             time.sleep(0.2)
+        return True
 
     # --- ZooKeeper, links ---------------------------------------------------------------------------------------------
 
@@ -298,12 +305,17 @@ class Faults:
             self._free(*names)
 
     def _move_clock(self, fault: Fault, injected: Injected) -> None:
+        """Of a broker that runs, and has compared its clock with others: one that starts uses its own until then."""
         broker_id = self._some(BROKERS, fault.choice)
-        name = f"clock {broker_id}"
+        name = f"broker {broker_id}"
         self._take(injected, name)
         try:
+            if not self._wait_ready(broker_id):
+                raise Skipped(f"{name} is not ready")
+            time.sleep(CLOCKS_COMPARED_S)
             hours = fault.details["hours"]
-            injected.what = f"that of broker {broker_id} by {hours:+g} h for {fault.length_s} s"
+            injected.began = time.monotonic()
+            injected.what = f"that of {name} by {hours:+g} h for {fault.length_s} s"
             self.clock_moved_at = min(self.clock_moved_at, time.monotonic())
             self.cluster.clock_file(broker_id).write_text(str(hours * HOUR_S))
             time.sleep(fault.length_s)
