@@ -9,14 +9,16 @@ below.
 What the segments hold is not repeated here: scheduled messages that were never delivered are in their `messages`
 tables, and the view `scheduled` shows those that were returned and wait.
 
-`digest` is a hash of the whole fold: a file that was half written or edited does not match it and counts as damaged. A
-file of an older version is emptied, except for the highest epoch.
+`digest` is a hash of the whole fold: a file that was half written or edited does not match it and counts as damaged, as
+does one whose high watermark does not match its checksum. A file of an older version is emptied, except for the highest
+epoch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -90,6 +92,7 @@ class StateFile:
             "log_start_offset": fold.log_start_offset,
             "compacted": fold.compacted,
             "high_watermark": high_watermark,
+            "high_watermark_crc": _crc_of(high_watermark),
             "digest": hash_of_bytes(encode_fold(fold)),
         }
 
@@ -111,8 +114,14 @@ class StateFile:
             known = dict(connection.execute("SELECT key, value FROM meta WHERE key = 'high_watermark'"))
             if known and known["high_watermark"] < high_watermark:
                 before = messages_before(high_watermark)
-                self._put_meta(connection, high_watermark=high_watermark, high_watermark_messages_before=before)
-                self._saved.pop("high_watermark", None)  # until this is committed, one or the other is there
+                self._put_meta(
+                    connection,
+                    high_watermark=high_watermark,
+                    high_watermark_crc=_crc_of(high_watermark),
+                    high_watermark_messages_before=before,
+                )
+                for key in ("high_watermark", "high_watermark_crc"):  # until this is committed, either may be there
+                    self._saved.pop(key, None)
 
         with self._turn:
             if not self._closed:
@@ -134,7 +143,7 @@ class StateFile:
                     if "applied" not in meta:
                         return None
                     fold = read_fold(connection, meta)
-                if hash_of_bytes(encode_fold(fold)) != meta["digest"]:
+                if not _is_intact(fold, meta):
                     raise _Damaged
             except _UNREADABLE:
                 self._close()
@@ -171,7 +180,7 @@ class StateFile:
                     return False
                 if "applied" not in meta:
                     return True
-                return bool(hash_of_bytes(encode_fold(read_fold(connection, meta))) == meta["digest"])
+                return _is_intact(read_fold(connection, meta), meta)
         except _UNREADABLE:
             return False
 
@@ -362,6 +371,17 @@ class StateFile:
     @staticmethod
     def _put_meta(connection: apsw.Connection, **values: Any) -> None:
         connection.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", values.items())
+
+
+def _is_intact(fold: PartitionFold, meta: dict[str, Any]) -> bool:
+    """Return whether the digest is that of the fold, and the checksum that of the high watermark. Earlier versions
+    wrote no checksum."""
+    is_right = meta.get("high_watermark_crc") in (None, _crc_of(meta["high_watermark"]))
+    return is_right and bool(hash_of_bytes(encode_fold(fold)) == meta["digest"])
+
+
+def _crc_of(number: int) -> int:
+    return zlib.crc32(b"%d" % number)
 
 
 def _highest_epoch(connection: apsw.Connection) -> int:

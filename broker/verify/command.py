@@ -138,7 +138,7 @@ def _show(report: VerifyReport, form: Any) -> None:
         {
             "partition": f"{found.topic}/{found.partition}",
             **msgspec.to_builtins(each),
-            "broker": each.broker if each.broker >= 0 else None,
+            "broker": each.broker if each.broker >= 0 else "?",
             "compared": f"{found.start} to {each.compared_to}",
             "sha256": each.sha256[:HASH_SHOWN],
         }
@@ -147,7 +147,10 @@ def _show(report: VerifyReport, form: Any) -> None:
     ]
     if rows:
         click.echo()
-        show_rows(rows, "table", ["partition", "broker", "state", "compared", "sha256", "problem"])
+        show_rows(rows, "table", ["partition", "broker", "state", "compared", "sha256"])
+        for row in rows:
+            if row["problem"]:
+                click.echo(f"\n{row['partition']} on broker {row['broker']}: {row['problem']}")
     if report.receipts is not None and report.receipts.problems:
         click.echo()
         problems = [msgspec.to_builtins(each) for each in report.receipts.problems]

@@ -23,6 +23,7 @@ from portalmq import wire
 from portalmq.cli import main as cli
 from portalmq.cli import output
 from portalmq.cli.main import main
+from portalmq.cli.receipts import checksum_of
 from portalmq.message import Message
 
 PARTITION = wire.PartitionDescription(0, 1, 1, [1], [1], 0, 3, 100)
@@ -214,6 +215,29 @@ def test_produce_sends_each_line(broker: ScriptedBroker) -> None:
 def test_produce_sends_lines_that_are_no_text_as_bytes(broker: ScriptedBroker) -> None:
     run(broker, "produce", "t", stdin=b"\xff\xfe\n")
     assert (broker.values("t"), broker.topics["t"][0][0].content_type) == ([b"\xff\xfe"], None)
+
+
+def test_produce_appends_a_receipt_for_each_message_that_was_acknowledged(
+    broker: ScriptedBroker, tmp_path: Path
+) -> None:
+    file = tmp_path / "receipts"
+    words = ("produce", "t", "--receipts", str(file), "-k", "key", "-H", "a=b")
+    assert run(broker, *words, stdin="one\ntwo\n").exit_code == 0
+    broker.script("POST", "/v1/topics/t/messages", [refuse(403, "forbidden")])
+    assert run(broker, *words, stdin="refused\n").exit_code == 1
+    assert run(broker, *words, stdin=b"\xff\n").exit_code == 0
+    found = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(each["topic"], each["partition"], each["offset"], each["id"]) for each in found] == [
+        ("t", 0, offset, f"0-{offset}") for offset in (0, 1, 2)
+    ]
+    stored = [(b"one", wire.TEXT), (b"two", wire.TEXT), (b"\xff", wire.BYTES)]
+    assert [each["checksum"] for each in found] == [checksum_of(b"key", *each, {"a": "b"}) for each in stored]
+
+
+def test_there_are_no_receipts_without_acknowledgements(broker: ScriptedBroker, tmp_path: Path) -> None:
+    result = run(broker, "produce", "t", "--acks", "none", "--receipts", str(tmp_path / "r"), stdin="one\n")
+    assert result.exit_code == 2
+    assert broker.topics == {}
 
 
 def test_produce_ndjson_checks_each_line_and_sends_the_good_ones(broker: ScriptedBroker) -> None:

@@ -78,6 +78,17 @@ class TestSync:
         system.sync_data(0)
         assert calls[2:] == ["fsync"]
 
+    def test_without_posix_fadvise_a_file_is_read_from_wherever_it_is(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "file"
+        path.write_bytes(b"content")
+        with open(path, "rb") as file:
+            system.drop_cached(file.fileno())
+            monkeypatch.delattr(os, "posix_fadvise")
+            system.drop_cached(file.fileno())
+            assert file.read() == b"content"
+
     @pytest.mark.usefixtures("darwin")
     def test_macos_syncs_past_the_cache_of_the_drive(self, calls: list[str]) -> None:
         system.sync(0)

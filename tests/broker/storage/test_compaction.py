@@ -443,6 +443,20 @@ def test_a_damaged_file_is_not_given_a_new_checksum(tmp_path):
     assert path.read_bytes() == content
 
 
+def test_a_file_that_was_damaged_before_it_was_sealed_is_not_given_new_checksums(tmp_path):
+    log = three_values(tmp_path)
+    log.park()
+    connection = apsw.Connection(str(tmp_path / f"{0:020d}.sqlite"))
+    connection.execute("UPDATE messages SET value = 'spoilt' WHERE offset = 2")
+    connection.close()
+    log.seal(9)
+    work = Compaction(log, order(8))
+    with pytest.raises(CorruptBatch, match="checksum"):
+        run(work)
+    work.close()
+    assert not log.is_compacted(8, 0)
+
+
 def test_a_row_that_vanishes_from_a_batch_with_holes_is_found(tmp_path):
     log = three_values(tmp_path)
     compact(log, order(8))

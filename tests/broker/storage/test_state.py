@@ -227,6 +227,7 @@ def test_a_damaged_file_is_not_loaded_and_is_replaced(tmp_path, damage):
     "UPDATE spans SET lane = 0",
     "UPDATE meta SET value = 41 WHERE key = 'compacted'",
     "UPDATE meta SET value = 99 WHERE key = 'applied'",
+    "UPDATE meta SET value = 94 WHERE key = 'high_watermark'",
     "DELETE FROM meta WHERE key = 'digest'",
     "DROP TABLE attempts",
     "DROP TABLE meta",

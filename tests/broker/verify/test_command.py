@@ -1,0 +1,119 @@
+"""`portalmq verify`: its report and its exit codes, on the data directories of one broker and by HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+import apsw
+import msgspec
+import pytest
+from click.testing import CliRunner, Result
+from support.domain import records, running
+from support.scripted_broker import Reply, ScriptedBroker
+
+from portalmq import RecordMetadata, wire
+from portalmq.broker.messages.produce import ProduceRequest
+from portalmq.broker.storage.disk import DataDirectory
+from portalmq.broker.verify.command import verify
+from portalmq.cli.receipts import checksum_of, receipt_line
+
+
+def verified(*words: str) -> Result:
+    return CliRunner().invoke(verify, [*words])
+
+
+@pytest.fixture
+def stopped(tmp_path: Path) -> Path:
+    """The data directory of a broker with one topic, `t`, of one replica."""
+    home = tmp_path / "broker"
+    with running(home) as fixture:
+        cluster_id = fixture.broker.cluster_id
+        for number in range(5):
+            fixture.broker.produce("t", ProduceRequest(records(f"message {number}")))
+    DataDirectory.open(home, cluster_id=cluster_id, broker_id=1).close()
+    return home
+
+
+def test_whole_replicas_are_ok(stopped):
+    result = verified("--data-dir", str(stopped))
+    assert result.exit_code == 0, result.output
+    assert "replicas same  1" in result.stdout
+    report = json.loads(verified("--data-dir", str(stopped), "--json").stdout)
+    assert (report["state"], report["replicas"]) == ("ok", {"same": 1})
+
+
+def change(stopped: Path, name: str, statement: str) -> None:
+    (path,) = stopped.glob(f"partitions/t@*/0/{name}")
+    with contextlib.closing(apsw.Connection(str(path))) as connection:
+        connection.execute(statement)
+        assert connection.changes()
+
+
+def test_damage_is_named_and_is_exit_code_3(stopped):
+    change(stopped, "0*.sqlite", "UPDATE messages SET value = 'spoilt' WHERE offset = 3")
+    result = verified("--data-dir", str(stopped))
+    assert result.exit_code == 3
+    assert "damaged" in result.stdout
+    assert json.loads(verified("--data-dir", str(stopped), "--json").stdout)["state"] == "wrong"
+
+
+def test_a_damaged_state_file_is_named(stopped):
+    change(stopped, "state.sqlite", "UPDATE meta SET value = value + 1 WHERE key = 'high_watermark'")
+    result = verified("--data-dir", str(stopped))
+    assert result.exit_code == 3
+    assert "state.sqlite" in result.stdout
+
+
+def test_a_replica_in_no_directory_is_exit_code_4(stopped):
+    (description,) = stopped.glob("partitions/t@*/topic.json")
+    content = json.loads(description.read_bytes())
+    content["replication_factor"] = 2
+    description.write_text(json.dumps(content))
+    (stopped / "brokers.json").write_text('{"1": "http://b1", "2": "http://b2"}')
+    result = verified("--data-dir", str(stopped))
+    assert result.exit_code == 4
+    assert "none of the directories" in result.stdout
+
+
+def test_receipts_are_compared(stopped, tmp_path):
+    receipts = tmp_path / "receipts"
+    content = [receipt(offset, f"message {offset - 1}") for offset in range(1, 6)]  # the first record starts the epoch
+    receipts.write_bytes(b"".join(content))
+    words = ["--data-dir", str(stopped), "--receipts", str(receipts)]
+    result = verified(*words)
+    assert result.exit_code == 0, result.output
+    receipts.write_bytes(b"".join([*content, receipt(2, "another"), receipt(77, "gone"), receipt(1, "x", "nowhere")]))
+    result = verified(*words)
+    assert result.exit_code == 3
+    report = json.loads(verified(*words, "--json").stdout)
+    assert report["receipts"]["outcomes"] == {"present": 5, "different": 1, "missing": 2}
+
+
+def receipt(offset: int, text: str, topic: str = "t") -> bytes:
+    return receipt_line(RecordMetadata(topic, 0, offset, 0), checksum_of(None, text.encode(), wire.BYTES, {}))
+
+
+def test_what_cannot_be_used_is_said(stopped, tmp_path):
+    result = verified("--data-dir", str(tmp_path))
+    assert "no broker's data directory" in str(result.exception)
+    result = verified("--data-dir", str(stopped), "--data-dir", str(stopped))
+    assert result.exception
+    with running(tmp_path / "other"):
+        pass
+    (tmp_path / "receipts").write_text("rubbish\n")
+    assert verified("--receipts", str(tmp_path / "receipts")).exit_code == 2
+
+
+def test_a_broker_that_does_not_know_digests_leaves_replicas_unknown():
+    with ScriptedBroker() as broker:
+        partition = wire.PartitionDescription(0, 1, 1, [1], [1], 0, 3, 100)
+        topic = wire.TopicDescription("t", [partition], wire.TopicConfig(), replication_factor=1)
+        cluster = wire.ClusterDescription("c", 1, [wire.BrokerDescription(1, broker.url, True)])
+        broker.script("GET", "/v1/cluster", [lambda *_: Reply(200, msgspec.json.encode(cluster))])
+        broker.script("GET", "/v1/topics/t", [lambda *_: Reply(200, msgspec.json.encode(topic))])
+        result = verified("--server", broker.url, "t", "--json")
+    assert result.exit_code == 4, result.output
+    (found,) = json.loads(result.stdout)["partitions"]
+    assert found["replicas"][0]["state"] == "unknown"
