@@ -383,6 +383,7 @@ class Catalog(ClusterNodes):
         """Return the missing partitions from `since` on; an interrupted growth may have created some."""
         if topic.partitions == since:
             return []
+        brokers = dict(brokers)  # as of now: the caller's may change with every answer of the control plane
         if not brokers:
             raise Unavailable("no broker is live to hold the new partitions")
         held = set(self.plane.children(state.topic_partitions_path(topic.topic_id)))

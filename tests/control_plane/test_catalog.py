@@ -125,6 +125,21 @@ class TestCreatingTopics:
             with pytest.raises(InvalidRequest):
                 call()
 
+    def test_brokers_that_go_during_a_creation_do_not_fail_it(self, plane: Interrupted, catalog: Catalog) -> None:
+        """Found by the simulated shell: an error of the program when the last one went."""
+        present, children = dict(ONE), plane.children
+
+        def go(path: str) -> list[str]:
+            present.clear()
+            return children(path)
+
+        plane.children = go  # type: ignore[method-assign]
+        topic, _ = catalog.create_topic("t", wire.CreateTopic(), brokers=present)
+        assert present == {}
+        held = catalog.partition(topic.topic_id, 0)
+        assert held is not None
+        assert held.value.replicas == (1,)
+
     def test_without_brokers_a_creation_has_to_wait(self, catalog: Catalog) -> None:
         with pytest.raises(Unavailable):
             catalog.create_topic("t", wire.CreateTopic(), brokers={})
