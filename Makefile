@@ -73,10 +73,10 @@ simulate: $(READY)
 	@cd tests && exec $(CURDIR)/$(BIN)/python -m simulation.run $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),500)) \
 		$(if $(FIRST),--first $(FIRST)) $(if $(EVENTS),--events $(EVENTS))
 
-# WITHOUT="0 3": the run of SEED without these of its faults.
+# WITHOUT=0,3: the run of SEED without these of its faults; DEFECT="...": put a known defect back (shell/defects.py).
 simulate-shell: $(READY)
 	@cd tests && exec $(CURDIR)/$(BIN)/python -m simulation.shell.run $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),100)) \
-		$(if $(FIRST),--first $(FIRST)) $(if $(WITHOUT),--without $(WITHOUT))
+		$(if $(FIRST),--first $(FIRST)) $(if $(WITHOUT),--without $(WITHOUT)) $(if $(DEFECT),--defect "$(DEFECT)" --go-on)
 
 mutants: $(READY)
 	@cd tests && exec $(CURDIR)/$(BIN)/python -m simulation.hunt

@@ -34,5 +34,5 @@ def test_a_seed_is_the_same_run_in_every_process() -> None:
 
 def test_a_trace_tells_what_happens() -> None:
     trace = simulated("--seed", "2")
-    for part in ("starts", "is ready", "fault", "is acked at", "ends well", "faults_s:", "held"):
+    for part in ("starts", "is ready", "all faults end", "faults_s:", ": held"):
         assert part in trace

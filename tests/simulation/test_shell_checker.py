@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from simulation.shell.checker import Checker, Known
+from simulation.shell.defects import DEFECTS, changed
 from simulation.shell.history import Delivered, Granted, History
 from simulation.shell.loop import Process
 
@@ -60,6 +61,12 @@ def twice_leased(it: History) -> None:
 def anothers_lease(it: History) -> None:
     it.delivered(got(5))
     it.delivered(got(6, attempt="y"))
+
+
+def older_receipt(it: History) -> None:
+    it.delivered(got(5))
+    it.delivered(got(6, attempt="y", epoch=2, number=1))
+    it.accepted([receipt(1)], int(6.5 * S), int(6.6 * S))
 
 
 def after_its_ack(it: History) -> None:
@@ -147,6 +154,7 @@ BAD: dict[str, tuple[str, Callable[[History], None]]] = {
     "a commit beyond the high watermark": ("I11", lambda it: it.commits(P, 11)),
     "two leases at a time": ("I12", twice_leased),
     "another's lease": ("I12", anothers_lease),
+    "an older receipt counts": ("I12", older_receipt),
     "delivered after its ack": ("I12", after_its_ack),
     "nobody sent it": ("I13", lambda it: stored(it, {0: b"a", 1: b"phantom"})),
     "half of a commit": ("I13", half_a_commit),
@@ -174,6 +182,7 @@ def test_a_good_history_is_let_be() -> None:
     it.releases([receipt(1)])
     it.delivered(got(6, attempt="y", number=1))
     it.delivered(got(6.5, attempt="z", epoch=2, number=2))  # a fail-over lost the grant
+    it.accepted([receipt(2, 2)], 7 * S, 7 * S)
     it.done([receipt(2, 2)], 7 * S)
     it.browsed(P, 0, [(0, b"a")], 5 * S, S)
     it.browsed(P, 1, [], 5 * S, S)
@@ -200,6 +209,7 @@ def checker() -> Checker:
         note=lambda *_: None,
         loop=SimpleNamespace(now_ns=0),
         reached={"acked": 0},
+        machines={number: SimpleNamespace(has_lost_writes=False) for number in (1, 2, 3)},
     )
     it = Checker(world)
     it.partitions[KEY] = known = Known("t", 2, state())
@@ -271,7 +281,7 @@ def falling_watermark(it: Checker) -> None:
 
 
 def last_whole_copy(it: Checker) -> None:
-    it.partitions[KEY].lossy |= {2, 3}
+    it.partitions[KEY].lossy |= {1, 2, 3}
     it.set_aside(1, KEY)
 
 
@@ -298,6 +308,7 @@ BAD_REPLICAS: dict[str, tuple[str, Callable[[Checker], None]]] = {
     "epochs out of order": ("I8", lambda it: it.stepped(process(), replica(epochs=[(2, 4), (5, 4)]))),
     "elected by a former controller": ("I10", lambda it: it.committing(*election())),
     "removed without a purge": ("I14", lambda it: it.stepped(process(), replica(start=1))),
+    "a whole copy set aside": ("I14", lambda it: it.set_aside(1, KEY)),
     "the last whole copy set aside": ("I17", last_whole_copy),
 }
 
@@ -326,5 +337,11 @@ def test_good_replicas_are_let_be() -> None:
     it.acked([b"a"], 0, 10)
     it.cut(2, KEY, 10)
     it.committing(*election(Check(CONTROLLER_EPOCH, 3)))
+    it.partitions[KEY].lossy.add(3)
     it.set_aside(3, KEY)
     it.opened(process(3), replica(end=0))
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_the_text_that_a_defect_replaces_is_in_the_product(name: str) -> None:
+    assert changed(name)

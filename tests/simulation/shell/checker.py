@@ -248,6 +248,8 @@ class Checker:
 
     def set_aside(self, machine: int, key: Key) -> None:
         known = self.known(key)
+        if machine not in known.lossy and not self.world.machines[machine].has_lost_writes:
+            self.fail("I14", "broker {} sets {} aside, which nothing has damaged", machine, key)
         others = [each.end for number, each in known.held.items() if number != machine and number not in known.lossy]
         if max(others, default=-1) < known.watermark:
             self.fail("I17", "broker {} sets {} aside, and no other has {}", machine, key, known.watermark)
@@ -411,6 +413,11 @@ def observe(checker: Checker) -> None:
         return process.number or 0
 
     after(Partition, "step", lambda process, it, result, event: checker.stepped(process, it))
+    after(
+        Partition,
+        "_on_refused",
+        lambda process, it, result, *_: checker.history.lost_grants((it.topic, it.number)),
+    )
     after(Partition, "__init__", lambda process, it, result, *values: checker.opened(process, it))
     after(
         Log,

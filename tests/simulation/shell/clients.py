@@ -185,10 +185,13 @@ class Clients:
         serial = 0
         kept: list[Delivered] = []
         wanted: wire.ReceiveRequest | None = None
+        verb = ""
         while not self.stopping:
-            if kept and random.random() < 0.1:  # a zombie: its leases may have gone to others
-                self._settle(random, random.sample(kept, 1), late=True)
-            if wanted is None or random.random() > 0.1:  # else the same attempt comes again, whatever became of it
+            kept = [each for each in kept if not self.world.checker.history.is_done(each)][-KEPT:]
+            if kept and random.random() < 0.2:
+                self._act_late(random, f"z{number}", kept)
+            # The same attempt may come again, whatever became of it.
+            if wanted is None or random.random() > (0.4 if verb == "nack" else 0.05):
                 serial += 1
                 wanted = wire.ReceiveRequest(
                     topics=[TOPIC],
@@ -202,12 +205,20 @@ class Clients:
             if not messages:
                 self.loop.wait(0.05 + random.random() * 0.1)
                 continue
-            kept = [*kept, *messages][-KEPT:]
+            kept += messages
             self.loop.wait(random.random() * random.choice((0.01, 0.2)))
             if random.random() < 0.15:
                 self._commit(random, f"c{number}-{serial}", messages)
             else:
-                self._settle(random, messages)
+                verb = self._settle(random, messages)
+
+    def _act_late(self, random: Random, name: str, kept: list[Delivered]) -> None:
+        """Use old receipts: their leases may have gone to others."""
+        messages = random.sample(kept, min(len(kept), 8))
+        if random.random() < 0.4:
+            self._commit(random, name, messages)
+        else:
+            self._settle(random, messages, late=True)
 
     def _receive(self, random: Random, wanted: wire.ReceiveRequest) -> list[Delivered]:
         world, history = self.world, self.world.checker.history
@@ -231,21 +242,24 @@ class Clients:
             found.append(message)
         return found
 
-    def _settle(self, random: Random, messages: list[Delivered], *, late: bool = False) -> None:
+    def _settle(self, random: Random, messages: list[Delivered], *, late: bool = False) -> str:
         verb = random.choices(("ack", "nack", "forget", "extend"), (1, 4, 0, 4) if late else (10, 2, 1, 1))[0]
         if verb == "forget":
-            return
+            return verb
         receipts = [message.receipt for message in messages]
-        settle = SettleRequest(verb, {"nack": 10, "extend": 500}.get(verb))  # type: ignore[arg-type]
+        settle = SettleRequest(verb, {"nack": random.choice((10, 1_500)), "extend": 500}.get(verb))  # type: ignore[arg-type]
         self.world.checker.history.releases(receipts)
+        began_ns = self.loop.now_ns
         try:
             verdicts = self.call(random, lambda broker: broker.settlement.settle(GROUP, receipts, settle))
         except (Unknown, PortalMQError):
-            return
+            return verb
         good = [message for message, verdict in zip(messages, verdicts, strict=True) if verdict is True]
         self.world.reached[f"{verb} late" if late else verb] += len(good)
+        self.world.checker.history.accepted([each.receipt for each in good], began_ns, self.loop.now_ns)
         if verb == "ack":
             self._done(good)
+        return verb
 
     def _done(self, messages: list[Delivered]) -> None:
         for each in messages:
@@ -263,11 +277,13 @@ class Clients:
         receipts = [each.receipt for each in inputs]
         outputs = [OutputMessage(OUTPUTS, Record(value)) for value in values]
         history.releases(receipts)
+
+        def send(broker: Any) -> Any:
+            return broker.group_commits.commit_receipts(GROUP, receipts, outputs, forward=True)
+
         while True:
             try:
-                self.call(
-                    random, lambda broker: broker.group_commits.commit_receipts(GROUP, receipts, outputs, forward=True)
-                )
+                self.call(random, send)
             except Unknown:
                 pass
             except PortalMQError as error:
@@ -276,6 +292,8 @@ class Clients:
                     world.reached[f"commit {error.code}"] += 1
                     world.note("client", "commit {} is refused: {}", name, error.code)
                     history.commit_refused(name)
+                    if random.random() < 0.5:
+                        self.spawn(self._again, random, send)
                     return
             else:
                 world.note("client", "commit {} is answered", name)
@@ -286,6 +304,12 @@ class Clients:
             if self.stopping or random.random() < 0.1:
                 return
             self.loop.wait(0.02 + random.random() * 0.3)
+
+    def _again(self, random: Random, send: Callable[[Any], Any]) -> None:
+        """Let a copy of a call arrive late, when its client has gone on."""
+        self.loop.wait(random.random() * 3)
+        with contextlib.suppress(Unknown, PortalMQError):
+            self.call(random, send)
 
     # --- the operator ------------------------------------------------------------------------------------------------
 

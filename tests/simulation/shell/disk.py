@@ -21,6 +21,7 @@ from random import Random
 from typing import Any
 
 SECTOR = 512
+SHARED_BYTES = 32 * 1024
 # The calls of the machine, which system_calls.py replaces.
 REAL_OPEN = builtins.open
 REAL_MKDIR = os.mkdir
@@ -100,6 +101,7 @@ class SimDisk:
         self.limit: int | None = None
         self.fsyncs_to_fail = 0
         self.is_dead = False
+        self.shared: set[str] = set()
         self.ios = 0
         self.on_io: Callable[[str, str], None] = lambda kind, name: None
         root.mkdir(parents=True)
@@ -126,6 +128,9 @@ class SimDisk:
         if naming[0] == "unlink":
             gone = self.names.get(naming[1])
             self.used -= gone.size if gone is not None else 0
+            if naming[1] in self.shared:
+                self.shared.discard(naming[1])
+                self.used -= SHARED_BYTES
         _rename(self.names, naming)  # type: ignore[arg-type]
 
     def create(self, name: str) -> Inode:
@@ -133,6 +138,12 @@ class SimDisk:
         inode = Inode()
         self.named("create", name, inode)
         return inode
+
+    def share_memory(self, log: str) -> None:
+        """Take the room that SQLite's shared memory takes beside a write-ahead log, until that is removed."""
+        self.io("create", f"{log}: shared memory", SHARED_BYTES)
+        self.shared.add(log)
+        self.used += SHARED_BYTES
 
     def changed(self, inode: Inode, change: Change) -> None:
         if self.is_dead:
@@ -171,13 +182,13 @@ class SimDisk:
                 left.append((order, naming))
         self.namings = left
 
-    def flip(self, name: str, random: Random) -> bool:
-        """Flip a bit, on the disk and in the page cache. Return False for an empty file, and one with unsynced
-        writes."""
+    def flip(self, name: str, random: Random, *, below: int | None = None) -> bool:
+        """Flip a bit, on the disk and in the page cache, among the first bytes with `below`. Return False for an empty
+        file, and one with unsynced writes."""
         inode = self.names.get(name)
         if inode is None or inode.pending or inode.lost or not inode.durable:
             return False
-        at = random.randrange(len(inode.durable))
+        at = random.randrange(len(inode.durable) if below is None else below)
         inode.durable[at] ^= 1 << random.randrange(8)
         path = self.root / name
         mode = path.stat().st_mode

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from simulation.shell.world import World
 
 DAY_MS = 86_400_000
+_SEGMENT = re.compile(r"/\d+\.sqlite$")
 _DAMAGED = re.compile(r"/(\d+\.sqlite|state\.sqlite|manifest\.\w+)$")
 
 
@@ -151,7 +152,7 @@ class Faults:
     def _fsync_fails(self, random: Random, step: Step) -> None:
         machine = self._any(random)
         if machine.life is not None:
-            machine.is_hurt = True
+            machine.is_hurt = machine.has_lost_writes = True
             machine.life.disk.fsyncs_to_fail = random.choice((1, 1, 3))
             self._note("an fsync of broker {} is going to fail", machine.number)
 
@@ -184,10 +185,11 @@ class Faults:
 
     def _clock(self, random: Random, step: Step) -> None:
         machine = self._any(random)
-        machine.wall_ms = random.choice((-1, 1)) * random.choice((5_000, 3_600_000, DAY_MS, 8 * DAY_MS))
+        machine.wall_ms = random.choice((-1, 1)) * random.choice((5_000, 3_600_000, DAY_MS, 8 * DAY_MS, 8 * DAY_MS))
         if machine.life is not None:
             machine.life.process.wall_ms = machine.wall_ms
         self._note("the clock of broker {} is wrong by {} ms", machine.number, machine.wall_ms)
+        self._later(random.random() * 2, self._retain_at, machine)
 
     def _replace_disk(self, random: Random, step: Step) -> None:
         """A machine comes back with an empty disk, where no record is lost with it."""
@@ -221,10 +223,31 @@ class Faults:
             else:
                 checker.known(key).lossy.add(machine.number)
 
+    def _ruin(self, random: Random, step: Step) -> None:
+        """Damage all replicas of a partition alike, as a bad library does, and kill all brokers. The run cannot end
+        well any more: it only shows that nothing destroys what is left."""
+        world, checker = self.world, self.world.checker
+        key = random.choice(sorted(checker.states) or [("", 0)])
+        for machine in world.machines.values():
+            disk = machine.life.disk if machine.life is not None else None
+            names = sorted(disk.names) if disk is not None else ()
+            mine = [name for name in names if f"@{key[0]}/{key[1]}/" in name and _SEGMENT.search(name)]
+            if disk is None or not mine or not disk.flip(mine[-1], random, below=16):
+                continue
+            self._note("{} on broker {} is damaged", mine[-1], machine.number)
+            checker.known(key).lossy.add(machine.number)
+            world.is_ruined = machine.is_hurt = True
+            world.reached["ruined"] += 1
+        if world.is_ruined:
+            for machine in world.machines.values():
+                machine.end(again_s=0.1)
+
     # --- work that destroys ------------------------------------------------------------------------------------------
 
     def _retain(self, random: Random, step: Step) -> None:
-        machine = self._any(random)
+        self._retain_at(self._any(random))
+
+    def _retain_at(self, machine: Machine) -> None:
         life = machine.life
         if life is not None and life.broker is not None:
             self._note("{} runs retention", life.process)

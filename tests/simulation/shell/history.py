@@ -176,11 +176,30 @@ class History:
         if held is None or held.delivered.receipt != message.receipt:
             self._leases[key] = lease
 
+    def is_done(self, message: Delivered) -> bool:
+        return (message.where, message.offset) in self._acked
+
     def releases(self, receipts: Iterable[str]) -> None:
         """A client is about to end or to change these leases."""
         for receipt in receipts:
             if receipt in self._by_receipt:
                 self._by_receipt[receipt].released = True
+
+    def accepted(self, receipts: Iterable[str], began_ns: int, now_ns: int) -> None:
+        """These were answered as valid: none of them is older than a lease that runs."""
+        for receipt in receipts:
+            mine = self._by_receipt[receipt].delivered
+            lease = self._leases[mine.where, mine.offset]
+            other = lease.delivered
+            is_older = mine.attempt != other.attempt and mine.got_ns < other.began_ns and other.got_ns < began_ns
+            if is_older and not lease.released and now_ns < other.began_ns + other.visibility_ns:
+                self._fail("I12", f"{mine.attempt} changes the lease of {other.attempt} on {mine.where}/{mine.offset}")
+
+    def lost_grants(self, where: Where) -> None:
+        """A leader's disk was full: the grants that it had not written are lost, as by a fail-over."""
+        for (place, _), lease in self._leases.items():
+            if place == where:
+                lease.released = True
 
     def done(self, receipts: Iterable[str], now_ns: int) -> None:
         """The acks of these were answered."""

@@ -170,6 +170,7 @@ class Machine:
         self.wall_ms = 0
         self.work_ns = (20_000, 400_000)
         self.is_hurt = self.is_claimed = False
+        self.has_lost_writes = False  # by an fsync that failed: a power cut may leave any part of them
         self.ios_to_crash: int | None = None
         self.crash_power: Random | None = None
         self.crash_again_s = 1.0

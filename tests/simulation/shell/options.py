@@ -27,6 +27,7 @@ FAULTS = {
     "retain": 2.0,
     "replace_disk": 1.0,
     "flip": 2.0,
+    "ruin": 0.15,
 }
 
 

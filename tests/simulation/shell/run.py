@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from simulation.shell import system_calls
+from simulation.shell.defects import DEFECTS, plant
 from simulation.shell.world import World
 
 HOME = Path("/dev/shm" if os.path.isdir("/dev/shm") else "/tmp") / f"portalmq-shell-{os.getpid()}"
@@ -145,10 +146,13 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=100, help="how many")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--without", default="", help="numbers of faults that are left out, such as 0,3")
+    parser.add_argument("--defect", default="", choices=["", *DEFECTS], help="put this one back before")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--go-on", action="store_true", help="after a failing seed")
     parser.add_argument("--hash", action="store_true", help="print the hash of each trace")
     arguments = parser.parse_args()
+    if arguments.defect:
+        plant(arguments.defect)
     if arguments.seed is not None:
         left_out = [int(each) for each in arguments.without.split(",") if each]
         return 0 if _show(arguments.seed, left_out) else 1

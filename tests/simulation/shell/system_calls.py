@@ -37,6 +37,8 @@ class SimFile(apsw.VFSFile):
         if held is None and flags[0] & apsw.SQLITE_OPEN_CREATE:
             try:
                 held = disk.create(name)
+                if flags[0] & apsw.SQLITE_OPEN_WAL:
+                    disk.share_memory(name)
             except OSError as error:
                 raise apsw.CantOpenError(str(error)) from None
         self._inode = held
@@ -230,6 +232,7 @@ class _Room:
     """What statvfs says of a disk with a limit."""
 
     f_frsize = 1
+    f_files = 1 << 20
 
     def __init__(self, disk: SimDisk) -> None:
         self.f_bavail = 1 << 40 if disk.limit is None else max(0, disk.limit - disk.used)

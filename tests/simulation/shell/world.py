@@ -32,6 +32,7 @@ from portalmq.broker.cluster import membership, replicas
 from portalmq.broker.replication import ticker
 
 HEALED_WITHIN_S = 60.0
+RUINED_S = 20.0
 _ADDRESS = re.compile("0x[0-9a-f]+")
 
 
@@ -52,7 +53,7 @@ class World:
         self.trace = hashlib.sha256()
         self.reached: Counter[str] = Counter()
         self.failure: Violation | None = None
-        self.is_over = False
+        self.is_over = self.is_ruined = False
         self.buried: list[Any] = []
         self._install()
         self.network = SimNetwork(self)
@@ -159,6 +160,10 @@ class World:
                 self.faults.do(number, step)
         loop.wait(max(0.0, began_s + self.options.faults_s - self.now_s))
         self.faults.heal()
+        if self.is_ruined:
+            loop.wait(RUINED_S)
+            self.note("world", "ends in ruins")
+            return
         self._await("every fault healed", self._is_whole)
         self.clients.stop()
         self._await("all calls of clients ended", lambda: self.clients.idle)

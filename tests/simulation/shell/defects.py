@@ -1,0 +1,91 @@
+"""Defects that the shell once had, put back one at a time: a simulation that does not find them proves nothing.
+
+Each is a change of the product's text. `plant` fails where the text is not there any more.
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from portalmq.broker.cluster import replica_opener, unclean_election
+from portalmq.broker.cluster.clock_agreement import ClockAgreement
+from portalmq.broker.core.fold import SpanFold
+from portalmq.broker.core.queue.delivery import GroupDelivery
+from portalmq.broker.partition.isr_updates import IsrUpdates
+from portalmq.broker.partition.retention import Retention
+from portalmq.broker.storage import recovery, segment, wal
+from portalmq.broker.storage.state import StateFile
+
+
+class Edit(NamedTuple):
+    owner: Any
+    name: str
+    now: str
+    then: str
+
+
+DEFECTS: dict[str, tuple[Edit, ...]] = {
+    "one wrong clock decides what is old": (
+        Edit(ClockAgreement, "start", "self.compare()", "return"),
+        Edit(Retention, "retain", "self._age.time_ms(log_ms, now_ms, clock.wall_ms())", "clock.wall_ms()"),
+        Edit(Retention, "retain", "min(age_ms, now_ms) - group_expiry_ms", "age_ms - group_expiry_ms"),
+    ),
+    "a roll that fails half way leaves its file": (
+        Edit(segment.Segment, "create", "_remove_again(creating, path, folder)", "creating.unlink(missing_ok=True)"),
+        Edit(recovery, "_is_stray", "if len(segments) < 2:", "if True:"),
+    ),
+    "a replica is set aside on the word of the ISR on paper": (
+        Edit(unclean_election, "is_whole_elsewhere", "    for other in others:", "    for other in ():"),
+        Edit(unclean_election, "is_whole_elsewhere", "False if others", "True if others"),
+    ),
+    "an older receipt ends a later epoch's lease": (
+        Edit(SpanFold, "is_later", "self.leader_epoch in (0, leader_epoch)", "True"),
+    ),
+    "a repeated receive is given what others hold": (
+        Edit(GroupDelivery, "replay", "and (span.leader_epoch, span.lease) == (leader_epoch, lease)", ""),
+    ),
+    "a refused commit call is accepted later": (
+        Edit(GroupDelivery, "ackable", "good = not span.is_later", "good = not span.leased or not span.is_later"),
+    ),
+    "a damaged state file forgets the epoch": (
+        Edit(StateFile, "_start_over", "max(self._highest_epoch, self._readable_epoch())", "-1"),
+    ),
+    "a leader elected by its own reading does not wait": (
+        Edit(IsrUpdates, "_tell", "partition.step(LeaderAnswered", "(lambda _: None)(LeaderAnswered"),
+    ),
+    "a truncated write-ahead log comes back": (
+        Edit(wal, "_sync_truncation", "sync(descriptor)", "pass"),
+    ),
+}  # fmt: skip
+
+
+def plant(name: str) -> None:
+    """Put a defect back, in this process."""
+    for (owner, function), source in changed(name).items():
+        found: dict[str, Any] = {}
+        exec("from __future__ import annotations\n" + source, _code(owner, function).__globals__, found)
+        for user in (owner, *_USERS.get(function, ())):
+            setattr(user, function, found[function])
+
+
+def changed(name: str) -> dict[tuple[Any, str], str]:
+    """Return the text of each function that a defect changes."""
+    sources: dict[tuple[Any, str], str] = {}
+    for owner, function, now, then in DEFECTS[name]:
+        source = sources.get((owner, function)) or textwrap.dedent(inspect.getsource(_code(owner, function)))
+        assert now in source, f"{function} does not contain {now!r} any more"
+        sources[owner, function] = source.replace(now, then)
+    return sources
+
+
+def _code(owner: Any, name: str) -> Callable[..., Any]:
+    held = vars(owner)[name]
+    code: Callable[..., Any] = getattr(held, "__func__", held)
+    return code
+
+
+# Modules that have imported a function by its name.
+_USERS = {"is_whole_elsewhere": (replica_opener,)}
