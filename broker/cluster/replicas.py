@@ -83,7 +83,7 @@ class Files:
         make_directory(directory)
         path = directory / STORE_FILE
         if not any(SEGMENT_NAME.match(name) for name in os.listdir(directory)):
-            rebuilds = max([0, *(self._rebuilds_of(place) + 1 for place in self._predecessors(directory))])
+            rebuilds = max([0, *(self._rebuilds_upto(place) + 1 for place in self._predecessors(directory))])
             if rebuilds:
                 write_atomically(path, f"{rebuilds}\n".encode())
         rebuilds = self._rebuilds_of(directory)
@@ -95,6 +95,15 @@ class Files:
             return int((directory / STORE_FILE).read_text())
         except FileNotFoundError:
             return 0
+        except ValueError as fault:
+            raise CorruptFile(f"{directory / STORE_FILE} is damaged: {fault}") from fault
+
+    def _rebuilds_upto(self, directory: Path) -> int:
+        """Return the number of rebuilds, or a higher one if it is not readable: the time of the last of them."""
+        try:
+            return self._rebuilds_of(directory)
+        except CorruptFile:
+            return int((directory / STORE_FILE).stat().st_mtime)
 
     def _predecessors(self, directory: Path) -> list[Path]:
         """Return what lost+found has of the same partition: moved there alone, or with its topic."""

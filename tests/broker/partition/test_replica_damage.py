@@ -154,6 +154,20 @@ def test_a_file_that_is_no_database_any_more_is_rebuilt_at_the_start(tmp_path):
         settle(group)
 
 
+def test_a_replica_whose_number_of_rebuilds_is_damaged_is_rebuilt(tmp_path):
+    with replicas(tmp_path, 3) as group:
+        settle(group)
+        send(group.leader, *"abc")
+        settle(group)
+        group.stop(2)
+        (folder,) = (tmp_path / "2").glob("partitions/*/0")
+        (folder / "store.id").write_bytes(b"\xb1\n")
+        group.start(2, incarnation=2)
+        eventually(lambda: group.state.isr == (1, 2, 3) and "/" in group.state.store_uuids[2])
+        settle(group)
+        assert int(group.state.store_uuids[2].removeprefix("store-2/")) > 1_000_000  # no number that was used before
+
+
 def test_replicas_that_are_all_damaged_are_all_kept(tmp_path):
     """One cause may damage equal files on equal disks: the ISR does not prove that another replica is whole."""
     with replicas(tmp_path, 3) as group:
