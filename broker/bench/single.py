@@ -80,6 +80,8 @@ def bench(
     """Measure PortalMQ on this machine, compared with bare SQLite, a bare POST and, with --peers, other systems."""
     from portalmq.broker.bench import report
 
+    if data_dir is not None:
+        data_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=data_dir) as temporary, _ended_by_sigterm():
         directory = Path(temporary)
         if seeds:
