@@ -18,12 +18,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from threading import Lock
 from typing import Any, TypeVar
 
 import msgspec
 
 from portalmq.control_plane import state
-from portalmq.control_plane.plane import ControlPlane, Node, PlaneError
+from portalmq.control_plane.plane import ControlPlane, Node, PlaneError, PlaneUnavailable
 from portalmq.control_plane.state import (
     BrokerState,
     ControllerState,
@@ -71,6 +72,15 @@ class Changes:
             setattr(self, each.name, getattr(self, each.name) | getattr(later, each.name))
 
 
+class _Reading:
+    """A read of several nodes after one sync. `found` when it is done, unless it failed by `fault`."""
+
+    def __init__(self) -> None:
+        self.paths: set[str] = set()
+        self.found: dict[str, Node | None] | None = None
+        self.fault: Exception | None = None
+
+
 class Mirror:
     """A reader of the control plane's state. The plane's notification calls `on_noted` after each note: it must not
     block. Each refresh calls `new_pace`, and passes each long list to its result, which may let other routines run
@@ -97,6 +107,8 @@ class Mirror:
         self._topics_by_id: dict[str, TopicState] = {}
         self._unreported = Changes()
         self._set_back: SetBack | None = None
+        self._next_reading = _Reading()
+        self._one_reading = Lock()
         # The bytes of each named node, so that unchanged ones are not decoded again.
         self._bytes: dict[str, bytes] = {}
         self._versions: dict[str, int] = {}
@@ -134,11 +146,10 @@ class Mirror:
     def reread(self, topic_id: str, number: int) -> Versioned[PartitionState] | None:
         """Return the partition's current node, read after a sync. The next refresh reports a change.
 
-        Raises PlaneUnavailable.
+        Calls that wait for the same sync share it, and one read. Raises PlaneUnavailable.
         """
         path = state.partition_path(topic_id, number)
-        self._plane.sync()
-        node = self._plane.get(path)
+        node = self._read_after_sync(path)
         known = self.partitions.get((topic_id, number))
         if (node.version if node else None) != (known.version if known else None):
             self.note(path)
@@ -147,6 +158,22 @@ class Mirror:
         if known is not None and known.version == node.version:
             return known
         return Versioned(state.decode(node.data, PartitionState), node.version)
+
+    def _read_after_sync(self, path: str) -> Node | None:
+        reading = self._next_reading
+        reading.paths.add(path)
+        with self._one_reading:
+            if reading is self._next_reading:  # the first of its callers
+                self._next_reading = _Reading()  # whoever comes from now on needs a later sync
+                paths = sorted(reading.paths)
+                try:
+                    self._plane.sync()
+                    reading.found = dict(zip(paths, self._plane.get_many(paths), strict=True))
+                except Exception as fault:  # noqa: BLE001 - each caller raises it
+                    reading.fault = fault
+        if reading.found is None:
+            raise PlaneUnavailable(f"{path} could not be read: {reading.fault}") from reading.fault
+        return reading.found[path]
 
     def url_of(self, broker_id: int) -> str | None:
         """Return the broker's address; None when it is not registered."""

@@ -75,9 +75,10 @@ from portalmq.control_plane.plane import (
 )
 from portalmq.control_plane.state import BROKERS
 from portalmq.control_plane.zookeeper.connection import Access, Handler, NotSentError, ReadMany, Tls
-from portalmq.control_plane.zookeeper.session import REQUESTS_AT_ONCE_MAX, UnansweredError, ZooKeeperSession
+from portalmq.control_plane.zookeeper.session import UnansweredError, ZooKeeperSession
 
 PARENT_ATTEMPTS = 3
+NODES_OF_A_READ_MAX = 200
 
 _CREATE_EPHEMERAL = 1
 _ANY_VERSION = -1
@@ -185,8 +186,8 @@ class ZooKeeper(ZooKeeperSession):
 
     def get_many(self, paths: Sequence[str]) -> list[Node | None]:
         nodes: list[Node | None] = []
-        for start in range(0, len(paths), REQUESTS_AT_ONCE_MAX):
-            some = paths[start : start + REQUESTS_AT_ONCE_MAX]
+        for start in range(0, len(paths), NODES_OF_A_READ_MAX):
+            some = paths[start : start + NODES_OF_A_READ_MAX]
             full = [self._chroot + check_path(path) for path in some]
             nodes += map(self._node, some, self._read(partial(ReadMany, full)))
         return nodes

@@ -28,7 +28,10 @@ from portalmq.control_plane.zookeeper.connection import Access, AddWatch, NotSen
 
 log = logging.getLogger(__name__)
 
-REQUESTS_AT_ONCE_MAX = 200
+# kazoo wakes its connection routine by a byte for each request, and a pair of sockets holds 277 of them: beyond that
+# all callers would wait for room in it, whatever their deadlines. Twice this many may be on their way: single requests,
+# and those of one `_each`.
+REQUESTS_AT_ONCE_MAX = 100
 NOTES_MAX = 1_000
 RETRY_PAUSE_S = 0.02
 WATCH_PAUSE_S = 0.5
@@ -51,6 +54,8 @@ class ZooKeeperSession:
         self._chroot = chroot
         self._callbacks: list[ChangeCallback] = []
         self._lock = threading.Lock()
+        self._requests = threading.BoundedSemaphore(REQUESTS_AT_ONCE_MAX)
+        self._each_at_a_time = threading.Lock()
         self._forget()
 
     def _forget(self) -> None:
@@ -233,6 +238,16 @@ class ZooKeeperSession:
 
     def _ask(self, inner: Any, deadline: float, *, session_id: int = 0) -> Any:
         """Return the answer. Raises kazoo's errors, NotSentError for one never sent, UnansweredError if it is late."""
+        if not self._requests.acquire(timeout=max(0.0, deadline - clock_s())):
+            raise NotSentError
+        try:
+            if clock_s() >= deadline:  # those before it were not answered in time either
+                raise NotSentError
+            return self._answer_to(inner, deadline, session_id)
+        finally:
+            self._requests.release()
+
+    def _answer_to(self, inner: Any, deadline: float, session_id: int) -> Any:
         client = self._client
         if client is None:
             raise NotSentError
@@ -250,9 +265,10 @@ class ZooKeeperSession:
     def _each(self, paths: Sequence[str], make: Callable[[str], Any]) -> list[tuple[str, Any]]:
         """Return the answer for each node that exists. Many requests are in flight at a time."""
         answers = []
-        for start in range(0, len(paths), REQUESTS_AT_ONCE_MAX):
-            some = paths[start : start + REQUESTS_AT_ONCE_MAX]
-            answers += self._each_of(some, make)
+        with self._each_at_a_time:
+            for start in range(0, len(paths), REQUESTS_AT_ONCE_MAX):
+                some = paths[start : start + REQUESTS_AT_ONCE_MAX]
+                answers += self._each_of(some, make)
         return answers
 
     def _each_of(self, paths: Sequence[str], make: Callable[[str], Any]) -> list[tuple[str, Any]]:

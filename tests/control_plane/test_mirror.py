@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import msgspec
 import pytest
-from support.zookeeper import fresh_chroot
+from support.zookeeper import fresh_chroot, until
 
 from portalmq import wire
 from portalmq.control_plane import state
@@ -303,6 +305,46 @@ class TestReadingAgain:
         assert mirror.partitions[(topic.topic_id, 0)].version == 0
         assert mirror.refresh().partitions == {(topic.topic_id, 0)}
         assert mirror.reread(topic.topic_id, 0) is mirror.partitions[(topic.topic_id, 0)]
+
+    def test_reads_that_wait_at_the_same_time_share_a_sync_that_begins_after_them(
+        self, plane: CountingPlane, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        topic = create(catalog, partitions=8)
+        mirror = Mirror(plane)
+        mirror.refresh()
+        begun, goes_on, syncs = Event(), Event(), []
+
+        def sync() -> None:
+            syncs.append(1)
+            if len(syncs) == 1:
+                begun.set()
+                assert goes_on.wait(60)
+
+        monkeypatch.setattr(plane, "sync", sync)
+        with ThreadPoolExecutor(8) as pool:
+            first = pool.submit(mirror.reread, topic.topic_id, 0)
+            assert begun.wait(60)
+            later = [pool.submit(mirror.reread, topic.topic_id, number) for number in range(1, 8)]
+            until(lambda: len(mirror._next_reading.paths) == 7)
+            for number in range(8):
+                held = mirror.partitions[(topic.topic_id, number)]
+                catalog.set_partition(topic.topic_id, number, held.value, held.version)
+            goes_on.set()
+            assert first.result(60) is not None
+            assert [read.version for each in later if (read := each.result(60))] == [1] * 7
+        assert len(syncs) == 2
+
+    def test_all_that_share_a_failed_read_are_told(
+        self, plane: CountingPlane, mirror: Mirror, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def sync() -> None:
+            raise PlaneUnavailable("away")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(plane, "sync", sync)
+            with pytest.raises(PlaneUnavailable, match="away"):
+                mirror.reread("nothing", 0)
+        assert mirror.reread("nothing", 0) is None
 
     def test_a_partition_that_is_gone_is_none(self, catalog: Catalog, mirror: Mirror) -> None:
         assert mirror.reread("nothing", 0) is None
