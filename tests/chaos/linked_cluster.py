@@ -131,6 +131,12 @@ class LinkedCluster(Cluster):
         broker.data_dir = disk / "data"
         self.brokers[broker_id] = broker
 
+    def unmount(self) -> None:
+        """Give up the small disk, with all that is on it."""
+        if self.has_mounts:
+            disk = self.brokers[SMALL_DISK].data_dir.parent
+            subprocess.run(["umount", "--lazy", str(disk)], check=False)
+
     def clock_file(self, broker_id: int) -> Path:
         return self.directory / f"clock-{broker_id}"
 

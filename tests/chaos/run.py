@@ -74,16 +74,28 @@ class Run:
             finally:
                 processes.end()
             self._stop_brokers()
-            self.say("reading the logs")
-            data_dirs = {broker_id: broker.data_dir for broker_id, broker in self.cluster.brokers.items()}
-            logs = read_logs(WORKLOAD, data_dirs)
-            acts = acts_in(sorted(self.directory.glob("*.history")))
-            evidence = Evidence(WORKLOAD, acts, logs, faults.clock_moved_at)
-            self.say(f"checking {len(acts):,} calls")
-            verdicts = {**check(evidence), **self.liveness}
-            found = report(self.seed, self.seconds, evidence, verdicts, faults.injected, self._more(faults))
+            try:
+                found = self._judge(faults)
+            except BaseException:
+                self._save_small_disk()
+                raise
             self._keep(found)
         return 1 if found["violations"] else 0
+
+    def _judge(self, faults: Faults) -> dict[str, Any]:
+        self.say("reading the logs")
+        data_dirs = {broker_id: broker.data_dir for broker_id, broker in self.cluster.brokers.items()}
+        acts = acts_in(sorted(self.directory.glob("*.history")))
+        evidence = Evidence(WORKLOAD, acts, read_logs(WORKLOAD, data_dirs), faults.clock_moved_at)
+        self.say(f"checking {len(acts):,} calls")
+        verdicts = {**check(evidence), **self.liveness}
+        return report(self.seed, self.seconds, evidence, verdicts, faults.injected, self._more(faults))
+
+    def _save_small_disk(self) -> None:
+        """Copy what ends with this process."""
+        if self.cluster.has_mounts:
+            disk = self.cluster.brokers[SMALL_DISK].data_dir
+            shutil.copytree(disk, disk.parents[1] / "kept-data", dirs_exist_ok=True)
 
     def _prepare(self) -> None:
         with self.cluster.admin() as admin:
@@ -165,11 +177,10 @@ class Run:
         (self.directory / "report.txt").write_text(as_text(found))
         print(as_text(found), flush=True)
         if found["violations"]:
-            if self.cluster.has_mounts:  # the small disk ends with this process
-                disk = self.cluster.brokers[SMALL_DISK].data_dir
-                shutil.copytree(disk, disk.parents[1] / "kept-data", dirs_exist_ok=True)
+            self._save_small_disk()
             print(f"kept: {self.directory}", flush=True)
             return
+        self.cluster.unmount()
         for kept in self.directory.glob("*"):
             if kept.name not in ("report.json", "report.txt"):
                 shutil.rmtree(kept, ignore_errors=True) if kept.is_dir() else kept.unlink()
