@@ -23,7 +23,7 @@ TEST_PROCESSES ?= 4
 # Tests of one file stay together if possible, so that their shared processes start once.
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal
 
-.PHONY: help demo test unit prove chaos standstill simulate simulate-shell mutants up bench bench-spark report lint types format clean
+.PHONY: help demo test unit prove chaos standstill simulate simulate-shell mutants crashes up bench bench-spark report lint types format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -35,6 +35,7 @@ help:
 	@echo "make simulate  replication under every fault, over SEEDS=500 seeds; SEED=7 prints one run event by event"
 	@echo "make simulate-shell  whole brokers on a simulated clock, disk and network: SEEDS=100; SEED=7 prints one run"
 	@echo "make mutants   planted protocol bugs, each of which the simulator has to find"
+	@echo "make crashes   storage after power cuts and on failing disks, and planted bugs of storage"
 	@echo "make standstill  the test suite while its processes are stopped at random: TESTS=tests/cluster/test_locks.py"
 	@echo "make up        a cluster in the foreground: ZooKeeper and three brokers"
 	@echo "make report    a throughput report: DATA='data/5000 data/5001' are brokers' data directories, OUT=build/report"
@@ -55,6 +56,7 @@ prove: $(READY)
 	@$(MAKE) --no-print-directory simulate SEEDS=$(or $(SEEDS),2000)
 	@$(MAKE) --no-print-directory simulate-shell SEEDS=$(or $(SHELL_SEEDS),2000)
 	@$(MAKE) --no-print-directory mutants
+	@$(MAKE) --no-print-directory crashes
 	@$(MAKE) --no-print-directory chaos
 	$(BIN)/python -m pytest -m prove --durations 0 --junit-xml build/prove.xml
 
@@ -80,6 +82,11 @@ simulate-shell: $(READY)
 
 mutants: $(READY)
 	@cd tests && exec $(CURDIR)/$(BIN)/python -m simulation.hunt
+
+# EACH=n: crash images before each change; EVERY=n: one of so many steps fails. build/crashes.json has the counts.
+crashes: $(READY)
+	@cd tests && exec $(CURDIR)/$(BIN)/python -m simulation.storage.run --seed $(or $(SEED),1) --each $(or $(EACH),2) \
+		--every $(or $(EVERY),2) --report $(CURDIR)/build/crashes.json
 
 up: $(READY)
 	@exec $(BIN)/portalmq up
