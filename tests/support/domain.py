@@ -78,7 +78,7 @@ class FakePeer:
 class Fixture:
     """A broker with its clock, disk and faults."""
 
-    def __init__(self, data_dir: Path, clock: HandClock, incarnation: int, disk_pace: DiskPace) -> None:
+    def __init__(self, data_dir: Path, clock: HandClock, incarnation: int, disk_pace: DiskPace | None = None) -> None:
         self.clock = clock
         self.disk = FakeDisk()
         self.faults: list[BaseException] = []
@@ -94,7 +94,7 @@ class Fixture:
             on_fatal=self.faults.append,
             clock=clock,  # type: ignore[arg-type]
         )
-        self.broker.disk_pace = disk_pace
+        self.broker.disk_pace = disk_pace or SlowDisk()
         self.broker.start()
 
     def close(self) -> None:
