@@ -63,7 +63,7 @@ def work(client: Client, actor: str, chance: random.Random, group: str) -> None:
             (each["topic"], each["partition"], each["offset"], identity_of(each["value"]), each["delivery_count"])
             for each in messages
         ]
-        client.history.answer(actor, call, OK, messages=shown)
+        client.history.answer(actor, call, OK, messages=shown, by=http.asked)
         settle(client, actor, chance, http, group, messages)
 
 
@@ -112,7 +112,7 @@ def _call(client: Client, actor: str, http: Http, group: str, kind: str, message
         client.history.answer(actor, call, UNKNOWN)
         return
     done = [places[each["receipt"]] for each in got.get("results", ()) if each["status"] == "ok"]
-    client.history.answer(actor, call, outcome_of(status, got), done=done)
+    client.history.answer(actor, call, outcome_of(status, got), done=done, by=http.asked)
 
 
 # --- stream groups ---------------------------------------------------------------------------------------------------

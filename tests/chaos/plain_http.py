@@ -28,9 +28,12 @@ def outcome_of(status: int, got: dict[str, Any]) -> str:
 
 
 class Http:
+    """`asked` is the number of the broker that was asked last."""
+
     def __init__(self, urls: list[str], chance: random.Random) -> None:
         self._urls = urls
         self._chance = chance
+        self.asked = 0
 
     def call(
         self,
@@ -41,7 +44,8 @@ class Http:
         timeout_s: float | None = None,
     ) -> tuple[int, dict[str, Any]]:
         """Ask one broker, on a connection of its own. Raises NotSent and NoAnswer."""
-        address = urlsplit(self._chance.choice(self._urls))
+        url = self._chance.choice(self._urls)
+        address, self.asked = urlsplit(url), self._urls.index(url) + 1
         connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=CONNECT_WITHIN_S)
         try:
             connection.connect()
