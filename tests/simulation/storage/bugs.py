@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +17,7 @@ from simulation.storage.crashes import crash
 from simulation.storage.failures import failures
 from simulation.storage.subjects import SUBJECTS, Subject
 
-from portalmq.broker.storage import compaction, disk, errors, files, log, segment, state, wal
+from portalmq.broker.storage import compaction, disk, files, log, segment, state, wal
 from portalmq.broker.storage.files import unlink_database
 from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.manifest import Manifest
@@ -189,32 +189,9 @@ def a_reset_begins_before_its_epochs_are_on_disk() -> list[Patch]:
     return [(StateFile, "save", lazy)]
 
 
-@bug("begin", _fails("lost sync"))
-def a_failed_fsync_counts_as_a_full_disk() -> list[Patch]:
-    original = errors.faults_of
-
-    @contextmanager
-    def mild(path: Any) -> Iterator[None]:
-        try:
-            with original(path):
-                yield
-        except errors.StorageFault as error:
-            if "lost sync" not in str(error):
-                raise
-            raise errors.DiskFull(str(error)) from error
-
-    return [(log, "faults_of", mild), (state, "faults_of", mild)]
-
-
 @bug("write-ahead log", _fails("no room once"))
-def a_refused_append_stays() -> list[Patch]:
-    """The transaction is committed with the next one, although the caller was told that it was not applied."""
-
-    def keep(self: Segment, writer: apsw.Connection) -> None:
-        if writer.in_transaction:
-            writer.execute("COMMIT")
-
-    return [(Segment, "_roll_back", keep)]
+def an_append_that_is_committed_is_refused_for_its_checkpoint() -> list[Patch]:
+    return [(log, "suppress", lambda *_: nullcontext())]
 
 
 @bug("reset", _fails("lost sync"))
