@@ -306,10 +306,11 @@ class Clients:
             self.loop.wait(0.02 + random.random() * 0.3)
 
     def _again(self, random: Random, send: Callable[[Any], Any]) -> None:
-        """Let a copy of a call arrive late, when its client has gone on."""
-        self.loop.wait(random.random() * 3)
-        with contextlib.suppress(Unknown, PortalMQError):
-            self.call(random, send)
+        """Let copies of a call arrive late, when its client has gone on."""
+        for _ in range(4):
+            self.loop.wait(random.random() * 1.5)
+            with contextlib.suppress(Unknown, PortalMQError):
+                self.call(random, send)
 
     # --- the operator ------------------------------------------------------------------------------------------------
 

@@ -27,10 +27,12 @@ import traceback
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import count, islice
 from pathlib import Path
 
 from simulation.shell import system_calls
 from simulation.shell.defects import DEFECTS, plant
+from simulation.shell.options import FAULTS, draw
 from simulation.shell.world import World
 
 HOME = Path("/dev/shm" if os.path.isdir("/dev/shm") else "/tmp") / f"portalmq-shell-{os.getpid()}"
@@ -147,6 +149,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--without", default="", help="numbers of faults that are left out, such as 0,3")
     parser.add_argument("--defect", default="", choices=["", *DEFECTS], help="put this one back before")
+    parser.add_argument("--having", default="", choices=["", *FAULTS], help="only seeds with this fault")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--go-on", action="store_true", help="after a failing seed")
     parser.add_argument("--hash", action="store_true", help="print the hash of each trace")
@@ -159,7 +162,8 @@ def main() -> int:
     reached: Counter[str] = Counter()
     failed: list[Outcome] = []
     began_s, cpu_s = patches.real_perf_counter(), 0.0
-    seeds = range(arguments.first, arguments.first + arguments.seeds)
+    wanted = (seed for seed in count(arguments.first) if _has(seed, arguments.having))
+    seeds = islice(wanted, arguments.seeds)
     for outcome in play_all(seeds, processes=arguments.processes):
         reached += outcome.reached
         cpu_s += outcome.cpu_s
@@ -179,6 +183,10 @@ def main() -> int:
     took_s = patches.real_perf_counter() - began_s
     print(f"{len(failed)} of {arguments.seeds} seeds failed, {took_s:.0f} s, {cpu_s:.0f} s of processor time")
     return 1 if failed else 0
+
+
+def _has(seed: int, fault: str) -> bool:
+    return not fault or any(step.kind == fault for step in draw(seed)[1])
 
 
 def _show(seed: int, left_out: Collection[int]) -> bool:
