@@ -16,9 +16,9 @@ ignored. The nodes of one refresh need not be of one moment, so changes are made
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from threading import Lock
 from typing import Any, TypeVar
 
 import msgspec
@@ -108,7 +108,7 @@ class Mirror:
         self._unreported = Changes()
         self._set_back: SetBack | None = None
         self._next_reading = _Reading()
-        self._one_reading = Lock()
+        self._one_reading = threading.Lock()
         # The bytes of each named node, so that unchanged ones are not decoded again.
         self._bytes: dict[str, bytes] = {}
         self._versions: dict[str, int] = {}
