@@ -15,6 +15,7 @@ from typing import NamedTuple
 from portalmq.broker.cluster.rpc.queues import LeaseOffsets
 from portalmq.broker.core.queue.delivery import OUTSTANDING_MAX
 from portalmq.broker.core.queue.records import Ack, Extend, LanePosition, Nack, Range, ranges_of
+from portalmq.broker.partition.refusals import leadership_changing
 from portalmq.broker.partition.writer import Pending
 from portalmq.broker.queues.delivery_batch import backoff_ms, parts_of
 from portalmq.broker.queues.group_receiver import GroupReceiver
@@ -137,6 +138,7 @@ class GroupPartition(GroupReceiver):
 
     def check_receipts(self, shown: list[ReceiptSpan]) -> tuple[list[int], Sequence[int]]:
         """Return the indexes of refused receipts, and the offsets of the others whose message may be unfinished."""
+        self._check_epochs(shown)
         refused: list[int] = []
         unfinished: list[Sequence[int]] = []
         for each in shown:
@@ -144,6 +146,11 @@ class GroupPartition(GroupReceiver):
             refused += _refused(each, good)
             unfinished.append(more)
         return refused, unfinished[0] if len(unfinished) == 1 else list(chain.from_iterable(unfinished))
+
+    def _check_epochs(self, shown: list[ReceiptSpan]) -> None:
+        """Raise Unavailable for receipts of a later leader. There is one: what this log lacks tells nothing."""
+        if any(each.leader_epoch > self.partition.replica.leader_epoch for each in shown):
+            raise leadership_changing()
 
     def finished(self, offsets: Sequence[int]) -> tuple[tuple[Range, ...], tuple[LanePosition, ...]]:
         """Return the offsets that are in spans, and those without a grant in this log: a kill lost the record."""
@@ -241,6 +248,7 @@ class GroupPartition(GroupReceiver):
     ) -> tuple[list[int], list[tuple[int, list[int]]]]:
         """Return the indexes of refused receipts (those not of the latest lease of their message), and the offsets of
         the others by delivery number."""
+        self._check_epochs(shown)
         counts = counts or self.delivery.holds
         refused: list[int] = []
         held: list[tuple[int, list[int]]] = []

@@ -18,6 +18,7 @@ from portalmq.broker.core.queue.records import Grant
 from portalmq.broker.core.replica.replica import PartitionReplica
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.partition.readable import VOUCHED_WITHIN_MS
+from portalmq.broker.queues.group_partition import ReceiptSpan
 from portalmq.broker.queues.settle import SettleRequest
 from portalmq.errors import Backpressure, GroupNotFound, InvalidRequest, Unavailable
 
@@ -668,3 +669,19 @@ def test_a_waiter_that_was_woken_in_vain_is_woken_again(fixture, monkeypatch):
     monkeypatch.setattr(partition, "append_group_record", refused)
     waiting = gevent.spawn(receive, fixture, wait_ms=60_000)
     assert texts(waiting.get(timeout=50)) == ["x"]
+
+
+@pytest.mark.parametrize("verb", ["ack", "nack", "release", "extend"])
+def test_a_deposed_leader_judges_no_receipt_of_its_successor(fixture, verb):
+    """Its log lacks the lease, and may lack the message: neither tells that the message is finished."""
+    send(fixture, "a")
+    receive(fixture)
+    group, partition = fixture.broker.groups.get_queue("g"), fixture.broker.topics.get("t").local[0]
+    (at,) = fixture.broker.groups.attached("g")
+    epoch, end = partition.replica.leader_epoch, partition.replica.next_offset
+    more = {"ack": (), "nack": (0, None, group.config), "release": (0, None), "extend": (LEASE_MS,)}[verb]
+    for offset in (end - 2, end + 100):
+        with pytest.raises(Unavailable) as refusal:
+            getattr(at, verb)([ReceiptSpan(1, epoch + 1, [0], [offset])], *more)
+        assert refusal.value.outcome == "not_applied"
+    assert partition.replica.next_offset == end
