@@ -246,7 +246,7 @@ def replica(**changes: Any) -> Any:
 
 
 def batch(crc: int) -> Any:
-    return SimpleNamespace(base_offset=10, leader_epoch=5, crc=crc)
+    return SimpleNamespace(base_offset=10, leader_epoch=5, crc=crc, holes=0, kind=0)
 
 
 def forgotten_epoch(it: Checker) -> None:

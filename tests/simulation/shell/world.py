@@ -28,7 +28,7 @@ from simulation.shell.options import draw
 from simulation.shell.plane import ZooKeeper
 
 from portalmq.broker import wiring
-from portalmq.broker.cluster import membership, replicas
+from portalmq.broker.cluster import membership, replicas, topics
 from portalmq.broker.replication import ticker
 
 HEALED_WITHIN_S = 60.0
@@ -87,6 +87,7 @@ class World:
         membership.probe_once = lambda url, **_: probe(world, loop.current, url)  # type: ignore[assignment]
         wiring.NativeThreads = SimThreads  # type: ignore[misc,assignment]
         replicas.Log.open = _opener(self.options.segment_bytes)  # type: ignore[method-assign]
+        topics._configure = _configurer(self.options.segment_bytes)
         ticker.Ticker.__init__.__kwdefaults__["refuses"] = lambda url: refuses(world, loop.current, url)
         if self.tell is not None:
             logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False  # they ask greenlets
@@ -192,6 +193,17 @@ _open_log = replicas.Log.open
 def _opener(segment_bytes: int) -> Any:
     """Return Log.open for segments that are smaller than a topic's settings allow."""
     return lambda directory, **named: _open_log(directory, **{**named, "segment_bytes": segment_bytes})
+
+
+def _configurer(segment_bytes: int) -> Any:
+    def configure(partition: Any, state: Any) -> None:
+        _configure(partition, state)
+        partition.log.segment_bytes = segment_bytes
+
+    return configure
+
+
+_configure = topics._configure
 
 
 class _Handler(logging.Handler):
