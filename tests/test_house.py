@@ -323,6 +323,18 @@ def test_the_core_is_pure() -> None:
     assert wrong == []
 
 
+def test_locks_and_threads_are_looked_up_when_they_are_made() -> None:
+    """A broker imports many modules before gevent has patched `threading`. A lock of the operating system, taken by a
+    name that was imported then, stops all greenlets when two of them want it."""
+    wrong = [
+        f"{name} imports {', '.join(each.name for each in node.names)} from threading"
+        for name, file in modules().items()
+        for node in ast.walk(ast.parse(file.read_text("utf-8")))
+        if isinstance(node, ast.ImportFrom) and node.module == "threading"
+    ]
+    assert wrong == []
+
+
 def test_no_file_imports_the_folders_by_their_bare_names() -> None:
     """`broker.x` and `portalmq.broker.x` would be two modules with two sets of classes."""
     tests = {str(file): file for file in sorted((ROOT / "tests").rglob("*.py"))}
