@@ -180,7 +180,10 @@ class Compaction:
         at = entry.base_offset
         while at < entry.end_offset and self._log.has_sealed(entry):
             below = min(entry.end_offset, at + STEP_OFFSETS_MAX)
-            at = self._log.read_to_copy(at, max_bytes=STEP_BYTES, below=below)[-1].end_offset
+            found = self._log.read_to_copy(at, max_bytes=STEP_BYTES, below=below)
+            if not found:  # truncated or begun again at this moment
+                return
+            at = found[-1].end_offset
             yield True
 
     # --- which messages go -------------------------------------------------------------------------------------------

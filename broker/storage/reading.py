@@ -184,6 +184,12 @@ class ReadableLog(ABC):
                 coldest.close_reader()
         return segment
 
+    def _still(self, segment: Segment) -> Segment:
+        """Do the same for a segment that was chosen before. Raise OffsetPurged if it was removed since."""
+        if segment not in self._segments:
+            raise OffsetPurged(segment.base_offset, self.base_offset)
+        return self._used(segment)
+
     def _close_reader(self, segment: Segment) -> None:
         self._open_sealed.pop(segment.base_offset, None)
         segment.close_reader()
@@ -356,8 +362,8 @@ class ReadableLog(ABC):
 
     def scrub(self, offset: int, max_bytes: int) -> int:
         """Check a part of the log from `offset` on: some batches, or a sealed segment as a whole if its batches were
-        checked before. Return where to continue; the base offset again after the end. Raise CorruptBatch. Slow: not on
-        the event loop."""
+        checked before. Return where to continue; the base offset again after the end. Raise CorruptBatch, or
+        OffsetPurged if the part is removed meanwhile. Slow: not on the event loop."""
         offset = max(offset, self.base_offset)
         segment = self._segments[self._position(offset)]
         entry = self._manifest.get(segment.base_offset)
@@ -378,7 +384,8 @@ class ReadableLog(ABC):
 
     def check_file(self, offset: int) -> int:
         """Check the file that holds `offset` as a whole: a sealed one by its SHA-256, another by its pages and indexes.
-        Return where the next one begins. Raise CorruptBatch. Slow: not on the event loop."""
+        Return where the next one begins. Raise CorruptBatch, or OffsetPurged if it is removed meanwhile. Slow: not on
+        the event loop."""
         segment = self._segments[self._position(max(offset, self.base_offset))]
         entry = self._manifest.get(segment.base_offset)
         if entry is not None:
@@ -389,7 +396,7 @@ class ReadableLog(ABC):
 
     def _check_structure(self, segment: Segment) -> None:
         with self._read():
-            _ = self._used(segment).reader  # recovers a file that was not closed
+            _ = self._still(segment).reader  # recovers a file that was not closed
         with faults_of(segment.path), suppress(apsw.CantOpenError):  # closed or removed at this moment
             segment.check_structure()
 
@@ -399,14 +406,14 @@ class ReadableLog(ABC):
                 found = sha256_of(segment.path, from_disk=True)
             except FileNotFoundError:
                 found = ""
-        if found != entry.sha256 and self._manifest.has(entry):
+        if found != entry.sha256 and self.has_sealed(entry):
             raise CorruptBatch(segment.path, segment.base_offset, f"its SHA-256 is {found}, not {entry.sha256}")
 
     def _scrub_batches(self, segment: Segment, offset: int, max_bytes: int, below: int) -> list[Batch]:
         """Read verified batches from `offset` on, of this segment alone, and check the columns beside them."""
         below = min(below, segment.end_offset)
         with self._read():
-            self._used(segment).forget_pages()
+            self._still(segment).forget_pages()
         if offset == segment.base_offset:
             self._check_structure(segment)
         batches = self.read_to_copy(offset, max_bytes=max_bytes, below=min(below, offset + SCRUB_OFFSETS))

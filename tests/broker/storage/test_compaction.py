@@ -502,6 +502,27 @@ def test_a_full_disk_leaves_the_log_as_it_was(tmp_path, monkeypatch):
     assert len(found(log)) == 7
 
 
+@pytest.mark.parametrize("change", [("truncate", 0), ("reset", 0, 0, 0)], ids=["truncated", "begun anew"])
+def test_a_log_cut_while_a_compaction_verifies_its_batches_ends_the_compaction(tmp_path, monkeypatch, change):
+    log = three_values(tmp_path)
+    log.seal(9)
+    read = log.read_to_copy
+
+    def cut_then(offset, **limits):
+        monkeypatch.undo()
+        name, *arguments = change
+        getattr(log, name)(*arguments)
+        return read(offset, **limits)
+
+    work = Compaction(log, order(8))
+    assert work.step()
+    monkeypatch.setattr(log, "read_to_copy", cut_then)
+    run(work)
+    work.close()
+    put(log, (b"a", b"the log is usable"))
+    assert not log.is_compacted(8, 0)
+
+
 def test_closing_the_log_ends_a_compaction_without_leftovers(tmp_path):
     log = three_values(tmp_path)
     log.seal(9)

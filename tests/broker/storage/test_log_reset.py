@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
+from threading import Event, Thread
 
 import apsw
 import pytest
 from support.killer import Killed, Killer
 from support.log_files import Writer, everything, open_log, three_segments
 
+from portalmq.broker.storage import log as log_module
+from portalmq.broker.storage import reading
 from portalmq.broker.storage.errors import CorruptBatch, OffsetPurged
 from portalmq.broker.storage.reading import ReplicaStart
 
@@ -177,3 +180,68 @@ def test_a_log_that_begins_again_at_dropped_offsets_opens_although_the_drop_was_
     sent = [Writer(log, at_ms=9_000).put(b"again")]
     log.close()
     assert everything(open_log(tmp_path)) == sent
+
+
+@pytest.mark.parametrize("name", ["scrub", "check_file"])
+@pytest.mark.parametrize("change", ["drop_segments_below", "reset", "truncate"])
+def test_a_segment_that_is_removed_while_it_is_hashed_is_neither_damaged_nor_a_fault(
+    tmp_path, monkeypatch, change, name
+):
+    log, _ = three_segments(tmp_path)
+    log.seal(90)
+    hashed = reading.sha256_of
+
+    def removed_then(path, *, from_disk):
+        found = hashed(path, from_disk=from_disk)
+        arguments = {"drop_segments_below": (60,), "reset": (1_000, 1_000, 9_000), "truncate": (10,)}[change]
+        getattr(log, change)(*arguments)
+        return found
+
+    monkeypatch.setattr(reading, "sha256_of", removed_then)
+    if name == "scrub":
+        with pytest.raises(OffsetPurged):
+            log.scrub(30, 1)
+    else:
+        assert log.check_file(30) == 60
+    Writer(log, at_ms=9_000).put(b"the log is usable")
+
+
+@pytest.mark.parametrize("name", ["scrub", "check_file"])
+def test_a_log_that_begins_anew_before_its_active_segment_is_checked_has_no_fault(tmp_path, monkeypatch, name):
+    log, _ = three_segments(tmp_path)
+
+    def begun_anew(base_offset):
+        monkeypatch.undo()
+        log.reset(1_000, 1_000, 9_000)
+
+    monkeypatch.setattr(log._manifest, "get", begun_anew)
+    with pytest.raises(OffsetPurged):
+        log.scrub(60, 1) if name == "scrub" else log.check_file(60)
+    Writer(log, at_ms=9_000).put(b"the log is usable")
+
+
+def test_a_dropped_file_that_the_manifest_still_names_is_not_damaged(tmp_path, monkeypatch):
+    log, _ = three_segments(tmp_path)
+    log.seal(90)
+    unlinked, compared = Event(), Event()
+    drop = Thread(target=log.drop_segments_below, args=(60,))
+    sync, hashed = log_module.sync_directory, reading.sha256_of
+
+    def sync_late(directory):
+        unlinked.set()
+        compared.wait(60)
+        sync(directory)
+
+    def hash_late(path, *, from_disk):
+        drop.start()
+        unlinked.wait(60)
+        return hashed(path, from_disk=from_disk)
+
+    monkeypatch.setattr(log_module, "sync_directory", sync_late)
+    monkeypatch.setattr(reading, "sha256_of", hash_late)
+    try:
+        assert log.check_file(30) == 60
+        assert 30 in log._manifest
+    finally:
+        compared.set()
+        drop.join()
