@@ -146,7 +146,7 @@ class Mirror:
     def reread(self, topic_id: str, number: int) -> Versioned[PartitionState] | None:
         """Return the partition's current node, read after a sync. The next refresh reports a change.
 
-        Calls that wait for the same sync share it, and one read. Raises PlaneUnavailable.
+        Calls that wait for the same sync share it, and one read. Raises PlaneUnavailable, PlaneRefused.
         """
         path = state.partition_path(topic_id, number)
         node = self._read_after_sync(path)
@@ -171,8 +171,10 @@ class Mirror:
                     reading.found = dict(zip(paths, self._plane.get_many(paths), strict=True))
                 except Exception as fault:  # noqa: BLE001 - each caller raises it
                     reading.fault = fault
+        if reading.fault is not None:
+            raise reading.fault
         if reading.found is None:
-            raise PlaneUnavailable(f"{path} could not be read: {reading.fault}") from reading.fault
+            raise PlaneUnavailable(f"{path} could not be read: the routine that read it was ended")
         return reading.found[path]
 
     def url_of(self, broker_id: int) -> str | None:

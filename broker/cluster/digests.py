@@ -21,6 +21,9 @@ from portalmq.broker.storage.errors import DAMAGE, CorruptBatch, OffsetPurged, S
 from portalmq.errors import PartitionNotFound, PortalMQError, Unavailable
 from portalmq.wire import ReplicaDigest
 
+# How long a request waits for those before it: shorter than its caller does.
+TURN_WAIT_S = 10.0
+
 
 class ReplicasHere(Protocol):
     """The topics, and the replicas on this broker."""
@@ -56,8 +59,12 @@ class Digests:
                 raise PartitionNotFound(f"no replica of this partition is open on broker {self._broker_id}")
             fault = closed.fault or closed.lossy
             return ReplicaDigest(self._broker_id, 0, closed.high_watermark, closed.end, 0, asked.offset, fault=fault)
-        with self._turn:
+        if not self._turn.acquire(timeout=TURN_WAIT_S):
+            raise Unavailable(f"broker {self._broker_id} is reading other replicas for a comparison", retry_after_s=1)
+        try:
             fault, part = self._files(partition, asked) if asked.files else self._part(partition, asked)
+        finally:
+            self._turn.release()
         replica, log = partition.replica, partition.log
         return ReplicaDigest(
             self._broker_id,

@@ -453,4 +453,4 @@ class Partition(AppendingPartition):
         self._on_step_down(None)
         self.reader.forget()
         self.host.pool.apply(self.log.close)  # closing writes: a thousand partitions would block the hub for seconds
-        self.state_file.close()
+        self.host.pool.apply(self.state_file.close)  # a check of the file may hold it

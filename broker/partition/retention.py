@@ -26,7 +26,7 @@ from portalmq.broker.partition.host import Replica
 from portalmq.broker.partition.native import attempt
 from portalmq.broker.partition.writer import Pending
 from portalmq.broker.storage.batch import BatchKind
-from portalmq.broker.storage.errors import DAMAGE, OffsetPurged, Shortage
+from portalmq.broker.storage.errors import DAMAGE, OffsetPurged, Shortage, StorageError
 from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.reading import ReplicaStart
 from portalmq.broker.storage.state import StateFile
@@ -67,7 +67,10 @@ class Retention:
         self._partition = partition
         self._snapshot: PartitionFold | None = None
         self._is_due = False
+        # The next part to check, None before a round, which ends where the log ended when it began: a log may grow
+        # faster than it is checked.
         self._scrub_at: int | None = None
+        self._scrub_until = 0
         self._age = Age(partition.log.last_timestamp_ms, partition.host.clock.now_ms())
 
     # --- snapshots ---------------------------------------------------------------------------------------------------
@@ -257,10 +260,17 @@ class Retention:
         then the check begins again."""
         if self._scrub_at is None:
             self.repair()
-            self._scrub_at = 0
+            self._scrub_at, self._scrub_until = 0, self._partition.log.end_offset
         found = self.scrub_at(self._scrub_at)
-        self._scrub_at = found if found is not None and found > self._scrub_at else None
-        return self._scrub_at is not None
+        more = found is not None and self._scrub_at < found < self._scrub_until
+        self._scrub_at = found if more else None
+        return more
+
+    @property
+    def scrubs_sealed(self) -> bool:
+        """Whether the next part is of a sealed segment."""
+        files = self._partition.log
+        return max(self._scrub_at or 0, files.base_offset) < files.sealed_upto
 
     def scrub_at(self, offset: int) -> int | None:
         """Check a part of the log as `Log.scrub` does. None if that was not possible; damage is reported."""
@@ -283,7 +293,10 @@ class Retention:
             log.critical("%s: %s", partition, fault)
         if STATE_REPLACED in found:
             self.forget_snapshot()
-            self.save_state()
+            try:
+                self.save_state()
+            except (StorageError, PortalMQError) as error:
+                self._failed(error)
         return found
 
     def _failed(self, found: Exception) -> None:

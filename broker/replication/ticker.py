@@ -31,8 +31,8 @@ TICK_S = 0.1
 PARTITIONS_AT_A_TIME = 64
 QUIET_EVERY_TICKS = 3
 PROBE_TIMEOUT_S = 0.5
-# The pauses of the scrubber: between two replicas, and between two parts of one, where it also rests many times as long
-# as the part took.
+# The pauses of the scrubber: between two replicas, and between two parts of one, where it rests many times as long as
+# the part took, and no shorter than this after what is read again in every round.
 SCRUB_EVERY_S = 1.0
 SCRUB_PART_S = 0.125
 SCRUB_REST = 20
@@ -179,9 +179,9 @@ class Ticker:
     def _scrub_one(self, partition: Partition) -> None:
         try:
             while not partition.closed and not partition.rebuild_reason:
-                began_s = monotonic()
+                began_s, least_s = monotonic(), 0.0 if partition.retention.scrubs_sealed else SCRUB_PART_S
                 if not partition.retention.scrub():
                     return
-                gevent.sleep(max(SCRUB_PART_S, SCRUB_REST * (monotonic() - began_s)))
+                gevent.sleep(max(least_s, SCRUB_REST * (monotonic() - began_s)))
         except Exception:  # the other replicas are checked too
             log.exception("%s: its scrub failed", partition)

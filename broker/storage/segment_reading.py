@@ -17,7 +17,7 @@ from portalmq.broker.storage.compressed_values import compressed_at, value_at
 from portalmq.broker.storage.errors import CorruptBatch
 from portalmq.broker.storage.holes import removed_below
 from portalmq.broker.storage.rows import BATCH_COLUMNS, MESSAGE_COLUMNS, batch_of, record_of
-from portalmq.broker.storage.wal import connect_beside
+from portalmq.broker.storage.wal import connect_beside, connect_locking
 
 # (message id, offset, body hash, time)
 _decode_ids = msgspec.json.Decoder(list[tuple[str, int, str | None, int]]).decode
@@ -122,10 +122,13 @@ class ReadableSegment(ABC):
     def check_structure(self) -> None:
         """Check that pages and indexes are well-formed and complete, on a connection of its own: readers do not wait.
         Raise CorruptBatch."""
-        with contextlib.closing(connect_beside(self.path)) as connection:
-            found: Any = connection.execute("PRAGMA integrity_check(1)").get
+        with contextlib.suppress(apsw.CorruptError, apsw.NotADBError):
+            if _integrity_of(connect_beside(self.path)) == "ok":
+                return
+        # Nobody may have had it open, and a writer come while it was read without locks.
+        found = _integrity_of(connect_locking(self.path))
         if found != "ok":
-            raise CorruptBatch(self.path, self.base_offset, str(found))
+            raise CorruptBatch(self.path, self.base_offset, found)
 
     def check_columns(self, start: int, end: int) -> None:
         """Check the columns of the rows in [start, end) that repeat their batch's, which its checksum does not cover.
@@ -300,3 +303,8 @@ class ReadableSegment(ABC):
             else:
                 low = base_offset + count
         return low
+
+
+def _integrity_of(connection: apsw.Connection) -> str:
+    with contextlib.closing(connection):
+        return str(connection.execute("PRAGMA integrity_check(1)").get)

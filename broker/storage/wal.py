@@ -66,8 +66,11 @@ def connect_final(path: Path) -> apsw.Connection:
 
 def connect_beside(path: Path) -> apsw.Connection:
     """Return a connection that reads a file, beside those that may write it, with no page of theirs in memory."""
-    if was_closed(path):
-        return connect_final(path)
+    return connect_final(path) if was_closed(path) else connect_locking(path)
+
+
+def connect_locking(path: Path) -> apsw.Connection:
+    """Return a connection that reads a file by SQLite's locks, and may create the files beside it."""
     flags = apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI
     connection = apsw.Connection(f"file:{quote(str(path))}?mode=ro", flags=flags)
     connection.set_busy_timeout(BUSY_TIMEOUT_MS)

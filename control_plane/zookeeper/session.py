@@ -265,10 +265,14 @@ class ZooKeeperSession:
     def _each(self, paths: Sequence[str], make: Callable[[str], Any]) -> list[tuple[str, Any]]:
         """Return the answer for each node that exists. Many requests are in flight at a time."""
         answers = []
-        with self._each_at_a_time:
+        if not self._each_at_a_time.acquire(timeout=self.session_timeout_s):
+            raise PlaneUnavailable(f"ZooKeeper at {self._servers} has not answered other requests yet")
+        try:
             for start in range(0, len(paths), REQUESTS_AT_ONCE_MAX):
                 some = paths[start : start + REQUESTS_AT_ONCE_MAX]
                 answers += self._each_of(some, make)
+        finally:
+            self._each_at_a_time.release()
         return answers
 
     def _each_of(self, paths: Sequence[str], make: Callable[[str], Any]) -> list[tuple[str, Any]]:

@@ -19,7 +19,7 @@ from portalmq.control_plane import state
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.embedded import EmbeddedZooKeeper
 from portalmq.control_plane.mirror import Changes, Mirror, SetBack
-from portalmq.control_plane.plane import Create, Delete, Node, PlaneUnavailable, Set
+from portalmq.control_plane.plane import Create, Delete, Node, PlaneRefused, PlaneUnavailable, Set
 from portalmq.control_plane.standalone import Standalone
 from portalmq.control_plane.state import BrokerState, PartitionState
 from portalmq.control_plane.zookeeper import ZooKeeper
@@ -345,6 +345,16 @@ class TestReadingAgain:
             with pytest.raises(PlaneUnavailable, match="away"):
                 mirror.reread("nothing", 0)
         assert mirror.reread("nothing", 0) is None
+
+    def test_a_refusal_is_told_as_such(
+        self, plane: CountingPlane, mirror: Mirror, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def sync() -> None:
+            raise PlaneRefused("the credentials are not taken")
+
+        monkeypatch.setattr(plane, "sync", sync)
+        with pytest.raises(PlaneRefused, match="credentials"):
+            mirror.reread("nothing", 0)
 
     def test_a_partition_that_is_gone_is_none(self, catalog: Catalog, mirror: Mirror) -> None:
         assert mirror.reread("nothing", 0) is None

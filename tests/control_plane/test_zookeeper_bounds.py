@@ -27,3 +27,9 @@ def test_a_read_whose_time_is_over_when_the_connection_returns_ends(monkeypatch:
     with pytest.raises(PlaneUnavailable):
         plane.get("/a")
     assert len(tries) == 1
+
+
+def test_requests_for_many_nodes_do_not_wait_for_ever_for_those_of_another_caller() -> None:
+    plane = ZooKeeper("127.0.0.1:1/nobody", session_timeout_s=0.01)
+    with plane._each_at_a_time, pytest.raises(PlaneUnavailable, match="other requests"):
+        plane.open_to_others("/a")

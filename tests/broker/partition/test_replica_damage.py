@@ -9,14 +9,16 @@ from pathlib import Path
 import apsw
 import gevent
 import pytest
+from gevent.monkey import get_original
 from support.replicas import Group, contents, eventually, replicas, send, values
 
 from portalmq.broker.cluster.rpc.brokers import ReplicaLogEnd
 from portalmq.broker.core.replica.events import Stamp
+from portalmq.broker.partition import retention
 from portalmq.broker.partition.fetch_answers import RecordsAnswer
 from portalmq.broker.replication.fetch_protocol import ReplicaFetchAnswer, decode_answer, encode
 from portalmq.broker.storage.batch import Record
-from portalmq.broker.storage.errors import DiskFull
+from portalmq.broker.storage.errors import DiskFull, StorageFault
 from portalmq.broker.storage.state import StateFile
 from portalmq.errors import PortalMQError, StorageFull, Unavailable
 
@@ -544,3 +546,49 @@ def test_a_partition_that_is_closed_while_its_disk_refuses_is_closed_soon(tmp_pa
             with gevent.Timeout(30):
                 group.stop(1)
             assert not host.faults
+
+
+def test_a_round_of_the_scrub_ends_while_the_log_grows(tmp_path, monkeypatch):
+    monkeypatch.setattr(retention, "SCRUB_BYTES", 1)
+    with replicas(tmp_path, 1) as group:
+        eventually(lambda: group.leader.serves)
+        send(group.leader, "a")
+        send(group.leader, "b")
+        ends = group.leader.log.end_offset
+        parts = 1
+        while group.leader.retention.scrub():
+            send(group.leader, "more")
+            parts += 1
+            assert parts <= ends
+
+
+def test_a_state_file_that_cannot_be_written_again_is_a_fault_of_the_disk(tmp_path, monkeypatch):
+    with replicas(tmp_path, 1) as group:
+        eventually(lambda: group.leader.serves)
+        send(group.leader, "a")
+        group.leader.retention.save_state()
+        (group.leader.log.directory / "state.sqlite").write_bytes(b"spoilt")
+
+        def save(self, *_arguments):
+            raise StorageFault("the disk failed")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(StateFile, "save", save)
+            assert group.leader.retention.repair() == [retention.STATE_REPLACED]
+        assert [str(fault) for fault in group.hosts[1].faults] == ["the disk failed"]
+        group.hosts[1].faults.clear()
+
+
+def test_the_state_file_is_closed_beside_the_event_loop(tmp_path, monkeypatch):
+    closed_by = []
+    close = StateFile.close
+
+    def noted(self):
+        closed_by.append(get_original("_thread", "get_ident")())
+        close(self)
+
+    monkeypatch.setattr(StateFile, "close", noted)
+    with replicas(tmp_path, 1) as group:
+        group.leader.close()
+    assert closed_by
+    assert get_original("_thread", "get_ident")() not in closed_by

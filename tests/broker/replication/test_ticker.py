@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import gevent
 import pytest
@@ -11,7 +12,8 @@ from support.replicas import Group, eventually, replicas
 
 from portalmq.broker.core.replica.events import LeaseRenewed, Tick
 from portalmq.broker.partition.writer import Pending
-from portalmq.broker.replication.ticker import QUIET_EVERY_TICKS, Ticker
+from portalmq.broker.replication import ticker as ticker_module
+from portalmq.broker.replication.ticker import QUIET_EVERY_TICKS, SCRUB_PART_S, Ticker
 from portalmq.broker.storage.batch import Batch, BatchKind
 
 
@@ -144,3 +146,14 @@ def test_ticks_continue_after_a_failed_one(group, monkeypatch):
     ticker.start()
     eventually(lambda: len(beats) >= 3)
     ticker.close()
+
+
+@pytest.mark.parametrize(("is_sealed", "pause_s"), [(True, 0.0), (False, SCRUB_PART_S)])
+def test_only_what_is_checked_again_in_every_round_is_checked_slowly(group, monkeypatch, is_sealed, pause_s):
+    pauses: list[float] = []
+    parts = iter([True, True, False])
+    retention = SimpleNamespace(scrub=lambda: next(parts), scrubs_sealed=is_sealed)
+    monkeypatch.setattr(ticker_module, "monotonic", lambda: 0.0)
+    monkeypatch.setattr(ticker_module, "gevent", SimpleNamespace(sleep=pauses.append))
+    ticker_of(group)._scrub_one(SimpleNamespace(closed=False, rebuild_reason="", retention=retention))
+    assert pauses == [pause_s, pause_s]

@@ -12,7 +12,7 @@ from support.killer import Killed, Killer
 from support.log_files import Writer, everything, open_log, three_segments
 
 from portalmq.broker.storage import log as log_module
-from portalmq.broker.storage import reading
+from portalmq.broker.storage import reading, segment_reading
 from portalmq.broker.storage.errors import CorruptBatch, OffsetPurged
 from portalmq.broker.storage.reading import ReplicaStart
 
@@ -245,3 +245,11 @@ def test_a_dropped_file_that_the_manifest_still_names_is_not_damaged(tmp_path, m
     finally:
         compared.set()
         drop.join()
+
+
+def test_a_file_that_changes_while_it_is_read_without_locks_is_not_damaged(tmp_path, monkeypatch):
+    log, _ = three_segments(tmp_path)
+    torn = tmp_path / "torn"
+    torn.write_bytes(b"spoilt" * 10_000)
+    monkeypatch.setattr(segment_reading, "connect_beside", lambda path: apsw.Connection(str(torn)))
+    assert log.check_file(60) == 90
