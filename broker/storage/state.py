@@ -162,9 +162,20 @@ class StateFile:
             return True
 
     def is_sound(self) -> bool:
-        """Return whether the file, if there is one, is well-formed, and its fold matches its digest."""
+        """Return whether the file, if there is one, is well-formed, and its fold matches its digest. One that is empty,
+        or of an earlier version, is begun again when it is used."""
         with self._turn, faults_of(self.path):
-            return not self.path.exists() or self._is_as_saved()
+            return not self.path.exists() or self._is_to_begin() or self._is_as_saved()
+
+    def _is_to_begin(self) -> bool:
+        try:
+            with contextlib.closing(connect_beside(self.path)) as connection:
+                if connection.execute("SELECT count(*) FROM sqlite_schema").get == 0:
+                    return True
+                meta = dict(connection.execute("SELECT key, value FROM meta"))
+                return self.identity.as_meta().items() <= meta.items() and meta["schema_version"] < STATE_SCHEMA_VERSION
+        except _UNREADABLE:
+            return False
 
     def _is_as_saved(self) -> bool:
         if not self.path.exists():

@@ -121,6 +121,8 @@ class _Side:
             finding.sha256 = self.rolling.hexdigest()
             if finding.compared_to < committed:
                 self.end("behind", f"it ends at {self.seen.end_offset}, {committed} is committed")
+            elif committed <= finding.log_start < self.seen.end_offset:
+                self.end("unknown", f"nothing says what is committed from its log start {finding.log_start} on")
         return finding
 
 
@@ -201,12 +203,14 @@ class ReplicaComparison:
             groups.setdefault((digest.next_offset, digest.sha256), []).append(side)
         right = max(groups, key=lambda key: len(groups[key]))  # the leader's among equals, as it comes first
         for key, others in groups.items():
-            for side in others:
-                if key == right:
-                    side.rolling.update(right[1].encode())
-                    side.finding.compared_to = right[0]
-                else:
-                    self._name_difference(side, groups[right][0], offset, max(right[0], key[0]))
+            for side in others if key != right else ():
+                self._name_difference(side, groups[right], offset, max(right[0], key[0]))
+                if not any(each.is_open for each in groups[right]):
+                    return offset  # the others go on without them
+        for side in groups[right]:
+            if side.is_open:
+                side.rolling.update(right[1].encode())
+                side.finding.compared_to = right[0]
         if right[0] <= offset:
             for side in groups[right]:
                 side.end("unknown", f"it gave nothing at offset {offset}")
@@ -221,10 +225,19 @@ class ReplicaComparison:
                 return digests
             below = min(ends)
 
-    def _name_difference(self, side: _Side, other: _Side, offset: int, below: int) -> None:
-        """Find the first batch of `side` that is not that of `other`."""
+    def _name_difference(self, side: _Side, others: list[_Side], offset: int, below: int) -> None:
+        """Find the first batch of `side` that is not that of `others`, which are alike."""
+        others = [each for each in others if each.is_open]
+        other = max(others, key=lambda each: each.seen.high_watermark)
         mine, theirs = side.ask(offset, below, batches=True), other.ask(offset, below, batches=True)
-        if mine is None or theirs is None:
+        whom = f"broker {other.replica.broker_id}"
+        if mine is None:
+            return
+        if theirs is None:
+            side.end("unknown", f"it differs from {whom} in [{offset}, {below}), which cannot be read there: repeat")
+            return
+        if max(mine.log_start_offset, theirs.log_start_offset) > offset:
+            side.end("unknown", f"it differed from {whom} at offset {offset}, which was purged meanwhile: repeat")
             return
         pairs = [*zip(mine.batches, theirs.batches, strict=False)]
         found = next((pair for pair in pairs if pair[0] != pair[1]), None)
@@ -236,13 +249,20 @@ class ReplicaComparison:
             at, is_compaction = longer[len(pairs)].offset, False
         else:
             at, is_compaction = min(each.offset for each in found), _is_compaction(*found)
-        whom = f"broker {other.replica.broker_id}"
         if is_compaction and at < max(mine.compacted_upto, theirs.compacted_upto):
             side.end("unknown", f"at offset {at} it is compacted further, or less, than {whom}: repeat later")
         elif at >= side.seen.high_watermark:
-            side.end("behind", f"from offset {at} on, which it does not count as committed, it differs from {whom}")
+            side.end("behind", _uncommitted(at, other))
+        elif at >= other.seen.high_watermark:
+            for each in others:
+                each.end("behind", _uncommitted(at, side))
         else:
             side.end("differs", f"the batch at offset {at} is not that of {whom}", at)
+
+
+def _uncommitted(at: int, other: _Side) -> str:
+    whom = f"broker {other.replica.broker_id}"
+    return f"from offset {at} on, which it does not count as committed, it differs from {whom}"
 
 
 def _is_compaction(mine: wire.BatchDigest, theirs: wire.BatchDigest) -> bool:

@@ -47,7 +47,9 @@ class StoppedReplica:
         try:
             if not state_file.is_sound():
                 self._fault = f"{state_file.path} is damaged; a broker that starts writes it again"
-            elif (saved := state_file.load()) is not None:
+            elif (saved := state_file.load()) is None:
+                pass
+            elif saved[0].log_start_offset <= self._log.log_start_offset:  # else saved for a reset that did not happen
                 self._compacted, self._high_watermark = saved[0].compacted, saved[1]
                 if self._high_watermark > self._log.end_offset:
                     self._fault = f"its log ends at {self._log.end_offset}, and {self._high_watermark} is committed"

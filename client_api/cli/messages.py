@@ -22,7 +22,7 @@ from portalmq import wire
 from portalmq.admin import Admin, Position, Unfinished
 from portalmq.cli.options import duration, future_time, past_time
 from portalmq.cli.output import message_row, show_one, show_rows, show_value, time_text
-from portalmq.cli.receipts import checksum_to_send, receipt_line
+from portalmq.cli.receipts import checksum_to_send, open_receipts, receipt_line
 from portalmq.cli.session import Session, fields, with_session
 from portalmq.compression import HAS_ZSTD, NEEDS_ZSTD
 from portalmq.consumer import Consumer
@@ -124,7 +124,7 @@ def produce(
 
 def _open_receipts(path: Path) -> IO[bytes]:
     try:
-        return open(path, "ab")
+        return open_receipts(path)
     except OSError as fault:
         raise click.UsageError(f"{path} cannot be written: {fault.strerror}") from None
 
@@ -178,6 +178,8 @@ class _Counts:
             self.sent += 1
             if self._receipts is not None:
                 self._receipts.write(receipt_line(place, checksum))
+        if self._receipts is not None:
+            self._receipts.flush()
 
     def refuse(self, reason: str) -> None:
         self.failed += 1

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from hashlib import sha256
+from os import SEEK_END
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
@@ -17,6 +19,9 @@ from portalmq import wire
 from portalmq.message import RecordMetadata
 
 CHECKSUM_DIGITS = 32
+# More than any line has, and how one begins.
+_LINE_BYTES = 4_096
+_START = b'{"topic":"'
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -56,10 +61,32 @@ def receipt_line(place: RecordMetadata, checksum: str) -> bytes:
     return _encode_line(receipt) + b"\n"
 
 
+def open_receipts(path: Path) -> IO[bytes]:
+    """Open a file to append receipts, without what a kill has left of the last line. Raises OSError."""
+    if path.is_file():
+        with open(path, "rb+") as there:
+            size = there.seek(0, SEEK_END)
+            there.seek(max(0, size - _LINE_BYTES))
+            rest = there.read().rpartition(b"\n")[2]
+            if _is_cut_off(rest):
+                there.truncate(size - len(rest))
+            elif rest:
+                there.write(b"\n")
+    return open(path, "ab")
+
+
+def _is_cut_off(line: bytes) -> bool:
+    """Return whether a line is the beginning of a receipt."""
+    is_whole = line.endswith((b"\n", b"}"))
+    return not is_whole and bool(line) and line[: len(_START)] == _START[: len(line)]
+
+
 def receipts_in(path: Path) -> Iterator[Receipt]:
-    """Yield the receipts of a file. Raises BadReceipts."""
+    """Yield the receipts of a file, but not the beginning of one at its end. Raises BadReceipts."""
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, 1):
+            if _is_cut_off(line):
+                return
             try:
                 receipt = _decode_line(line)
                 if len(bytes.fromhex(receipt.checksum)) * 2 != CHECKSUM_DIGITS:

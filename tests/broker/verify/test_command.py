@@ -14,8 +14,11 @@ from support.domain import records, running
 from support.scripted_broker import Reply, ScriptedBroker
 
 from portalmq import RecordMetadata, wire
+from portalmq.broker.core.fold import PartitionFold
 from portalmq.broker.messages.produce import ProduceRequest
-from portalmq.broker.storage.disk import DataDirectory
+from portalmq.broker.storage.disk import DataDirectory, read_identity
+from portalmq.broker.storage.schema import LogIdentity
+from portalmq.broker.storage.state import StateFile
 from portalmq.broker.verify.command import verify
 from portalmq.cli.receipts import checksum_of, receipt_line
 
@@ -117,3 +120,28 @@ def test_a_broker_that_does_not_know_digests_leaves_replicas_unknown():
     assert result.exit_code == 4, result.output
     (found,) = json.loads(result.stdout)["partitions"]
     assert found["replicas"][0]["state"] == "unknown"
+
+
+@pytest.mark.parametrize("is_old", [False, True], ids=["empty", "of an earlier version"])
+def test_a_state_file_that_a_broker_begins_again_is_no_damage(stopped, is_old):
+    if is_old:
+        change(stopped, "state.sqlite", "UPDATE meta SET value = value - 1 WHERE key = 'schema_version'")
+    else:
+        (file,) = stopped.glob("partitions/t@*/0/state.sqlite")
+        file.write_bytes(b"")
+    result = verified("--data-dir", str(stopped))
+    assert result.exit_code == 4, result.output
+    assert "nothing says what is committed" in result.stdout
+
+
+def test_a_state_saved_for_a_reset_that_did_not_happen_is_no_damage(stopped):
+    (directory,) = stopped.glob("partitions/t@*/0")
+    identity = read_identity(stopped)
+    assert identity is not None
+    topic_id = directory.parent.name.partition("@")[2]
+    state_file = StateFile(directory, identity=LogIdentity(identity.cluster_id, "t", topic_id, 0))
+    state_file.save(PartitionFold(applied=100, log_start_offset=100), 100, lambda offset: offset)
+    state_file.close()
+    result = verified("--data-dir", str(stopped))
+    assert result.exit_code == 4, result.output
+    assert "nothing says what is committed" in result.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import apsw
@@ -31,14 +32,15 @@ class LoggedReplica:
         self.asked: list[tuple[int, int]] = []
         self.is_down = False
         self.purged_at: int | None = None
+        self.listing: Callable[[LoggedReplica], None] = lambda replica: None
 
     def digest(self, offset: int, below: int, *, batches: bool = False) -> wire.ReplicaDigest:
         if self.is_down:
             raise Unavailable("broker is down")
+        if batches:
+            self.listing(self)
         if offset == self.purged_at:
-            self.log.advance_log_start(20)
-            self.log.seal(20)
-            self.log.drop_segments_below(20)
+            self.purge()
         if below <= offset:
             return self._answer(offset)
         self.asked.append((offset, below))
@@ -49,6 +51,11 @@ class LoggedReplica:
         except CorruptBatch as fault:
             return msgspec.structs.replace(self._answer(fault.offset), fault=str(fault))
         return msgspec.structs.replace(self._answer(part.next_offset), sha256=part.sha256, batches=part.batches)
+
+    def purge(self) -> None:
+        self.log.advance_log_start(20)
+        self.log.seal(20)
+        self.log.drop_segments_below(20)
 
     def check_file(self, offset: int) -> wire.ReplicaDigest:
         if self.is_down:
@@ -198,11 +205,11 @@ def test_a_purge_during_the_comparison_moves_it_on(tmp_path):
     assert len({each.sha256 for each in found.replicas}) == 1
 
 
-def a_small_file_log(directory: Path) -> Log:
+def a_small_file_log(directory: Path, first: bytes = b"message 0") -> Log:
     log = open_log(directory)
     writer = Writer(log)
     for at in range(0, 60, 10):
-        writer.put(*numbered(10, at))
+        writer.put(*[first, *numbered(60)[1:]][at : at + 10])
         log.roll()
     return log
 
@@ -247,3 +254,47 @@ def compact(log: Log, upto: int) -> None:
         pass
     compaction.close()
     assert compaction.removed
+
+
+def unlike(directory: Path, changed: int, **more: int) -> LoggedReplica:
+    values = numbered(60)
+    values[changed] = b"another value"
+    return LoggedReplica(int(directory.name), a_log(directory, values), **more)
+
+
+def test_a_difference_that_cannot_be_named_is_not_forgotten(tmp_path):
+    def fails(replica: LoggedReplica) -> None:
+        raise Unavailable("busy")
+
+    replicas = [LoggedReplica(1, a_log(tmp_path / "1")), unlike(tmp_path / "2", 5)]
+    replicas[0].listing = fails
+    found = compared(replicas)
+    assert states(found) == ["unknown", "unknown"]
+    assert "differs from broker 1" in found.replicas[1].problem
+
+
+def test_a_tail_that_most_have_and_none_counts_as_committed_is_behind(tmp_path):
+    replicas = [
+        LoggedReplica(1, a_log(tmp_path / "1")),
+        unlike(tmp_path / "2", 45, high_watermark=40),
+        unlike(tmp_path / "3", 45, high_watermark=30),
+    ]
+    found = compared(replicas)
+    assert states(found) == ["same", "behind", "behind"]
+    assert [each.compared_to for each in found.replicas] == [60, 40, 40]
+
+
+def test_a_difference_that_is_purged_before_it_is_named_is_unknown(tmp_path):
+    first, second = a_small_file_log(tmp_path / "1"), a_small_file_log(tmp_path / "2", b"other")
+    replicas = [LoggedReplica(1, first), LoggedReplica(2, second)]
+    replicas[1].listing = LoggedReplica.purge
+    found = compared(replicas)
+    assert states(found) == ["same", "unknown"]
+    assert "purged" in found.replicas[1].problem
+
+
+def test_replicas_of_which_nothing_says_what_is_committed_are_unknown(tmp_path):
+    replicas = three(tmp_path)
+    for replica in replicas:
+        replica.high_watermark = 0
+    assert states(compared(replicas)) == ["unknown"] * 3

@@ -8,7 +8,7 @@ import pytest
 
 from portalmq import RecordMetadata, wire
 from portalmq.broker.verify.receipts import MessagePage, Receipts, StoredContent
-from portalmq.cli.receipts import BadReceipts, checksum_to_send, receipt_line
+from portalmq.cli.receipts import BadReceipts, checksum_to_send, open_receipts, receipt_line
 from portalmq.errors import Unavailable
 
 PAGE = 7
@@ -107,3 +107,24 @@ def test_a_line_that_is_no_receipt_is_an_error(tmp_path, line):
         file.write(line)
     with pytest.raises(BadReceipts, match="line 2"):
         Receipts(tmp_path / "r")
+
+
+def test_the_beginning_of_a_receipt_that_a_kill_left_is_skipped_and_appended_to(tmp_path):
+    file = tmp_path / "r"
+    written(file, [1, 2])
+    whole = file.read_bytes()
+    second = whole.index(b"\n") + 1
+    for cut in range(second, len(whole) + 1):
+        file.write_bytes(whole[:cut])
+        there = 2 if cut >= len(whole) - 1 else 1
+        assert Receipts(file).found.receipts == there
+        with open_receipts(file) as again:
+            again.write(whole)
+        assert Receipts(file).found.receipts == there + 2
+
+
+def test_what_is_no_receipt_is_not_cut_off(tmp_path):
+    file = tmp_path / "r"
+    file.write_bytes(b"a letter")
+    open_receipts(file).close()
+    assert file.read_bytes() == b"a letter\n"
