@@ -109,7 +109,7 @@ def _in_directories(
                 left.discard(key)
                 with directories.replicas(topic, number) as replicas:
                     for replica in replicas:
-                        receipts.check(key, replica)
+                        receipts.check(key, replica, directories.unsettled(topic, replica, replicas))
         for key in sorted(left):
             assert receipts is not None
             receipts.fail(key, "missing", "it is in none of the directories")

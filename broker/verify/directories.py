@@ -23,6 +23,9 @@ from portalmq.broker.verify.receipts import MessagePage, StoredContent
 from portalmq.control_plane.state import TopicState, decode
 from portalmq.errors import InvalidRequest, Unavailable
 
+# The end of a log that nobody can read.
+ANYWHERE = 1 << 62
+
 
 class StoppedReplica:
     """A replica in a data directory. One that cannot be opened is damaged."""
@@ -33,7 +36,7 @@ class StoppedReplica:
         self.is_compacted = topic.config.cleanup == "compact"
         self._fault = ""
         self._log: Log | None = None
-        self._high_watermark = self._compacted = 0
+        self.high_watermark = self._compacted = 0
         identity = LogIdentity(cluster_id, topic.name, topic.topic_id, int(directory.name))
         try:
             self._log = Log.open(directory, identity=identity)
@@ -43,16 +46,16 @@ class StoppedReplica:
 
     def _read_state(self, state_file: StateFile) -> None:
         assert self._log is not None
-        self._high_watermark = self._log.log_start_offset
+        self.high_watermark = self._log.log_start_offset
         try:
             if not state_file.is_sound():
                 self._fault = f"{state_file.path} is damaged; a broker that starts writes it again"
             elif (saved := state_file.load()) is None:
                 pass
             elif saved[0].log_start_offset <= self._log.log_start_offset:  # else saved for a reset that did not happen
-                self._compacted, self._high_watermark = saved[0].compacted, saved[1]
-                if self._high_watermark > self._log.end_offset:
-                    self._fault = f"its log ends at {self._log.end_offset}, and {self._high_watermark} is committed"
+                self._compacted, self.high_watermark = saved[0].compacted, saved[1]
+                if self.high_watermark > self._log.end_offset:
+                    self._fault = f"its log ends at {self._log.end_offset}, and {self.high_watermark} is committed"
             newest = self._log.newest_control(BatchKind.COMPACT)
             self._compacted = max(self._compacted, 0 if newest is None else newest.base_offset)
         finally:
@@ -83,7 +86,7 @@ class StoppedReplica:
         log = self._log
         start, end = (0, 0) if log is None else (log.log_start_offset, log.end_offset)
         return wire.ReplicaDigest(
-            self.broker_id, start, self._high_watermark, end, self._compacted, next_offset, fault=fault or self._fault
+            self.broker_id, start, self.high_watermark, end, self._compacted, next_offset, fault=fault or self._fault
         )
 
     def page(self, offset: int) -> MessagePage:
@@ -102,6 +105,10 @@ class StoppedReplica:
         ]
         following = batches[-1].end_offset if batches else log.end_offset
         return MessagePage(messages, following, log.log_start_offset, log.end_offset)
+
+    @property
+    def end_offset(self) -> int:
+        return ANYWHERE if self._log is None else self._log.end_offset
 
     def close(self) -> None:
         if self._log is not None:
@@ -153,6 +160,12 @@ class StoppedBrokers:
                 opened.append(StoppedReplica(place, identity.cluster_id, identity.broker_id, topic))
                 stack.callback(opened[-1].close)
             yield opened
+
+    def unsettled(self, topic: TopicState, replica: StoppedReplica, replicas: list[StoppedReplica]) -> range:
+        """Return the offsets that a replica does not count as committed, and that another one may have."""
+        is_complete = len(replicas) >= min(topic.replication_factor, self.brokers)
+        others = [each.end_offset for each in replicas if each is not replica]
+        return range(replica.high_watermark, max(others, default=0) if is_complete else ANYWHERE)
 
     def compare(self, topic: TopicState, number: int) -> PartitionFinding:
         with self.replicas(topic, number) as replicas:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import apsw
 import msgspec
@@ -20,7 +21,9 @@ from portalmq.broker.storage.disk import DataDirectory, read_identity
 from portalmq.broker.storage.schema import LogIdentity
 from portalmq.broker.storage.state import StateFile
 from portalmq.broker.verify.command import verify
+from portalmq.broker.verify.directories import StoppedBrokers
 from portalmq.cli.receipts import checksum_of, receipt_line
+from portalmq.control_plane.state import TopicState
 
 
 def verified(*words: str) -> Result:
@@ -145,3 +148,18 @@ def test_a_state_saved_for_a_reset_that_did_not_happen_is_no_damage(stopped):
     result = verified("--data-dir", str(stopped))
     assert result.exit_code == 4, result.output
     assert "nothing says what is committed" in result.stdout
+
+
+def test_a_replica_that_is_behind_misses_no_message_that_another_one_may_have():
+    brokers = StoppedBrokers([])
+    brokers.brokers = 2
+    topic = TopicState("t", "id", 1, 0, 2, wire.TopicConfig())
+    behind, ahead = (
+        SimpleNamespace(high_watermark=40, end_offset=50),
+        SimpleNamespace(high_watermark=90, end_offset=100),
+    )
+    assert brokers.unsettled(topic, behind, [behind, ahead]) == range(40, 100)
+    assert not brokers.unsettled(topic, ahead, [behind, ahead])
+    assert 1_000 in brokers.unsettled(topic, ahead, [ahead])  # the other directory was not given
+    brokers.brokers = 1
+    assert not brokers.unsettled(topic, ahead, [ahead])

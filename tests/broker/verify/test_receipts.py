@@ -128,3 +128,13 @@ def test_what_is_no_receipt_is_not_cut_off(tmp_path):
     file.write_bytes(b"a letter")
     open_receipts(file).close()
     assert file.read_bytes() == b"a letter\n"
+
+
+def test_at_offsets_that_another_replica_may_have_nothing_is_missing(tmp_path):
+    receipts = written(tmp_path / "r", [1, 2, 50, 60, 100, 2_000])
+    source = StoredMessages(without=(2, 60))
+    source.there[50] = source.there[50]._replace(value=b"of a former leader")
+    receipts.check(("t", 0), source, range(40, 200))
+    assert receipts.found.outcomes == {"present": 1, "missing": 2, "unknown": 3}
+    named = [(each.offset, each.outcome) for each in receipts.found.problems]
+    assert named == [(2, "missing"), (50, "unknown"), (60, "unknown"), (100, "unknown"), (2_000, "missing")]
