@@ -298,6 +298,8 @@ class Story:
         self.log.seal(self.log.end_offset)
 
     def read(self) -> None:
+        if self.log._closed:  # a shortage came between the close and the open
+            self.open()
         self.allowed.check(self.log, self.state)
 
     def compact(self) -> None:
