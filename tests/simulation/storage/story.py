@@ -368,6 +368,8 @@ class Story:
     def drop(self, keep: int = 1) -> None:
         """Drop sealed segments, as retention does, after a STATE record."""
         bases = [entry.end_offset for entry in self.log.sealed_segments]
+        if not bases:  # done before a shortage
+            return
         upto = bases[-keep]
         self.append_state()
         model = self.model
