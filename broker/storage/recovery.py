@@ -18,7 +18,7 @@ from portalmq.broker.storage.segment import COMPACTING, CREATING, KEYS_NAME, SEG
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove what an interrupted creation, removal or manifest left behind."""
+    """Remove what an interrupted creation, removal or manifest left behind; what is gone stays so."""
     names = {entry.name for entry in os.scandir(directory)}
     for name in names:
         main, _, suffix = name.partition(".sqlite")
@@ -27,6 +27,8 @@ def remove_leftovers(directory: Path) -> None:
         unfinished = suffix.partition("-")[0] in (CREATING, COMPACTING) or name.startswith(KEYS_NAME)
         if unfinished or draft or (orphan and SEGMENT_NAME.match(f"{main}.sqlite")):
             os.unlink(directory / name)
+    # A write-ahead log that a close removed must not come back: after a failed fsync it is older than the database.
+    sync_directory(directory)
 
 
 def open_log_files(directory: Path, identity: LogIdentity) -> tuple[list[Segment], Manifest]:

@@ -42,3 +42,9 @@ QUICKLY_FOUND = [
 @pytest.mark.parametrize("name", QUICKLY_FOUND)
 def test_a_planted_bug_is_found(root, name):
     assert killer_of(name, root)
+
+
+@pytest.mark.parametrize("stage", ["close", "truncate what is sealed"])
+def test_a_write_ahead_log_that_a_close_removed_after_a_failed_fsync_stays_away(root, stage):
+    outcomes = list(failures(PARTITION, root, kinds=["lost sync"], only=[stage]))
+    assert [failure for _, failure in outcomes if failure] == []
