@@ -51,6 +51,14 @@ def check(evidence: Evidence) -> dict[str, Verdict]:
     return verdicts
 
 
+def _highest_before(acts: Iterable[Act], what: str) -> Callable[[float], int]:
+    """Return a function of a time: the highest value of `what` among the answers that had arrived by then, or -1."""
+    ended = sorted(acts, key=lambda act: act.ended)
+    ends = [act.ended for act in ended]
+    highest = [-1, *accumulate([act.got[what] for act in ended], max)]
+    return lambda time: highest[bisect_left(ends, time)]
+
+
 # --- messages --------------------------------------------------------------------------------------------------------
 
 
@@ -137,14 +145,10 @@ def order_of_sending_is_order_of_offsets(evidence: Evidence, verdict: Verdict) -
                 ),
             )
     for place, acts in by_partition.items():
-        ended = sorted(acts, key=lambda act: act.ended)
-        ends = [act.ended for act in ended]
-        highest = [-1]
-        for act in ended:
-            highest.append(max(highest[-1], act.got["offset"]))
+        highest = _highest_before(acts, "offset")
         for act in acts:
             verdict.unless(
-                highest[bisect_left(ends, act.began)] < act.got["offset"],
+                highest(act.began) < act.got["offset"],
                 lambda act=act, place=place: (
                     f"{act.asked['value']} at {act.got} of {place} is before an earlier message"
                 ),
@@ -406,13 +410,9 @@ def fencing_tokens_rise(evidence: Evidence, verdict: Verdict) -> None:
             )
             held[act.asked["name"]].append(act)
     for name, acts in held.items():
-        ended = sorted(acts, key=lambda act: act.ended)
-        ends = [act.ended for act in ended]
-        highest = [-1]
-        for act in ended:
-            highest.append(max(highest[-1], act.got["token"]))
+        highest = _highest_before(acts, "token")
         for act in acts:
-            seen = highest[bisect_left(ends, act.began)]
+            seen = highest(act.began)
             verdict.unless(
                 seen <= act.got["token"],
                 lambda act=act, seen=seen, name=name: (
