@@ -89,8 +89,10 @@ class AppendingPartition(ReadablePartition, ABC):
         compressed: bytes = b"",
     ) -> Pending:
         """Begin an append: offsets are allotted on return. `compressed` are the values of all `records`, if they came
-        compressed."""
+        compressed; they are stored so if all in-sync replicas can."""
         self.check_room()
+        if compressed and not self.serving.may_compress():
+            compressed = b""
         batch = Batch(0, len(records), 0, BatchKind.MESSAGES, 0, 0, records=records, compressed=compressed)
         return self._submit(Pending(batch, size_bytes, stamp=stamp, acks=acks), len(records), is_control=False)
 

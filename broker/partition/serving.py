@@ -35,6 +35,11 @@ class WaitingFetch(Protocol):
         ...
 
     @property
+    def knows_compressed(self) -> bool:
+        """Whether the follower's version can store batches whose values are compressed."""
+        ...
+
+    @property
     def is_waiting(self) -> bool:
         """False once it is answered, replaced or withdrawn."""
         ...
@@ -52,13 +57,15 @@ class WaitingFetch(Protocol):
 
 class LeaderReplication:
     """`parked` are the matching fetches that wait, by broker: at most one for each follower. `sent_end` is the end of
-    the records that followers were sent."""
+    the records that followers were sent. `_knows_compressed` tells by broker what their
+    versions know."""
 
     def __init__(self, partition: Replica, cache_key: int) -> None:
         self._partition = partition
         self._cache_key = cache_key
         self.parked: dict[int, WaitingFetch] = {}
         self.sent_end = 0
+        self._knows_compressed: dict[int, bool] = {}
         # The frames of all batches from the durable end to here are in the cache.
         self._ahead_end = 0
 
@@ -69,7 +76,17 @@ class LeaderReplication:
 
     def on_fetch(self, pending: WaitingFetch) -> None:
         """Handle a follower's fetch, new or still waiting."""
+        self._knows_compressed[pending.fetch.broker_id] = pending.knows_compressed
         self._partition.step(FetchReceived(pending, pending.fetch, pending.sent_after_ms))
+
+    def may_compress(self) -> bool:
+        """Return whether the followers can store compressed batches. While brokers of an earlier version are replaced
+        one by one, a batch that one of them refuses would end its replication. A follower that never fetched counts if
+        it is in sync."""
+        state, knows = self._partition.replica.state, self._knows_compressed
+        return state is not None and all(
+            [knows.get(each, each not in state.isr) for each in state.replicas if each != state.leader]
+        )
 
     def on_withdrawn(self, pending: WaitingFetch) -> None:
         if self.parked.get(pending.fetch.broker_id) is pending:

@@ -13,6 +13,7 @@ replaced, or left. So a hundred idle partitions cost their leader nothing, and a
     answered_ms      the leader's clock at its answer; in a request, that of the last answer in this session. What the
                      request says is from after that time, however long it travelled (rule 14). 0: no answer yet; None
                      from brokers without this field
+    knows_compressed False from brokers of a version that does not know batches whose values are compressed
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class ReplicaFetchRequest(msgspec.Struct, array_like=True, frozen=True):
     partitions: list[AskedPartition]
     left: list[PartitionKey]
     answered_ms: int | None = None
+    knows_compressed: bool = False
 
 
 class ReplicaFetchAnswer(msgspec.Struct, array_like=True, frozen=True):

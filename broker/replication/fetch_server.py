@@ -86,6 +86,10 @@ class SessionFetch:
     def sent_after_ms(self) -> int | None:
         return self.session.sent_after_ms
 
+    @property
+    def knows_compressed(self) -> bool:
+        return self.session.knows_compressed
+
     def reply(self, reply: Reply) -> None:
         self.answer = reply
         self.session.mark_ready(self)
@@ -107,10 +111,13 @@ class SessionFetch:
 class FetchSession:
     """One follower's broker. `fetches` are its fetches, answered ones included, until they are replaced or left."""
 
-    def __init__(self, broker_id: int, incarnation: int, number: int, clock: Clock) -> None:
+    def __init__(
+        self, broker_id: int, incarnation: int, number: int, clock: Clock, *, knows_compressed: bool = False
+    ) -> None:
         self.broker_id = broker_id
         self.incarnation = incarnation
         self.number = number
+        self.knows_compressed = knows_compressed
         self.turn = 0
         # What the last request says is from after this time; None for a broker without this field.
         self.sent_after_ms: int | None = NEVER_MS
@@ -215,7 +222,13 @@ class FetchServer:
             return None
         if session is not None:
             session.end()
-        session = FetchSession(request.broker_id, request.incarnation, request.session, self._host.clock)
+        session = FetchSession(
+            request.broker_id,
+            request.incarnation,
+            request.session,
+            self._host.clock,
+            knows_compressed=request.knows_compressed,
+        )
         self._sessions[request.broker_id] = session
         return session
 

@@ -215,6 +215,7 @@ class Fetcher:
             [asked_of(partition, self._asked[partition], host.store_uuid) for partition in self._unsure],
             list(self._left),
             self._answered_ms,
+            knows_compressed=True,
         )
         self._polls += 1
         host.greenlets.run(partial(self._poll, self._session, self._turn, encode(request)))

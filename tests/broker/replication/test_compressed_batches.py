@@ -8,7 +8,8 @@ from support.compressed import data_of, reading_records, readings
 from support.replicas import contents, eventually, replicas, send
 
 from portalmq.broker.partition.fetch_answers import RecordsAnswer
-from portalmq.broker.replication.fetch_protocol import decode_answer
+from portalmq.broker.replication import fetcher
+from portalmq.broker.replication.fetch_protocol import ReplicaFetchRequest, decode_answer
 from portalmq.broker.storage import batch as batch_module
 from portalmq.errors import NotLeader
 
@@ -35,6 +36,31 @@ def stored(partition):
 def delivered(partition) -> list[bytes]:
     pieces = partition.reader.pieces(0, partition.readable_end, 10_000)
     return [record.value for piece in pieces for record in piece.records()]
+
+
+def test_values_are_stored_plain_while_a_follower_is_of_a_version_that_knows_no_compressed_batches(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(fetcher, "ReplicaFetchRequest", lambda *fields, **_: ReplicaFetchRequest(*fields))
+    with replicas(tmp_path, 3, lag_ms=HOUR_MS) as group:
+        settle(group)
+        send_readings(group.leader, 0)
+        settle(group)
+        for partition in group.partitions():
+            assert [compressed for _, compressed, _ in stored(partition)] == [b""]
+            assert delivered(partition) == readings(20)
+
+
+def test_a_follower_that_is_gone_and_never_fetched_does_not_end_compression(tmp_path):
+    with replicas(tmp_path, 2, least=1) as group:
+        group.hosts[2].fetchers.close()
+        eventually(lambda: group.state.isr == (1,))
+        eventually(lambda: group.leader.serves)
+        serving = group.leader.serving
+        serving._knows_compressed.clear()
+        assert serving.may_compress()
+        serving._knows_compressed[2] = False
+        assert not serving.may_compress(), "it fetched, and said that it knows none"
 
 
 def test_all_replicas_hold_the_values_as_they_came_and_a_new_leader_serves_them(tmp_path):
