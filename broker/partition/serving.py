@@ -85,7 +85,7 @@ class LeaderReplication:
         it is in sync."""
         state, knows = self._partition.replica.state, self._knows_compressed
         return state is not None and all(
-            [knows.get(each, each not in state.isr) for each in state.replicas if each != state.leader]
+            knows.get(each, each not in state.isr) for each in state.replicas if each != state.leader
         )
 
     def on_withdrawn(self, pending: WaitingFetch) -> None:

@@ -19,7 +19,7 @@ from portalmq.broker.verify.receipts import Receipts, ReceiptsFinding
 from portalmq.cli.output import show_one, show_rows
 from portalmq.cli.receipts import BadReceipts
 from portalmq.cli.session import Session, with_session
-from portalmq.errors import TopicNotFound
+from portalmq.errors import TopicNotFound, Unavailable
 
 EXIT_WRONG = 3
 EXIT_UNKNOWN = 4
@@ -72,6 +72,7 @@ def verify(
 def _live(session: Session, wanted: list[str], receipts: Receipts | None) -> Iterator[PartitionFinding]:
     admin = session.admin
     brokers = len(admin.cluster().brokers)
+    silent: dict[int, Unavailable] = {}
     named = wanted or [summary.name for summary in admin.topics()]
     for name in named:
         keys = [key for key in (receipts.partitions if receipts else []) if key[0] == name]
@@ -84,7 +85,7 @@ def _live(session: Session, wanted: list[str], receipts: Receipts | None) -> Ite
             if wanted and not keys:
                 raise
             continue
-        yield from partitions_of(admin, topic, brokers)
+        yield from partitions_of(admin, topic, brokers, silent)
         for key in keys:
             assert receipts is not None
             receipts.check(key, LivePartition(admin, *key, topic.config))

@@ -9,22 +9,33 @@ from portalmq import wire
 from portalmq.admin import Admin
 from portalmq.broker.verify.compare import PartitionFinding, ReplicaComparison, ReplicaFinding
 from portalmq.broker.verify.receipts import MessagePage, StoredContent
-from portalmq.errors import OffsetOutOfRange
+from portalmq.errors import OffsetOutOfRange, Unavailable
 
 
 class LiveReplica:
-    """A broker's replica of a partition."""
+    """A broker's replica of a partition. A broker that did not answer within the Admin's timeout is in `silent`, with
+    its error, and is not asked again: one that is down would hold up the comparison of each of its replicas."""
 
-    def __init__(self, admin: Admin, topic: str, number: int, broker_id: int) -> None:
+    def __init__(self, admin: Admin, topic: str, number: int, broker_id: int, silent: dict[int, Unavailable]) -> None:
         self.broker_id = broker_id
         self._admin = admin
         self._partition = (topic, number, broker_id)
+        self._silent = silent
 
     def digest(self, offset: int, below: int, *, batches: bool = False) -> wire.ReplicaDigest:
-        return self._admin.digest(*self._partition, offset=offset, below=below, batches=batches)
+        return self._ask(offset=offset, below=below, batches=batches)
 
     def check_file(self, offset: int) -> wire.ReplicaDigest:
-        return self._admin.digest(*self._partition, offset=offset, files=True)
+        return self._ask(offset=offset, files=True)
+
+    def _ask(self, *, offset: int, below: int = 0, batches: bool = False, files: bool = False) -> wire.ReplicaDigest:
+        if (before := self._silent.get(self.broker_id)) is not None:
+            raise before
+        try:
+            return self._admin.digest(*self._partition, offset=offset, below=below, batches=batches, files=files)
+        except Unavailable as error:
+            self._silent[self.broker_id] = error
+            raise
 
 
 class LivePartition:
@@ -50,10 +61,13 @@ class LivePartition:
         return MessagePage(messages, found.next_offset, found.log_start_offset, found.high_watermark)
 
 
-def partitions_of(admin: Admin, topic: wire.TopicDescription, brokers: int) -> Iterator[PartitionFinding]:
-    """Compare the replicas of each partition of a topic. Raises PortalMQError when no broker can be asked."""
+def partitions_of(
+    admin: Admin, topic: wire.TopicDescription, brokers: int, silent: dict[int, Unavailable]
+) -> Iterator[PartitionFinding]:
+    """Compare the replicas of each partition of a topic. `silent`: see LiveReplica. Raises PortalMQError when no broker
+    can be asked."""
     for each in topic.partitions:
-        replicas = [LiveReplica(admin, topic.name, each.partition, broker_id) for broker_id in each.replicas]
+        replicas = [LiveReplica(admin, topic.name, each.partition, broker_id, silent) for broker_id in each.replicas]
         found = ReplicaComparison(topic.name, each.partition, replicas, leader=each.leader, pause=time.sleep).run()
         missing = min(topic.replication_factor, brokers) - len(each.replicas)
         found.replicas += [ReplicaFinding(-1, "unknown", problem="no broker has this replica") for _ in range(missing)]
