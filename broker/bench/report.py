@@ -140,7 +140,10 @@ def _row(cells: Sequence[str]) -> str:
 
 # --- plots -----------------------------------------------------------------------------------------------------------
 
-PANEL_WIDTH, PANEL_HEIGHT, MARGIN = 300, 200, 45
+PANEL_WIDTH, PANEL_HEIGHT, MARGIN, TITLE_HEIGHT = 240, 150, 35, 20
+PANELS_IN_A_ROW = 4
+# An axis of figures spans this factor at least, so that a figure that hardly changes is drawn flat.
+SPAN_MIN = 10.0
 
 
 def write_plots(report: Figures, folder: Path) -> None:
@@ -152,39 +155,55 @@ def write_plots(report: Figures, folder: Path) -> None:
 def plot(title: str, points: Sequence[Figures]) -> str:
     """Return an SVG with a panel for each figure over the first one; axes are logarithmic where all values permit."""
     over, *names = [name for name in points[0] if isinstance(points[0][name], (int, float))]
-    panels = [_panel(index, over, name, points) for index, name in enumerate(names)]
-    width = PANEL_WIDTH * len(names)
+    panels = []
+    for index, name in enumerate(names):
+        row, column = divmod(index, PANELS_IN_A_ROW)
+        shift = f"translate({column * PANEL_WIDTH} {row * PANEL_HEIGHT + TITLE_HEIGHT})"
+        panels.append(f'<g transform="{shift}">{_panel(over, name, points)}</g>')
+    width = PANEL_WIDTH * PANELS_IN_A_ROW
+    height = PANEL_HEIGHT * math.ceil(len(names) / PANELS_IN_A_ROW) + TITLE_HEIGHT
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {PANEL_HEIGHT + 20}" font-family="sans-serif" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
         f'font-size="10"><rect width="100%" height="100%" fill="white"/>'
         f'<text x="{MARGIN}" y="14" font-size="13">{escape(title)}</text>{"".join(panels)}</svg>\n'
     )
 
 
-def _panel(index: int, over: str, name: str, points: Sequence[Figures]) -> str:
+def _panel(over: str, name: str, points: Sequence[Figures]) -> str:
     known = [(each[over], each[name]) for each in points if each.get(name) is not None]
     if not known:
         return ""
-    across = _scale([x for x, _ in known], index * PANEL_WIDTH + MARGIN, (index + 1) * PANEL_WIDTH - 25)
-    up = _scale([0.0, *(y for _, y in known)] if min(y for _, y in known) <= 0 else [y for _, y in known],
-                PANEL_HEIGHT - 20, 50)  # fmt: skip
+    across = _scale([x for x, _ in known], MARGIN, PANEL_WIDTH - 25)
+    heights = [y for _, y in known]
+    up = _scale([0.0, *heights] if min(heights) <= 0 else heights, PANEL_HEIGHT - 32, 38, SPAN_MIN)
     dots = [(across(x), up(y), x, y) for x, y in known]
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y, _, _ in dots)
     parts = [
-        f'<text x="{index * PANEL_WIDTH + MARGIN}" y="32">{escape(name)} over {escape(over)}</text>',
+        f'<text x="{MARGIN}" y="16">{escape(name)} over {escape(over)}</text>',
         f'<polyline points="{line}" fill="none" stroke="#2266aa" stroke-width="1.5"/>',
     ]
     for x, y, at, value in dots:
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="#2266aa"/>')
         parts.append(f'<text x="{x:.1f}" y="{y - 5:.1f}" text-anchor="middle">{number(value)}</text>')
-        parts.append(f'<text x="{x:.1f}" y="{PANEL_HEIGHT}" text-anchor="middle" fill="#666">{number(at)}</text>')
+        parts.append(f'<text x="{x:.1f}" y="{PANEL_HEIGHT - 14}" text-anchor="middle" fill="#666">{_short(at)}</text>')
     return "".join(parts)
 
 
-def _scale(values: Sequence[float], begin: float, end: float) -> Callable[[float], float]:
-    """Return the map from values to coordinates: logarithmic if all are above 0."""
-    bend: Callable[[float], float] = math.log if min(values) > 0 else float
+def _short(value: float) -> str:
+    for unit, name in ((1_000_000, "M"), (1_000, "k")):
+        if value >= unit and value % (unit / 10) == 0:
+            return f"{value / unit:g}{name}"
+    return number(value)
+
+
+def _scale(values: Sequence[float], begin: float, end: float, span_min: float = 1.0) -> Callable[[float], float]:
+    """Return the map from values to coordinates: logarithmic if all are above 0, and then over `span_min` at least."""
+    is_logarithmic = min(values) > 0
+    bend: Callable[[float], float] = math.log if is_logarithmic else float
     low, high = bend(min(values)), bend(max(values))
+    if is_logarithmic:
+        more = max(0.0, math.log(span_min) - (high - low)) / 2
+        low, high = low - more, high + more
     if math.isclose(low, high):
         return lambda value: (begin + end) / 2
     return lambda value: begin + (end - begin) * (bend(value) - low) / (high - low)
