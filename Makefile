@@ -23,19 +23,20 @@ TEST_PROCESSES ?= 4
 # Tests of one file stay together if possible, so that their shared processes start once.
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal
 
-.PHONY: help demo test unit prove chaos standstill simulate simulate-shell mutants crashes up bench bench-spark report lint types format clean
+.PHONY: help demo test unit prove ledger chaos standstill simulate simulate-shell mutants crashes up bench bench-spark report lint types format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo      sensors, controllers and a leader that is killed during the run, and Spark's report: a minute"
 	@echo "make test      the test suite"
 	@echo "make unit      its tests that start no broker, ZooKeeper or Spark: two minutes"
-	@echo "make prove     long runs: SEEDS=2000 of the simulator, mutants, chaos, Spark jobs, brokers killed under load"
+	@echo "make prove     long runs: SEEDS=10000 of the simulator, mutants, chaos, Spark jobs, brokers killed under load"
 	@echo "make chaos     three brokers under all kinds of faults and load, and a checker: SECONDS=120 SEED=1 ZOOKEEPERS=1"
 	@echo "make simulate  replication under every fault, over SEEDS=500 seeds; SEED=7 prints one run event by event"
 	@echo "make simulate-shell  whole brokers on a simulated clock, disk and network: SEEDS=100; SEED=7 prints one run"
 	@echo "make mutants   planted protocol bugs, each of which the simulator has to find"
 	@echo "make crashes   storage after power cuts and on failing disks, and planted bugs of storage"
+	@echo "make ledger    what all proof runs add up to; the five above enter theirs with LEDGER=1, make prove always"
 	@echo "make standstill  the test suite while its processes are stopped at random: TESTS=tests/cluster/test_locks.py"
 	@echo "make up        a cluster in the foreground: ZooKeeper and three brokers"
 	@echo "make report    a throughput report: DATA='data/5000 data/5001' are brokers' data directories, OUT=build/report"
@@ -51,19 +52,23 @@ test: $(READY)
 unit: $(READY)
 	$(PYTEST) -m unit $(TESTS)
 
-# One test at a time: each kills processes under load. build/prove.xml keeps the figures.
+# One test at a time: each kills processes under load. build/prove.xml keeps the figures, tests/LEDGER.jsonl the counts.
 prove: $(READY)
-	@$(MAKE) --no-print-directory simulate SEEDS=$(or $(SEEDS),2000)
-	@$(MAKE) --no-print-directory simulate-shell SEEDS=$(or $(SHELL_SEEDS),2000)
-	@$(MAKE) --no-print-directory mutants
-	@$(MAKE) --no-print-directory crashes
-	@$(MAKE) --no-print-directory chaos
+	@$(MAKE) --no-print-directory simulate LEDGER=1 SEEDS=$(or $(SEEDS),10000)
+	@$(MAKE) --no-print-directory simulate-shell LEDGER=1 SEEDS=$(or $(SHELL_SEEDS),2000)
+	@$(MAKE) --no-print-directory mutants LEDGER=1
+	@$(MAKE) --no-print-directory crashes LEDGER=1
+	@$(MAKE) --no-print-directory chaos LEDGER=1
 	$(BIN)/python -m pytest -m prove --durations 0 --junit-xml build/prove.xml
+
+# The sums of the runs in tests/LEDGER.jsonl. With LEDGER=1 the targets below enter theirs, and go on where it ends.
+ledger: $(READY)
+	@cd tests && exec $(CURDIR)/$(BIN)/python -m support.ledger $(if $(SINCE),--since $(SINCE))
 
 # The seed decides the faults. The report is in build/chaos; a run that violates a rule keeps its histories and logs there.
 chaos: $(READY)
-	@cd tests && exec $(CURDIR)/$(BIN)/python -m chaos.run --seed $(or $(SEED),1) --seconds $(or $(SECONDS),120) \
-		--zookeepers $(or $(ZOOKEEPERS),1) $(if $(ONLY),--only "$(ONLY)") $(if $(APART),--apart) \
+	@cd tests && exec $(CURDIR)/$(BIN)/python -m chaos.run $(if $(SEED),--seed $(SEED)) --seconds $(or $(SECONDS),120) \
+		--zookeepers $(or $(ZOOKEEPERS),1) $(if $(ONLY),--only "$(ONLY)") $(if $(APART),--apart) $(if $(LEDGER),--ledger) \
 		--out $(CURDIR)/build/chaos
 
 # Pauses processes at random, as a crowded machine does. PAUSES="--longest 2" makes the pauses longer.
@@ -73,20 +78,21 @@ standstill: $(READY)
 # SEED=n: one run with its trace; SEEDS=n: n runs, from FIRST on; EVENTS=n: events of each run before its faults end.
 simulate: $(READY)
 	@cd tests && exec $(CURDIR)/$(BIN)/python -m simulation.run $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),500)) \
-		$(if $(FIRST),--first $(FIRST)) $(if $(EVENTS),--events $(EVENTS))
+		$(if $(FIRST),--first $(FIRST)) $(if $(EVENTS),--events $(EVENTS)) $(if $(LEDGER),--ledger)
 
 # WITHOUT=0,3: the run of SEED without these of its faults; DEFECT="...": put a known defect back (shell/defects.py).
 simulate-shell: $(READY)
 	@cd tests && exec $(CURDIR)/$(BIN)/python -m simulation.shell.run $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),100)) \
-		$(if $(FIRST),--first $(FIRST)) $(if $(WITHOUT),--without $(WITHOUT)) $(if $(DEFECT),--defect "$(DEFECT)" --go-on)
+		$(if $(FIRST),--first $(FIRST)) $(if $(WITHOUT),--without $(WITHOUT)) $(if $(DEFECT),--defect "$(DEFECT)" --go-on) \
+		$(if $(LEDGER),--ledger)
 
 mutants: $(READY)
-	@cd tests && exec $(CURDIR)/$(BIN)/python -m simulation.hunt
+	@cd tests && exec $(CURDIR)/$(BIN)/python -m simulation.hunt $(if $(LEDGER),--ledger)
 
 # EACH=n: crash images before each change; EVERY=n: one of so many steps fails. build/crashes.json has the counts.
 crashes: $(READY)
-	@cd tests && exec $(CURDIR)/$(BIN)/python -m simulation.storage.run --seed $(or $(SEED),1) --each $(or $(EACH),2) \
-		--every $(or $(EVERY),2) --report $(CURDIR)/build/crashes.json
+	@cd tests && exec $(CURDIR)/$(BIN)/python -m simulation.storage.run $(if $(SEED),--seed $(SEED)) --each $(or $(EACH),2) \
+		--every $(or $(EVERY),2) $(if $(LEDGER),--ledger) --report $(CURDIR)/build/crashes.json
 
 up: $(READY)
 	@exec $(BIN)/portalmq up

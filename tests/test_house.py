@@ -469,7 +469,7 @@ def test_the_map_of_changes_names_a_place_for_each() -> None:
     assert [row[0] for row in rows if not re.search(r"`[\w/]+\.py`", row[1])] == []
 
 
-@pytest.mark.parametrize("document", ["docs/PROOF.md", "docs/SEEDS.md", "docs/NOTES.md"])
+@pytest.mark.parametrize("document", ["docs/GUARANTEES.md", "docs/PROOF.md", "docs/SEEDS.md", "docs/NOTES.md"])
 def test_each_feature_in_a_table_names_a_test_that_exists(document: str) -> None:
     named = re.findall(r"`(tests/[\w/]+\.py)(?:::([\w:]+))?`", (ROOT / document).read_text())
     assert len(named) > 30

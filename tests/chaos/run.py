@@ -29,6 +29,7 @@ from chaos.processes import Processes
 from chaos.report import as_text, report
 from chaos.schedule import DECK, schedule
 from chaos.workload import GROUP_SETTINGS, WORKLOAD
+from support import ledger
 
 from portalmq import PortalMQError
 
@@ -41,7 +42,8 @@ STOP_WITHIN_S = 60.0
 
 class Run:
     def __init__(self, arguments: argparse.Namespace, has_mounts: bool) -> None:
-        self.seed: int = arguments.seed
+        self.entry = ledger.Run("chaos", arguments.seed, writes=arguments.ledger, otherwise=1)
+        self.seed: int = self.entry.first
         self.seconds: float = arguments.seconds
         self.apart: bool = arguments.apart
         self.directory: Path = arguments.out / f"seed-{self.seed}"
@@ -60,7 +62,7 @@ class Run:
         print(f"[{time.monotonic() - self._began:6.1f}] {what}", flush=True)
 
     def run(self) -> int:
-        with self.cluster:
+        with self.entry, self.cluster:
             processes = Processes(self.directory, self.seed, self.cluster.client_urls)
             try:
                 self._prepare()
@@ -80,6 +82,7 @@ class Run:
                 self._save_small_disk()
                 raise
             self._keep(found)
+            self._enter(found)
         return 1 if found["violations"] else 0
 
     def _judge(self, faults: Faults) -> dict[str, Any]:
@@ -90,6 +93,11 @@ class Run:
         self.say(f"checking {len(acts):,} calls")
         verdicts = {**check(evidence), **self.liveness}
         return report(self.seed, self.seconds, evidence, verdicts, faults.injected, self._more(faults))
+
+    def _enter(self, found: dict[str, Any]) -> None:
+        faults = sum(each["count"] for each in found["faults"].values())
+        counts = {"faults": faults, "acknowledged": found["acknowledged"], "violations": found["violations"]}
+        self.entry.add(self.seed, counts, failed=bool(found["violations"]))
 
     def _save_small_disk(self) -> None:
         """Copy what ends with this process."""
@@ -188,7 +196,8 @@ class Run:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int, help="default: 1, or the next one of the ledger")
+    parser.add_argument("--ledger", action="store_true", help="enter the run")
     parser.add_argument("--seconds", type=float, default=120.0, help="how long faults are injected")
     parser.add_argument("--zookeepers", type=int, choices=(1, 3), default=1)
     parser.add_argument("--only", action="append", default=[], choices=list(DECK), help="only faults of this kind")

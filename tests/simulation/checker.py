@@ -80,19 +80,20 @@ class Checker:
         if isinstance(event, BrokersChanged):
             shell.brokers_seen = event.brokers
         for action in actions:
-            if isinstance(action, HighWatermarkAdvanced):
-                if replica.leading:
-                    self._leader_advanced(shell, action.high_watermark)
-                else:
-                    self._follower_advanced(shell, action.high_watermark)
-            elif isinstance(action, Truncate | ResetLog):
-                self._destroys(shell, event, action)
-            elif isinstance(action, Replicate):
-                self._check_authority(shell, "takes", action.fetch)
-            elif isinstance(action, ProposeIsr):
-                self._proposes(shell, action)
-            elif isinstance(action, SendFetch):
-                shell.fetch_seen = action.fetch
+            match action:
+                case HighWatermarkAdvanced():
+                    if replica.leading:
+                        self._leader_advanced(shell, action.high_watermark)
+                    else:
+                        self._follower_advanced(shell, action.high_watermark)
+                case Truncate() | ResetLog():
+                    self._destroys(shell, event, action)
+                case Replicate():
+                    self._check_authority(shell, "takes", action.fetch)
+                case ProposeIsr():
+                    self._proposes(shell, action)
+                case SendFetch():
+                    shell.fetch_seen = action.fetch
         if actions:
             self._check_leading(shell)
         watermark = replica.high_watermark
@@ -111,7 +112,7 @@ class Checker:
         if self._leaders.setdefault(epoch, life) != life:
             self.fail("I1", "{} and {} lead in epoch {}", self._leaders[epoch], life, epoch)
         held = self.world.zookeeper.tree.partition
-        if held.leader_epoch == epoch and not set(held.isr) <= replica.in_sync.maximal:
+        if held.leader_epoch == epoch and not replica.in_sync.maximal.issuperset(held.isr):
             self.fail("I6", "ISR {} is not within {} of its leader", held.isr, set(replica.in_sync.maximal))
         epochs = replica.epochs
         if any(a[0] >= b[0] or a[1] >= b[1] for a, b in pairwise(epochs[-3:])):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from simulation.content import Control, Mail
 
@@ -35,18 +36,19 @@ class Batch:
     control: Control | None = None
     state: bytes | None = None
     log_start: int = 0
+    base: int = field(init=False)
+    end: int = field(init=False)
 
-    @property
-    def base(self) -> int:
-        return self.head.base_offset
-
-    @property
-    def end(self) -> int:
-        return self.head.base_offset + self.head.count
+    def __post_init__(self) -> None:
+        self.base = self.head.base_offset
+        self.end = self.base + self.head.count
 
     def __str__(self) -> str:
         kind = "start" if self.head.is_epoch_start else "state" if self.head.producers is not None else "batch"
         return f"{kind}#{self.uid}[{self.base},{self.end})e{self.head.leader_epoch}"
+
+
+_base_of = attrgetter("base")
 
 
 @dataclass(slots=True, eq=False)
@@ -77,11 +79,14 @@ class Disk:
 
     def index_from(self, offset: int) -> int:
         """Of the first batch at or above `offset`."""
-        return bisect_left(self.batches, offset, key=lambda batch: batch.base)
+        return bisect_left(self.batches, offset, key=_base_of)
 
     def ending_at(self, offset: int) -> Batch | None:
-        index = self.index_from(offset)
-        return self.batches[index - 1] if index and self.batches[index - 1].end == offset else None
+        batches = self.batches
+        if batches and batches[-1].end == offset:
+            return batches[-1]
+        index = bisect_left(batches, offset, key=_base_of)
+        return batches[index - 1] if index and batches[index - 1].end == offset else None
 
     def epochs(self) -> list[tuple[int, int]]:
         own = [(batch.head.leader_epoch, batch.base) for batch in self.batches if batch.head.is_epoch_start]

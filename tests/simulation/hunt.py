@@ -8,6 +8,7 @@ signature's TypeError, is planted wrong and proves nothing.
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -20,6 +21,7 @@ from simulation import delivery_mutants
 from simulation.group_options import EVERY
 from simulation.mutants import MUTANTS, RARE
 from simulation.run import error_of
+from support import ledger
 
 SEEDS_MAX = 2_000
 assert delivery_mutants.mutant  # imported for its side effect: it registers its mutants
@@ -68,14 +70,21 @@ def hunted(name: str) -> tuple[bool, str]:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*", help="of planted bugs (default: all)")
+    parser.add_argument("--ledger", action="store_true", help="enter the run")
+    given = parser.parse_args()
     began = time.monotonic()
-    names = sys.argv[1:] or [name for name in MUTANTS if name not in RARE]
+    names = given.names or [name for name in MUTANTS if name not in RARE]
     survivors = []
-    with Pool() as pool:
+    run = ledger.Run("mutants", 0, writes=given.ledger)
+    with run, Pool() as pool:
         for name, (found, report) in zip(names, pool.imap(hunted, names), strict=True):
             print(f"{name}: {report[:150]}", flush=True)
+            run.count({"planted": 1, "found": int(found)})
             if not found:
                 survivors.append(name)
+                run.fail(name)
     print(f"{len(names) - len(survivors)} of {len(names)} found, {time.monotonic() - began:.0f} s")
     return 1 if survivors else 0
 

@@ -32,12 +32,13 @@ class Network:
 
     def send(self, source: Place, target: Place, deliver: Callable[..., None], *content: Any) -> None:
         random = self.world.random
-        if self.is_cut(source, target) or (self.drop and random.random() < self.drop):
+        link = source, target
+        if self._cuts[link] > 0 or (self.drop and random.random() < self.drop):
             return
         copies = 2 if self.duplicate and random.random() < self.duplicate else 1
         for copy in range(copies):
-            if self._clogs[source, target] > 0:
-                self._held[source, target].append(lambda: self.world.after(self.delay(), deliver, *content))
+            if self._clogs[link] > 0:
+                self._held[link].append(lambda: self.world.after(self.delay(), deliver, *content))
             else:
                 late = random.randint(0, self.world.options.late_copies_ms) if copy else 0
                 self.world.after(self.delay() + late, deliver, *content)

@@ -3,6 +3,7 @@
 python -m simulation.run --seed 17             one seed, its options, its trace
 python -m simulation.run --seeds 500           seeds 0 to 499
 python -m simulation.run --seeds 500 --first 1000
+python -m simulation.run --seeds 500 --ledger  the next 500 of the ledger, which gets a line
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import traceback
 from collections import Counter
 from multiprocessing import Pool
 
+from simulation.options import FAULTS
 from simulation.world import EVENTS, World
+from support import ledger
 
 LAST_LINES = 60
 
@@ -33,12 +36,20 @@ def error_of(seed: int, events: int = EVENTS) -> tuple[Exception | None, Counter
         world.run()
     except Exception as error:  # noqa: BLE001 - a run that breaks is a failing seed like any other
         return error, world.reached
+    finally:
+        world.reached.update(events=world.events, acknowledged=world.acked)
     return None, world.reached
 
 
 def _run(job: tuple[int, int]) -> tuple[int, str | None, Counter[str]]:
     seed, events = job
     return (seed, *failure_of(seed, events))
+
+
+def counted(reached: Counter[str]) -> dict[str, int]:
+    """Return what the ledger sums up."""
+    faults = sum(reached[fault] for fault in FAULTS)
+    return {"faults": faults, "acknowledged": reached["acknowledged"], "events": reached["events"]}
 
 
 def replay(seed: int, events: int, lines: int | None) -> bool:
@@ -62,7 +73,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, help="run this one, with its trace")
     parser.add_argument("--seeds", type=int, default=500, help="how many")
-    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--first", type=int, help="default: 0, or where the ledger ends")
+    parser.add_argument("--ledger", action="store_true", help="enter the run; goes on after a failing seed")
     parser.add_argument("--events", type=int, default=EVENTS, help="of the time with faults, in each run")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--lines", type=int, help="of the trace, from its end (default: all)")
@@ -73,14 +85,16 @@ def main() -> int:
     began = time.monotonic()
     reached: Counter[str] = Counter()
     failed: list[int] = []
-    jobs = [(arguments.first + number, arguments.events) for number in range(arguments.seeds)]
-    with Pool(arguments.processes) as pool:
+    run = ledger.Run("core", arguments.first, writes=arguments.ledger)
+    jobs = [(run.first + number, arguments.events) for number in range(arguments.seeds)]
+    with run, Pool(arguments.processes) as pool:
         for seed, failure, found in pool.imap_unordered(_run, jobs, chunksize=5):
             reached += found
+            run.add(seed, counted(found), failed=failure is not None)
             if failure is not None:
                 failed.append(seed)
                 print(f"seed {seed}: {failure}", flush=True)
-                if not arguments.go_on:
+                if not (arguments.go_on or arguments.ledger):
                     pool.terminate()
                     break
     if failed and not arguments.go_on:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import heapq
 from collections import Counter, deque
 from collections.abc import Callable
-from random import Random
 from typing import Any
 
 from simulation.checker import Checker, Violation
 from simulation.client import Consumer, Producer
+from simulation.dice import Dice
 from simulation.disk import Disk
 from simulation.faults import Faults
 from simulation.group_clients import Operator, QueueConsumer
@@ -33,7 +33,7 @@ class World:
     """`tracing` keeps a line of text for each event; without it nothing is formatted."""
 
     def __init__(self, seed: int, events: int = EVENTS, *, tracing: bool = False) -> None:
-        self.random = Random(seed)
+        self.random = Dice(seed)
         self.options = draw(seed, events, self.random)
         self.tracing = tracing
         self.trace: deque[str] = deque(maxlen=TRACE_LINES_KEPT)
@@ -195,8 +195,9 @@ class World:
 
     def run(self) -> None:
         """Inject faults for the given number of events; then heal, and check the recovery. Raises Violation."""
-        while self.events < self.options.events:
-            self.step()
+        last, step = self.options.events, self.step
+        while self.events < last:
+            step()
         self.heal()
         deadline = self.now + HEALING_MS
         self.acked_before = self.acked

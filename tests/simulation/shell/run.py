@@ -34,6 +34,7 @@ from simulation.shell import system_calls
 from simulation.shell.defects import DEFECTS, plant
 from simulation.shell.options import FAULTS, draw
 from simulation.shell.world import World
+from support import ledger
 
 HOME = Path("/dev/shm" if os.path.isdir("/dev/shm") else "/tmp") / f"portalmq-shell-{os.getpid()}"
 
@@ -146,7 +147,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, help="run this one, with its trace")
     parser.add_argument("--seeds", type=int, default=100, help="how many")
-    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--first", type=int, help="default: 0, or where the ledger ends")
+    parser.add_argument("--ledger", action="store_true", help="enter the run; goes on after a failing seed")
     parser.add_argument("--without", default="", help="numbers of faults that are left out, such as 0,3")
     parser.add_argument("--defect", default="", choices=["", *DEFECTS], help="put this one back before")
     parser.add_argument("--having", default="", choices=["", *FAULTS], help="only seeds with this fault")
@@ -162,18 +164,22 @@ def main() -> int:
     reached: Counter[str] = Counter()
     failed: list[Outcome] = []
     began_s, cpu_s = patches.real_perf_counter(), 0.0
-    wanted = (seed for seed in count(arguments.first) if _has(seed, arguments.having))
+    run = ledger.Run("shell", arguments.first, writes=arguments.ledger)
+    wanted = (seed for seed in count(run.first) if _has(seed, arguments.having))
     seeds = islice(wanted, arguments.seeds)
-    for outcome in play_all(seeds, processes=arguments.processes):
-        reached += outcome.reached
-        cpu_s += outcome.cpu_s
-        if arguments.hash:
-            print(f"{outcome.seed} {outcome.trace} {outcome.steps} steps {outcome.cpu_s:.2f} s", flush=True)
-        if outcome.failure:
-            failed.append(outcome)
-            print(f"seed {outcome.seed}: {outcome.failure[:600]}", flush=True)
-            if not arguments.go_on:
-                break
+    with run:
+        for outcome in play_all(seeds, processes=arguments.processes):
+            reached += outcome.reached
+            cpu_s += outcome.cpu_s
+            counts = {"faults": len(outcome.faults), "acknowledged": outcome.reached["acked"], "steps": outcome.steps}
+            run.add(outcome.seed, counts, failed=bool(outcome.failure))
+            if arguments.hash:
+                print(f"{outcome.seed} {outcome.trace} {outcome.steps} steps {outcome.cpu_s:.2f} s", flush=True)
+            if outcome.failure:
+                failed.append(outcome)
+                print(f"seed {outcome.seed}: {outcome.failure[:600]}", flush=True)
+                if not (arguments.go_on or arguments.ledger):
+                    break
     if failed and not arguments.go_on:
         seed, rule = failed[0].seed, failed[0].rule
         left_out = shrink(seed, rule)

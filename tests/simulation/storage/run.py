@@ -23,6 +23,7 @@ from simulation.storage.bugs import BUGS, killer_of
 from simulation.storage.crashes import crash
 from simulation.storage.failures import failures
 from simulation.storage.subjects import SUBJECTS
+from support import ledger
 
 SHOWN = 20
 MEMORY = Path("/dev/shm")
@@ -57,21 +58,25 @@ def work(job: tuple[str, str, int, int]) -> tuple[str, Counter[str], list[str]]:
 
 def main() -> int:
     options = argparse.ArgumentParser()
-    options.add_argument("--seed", type=int, default=1)
+    options.add_argument("--seed", type=int, help="default: 1, or the next one of the ledger")
+    options.add_argument("--ledger", action="store_true", help="enter the run")
     options.add_argument("--each", type=int, default=2, help="crash images before each change")
     options.add_argument("--every", type=int, default=2, help="let every so many steps fail")
     options.add_argument("--report", type=Path, default=Path("build/crashes.json"))
     chosen = options.parse_args()
     began = time.monotonic()
-    jobs = [("crash images", subject.name, chosen.seed, chosen.each) for subject in SUBJECTS]
-    jobs += [("faults", subject.name, chosen.seed, chosen.every) for subject in SUBJECTS]
-    jobs += [("planted bugs", name, chosen.seed, 1) for name in BUGS]
+    run = ledger.Run("crashes", chosen.seed, writes=chosen.ledger, otherwise=1)
+    jobs = [("crash images", subject.name, run.first, chosen.each) for subject in SUBJECTS]
+    jobs += [("faults", subject.name, run.first, chosen.every) for subject in SUBJECTS]
+    jobs += [("planted bugs", name, run.first, 1) for name in BUGS]
     counts: dict[str, Counter[str]] = {}
     broken: list[str] = []
-    with Pool() as pool:
+    with run, Pool() as pool:
         for name, tried, failed in pool.imap_unordered(work, jobs):
             counts.setdefault(name, Counter()).update(tried)
             broken += failed
+            run.count({name.partition(" of a ")[0]: tried.total()})
+        run.add(run.first, {}, failed=bool(broken))
     report = {name: {"total": tried.total(), **tried} for name, tried in sorted(counts.items())}
     chosen.report.parent.mkdir(parents=True, exist_ok=True)
     chosen.report.write_text(json.dumps({**report, "failed": broken}, indent=2) + "\n")
