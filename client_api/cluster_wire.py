@@ -8,7 +8,7 @@ from urllib.parse import quote
 import msgspec
 
 from portalmq.wire_decoding import prepare, structs_of
-from portalmq.wire_numbers import WAIT_MS_MAX, NonNegative
+from portalmq.wire_numbers import NonNegative, WaitMs
 
 # --- locks -----------------------------------------------------------------------------------------------------------
 
@@ -25,7 +25,7 @@ class LockRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True
 
     owner: LockOwner
     ttl_ms: LockTtl = 30_000
-    wait_ms: Annotated[int, msgspec.Meta(ge=0, le=WAIT_MS_MAX)] = 0
+    wait_ms: WaitMs = 0
     keep_place_ms: Annotated[int, msgspec.Meta(ge=0, le=LOCK_PLACE_MS_MAX)] = 0
 
 

@@ -23,7 +23,7 @@ from urllib.parse import quote
 import msgspec
 
 from portalmq.compression import HAS_ZSTD, ZSTD, values_of
-from portalmq.wire import WAIT_MS_MAX, NonNegative, group_path, prepare, structs_of
+from portalmq.wire import Name, NonNegative, WaitMs, group_path, prepare, structs_of
 
 FRAMES_MSGPACK = "application/vnd.portalmq.frames+msgpack"
 FRAMES_COMPRESSED = f"{FRAMES_MSGPACK};values=zstd"
@@ -56,8 +56,8 @@ def member_path(group: str, member_id: str, verb: str = "") -> str:
 class JoinRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     """A request to join. Without a `member_id` the broker generates one."""
 
-    topics: Annotated[list[str], msgspec.Meta(min_length=1, max_length=GROUP_TOPICS_MAX)]
-    member_id: str | None = None
+    topics: Annotated[list[Name], msgspec.Meta(min_length=1, max_length=GROUP_TOPICS_MAX)]
+    member_id: Name | None = None
     session_timeout_ms: Annotated[int, msgspec.Meta(ge=SESSION_TIMEOUT_MS_MIN, le=SESSION_TIMEOUT_MS_MAX)] = (
         SESSION_TIMEOUT_MS
     )
@@ -93,7 +93,7 @@ class MemberAnswer(msgspec.Struct):
 class PartitionOffset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`offset` is the next one to read."""
 
-    topic: str
+    topic: Name
     partition: NonNegative
     offset: NonNegative
 
@@ -135,7 +135,7 @@ class GroupOffsets(msgspec.Struct):
 class SeekRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     """`to`: "earliest", "latest", {"offset": n} (of one partition), {"at": RFC 3339 text or Unix ms}."""
 
-    topic: str
+    topic: Name
     to: str | dict[str, int | str]
     partition: NonNegative | None = None
     dry_run: bool = False
@@ -160,7 +160,7 @@ class SeekAnswer(msgspec.Struct):
 class FetchRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     partitions: Annotated[list[PartitionOffset], msgspec.Meta(min_length=1, max_length=FETCH_PARTITIONS_MAX)]
     max_bytes: Annotated[int, msgspec.Meta(ge=1, le=FETCH_BYTES_MAX)] = FETCH_BYTES
-    wait_ms: Annotated[int, msgspec.Meta(ge=0, le=WAIT_MS_MAX)] = 0
+    wait_ms: WaitMs = 0
 
 
 class Frame(msgspec.Struct, array_like=True, gc=False, frozen=True):

@@ -40,7 +40,7 @@ from portalmq.cluster_wire import (
 from portalmq.errors import InvalidRequest
 from portalmq.message_ids import message_id_of, message_ids_of
 from portalmq.wire_decoding import decode_base64, decode_json, decode_msgpack, prepare, structs_of
-from portalmq.wire_numbers import INTEGER_MAX, WAIT_MS_MAX, NonNegative, Positive
+from portalmq.wire_numbers import INTEGER_MAX, NAME_PATTERN, WAIT_MS_MAX, Name, NonNegative, Positive, WaitMs
 
 JSON = "application/json"
 TEXT = "text/plain; charset=utf-8"
@@ -381,10 +381,10 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ReceiveRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    topics: Annotated[list[str], msgspec.Meta(min_length=1, max_length=1_000)]  # topics to receive from
+    topics: Annotated[list[Name], msgspec.Meta(min_length=1, max_length=1_000)]  # topics to receive from
     # most messages of one answer
     max_messages: Annotated[int, msgspec.Meta(ge=1, le=RECEIVE_MESSAGES_MAX)] = 10
-    wait_ms: Annotated[int, msgspec.Meta(ge=0, le=WAIT_MS_MAX)] = 0  # how long to wait for the first message
+    wait_ms: WaitMs = 0  # how long to wait for the first message
     # how long the leases last; by default the group's setting
     visibility_timeout_ms: Annotated[int, msgspec.Meta(ge=1, le=VISIBILITY_TIMEOUT_MS_MAX)] | None = None
     consumer: Annotated[str, msgspec.Meta(max_length=190)] = ""  # name of the consumer, for others to see
@@ -425,18 +425,18 @@ class ExtendRequest(AckRequest, omit_defaults=True):
 class JsonOutput(JsonMessage, kw_only=True):
     """A message that a commit publishes."""
 
-    topic: str
+    topic: Name
 
 
 class PackOutput(PackMessage, kw_only=True):
-    topic: str
+    topic: Name
 
 
 class InputOffset(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     """The next offset to read of a partition. `committed` is where the input begins: the group's committed offset as
     the member knows it. If the group has committed another one, the commit is refused (`offset_moved`)."""
 
-    topic: str
+    topic: Name
     partition: NonNegative
     offset: NonNegative
     committed: NonNegative | None = None
@@ -473,7 +473,7 @@ class Committed(msgspec.Struct, frozen=True):
 class RedriveRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     """The dead letters to deliver again: those with `ids`, those that match `where`, or all."""
 
-    topic: str
+    topic: Name
     ids: Annotated[list[str], msgspec.Meta(max_length=BATCH_MESSAGES_MAX)] | None = None
     where: Any = None
     rate_per_s: Annotated[float, msgspec.Meta(gt=0, le=1_000_000)] | None = None

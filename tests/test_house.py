@@ -444,6 +444,13 @@ def test_every_route_is_in_the_table_of_routes() -> None:
     assert listed == {(route.method, route.path.replace("<", "{").replace(">", "}")) for route in ROUTES}
 
 
+def test_every_route_says_what_it_answers() -> None:
+    """tests/broker/api/test_openapi.py checks the rest of the description."""
+    from portalmq.broker.api.routes import ROUTES
+
+    assert [route.path for route in ROUTES if not route.answers] == []
+
+
 @pytest.mark.parametrize(("document", "lines"), [("README.md", 200), ("ARCHITECTURE.md", 300)])
 def test_a_first_look_is_short(document: str, lines: int) -> None:
     assert len((ROOT / document).read_text().splitlines()) <= lines

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
+from importlib.metadata import version
 from time import perf_counter
 
+import msgspec
 from flask import Flask, Response, g, request
 
 from portalmq.broker.api import problems
 from portalmq.broker.api.body import leaves_bytes_unread
 from portalmq.broker.api.dispatch import Dispatcher, check_caller, check_ready
+from portalmq.broker.api.openapi import describe
+from portalmq.broker.api.query import decoder_of
 from portalmq.broker.api.request_context import Authorizer, HttpSettings, RequestContext, ResponseParts, current
-from portalmq.broker.api.routes import ROUTES, Route
+from portalmq.broker.api.route import Route
+from portalmq.broker.api.routes import ROUTES
 from portalmq.broker.broker import Broker
 from portalmq.broker.messages.metrics import Metrics
 
@@ -29,6 +34,9 @@ def create_app(
     app.url_map.merge_slashes = False
     open_endpoints, early_endpoints = set(), set()
     routes = (*ROUTES, *more)
+    context.description = cache(
+        lambda: msgspec.json.encode(describe(routes, version("portalmq"), needs_token=auth.needed))
+    )
     for route in routes:
         endpoint = f"{route.method} {route.path}"
         app.add_url_rule(route.path, endpoint, partial(_respond, route, context), methods=[route.method])
@@ -62,11 +70,12 @@ def create_app(
     app.before_request(guard)
     app.after_request(count)
     problems.install(app, broker)
-    traffic = {route.path: route.view for route in routes if route.is_traffic}
-    app.wsgi_app = Dispatcher(app, context, traffic)  # type: ignore[method-assign]
+    app.wsgi_app = Dispatcher(app, context, routes)  # type: ignore[method-assign]
     return app
 
 
 def _respond(route: Route, context: RequestContext, **names: str) -> Response:
-    answer = route.view(context, current(), *names.values()) if route.is_traffic else route.view(context, **names)
+    asked = current()
+    given = {} if route.query is None else {"query": decoder_of(route.query)(asked.query)}
+    answer = route.view(context, *((asked,) if route.is_traffic else ()), **names, **given)
     return answer.response() if isinstance(answer, ResponseParts) else answer

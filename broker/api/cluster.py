@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from flask import Response
 
 from portalmq import wire
+from portalmq.broker.api.answers import Status
 from portalmq.broker.api.dispatch import check_caller, check_ready
-from portalmq.broker.api.request_context import RequestContext, answer, current, query
+from portalmq.broker.api.query import Parameters, read_by
+from portalmq.broker.api.request_context import RequestContext, answer, current
 from portalmq.errors import Forbidden, Unauthorized
 
 
 def live(context: RequestContext) -> Response:
     """Answer that the process runs. Checks nothing else, so nothing else makes a supervisor restart it."""
-    return answer({"status": "ok"})
+    return answer(Status("ok"))
 
 
 def ready(context: RequestContext) -> Response:
     """Answer whether the broker takes calls; authorized callers get its id."""
     check_ready(context)
-    return answer(
-        {"status": "ready", "broker_id": context.broker.broker_id} if _is_known(context) else {"status": "ready"}
-    )
+    return answer(Status("ready", context.broker.broker_id) if _is_known(context) else Status("ready"))
 
 
 def health(context: RequestContext) -> Response:
@@ -39,16 +41,25 @@ def _is_known(context: RequestContext) -> bool:
 
 
 def describe(context: RequestContext) -> Response:
+    """Return the brokers, and which of them is the controller."""
     return answer(context.broker.overview.cluster())
 
 
-def metadata(context: RequestContext) -> Response:
-    topics = query("topics").text("topics")
-    names = None if topics is None else [name for name in topics.split(",") if name]
-    for name in names or []:
-        wire.check_name(name, "topic")
-    return answer(context.broker.overview.metadata(names))
+def _names(text: str, what: str) -> list[str]:
+    return [wire.check_name(name, "topic") for name in text.split(",") if name]
+
+
+class MetadataQuery(Parameters):
+    """`topics`: their names, separated by commas; by default all."""
+
+    topics: Annotated[list[str], read_by(_names, type="string")] | None = None
+
+
+def metadata(context: RequestContext, query: MetadataQuery) -> Response:
+    """Return the leader of every partition, for clients. Topics that do not exist are left out."""
+    return answer(context.broker.overview.metadata(query.topics))
 
 
 def exposition(context: RequestContext) -> Response:
+    """Return the metrics, for Prometheus."""
     return Response(context.metrics.exposition(), content_type=context.metrics.content_type)

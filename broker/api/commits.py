@@ -23,6 +23,7 @@ from portalmq.errors import InvalidRequest
 
 
 def commit(context: RequestContext, request: HttpRequest, group: str) -> ResponseParts:
+    """Acknowledge input and publish output: both or neither."""
     wire.check_name(group, "group")
     body, now_ms = context.body_of(request), context.broker.wall_ms()
     wanted: wire.JsonCommit | wire.PackCommit

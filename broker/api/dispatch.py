@@ -7,7 +7,8 @@ every other route. All other requests go to Flask.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 from http import HTTPStatus
 from time import perf_counter
 from typing import Any
@@ -19,12 +20,15 @@ from portalmq import wire
 from portalmq.broker.api import internal, problems
 from portalmq.broker.api.body import leaves_bytes_unread
 from portalmq.broker.api.http_request import HttpRequest, request_of
+from portalmq.broker.api.query import decoder_of
 from portalmq.broker.api.request_context import RequestContext, ResponseParts
+from portalmq.broker.api.route import Route
 from portalmq.errors import Unauthorized, Unavailable
 
 Environ = dict[str, Any]
 StartResponse = Any  # PEP 3333's
-TrafficView = Callable[..., Any]  # returns ResponseParts for the context, the request and the name in the path
+# Queries of traffic are few: their decoded parameters are kept.
+QUERIES_KEPT = 256
 
 _STATUS_LINES = {status.value: f"{status.value} {status.phrase}" for status in HTTPStatus}
 
@@ -49,21 +53,41 @@ def check_ready(context: RequestContext) -> None:
         raise Unavailable("the broker is starting or draining: use another, or repeat", retry_after_s=1)
 
 
+class _TrafficRoute:
+    """A route that is served without Flask."""
+
+    __slots__ = ("_parameters_of", "_view", "path")
+
+    def __init__(self, route: Route) -> None:
+        self.path = route.path
+        self._view: Callable[..., Any] = route.view
+        self._parameters_of = None if route.query is None else lru_cache(QUERIES_KEPT)(decoder_of(route.query))
+
+    def serve(self, context: RequestContext, request: HttpRequest, *names: str) -> ResponseParts:
+        check_caller(context, request)
+        check_ready(context)
+        if self._parameters_of is None:
+            answer: ResponseParts = self._view(context, request, *names)
+        else:
+            answer = self._view(context, request, *names, query=self._parameters_of(request.query))
+        return answer
+
+
 class Dispatcher:
     """The application of the broker. `answer` serves traffic and calls from other brokers; as a WSGI application, the
     same and, by Flask, every other route."""
 
-    def __init__(self, app: Flask, context: RequestContext, traffic: Mapping[str, TrafficView]) -> None:
-        """`traffic` maps the paths of POST routes to their views."""
+    def __init__(self, app: Flask, context: RequestContext, routes: Iterable[Route]) -> None:
         self._flask = app.wsgi_app
         self._context = context
-        self._views: dict[tuple[str, str], tuple[str, TrafficView]] = {}
-        for path, view in traffic.items():
-            match path.split("/"):
-                case ["", "v1", first, _, last]:
-                    self._views[first, last] = (path, view)
-                case _:
-                    self._views[path, ""] = (path, view)
+        self._traffic: dict[tuple[str, str], _TrafficRoute] = {}
+        for route in routes:
+            if route.is_traffic:
+                match route.path.split("/"):
+                    case ["", "v1", first, _, last]:
+                        self._traffic[first, last] = _TrafficRoute(route)
+                    case _:
+                        self._traffic[route.path, ""] = _TrafficRoute(route)
 
     def answer(self, request: HttpRequest) -> ResponseParts | None:
         """Return the answer, or None if Flask serves the route. Call `sent` when the answer is sent."""
@@ -71,11 +95,11 @@ class Dispatcher:
         if request.method == "POST":
             parts = path.split("/")
             if len(parts) == 5 and parts[1] == "v1" and parts[3]:
-                found = self._views.get((parts[2], parts[4]))
+                found = self._traffic.get((parts[2], parts[4]))
                 if found is not None:
-                    return self._counted(request, found[0], self._serve_traffic, found[1], _text(parts[3]))
-            elif (found := self._views.get((path, ""))) is not None:
-                return self._counted(request, path, self._serve_traffic, found[1])
+                    return self._counted(request, found.path, found.serve, _text(parts[3]))
+            elif (found := self._traffic.get((path, ""))) is not None:
+                return self._counted(request, path, found.serve)
         if path.startswith(wire.INTERNAL_PATH):
             name = path.removeprefix(wire.INTERNAL_PATH)
             route = path if name in self._context.broker.calls else f"{wire.INTERNAL_PATH}<name>"
@@ -99,14 +123,6 @@ class Dispatcher:
         start_response(status_line(answer.status), headers)
         body = [] if request.method == "HEAD" else [answer.body]
         return ClosingIterator(body, lambda: self.sent(request))
-
-    def _serve_traffic(
-        self, context: RequestContext, request: HttpRequest, view: TrafficView, *names: str
-    ) -> ResponseParts:
-        check_caller(context, request)
-        check_ready(context)
-        answer: ResponseParts = view(context, request, *names)
-        return answer
 
     def _counted(
         self, request: HttpRequest, route: str, serve: Callable[..., ResponseParts], *arguments: Any

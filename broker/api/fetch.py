@@ -14,6 +14,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def fetch(context: RequestContext, request: HttpRequest) -> ResponseParts:
+    """Return stored batches of many partitions, for stream clients."""
     wanted = wire.decode_json(context.body_of(request), contract.FetchRequest)
     context.answers.check()
     with context.parked(wanted.wait_ms):

@@ -3,53 +3,75 @@
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from flask import Response, request
+from flask import Response
 
 from portalmq import wire
+from portalmq.broker.api.answers import DeadLetterPage, DroppedDeadLetters, GroupList, UnfinishedPage
 from portalmq.broker.api.outgoing import json_message
-from portalmq.broker.api.query import Query, instant_ms, whole_number
-from portalmq.broker.api.request_context import RequestContext, answer, current, may_forward, no_content, query
+from portalmq.broker.api.query import Parameters, TopicName, instant_ms, read_by, whole_number
+from portalmq.broker.api.request_context import RequestContext, answer, current, may_forward, no_content
 from portalmq.broker.partition.answer_size import first_of
 from portalmq.errors import InvalidRequest
+from portalmq.wire import Positive
 
 PAGE = 100
 PAGE_MAX = 1_000
 
 
 def list_all(context: RequestContext) -> Response:
-    return answer({"groups": context.broker.list_groups()})
+    """List the groups with their counts."""
+    return answer(GroupList(context.broker.list_groups()))
 
 
-def put(context: RequestContext, group: str) -> Response:
-    """Create or change a group. `?delivery=` applies when this call creates it; an existing group keeps its own."""
+class PutGroupQuery(msgspec.Struct):
+    """`delivery` applies when this call creates the group; an existing group keeps its own."""
+
+    delivery: str | None = None
+
+
+def put(context: RequestContext, group: str, query: PutGroupQuery) -> Response:
+    """Create or change a group."""
     wire.check_name(group, "group")
     patch = wire.decode_json(context.body(), dict[str, Any])
     start = patch.get("start")
     if isinstance(start, dict) and isinstance(start.get("at"), str):
         patch["start"] = {**start, "at": instant_ms(start["at"], "start.at")}
-    delivery = request.args.get("delivery")
-    description, created = context.broker.put_group(group, patch, {} if delivery is None else {"delivery": delivery})
+    initial: dict[str, object] = {} if query.delivery is None else {"delivery": query.delivery}
+    description, created = context.broker.put_group(group, patch, initial)
     return answer(description, 201 if created else 200)
 
 
 def show(context: RequestContext, group: str) -> Response:
+    """Describe a group: its settings and counts."""
     return answer(context.broker.describe_group(wire.check_name(group, "group")))
 
 
-def list_unfinished(context: RequestContext, group: str) -> Response:
+def _position(text: str, what: str) -> tuple[int, int]:
+    partition, dash, offset = text.partition("-")
+    if not dash:
+        raise InvalidRequest(f"{what} is {text[:100]!r}, but must be the `next` of an earlier page")
+    return whole_number(partition, f"the partition of {what}"), whole_number(offset, f"the offset of {what}")
+
+
+class UnfinishedQuery(Parameters):
+    """`limit`: more than 1,000 counts as 1,000. `after`: the `next` of an earlier page."""
+
+    topic: TopicName
+    limit: Positive = PAGE
+    after: Annotated[tuple[int, int], read_by(_position, type="string", pattern=r"^\d+-\d+$")] | None = None
+
+
+def list_unfinished(context: RequestContext, group: str, query: UnfinishedQuery) -> Response:
     """List a topic's messages that the group has not done, with their states; the first page has their counts. `next`,
     when there is more, is the `after` of the next page. Changes nothing."""
     wire.check_name(group, "group")
-    parameters = query("topic", "limit", "after")
-    topic = _topic(parameters)
-    limit = min(parameters.number("limit", least=1) or PAGE, PAGE_MAX)
-    after, forward = _position(parameters.text("after")), may_forward(current())
+    topic, after, forward = query.topic, query.after, may_forward(current())
     counts = context.broker.queue_sizes.look(group, topic, forward=forward) if after is None else None
     found = context.broker.unfinished.messages(group, topic, after=after, forward=forward)
-    first, more = first_of(found, attrgetter("stored.record"), limit)
+    first, more = first_of(found, attrgetter("stored.record"), min(query.limit, PAGE_MAX))
     context.make_room([each.stored.record for each in first])
     messages = [
         wire.UnfinishedOut(
@@ -59,24 +81,13 @@ def list_unfinished(context: RequestContext, group: str) -> Response:
         )
         for each in first
     ]
-    shown: dict[str, Any] = {"messages": messages}
-    if counts is not None:
-        shown["counts"] = msgspec.structs.asdict(counts)
-    if more:
-        shown["next"] = messages[-1].id
-    return answer(shown)
-
-
-def _position(after: str | None) -> tuple[int, int] | None:
-    if after is None:
-        return None
-    partition, dash, offset = after.partition("-")
-    if not dash:
-        raise InvalidRequest(f"after is {after[:100]!r}, but must be the `next` of an earlier page")
-    return whole_number(partition, "the partition of after"), whole_number(offset, "the offset of after")
+    unset = msgspec.UNSET
+    shown = unset if counts is None else wire.QueueCounts(**msgspec.structs.asdict(counts))
+    return answer(UnfinishedPage(messages, shown, messages[-1].id if more else unset))
 
 
 def delete(context: RequestContext, group: str) -> Response:
+    """Delete a group with its state."""
     context.broker.group_admin.delete(wire.check_name(group, "group"))
     context.metrics.forget_group(group)
     return no_content()
@@ -85,21 +96,30 @@ def delete(context: RequestContext, group: str) -> Response:
 # --- dead letters -----------------------------------------------------------------------------------------------------
 
 
-def list_dead_letters(context: RequestContext, group: str) -> Response:
+class DeadLettersQuery(Parameters):
+    """`limit`: more than 1,000 counts as 1,000. `after`: the `next_after` of an earlier page."""
+
+    topic: TopicName
+    limit: Positive = PAGE
+    after: str | None = None
+
+
+def list_dead_letters(context: RequestContext, group: str, query: DeadLettersQuery) -> Response:
+    """List dead letters of the group."""
     wire.check_name(group, "group")
-    parameters = query("topic", "limit", "after")
     listed = context.broker.dead_letters.page(
         group,
-        _topic(parameters),
-        limit=min(parameters.number("limit", least=1) or PAGE, PAGE_MAX),
-        after=parameters.text("after"),
+        query.topic,
+        limit=min(query.limit, PAGE_MAX),
+        after=query.after,
         forward=may_forward(current()),
     )
     context.make_room([stored.record for stored in listed.messages])
-    return answer({"messages": [json_message(stored) for stored in listed.messages], "next_after": listed.next_after})
+    return answer(DeadLetterPage([json_message(stored) for stored in listed.messages], listed.next_after))
 
 
 def redrive(context: RequestContext, group: str) -> Response:
+    """Deliver dead letters again, to this group alone."""
     wire.check_name(group, "group")
     wanted = wire.decode_json(context.body(), wire.RedriveRequest)
     wire.check_name(wanted.topic, "topic")
@@ -115,21 +135,22 @@ def redrive(context: RequestContext, group: str) -> Response:
     return answer(wire.Redriven(matched, redriven))
 
 
-def drop_dead_letters(context: RequestContext, group: str) -> Response:
-    """Drop the dead letters with these ids, separated by commas; without ids all of the topic."""
+def _ids(text: str, what: str) -> list[str]:
+    ids = [each.strip() for each in text.split(",") if each.strip()]
+    if not ids:
+        raise InvalidRequest(f"{what} is empty: name dead letters as 0-17,0-18, or leave it out to drop all")
+    return ids
+
+
+class DropDeadLettersQuery(Parameters):
+    """`ids`: those to drop, separated by commas; by default all of the topic."""
+
+    topic: TopicName
+    ids: Annotated[list[str], read_by(_ids, type="string")] | None = None
+
+
+def drop_dead_letters(context: RequestContext, group: str, query: DropDeadLettersQuery) -> Response:
+    """Drop dead letters."""
     wire.check_name(group, "group")
-    parameters = query("topic", "ids")
-    text = parameters.text("ids")
-    ids = None if text is None else [each.strip() for each in text.split(",") if each.strip()]
-    if ids == []:
-        raise InvalidRequest("ids is empty: name dead letters as 0-17,0-18, or leave ids out to drop all")
-    topic = _topic(parameters)
-    dropped = context.broker.dead_letters.drop(group, topic, ids=ids, forward=may_forward(current()))
-    return answer({"dropped": dropped})
-
-
-def _topic(parameters: Query) -> str:
-    topic = parameters.text("topic")
-    if topic is None:
-        raise InvalidRequest("name the topic: ?topic=<name>")
-    return wire.check_name(topic, "topic")
+    dropped = context.broker.dead_letters.drop(group, query.topic, ids=query.ids, forward=may_forward(current()))
+    return answer(DroppedDeadLetters(dropped))

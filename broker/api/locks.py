@@ -5,22 +5,26 @@ from __future__ import annotations
 from flask import Response
 
 from portalmq import wire
+from portalmq.broker.api.answers import LockList
 from portalmq.broker.api.body import leaves_bytes_unread
 from portalmq.broker.api.client_watch import peer_of
-from portalmq.broker.api.query import whole_number
-from portalmq.broker.api.request_context import RequestContext, answer, current, no_content, query
+from portalmq.broker.api.query import Parameters, whole_number
+from portalmq.broker.api.request_context import RequestContext, answer, current, no_content
 from portalmq.errors import InvalidRequest
 
 
 def list_all(context: RequestContext) -> Response:
-    return answer({"locks": context.broker.locks.list_all()})
+    """List the locks."""
+    return answer(LockList(context.broker.locks.list_all()))
 
 
 def show(context: RequestContext, lock: str) -> Response:
+    """Describe a lock."""
     return answer(context.broker.locks.describe(wire.check_name(lock, "lock")))
 
 
 def acquire(context: RequestContext, lock: str) -> Response:
+    """Acquire a lock, or wait for it."""
     wire.check_name(lock, "lock")
     wanted = wire.decode_json(context.body(), wire.LockRequest)
     with context.parked(wanted.wait_ms):
@@ -28,16 +32,21 @@ def acquire(context: RequestContext, lock: str) -> Response:
 
 
 def renew(context: RequestContext, lock: str) -> Response:
+    """Renew a lock: its ttl begins again."""
     wire.check_name(lock, "lock")
     return answer(context.broker.locks.renew(lock, wire.decode_json(context.body(), wire.LockRenewal)))
 
 
-def release(context: RequestContext, lock: str) -> Response:
+class ReleaseQuery(Parameters):
+    owner: str | None = None
+    fencing_token: str | None = None
+
+
+def release(context: RequestContext, lock: str, query: ReleaseQuery) -> Response:
     """Release a lock. Owner and token are in the query, or in a JSON body, which some clients and proxies drop from a
     DELETE."""
     wire.check_name(lock, "lock")
-    parameters = query("owner", "fencing_token")
-    owner, token = parameters.text("owner"), parameters.text("fencing_token")
+    owner, token = query.owner, query.fencing_token
     if leaves_bytes_unread(current()) and (body := context.body()):
         if owner is not None or token is not None:
             raise InvalidRequest("give owner and fencing_token in the query, or in the body, and not in both")

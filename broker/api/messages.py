@@ -7,15 +7,16 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from flask import Response, request
 
 from portalmq import wire
 from portalmq.broker.api import outgoing
+from portalmq.broker.api.answers import ScheduledPage, TopicMessages
 from portalmq.broker.api.client_watch import peer_of
-from portalmq.broker.api.query import whole_number
+from portalmq.broker.api.query import Instant, Parameters, read_by, whole_number
 from portalmq.broker.api.request_context import (
     RequestContext,
     accepts,
@@ -24,12 +25,12 @@ from portalmq.broker.api.request_context import (
     current,
     may_forward,
     no_content,
-    query,
 )
 from portalmq.broker.cluster.rpc.messages import SchedulePosition
 from portalmq.broker.messages.scheduled import BEGINNING
 from portalmq.broker.partition.answer_size import blocks_of, first_of
 from portalmq.errors import InvalidRequest, Unavailable
+from portalmq.wire import NonNegative, Positive, WaitMs
 
 BROWSE_MESSAGES = 100
 TAIL_COMMENT_MS = 15_000
@@ -42,20 +43,33 @@ _encode_json = msgspec.json.Encoder().encode
 # --- browse ----------------------------------------------------------------------------------------------------------
 
 
-def browse(context: RequestContext, topic: str, partition: str) -> Response:
+def _start(text: str, what: str) -> int | str:
+    if text in {"earliest", "latest"}:
+        return text
+    return whole_number(text, f"{what} (a number, earliest or latest)")
+
+
+class BrowseQuery(Parameters):
+    """`offset`, or the time `at`: the first message; by default the earliest. `limit`: more than 1,000 counts as 1,000.
+    `wait_ms`: how long to wait for a message."""
+
+    offset: Annotated[NonNegative | Literal["earliest", "latest"], read_by(_start)] | None = None
+    at: Instant | None = None
+    limit: Positive = BROWSE_MESSAGES
+    wait_ms: WaitMs = 0
+
+
+def browse(context: RequestContext, topic: str, partition: str, query: BrowseQuery) -> Response:
+    """Read messages of a partition from an offset or a time on. Consumes nothing. As `text/event-stream` it follows the
+    end of the partition; `Last-Event-ID` resumes."""
     wire.check_name(topic, "topic")
     number = whole_number(partition, "the partition")
-    parameters = query("offset", "at", "limit", "wait_ms")
-    offset, position = _start(parameters.text("offset"))
-    at_ms = parameters.instant_ms("at")
-    if at_ms is not None and (offset is not None or position is not None):
+    if query.at is not None and query.offset is not None:
         raise InvalidRequest("give offset, or at, and not both")
-    limit = min(parameters.number("limit", least=1) or BROWSE_MESSAGES, wire.BROWSE_MESSAGES_MAX)
-    wait_ms = parameters.number("wait_ms") or 0
-    if wait_ms > wire.WAIT_MS_MAX:
-        raise InvalidRequest(f"wait_ms is {wait_ms}, but must be at most {wire.WAIT_MS_MAX}")
+    limit, wait_ms = min(query.limit, wire.BROWSE_MESSAGES_MAX), query.wait_ms
     forward = may_forward(current())
-    start: dict[str, Any] = {"offset": offset, "position": position, "at_ms": at_ms}
+    start: dict[str, Any] = {"offset": None, "position": None, "at_ms": query.at}
+    start["position" if isinstance(query.offset, str) else "offset"] = query.offset
     if accepts(wire.EVENT_STREAM):
         return _tail(context, topic, number, start, forward)
     with context.parked(wait_ms):
@@ -72,12 +86,6 @@ def browse(context: RequestContext, topic: str, partition: str) -> Response:
     packed = accepts(wire.BATCH_MSGPACK)
     body = outgoing.encode_page(page, packed=packed)
     return answer_packed(body) if packed else Response(body, content_type=wire.JSON)
-
-
-def _start(text: str | None) -> tuple[int | None, str | None]:
-    if text is None or text in {"earliest", "latest"}:
-        return None, text
-    return whole_number(text, "offset (a number, earliest or latest)"), None
 
 
 def _tail(context: RequestContext, topic: str, partition: int, start: dict[str, Any], forward: bool) -> Response:
@@ -120,18 +128,21 @@ def _tail(context: RequestContext, topic: str, partition: int, start: dict[str, 
     return response
 
 
-def read_all(context: RequestContext, topic: str) -> Response:
+class ReadAllQuery(Parameters):
+    limit: Positive | None = None
+
+
+def read_all(context: RequestContext, topic: str, query: ReadAllQuery) -> Response:
     """Return every message of the topic: streamed as NDJSON, or a page of at most 1,000 with `more`."""
     wire.check_name(topic, "topic")
-    limit = query("limit").number("limit", least=1)
-    forward = may_forward(current())
+    limit, forward = query.limit, may_forward(current())
     if accepts(wire.NDJSON):
         lines = _lines(context.broker.browser.read_all(topic, limit, forward=forward))
         return Response(b"" if request.method == "HEAD" else context.streamed(lines), content_type=wire.NDJSON)
     size = min(limit or wire.BROWSE_MESSAGES_MAX, wire.BROWSE_MESSAGES_MAX)
     stored, more = first_of(context.broker.browser.read_all(topic, size + 1, forward=forward), _record_of, size)
     context.make_room(map(_record_of, stored))
-    return answer({"messages": [outgoing.json_message(each) for each in stored], "more": more})
+    return answer(TopicMessages([outgoing.json_message(each) for each in stored], more))
 
 
 def _lines(messages: Iterator[Any]) -> Iterator[bytes]:
@@ -145,32 +156,33 @@ def _lines(messages: Iterator[Any]) -> Iterator[bytes]:
 # --- scheduled -------------------------------------------------------------------------------------------------------
 
 
-def list_scheduled(context: RequestContext, topic: str) -> Response:
-    """List scheduled messages, the next due first; `next`, when there is more, is the `after` of the next page."""
-    wire.check_name(topic, "topic")
-    parameters = query("limit", "after")
-    limit = min(parameters.number("limit", least=1) or BROWSE_MESSAGES, wire.BROWSE_MESSAGES_MAX)
-    after = _due(parameters.text("after"))
-    page = context.broker.scheduled_messages.page(topic, after=after, limit=limit, forward=may_forward(current()))
-    context.make_room(map(_record_of, page.messages))
-    shown: dict[str, Any] = {"messages": [outgoing.json_message(stored) for stored in page.messages]}
-    if page.after is not None:
-        shown["next"] = str(page.after)
-    return answer(shown)
-
-
-def _due(text: str | None) -> SchedulePosition:
-    if text is None:
-        return BEGINNING
+def _due(text: str, what: str) -> SchedulePosition:
     parts = text.split("-")
     if len(parts) != 3:
-        raise InvalidRequest(f"after is {text[:100]!r}, but must be the `next` of an earlier page")
-    return SchedulePosition(*[whole_number(part, "each number of after") for part in parts])
+        raise InvalidRequest(f"{what} is {text[:100]!r}, but must be the `next` of an earlier page")
+    return SchedulePosition(*[whole_number(part, f"each number of {what}") for part in parts])
 
 
-def cancel_scheduled(context: RequestContext, topic: str, message_id: str) -> Response:
+class ScheduledQuery(Parameters):
+    """`limit`: more than 1,000 counts as 1,000. `after`: the `next` of an earlier page."""
+
+    limit: Positive = BROWSE_MESSAGES
+    after: Annotated[SchedulePosition, read_by(_due, type="string")] = BEGINNING
+
+
+def list_scheduled(context: RequestContext, topic: str, query: ScheduledQuery) -> Response:
+    """List scheduled messages, the next due first; `next`, when there is more, is the `after` of the next page."""
     wire.check_name(topic, "topic")
-    query()
+    limit = min(query.limit, wire.BROWSE_MESSAGES_MAX)
+    page = context.broker.scheduled_messages.page(topic, after=query.after, limit=limit, forward=may_forward(current()))
+    context.make_room(map(_record_of, page.messages))
+    shown = [outgoing.json_message(stored) for stored in page.messages]
+    return answer(ScheduledPage(shown, msgspec.UNSET if page.after is None else str(page.after)))
+
+
+def cancel_scheduled(context: RequestContext, topic: str, message_id: str, query: Parameters) -> Response:
+    """Cancel a scheduled message: it is not delivered."""
+    wire.check_name(topic, "topic")
     number, _, offset = message_id.partition("-")
     context.broker.scheduled_messages.cancel(
         topic,
@@ -185,6 +197,7 @@ def cancel_scheduled(context: RequestContext, topic: str, message_id: str) -> Re
 
 
 def new_producer(context: RequestContext) -> Response:
+    """Return an identity for an idempotent producer. One with a name fences the earlier ones of that name."""
     named = wire.decode_json(context.body(), wire.ProducerIdRequest)
     if named.name is not None:
         wire.check_name(named.name, "producer")

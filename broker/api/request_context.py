@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -14,7 +14,6 @@ from portalmq.broker.api.answers_in_flight import AnswersInFlight
 from portalmq.broker.api.body import BodiesInFlight, read_body
 from portalmq.broker.api.http_request import HttpRequest, request_of
 from portalmq.broker.api.origin_check import BrokerNames, OriginCheck
-from portalmq.broker.api.query import Query
 from portalmq.broker.broker import Broker
 from portalmq.broker.messages.metrics import Metrics
 from portalmq.broker.partition.native import decompressed
@@ -80,6 +79,8 @@ class RequestContext:
         self.waiting = 0
         self.bodies = BodiesInFlight(config.body_bytes_in_flight_max)
         self.answers = AnswersInFlight(config.answer_bytes_in_flight_max)
+        # Returns the description of all routes, as JSON; set by create_app.
+        self.description: Callable[[], bytes] = bytes
 
     def body(self) -> bytes:
         """Return the body of the current request. Raises as `read_body` does."""
@@ -154,10 +155,6 @@ def encoded(value: Any, *, packed: bool = False, status: int = 200) -> ResponseP
     if packed:
         return ResponseParts(_encode_pack(value), status, wire.BATCH_MSGPACK)
     return ResponseParts(_encode(value) + b"\n", status)
-
-
-def query(*known: str) -> Query:
-    return Query(current().query, *known)
 
 
 def accepts(media_type: str) -> bool:

@@ -14,6 +14,7 @@ from portalmq.errors import InvalidRequest
 
 
 def join(context: RequestContext, group: str) -> Response:
+    """Join a stream group, or repeat the join after a time-out."""
     wire.check_name(group, "group")
     wanted = wire.decode_json(context.body(), contract.JoinRequest)
     peer, forward = peer_of(current()), may_forward(current())
@@ -21,26 +22,31 @@ def join(context: RequestContext, group: str) -> Response:
 
 
 def heartbeat(context: RequestContext, group: str, member: str) -> Response:
+    """Stay a member of a stream group, and learn the assignment."""
     wanted = wire.decode_json(context.body(), contract.HeartbeatRequest)
     forward = may_forward(current())
     return answer(context.broker.group_coordinators.heartbeat(group, member, wanted.generation, forward=forward))
 
 
 def leave(context: RequestContext, group: str, member: str) -> Response:
+    """Leave a stream group."""
     context.broker.group_coordinators.leave(group, member, forward=may_forward(current()))
     return no_content()
 
 
 def commit(context: RequestContext, group: str) -> Response:
+    """Commit offsets of a member of a stream group."""
     wanted = wire.decode_json(context.body(), contract.CommitOffsetsRequest)
     return answer(context.broker.offsets.commit(group, wanted, forward=may_forward(current())))
 
 
 def offsets(context: RequestContext, group: str) -> Response:
+    """Return the committed offsets of a group and its lag."""
     return answer(context.broker.offsets.of(group))
 
 
 def seek(context: RequestContext, group: str) -> Response:
+    """Move the committed offsets of a group."""
     wanted = wire.decode_json(context.body(), contract.SeekRequest)
     sought = context.broker.group_coordinators.seek(
         group,

@@ -7,7 +7,7 @@ of WSGI, and Flask can serve them too.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 from portalmq import wire
@@ -16,19 +16,29 @@ from portalmq.broker.api.answers_in_flight import Portion
 from portalmq.broker.api.client_watch import peer_of
 from portalmq.broker.api.http_request import HttpRequest
 from portalmq.broker.api.incoming import decode_messages
-from portalmq.broker.api.query import Query
+from portalmq.broker.api.query import Parameters
 from portalmq.broker.api.request_context import RequestContext, ResponseParts, accepts_packed, encoded, may_forward
 from portalmq.broker.partition.long_poll import Leaderships
 from portalmq.broker.queues.later_acks import Acked, stale_of
 from portalmq.broker.queues.settle import SettleRequest, Verdict
 from portalmq.errors import InvalidRequest, PortalMQError, StaleReceipt, Unavailable
+from portalmq.wire import NonNegative
 
 _MINIMAL = (("Preference-Applied", "return=minimal"),)
 
 
-def produce(context: RequestContext, request: HttpRequest, topic: str) -> ResponseParts:
+class ProduceQuery(Parameters):
+    """`partition`: of all messages. `acks`: which replicas have to store the messages before the answer."""
+
+    partition: NonNegative | None = None
+    acks: wire.Acks = "all"
+
+
+def produce(context: RequestContext, request: HttpRequest, topic: str, query: ProduceQuery) -> ResponseParts:
+    """Append messages to a topic: a batch, or the body as one message, whose options are in headers. A message header
+    comes as `PortalMQ-Header-<Name>`, and `ce-*` and `traceparent` are kept."""
     wire.check_name(topic, "topic")
-    partition, acks = _place_and_acks(request.query)
+    partition, acks = query.partition, query.acks
     wanted = decode_messages(
         request.headers.get("content-type"),
         context.body_of(request),
@@ -46,13 +56,6 @@ def produce(context: RequestContext, request: HttpRequest, topic: str) -> Respon
         return encoded(produced, packed=packed, status=202 if acks == "none" else 200)._replace(headers=_MINIMAL)
     results = context.broker.produce(topic, wanted)
     return _single_answer(topic, results[0]) if wanted.is_single else _batch_answer(results, acks, packed=packed)
-
-
-@lru_cache(256)
-def _place_and_acks(query: str) -> tuple[int | None, wire.Acks]:
-    """Return the partition of a produce request, if it names one, and its `acks`."""
-    parameters = Query(query, "partition", "acks")
-    return parameters.number("partition"), parameters.choice("acks", "all", "all", "leader", "none")
 
 
 def _check_one_partition(partitions: list[int | None] | None, partition: int | None) -> None:
@@ -107,6 +110,7 @@ def _unknown_place(result: wire.Produced | PortalMQError) -> Any:
 
 
 def receive(context: RequestContext, request: HttpRequest, group: str) -> ResponseParts:
+    """Receive messages of a queue group under leases, and wait for them."""
     wire.check_name(group, "group")
     wanted = wire.decode_json(context.body_of(request), wire.ReceiveRequest)
     for topic in wanted.topics:
@@ -143,6 +147,7 @@ def receive(context: RequestContext, request: HttpRequest, group: str) -> Respon
 
 
 def ack(context: RequestContext, request: HttpRequest, group: str) -> ResponseParts:
+    """Acknowledge messages: they are done."""
     wire.check_name(group, "group")
     wanted = wire.decode_json(context.body_of(request), wire.AckRequest)
     return _settled(
@@ -151,6 +156,7 @@ def ack(context: RequestContext, request: HttpRequest, group: str) -> ResponsePa
 
 
 def nack(context: RequestContext, request: HttpRequest, group: str) -> ResponseParts:
+    """Give messages back, to be delivered again."""
     wire.check_name(group, "group")
     wanted = wire.decode_json(context.body_of(request), wire.NackRequest)
     settle_request = SettleRequest("release" if wanted.unseen else "nack", wanted.delay_ms, wanted.reason)
@@ -159,6 +165,7 @@ def nack(context: RequestContext, request: HttpRequest, group: str) -> ResponseP
 
 
 def extend(context: RequestContext, request: HttpRequest, group: str) -> ResponseParts:
+    """Extend leases."""
     wire.check_name(group, "group")
     wanted = wire.decode_json(context.body_of(request), wire.ExtendRequest)
     settle_request = SettleRequest("extend", wanted.visibility_timeout_ms)

@@ -16,14 +16,15 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from flask import Response
 
 from portalmq import wire
 from portalmq.broker.api.client_watch import peer_of
-from portalmq.broker.api.request_context import RequestContext, answer, current, query
+from portalmq.broker.api.query import Parameters, read_by
+from portalmq.broker.api.request_context import RequestContext, answer, current
 from portalmq.broker.partition.answer_size import first_of
 from portalmq.broker.protocols import DEFAULT
 from portalmq.broker.protocols.payload import (
@@ -39,26 +40,76 @@ from portalmq.broker.protocols.payload import (
 )
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import InvalidRequest, MessageNotFound, PartitionNotFound, TopicNotFound
+from portalmq.wire import NonNegative
 
 LIST_MAX = 10_000
 IDS_MAX = 1_000
 
 
 class PostRequest(msgspec.Struct):
+    example: ClassVar = {"Message": "text"}
+
     message: msgspec.Raw = msgspec.field(name="Message")
 
 
 class Confirmation(msgspec.Struct):
+    example: ClassVar = {"Key": "0f0f0f0f-0-17"}
+
     key: str = msgspec.field(name="Key")
 
 
-def post(context: RequestContext) -> Response:
-    queue = _queue()
+def _queue_name(text: str, what: str) -> str:
+    return wire.check_name(text or DEFAULT, "queue")
+
+
+QueueName = Annotated[str, read_by(_queue_name, pattern=f"{wire.NAME_PATTERN}|^$")]
+
+
+class QueueQuery(Parameters):
+    queue: QueueName = DEFAULT
+
+
+class PostedMessage(msgspec.Struct):
+    example: ClassVar = {"key": "0f0f0f0f-0-17", "timestamp": 1_774_000_000_000}
+
+    key: str
+    timestamp: int
+
+
+class TakenMessage(PostedMessage):
+    """The message is `message`, or `message_base64` if it is not text."""
+
+    example: ClassVar = {"message": "text", "key": "0f0f0f0f-0-17", "timestamp": 1_774_000_000_000}
+
+    message: Any = msgspec.UNSET
+    message_base64: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class ListedMessage(TakenMessage, kw_only=True):
+    state: wire.UnfinishedState
+
+
+class ListedMessages(msgspec.Struct):
+    example: ClassVar = {"messages": [], "more": False}
+
+    messages: list[ListedMessage]
+    more: bool
+
+
+class ConfirmedKey(msgspec.Struct):
+    example: ClassVar = {"confirmed": "0f0f0f0f-0-17"}
+
+    confirmed: str
+
+
+def post(context: RequestContext, query: QueueQuery) -> Response:
+    """Append a message: the member `Message` of a JSON body, or any other body itself."""
+    queue = query.queue
     # Read first: if the queue is deleted and created again during this call, the key is of the deleted one.
     mark = _mark(context, queue)
     produced = produce_one(context, queue, _posted(context.body()))
     key = MessageKey(mark or _mark(context, queue), produced.partition, produced.offset)
-    return answer({"key": str(key), "timestamp": produced.timestamp_ms})
+    return answer(PostedMessage(str(key), produced.timestamp_ms))
 
 
 def _mark(context: RequestContext, queue: str) -> str:
@@ -81,10 +132,15 @@ def _posted(body: bytes) -> Record:
     return Record(body, wire.TEXT)
 
 
-def get(context: RequestContext) -> Response:
-    parameters = query("queue", "wait_ms")
-    queue = wire.check_name(parameters.text("queue") or DEFAULT, "queue")
-    wait_ms = min(parameters.number("wait_ms") or 0, wire.WAIT_MS_MAX)
+class GetQuery(QueueQuery):
+    """`wait_ms`: more than 60,000 counts as 60,000."""
+
+    wait_ms: NonNegative = 0
+
+
+def get(context: RequestContext, query: GetQuery) -> Response:
+    """Receive a message. It is leased, and offered again unless it is confirmed."""
+    queue, wait_ms = query.queue, min(query.wait_ms, wire.WAIT_MS_MAX)
     wanted = wire.ReceiveRequest([queue], max_messages=1, wait_ms=wait_ms, attempt_id=uuid.uuid4().hex)
     with context.parked(wait_ms):
         messages = context.broker.receive_handler.receive(DEFAULT, wanted, peer_of(current()), is_first=True)
@@ -97,8 +153,9 @@ def get(context: RequestContext) -> Response:
     return answer({**message_member(message.record), "timestamp": message.timestamp_ms, "key": str(key)})
 
 
-def confirm(context: RequestContext) -> Response:
-    queue = _queue()
+def confirm(context: RequestContext, query: QueueQuery) -> Response:
+    """Confirm a message: it is done."""
+    queue = query.queue
     key = wire.decode_json(context.body(), Confirmation).key
     try:
         (verdict,) = finish(context, queue, [parse_key(key)])
@@ -106,12 +163,12 @@ def confirm(context: RequestContext) -> Response:
         verdict = False
     if not is_done(verdict):
         raise MessageNotFound(f"queue {queue!r} has no message with the key {key[:100]!r}")
-    return answer({"confirmed": key})
+    return answer(ConfirmedKey(key))
 
 
-def read_all(context: RequestContext) -> Response:
+def read_all(context: RequestContext, query: QueueQuery) -> Response:
     """Return the messages that are not confirmed, at most LIST_MAX and 16 MiB; `more` is true when there are more."""
-    queue = _queue()
+    queue = query.queue
     mark = context.broker.offset_acks.mark(queue)
     found, more = first_of(context.broker.unfinished.messages(DEFAULT, queue), record_of_pending, LIST_MAX)
     context.make_room(map(record_of_pending, found))
@@ -127,10 +184,6 @@ def read_all(context: RequestContext) -> Response:
     return answer({"messages": messages, "more": more})
 
 
-def _queue() -> str:
-    return wire.check_name(query("queue").text("queue") or DEFAULT, "queue")
-
-
 # --- commands --------------------------------------------------------------------------------------------------------
 
 
@@ -141,7 +194,26 @@ class Payload(msgspec.Struct):
     message: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
+class CommandAnswer(msgspec.Struct):
+    """The members after `queue` depend on the command."""
+
+    example: ClassVar = {"status": "ok", "queue": "default", "created": True}
+
+    status: Literal["ok"]
+    queue: str
+    created: bool | msgspec.UnsetType = msgspec.UNSET
+    size: int | msgspec.UnsetType = msgspec.UNSET
+    ready: int | msgspec.UnsetType = msgspec.UNSET
+    in_flight: int | msgspec.UnsetType = msgspec.UNSET
+    scheduled: int | msgspec.UnsetType = msgspec.UNSET
+    id: str | msgspec.UnsetType = msgspec.UNSET
+    ids: list[str] | msgspec.UnsetType = msgspec.UNSET
+    deleted: list[bool] | msgspec.UnsetType = msgspec.UNSET
+
+
 class Command(msgspec.Struct):
+    example: ClassVar = {"type": "CREATE_QUEUE", "payload": {"queue": "default"}}
+
     type: str
     payload: Payload = msgspec.field(default_factory=Payload)
 

@@ -7,7 +7,7 @@ import base64
 import re
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
@@ -29,6 +29,8 @@ _decode_any = msgspec.json.Decoder().decode
 
 class MessageBody(msgspec.Struct, kw_only=True):
     """The members of a request body that carry a message: `message`, or `message_base64`."""
+
+    example: ClassVar = {"message": "text"}
 
     message: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     message_base64: str | msgspec.UnsetType = msgspec.UNSET

@@ -16,7 +16,7 @@ members of a JSON body are ignored.
 from __future__ import annotations
 
 from itertools import count
-from typing import Annotated
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from flask import Response
@@ -38,12 +38,16 @@ _round_robin = count()
 
 
 class PublishRequest(MessageBody, kw_only=True):
+    example: ClassVar = {"name": "orders", "message": "text", "id": "importer"}
+
     name: Name
     id: str | int | None = None
     sequence: str | int | None = None
 
 
 class ReadRequest(msgspec.Struct):
+    example: ClassVar = {"name": "orders", "id": "billing"}
+
     name: Name
     id: str | int | None = None
     wait_ms: Annotated[int, msgspec.Meta(ge=0, le=wire.WAIT_MS_MAX)] = 0
@@ -51,19 +55,64 @@ class ReadRequest(msgspec.Struct):
 
 
 class ConsumeRequest(msgspec.Struct):
+    example: ClassVar = {"name": "orders", "offset": 17}
+
     name: Name
     offset: Annotated[int, msgspec.Meta(ge=0, le=wire.INTEGER_MAX)]
 
 
 class TopicBody(msgspec.Struct):
+    example: ClassVar = {"name": "orders"}
+
     name: Name
 
 
 class ProgramBody(msgspec.Struct):
+    example: ClassVar = {"id": "billing"}
+
     id: str | int
 
 
+class MessagePlace(msgspec.Struct):
+    example: ClassVar = {"partition": 0, "offset": 17}
+
+    partition: int
+    offset: int
+
+
+class CurrentMessage(msgspec.Struct):
+    """The message is `message`, or `message_base64` if it is not text."""
+
+    example: ClassVar = {"message": "text", "offset": 17, "timestamp_ms": 1_774_000_000_000}
+
+    offset: int
+    timestamp_ms: int
+    message: Any = msgspec.UNSET
+    message_base64: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class ConsumedOffset(msgspec.Struct):
+    example: ClassVar = {"consumed": 17}
+
+    consumed: int
+
+
+class TopicAnswer(msgspec.Struct, omit_defaults=True):
+    example: ClassVar = {"name": "orders"}
+
+    name: str
+    exists: bool | msgspec.UnsetType = msgspec.UNSET
+
+
+class ProgramAnswer(msgspec.Struct, omit_defaults=True):
+    example: ClassVar = {"id": "billing"}
+
+    id: str
+    exists: bool | msgspec.UnsetType = msgspec.UNSET
+
+
 def publish(context: RequestContext) -> Response:
+    """Append a message. With `sequence` a repeat is recognised."""
     wanted = wire.decode_json(context.body(), PublishRequest)
     key = None
     if wanted.sequence is not None:
@@ -75,10 +124,11 @@ def publish(context: RequestContext) -> Response:
             raise InvalidRequest(f"`id` and `sequence` have {len(key)} characters together, {KEY_LENGTH_MAX} at most")
     topic = wire.check_name(wanted.name, "topic")
     produced = produce_one(context, topic, wanted.record(), key)
-    return answer({"partition": produced.partition, "offset": id_of(produced.partition, produced.offset)})
+    return answer(MessagePlace(produced.partition, id_of(produced.partition, produced.offset)))
 
 
 def read(context: RequestContext) -> Response:
+    """Return the current message, which stays current until it is consumed."""
     wanted = wire.decode_json(context.body(), ReadRequest)
     topic = wire.check_name(wanted.name, "topic")
     with context.parked(wanted.wait_ms):
@@ -116,6 +166,7 @@ def _first_message(context: RequestContext, topic: str, size: int, wait_ms: int)
 
 
 def consume(context: RequestContext) -> Response:
+    """Advance to the next message. 204 if another one is current."""
     wanted = wire.decode_json(context.body(), ConsumeRequest)
     partition, offset = place_of_id(wanted.offset)
     try:
@@ -124,32 +175,35 @@ def consume(context: RequestContext) -> Response:
         )
     except PartitionNotFound:
         advanced = False
-    return answer({"consumed": wanted.offset}) if advanced else no_content()
+    return answer(ConsumedOffset(wanted.offset)) if advanced else no_content()
 
 
 # --- topics, producers, consumers ------------------------------------------------------------------------------------
 
 
 def create_topic(context: RequestContext) -> Response:
+    """Create a topic."""
     topic = _topic(context)
     context.broker.create_topic(topic, wire.CreateTopic())
-    return answer({"name": topic})
+    return answer(TopicAnswer(topic))
 
 
 def delete_topic(context: RequestContext) -> Response:
+    """Delete a topic."""
     topic = _topic(context)
     context.broker.delete_topic(topic)
-    return answer({"name": topic})
+    return answer(TopicAnswer(topic))
 
 
 def topic_exists(context: RequestContext) -> Response:
+    """Return whether a topic exists, else 404."""
     topic = _topic(context)
     try:
         context.broker.shared_offsets.partitions(topic)
     except TopicNotFound as error:
         error.extra["exists"] = False
         raise
-    return answer({"name": topic, "exists": True})
+    return answer(TopicAnswer(topic, exists=True))
 
 
 def _topic(context: RequestContext) -> str:
@@ -157,23 +211,26 @@ def _topic(context: RequestContext) -> str:
 
 
 def create_program(context: RequestContext, kind: str) -> Response:
+    """Register the name of a program."""
     name = _program(context, kind)
     context.broker.registry.create(kind, name)
-    return answer({"id": name})
+    return answer(ProgramAnswer(name))
 
 
 def delete_program(context: RequestContext, kind: str) -> Response:
+    """Remove the name of a program."""
     name = _program(context, kind)
     if not context.broker.registry.delete(kind, name):
         raise NotFound(f"there is no {kind} {name!r}")
-    return answer({"id": name})
+    return answer(ProgramAnswer(name))
 
 
 def program_exists(context: RequestContext, kind: str) -> Response:
+    """Return whether a program is registered, else 404."""
     name = _program(context, kind)
     if not context.broker.registry.has(kind, name):
         raise NotFound(f"there is no {kind} {name!r}", exists=False)
-    return answer({"id": name, "exists": True})
+    return answer(ProgramAnswer(name, exists=True))
 
 
 def _program(context: RequestContext, kind: str) -> str:

@@ -16,13 +16,15 @@ from __future__ import annotations
 
 import uuid
 from contextlib import suppress
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from flask import Response
 
 from portalmq import wire
 from portalmq.broker.api.client_watch import peer_of
-from portalmq.broker.api.request_context import RequestContext, answer, current, query
+from portalmq.broker.api.query import Parameters
+from portalmq.broker.api.request_context import RequestContext, answer, current
 from portalmq.broker.cluster.rpc.queues import QueueSize
 from portalmq.broker.partition.answer_size import first_of
 from portalmq.broker.protocols import DEFAULT
@@ -36,27 +38,76 @@ from portalmq.broker.protocols.payload import (
     record_of_pending,
 )
 from portalmq.broker.queues.unfinished import PendingMessage
-from portalmq.errors import InvalidRequest, PartitionNotFound, TopicNotFound
+from portalmq.errors import PartitionNotFound, TopicNotFound
+from portalmq.wire import NonNegative, Positive
 
 LIMIT = 10
 SHOWN_MAX = 1_000
 
 
+class PublishedMessage(msgspec.Struct):
+    example: ClassVar = {"id": 17}
+
+    id: int
+
+
+class LockedMessage(PublishedMessage):
+    """The message is `message`, or `message_base64` if it is not text."""
+
+    message: Any = msgspec.UNSET
+    message_base64: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class LockedMessages(msgspec.Struct):
+    example: ClassVar = {"messages": [{"id": 17, "message": "text"}]}
+
+    messages: list[LockedMessage]
+
+
+class QueuedMessage(LockedMessage, kw_only=True):
+    state: wire.UnfinishedState
+    deliveries: int
+    timestamp_ms: int
+    available_at_ms: int | None
+
+
+class WonderQueue(wire.QueueCounts):
+    """The counts of the queue, and its first messages."""
+
+    example: ClassVar = {
+        "ready": 0,
+        "in_flight": 1,
+        "scheduled": 0,
+        "dead": 0,
+        "oldest_unacked_ms": 5,
+        "messages": [],
+        "more": False,
+    }
+
+    messages: list[QueuedMessage]
+    more: bool
+
+
 def publish(context: RequestContext) -> Response:
+    """Append a message."""
     wanted = wire.decode_json(context.body(), MessageBody)
     produced = produce_one(context, DEFAULT, wanted.record())
-    return answer({"id": id_of(produced.partition, produced.offset)})
+    return answer(PublishedMessage(id_of(produced.partition, produced.offset)))
 
 
-def consume(context: RequestContext) -> Response:
-    parameters = query("cid", "limit", "wait_ms")
-    holder = _holder(parameters.number("cid"))
-    limit = parameters.number("limit", least=1) or LIMIT
-    if limit > wire.RECEIVE_MESSAGES_MAX:
-        raise InvalidRequest(f"limit is {limit}, but must be at most {wire.RECEIVE_MESSAGES_MAX}")
-    wait_ms = min(parameters.number("wait_ms") or 0, wire.WAIT_MS_MAX)
+class ConsumeQuery(Parameters):
+    """`cid`: the consumer. `wait_ms`: more than 60,000 counts as 60,000."""
+
+    cid: NonNegative
+    limit: Annotated[int, msgspec.Meta(ge=1, le=wire.RECEIVE_MESSAGES_MAX)] = LIMIT
+    wait_ms: NonNegative = 0
+
+
+def consume(context: RequestContext, query: ConsumeQuery) -> Response:
+    """Receive messages; they are locked for the consumer."""
+    holder, wait_ms = _holder(query.cid), min(query.wait_ms, wire.WAIT_MS_MAX)
     wanted = wire.ReceiveRequest(
-        [DEFAULT], max_messages=limit, wait_ms=wait_ms, attempt_id=f"{holder}:{uuid.uuid4().hex}", consumer=holder
+        [DEFAULT], max_messages=query.limit, wait_ms=wait_ms, attempt_id=f"{holder}:{uuid.uuid4().hex}", consumer=holder
     )
     with context.parked(wait_ms):
         messages = context.broker.receive_handler.receive(DEFAULT, wanted, peer_of(current()), is_first=True)
@@ -65,27 +116,36 @@ def consume(context: RequestContext) -> Response:
     )
 
 
-def delete(context: RequestContext) -> Response:
-    parameters = query("cid", "id")
-    holder, number = _holder(parameters.number("cid")), parameters.number("id")
-    if number is None:
-        raise InvalidRequest("name the processed message: ?cid=7&id=12")
+class DeleteQuery(Parameters):
+    """`cid`: the consumer. `id`: the processed message."""
+
+    cid: NonNegative
+    id: NonNegative
+
+
+def delete(context: RequestContext, query: DeleteQuery) -> Response:
+    """Delete a message. False if the consumer does not hold its lock."""
+    place, holder = place_of_id(query.id), _holder(query.cid)
     try:
-        (verdict,) = context.broker.offset_acks.finish(DEFAULT, DEFAULT, [place_of_id(number)], holder=holder)
+        (verdict,) = context.broker.offset_acks.finish(DEFAULT, DEFAULT, [place], holder=holder)
     except (PartitionNotFound, TopicNotFound):
         verdict = False
     return answer(is_done(verdict))
 
 
-def _holder(cid: int | None) -> str:
-    if cid is None:
-        raise InvalidRequest("name the consumer by an integer: ?cid=7")
+def _holder(cid: int) -> str:
     return f"wonderq-{cid}"
 
 
-def state(context: RequestContext) -> Response:
+class StateQuery(Parameters):
+    """`limit`: more than 1,000 counts as 1,000."""
+
+    limit: Positive = 100
+
+
+def state(context: RequestContext, query: StateQuery) -> Response:
     """Return the counts of the queue, and its first messages."""
-    limit = min(query("limit").number("limit", least=1) or 100, SHOWN_MAX)
+    limit = min(query.limit, SHOWN_MAX)
     size = QueueSize(0, 0, 0)
     found: list[PendingMessage] = []
     more = False

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from flask import Flask
 from flask.testing import FlaskClient
+from support.declared import _declared  # noqa: F401 - a fixture of all tests here
 from support.fake_broker import FakeBroker
 from support.stretches import Stretch, Stretches
 

@@ -11,10 +11,12 @@ from support.fake_broker import FakeBroker
 from portalmq.broker.api.app import create_app
 from portalmq.broker.api.http_request import HttpRequest
 from portalmq.broker.api.request_context import RequestContext, ResponseParts
-from portalmq.broker.api.routes import ROUTES, Route
+from portalmq.broker.api.route import Route
+from portalmq.broker.api.routes import ROUTES
 from portalmq.broker.messages.metrics import Metrics
 from portalmq.broker.server.auth import Auth
 from portalmq.broker.server.config import BrokerConfig
+from portalmq.errors import InvalidRequest
 
 METRICS = Metrics("0")
 
@@ -48,6 +50,7 @@ def test_traffic_is_posted() -> None:
 
 def test_the_traffic_routes_are_served_in_front_of_flask(broker: FakeBroker, monkeypatch: pytest.MonkeyPatch) -> None:
     app = create_app(broker, BrokerConfig(), METRICS, Auth())
+    broker.refuse = InvalidRequest("in front of Flask")
     monkeypatch.setattr(app, "full_dispatch_request", lambda: flask.Response(status=599))
     served = {
         route.path

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from flask.testing import FlaskClient
+from support.declared import _declared  # noqa: F401 - a fixture of all tests here
 from support.domain import Fixture, running
 from support.protocols import client_of
 
