@@ -72,6 +72,8 @@ def peer_calls(wiring: Wiring) -> dict[str, PeerCall]:
     on.leader(messages.PURGE, wiring.browser.local_purge)
     on.leader(messages.SCHEDULED, wiring.scheduled_messages.local_list)
     on.leader(messages.CANCEL, wiring.scheduled_messages.local_cancel)
+    on.leader(messages.TRACE, wiring.message_traces.local_trace)
+    on.leader(messages.LOCATE, wiring.message_traces.local_locate)
     on.leader(messages.PARTITIONS, wiring.overview.local_sizes, patience_s=0.0)
     on.broker(messages.FENCE, wiring.producer_fencing.on_fence)
 
@@ -91,6 +93,8 @@ def peer_calls(wiring: Wiring) -> dict[str, PeerCall]:
     on.leader(queues.REDRIVE, wiring.dead_letters.local_redrive)
     on.leader(queues.DROP_DEAD, wiring.dead_letters.local_drop)
     on.broker(queues.GROUPS, wiring.group_admin.count)
+    on.broker(queues.GROUP_AT, wiring.group_past.count)
+    on.leader(queues.UNFINISHED_AT, wiring.group_past.local_list)
     on.broker(queues.END_GROUP, wiring.group_admin.end)
 
     on.leader(streams.TURN, wiring.shared_offsets.local_turn)

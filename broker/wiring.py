@@ -50,7 +50,9 @@ from portalmq.broker.queues.backlog import Backlog
 from portalmq.broker.queues.commit import GroupCommits
 from portalmq.broker.queues.dead_letters import DeadLetters
 from portalmq.broker.queues.group_admin import GroupAdmin
+from portalmq.broker.queues.group_past import GroupPast
 from portalmq.broker.queues.groups import Groups
+from portalmq.broker.queues.message_traces import MessageTraces
 from portalmq.broker.queues.offset_acks import OffsetAcks
 from portalmq.broker.queues.outbox import Outboxes, OutputTopics
 from portalmq.broker.queues.queue_sizes import QueueSizes
@@ -216,6 +218,7 @@ class Wiring:
         self.unfinished = UnfinishedMessages(groups, clock)
         self.dead_letters = DeadLetters(groups, clock)
         self.group_admin = GroupAdmin(self.broker_id, groups, self.mirror, peers)
+        self.group_past = GroupPast(self.group_admin, groups, peers, clock)
 
     def _take_messages(self) -> None:
         """The calls of producers and readers."""
@@ -227,6 +230,7 @@ class Wiring:
             leaders, metadata_cache.topic, self.metrics.published, self.clock, admission, self.repeat_finder
         )
         self.browser = MessageBrowser(self.topics.known, metadata_cache, leaders, self.groups.long_polls)
+        self.message_traces = MessageTraces(self.topics, metadata_cache, leaders)
         self.scheduled_messages = ScheduledMessages(self.topics.known, metadata_cache, leaders, self.clock)
         self.reader_fetch = ReaderFetch(self.groups)
 

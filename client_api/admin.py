@@ -10,9 +10,9 @@ from urllib.parse import quote
 
 import msgspec
 
-from portalmq import stream_wire, wire
+from portalmq import history_wire, stream_wire, wire
 from portalmq.closeable import Closeable
-from portalmq.errors import PortalMQError
+from portalmq.errors import InvalidRequest, MessageNotFound, OffsetOutOfRange, PortalMQError
 from portalmq.message import Message, message_from_json, message_from_wire
 from portalmq.network.http_answer import HttpAnswer
 from portalmq.network.tls import TlsFiles
@@ -68,6 +68,17 @@ class Unfinished(NamedTuple):
     message: Message
     state: wire.UnfinishedState
     available_at_ms: int | None
+
+
+class MessageLife(NamedTuple):
+    """A message, and what the log knows of its life; of a purged message the content is gone. `as_of` says up to where
+    the log is known. What records of groups below `incomplete_below` said is not known: they were compacted away."""
+
+    message: Message
+    events: list[history_wire.TraceEvent]
+    replicas: history_wire.TraceReplicas
+    as_of: history_wire.AsOf
+    incomplete_below: int | None
 
 
 class _Dropped(msgspec.Struct):
@@ -167,6 +178,11 @@ class Admin(Closeable):
         """Return a group's counts, members and settings. Raises GroupNotFound."""
         return self._transport.get(_group(name), wire.GroupDescription)
 
+    def group_at(self, name: str, at: datetime) -> history_wire.PastGroup:
+        """Return a group's counts as they were. Raises GroupNotFound; OffsetOutOfRange if the log no longer reaches
+        back to that time."""
+        return self._transport.get(_group(name), history_wire.PastGroup, {"at": _rfc3339(at)})
+
     def create_group(self, name: str, **config: Any) -> wire.GroupDescription:
         """Create or change a group; `config` has the fields of wire.GroupConfig, for instance
         visibility_timeout_ms=5000.
@@ -192,11 +208,15 @@ class Admin(Closeable):
             raise PortalMQError("the broker sent no counts: it is older than this client")
         return page.counts
 
-    def unfinished(self, group: str, topic: str, *, limit: int | None = None) -> Iterator[Unfinished]:
+    def unfinished(
+        self, group: str, topic: str, *, limit: int | None = None, at: datetime | None = None
+    ) -> Iterator[Unfinished]:
         """Yield the messages of the topic that a queue group has not finished, with their states: partition by
-        partition, in log order, as they are when the page is read. Reading changes nothing; a group that was never used
-        has finished nothing."""
-        query = {"topic": wire.check_name(topic, "topic")}
+        partition, in log order, as they are when the page is read; or as they were at the time `at`. Reading changes
+        nothing; a group that was never used has finished nothing."""
+        query: dict[str, object] = {"topic": wire.check_name(topic, "topic")}
+        if at is not None:
+            query["at"] = _rfc3339(at)
         for page in self._pages(f"{_group(group)}/messages", _UnfinishedPage, limit, query):
             for each in page.messages:
                 yield Unfinished(message_from_json(each), each.state, each.available_at_ms)
@@ -364,6 +384,34 @@ class Admin(Closeable):
                 left = None if left is None else left - 1
             if left is not None and left <= 0:
                 return
+
+    def message(self, topic: str, message_id: str) -> Message:
+        """Return a message by its id, `<partition>-<offset>`. Consumes nothing. Raises MessageNotFound."""
+        partition, _, offset = message_id.partition("-")
+        if not (partition.isdigit() and offset.isdigit()):
+            raise InvalidRequest(f"{message_id[:100]!r} is no id of a message: write <partition>-<offset>, as 0-17")
+        try:
+            found = self.browse(topic, int(partition), offset=int(offset), limit=1).messages
+        except OffsetOutOfRange as error:
+            raise MessageNotFound(f"there is no message {message_id}: {error.detail}") from None
+        if not found or found[0].offset != int(offset):
+            raise MessageNotFound(f"there is no message {message_id} in topic {topic!r}")
+        return message_from_wire(found[0], topic)
+
+    def trace(self, topic: str, message_id: str, *, local: bool = False) -> MessageLife:
+        """Return the life of a message: who got it when, and what became of it. With `local` the broker that answers
+        tells it from its own replica, which may follow. Raises MessageNotFound."""
+        path = f"/v1/messages/{quote(wire.check_name(topic, 'topic'), safe='')}/{quote(message_id, safe='')}/trace"
+        events: list[history_wire.TraceEvent] = []
+        after: int | None = None
+        while True:
+            query = {"after": after, "local": "true" if local else None}
+            page = self._transport.get(path, history_wire.MessageTrace, query)
+            events += page.events
+            if page.next is None:
+                message = message_from_json(page.message)
+                return MessageLife(message, events, page.replicas, page.as_of, page.incomplete_below)
+            after = page.next
 
     def read_all(self, topic: str, limit: int | None = None) -> Iterator[Message]:
         """Yield the messages of all partitions, page by page."""

@@ -49,6 +49,7 @@ ROOM_OF = {
     "portalmq.errors": "contract",
     "portalmq.wire": "contract",
     "portalmq.stream_wire": "contract",
+    "portalmq.history_wire": "contract",
     "portalmq.cluster_wire": "contract",
     "portalmq.wire_decoding": "contract",
     "portalmq.wire_numbers": "contract",

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from portalmq import wire
+from portalmq.history_wire import AsOf, TraceEvent, TraceReplicas
 
 
 class Problem(msgspec.Struct):
@@ -123,6 +124,18 @@ class ScheduledPage(msgspec.Struct, omit_defaults=True):
 
     messages: list[wire.JsonMessageOut]
     next: str | UnsetType = UNSET
+
+
+class TracePage(msgspec.Struct, omit_defaults=True):
+    """The life of a message; of a purged one without its value. `next`: `after` of the next page, if there is one.
+    `incomplete_below`: records of groups below were compacted away."""
+
+    message: wire.JsonMessageOut
+    events: list[TraceEvent]
+    replicas: TraceReplicas
+    as_of: AsOf
+    next: int | UnsetType = UNSET
+    incomplete_below: int | UnsetType = UNSET
 
 
 # --- groups ----------------------------------------------------------------------------------------------------------

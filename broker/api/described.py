@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from portalmq import stream_wire, wire
+from portalmq import history_wire, stream_wire, wire
 from portalmq.broker.api import answers
 
 _milliseconds: dict[str, Any] = {"type": "integer", "minimum": 0, "maximum": wire.INTEGER_MAX}
@@ -83,6 +83,8 @@ _group = {
     "config": {"visibility_timeout_ms": 30_000},
 }
 _counts = {"ready": 3, "in_flight": 1, "scheduled": 0, "dead": 0, "oldest_unacked_ms": 1_200}
+_past = {"mode": "queue", **_counts, "lag": 4}
+_written = {"leader_epoch": 3, "broker": 1}
 _lock = {"name": "nightly-job", "owner": "host-1", "fencing_token": 7}
 _broker = {"id": 1, "url": "http://localhost:5000", "live": True}
 _assigned = {"topic": "orders", **_place, "since": 3}
@@ -145,12 +147,36 @@ EXAMPLES: dict[Any, Any] = {
     wire.PackBrowsePage: {"messages": [{**_place, "value": "dmFsdWU=", "timestamp_ms": 1_774_000_000_000}], **_page},
     answers.TopicMessages: {"messages": [_message], "more": False},
     answers.ScheduledPage: {"messages": [{**_message, "deliver_at_ms": 1_774_000_060_000}]},
+    answers.TracePage: {
+        "message": _message,
+        "events": [
+            {"at_ms": 1_774_000_000_000, "event": "appended", **_written, "offset": 17},
+            {
+                "at_ms": 1_774_000_000_500,
+                "event": "delivered",
+                "group": "billing",
+                "consumer": "host-1",
+                "delivery_count": 1,
+                "until_ms": 1_774_000_030_500,
+                **_written,
+                "offset": 18,
+            },
+        ],
+        "replicas": {"leader": 1, "leader_epoch": 3, "replicas": [1, 2, 3], "isr": [1, 2, 3], "holders": [1, 2, 3]},
+        "as_of": {"broker": 1, "is_leader": True, "offset": 19, "at_ms": 1_774_000_001_000},
+    },
     wire.ProducerIdRequest: {"name": "importer"},
     wire.ProducerIdentity: {"id": 12, "epoch": 1},
     # groups
     answers.GroupList: {"groups": [_group]},
     wire.GroupConfig: {"visibility_timeout_ms": 60_000, "max_deliveries": 3, "start": "latest"},
     wire.GroupDescription: _group,
+    history_wire.PastGroup: {
+        "group": "billing",
+        "at_ms": 1_774_000_000_000,
+        **_past,
+        "partitions": [{"topic": "orders", **_place, **_past}],
+    },
     answers.UnfinishedPage: {"messages": [{**_message, "state": "ready", "delivery_count": 0}], "counts": _counts},
     wire.ReceiveRequest: {"topics": ["orders"], "max_messages": 10, "wait_ms": 0},
     answers.ReceivedMessages: {"messages": [{**_message, **_lease}]},

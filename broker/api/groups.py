@@ -11,8 +11,9 @@ from flask import Response
 from portalmq import wire
 from portalmq.broker.api.answers import DeadLetterPage, DroppedDeadLetters, GroupList, UnfinishedPage
 from portalmq.broker.api.outgoing import json_message
-from portalmq.broker.api.query import Parameters, TopicName, instant_ms, read_by, whole_number
+from portalmq.broker.api.query import Instant, Parameters, TopicName, instant_ms, read_by, whole_number
 from portalmq.broker.api.request_context import RequestContext, answer, current, may_forward, no_content
+from portalmq.broker.cluster.rpc.queues import QueueSize
 from portalmq.broker.partition.answer_size import first_of
 from portalmq.errors import InvalidRequest
 from portalmq.wire import Positive
@@ -44,9 +45,18 @@ def put(context: RequestContext, group: str, query: PutGroupQuery) -> Response:
     return answer(description, 201 if created else 200)
 
 
-def show(context: RequestContext, group: str) -> Response:
-    """Describe a group: its settings and counts."""
-    return answer(context.broker.describe_group(wire.check_name(group, "group")))
+class GroupQuery(msgspec.Struct):
+    """`at`: the counts of that time, without the settings."""
+
+    at: Instant | None = None
+
+
+def show(context: RequestContext, group: str, query: GroupQuery) -> Response:
+    """Describe a group: its settings and counts; with `at` its counts then, in sum and by partition."""
+    wire.check_name(group, "group")
+    if query.at is not None:
+        return answer(context.broker.group_past.describe(group, query.at))
+    return answer(context.broker.describe_group(group))
 
 
 def _position(text: str, what: str) -> tuple[int, int]:
@@ -57,11 +67,13 @@ def _position(text: str, what: str) -> tuple[int, int]:
 
 
 class UnfinishedQuery(Parameters):
-    """`limit`: more than 1,000 counts as 1,000. `after`: the `next` of an earlier page."""
+    """`limit`: more than 1,000 counts as 1,000. `after`: the `next` of an earlier page. `at`: as it was then, without
+    the counts."""
 
     topic: TopicName
     limit: Positive = PAGE
     after: Annotated[tuple[int, int], read_by(_position, type="string", pattern=r"^\d+-\d+$")] | None = None
+    at: Instant | None = None
 
 
 def list_unfinished(context: RequestContext, group: str, query: UnfinishedQuery) -> Response:
@@ -69,8 +81,12 @@ def list_unfinished(context: RequestContext, group: str, query: UnfinishedQuery)
     when there is more, is the `after` of the next page. Changes nothing."""
     wire.check_name(group, "group")
     topic, after, forward = query.topic, query.after, may_forward(current())
-    counts = context.broker.queue_sizes.look(group, topic, forward=forward) if after is None else None
-    found = context.broker.unfinished.messages(group, topic, after=after, forward=forward)
+    counts: QueueSize | None = None
+    if query.at is not None:
+        found = context.broker.group_past.messages(group, topic, query.at, after=after, forward=forward)
+    else:
+        counts = context.broker.queue_sizes.look(group, topic, forward=forward) if after is None else None
+        found = context.broker.unfinished.messages(group, topic, after=after, forward=forward)
     first, more = first_of(found, attrgetter("stored.record"), min(query.limit, PAGE_MAX))
     context.make_room([each.stored.record for each in first])
     messages = [

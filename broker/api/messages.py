@@ -14,7 +14,7 @@ from flask import Response, request
 
 from portalmq import wire
 from portalmq.broker.api import outgoing
-from portalmq.broker.api.answers import ScheduledPage, TopicMessages
+from portalmq.broker.api.answers import ScheduledPage, TopicMessages, TracePage
 from portalmq.broker.api.client_watch import peer_of
 from portalmq.broker.api.query import Instant, Parameters, read_by, whole_number
 from portalmq.broker.api.request_context import (
@@ -27,8 +27,11 @@ from portalmq.broker.api.request_context import (
     no_content,
 )
 from portalmq.broker.cluster.rpc.messages import SchedulePosition
+from portalmq.broker.messages.browse import StoredMessage
 from portalmq.broker.messages.scheduled import BEGINNING
 from portalmq.broker.partition.answer_size import blocks_of, first_of
+from portalmq.broker.queues.message_traces import EVENTS_MAX
+from portalmq.broker.storage.batch import Record
 from portalmq.errors import InvalidRequest, Unavailable
 from portalmq.wire import NonNegative, Positive, WaitMs
 
@@ -153,6 +156,51 @@ def _lines(messages: Iterator[Any]) -> Iterator[bytes]:
     return (b"".join(map(outgoing.json_line, block)) for block in chain([first], blocks) if block)
 
 
+# --- trace -----------------------------------------------------------------------------------------------------------
+
+
+class TraceQuery(Parameters):
+    """`after`: the `next` of an earlier page. `limit`: more than 1,000 counts as 1,000. `local`: as this broker's own
+    replica knows it, also as a follower."""
+
+    after: NonNegative = 0
+    limit: Positive = EVENTS_MAX
+    local: bool = False
+
+
+def trace(context: RequestContext, topic: str, message_id: str, query: TraceQuery) -> Response:
+    """Tell the life of a message: who appended it, who got it and when, and what became of it."""
+    wire.check_name(topic, "topic")
+    number, offset = _message_place(message_id)
+    found = context.broker.message_traces.trace(
+        topic,
+        number,
+        offset,
+        after=query.after,
+        limit=min(query.limit, EVENTS_MAX),
+        local=query.local,
+        forward=may_forward(current()),
+    )
+    record = found.record or Record(b"", "")
+    if found.record is not None:
+        context.make_room([record])
+    message = outgoing.json_message(StoredMessage(topic, number, offset, found.timestamp_ms, record))
+    if found.record is None:  # it is purged
+        message.value = msgspec.UNSET
+    unset = msgspec.UNSET
+    following = unset if found.next is None else found.next
+    incomplete_below = unset if found.incomplete_below is None else found.incomplete_below
+    return answer(TracePage(message, found.events, found.replicas, found.as_of, following, incomplete_below))
+
+
+def _message_place(message_id: str) -> tuple[int, int]:
+    number, _, offset = message_id.partition("-")
+    return (
+        whole_number(number, "the partition of a message's id (<partition>-<offset>)"),
+        whole_number(offset, "the offset of a message's id (<partition>-<offset>)"),
+    )
+
+
 # --- scheduled -------------------------------------------------------------------------------------------------------
 
 
@@ -183,13 +231,8 @@ def list_scheduled(context: RequestContext, topic: str, query: ScheduledQuery) -
 def cancel_scheduled(context: RequestContext, topic: str, message_id: str, query: Parameters) -> Response:
     """Cancel a scheduled message: it is not delivered."""
     wire.check_name(topic, "topic")
-    number, _, offset = message_id.partition("-")
-    context.broker.scheduled_messages.cancel(
-        topic,
-        whole_number(number, "the partition of a message's id (<partition>-<offset>)"),
-        whole_number(offset, "the offset of a message's id (<partition>-<offset>)"),
-        forward=may_forward(current()),
-    )
+    number, offset = _message_place(message_id)
+    context.broker.scheduled_messages.cancel(topic, number, offset, forward=may_forward(current()))
     return no_content()
 
 

@@ -45,6 +45,7 @@ from portalmq.errors import (
     TopicNotFound,
     Unavailable,
 )
+from portalmq.history_wire import PastGroup
 
 PLAIN, HTML, SCRIPT = "text/plain", "text/html", "text/javascript"
 
@@ -178,6 +179,11 @@ ROUTES = (
         errors=READING,
     ),
     Route(
+        *("GET", "/v1/messages/<topic>/<message_id>/trace", messages.trace, messages.TraceQuery),
+        answers={200: answers.TracePage},
+        errors=(*READING, MessageNotFound),
+    ),
+    Route(
         *("POST", "/v1/producers", messages.new_producer),
         body=wire.ProducerIdRequest,
         answers={200: wire.ProducerIdentity},
@@ -192,7 +198,11 @@ ROUTES = (
         errors=(GroupModeMismatch, KeyOrder, NotLeader),
         links=(Link(groups.show, _same_group),),
     ),
-    Route("GET", "/v1/groups/<group>", groups.show, answers={200: wire.GroupDescription}, errors=(GroupNotFound,)),
+    Route(
+        *("GET", "/v1/groups/<group>", groups.show, groups.GroupQuery),
+        answers={200: (wire.GroupDescription, PastGroup)},
+        errors=(GroupNotFound, OffsetOutOfRange),
+    ),
     Route("DELETE", "/v1/groups/<group>", groups.delete, answers={204: None}, errors=(GroupNotFound,)),
     Route(
         *("GET", "/v1/groups/<group>/messages", groups.list_unfinished, groups.UnfinishedQuery),

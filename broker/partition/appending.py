@@ -187,7 +187,8 @@ class AppendingPartition(ReadablePartition, ABC):
     def _enqueue(self, action: Append) -> None:
         pending: Any = action.token
         if pending is None:
-            pending = Pending(Batch(0, 1, 0, BatchKind.EPOCH_START, 0, 0))
+            body = _encode((self.host.broker_id,))  # earlier versions wrote none
+            pending = Pending(Batch(0, 1, 0, BatchKind.EPOCH_START, 0, 0, body=body), len(body))
         if self.closed:
             pending.finish(closing())
             return

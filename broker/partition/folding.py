@@ -14,9 +14,12 @@ after it is committed. So a replica that begins at a log start always finds a ST
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from portalmq.broker.core.fold import GroupFold, PartitionFold, ProducerFold, decode_fold
+from portalmq.broker.core.queue.biography import MessageRecord
 from portalmq.broker.core.queue.delivery import GroupDelivery
 from portalmq.broker.core.queue.records import (
     Ack,
@@ -30,6 +33,7 @@ from portalmq.broker.core.queue.records import (
     Drop,
     Extend,
     Grant,
+    GroupEnd,
     GroupRecord,
     GroupStart,
     Nack,
@@ -63,6 +67,19 @@ _RECORD_TYPES: dict[int, type[GroupRecord | StreamRecord]] = {
     BatchKind.SEEK: Seek,
 }
 KIND_OF = {record_type: BatchKind(kind) for kind, record_type in _RECORD_TYPES.items()}
+_MESSAGE_RECORD_DECODERS: dict[int, Any] = {
+    kind: msgspec.msgpack.Decoder(record_type).decode
+    for kind, record_type in {**_RECORD_TYPES, BatchKind.PURGE: Purge, BatchKind.CANCEL: Cancel}.items()
+}
+
+
+def message_record_of(batch: Batch) -> MessageRecord | None:
+    """Return the record of a batch that may be about messages, else None."""
+    if batch.kind == BatchKind.GROUP_END:
+        return GroupEnd()
+    decode = _MESSAGE_RECORD_DECODERS.get(batch.kind)
+    record: MessageRecord | None = None if decode is None else decode(batch.body)
+    return record
 
 
 class GroupsFold:

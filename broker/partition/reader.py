@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import ParamSpec, TypeVar
 from zlib import crc32
 
 import msgspec
@@ -25,6 +26,9 @@ CONTROL_RECORDS_MAX = 32
 # For how many messages, at most, the reader remembers the checksums of verified batches: 4 bytes each.
 CHECKED_MAX = 2_000_000
 CHECKED_BATCHES_MAX = 100_000
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -97,8 +101,13 @@ class Reader:
         self, pool: NativeThreads, message_ids: Sequence[bytes], since_ms: int, below: int | None
     ) -> tuple[dict[bytes, tuple[int, bytes | None, int]], int | None]:
         """Call the log's find_message_ids on a native thread. Raises Unavailable for damage, StorageFull."""
+        return self.on_native(pool, self._log.find_message_ids, message_ids, since_ms, below)
+
+    def on_native(self, pool: NativeThreads, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+        """Return the result of work that reads the log, on a native thread. Raises Unavailable for damage,
+        StorageFull, OffsetPurged."""
         self.used = True
-        found = attempt(pool, self._log.find_message_ids, message_ids, since_ms, below)
+        found = attempt(pool, work, *arguments, **named)
         if isinstance(found, Unavailable):
             raise found
         if isinstance(found, DAMAGE):
@@ -106,6 +115,8 @@ class Reader:
             raise Unavailable(f"a file is damaged on this broker: {found}", outcome="not_applied") from found
         if isinstance(found, Shortage):
             raise refusal_of(found) from found
+        if isinstance(found, OffsetPurged):
+            raise found
         if isinstance(found, StorageError):
             self._on_fault(found)
             raise Unavailable("the storage failed", outcome="not_applied") from found

@@ -42,7 +42,7 @@ class GroupAdmin:
         self._groups = groups
         self._mirror = mirror
         self._peers = peers
-        self._patience_s = patience_s
+        self.patience_s = patience_s
 
     # --- counting ----------------------------------------------------------------------------------------------------
 
@@ -50,16 +50,16 @@ class GroupAdmin:
         """Return the group's counts over all its partitions. Raises GroupNotFound; with `leave_out` False also
         Unavailable when a partition has no leader, since its lag would be missing."""
         group = self._groups.get(name)
-        deadline = time.monotonic() + self._patience_s
+        deadline = time.monotonic() + self.patience_s
         while True:
             answers = self._counts([name])
             counts = _once_each(answers)
-            gaps = self._gaps(
+            gaps = self.gaps(
                 {(count.topic, count.number) for count in counts}, {where for answer in answers for where in answer.led}
             )
             if leave_out or not gaps:
                 return _described(group, counts)
-            self._wait(gaps, deadline)
+            self.wait_for_leaders(gaps, deadline)
 
     def describe_all(self) -> list[wire.GroupDescription]:
         """Return all groups; the counts leave out partitions without a leader."""
@@ -75,7 +75,7 @@ class GroupAdmin:
 
     def _counts(self, names: list[str]) -> list[GroupCounts]:
         call = CountGroups(names)
-        return self._everywhere(
+        return self.everywhere(
             lambda: self._count_here(names),
             lambda broker_id: GROUPS.ask(self._peers, broker_id, call),
         )
@@ -87,7 +87,7 @@ class GroupAdmin:
         counts = [
             GroupCount(each.group, each.partition.topic, each.partition.number, **each.counts()) for each in attached
         ]
-        return GroupCounts(counts, self._led())
+        return GroupCounts(counts, self.led())
 
     def count(self, request: CountGroups) -> GroupCounts:
         return self._count_here(request.groups)
@@ -109,21 +109,21 @@ class GroupAdmin:
 
     def _end_everywhere(self, group: GroupState) -> None:
         call = EndGroup(group.name, group.group_id)
-        deadline = time.monotonic() + self._patience_s
+        deadline = time.monotonic() + self.patience_s
         ended: set[_Where] = set()
         while True:
-            answers = self._everywhere(
+            answers = self.everywhere(
                 lambda: self._end_here(group.name, group.group_id),
                 lambda other: END_GROUP.ask(self._peers, other, call),
             )
             ended |= {where for answer in answers for where in answer.ended}
-            gaps = self._gaps(ended, {where for answer in answers for where in answer.led})
+            gaps = self.gaps(ended, {where for answer in answers for where in answer.led})
             if not gaps:
                 return
-            self._wait(gaps, deadline)
+            self.wait_for_leaders(gaps, deadline)
 
     def _end_here(self, name: str, group_id: str) -> EndedGroup:
-        led = self._led()
+        led = self.led()
         return EndedGroup([(place.topic, place.number) for place in self._groups.end_here(name, group_id)], led)
 
     def end(self, call: EndGroup) -> EndedGroup:
@@ -134,7 +134,7 @@ class GroupAdmin:
 
     # --- all leaders -------------------------------------------------------------------------------------------------
 
-    def _everywhere(self, here: Callable[[], T], there: Callable[[int], T]) -> list[T]:
+    def everywhere(self, here: Callable[[], T], there: Callable[[int], T]) -> list[T]:
         """Return the answers of all brokers that answer, asked in parallel. Raises the error of this one."""
         others = [broker_id for broker_id in self._mirror.brokers if broker_id != self._broker_id]
         asked = [gevent.spawn(_unless_refused, there, broker_id) for broker_id in others]
@@ -145,11 +145,11 @@ class GroupAdmin:
             gevent.killall(asked, block=False)
         return answers
 
-    def _led(self) -> list[_Where]:
+    def led(self) -> list[_Where]:
         """Return the partitions led here, in one step: one that moved away during a count would appear as counted."""
         return [(topic.name, partition.number) for topic in self._groups.topics for partition in topic.led()]
 
-    def _gaps(self, begun: Collection[_Where], led: Collection[_Where]) -> list[_Where]:
+    def gaps(self, begun: Collection[_Where], led: Collection[_Where]) -> list[_Where]:
         """Return partitions where the group may have begun, and that no leader answered for."""
         gaps: list[_Where] = []
         begun_topics = {topic for topic, _ in begun}
@@ -160,7 +160,7 @@ class GroupAdmin:
                 gaps += missing
         return gaps
 
-    def _wait(self, gaps: Iterable[_Where], deadline: float) -> None:
+    def wait_for_leaders(self, gaps: Iterable[_Where], deadline: float) -> None:
         """Pause before the next try. Raises Unavailable when the time is over."""
         if time.monotonic() >= deadline:
             topic, number = next(iter(gaps))

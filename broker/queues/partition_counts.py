@@ -21,6 +21,7 @@ from portalmq.broker.core.queue.lanes import DELAYED
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.folding import GroupsFold
 from portalmq.broker.partition.partition import Partition
+from portalmq.broker.partition.past import BothClocks, GroupView
 from portalmq.broker.partition.yielding import in_turns
 from portalmq.broker.storage.lanes import Row
 
@@ -56,8 +57,9 @@ def untouched(partition: Partition, group: str) -> GroupDelivery:
     return GroupDelivery(GroupFold(group, start, start, []))
 
 
-def tallied(partition: Partition, delivery: GroupDelivery, clock: Clock) -> dict[str, int]:
-    """Return the counts at one moment. The summation pauses for other greenlets; later changes are not included."""
+def tallied(partition: GroupView, delivery: GroupDelivery, clock: BothClocks) -> dict[str, int]:
+    """Return the counts at one moment: now, or as a past view has it. The summation pauses for other greenlets; later
+    changes are not included."""
     now_ms, wall_ms = clock.now_ms(), clock.wall_ms()
     ready, scheduled = _fresh(partition, delivery, wall_ms)
     is_fresh = ready + scheduled > 0
@@ -83,7 +85,7 @@ def tallied(partition: Partition, delivery: GroupDelivery, clock: Clock) -> dict
     }
 
 
-def _fresh(partition: Partition, delivery: GroupDelivery, wall_ms: int) -> tuple[int, int]:
+def _fresh(partition: GroupView, delivery: GroupDelivery, wall_ms: int) -> tuple[int, int]:
     """Return the number of messages never delivered: (available, not due yet)."""
     log, lanes = partition.log, partition.log.lanes
     end = partition.high_watermark
@@ -115,7 +117,7 @@ def _place(delivery: GroupDelivery, lane: int) -> tuple[int, int]:
     return (due_ms, offset) if lane >= DELAYED else (0, max(offset, delivery.start))
 
 
-def _cancelled_before(partition: Partition, delivery: GroupDelivery, wall_ms: int) -> tuple[int, int]:
+def _cancelled_before(partition: GroupView, delivery: GroupDelivery, wall_ms: int) -> tuple[int, int]:
     """Return the number of cancelled messages that the cursors have not passed: (due, not due)."""
     due = waiting = 0
     for lane, places in _cancelled_positions(partition).items():
@@ -139,7 +141,7 @@ class _CancelledPositions(NamedTuple):
 _cancelled_positions_of: WeakKeyDictionary[GroupsFold, _CancelledPositions] = WeakKeyDictionary()
 
 
-def _cancelled_positions(partition: Partition) -> dict[int, list[tuple[int, int]]]:
+def _cancelled_positions(partition: GroupView) -> dict[int, list[tuple[int, int]]]:
     """Return (due_ms, offset) of the cancelled messages, by lane. Each is looked up once, as there may be many."""
     groups = partition.groups
     found = _cancelled_positions_of.get(groups)
@@ -159,7 +161,7 @@ def _due_ms(place: tuple[int, int]) -> int:
 
 
 def _oldest_age_ms(
-    partition: Partition, delivery: GroupDelivery, spans: list[SpanFold], wall_ms: int, *, is_fresh: bool
+    partition: GroupView, delivery: GroupDelivery, spans: list[SpanFold], wall_ms: int, *, is_fresh: bool
 ) -> int:
     """Return the age of the oldest unfinished message, from when it was first available. Without `is_fresh` the group
     has received every message: after its cursor there are only records of other groups."""
@@ -200,10 +202,10 @@ def _oldest_spans(delivery: GroupDelivery, spans: list[SpanFold]) -> list[SpanFo
     return [*([plain] if plain else []), *delayed]
 
 
-def _since(partition: Partition, start: int, end: int) -> Iterator[int]:
+def _since(partition: GroupView, start: int, end: int) -> Iterator[int]:
     for piece in partition.reader.pieces(start, end, 1):
         yield max(piece.batch.appended_at_ms, piece.records()[0].deliver_at_ms or 0)
 
 
-def _head(partition: Partition, delivery: GroupDelivery, lane: int, end: int) -> Iterator[Row]:
+def _head(partition: GroupView, delivery: GroupDelivery, lane: int, end: int) -> Iterator[Row]:
     return partition.log.lanes.after(lane, *_place(delivery, lane), end)

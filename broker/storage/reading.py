@@ -25,6 +25,8 @@ from portalmq.compression import BadValues, content_size
 
 SEALED_READERS_MAX = 4
 SCAN_BATCHES = 512
+# Offsets of one scan for a group's records, for which other reads wait.
+SCAN_OFFSETS = 1_024
 # How many offsets a scrub reads at once: other reads wait, and small batches take longer than their bytes.
 SCRUB_OFFSETS = 1_250
 
@@ -326,6 +328,30 @@ class ReadableLog(ABC):
         """Yield the verified control records from `from_offset` on; below the log start too, while their file
         exists."""
         return self._scan(from_offset, lambda segment, offset: segment.control_batches(offset, SCAN_BATCHES))
+
+    def group_records(self, group: str, start: int, end: int) -> Iterator[Batch]:
+        """Yield the verified control records in [start, end) of one group, and those that belong to no group."""
+        while start < end:
+            upto = min(end, start + SCAN_OFFSETS)
+            yield from self._scan_part(group, start, upto)
+            start = upto
+
+    def _scan_part(self, group: str, start: int, end: int) -> list[Batch]:
+        found: list[Batch] = []
+        with self._read():
+            for segment in self._segments[self._position(start) :]:
+                if segment.base_offset >= end:
+                    break
+                found += self._used(segment).group_batches(group, start, end)
+        return found
+
+    def has_blank(self, start: int, end: int) -> bool:
+        """Return whether compaction has emptied a control record in [start, end)."""
+        with self._read():
+            for segment in self._segments[self._position(start) :]:
+                if segment.base_offset < end and self._used(segment).has_blank(start, end):
+                    return True
+        return False
 
     def producer_batches(self, from_offset: int = 0) -> Iterator[Batch]:
         """Yield the headers of idempotent producers' batches from `from_offset` on, without records, so not

@@ -173,6 +173,23 @@ class ReadableSegment(ABC):
         )
         return [self._checked(batch_of(row[:9], row[9], group=row[10], body=row[11])) for row in rows]
 
+    def group_batches(self, group: str, start: int, end: int) -> list[Batch]:
+        """Return the verified control records in [start, end) of one group, and those of no group."""
+        rows = self.reader.execute(
+            f"SELECT {BATCH_COLUMNS}, b.crc, r.group_name, r.body FROM records AS r CROSS JOIN batches AS b"
+            " ON b.base_offset = r.offset WHERE r.offset >= ? AND r.offset < ? AND r.group_name IN ('', ?)"
+            " ORDER BY r.offset",
+            (start, end, group),
+        )
+        return [self._checked(batch_of(row[:9], row[9], group=row[10], body=row[11])) for row in rows]
+
+    def has_blank(self, start: int, end: int) -> bool:
+        found: Any = self.reader.execute(
+            "SELECT 1 FROM batches WHERE base_offset >= ? AND base_offset < ? AND kind = ? LIMIT 1",
+            (start, end, BatchKind.BLANK),
+        ).get
+        return found is not None
+
     def newest_control(self, kind: int, below: int) -> Batch | None:
         row = self.reader.execute(
             "SELECT offset FROM records WHERE kind = ? AND offset < ? ORDER BY offset DESC LIMIT 1", (kind, below)

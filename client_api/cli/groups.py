@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 
 import click
@@ -9,8 +10,8 @@ import msgspec
 
 from portalmq import wire
 from portalmq.admin import SeekTarget
-from portalmq.cli.options import config_option, moment_ago
-from portalmq.cli.output import show_one, show_rows
+from portalmq.cli.options import config_option, moment_ago, past_time
+from portalmq.cli.output import show_one, show_rows, time_text
 from portalmq.cli.session import Session, fields, with_session
 
 _COLUMNS = ["group", "mode", "ready", "in_flight", "scheduled", "dead", "lag", "oldest_unacked_ms"]
@@ -31,11 +32,18 @@ def list_groups(session: Session) -> None:
 
 @group_commands.command()
 @click.argument("name")
+@click.option("--at", callback=past_time, metavar="TIME", help="As it was then: a time (RFC 3339), or 15m, 2h, 7d ago.")
 @with_session
-def show(session: Session, name: str) -> None:
-    """Show group NAME: its messages by state, its consumers, its settings."""
-    group = fields(session.admin.group(name))
-    _show(session, group)
+def show(session: Session, name: str, at: datetime | None) -> None:
+    """Show group NAME: its messages by state, its consumers, its settings. With --at as it was."""
+    if at is None:
+        _show(session, fields(session.admin.group(name)))
+        return
+    past = fields(session.admin.group_at(name, at))
+    if session.output == "table":
+        past["at"] = time_text(past.pop("at_ms"))
+        del past["partitions"]
+    show_one(past, session.output)
 
 
 def _show(session: Session, group: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from portalmq.cli.messages import consume, peek, produce, queue
 from portalmq.cli.session import connection_options
 from portalmq.cli.status import status
 from portalmq.cli.topics import topic_commands
+from portalmq.cli.traces import message_commands
 from portalmq.errors import PortalMQError
 
 EXIT_ERROR = 1
@@ -154,6 +155,7 @@ for _command in (
     dead_letter_commands,
     scheduled_commands,
     lock_commands,
+    message_commands,
     status,
 ):
     main.add_command(_command)

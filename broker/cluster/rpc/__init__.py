@@ -9,12 +9,15 @@ Calls to the leaders of partitions. A request names partitions; the answer has a
     purge           PurgeCall           bool
     scheduled       ListScheduled       Rows
     cancel          CancelScheduled     bool                one Result
+    trace           TraceCall           TracedLife          one
+    locate          LocateCall          list[int]
     partitions      Partitions          PartitionSize
     known           LookAt              bool                queues.py
     start           BeginGroup          bool
     settle          Settle              list[bool]
     finish          Finish              list[bool]
     unfinished      ListUnfinished      UnfinishedRows      one
+    unfinished_at   ListUnfinishedAt    UnfinishedRows      one
     sizes           SizeOf              QueueSize
     look            LookAt              QueueSize
     commit          CommitCall          CommitResult
@@ -36,6 +39,7 @@ Calls to a broker:
     replay          Receive             ReceiveResult
     interest        Interest            Interested
     groups          CountGroups         GroupCounts
+    group_at        CountGroupAt        GroupCountsAt
     end_group       EndGroup            EndedGroup
     coordinate      Coordinate          MemberAnswer        streams.py; a seek answers SeekAnswer
     standing        LogEndRequest       ReplicaLogEnd       brokers.py

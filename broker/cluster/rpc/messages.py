@@ -1,4 +1,4 @@
-"""Calls about messages: appending, browsing, purging, schedules, and the epochs of producers."""
+"""Calls about messages: appending, browsing, tracing, purging, schedules, and the epochs of producers."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from portalmq.broker.cluster.rpc import (
     TopicNumbers,
 )
 from portalmq.broker.storage.batch import Record
+from portalmq.history_wire import AsOf, TraceEvent, TraceReplicas
 from portalmq.wire import Acks, ProducerStamp
 
 
@@ -107,6 +108,34 @@ class CancelScheduled(ForOne, Placed):
     offset: int
 
 
+class TraceCall(ForOne, Placed):
+    """Tell the life of a message: `limit` events at most, without the first `after`."""
+
+    offset: int
+    after: int
+    limit: int
+
+
+class TracedLife(msgspec.Struct, array_like=True):
+    """`record` is None for a purged message. `next` is the `after` of the next page, if there is more. `copies` are
+    events that say that a dead letter was copied: (index in `events`, message id of the copy)."""
+
+    timestamp_ms: int
+    record: Record | None
+    events: list[TraceEvent]
+    replicas: TraceReplicas
+    as_of: AsOf
+    next: int | None
+    incomplete_below: int | None
+    copies: list[tuple[int, bytes]]
+
+
+class LocateCall(TopicNumbers):
+    """Find the committed message of this id, however old: (offset, timestamp_ms), or nothing."""
+
+    message_id: bytes
+
+
 class Partitions(TopicNumbers):
     """Ask for the sizes of these partitions."""
 
@@ -137,5 +166,7 @@ BROWSE = OnePartitionCall("browse", Browse, Browsed, timeout_s=10.0)
 PURGE = PartitionCall("purge", PurgeCall, bool, timeout_s=30.0)
 SCHEDULED = PartitionCall("scheduled", ListScheduled, Rows, timeout_s=10.0)
 CANCEL = OneResultCall("cancel", CancelScheduled, bool, timeout_s=30.0)
+TRACE = OnePartitionCall("trace", TraceCall, TracedLife, timeout_s=15.0)
+LOCATE = PartitionCall("locate", LocateCall, list[int], timeout_s=5.0)
 PARTITIONS = PartitionCall("partitions", Partitions, PartitionSize, timeout_s=1.0)
 FENCE = BrokerCall("fence", Fence, FencingConfirmed, timeout_s=2.0)

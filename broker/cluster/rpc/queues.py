@@ -16,11 +16,13 @@ from portalmq.broker.cluster.rpc import (
     OnePartitionCall,
     PartitionCall,
     Placed,
+    Refusal,
 )
 from portalmq.broker.core.queue.records import Output, Range
 from portalmq.broker.partition.answer_size import ANSWER_BYTES_MAX
 from portalmq.broker.partition.long_poll import LeasedMessage
 from portalmq.broker.storage.batch import Record
+from portalmq.history_wire import PastCount
 from portalmq.wire import GroupStart
 
 Verb = Literal["ack", "nack", "extend", "release"]
@@ -213,6 +215,33 @@ class GroupCounts(msgspec.Struct, array_like=True):
     led: list[tuple[str, int]]
 
 
+class CountGroupAt(msgspec.Struct, array_like=True):
+    """Count the group as it was at `at_ms`, on the partitions that the broker leads and where the group has begun."""
+
+    group: str
+    at_ms: int
+
+
+class GroupCountsAt(msgspec.Struct, array_like=True):
+    """`refused` is the error of a partition whose past is not known; `led` as in GroupCounts."""
+
+    counts: list[PastCount]
+    led: list[tuple[str, int]]
+    refused: Refusal | None = None
+
+
+class ListUnfinishedAt(ForOne, msgspec.Struct, array_like=True):
+    """List as ListUnfinished does, as it was at `at_ms`."""
+
+    group: str
+    topic: str
+    topic_id: str
+    number: int
+    offset: int
+    limit: int
+    at_ms: int
+
+
 class EndGroup(msgspec.Struct, array_like=True):
     """End the group, durably, on all partitions that the broker leads."""
 
@@ -274,6 +303,8 @@ UNFINISHED = OnePartitionCall("unfinished", ListUnfinished, UnfinishedRows, time
 SIZES = PartitionCall("sizes", SizeOf, QueueSize, timeout_s=5.0)
 LOOK = PartitionCall("look", LookAt, QueueSize, timeout_s=5.0)
 GROUPS = BrokerCall("groups", CountGroups, GroupCounts, timeout_s=2.0)
+GROUP_AT = BrokerCall("group_at", CountGroupAt, GroupCountsAt, timeout_s=15.0)
+UNFINISHED_AT = OnePartitionCall("unfinished_at", ListUnfinishedAt, UnfinishedRows, timeout_s=15.0)
 END_GROUP = BrokerCall("end_group", EndGroup, EndedGroup, timeout_s=15.0)
 DEAD_LETTERS = PartitionCall("dead_letters", DeadCall, DeadPage, timeout_s=15.0)
 MATCH_DEAD = PartitionCall("match_dead", DeadCall, tuple[Range, ...], timeout_s=15.0)

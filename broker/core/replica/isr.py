@@ -175,6 +175,10 @@ class IsrTracker:
                 end = min(end, self._followers[replica].durable_end)
         return end
 
+    def holders(self, offset: int) -> frozenset[int]:
+        """Return the followers that have reported `offset` as fsynced in this epoch."""
+        return frozenset([broker_id for broker_id, known in self._followers.items() if known.durable_end > offset])
+
     def live_members(self, now_ms: int) -> int:
         """Return how many members of the ISR fetched within the lag, the leader included."""
         return sum(
