@@ -34,7 +34,7 @@ help:
 	@echo "make chaos     three brokers under all kinds of faults and load, and a checker: SECONDS=120 SEED=1 ZOOKEEPERS=1"
 	@echo "make simulate  replication under every fault, over SEEDS=500 seeds; SEED=7 prints one run event by event"
 	@echo "make simulate-shell  whole brokers on a simulated clock, disk and network: SEEDS=100; SEED=7 prints one run"
-	@echo "make mutants   planted protocol bugs, each of which the simulator has to find"
+	@echo "make mutants   planted protocol bugs, each of which has to be found: ONLY=leader SECONDS=60 for some"
 	@echo "make crashes   storage after power cuts and on failing disks, and planted bugs of storage"
 	@echo "make ledger    what all proof runs add up to; the five above enter theirs with LEDGER=1, make prove always"
 	@echo "make standstill  the test suite while its processes are stopped at random: TESTS=tests/cluster/test_locks.py"
@@ -86,8 +86,11 @@ simulate-shell: $(READY)
 		$(if $(FIRST),--first $(FIRST)) $(if $(WITHOUT),--without $(WITHOUT)) $(if $(DEFECT),--defect "$(DEFECT)" --go-on) \
 		$(if $(LEDGER),--ledger)
 
+# Planted by hand, then made from the syntax tree. ONLY="leader" or SECONDS=60: some of the latter, and none of the former.
 mutants: $(READY)
-	@cd tests && exec $(CURDIR)/$(BIN)/python -m simulation.hunt $(if $(LEDGER),--ledger)
+	$(if $(ONLY)$(SECONDS),,@cd tests && $(CURDIR)/$(BIN)/python -m simulation.hunt $(if $(LEDGER),--ledger))
+	@cd tests && exec $(CURDIR)/$(BIN)/python -m simulation.syntax_hunt $(if $(ONLY),--only "$(ONLY)") \
+		$(if $(SECONDS),--seconds $(SECONDS))
 
 # EACH=n: crash images before each change; EVERY=n: one of so many steps fails. build/crashes.json has the counts.
 crashes: $(READY)

@@ -48,7 +48,7 @@ class FollowingReplica(ReplicaState):
         return [events.SendFetch(state.leader, self.fetch)]
 
     def _on_fetch_replied(self, event: events.FetchReplied, now_ms: int) -> list[events.Action]:
-        if self.fetch is None or event.fetch != self.fetch:
+        if event.fetch != self.fetch:
             return []  # late, or a repeat
         self.fetch = None
         match event.reply:

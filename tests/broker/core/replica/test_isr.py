@@ -135,6 +135,39 @@ def test_a_member_on_another_store_leaves_below_the_floor_too():
     assert insync.wanted(0, BROKERS, 100) == {1}
 
 
+def test_a_member_on_another_store_leaves_even_when_it_has_everything_again():
+    """It joins by a change of its own, which records its new store."""
+    insync = book(1, 2, 3)
+    insync.state = replace(insync.state, incarnations={1: 1, 2: 1, 3: 1})
+    insync.fetched(fetch(3, 10), 10, 100)
+    insync.fetched(fetch(2, 10, incarnation=2, store="new"), 10, 100)
+    brokers = {**BROKERS, 2: (2, "new")}
+    assert insync.wanted(10, brokers, 100) == {1, 3}
+    assert insync.renewed(10, brokers, 100) == set()
+    insync.on_partition_state(word(1, 3))
+    assert insync.wanted(10, brokers, 100) == {1, 2, 3}
+
+
+def test_a_member_whose_store_is_not_known_yet_stays_at_the_floor():
+    insync = book(1, 2)
+    insync.refused(2, OVERDUE_MS)
+    assert insync.wanted(0, BROKERS, OVERDUE_MS) == {1, 2}
+
+
+def test_a_leader_stays_whatever_another_process_with_its_id_fetches():
+    insync = book(1, 2)
+    insync.fetched(fetch(1, 0, incarnation=9, store="other"), 10, 100)
+    assert insync.wanted(0, BROKERS, 100) == {1, 2}
+
+
+def test_a_restarted_follower_is_known_by_its_new_incarnation():
+    insync = book(1, 2)
+    insync.fetched(fetch(3, 10), 10, 100)
+    insync.fetched(fetch(3, 4, incarnation=2), 10, 200)
+    assert insync.joiner(3) == (2, "c")
+    assert insync.wanted(8, {**BROKERS, 3: (2, "c")}, 200) == {1, 2}, "what it had before does not count"
+
+
 def test_a_refused_port_counts_once_the_fetch_is_overdue():
     insync = book(1, 2, 3)
     for member in (2, 3):

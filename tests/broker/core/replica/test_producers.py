@@ -20,6 +20,8 @@ def test_the_first_batch_of_a_producer_begins_at_zero():
     assert Producers([]).find_duplicate(Stamp(1, 0, 0), 5) is None
     with pytest.raises(OutOfOrderSequence, match="first sequence must be 0"):
         Producers([]).find_duplicate(Stamp(1, 0, 5), 5)
+    with pytest.raises(OutOfOrderSequence, match="first sequence must be 0"):
+        Producers([]).find_duplicate(Stamp(1, 0, -1), 5)
 
 
 def test_the_next_batch_continues_the_last():
