@@ -89,12 +89,16 @@ def summary_of(records: Iterable[tuple[str, MessageRecord]]) -> BlockSummary:
 
 
 def _named(record: MessageRecord) -> Iterable[tuple[int, int]]:
-    """Yield the ranges of messages that a record names."""
-    for named in record.ranges:  # type: ignore[union-attr]
+    """Yield the ranges of messages that a record names, if it names any."""
+    for named in _ranges_of(record):
         yield named[0], named[1]
     ahead: Sequence[LanePosition] = getattr(record, "ahead", ())
     for _, _, offset in ahead:
         yield offset, offset + 1
+
+
+def _ranges_of(record: MessageRecord) -> Sequence[tuple[int, ...]]:
+    return getattr(record, "ranges", ())
 
 
 class Biography:
@@ -161,7 +165,7 @@ class Biography:
 
     def _take_settlement(self, record: MessageRecord, origin: RecordOrigin) -> None:
         """Take a record of a queue group about deliveries."""
-        named = [each for each in record.ranges if each[0] <= self.offset < each[1]]  # type: ignore[union-attr]
+        named = [each for each in _ranges_of(record) if each[0] <= self.offset < each[1]]
         if not named and not self._is_named(record):
             return
         group = origin.group
@@ -176,7 +180,7 @@ class Biography:
                         "delivered",
                         origin,
                         consumer=record.consumer or record.holder or None,
-                        delivery_count=named[0][2],  # type: ignore[misc]
+                        delivery_count=named[0][2],
                         until_ms=record.deadline_ms,
                     )
                 )
@@ -184,7 +188,7 @@ class Biography:
                 self._deadlines[group] = record.deadline_ms
                 self.events.append(_event("extended", origin, until_ms=record.deadline_ms))
             case Nack():
-                until_ms = _later(named[0][2], at_ms)  # type: ignore[misc]
+                until_ms = _later(named[0][2], at_ms)
                 nacked = _event("nacked", origin, until_ms=until_ms, reason=record.reason, unseen=record.unseen)
                 self.events.append(nacked)
             case Ack():
@@ -198,13 +202,13 @@ class Biography:
                     _event(
                         "dead",
                         origin,
-                        delivery_count=named[0][2],  # type: ignore[misc]
+                        delivery_count=named[0][2],
                         reason=record.reason or None,
                         to_topic=record.topic or None,
                     )
                 )
             case Redrive():
-                until_ms = _later(named[0][2], at_ms)  # type: ignore[misc]
+                until_ms = _later(named[0][2], at_ms)
                 self.events.append(_event("redriven", origin, until_ms=until_ms))
             case Drop():
                 self.events.append(_event("dropped", origin))

@@ -14,6 +14,7 @@ from support.replicas import eventually
 
 from portalmq import wire
 from portalmq.broker.partition import history
+from portalmq.errors import Unavailable
 
 START_MS = 1_700_000_000_000
 
@@ -244,3 +245,28 @@ def test_what_is_not_there_is_refused(client: FlaskClient, path: str, status: in
     route, question, query = path.partition("?")
     answer = client.get(f"/v1/messages/{route}/trace{question}{query}")
     assert (answer.status_code, answer.get_json()["code"]) == (status, code)
+
+
+def test_without_a_leader_a_replica_tells_what_it_knows(
+    client: FlaskClient, fixture: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message_id = produce(client)
+    whole = trace(client, message_id)
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise Unavailable("no leader just now")
+
+    monkeypatch.setattr(fixture.broker.leaders, "call_one", fail)
+    assert trace(client, message_id) == whole
+    asked = {"PortalMQ-No-Forward": "1"}
+    assert client.get(f"/v1/messages/t/{message_id}/trace", headers=asked).status_code == 503
+
+
+def test_a_broker_without_a_replica_names_the_leader(
+    client: FlaskClient, fixture: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message_id = produce(client)
+    monkeypatch.setattr(fixture.broker.metadata_cache, "leader_of", lambda place: 2)
+    monkeypatch.setattr(fixture.broker.topics.known("t"), "local", {})
+    answer = client.get(f"/v1/messages/t/{message_id}/trace?local=true")
+    assert (answer.status_code, answer.get_json()["code"], answer.get_json()["leader"]) == (421, "not_leader", 2)
