@@ -62,6 +62,7 @@ class Broker(Wiring):
         if not self._draining.is_set():
             self.drain()
         self.maintenance.close()
+        self.rates.close()
         self.clock_agreement.close()
         self.group_coordinators.close()
         self.producer_fencing.close()

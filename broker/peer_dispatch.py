@@ -111,4 +111,5 @@ def peer_calls(wiring: Wiring) -> dict[str, PeerCall]:
     on.broker(brokers.SUSPECT, wiring.membership.peer_queries.on_report)
     on.broker(brokers.REACH, wiring.membership.peer_queries.answer_reach)
     on.broker(brokers.TIME, wiring.clock_agreement.tell)
+    on.broker(brokers.RATES, wiring.rates.answer)
     return on.calls

@@ -38,7 +38,9 @@ from portalmq.broker.messages.idempotency import RepeatFinder
 from portalmq.broker.messages.metrics import Metrics
 from portalmq.broker.messages.produce import Admission, ProduceHandler
 from portalmq.broker.messages.producer_fencing import ProducerFencing
+from portalmq.broker.messages.rates import Rates
 from portalmq.broker.messages.scheduled import ScheduledMessages
+from portalmq.broker.messages.sql_queries import SqlQueries
 from portalmq.broker.partition.cache import BatchCache
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.compaction import Compactor
@@ -274,6 +276,8 @@ class Wiring:
         """Descriptions of the cluster, its registry and locks, and periodic work."""
         plane, me = self._catalog.plane, (self.broker_id, self.incarnation)
         self.overview = Overview(self.cluster_id, self.topics, self.metadata_cache, self.leaders, self.mirror)
+        self.sql_queries = SqlQueries(self.topics)
+        self.rates = Rates(self)
         self.digests = Digests(self.broker_id, self.topics, self.peers)
         self.registry = Registry(plane)
         self.locks = Locks(plane, lambda: self.mirror.brokers, me, self.clock)
@@ -287,6 +291,12 @@ class Wiring:
 
     def disk_is_full(self) -> bool:
         return self._disk.full(self.clock.now_ms())
+
+    def disk_free_bytes(self) -> int:
+        return self._disk.free_bytes()
+
+    def partitions_here(self) -> list[Partition]:
+        return self.topics.partitions()
 
     def release_disk(self) -> bool:
         return self._disk.release()
@@ -308,6 +318,7 @@ class Wiring:
             self.topics.sync,
             self.groups.sync,
             self._changed,
+            self.rates.on_cluster_changed,
             self.group_coordinators.sync,
         ]
         self.membership.on_session_lost += [self.topics.session_lost, self.group_coordinators.session_lost]

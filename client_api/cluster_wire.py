@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import msgspec
@@ -100,6 +100,26 @@ class Metadata(msgspec.Struct):
 
     brokers: list[BrokerDescription]
     topics: list[TopicMetadata]
+
+
+# --- SQL -------------------------------------------------------------------------------------------------------------
+
+
+class SqlRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    """One SELECT over the segment files of the broker that is asked."""
+
+    query: Annotated[str, msgspec.Meta(min_length=1, max_length=100_000)]
+    limit: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 1_000
+    timeout_ms: Annotated[int, msgspec.Meta(ge=1, le=30_000)] = 5_000
+
+
+class SqlResult(msgspec.Struct):
+    """Rows in the order of `columns`. Bytes are `{"base64": text}`. `truncated`: there are more rows than the limit."""
+
+    columns: list[str]
+    rows: list[list[Any]]
+    truncated: bool
+    elapsed_ms: float
 
 
 # --- digests ---------------------------------------------------------------------------------------------------------

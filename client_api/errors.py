@@ -6,7 +6,7 @@ client decodes the answer into the same class.
 
     PortalMQError
     |-- InvalidRequest 400          |-- StaleReceipt 409            |-- MessageTooLarge 413
-    |                               |   `-- LeaseLost (client)      |
+    |   `-- QueryLimit 400          |   `-- LeaseLost (client)      |
     |-- Unauthorized 401            |-- Fenced 409                  |-- UnsupportedMediaType 415
     |-- Forbidden 403               |-- IllegalGeneration 409       |-- OffsetOutOfRange 416
     |-- TopicNotFound 404           |-- OutOfOrderSequence 409      |-- NotLeader 421
@@ -76,6 +76,10 @@ class PortalMQError(Exception):
 
 class InvalidRequest(PortalMQError):
     code, status, title = "invalid_request", 400, "The request is not valid"
+
+
+class QueryLimit(InvalidRequest):
+    code, title = "query_limit", "The query takes more time or memory than it may"
 
 
 class Unauthorized(PortalMQError):

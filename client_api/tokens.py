@@ -16,6 +16,11 @@ class Tokens:
         self._digests = tuple(_digest(token.encode("utf-8")) for token in tokens)
         self.needed = bool(self._digests)
 
+    @property
+    def digests(self) -> tuple[bytes, ...]:
+        """The SHA-256 of each token."""
+        return self._digests
+
     def include(self, token: bytes) -> bool:
         """Return whether a token is known. It is compared with every one in constant time, so the duration reveals
         nothing about them."""

@@ -34,6 +34,8 @@ from portalmq.cluster_wire import (
     Metadata,
     PartitionLeader,
     ReplicaDigest,
+    SqlRequest,
+    SqlResult,
     TopicMetadata,
     lock_path,
 )

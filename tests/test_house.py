@@ -40,7 +40,7 @@ FOLDERS = {
 TOWER = (
     *("fold", "core.replica", "core.queue", "core.stream"),
     *("storage", "partition", "replication", "cluster", "messages", "queues", "streams"),
-    *("broker", "api", "protocols", "server", "ops", "bench"),
+    *("broker", "api", "protocols", "dashboard", "server", "ops", "bench"),
 )
 
 # The longest prefix counts.
@@ -84,6 +84,7 @@ ROOM_OF = {
     "portalmq.broker.api": "api",
     "portalmq.broker.protocols": "protocols",
     "portalmq.broker.protocols.zeromq": "zeromq",  # a server of its own, on the public client
+    "portalmq.broker.dashboard": "dashboard",
     "portalmq.broker.server": "server",
     "portalmq.broker.verify": "verify",  # compares brokers from outside: on the public client, and on their files
     "portalmq.broker.ops": "ops",
@@ -128,6 +129,7 @@ MAY_IMPORT = {
     "streams": {"contract", "fold", *CORE, "storage", "tree", "control_plane"},
     "api": {"contract", "storage"},
     "protocols": {"contract", "storage"},
+    "dashboard": {"contract", "core.queue", "tree"},
     "broker": {"contract", "storage", "tree", "control_plane"},
     "server": {"contract", "storage", "tree", "control_plane"},
     "ops": {"contract", "storage", "tree", "control_plane"},
@@ -144,6 +146,7 @@ ONLY_IN = {
     # Clients read the brokers from ZooKeeper themselves: they import no broker layer, not even the control plane.
     "kazoo": ("portalmq.control_plane.zookeeper", "portalmq.transport.zookeeper_bootstrap"),
     "flask": "portalmq.broker",
+    "jinja2": "portalmq.broker.dashboard",
     "gunicorn": "portalmq.broker",
     "gevent": "portalmq.broker",
 }

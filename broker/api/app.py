@@ -23,9 +23,16 @@ from portalmq.broker.messages.metrics import Metrics
 
 
 def create_app(
-    broker: Broker, config: HttpSettings, metrics: Metrics, auth: Authorizer, *, more: Sequence[Route] = ()
+    broker: Broker,
+    config: HttpSettings,
+    metrics: Metrics,
+    auth: Authorizer,
+    *,
+    more: Sequence[Route] = (),
+    pages: Sequence[Route] = (),
 ) -> Flask:
-    """Return the WSGI application of a broker: the routes of the table, and those in `more`."""
+    """Return the WSGI application of a broker: the routes of the table, those in `more`, and those of `pages`, which
+    the description of the API leaves out."""
     context = RequestContext(broker, config, metrics, auth)
     metrics.waiting = lambda: context.waiting
     app = Flask(__name__, static_folder=None)
@@ -37,7 +44,7 @@ def create_app(
     context.description = cache(
         lambda: msgspec.json.encode(describe(routes, version("portalmq"), needs_token=auth.needed))
     )
-    for route in routes:
+    for route in (*routes, *pages):
         endpoint = f"{route.method} {route.path}"
         app.add_url_rule(route.path, endpoint, partial(_respond, route, context), methods=[route.method])
         if route.is_open:

@@ -219,6 +219,13 @@ EXAMPLES: dict[Any, Any] = {
     # locks
     answers.LockList: {"locks": [{**_lock, "ttl_ms": 30_000, "expires_in_ms": 12_000, "waiters": 0}]},
     wire.LockDescription: {**_lock, "ttl_ms": 30_000, "expires_in_ms": 12_000, "waiters": 0},
+    wire.SqlRequest: {"query": "SELECT topic, count(*) AS messages FROM messages GROUP BY topic", "limit": 100},
+    wire.SqlResult: {
+        "columns": ["topic", "messages"],
+        "rows": [["orders", 18]],
+        "truncated": False,
+        "elapsed_ms": 96.4,
+    },
     wire.LockRequest: {"owner": "host-1", "ttl_ms": 30_000, "wait_ms": 0},
     wire.LockRenewal: {"owner": "host-1", "fencing_token": 7},
     wire.LockRelease: {"owner": "host-1", "fencing_token": 7},

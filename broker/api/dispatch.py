@@ -20,31 +20,44 @@ from portalmq import wire
 from portalmq.broker.api import internal, problems
 from portalmq.broker.api.body import leaves_bytes_unread
 from portalmq.broker.api.http_request import HttpRequest, request_of
+from portalmq.broker.api.origin_check import is_reading
 from portalmq.broker.api.query import decoder_of
 from portalmq.broker.api.request_context import RequestContext, ResponseParts
 from portalmq.broker.api.route import Route
-from portalmq.errors import Unauthorized, Unavailable
+from portalmq.errors import Forbidden, Unauthorized, Unavailable
 
 Environ = dict[str, Any]
 StartResponse = Any  # PEP 3333's
 # Queries of traffic are few: their decoded parameters are kept.
 QUERIES_KEPT = 256
 
+# POST routes that change nothing.
+READING_POSTS = frozenset({"/v1/fetch"})
+
 _STATUS_LINES = {status.value: f"{status.value} {status.phrase}" for status in HTTPStatus}
 
 
 def check_caller(context: RequestContext, request: HttpRequest) -> None:
-    """Raise Unauthorized without a needed token, Forbidden for the brokers' credential. Where no token is needed, raise
-    Forbidden for requests of web pages of another origin."""
+    """Raise Unauthorized without a needed token or session, Forbidden for the brokers' credential, and for a change by
+    a token that may only read. Where no token is needed, or a session stands for it, raise Forbidden for requests of
+    web pages of another origin."""
     authorization = request.headers.get("authorization")
     internal.check_no_peer(authorization)
     if not context.auth.needed:
         context.origin_check.check(request)
-    elif not context.auth.allows(authorization):
+        return
+    access = context.auth.access(authorization)
+    if access is None and authorization is None:
+        access = context.auth.sessions.access(request.headers.get("cookie", ""))
+        if access is not None:
+            context.origin_check.check_session(request)
+    if access is None:
         raise Unauthorized(
             "one of the broker's tokens is needed: `Authorization: Bearer <token>` in HTTP, token= in Python, "
             "--token-file with commands"
         )
+    if access == "read" and not is_reading(request) and request.path not in READING_POSTS:
+        raise Forbidden("this token may read, and change nothing")
 
 
 def check_ready(context: RequestContext) -> None:

@@ -6,7 +6,8 @@ the broker's own origin, and can read the answers. The browser reports the first
 and the last by `Host`; pages cannot set these headers. Programs send neither of the first two, and as `Host` an address
 or a name of this broker.
 
-With a token no check is needed: pages do not know it.
+With a token in the request no check is needed: pages do not know it. A browser sends its session (sessions.py) by
+itself, so a change that has only that needs the origin of this broker.
 """
 
 from __future__ import annotations
@@ -56,19 +57,35 @@ class OriginCheck:
         if "origin" in request.headers or "sec-fetch-site" in request.headers:
             self._check_page(request, host)
 
+    def check_session(self, request: HttpRequest) -> None:
+        """Raise Forbidden for a change that a browser's session alone orders, unless a page of this broker sent it:
+        browsers name the origin of every such request."""
+        if not is_reading(request) and "origin" not in request.headers:
+            raise Forbidden("a session changes something only from a page of this broker: the request names no Origin")
+        self._check_page(request, request.headers.get("host", ""))
+
+    def check_page(self, request: HttpRequest) -> None:
+        """Raise Forbidden for a change that a page of another origin orders."""
+        self._check_page(request, request.headers.get("host", ""))
+
     def _check_page(self, request: HttpRequest, host: str) -> None:
-        if request.method in READING_METHODS and request.path.rstrip("/") not in TAKING_PATHS:
+        if is_reading(request):
             return  # without CORS headers in the answer, another origin cannot read it
         origin = request.headers.get("origin")
         is_foreign = request.headers.get("sec-fetch-site", "none") not in {"none", "same-origin"}
         if is_foreign or (origin is not None and _host_of(origin) not in {host.lower(), self._advertised}):
             shown = "another origin" if origin is None else repr(origin[:100])
-            raise Forbidden(f"a web page of {shown} may change nothing on a broker without tokens")
+            raise Forbidden(f"a web page of {shown} may change nothing here without a token")
 
     def _is_our_name(self, host: str) -> bool:
         name = _normalized(_without_port(host))
         # A name without a dot is in no public zone, so no page can use it for rebinding.
         return "." not in name or name in self._names or name.endswith(".localhost") or _is_address(name)
+
+
+def is_reading(request: HttpRequest) -> bool:
+    """Return whether a request, by its method and path, changes nothing."""
+    return request.method in READING_METHODS and request.path.rstrip("/") not in TAKING_PATHS
 
 
 def _without_port(host: str) -> str:

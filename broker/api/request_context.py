@@ -14,6 +14,7 @@ from portalmq.broker.api.answers_in_flight import AnswersInFlight
 from portalmq.broker.api.body import BodiesInFlight, read_body
 from portalmq.broker.api.http_request import HttpRequest, request_of
 from portalmq.broker.api.origin_check import BrokerNames, OriginCheck
+from portalmq.broker.api.sessions import Access, Sessions
 from portalmq.broker.broker import Broker
 from portalmq.broker.messages.metrics import Metrics
 from portalmq.broker.partition.native import decompressed
@@ -60,8 +61,9 @@ class Authorizer(Protocol):
     """Checks the `Authorization` header, where secrets are `needed`."""
 
     needed: bool
+    sessions: Sessions
 
-    def allows(self, authorization: str | None) -> bool: ...
+    def access(self, authorization: str | None) -> Access | None: ...
 
 
 class RequestContext:

@@ -16,6 +16,7 @@ from portalmq.broker.api import (
     locks,
     messages,
     request_headers,
+    sql,
     streams,
     topics,
     traffic,
@@ -39,6 +40,7 @@ from portalmq.errors import (
     OffsetOutOfRange,
     OutOfOrderSequence,
     PartitionNotFound,
+    QueryLimit,
     RequestInProgress,
     StaleReceipt,
     TopicExists,
@@ -312,6 +314,7 @@ ROUTES = (
         answers={200: {stream.FRAMES_MSGPACK: stream.FetchAnswer}},
         is_traffic=True,
     ),
+    Route("POST", "/v1/sql", sql.query, body=wire.SqlRequest, answers={200: wire.SqlResult}, errors=(QueryLimit,)),
     # --- locks -------------------------------------------------------------------------------------------------------
     Route("GET", "/v1/locks", locks.list_all, answers={200: answers.LockList}),
     Route("GET", "/v1/locks/<lock>", locks.show, answers={200: wire.LockDescription}, errors=(LockNotFound,)),

@@ -38,6 +38,15 @@ class _GroupCounters(NamedTuple):
     expired: Counter
 
 
+class MessageTotals:
+    """The sums of some counters over all topics and groups, which rates are computed of."""
+
+    __slots__ = ("acked", "bytes_published", "dead", "delivered", "published")
+
+    def __init__(self) -> None:
+        self.published = self.bytes_published = self.delivered = self.acked = self.dead = 0
+
+
 class Metrics:
     """The counters of one broker. The methods are called on the hot path: each is a dictionary lookup and an add."""
 
@@ -47,6 +56,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         # How many calls wait now; set by the API.
         self.waiting: Callable[[], int] = lambda: 0
+        self.totals = MessageTotals()
         self._topics = _TopicCounters(
             published=self._counter("messages_published", "Messages appended", "topic"),
             bytes_published=self._counter("bytes_published", "Bytes of the payloads appended", "topic"),
@@ -96,21 +106,26 @@ class Metrics:
             counters = self._of_topic[topic] = _TopicCounters._make([each.labels(topic) for each in self._topics])
         counters.published.inc(messages)
         counters.bytes_published.inc(size_bytes)
+        self.totals.published += messages
+        self.totals.bytes_published += size_bytes
 
     def delivered(self, topic: str, group: str, messages: int, redelivered: int = 0) -> None:
         """Count messages leased to `group`; `redelivered` of them not for the first time."""
         counters = self._group(topic, group)
         counters.delivered.inc(messages)
+        self.totals.delivered += messages
         if redelivered:
             counters.redelivered.inc(redelivered)
 
     def acked(self, topic: str, group: str, messages: int) -> None:
         """Count messages that `group` acknowledged."""
         self._group(topic, group).acked.inc(messages)
+        self.totals.acked += messages
 
     def dead(self, topic: str, group: str, messages: int) -> None:
         """Count messages that became dead letters of `group`."""
         self._group(topic, group).dead.inc(messages)
+        self.totals.dead += messages
 
     def expired(self, topic: str, group: str, messages: int) -> None:
         """Count messages that expired before `group` received them."""
@@ -165,9 +180,21 @@ class Metrics:
             for counter in self._groups:
                 counter.remove(*key)
 
+    def by_topic(self) -> dict[str, tuple[int, int, int]]:
+        """Return the messages published, delivered and acked of each topic that was used here."""
+        found = {name: (_value(each.published), 0, 0) for name, each in self._of_topic.items()}
+        for (topic, _), each in self._of_group.items():
+            published, delivered, acked = found.get(topic, (0, 0, 0))
+            found[topic] = (published, delivered + _value(each.delivered), acked + _value(each.acked))
+        return found
+
     def exposition(self) -> bytes:
         """Return all series in Prometheus' text format. Yields to other greenlets, since there may be very many."""
         return generate_latest(_Paused(self.registry))
+
+
+def _value(counter: Counter) -> int:
+    return int(counter._value.get())  # the library has no public way but to collect all samples
 
 
 class _Paused(Collector):

@@ -73,6 +73,18 @@ class GroupAdmin:
             if (group := self._groups.find(name)) is not None
         ]
 
+    def describe_some(self, names: list[str]) -> list[wire.GroupDescription]:
+        """Return these groups, as describe_all does."""
+        by_group: dict[str, list[GroupCount]] = {}
+        for count in self.counts(names) if names else ():
+            by_group.setdefault(count.group, []).append(count)
+        groups = {name: self._groups.find(name) for name in names}
+        return [_described(group, by_group.get(name, [])) for name, group in groups.items() if group is not None]
+
+    def counts(self, names: list[str]) -> list[GroupCount]:
+        """Return the counts of these groups on each partition that has a leader."""
+        return _once_each(self._counts(names))
+
     def _counts(self, names: list[str]) -> list[GroupCounts]:
         call = CountGroups(names)
         return self.everywhere(

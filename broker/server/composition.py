@@ -240,6 +240,7 @@ class BrokerProcess:
     def _build(self) -> Flask:
         from portalmq.broker.api.app import create_app
         from portalmq.broker.broker import Broker
+        from portalmq.broker.dashboard.routes import DASHBOARD_ROUTES
         from portalmq.broker.messages.metrics import Metrics
         from portalmq.broker.protocols.routes import PROTOCOL_ROUTES
         from portalmq.broker.server.gauges import GaugeCollector, gauges_of
@@ -274,7 +275,7 @@ class BrokerProcess:
         if self.config.is_clustered:
             broker.membership.on_changed.append(lambda changes: self._remember_brokers())
         self._broker, self._plane = broker, plane
-        return create_app(broker, self.config, metrics, self._auth, more=PROTOCOL_ROUTES)
+        return create_app(broker, self.config, metrics, self._auth, more=PROTOCOL_ROUTES, pages=DASHBOARD_ROUTES)
 
     def _started_plane(self) -> ControlPlane:
         """Return the started control plane: the cluster's ZooKeeper, or this broker's own journal."""
@@ -313,6 +314,7 @@ class BrokerProcess:
         """Open the replicas and begin to serve. Runs as a greenlet, so /livez already answers."""
         try:
             self._broker.start(self._patience)
+            self._broker.rates.start()
         except Exception as fault:  # noqa: BLE001 - any error ends the process with its exit code
             self._end(fault)
         ready = f"PortalMQ broker {self._broker.broker_id} is ready at {self.config.url}"

@@ -70,6 +70,9 @@ class BrokerConfig:
         None, "further host names, separated by commas, by which clients may call a broker without a token"
     )
     token_file: Path | None = _setting(None, "file with one secret per line; calls must carry one of them")
+    read_token_file: Path | None = _setting(
+        None, "file with one secret per line, whose holders may read everything and change nothing"
+    )
     secret: str | None = _setting(None, "one secret, instead of a token file", secret=True)
     no_confirm: bool = _setting(False, "MiniQ's GET /message removes the message from the queue without a confirmation")
     insecure: bool = _setting(False, "allow an address other than loopback without a token")

@@ -85,19 +85,20 @@ class Chromium:
         os.close(self._read)
         shutil.rmtree(self._profile, ignore_errors=True)
 
-    def open(self, path: Path, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
+    def open(self, page: Path | str, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
+        """Open a file, or a URL."""
         phone = width < 600
         self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setEmulatedMedia", features=[scheme])
         self.seen = Seen()
-        url = path.absolute().as_uri()
+        url = page if isinstance(page, str) else page.absolute().as_uri()
         loader = self._call("Page.navigate", url=url)["loaderId"]
         deadline = time.monotonic() + ANSWER_WITHIN_S
         while self.seen.loader != loader:  # until then the previous page answers, or none
             self._note(self._next(deadline, "Page.navigate"))
         while self.ask("document.readyState") != "complete":
-            assert time.monotonic() < deadline, f"{path} did not load"
+            assert time.monotonic() < deadline, f"{page} did not load"
         self.ask("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))")
 
     def ask(self, expression: str) -> Any:

@@ -50,6 +50,9 @@ class FakeDisk:
     def full(self, now_ms: int) -> bool:
         return self.is_full
 
+    def free_bytes(self) -> int:
+        return 0 if self.is_full else 1 << 30
+
     def release(self) -> bool:
         self.released = True
         return True

@@ -48,6 +48,7 @@ Calls to a broker:
     suspect         Suspicion           SuspicionNoted
     reach           ReachRequest        Reached
     time            TimeRequest         TimeAnswer
+    rates           RatesRequest        RatesAnswer
 
 `fetch`, which replicas use, has a binary form of its own (replication/fetch_protocol.py).
 

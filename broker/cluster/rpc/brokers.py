@@ -1,4 +1,4 @@
-"""Calls about the brokers themselves: replicas' log ends, suspicions, who reaches whom, and clocks."""
+"""Calls about the brokers themselves: replicas' log ends, suspicions, who reaches whom, clocks, and rates."""
 
 from __future__ import annotations
 
@@ -93,9 +93,76 @@ class TimeAnswer(msgspec.Struct, frozen=True):
     machine_ms: int
 
 
+class Rate(msgspec.Struct, array_like=True, frozen=True):
+    """Messages and bytes a second, up to `second`; `lag` and `oldest_ms` are those of queue groups at that moment."""
+
+    second: int
+    published: float
+    bytes_published: float
+    delivered: float
+    acked: float
+    dead: float
+    lag: int
+    oldest_ms: int
+
+
+class ClusterMark(msgspec.Struct, array_like=True, frozen=True):
+    """An event that a chart marks."""
+
+    at_ms: int
+    kind: str
+    text: str
+    broker_id: int
+
+
+class GroupLagNow(msgspec.Struct, array_like=True, frozen=True):
+    name: str
+    lag: int
+    in_flight: int
+    dead: int
+    oldest_ms: int
+
+
+class TopicRate(msgspec.Struct, array_like=True, frozen=True):
+    """Messages a second of a topic."""
+
+    name: str
+    published: float
+    delivered: float
+    acked: float
+
+
+class RatesRequest(msgspec.Struct, frozen=True):
+    """Ask for the rows after a second, or the minutes; the marks after a moment; the `top` groups and topics and those
+    that are named; the lags of the group `series`."""
+
+    after: int = 0
+    minutes: bool = False
+    marks_after_ms: int = 0
+    top: int = 0
+    groups: list[str] = []
+    topics: list[str] = []
+    series: str = ""
+
+
+class RatesAnswer(msgspec.Struct, frozen=True):
+    broker_id: int
+    rows: list[Rate]
+    marks: list[ClusterMark]
+    groups: list[GroupLagNow]
+    topics: list[TopicRate]
+    series: list[tuple[int, int]]
+    led: int
+    followed: int
+    under_replicated: int
+    disk_free_bytes: int
+    disk_full: bool
+
+
 STANDING = BrokerCall("standing", LogEndRequest, ReplicaLogEnd, timeout_s=5.0)
 STANDINGS = BrokerCall("standings", LogEndsRequest, ReplicaLogEnds, timeout_s=1.0)
 DIGEST = BrokerCall("digest", DigestRequest, ReplicaDigest, timeout_s=20.0)
 SUSPECT = BrokerCall("suspect", Suspicion, SuspicionNoted, timeout_s=1.0)
 REACH = BrokerCall("reach", ReachRequest, Reached, timeout_s=1.0)
+RATES = BrokerCall("rates", RatesRequest, RatesAnswer, timeout_s=1.0)
 TIME = BrokerCall("time", TimeRequest, TimeAnswer, timeout_s=1.0)

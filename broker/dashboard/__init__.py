@@ -1,0 +1,1 @@
+"""The dashboard: pages at /ui/ on every broker, which are clients of the public API."""

@@ -1,0 +1,213 @@
+"""The rates of the whole cluster, for the pages that are open on this broker.
+
+    every second, while a page is open:   ask each broker for its newest rows -> sum them -> one event for all pages
+
+Every broker keeps its own rows (messages/rates.py), so the first event of a page has the past too. An event is encoded
+once for all pages. A broker that does not answer is left out of the sum, and shown as not live.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import gevent
+import msgspec
+from gevent.event import Event
+
+from portalmq.broker.broker import Broker
+from portalmq.broker.cluster.rpc.brokers import (
+    RATES,
+    ClusterMark,
+    GroupLagNow,
+    Rate,
+    RatesAnswer,
+    RatesRequest,
+    TopicRate,
+)
+from portalmq.broker.messages.rates import SECONDS_KEPT
+from portalmq.errors import PortalMQError
+
+TOP = 10
+# The sum of a second is shown so much later, when the rows of all brokers are there.
+BEHIND_S = 2
+STREAMS_MAX = 200
+ANSWER_WITHIN_S = 0.8
+MARKS_SHOWN = 100
+
+_encode = msgspec.json.Encoder().encode
+
+
+class ClusterRates:
+    """Invariant: the greenlet runs while there are streams."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self._rows: dict[int, dict[int, Rate]] = {}
+        self._marks: dict[tuple[int, str, str], ClusterMark] = {}
+        self._answers: dict[int, RatesAnswer] = {}
+        self._greenlet: gevent.Greenlet | None = None
+        self._shown = 0
+        self._ticked = Event()
+        self.streams = 0
+        self.event = b""
+
+    def enter(self) -> None:
+        """Count a stream; begin to ask with the first one."""
+        self.streams += 1
+        if self.streams == 1:
+            self._rows.clear()
+            self._ask()
+            self._greenlet = gevent.spawn(self._run)
+
+    def leave(self) -> None:
+        self.streams -= 1
+        if self.streams == 0 and self._greenlet is not None:
+            self._greenlet.kill(block=False)
+
+    def wait(self, seconds: float) -> None:
+        """Wait for the next event."""
+        self._ticked.wait(seconds)
+
+    def history(self) -> bytes:
+        """Return the event that a new stream begins with."""
+        upto = self._upto()
+        sums = [self._sum(second) for second in range(upto - SECONDS_KEPT + 1, upto + 1)]
+        found = {"rows": [row for row in sums if row is not None], "marks": self._newest_marks(), **self._now()}
+        return _event("history", found)
+
+    def all(self, **wanted: Any) -> list[RatesAnswer]:
+        """Return the answers of all brokers to one request."""
+        request = RatesRequest(**wanted)
+        others = [each for each in self._broker.mirror.brokers if each != self._broker.broker_id]
+        asked = [gevent.spawn(self._answer_of, each, request) for each in others]
+        gevent.joinall(asked)
+        answers = [self._broker.rates.answer(request), *(each.value for each in asked)]
+        return [answer for answer in answers if answer is not None]
+
+    # --- each second -------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            gevent.sleep(1.0 - self._broker.clock.wall_ms() % 1_000 / 1_000 + 0.05)
+            if self._upto() == self._shown:
+                continue
+            self._ask()
+            self._tick()
+
+    def _upto(self) -> int:
+        return self._broker.clock.wall_ms() // 1_000 - BEHIND_S
+
+    def _ask(self) -> None:
+        newest = min([max(rows, default=0) for rows in self._rows.values()], default=0)
+        after_ms = max([mark.at_ms for mark in self._marks.values()], default=0) - 10_000
+        answers = self.all(after=newest, marks_after_ms=after_ms, top=5 * TOP)
+        self._answers = {answer.broker_id: answer for answer in answers}
+        for answer in answers:
+            rows = self._rows.setdefault(answer.broker_id, {})
+            rows.update((row.second, row) for row in answer.rows)
+            for second in sorted(rows)[: max(0, len(rows) - SECONDS_KEPT - 10)]:
+                del rows[second]
+            for mark in answer.marks:
+                # Each broker sees the events of the cluster; those of its own machine only it.
+                if answer.broker_id == self._broker.broker_id or mark.kind == "disk":
+                    self._marks[mark.at_ms, mark.kind, mark.text] = mark
+        for gone in self._rows.keys() - self._broker.mirror.brokers.keys() - self._answers.keys():
+            self._rows[gone] = {second: row for second, row in self._rows[gone].items() if second <= self._upto()}
+
+    def _answer_of(self, broker_id: int, request: RatesRequest) -> RatesAnswer | None:
+        try:
+            return RATES.ask(self._broker.peers, broker_id, request, timeout_s=ANSWER_WITHIN_S)
+        except PortalMQError:
+            return None
+
+    def _tick(self) -> None:
+        upto = self._upto()
+        sums = [self._sum(second) for second in range(max(self._shown + 1, upto - 5), upto + 1)]
+        self._shown = upto
+        found = {"rows": [row for row in sums if row is not None], "marks": self._newest_marks(), **self._now()}
+        self.event = _event("tick", found)
+        ticked, self._ticked = self._ticked, Event()
+        ticked.set()
+
+    def _sum(self, second: int) -> list[float] | None:
+        return sum_of([rows[second] for rows in self._rows.values() if second in rows])
+
+    def _newest_marks(self) -> list[ClusterMark]:
+        marks = sorted(self._marks.values(), key=lambda mark: mark.at_ms)
+        for mark in marks[:-MARKS_SHOWN]:
+            del self._marks[mark.at_ms, mark.kind, mark.text]
+        return marks[-MARKS_SHOWN:]
+
+    def _now(self) -> dict[str, Any]:
+        """Return the present state of brokers, groups and topics."""
+        cluster, answers = self._broker.overview.cluster(), self._answers.values()
+        topics, groups = topics_of(answers), groups_of(answers)
+        return {
+            "at_ms": self._broker.clock.wall_ms(),
+            "controller": cluster.controller,
+            "offline": self._broker.overview.offline_partitions(),
+            "brokers": [
+                _broker_now(each.id, each.url, each.live, self._answers.get(each.id)) for each in cluster.brokers
+            ],
+            "topics": sorted(topics.values(), key=lambda each: each.published + each.delivered, reverse=True)[:TOP],
+            "groups": sorted(groups.values(), key=lambda each: each.lag, reverse=True)[:TOP],
+        }
+
+
+def sum_of(rows: list[Rate]) -> list[float] | None:
+    """Return the sum of the rows of all brokers for one second; None without any."""
+    if not rows:
+        return None
+    sums = [round(sum(column), 2) for column in zip(*map(msgspec.structs.astuple, rows), strict=True)]
+    return [rows[0].second, *sums[1:-1], max(row.oldest_ms for row in rows)]
+
+
+def topics_of(answers: Iterable[RatesAnswer]) -> dict[str, TopicRate]:
+    """Return the rates of topics over all brokers."""
+    found: dict[str, TopicRate] = {}
+    for each in (topic for answer in answers for topic in answer.topics):
+        had = found.get(each.name, TopicRate(each.name, 0, 0, 0))
+        sums = (had.published + each.published, had.delivered + each.delivered, had.acked + each.acked)
+        found[each.name] = TopicRate(each.name, *(round(number, 1) for number in sums))
+    return found
+
+
+def groups_of(answers: Iterable[RatesAnswer]) -> dict[str, GroupLagNow]:
+    """Return the lags of groups over all brokers."""
+    found: dict[str, GroupLagNow] = {}
+    for each in (group for answer in answers for group in answer.groups):
+        had = found.get(each.name, GroupLagNow(each.name, 0, 0, 0, 0))
+        found[each.name] = GroupLagNow(
+            each.name,
+            had.lag + each.lag,
+            had.in_flight + each.in_flight,
+            had.dead + each.dead,
+            max(had.oldest_ms, each.oldest_ms),
+        )
+    return found
+
+
+def _broker_now(broker_id: int, url: str, live: bool, answer: RatesAnswer | None) -> dict[str, Any]:
+    shown: dict[str, Any] = {"id": broker_id, "url": url, "live": live, "answers": answer is not None}
+    if answer is not None:
+        for name in ("led", "followed", "under_replicated", "disk_free_bytes", "disk_full"):
+            shown[name] = getattr(answer, name)
+        shown["in"] = answer.rows[-1].published if answer.rows else 0
+    return shown
+
+
+def _event(name: str, found: dict[str, Any]) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), _encode(found))
+
+
+_rates_of: WeakKeyDictionary[Broker, ClusterRates] = WeakKeyDictionary()
+
+
+def rates_of(broker: Broker) -> ClusterRates:
+    """Return the one of this broker."""
+    found = _rates_of.get(broker)
+    if found is None:
+        found = _rates_of[broker] = ClusterRates(broker)
+    return found

@@ -1,0 +1,366 @@
+// What all views share: the API, the address, numbers and times as text, and small components.
+import { html, useCallback, useEffect, useRef, useState } from "./vendor/preact-htm.js";
+
+const root = document.getElementById("app");
+export const here = { ...root.dataset, mayWrite: root.dataset.writes === "yes", hasToken: root.dataset.token === "yes" };
+
+// --- the API ----------------------------------------------------------------------------------------------------------
+
+export class Problem extends Error {
+  constructor(status, problem) {
+    super(problem.detail || problem.title || `the broker answered ${status}`);
+    this.status = status;
+    this.code = problem.code;
+  }
+}
+
+// Calls the API; returns the decoded answer, or null for one without a body.
+export async function call(method, path, body, { headers = {}, signal } = {}) {
+  const options = { method, signal, headers: { Accept: "application/json", ...headers } };
+  if (body !== undefined) {
+    options.body = typeof body === "string" ? body : JSON.stringify(body);
+    options.headers["Content-Type"] = headers["Content-Type"] || "application/json";
+  }
+  let answer;
+  try {
+    answer = await fetch(path, options);
+  } catch (fault) {
+    if (fault.name === "AbortError") throw fault;
+    throw new Problem(0, { detail: "the broker does not answer" });
+  }
+  if (answer.status === 401 && here.hasToken) {
+    location.assign(`/ui/login?next=${encodeURIComponent(location.pathname + location.search)}`);
+  }
+  const text = await answer.text();
+  let value = null;
+  try {
+    value = text ? JSON.parse(text) : null;
+  } catch {
+    value = { detail: text.slice(0, 300) };
+  }
+  if (!answer.ok) throw new Problem(answer.status, value || {});
+  return value;
+}
+
+// The newest answer of a GET, asked again every `every` ms while the page is visible. An older answer stays meanwhile.
+export function useGet(path, every = 0) {
+  const [state, setState] = useState({ data: null, fault: null, at: null, path: null });
+  const again = useRef(() => {});
+  useEffect(() => {
+    if (!path) return undefined;
+    let timer = 0;
+    let ended = false;
+    const stop = new AbortController();
+    const ask = async () => {
+      clearTimeout(timer);
+      try {
+        const data = await call("GET", path, undefined, { signal: stop.signal });
+        if (!ended) setState({ data, fault: null, at: new Date(), path });
+      } catch (fault) {
+        if (!ended && fault.name !== "AbortError") setState((old) => ({ ...(old.path === path ? old : { data: null, at: null }), path, fault }));
+      }
+      if (!ended && every) timer = setTimeout(next, every);
+    };
+    const next = () => (document.hidden ? (timer = setTimeout(next, every)) : ask());
+    again.current = ask;
+    ask();
+    return () => {
+      ended = true;
+      stop.abort();
+      clearTimeout(timer);
+    };
+  }, [path, every]);
+  const fresh = state.path === path ? state : { data: null, fault: null, at: null };
+  return { ...fresh, reload: () => again.current() };
+}
+
+// --- the address ------------------------------------------------------------------------------------------------------
+
+const listeners = new Set();
+const place = () => ({ path: decodeURI(location.pathname), query: Object.fromEntries(new URLSearchParams(location.search)) });
+
+export function go(address, { replace = false } = {}) {
+  history[replace ? "replaceState" : "pushState"](null, "", address);
+  listeners.forEach((each) => each());
+  if (!replace) {
+    window.scrollTo(0, 0);
+    requestAnimationFrame(() => document.querySelector("main h1")?.focus({ preventScroll: true }));
+  }
+}
+
+export function usePlace() {
+  const [now, setNow] = useState(place);
+  useEffect(() => {
+    const changed = () => setNow(place());
+    listeners.add(changed);
+    window.addEventListener("popstate", changed);
+    return () => {
+      listeners.delete(changed);
+      window.removeEventListener("popstate", changed);
+    };
+  }, []);
+  return now;
+}
+
+export function withQuery(path, query) {
+  const kept = Object.entries(query).filter(([, value]) => value !== undefined && value !== null && value !== "");
+  return kept.length ? `${path}?${new URLSearchParams(kept)}` : path;
+}
+
+// Changes parameters of the present address; the state of a view is in its address.
+export function setQuery(changes, options = { replace: true }) {
+  const { path, query } = place();
+  go(withQuery(path, { ...query, ...changes }), options);
+}
+
+// --- text -------------------------------------------------------------------------------------------------------------
+
+const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+const some = new Intl.NumberFormat("en", { maximumFractionDigits: 1 });
+const brief = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
+export const number = (value) => (value === null || value === undefined ? "–" : whole.format(value));
+export const short = (value) => (value === null || value === undefined ? "–" : value < 10_000 ? some.format(value) : brief.format(value));
+export const rate = (value) => (value === null || value === undefined ? "–" : value < 10 ? some.format(value) : short(Math.round(value)));
+
+export function bytes(value) {
+  if (value === null || value === undefined) return "–";
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let at = 0;
+  while (value >= 1024 && at < units.length - 1) {
+    value /= 1024;
+    at += 1;
+  }
+  return `${value < 10 && at ? value.toFixed(1) : Math.round(value)} ${units[at]}`;
+}
+
+export function duration(ms) {
+  if (ms === null || ms === undefined) return "–";
+  if (ms < 1_000) return `${Math.round(ms)} ms`;
+  const s = ms / 1_000;
+  if (s < 60) return `${s < 10 ? s.toFixed(1) : Math.round(s)} s`;
+  const m = Math.floor(s / 60);
+  if (m < 60) return `${m} min${s % 60 >= 1 && m < 10 ? ` ${Math.floor(s % 60)} s` : ""}`;
+  const h = Math.floor(m / 60);
+  return h < 48 ? `${h} h${m % 60 && h < 10 ? ` ${m % 60} min` : ""}` : `${Math.floor(h / 24)} d`;
+}
+
+const two = (value) => String(value).padStart(2, "0");
+export const clock = (date) => `${two(date.getHours())}:${two(date.getMinutes())}:${two(date.getSeconds())}`;
+export function moment(ms) {
+  const date = new Date(ms);
+  const day = `${date.getFullYear()}-${two(date.getMonth() + 1)}-${two(date.getDate())}`;
+  const today = new Date().toDateString() === date.toDateString();
+  return `${today ? "" : `${day} `}${clock(date)}.${String(date.getMilliseconds()).padStart(3, "0")}`;
+}
+
+export const url = (...parts) => parts.map(encodeURIComponent).join("/");
+export const valueText = (message) => (message.value === undefined ? message.value_base64 : typeof message.value === "string" ? message.value : JSON.stringify(message.value));
+const quoted = (text) => `'${String(text).replaceAll("'", `'\\''`)}'`;
+export const shell = (text) => (/^[\w@%+=:,./-]+$/.test(text) ? text : quoted(text));
+
+// --- components -------------------------------------------------------------------------------------------------------
+
+export const Link = ({ to, children, ...more }) => html`<a href=${to} ...${more}>${children}</a>`;
+
+export function Page({ title, crumbs = [], at, actions, children }) {
+  useEffect(() => {
+    document.title = `${typeof title === "string" ? title : "PortalMQ"} · PortalMQ`;
+  }, [title]);
+  return html`<header class="top">
+      <div>
+        ${crumbs.length > 0 && html`<nav class="crumbs" aria-label="Place">${crumbs.map(([name, to]) => html`<${Link} to=${to}>${name}<//><span aria-hidden="true">/</span>`)}</nav>`}
+        <h1 tabindex="-1">${title}</h1>
+      </div>
+      <div class="aside">${at && html`<span class="asof">as of <time>${clock(at)}</time></span>`}${actions}</div>
+    </header>
+    ${children}`;
+}
+
+export const Card = ({ title, note, children, flush, ...more }) => html`<section class=${`card${flush ? " flush" : ""}`} ...${more}>
+  ${title && html`<header><h2>${title}</h2>${note && html`<span class="note">${note}</span>`}</header>`}${children}
+</section>`;
+
+export const Stat = ({ label, value, unit, note, tone }) => html`<div class=${`stat ${tone || ""}`}>
+  <dt>${label}</dt><dd>${value}${unit && html`<small> ${unit}</small>`}</dd>${note && html`<dd class="note">${note}</dd>`}
+</div>`;
+
+export const Tag = ({ tone = "", children }) => html`<span class=${`tag ${tone}`}>${children}</span>`;
+export const Empty = ({ children }) => html`<p class="empty">${children}</p>`;
+export const Fault = ({ fault }) => fault && html`<p class="alert" role="alert">${fault.message}</p>`;
+export const Loading = ({ of }) => (of.fault && !of.data ? html`<${Fault} fault=${of.fault} />` : html`<p class="empty" role="status">…</p>`);
+
+// A table. A column: { name, of: row => content, number, wide }.
+export function Table({ columns, rows, keyOf, label, empty = "Nothing here." }) {
+  if (!rows.length) return html`<${Empty}>${empty}<//>`;
+  return html`<div class="scroll" tabindex="0" role="region" aria-label=${label}><table>
+    <thead><tr>${columns.map((each) => html`<th scope="col" class=${each.number ? "number" : ""}>${each.name}</th>`)}</tr></thead>
+    <tbody>${rows.map((row, at) => html`<tr key=${keyOf ? keyOf(row) : at}>${columns.map((each, column) => html`<${column ? "td" : "th"} scope=${column ? undefined : "row"} class=${each.number ? "number" : each.wide ? "wide" : ""}>${each.of(row)}<//>`)}</tr>`)}</tbody>
+  </table></div>`;
+}
+
+export function Pager({ found }) {
+  if (!found || found.pages < 2) return null;
+  const { page, pages, total } = found;
+  return html`<nav class="pager" aria-label="Pages">
+    <button disabled=${page <= 1} onClick=${() => setQuery({ page: page - 1 })}>Previous</button>
+    <span>page ${number(page)} of ${number(pages)} · ${number(total)} in all</span>
+    <button disabled=${page >= pages} onClick=${() => setQuery({ page: page + 1 })}>Next</button>
+  </nav>`;
+}
+
+// A search field whose text is in the address.
+export function Search({ label, name = "search" }) {
+  const { query } = usePlace();
+  const [text, setText] = useState(query[name] || "");
+  const timer = useRef(0);
+  const typed = (event) => {
+    setText(event.target.value);
+    clearTimeout(timer.current);
+    timer.current = setTimeout(() => setQuery({ [name]: event.target.value, page: "" }), 200);
+  };
+  return html`<input type="search" aria-label=${label} placeholder=${label} value=${text} onInput=${typed} data-search />`;
+}
+
+// A list to choose from. An option: a text, or [value, text].
+export const Choice = ({ label, value, options, onChange, ...more }) => html`<label class="inline">${label}<select onChange=${(event) => onChange(event.target.value)} ...${more}>${options.map((each) => {
+  const [of, says] = Array.isArray(each) ? each : [each, each];
+  return html`<option key=${of} value=${of} selected=${String(of) === String(value)}>${says}</option>`;
+})}</select></label>`;
+
+export function Copy({ text }) {
+  const [done, setDone] = useState(false);
+  const copy = async () => {
+    try {
+      await navigator.clipboard.writeText(text);
+    } catch {
+      return; // without TLS, browsers offer the clipboard on localhost alone
+    }
+    setDone(true);
+    setTimeout(() => setDone(false), 1500);
+  };
+  return html`<button class="quiet" onClick=${copy} aria-label="Copy">${done ? "copied" : "copy"}</button>`;
+}
+
+// The same as a curl and a portalmq command.
+export function Same({ curl, command }) {
+  const token = here.hasToken ? ` -H "Authorization: Bearer $TOKEN"` : "";
+  const lines = [curl && `curl${token} ${curl}`, command && `portalmq ${command} --server ${location.origin}${here.hasToken ? " --token-file FILE" : ""}`].filter(Boolean);
+  return html`<section class="same" aria-label="The same as a command"><h2>The same as a command</h2>${lines.map((each) => html`<div><code>${each}</code><${Copy} text=${each} /></div>`)}</section>`;
+}
+export const at = (path) => shell(location.origin + path);
+export const post = (path, body, method = "POST") => `-X ${method} ${at(path)}${body === undefined ? "" : ` -H 'Content-Type: application/json' -d ${quoted(JSON.stringify(body))}`}`;
+
+// JSON with its parts told apart; text, never markup.
+export function Json({ value }) {
+  const lines = [];
+  const walk = (node, indent, before, after) => {
+    const pad = "  ".repeat(indent);
+    if (node !== null && typeof node === "object") {
+      const [open, close] = Array.isArray(node) ? "[]" : "{}";
+      const entries = Object.entries(node);
+      if (!entries.length) return lines.push([pad, before, open + close + after]);
+      lines.push([pad, before, open]);
+      entries.forEach(([name, each], index) => {
+        const named = Array.isArray(node) ? null : html`<span class="key">${JSON.stringify(name)}</span>: `;
+        walk(each, indent + 1, named, index < entries.length - 1 ? "," : "");
+      });
+      return lines.push([pad, null, close + after]);
+    }
+    const kind = typeof node === "string" ? "text" : typeof node === "number" ? "figure" : "word";
+    return lines.push([pad, before, html`<span class=${kind}>${JSON.stringify(node)}</span>${after}`]);
+  };
+  walk(value, 0, null, "");
+  return html`<pre class="json">${lines.map((line) => html`${line}${"\n"}`)}</pre>`;
+}
+
+export function Value({ message }) {
+  if (message.value === undefined) return html`<pre class="json">${message.value_base64}</pre>`;
+  if (typeof message.value === "object") return html`<${Json} value=${message.value} />`;
+  return html`<pre class="json">${String(message.value)}</pre>`;
+}
+
+// --- acts -------------------------------------------------------------------------------------------------------------
+
+const notes = { list: [], tell: () => {} };
+export function say(text, tone = "good") {
+  const note = { text, tone, id: Math.random() };
+  notes.list = [...notes.list, note].slice(-4);
+  notes.tell();
+  setTimeout(() => {
+    notes.list = notes.list.filter((each) => each !== note);
+    notes.tell();
+  }, 6_000);
+}
+
+export function Notes() {
+  const [, tell] = useState(0);
+  notes.tell = () => tell(Math.random());
+  return html`<div class="notes" role="status" aria-live="polite">${notes.list.map((note) => html`<p key=${note.id} class=${note.tone}>${note.text}</p>`)}</div>`;
+}
+
+// Runs an act once at a time, and tells its result or its fault.
+export function useAct() {
+  const [busy, setBusy] = useState(false);
+  const run = useCallback(async (act, done) => {
+    setBusy(true);
+    try {
+      const result = await act();
+      if (done) say(typeof done === "function" ? done(result) : done);
+      return result;
+    } catch (fault) {
+      say(fault.message, "bad");
+      return undefined;
+    } finally {
+      setBusy(false);
+    }
+  }, []);
+  return [run, busy];
+}
+
+// A button; for a session that may only read it says why it does nothing.
+export const Act = ({ children, disabled, title, ...more }) => html`<button type="button" disabled=${disabled || !here.mayWrite} title=${here.mayWrite ? title : "This session may only read"} ...${more}>${children}</button>`;
+
+export function Dialog({ title, open, onClose, children }) {
+  const box = useRef(null);
+  useEffect(() => {
+    if (open && !box.current.open) box.current.showModal();
+    if (!open && box.current?.open) box.current.close();
+  }, [open]);
+  return html`<dialog ref=${box} onClose=${onClose} aria-label=${title}>${open && html`<h2>${title}</h2>${children}`}</dialog>`;
+}
+
+// A button for what destroys: it asks for the name of what is destroyed.
+export function Destroy({ label, name, says, act, done }) {
+  const [open, setOpen] = useState(false);
+  const [typed, setTyped] = useState("");
+  const [run, busy] = useAct();
+  const close = () => {
+    setOpen(false);
+    setTyped("");
+  };
+  const submit = async (event) => {
+    event.preventDefault();
+    if (typed !== name) return;
+    await run(act, done);
+    close();
+  };
+  return html`<${Act} class="danger" onClick=${() => setOpen(true)}>${label}<//>
+    <${Dialog} title=${label} open=${open} onClose=${close}>
+      <form onSubmit=${submit}>
+        <p>${says}</p>
+        <label>Type <strong>${name}</strong> to go on<input value=${typed} onInput=${(event) => setTyped(event.target.value)} autocomplete="off" spellcheck="false" autofocus data-confirm /></label>
+        <div class="row end"><button type="button" onClick=${close}>Cancel</button><button class="danger" disabled=${busy || typed !== name}>${label}</button></div>
+      </form>
+    <//>`;
+}
+
+export function download(name, text, type) {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(new Blob([text], { type }));
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1_000);
+}
+
+export const messageUrl = (message) => `/ui/topics/${url(message.topic)}/messages/${message.id}`;
+export { html };

@@ -1,0 +1,52 @@
+// The stream of events of the broker: the past first, then each second. Closed while nobody looks.
+import { useEffect, useState } from "./vendor/preact-htm.js";
+
+const KEPT = 900;
+let source = null;
+let now = { rows: [], marks: [], brokers: [], topics: [], groups: [], state: "connecting" };
+const listeners = new Set();
+
+function take(changes) {
+  now = { ...now, ...changes };
+  listeners.forEach((each) => each(now));
+}
+
+function open() {
+  if (source || document.hidden || !listeners.size) return;
+  source = new EventSource("/ui/events");
+  source.addEventListener("history", (event) => {
+    take({ ...JSON.parse(event.data), state: "live" });
+  });
+  source.addEventListener("tick", (event) => {
+    const found = JSON.parse(event.data);
+    const last = now.rows.length ? now.rows[now.rows.length - 1][0] : 0;
+    const rows = [...now.rows, ...found.rows.filter((row) => row[0] > last)].slice(-KEPT);
+    take({ ...found, rows, state: "live" });
+  });
+  source.onerror = () => {
+    take({ state: "lost" });
+    if (source && source.readyState === EventSource.CLOSED) {
+      close();
+      setTimeout(open, 2_000);
+    }
+  };
+}
+
+function close() {
+  source?.close();
+  source = null;
+}
+
+document.addEventListener("visibilitychange", () => (document.hidden ? close() : open()));
+
+export function useStream() {
+  const [value, setValue] = useState(now);
+  useEffect(() => {
+    listeners.add(setValue);
+    open();
+    return () => {
+      listeners.delete(setValue);
+    };
+  }, []);
+  return value;
+}

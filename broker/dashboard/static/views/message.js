@@ -1,0 +1,87 @@
+// One message: its content, its biography, and a form to send an edited copy.
+import { useState } from "../vendor/preact-htm.js";
+import { Act, Card, Empty, Fault, Link, Loading, Page, Same, Tag, Value, at, call, duration, html, messageUrl, moment, shell, url, useAct, useGet, valueText } from "../lib.js";
+
+const TONES = { acked: "good", dead: "bad", nacked: "warn", expired: "warn", ttl_expired: "warn", purged: "bad", delivered: "info", redriven: "info" };
+
+export function Message({ names: [topic, id] }) {
+  const [partition, offset] = id.split("-");
+  const page = useGet(`/v1/topics/${url(topic)}/partitions/${partition}/messages?offset=${offset}&limit=1`);
+  const trace = useGet(`/v1/messages/${url(topic)}/${id}/trace`, 3_000);
+  const message = page.data?.messages.find((each) => each.offset === Number(offset)) || trace.data?.message;
+  const crumbs = [["Topics", "/ui/topics"], [topic, `/ui/topics/${url(topic)}`]];
+  return html`<${Page} title=${id} crumbs=${crumbs} at=${page.at}>
+    ${!message ? (page.data ? html`<${Empty}>There is no message with this id: it was removed, or the offset is a control record.<//>` : html`<${Loading} of=${page} />`) : html`
+      <div class="columns wide-first">
+        <div>
+          <${Card} title="Value" note=${message.content_type}><${Value} message=${message} /><//>
+          <${Card} title="Biography" note="out of the log’s own records"><${Biography} trace=${trace} message=${message} /><//>
+        </div>
+        <div>
+          <${Card} title="Message"><dl class="facts">
+            <dt>Topic</dt><dd><${Link} to=${`/ui/topics/${url(topic)}`}>${topic}<//></dd>
+            <dt>Partition</dt><dd>${message.partition}</dd><dt>Offset</dt><dd>${message.offset}</dd>
+            <dt>Appended</dt><dd><time>${moment(message.timestamp_ms)}</time></dd>
+            <dt>Key</dt><dd class="mono">${message.key ?? message.key_base64 ?? html`<span class="muted">none</span>`}</dd>
+            ${message.priority ? html`<dt>Priority</dt><dd>${message.priority}</dd>` : null}
+            ${message.deliver_at_ms ? html`<dt>Due</dt><dd><time>${moment(message.deliver_at_ms)}</time></dd>` : null}
+            ${message.expires_at_ms ? html`<dt>Expires</dt><dd><time>${moment(message.expires_at_ms)}</time></dd>` : null}
+          </dl><//>
+          <${Card} title="Headers">${Object.keys(message.headers).length ? html`<dl class="facts mono">${Object.entries(message.headers).map(([name, value]) => html`<dt>${name}</dt><dd>${value}</dd>`)}</dl>` : html`<${Empty}>None.<//>`}<//>
+          <${Resend} message=${message} />
+        </div>
+      </div>`}
+    <${Same} curl=${at(`/v1/messages/${url(topic)}/${id}/trace`)} command=${`peek ${shell(topic)} --partition ${partition} --offset ${offset} -n 1`} />
+  <//>`;
+}
+
+function Biography({ trace, message }) {
+  if (trace.fault && !trace.data) {
+    return html`<ol class="story"><li><i aria-hidden="true"></i><p><${Tag}>appended<//><time>${moment(message.timestamp_ms)}</time></p><p class="hint">offset ${message.offset}</p></li></ol>${trace.fault.status !== 404 && html`<${Fault} fault=${trace.fault} />`}`;
+  }
+  if (!trace.data) return html`<${Loading} of=${trace} />`;
+  let before = null;
+  return html`<ol class="story">${trace.data.events.map((event, at) => {
+    const passed = before === null || event.at_ms === undefined ? null : event.at_ms - before;
+    before = event.at_ms ?? before;
+    return html`<li key=${at} class=${TONES[event.event] || ""}><i aria-hidden="true"></i>
+      <p><${Tag} tone=${TONES[event.event]}>${event.event.replace("_", " ")}<//>${event.group && html`<${Link} to=${`/ui/groups/${url(event.group)}`}>${event.group}<//>`}<time>${event.at_ms === undefined ? "" : moment(event.at_ms)}</time>${passed ? html`<span class="muted">+${duration(passed)}</span>` : null}</p>
+      <p class="hint">${[event.consumer && `consumer ${event.consumer}`, event.delivery_count && `delivery ${event.delivery_count}`, event.until_ms && `until ${moment(event.until_ms)}`, event.reason && `“${event.reason}”`, event.topic && `to ${event.topic}`, event.broker !== undefined && event.broker !== null && `broker ${event.broker}`, event.offset !== undefined && `offset ${event.offset}`].filter(Boolean).join(" · ")}</p></li>`;
+  })}</ol>`;
+}
+
+// An edited copy: what is left out is kept by the broker.
+export function Resend({ message, label = "Edit and resend", opened = false, onClose = () => {} }) {
+  const [open, setOpen] = useState(opened);
+  const isBytes = message.value === undefined;
+  const isJson = !isBytes && typeof message.value !== "string";
+  const [value, setValue] = useState(isJson ? JSON.stringify(message.value, null, 2) : String(valueText(message)));
+  const [to, setTo] = useState(message.headers["portalmq-source-topic"] || message.topic);
+  const [key, setKey] = useState(message.key || "");
+  const [run, busy] = useAct();
+  const [sent, setSent] = useState(null);
+  const submit = async (event) => {
+    event.preventDefault();
+    const result = await run(async () => {
+      const copy = { to_topic: to };
+      if (key !== (message.key || "")) copy.key = key;
+      if (isBytes) copy.value_base64 = value;
+      else if (isJson) copy.value = JSON.parse(value);
+      else copy.value = value;
+      return call("POST", `/v1/topics/${url(message.topic)}/messages/${message.id}/copy`, copy);
+    }, (made) => `appended as ${made.id} in ${made.topic}`);
+    if (result) setSent(result);
+  };
+  const close = () => {
+    setOpen(false);
+    onClose();
+  };
+  if (!open) return html`<${Act} onClick=${() => setOpen(true)} data-edit>${label}<//>`;
+  return html`<${Card} title=${label}><form onSubmit=${submit}>
+    <label>To topic<input value=${to} onInput=${(event) => setTo(event.target.value)} class="mono" required /></label>
+    <label>Key<input value=${key} onInput=${(event) => setKey(event.target.value)} class="mono" placeholder="none" /></label>
+    <label>Value<textarea rows="8" class="mono" value=${value} onInput=${(event) => setValue(event.target.value)} spellcheck="false" data-value></textarea><span class="hint">${isBytes ? "base64" : isJson ? "JSON" : "text"}; headers are kept</span></label>
+    <div class="row end"><button type="button" onClick=${close}>Close</button><${Act} type="submit" class="primary" disabled=${busy}>Send copy<//></div>
+    ${sent && html`<p>Sent: <${Link} to=${messageUrl(sent)}>${sent.topic} ${sent.id}<//></p>`}
+  </form><//>`;
+}

@@ -1,0 +1,51 @@
+// Messages that are not due yet: run now, move, cancel.
+import { useState } from "../vendor/preact-htm.js";
+import { Act, Card, Dialog, Empty, Fault, Link, Page, Same, Table, at, call, duration, html, messageUrl, moment, setQuery, shell, url, useAct, useGet, usePlace, valueText, withQuery } from "../lib.js";
+
+const local = (ms) => new Date(ms - new Date(ms).getTimezoneOffset() * 60_000).toISOString().slice(0, 19);
+
+export function Scheduled() {
+  const { query } = usePlace();
+  const [typed, setTyped] = useState(query.topic || "");
+  const topics = useGet(withQuery("/ui/data/topics", { search: typed, limit: 20 }));
+  const show = (event) => {
+    event.preventDefault();
+    setQuery({ topic: typed }, {});
+  };
+  return html`<${Page} title="Scheduled">
+    <form class="tools" onSubmit=${show}><label class="inline">Topic<input list="topics" class="mono" value=${typed} onInput=${(event) => setTyped(event.target.value)} data-search autocomplete="off" spellcheck="false" /></label>
+      <datalist id="topics">${(topics.data?.topics || []).map((each) => html`<option value=${each.name} />`)}</datalist><button>Show</button></form>
+    ${query.topic ? html`<${OfTopic} key=${query.topic} topic=${query.topic} />` : html`<${Card}><${Empty}>Choose a topic to see its messages that are not due yet.<//>${topics.data?.topics.length > 0 && html`<p class="links">${topics.data.topics.slice(0, 20).map((each) => html`<${Link} to=${`/ui/scheduled?topic=${url(each.name)}`}>${each.name}<//>`)}</p>`}<//>`}
+  <//>`;
+}
+
+function OfTopic({ topic }) {
+  const [pages, setPages] = useState([]);
+  const [moved, setMoved] = useState(null);
+  const [run, busy] = useAct();
+  const path = `/v1/topics/${url(topic)}/scheduled`;
+  const found = useGet(withQuery(path, { limit: 100, after: pages[pages.length - 1] }), 3_000);
+  const act = async (does, done) => {
+    await run(does, done);
+    found.reload();
+  };
+  const move = async (event) => {
+    event.preventDefault();
+    const at_ms = new Date(new FormData(event.target).get("at")).getTime();
+    await act(() => call("PATCH", `${path}/${moved.id}`, { deliver_at_ms: at_ms }), `${moved.id} is due ${moment(at_ms)}`);
+    setMoved(null);
+  };
+  const rows = found.data?.messages || [];
+  return html`<${Fault} fault=${found.fault} />
+    ${found.data && html`<${Card} title=${topic} note="the next one due first" flush><${Table} label="Scheduled messages" rows=${rows} keyOf=${(row) => row.id} empty="Nothing is scheduled." columns=${[
+      { name: "Message", of: (row) => html`<${Link} to=${messageUrl(row)} class="mono">${row.id}<//>` },
+      { name: "Due", of: (row) => html`<time class="mono">${moment(row.deliver_at_ms)}</time>` },
+      { name: "In", number: true, of: (row) => duration(Math.max(0, row.deliver_at_ms - Date.now())) },
+      { name: "Key", of: (row) => html`<span class="mono cut">${row.key ?? ""}</span>` },
+      { name: "Value", wide: true, of: (row) => html`<span class="mono cut">${String(valueText(row)).slice(0, 300)}</span>` },
+      { name: html`<span class="hidden">Acts</span>`, of: (row) => html`<span class="row tight"><${Act} class="quiet" disabled=${busy} onClick=${() => act(() => call("POST", `${path}/${row.id}/run`), `${row.id} is due now`)}>run now<//><${Act} class="quiet" onClick=${() => setMoved(row)}>move<//><${Act} class="quiet bad" disabled=${busy} onClick=${() => act(() => call("DELETE", `${path}/${row.id}`), `${row.id} is cancelled`)}>cancel<//></span>` },
+    ]} /><//>
+    ${(pages.length > 0 || found.data.next) && html`<nav class="pager" aria-label="Pages"><button disabled=${!pages.length} onClick=${() => setPages(pages.slice(0, -1))}>Previous</button><button disabled=${!found.data.next} onClick=${() => setPages([...pages, found.data.next])}>Next</button></nav>`}`}
+    <${Dialog} title=${`Move ${moved?.id}`} open=${!!moved} onClose=${() => setMoved(null)}>${moved && html`<form onSubmit=${move}><label>Due<input name="at" type="datetime-local" step="1" required value=${local(moved.deliver_at_ms)} /></label><div class="row end"><button type="button" onClick=${() => setMoved(null)}>Cancel</button><button class="primary" disabled=${busy}>Move</button></div></form>`}<//>
+    <${Same} curl=${at(path)} command=${`scheduled list ${shell(topic)}`} />`;
+}
