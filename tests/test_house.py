@@ -489,6 +489,13 @@ def test_each_feature_in_a_table_names_a_test_that_exists(document: str) -> None
         assert not name or f"def {name.split('::')[-1]}(" in (ROOT / path).read_text(), f"{path}::{name}"
 
 
+def test_each_guarantee_names_what_it_rests_on_and_a_test() -> None:
+    promises = (ROOT / "docs" / "GUARANTEES.md").read_text().partition("\n## Run the proof")[0]
+    rows = [line.split(" | ") for line in promises.splitlines() if line.startswith("| ") and "shown by" not in line]
+    assert len(rows) > 50
+    assert [row[0] for row in rows if len(row) != 3 or "`tests/" not in row[2]] == []
+
+
 @pytest.mark.parametrize("document", [str(file.relative_to(ROOT)) for file in tracked_files() if file.suffix == ".md"])
 def test_what_a_document_links_to_is_there(document: str) -> None:
     file = ROOT / document

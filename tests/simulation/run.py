@@ -86,7 +86,7 @@ def main() -> int:
     reached: Counter[str] = Counter()
     failed: list[int] = []
     run = ledger.Run("core", arguments.first, writes=arguments.ledger)
-    jobs = [(run.first + number, arguments.events) for number in range(arguments.seeds)]
+    jobs = ((run.first + number, arguments.events) for number in range(arguments.seeds))
     with run, Pool(arguments.processes) as pool:
         for seed, failure, found in pool.imap_unordered(_run, jobs, chunksize=5):
             reached += found
