@@ -51,6 +51,8 @@ MSGPACK = "application/vnd.msgpack"
 BATCH_JSON = "application/vnd.portalmq.batch+json"
 BATCH_MSGPACK = "application/vnd.portalmq.batch+msgpack"
 NDJSON = "application/x-ndjson"
+CLOUD_EVENT = "application/cloudevents+json"
+CLOUD_EVENTS = "application/cloudevents-batch+json"
 PROBLEM = "application/problem+json"
 EVENT_STREAM = "text/event-stream"
 

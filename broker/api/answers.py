@@ -112,6 +112,22 @@ class BrowsedMessages(wire.BrowsePage):
     messages: list[wire.JsonMessageOut]
 
 
+class CloudEvent(msgspec.Struct):
+    """An event (CloudEvents 1.0 in JSON). Other members are its extensions; those that begin with `portalmq` are the
+    broker's."""
+
+    specversion: Literal["1.0"]
+    id: str
+    source: str
+    type: str
+    datacontenttype: str | UnsetType = UNSET
+    dataschema: str | UnsetType = UNSET
+    subject: str | UnsetType = UNSET
+    time: str | UnsetType = UNSET
+    data: Any = UNSET
+    data_base64: str | UnsetType = UNSET
+
+
 class TopicMessages(msgspec.Struct):
     """`more`: the topic has more messages than a page."""
 

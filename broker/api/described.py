@@ -10,8 +10,13 @@ from portalmq.broker.api import answers
 _milliseconds: dict[str, Any] = {"type": "integer", "minimum": 0, "maximum": wire.INTEGER_MAX}
 _at: dict[str, Any] = {"anyOf": [{"type": "string", "format": "date-time"}, _milliseconds]}
 
-# Schemas of fields, besides those of their types.
+_text: dict[str, Any] = {"type": "string", "minLength": 1}
+
+# Schemas of fields, besides those of their types; "" for members that are not fields.
 FIELDS: dict[tuple[type, str], dict[str, Any]] = {
+    (answers.CloudEvent, ""): {"type": ["string", "boolean", "integer", "null"]},
+    **{(answers.CloudEvent, name): _text for name in ("id", "source", "type", "datacontenttype", "subject")},
+    (answers.CloudEvent, "time"): {"type": "string", "format": "date-time"},
     (wire.AlterTopic, "config"): {"$ref": "#/components/schemas/TopicConfig"},
     (wire.JsonMessage, "priority"): {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 31}, {"type": "null"}]},
     (wire.GroupConfig, "start"): {
@@ -68,6 +73,14 @@ _message = {
     "headers": {},
     "timestamp_ms": 1_774_000_000_000,
     "value": {"total": 12.5},
+}
+_event = {
+    "specversion": "1.0",
+    "id": "o-1",
+    "source": "/shop",
+    "type": "shop.order",
+    "datacontenttype": "application/json",
+    "data": {"total": 12.5},
 }
 _lease = {"receipt": "cmVjZWlwdA", "delivery_count": 1, "lease_expires_at_ms": 1_774_000_030_000}
 _group = {
@@ -145,6 +158,8 @@ EXAMPLES: dict[Any, Any] = {
     wire.ProducedRange: {"partition": 0, "base_offset": 17, "count": 2, "timestamp_ms": 1_774_000_000_000},
     answers.BrowsedMessages: {"messages": [_message], **_page},
     wire.PackBrowsePage: {"messages": [{**_place, "value": "dmFsdWU=", "timestamp_ms": 1_774_000_000_000}], **_page},
+    answers.CloudEvent: _event,
+    list[answers.CloudEvent]: [_event],
     answers.TopicMessages: {"messages": [_message], "more": False},
     answers.ScheduledPage: {"messages": [{**_message, "deliver_at_ms": 1_774_000_060_000}]},
     answers.TracePage: {

@@ -4,7 +4,9 @@
     batch+msgpack   the same; a binary value is the payload itself. Or all values are compressed together:
                     {"values": {"codec": "zstd", "data": …}, "messages": [{"key", …}]} (wire.CompressedValues)
     x-ndjson        each line is the JSON value of one message
-    anything else   the body is one message, its options are PortalMQ-* headers (single_message.py)
+    cloudevents-batch+json   [event, …] (cloud_events.py)
+    anything else   the body is one message, its options are PortalMQ-* headers (single_message.py); if it is
+                    cloudevents+json, the event in it
 
 A whole batch is checked before any of it is appended. An error names the index of its message. Delays and times to live
 become times of day here, by the clock of the broker that takes the request (schedule.py).
@@ -22,6 +24,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 import msgspec
 
 from portalmq import wire
+from portalmq.broker.api import cloud_events
 from portalmq.broker.api.record_fields import (
     check_utf8,
     checked_headers,
@@ -102,6 +105,8 @@ _line = re.compile(rb"\S[^\n]*")
 _headers_of = attrgetter("headers")
 _NO_OPTIONS = (None, None, None, 0)
 _decode_plain = msgspec.msgpack.Decoder(_PlainBatch).decode
+_count_events = msgspec.json.Decoder(list[_Counted]).decode
+_decode_events = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _decode_raw_json = msgspec.json.Decoder(msgspec.Raw).decode
 
 
@@ -162,6 +167,9 @@ def decode_messages(
         request = _from_batch(body, _JSON, now_ms, decompress)
     elif essence == wire.NDJSON:
         request = _from_lines(body)
+    elif essence == wire.CLOUD_EVENTS:
+        check_utf8(body)
+        request = _from_events(body)
     else:
         return decode_single(content_type, body, headers, now_ms)
     check_no_single_headers(headers)
@@ -283,6 +291,20 @@ def _from_lines(body: bytes) -> ProduceRequest:
         except (msgspec.DecodeError, RecursionError) as fault:
             number = body.count(b"\n", 0, line.start()) + 1
             raise InvalidRequest(f"line {number} is not JSON: {fault}") from None
+    return ProduceRequest(records)
+
+
+def _from_events(body: bytes) -> ProduceRequest:
+    _check_few(body, _count_events)
+    try:
+        events = _decode_events(body)
+    except (msgspec.DecodeError, RecursionError) as fault:
+        raise InvalidRequest(f"the body is not an array of events in JSON: {fault}") from None
+    records: list[Record] = []
+    for index, event in enumerate(in_turns(events, messages_per_turn(events, len(body)))):
+        where = f"event {index}"
+        value, kind, headers = cloud_events.parts_of(event, where)
+        records.append(Record(value, checked_type(kind, where), None, checked_headers(headers, where)))
     return ProduceRequest(records)
 
 

@@ -13,7 +13,7 @@ import msgspec
 from flask import Response, request
 
 from portalmq import wire
-from portalmq.broker.api import outgoing
+from portalmq.broker.api import cloud_events, outgoing
 from portalmq.broker.api.answers import ScheduledPage, TopicMessages, TracePage
 from portalmq.broker.api.client_watch import peer_of
 from portalmq.broker.api.query import Instant, Parameters, read_by, whole_number
@@ -69,7 +69,8 @@ def browse(context: RequestContext, topic: str, partition: str, query: BrowseQue
     number = whole_number(partition, "the partition")
     if query.at is not None and query.offset is not None:
         raise InvalidRequest("give offset, or at, and not both")
-    limit, wait_ms = min(query.limit, wire.BROWSE_MESSAGES_MAX), query.wait_ms
+    as_event, as_events = accepts(wire.CLOUD_EVENT), accepts(wire.CLOUD_EVENTS)
+    limit, wait_ms = 1 if as_event else min(query.limit, wire.BROWSE_MESSAGES_MAX), query.wait_ms
     forward = may_forward(current())
     start: dict[str, Any] = {"offset": None, "position": None, "at_ms": query.at}
     start["position" if isinstance(query.offset, str) else "offset"] = query.offset
@@ -81,14 +82,25 @@ def browse(context: RequestContext, topic: str, partition: str, query: BrowseQue
             topic, number, **start, limit=limit, wait_ms=wait_ms, peer=peer, forward=forward
         )
     context.make_room(map(_record_of, page.messages))
-    if accepts(wire.NDJSON):
-        response = Response(b"".join(map(outgoing.json_line, page.messages)), content_type=wire.NDJSON)
+    if accepts(wire.NDJSON) or as_event or as_events:
+        if as_event:
+            response = _single_event(page.messages)
+        elif as_events:
+            response = Response(cloud_events.encode_events(page.messages), content_type=wire.CLOUD_EVENTS)
+        else:
+            response = Response(b"".join(map(outgoing.json_line, page.messages)), content_type=wire.NDJSON)
         response.headers["PortalMQ-Next-Offset"] = str(page.next_offset)
         response.headers["PortalMQ-High-Watermark"] = str(page.high_watermark)
         return response
     packed = accepts(wire.BATCH_MSGPACK)
     body = outgoing.encode_page(page, packed=packed)
     return answer_packed(body) if packed else Response(body, content_type=wire.JSON)
+
+
+def _single_event(messages: list[StoredMessage]) -> Response:
+    if not messages:
+        return no_content()
+    return Response(cloud_events.encode_event(messages[0]), content_type=wire.CLOUD_EVENT)
 
 
 def _tail(context: RequestContext, topic: str, partition: int, start: dict[str, Any], forward: bool) -> Response:

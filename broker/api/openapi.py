@@ -99,7 +99,11 @@ class _Description:
         for (owner, name), schema in FIELDS.items():
             for struct in _kin(owner):
                 if struct.__name__ in self._schemas:
-                    self._schemas[struct.__name__]["properties"][name] = schema
+                    described = self._schemas[struct.__name__]
+                    if name:
+                        described["properties"][name] = schema
+                    else:
+                        described["additionalProperties"] = schema
         self._responses: dict[str, Json] = {}
 
     def document(self, version: str, *, needs_token: bool) -> Json:

@@ -62,12 +62,12 @@ def _show_value(message: wire.JsonMessageOut, record: Record) -> None:
     except UnicodeDecodeError:
         message.value_base64 = base64.b64encode(record.value).decode("ascii")
         return
-    message.value = _embedded_json(record.value) if wire.is_json_type(record.content_type) else text
+    message.value = embedded_json(record.value) if wire.is_json_type(record.content_type) else text
     if message.value is msgspec.UNSET:
         message.value = text
 
 
-def _embedded_json(value: bytes) -> msgspec.Raw | msgspec.UnsetType:
+def embedded_json(value: bytes) -> msgspec.Raw | msgspec.UnsetType:
     """Return the payload as part of a JSON answer, on one line. UNSET when it is not JSON, whatever its content type
     says, or has a number for which many readers refuse the whole answer."""
     try:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from portalmq import wire
-from portalmq.broker.api import schedule
+from portalmq.broker.api import cloud_events, schedule
 from portalmq.broker.api.record_fields import (
     check_utf8,
     checked_headers,
@@ -21,7 +21,7 @@ from portalmq.errors import InvalidRequest
 
 # HTTP headers that become message headers under the same name: trace context (W3C) and binary CloudEvents.
 _KEPT_HEADERS = frozenset({"traceparent", "tracestate"})
-_CLOUD_EVENT = "ce-"
+_CLOUD_EVENT = cloud_events.PREFIX
 _OWN_HEADER = "portalmq-header-"
 _OF_A_SINGLE = frozenset(
     name.lower()
@@ -40,7 +40,13 @@ _check_json = msgspec.json.Decoder(msgspec.Raw).decode
 def decode_single(content_type: str | None, body: bytes, headers: Mapping[str, str], now_ms: int) -> ProduceRequest:
     """Return the request to produce `body` as one message. Raises InvalidRequest."""
     kind = checked_type(content_type, "the request") if content_type else wire.BYTES
-    if body and wire.is_json_type(kind):
+    kept = _message_headers(headers)
+    if kind.partition(";")[0].strip().lower() == wire.CLOUD_EVENT:
+        body, kind, attributes = cloud_events.parts_of(body, "the body")
+        # Both modes may be in one request; the body counts (HTTP binding, section 3.2.2).
+        kept = {name: value for name, value in kept.items() if not name.startswith(_CLOUD_EVENT)} | attributes
+        kind = checked_type(kind, "the request")
+    elif body and wire.is_json_type(kind):
         try:
             check_utf8(body)
             _check_json(body)
@@ -52,7 +58,7 @@ def decode_single(content_type: str | None, body: bytes, headers: Mapping[str, s
         body,
         kind,
         checked_key(None if key is None else _header_text(key, wire.HEADER_KEY).encode("utf-8"), "the request"),
-        checked_headers(_message_headers(headers), "the request"),
+        checked_headers(kept, "the request"),
         options.deliver_at_ms,
         options.expires_at_ms,
         options.priority,
@@ -62,14 +68,14 @@ def decode_single(content_type: str | None, body: bytes, headers: Mapping[str, s
     )
 
 
-def _message_headers(headers: Mapping[str, str]) -> dict[str, str] | None:
+def _message_headers(headers: Mapping[str, str]) -> dict[str, str]:
     kept = {}
     for name, value in headers.items():
         if name.startswith(_OWN_HEADER):
             kept[name[len(_OWN_HEADER) :]] = _header_text(value, name)
         elif name.startswith(_CLOUD_EVENT) or name in _KEPT_HEADERS:
             kept[name] = _header_text(value, name)
-    return kept or None
+    return kept
 
 
 def _header_text(value: str, name: str) -> str:

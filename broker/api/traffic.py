@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from portalmq import wire
-from portalmq.broker.api import outgoing
+from portalmq.broker.api import cloud_events, outgoing
 from portalmq.broker.api.answers_in_flight import Portion
 from portalmq.broker.api.client_watch import peer_of
 from portalmq.broker.api.http_request import HttpRequest
@@ -125,6 +125,7 @@ def receive(context: RequestContext, request: HttpRequest, group: str) -> Respon
         "leaderships": (leaderships := Leaderships()),
     }
     packed = accepts_packed(request)
+    events = None if packed else _accepted_events(request, wanted)
     try:
         with context.parked(wanted.wait_ms):
             if wanted.ack:
@@ -137,13 +138,34 @@ def receive(context: RequestContext, request: HttpRequest, group: str) -> Respon
                         acked.stale.extend(stale_of(wanted.ack, acked.verdicts))
             else:
                 delivered = context.broker.receive_handler.receive(group, wanted, peer_of(request), **how)
-        body = outgoing.encode_received(delivered, acked, packed=packed)
+        if events is None:
+            body = outgoing.encode_received(delivered, acked, packed=packed)
+        elif not delivered and events == wire.CLOUD_EVENT:
+            return ResponseParts(b"", 204)
+        else:
+            single = events == wire.CLOUD_EVENT
+            body = cloud_events.encode_event(delivered[0]) if single else cloud_events.encode_events(delivered)
         if not packed:  # other greenlets may have run meanwhile
             leaderships.check()
         context.answers.note(request, len(body))
     finally:
         portion.end()
-    return ResponseParts(body, 200, wire.BATCH_MSGPACK if packed else wire.JSON)
+    return ResponseParts(body, 200, wire.BATCH_MSGPACK if packed else events or wire.JSON)
+
+
+def _accepted_events(request: HttpRequest, wanted: wire.ReceiveRequest) -> str | None:
+    """Return the media type of events that the request asks for, or None. A single event is one message."""
+    accepted = request.headers.get("accept", "").lower()
+    if "cloudevents" not in accepted:
+        return None
+    for media in (wire.CLOUD_EVENT, wire.CLOUD_EVENTS):
+        if media in accepted:
+            if wanted.ack:
+                raise InvalidRequest("an answer in CloudEvents has no room for stale receipts: ack with another call")
+            if media == wire.CLOUD_EVENT:
+                wanted.max_messages = 1
+            return media
+    return None
 
 
 def ack(context: RequestContext, request: HttpRequest, group: str) -> ResponseParts:
