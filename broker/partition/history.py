@@ -147,6 +147,8 @@ def _message(partition: Partition, offset: int, end: int) -> tuple[Batch, Record
         raise MessageNotFound(f"there is no message at offset {offset}: it is a record, or was compacted away")
     if offset < log.log_start_offset:
         return batch, None
+    if not batch.compressed:
+        return batch, batch.records[offset - batch.base_offset]
     piece = next(partition.reader.pieces(offset, offset + 1, 1), None)
     return batch, piece.records()[0] if piece is not None else None
 
