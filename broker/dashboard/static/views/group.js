@@ -22,17 +22,17 @@ export function Group({ names: [group] }) {
       ${moment_ && html`<p class="alert warn" role="status">As it was at ${moment(Date.parse(moment_))}. <button onClick=${() => setQuery({ at: "" })}>Now</button></p>`}
       <dl class="stats">
         <${Stat} label="Not done" value=${short(data.lag)} note=${data.lag ? `oldest ${duration(data.oldest_unacked_ms)}` : "nothing waits"} />
-        ${isQueue ? html`<${Stat} label="Ready" value=${short(data.ready)} /><${Stat} label="In flight" value=${short(data.in_flight)} note="leased" /><${Stat} label="Scheduled" value=${short(data.scheduled)} note="or in back-off" /><${Stat} label="Dead" value=${short(data.dead)} tone=${data.dead ? "warn" : ""} note=${data.dead ? html`<${Link} to=${`/ui/dead-letters/${url(group)}`}>look at them<//>` : "none"} />` : html`<${Stat} label="Members" value=${number(data.members.length)} note="share the partitions" />`}
+        ${isQueue ? html`<${Stat} label="Ready" value=${short(data.ready)} /><${Stat} label="In flight" value=${short(data.in_flight)} note="leased" /><${Stat} label="Scheduled" value=${short(data.scheduled)} note="or in back-off" /><${Stat} label="Dead" value=${short(data.dead)} tone=${data.dead ? "warn" : ""} note=${data.dead ? html`<${Link} to=${`/ui/dead-letters/${url(group)}`}>look at them<//>` : "none"} />` : html`<${Stat} label="Members" value=${data.members ? number(data.members.length) : "–"} note="share the partitions" />`}
       </dl>
       ${isQueue ? html`<${Queue} group=${group} moment_=${moment_} />` : html`<${Stream} group=${group} />`}
-      ${data.members.length > 0 && html`<${Card} title="Members"><ul class="plain mono">${data.members.map((each) => html`<li>${each}</li>`)}</ul><//>`}
-      <div class="columns">
+      ${data.members?.length > 0 && html`<${Card} title="Members"><ul class="plain mono">${data.members.map((each) => html`<li>${each}</li>`)}</ul><//>`}
+      ${data.config && html`<div class="columns">
         <${Card} title="Settings"><dl class="facts mono">${Object.entries(data.config).map(([name, value]) => html`<dt>${name}</dt><dd>${typeof value === "string" ? value || "none" : JSON.stringify(value)}</dd>`)}</dl><//>
         <${Card} title="What cannot be undone"><p>Deleting a group drops its position, its leases and its dead letters. Messages stay in their topics.</p><${Destroy} label="Delete group" name=${group} says=${`The group ${group} is deleted.`} act=${async () => {
           await call("DELETE", path);
           go("/ui/groups");
         }} done=${`${group} is deleted`} /><//>
-      </div>`}
+      </div>`}`}
     <${Same} curl=${at(withQuery(path, { at: moment_ }))} command=${`group show ${shell(group)}${moment_ ? ` --at ${moment_}` : ""}`} />
   <//>`;
 }
@@ -55,6 +55,31 @@ function Pause({ group, paused, reload }) {
     <p>Its receives wait until it is resumed. Leases run out as always; acks work.</p>
     <label>Reason, for others to see<input value=${reason} onInput=${(event) => setReason(event.target.value)} autofocus /></label>
     <div class="row end"><button type="button" onClick=${() => setOpen(false)}>Cancel</button><button class="primary" disabled=${busy}>Pause</button></div>
+  </form><//>`;
+}
+
+// What is ready goes to another topic, for another group to work on.
+function Move({ group, topic }) {
+  const [open, setOpen] = useState(false);
+  const [to, setTo] = useState("");
+  const [limit, setLimit] = useState(1_000);
+  const [dry, setDry] = useState(null);
+  const [run, busy] = useAct();
+  const wanted = { topic, to_topic: to, limit: Number(limit) };
+  const ask = (more) => run(() => call("POST", `/v1/groups/${url(group)}/move`, { ...wanted, ...more }), more ? undefined : (found) => `${number(found.moved)} of ${number(found.matched)} moved to ${to}`);
+  const close = () => {
+    setOpen(false);
+    setDry(null);
+  };
+  const submit = async (event) => {
+    event.preventDefault();
+    if (await ask()) close();
+  };
+  return html`<${Act} onClick=${() => setOpen(true)}>Move what is ready<//><${Dialog} title=${`Move what is ready in ${topic}`} open=${open} onClose=${close}><form onSubmit=${submit}>
+    <label>To topic<input value=${to} onInput=${(event) => setTo(event.target.value)} required class="mono" autofocus spellcheck="false" /></label>
+    <label>At most<input type="number" min="1" max="10000" value=${limit} onInput=${(event) => setLimit(event.target.value)} /></label>
+    <p class="hint">They are done for ${group}, and appended to the other topic.</p>
+    <div class="row end">${dry && html`<${Tag} tone="info">${number(dry.matched)} are ready<//>`}<button type="button" onClick=${close}>Cancel</button><button type="button" disabled=${busy || !to} onClick=${async () => setDry((await ask({ dry_run: true })) || null)}>Dry run</button><button class="primary" disabled=${busy}>Move</button></div>
   </form><//>`;
 }
 
@@ -96,10 +121,10 @@ function Queue({ group, moment_ }) {
       ]} /><//>
     </div>
     ${topic && html`<div class="tools"><h2>Unfinished messages</h2>
-      <${Choice} label="Topic" value=${topic} options=${rows.map((row) => row.topic)} onChange=${(chosen) => setQuery({ topic: chosen })} /><${TimeTravel} /></div>
+      <${Choice} label="Topic" value=${topic} options=${rows.map((row) => row.topic)} onChange=${(chosen) => setQuery({ topic: chosen })} /><${TimeTravel} />${!moment_ && html`<${Move} group=${group} topic=${topic} />`}</div>
     <${Fault} fault=${found.fault} />
     ${found.data && html`<${Card} flush><${Messages} rows=${messages} empty="All is done." extra=${[
-      { name: "State", of: (row) => html`<${Tag} tone=${STATES[row.state]}>${row.state.replace("_", " ")}<//>` },
+      { name: "State", of: (row) => html`<${Tag} tone=${STATES[row.state]}>${row.state.replaceAll("_", " ")}<//>` },
       { name: "Delivered", number: true, of: (row) => number(row.delivery_count) },
       { name: "Available", of: (row) => (row.available_at_ms ? html`<time class="mono">${moment(row.available_at_ms)}</time>` : "now") },
     ]} /><//>${next && html`<p class="pager"><button disabled=${busy} onClick=${goOn}>More</button></p>`}`}`}`;

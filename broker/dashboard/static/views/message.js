@@ -2,7 +2,7 @@
 import { useState } from "../vendor/preact-htm.js";
 import { Act, Card, Empty, Fault, Link, Loading, Page, Same, Tag, Value, at, call, duration, html, messageUrl, moment, shell, url, useAct, useGet, valueText } from "../lib.js";
 
-const TONES = { acked: "good", dead: "bad", nacked: "warn", expired: "warn", ttl_expired: "warn", purged: "bad", delivered: "info", redriven: "info" };
+const TONES = { acked: "good", dead: "bad", nacked: "warn", expired: "warn", ttl_expired: "warn", purged: "bad", dropped: "bad", cancelled: "bad", delivered: "info", redriven: "info" };
 
 export function Message({ names: [topic, id] }) {
   const [partition, offset] = id.split("-");
@@ -31,7 +31,7 @@ export function Message({ names: [topic, id] }) {
           <${Resend} message=${message} />
         </div>
       </div>`}
-    <${Same} curl=${at(`/v1/messages/${url(topic)}/${id}/trace`)} command=${`peek ${shell(topic)} --partition ${partition} --offset ${offset} -n 1`} />
+    <${Same} curl=${at(`/v1/messages/${url(topic)}/${id}/trace`)} command=${`message trace ${shell(topic)} ${id}`} />
   <//>`;
 }
 
@@ -41,12 +41,14 @@ function Biography({ trace, message }) {
   }
   if (!trace.data) return html`<${Loading} of=${trace} />`;
   let before = null;
-  return html`<ol class="story">${trace.data.events.map((event, at) => {
+  const { replicas, as_of: known, incomplete_below: below } = trace.data;
+  return html`<p class="hint">Stored on ${replicas.holders.length === 1 ? "broker" : "brokers"} ${replicas.holders.join(", ")}${replicas.leader === null ? "" : `; broker ${replicas.leader} leads`}. Told by broker ${known.broker}${known.is_leader ? "" : ", a follower"}, up to offset ${known.offset}.${below ? ` Records of groups below ${below} were compacted away.` : ""}</p>
+  <ol class="story">${trace.data.events.map((event, at) => {
     const passed = before === null || event.at_ms === undefined ? null : event.at_ms - before;
     before = event.at_ms ?? before;
     return html`<li key=${at} class=${TONES[event.event] || ""}><i aria-hidden="true"></i>
-      <p><${Tag} tone=${TONES[event.event]}>${event.event.replace("_", " ")}<//>${event.group && html`<${Link} to=${`/ui/groups/${url(event.group)}`}>${event.group}<//>`}<time>${event.at_ms === undefined ? "" : moment(event.at_ms)}</time>${passed ? html`<span class="muted">+${duration(passed)}</span>` : null}</p>
-      <p class="hint">${[event.consumer && `consumer ${event.consumer}`, event.delivery_count && `delivery ${event.delivery_count}`, event.until_ms && `until ${moment(event.until_ms)}`, event.reason && `“${event.reason}”`, event.topic && `to ${event.topic}`, event.broker !== undefined && event.broker !== null && `broker ${event.broker}`, event.offset !== undefined && `offset ${event.offset}`].filter(Boolean).join(" · ")}</p></li>`;
+      <p><${Tag} tone=${TONES[event.event]}>${event.event.replaceAll("_", " ")}<//>${event.group && html`<${Link} to=${`/ui/groups/${url(event.group)}`}>${event.group}<//>`}<time>${event.at_ms === undefined ? "" : moment(event.at_ms)}</time>${passed ? html`<span class="muted">+${duration(passed)}</span>` : null}</p>
+      <p class="hint">${[event.consumer && `consumer ${event.consumer}`, event.delivery_count && `delivery ${event.delivery_count}`, event.until_ms && `until ${moment(event.until_ms)}`, event.reason && `“${event.reason}”`, event.unseen && "not processed", event.outputs && `published ${event.outputs} in the same commit`, event.broker !== undefined && `broker ${event.broker}`, event.offset !== undefined && `offset ${event.offset}`].filter(Boolean).join(" · ")}${event.to_topic && event.to_id && html` · to <${Link} to=${`/ui/topics/${url(event.to_topic)}/messages/${event.to_id}`}>${event.to_topic} ${event.to_id}<//>`}</p></li>`;
   })}</ol>`;
 }
 
@@ -67,7 +69,7 @@ export function Resend({ message, label = "Edit and resend", opened = false, onC
       if (key !== (message.key || "")) copy.key = key;
       if (isBytes) copy.value_base64 = value;
       else if (isJson) copy.value = JSON.parse(value);
-      else copy.value = value;
+      else copy.value_base64 = btoa(String.fromCharCode(...new TextEncoder().encode(value)));
       return call("POST", `/v1/topics/${url(message.topic)}/messages/${message.id}/copy`, copy);
     }, (made) => `appended as ${made.id} in ${made.topic}`);
     if (result) setSent(result);

@@ -1,6 +1,7 @@
 // Messages that are not due yet: run now, move, cancel.
 import { useState } from "../vendor/preact-htm.js";
-import { Act, Card, Dialog, Empty, Fault, Link, Page, Same, Table, at, call, duration, html, messageUrl, moment, setQuery, shell, url, useAct, useGet, usePlace, valueText, withQuery } from "../lib.js";
+import { Act, Card, Destroy, Dialog, Empty, Fault, Link, Page, Same, Table, Tag, at, call, duration, html, messageUrl, moment, number, post, setQuery, shell, url, useAct, useGet, usePlace, valueText, withQuery } from "../lib.js";
+import { whereOf } from "./topic.js";
 
 const local = (ms) => new Date(ms - new Date(ms).getTimezoneOffset() * 60_000).toISOString().slice(0, 19);
 
@@ -37,6 +38,7 @@ function OfTopic({ topic }) {
   };
   const rows = found.data?.messages || [];
   return html`<${Fault} fault=${found.fault} />
+    <${Many} topic=${topic} done=${found.reload} />
     ${found.data && html`<${Card} title=${topic} note="the next one due first" flush><${Table} label="Scheduled messages" rows=${rows} keyOf=${(row) => row.id} empty="Nothing is scheduled." columns=${[
       { name: "Message", of: (row) => html`<${Link} to=${messageUrl(row)} class="mono">${row.id}<//>` },
       { name: "Due", of: (row) => html`<time class="mono">${moment(row.deliver_at_ms)}</time>` },
@@ -48,4 +50,43 @@ function OfTopic({ topic }) {
     ${(pages.length > 0 || found.data.next) && html`<nav class="pager" aria-label="Pages"><button disabled=${!pages.length} onClick=${() => setPages(pages.slice(0, -1))}>Previous</button><button disabled=${!found.data.next} onClick=${() => setPages([...pages, found.data.next])}>Next</button></nav>`}`}
     <${Dialog} title=${`Move ${moved?.id}`} open=${!!moved} onClose=${() => setMoved(null)}>${moved && html`<form onSubmit=${move}><label>Due<input name="at" type="datetime-local" step="1" required value=${local(moved.deliver_at_ms)} /></label><div class="row end"><button type="button" onClick=${() => setMoved(null)}>Cancel</button><button class="primary" disabled=${busy}>Move</button></div></form>`}<//>
     <${Same} curl=${at(path)} command=${`scheduled list ${shell(topic)}`} />`;
+}
+
+// All that match a filter: run now, move, cancel.
+function Many({ topic, done }) {
+  const [filter, setFilter] = useState("");
+  const [due, setDue] = useState("");
+  const [dry, setDry] = useState(null);
+  const [run, busy] = useAct();
+  let where = null;
+  let wrong = null;
+  try {
+    where = whereOf(filter);
+  } catch (fault) {
+    wrong = fault.message;
+  }
+  const wanted = where ? { where } : {};
+  const key = JSON.stringify(wanted);
+  const path = `/v1/topics/${url(topic)}/scheduled`;
+  const ask = async (verb, more = {}) => {
+    const found = await run(() => call("POST", `${path}/${verb}`, { ...wanted, ...more }), more.dry_run ? undefined : (answer) => `${number(Object.entries(answer).find(([name]) => name !== "matched")?.[1])} of ${number(answer.matched)} done`);
+    if (found && more.dry_run) setDry({ key, matched: found.matched });
+    if (found && !more.dry_run) {
+      setDry(null);
+      done();
+    }
+    return found;
+  };
+  const which = where ? "those that match" : "all";
+  return html`<${Card} title="Many at once" note=${which}>
+    <div class="tools"><input type="search" class="grow mono" aria-label="Only those that match" placeholder="Only those that match: key=c-7  value.reminder=true" value=${filter} onInput=${(event) => setFilter(event.target.value)} spellcheck="false" />
+      <label class="inline">Move to<input type="datetime-local" step="1" value=${due} onInput=${(event) => setDue(event.target.value)} /></label></div>
+    ${wrong && html`<p class="alert" role="alert">${wrong}</p>`}
+    <div class="row"><${Act} disabled=${busy || wrong} onClick=${() => ask("run", { dry_run: true })}>Dry run<//>
+      ${dry?.key === key && html`<${Tag} tone="info">${number(dry.matched)} match<//>`}
+      <${Act} class="primary" disabled=${busy || wrong} onClick=${() => ask("run")}>Run ${which} now<//>
+      <${Act} disabled=${busy || wrong || !due} onClick=${() => ask("move", { deliver_at_ms: new Date(due).getTime() })}>Move ${which}<//>
+      ${!wrong && html`<${Destroy} label=${`Cancel ${which}`} name=${topic} says=${`Scheduled messages of ${topic}, ${which}, are cancelled.`} act=${() => ask("cancel")} />`}</div>
+    <p class="hint mono">${post(`${path}/run`, wanted)}</p>
+  <//>`;
 }

@@ -1,0 +1,232 @@
+"""The dashboard in Chromium, as its users see it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from support.broker_process import BrokerProcess
+from support.chromium import Chromium
+from support.cluster import Cluster
+from support.pages import Pages, chromium_program
+
+from portalmq import Consumer, Producer
+
+pytestmark = pytest.mark.timeout(300)
+
+TOKEN, READER = "a-token-that-may-do-everything", "a-token-that-may-look"
+EVIL = "<img src=x onerror=window.evil=1><script>window.evil=1</script>\"';${evil}"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    with Chromium(chromium_program(), tmp_path_factory.mktemp("chromium")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerProcess]:
+    """A broker with two tokens, of which one may only read."""
+    directory = tmp_path_factory.mktemp("broker")
+    (directory / "tokens").write_text(TOKEN)
+    (directory / "readers").write_text(READER)
+    options = ("--token-file", str(directory / "tokens"), "--read-token-file", str(directory / "readers"))
+    with BrokerProcess(directory, *options, command=("dev",)) as running:
+        yield running
+
+
+def call(broker: BrokerProcess, method: str, path: str, body: Any = None, kind: str = "application/json") -> Any:
+    request = urllib.request.Request(
+        broker.url + path,
+        None if body is None else json.dumps(body).encode(),
+        {"Authorization": f"Bearer {TOKEN}", "Content-Type": kind},
+        method=method,
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.loads(answer.read() or b"null")
+
+
+def produce(broker: BrokerProcess, topic: str, *messages: dict[str, Any]) -> None:
+    path = f"/v1/topics/{topic}/messages"
+    call(broker, "POST", path, {"messages": messages}, "application/vnd.portalmq.batch+json")
+
+
+@pytest.fixture
+def pages(browser: Chromium, broker: BrokerProcess) -> Pages:
+    return Pages(browser, broker.url)
+
+
+def sign_in(pages: Pages, token: str = TOKEN, path: str = "/ui/") -> None:
+    pages.open("/ui/login?next=" + path)
+    pages.fill("#token", token)
+    pages.ask("document.querySelector('form').submit()")
+    pages.wait_at(path)
+
+
+class TestSignIn:
+    def test_a_page_asks_for_a_token_and_goes_on_where_it_was_opened(self, pages: Pages) -> None:
+        pages.ask("1")
+        pages.open("/ui/topics?sort=rate")
+        pages.wait_at("/ui/login?next=/ui/topics%3Fsort%3Drate")
+        pages.fill("#token", "wrong")
+        pages.ask("document.querySelector('form').submit()")
+        pages.wait_at("/ui/login")
+        pages.see("This broker does not know that token.")
+        pages.fill("#token", TOKEN)
+        pages.ask("document.querySelector('form').submit()")
+        pages.wait_at("/ui/topics?sort=rate")
+        pages.see("busiest first")
+        assert pages.ask("document.cookie") == "", "scripts cannot read the session"
+
+    def test_signing_out_ends_it(self, pages: Pages) -> None:
+        sign_in(pages)
+        pages.press("Sign out")
+        pages.wait_at("/ui/login")
+        assert pages.ask("fetch('/v1/topics').then((answer) => answer.status)") == 401
+
+    def test_a_token_that_may_only_look(self, pages: Pages, broker: BrokerProcess) -> None:
+        produce(broker, "looked-at", {"value": 1})
+        sign_in(pages, READER, "/ui/topics/looked-at?tab=settings")
+        pages.see("read-only")
+        assert pages.until("[...document.querySelectorAll('main .card button')].every((each) => each.disabled)")
+        refused = "fetch('/v1/topics/looked-at', {method: 'DELETE'}).then((answer) => answer.status)"
+        assert pages.ask(refused) == 403, "the API refuses, whatever the page shows"
+        assert pages.ask("fetch('/v1/topics/looked-at').then((answer) => answer.status)") == 200
+
+
+class Elsewhere(BaseHTTPRequestHandler):
+    """A page of another origin: the same host, another port, so that browsers send it the cookies of the broker."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        self.wfile.write(b"<!doctype html><title>elsewhere</title>")
+
+    def log_message(self, format: str, *arguments: Any) -> None: ...
+
+
+def test_a_page_of_another_origin_changes_nothing(pages: Pages, broker: BrokerProcess) -> None:
+    sign_in(pages)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        pages.browser.open(f"http://127.0.0.1:{server.server_address[1]}/")
+        for method, path in (("POST", "/v1/topics/stolen/messages"), ("POST", "/ui/logout")):
+            options = f"{{method: '{method}', mode: 'no-cors', credentials: 'include', body: 'x'}}"
+            assert pages.ask(f"fetch('{broker.url}{path}', {options}).then((answer) => answer.type)") == "opaque"
+        server.shutdown()
+    assert "stolen" not in {topic["name"] for topic in call(broker, "GET", "/v1/topics")["topics"]}
+    pages.open("/ui/")
+    pages.see("Sign out")
+
+
+def test_a_script_in_what_others_send_does_nothing(pages: Pages, broker: BrokerProcess) -> None:
+    produce(broker, "evil", {"value": EVIL, "key": EVIL, "headers": {"trace": EVIL}}, {"value": {EVIL: [EVIL]}})
+    call(broker, "PUT", "/v1/groups/evil", {"max_deliveries": 1})
+    got = call(broker, "POST", "/v1/groups/evil/receive", {"topics": ["evil"], "max_messages": 2, "consumer": EVIL})
+    receipts = [message["receipt"] for message in got["messages"]]
+    call(broker, "POST", "/v1/groups/evil/nack", {"receipts": receipts, "reason": EVIL})
+    ids = [message["id"] for message in got["messages"]]
+    sign_in(pages)
+    for path in (
+        "/ui/topics/evil",
+        *(f"/ui/topics/evil/messages/{each}" for each in ids),
+        "/ui/dead-letters/evil?topic=evil",
+        f"/ui/topics/{urllib.parse.quote(EVIL, safe='')}",
+        f"/ui/topics/evil?where={urllib.parse.quote(EVIL)}",
+        "/ui/sql?q=" + urllib.parse.quote("SELECT key, value, headers FROM messages WHERE topic = 'evil'"),
+    ):
+        pages.open(path)
+        if "/sql" in path:
+            pages.press("Run")
+        pages.until("document.querySelector('main').innerText.includes('onerror')")
+        assert pages.ask("window.evil === undefined && !document.querySelector('img[src=x]')"), path
+        violations = [each for each in pages.browser.seen.complaints if "Content Security Policy" in each]
+        assert violations == []
+
+
+def test_a_seek_shows_first_what_it_would_do(pages: Pages, broker: BrokerProcess) -> None:
+    with Producer(broker.url, token=TOKEN) as producer:
+        for n in range(20):
+            producer.send("audit", {"n": n}).result(timeout=60)
+    with Consumer("audit", group="readers", mode="stream", bootstrap=broker.url, token=TOKEN) as consumer:
+        seen = 0
+        while seen < 20:
+            seen += len(consumer.poll(timeout_s=10, max_messages=20))
+        consumer.commit()
+    before = call(broker, "GET", "/v1/groups/readers/offsets")["offsets"][0]
+    assert before["lag"] == 0
+
+    sign_in(pages, path="/ui/groups/readers")
+    pages.fill("[data-to] select, select[data-to]", "earliest")
+    pages.press("Preview")
+    shown = pages.until("document.querySelector('[data-preview] tbody tr')?.innerText")
+    assert str(before["committed"]) in shown
+    assert call(broker, "GET", "/v1/groups/readers/offsets")["offsets"][0]["lag"] == 0, "a preview changes nothing"
+    pages.press("Seek", "[data-preview]")
+    pages.see("moved")
+    assert call(broker, "GET", "/v1/groups/readers/offsets")["offsets"][0]["lag"] == 20
+
+
+def test_what_destroys_asks_for_the_name(pages: Pages, broker: BrokerProcess) -> None:
+    produce(broker, "doomed", {"value": 1})
+    sign_in(pages, path="/ui/topics/doomed?tab=settings")
+    pages.press("Delete topic")
+    pages.fill("[data-confirm]", "doome")
+    assert pages.until("document.querySelector('dialog[open] button.danger')?.disabled === true")
+    pages.fill("[data-confirm]", "doomed")
+    pages.press("Delete topic", "dialog[open]")
+    pages.wait_at("/ui/topics")
+    assert "doomed" not in {topic["name"] for topic in call(broker, "GET", "/v1/topics")["topics"]}
+
+
+# Controls that a screen reader could not name.
+WITHOUT_A_NAME = """
+[...document.querySelectorAll("button, a, input, select, textarea")]
+  .filter((each) => each.offsetParent)
+  .filter((each) => !each.innerText.trim() && !each.getAttribute("aria-label") && !each.labels?.length && !each.title)
+  .map((each) => each.outerHTML)
+"""
+PLACES = [
+    *("/ui/", "/ui/topics", "/ui/topics/seen", "/ui/topics/seen?tab=partitions", "/ui/topics/seen?tab=publish"),
+    *("/ui/topics/seen?tab=settings", "/ui/groups", "/ui/groups/seers", "/ui/dead-letters", "/ui/cluster"),
+    *("/ui/scheduled?topic=seen", "/ui/sql", "/ui/api", "/ui/nowhere"),
+]
+
+
+@pytest.mark.parametrize(("width", "dark"), [(390, True), (1280, False)])
+def test_every_page_fits_the_screen_and_has_no_errors(
+    pages: Pages, broker: BrokerProcess, width: int, dark: bool
+) -> None:
+    produce(broker, "seen", {"value": {"text": "x" * 500}, "key": "k" * 200, "headers": {"h": "v" * 300}})
+    call(broker, "POST", "/v1/groups/seers/receive", {"topics": ["seen"], "max_messages": 1})
+    sign_in(pages)
+    for path in PLACES:
+        pages.open(path, width=width, dark=dark)
+        pages.until("document.querySelector('main h1') && !document.querySelector('main [role=status].empty')")
+        assert pages.ask("document.documentElement.scrollWidth <= innerWidth"), path
+        assert pages.browser.seen.complaints == [], path
+        outside = [each for each in pages.browser.seen.requests if not each.startswith((broker.url, "data:"))]
+        assert outside == [], path
+        assert pages.ask(WITHOUT_A_NAME) == [], path
+
+
+def test_a_killed_leader_is_marked_while_the_overview_is_open(browser: Chromium, cluster: Cluster, topic: str) -> None:
+    cluster.admin().create_topic(topic, partitions=3)
+    leader = cluster.wait_for_leader(topic)
+    other = next(each for each in cluster.running if each != leader)
+    pages = Pages(browser, cluster.brokers[other].url)
+    pages.open("/ui/")
+    pages.until("document.querySelectorAll('.broker.good').length === 3")
+    pages.ask("window.opened = 1")
+    cluster.kill(leader)
+    pages.until(f"document.querySelector('[data-events]')?.innerText.includes('broker {leader} is gone')")
+    pages.until("document.querySelector('[data-events]')?.innerText.includes('fail-over')")
+    pages.until("document.querySelectorAll('.broker.bad').length === 1")
+    assert pages.ask("window.opened") == 1, "nothing was loaded again"
