@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import runpy
 from pathlib import Path
+from random import Random
 
 import pytest
+from simulation.dice import Dice
 from simulation.group_options import EVERY
 from simulation.hunt import PlantedWrong, killer_of, planted
 from simulation.mutants import MUTANTS, RARE, Mutant
@@ -61,6 +63,15 @@ def test_the_same_seed_gives_the_same_run() -> None:
         traces.append(list(world.trace))
     assert traces[0] == traces[1]
     assert len(traces[0]) > 100
+
+
+def test_the_dice_draw_the_numbers_of_the_standard_library() -> None:
+    """A seed is the same run as ever, whatever draws its numbers."""
+    dice, random = Dice(7), Random(7)
+    for width in range(300):
+        assert dice.randint(5, 5 + width) == random.randint(5, 5 + width)
+        assert dice.choice(range(1, 2 + width)) == random.choice(range(1, 2 + width))
+        assert dice.sample(range(width), width // 2) == random.sample(range(width), width // 2)
 
 
 def test_no_replica_is_lost_for_good_during_an_election() -> None:

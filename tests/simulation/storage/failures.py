@@ -112,12 +112,11 @@ def failures(
 ) -> Iterator[tuple[str, str | None]]:
     """Let the Nth change of all stages, or of some, fail in each way: each N, or every so many. Yield each one's kind
     and failure."""
-    chance = random.Random(every)
     for name, run in runs(subject, root):
         if only and name not in only:
             continue
         for kind in kinds:
-            at = chance.randint(1, every)
+            at = random.Random(f"{name}, {kind}").randint(1, every)  # the same with and without `only`
             while True:
                 try:
                     if not fail(subject, root, run.start, subject.stages[name], kind, at):

@@ -39,9 +39,9 @@ def _collected(name: str, outcomes: Iterable[tuple[str, str | None]]) -> tuple[s
     return name, tried, broken
 
 
-def work(job: tuple[str, str, int, int]) -> tuple[str, Counter[str], list[str]]:
-    """Do one job, in a directory of its own: (what, whose or which bug, seed, how many)."""
-    what, name, seed, number = job
+def work(job: tuple[str, str, int, int, str]) -> tuple[str, Counter[str], list[str]]:
+    """Do one job, in a directory of its own: (what, whose or which bug, seed, how many, stage)."""
+    what, name, seed, number, stage = job
     root = Path(tempfile.mkdtemp(dir=MEMORY if MEMORY.is_dir() else None)).resolve()
     try:
         if what == "planted bugs":
@@ -49,7 +49,9 @@ def work(job: tuple[str, str, int, int]) -> tuple[str, Counter[str], list[str]]:
             return what, Counter({f"{name}: {killer}"[:200]: 1}), [] if killer else [f"{name} SURVIVES"]
         subject = next(subject for subject in SUBJECTS if subject.name == name)
         call: Any = (
-            partial(crash, seed=seed, each=number) if what == "crash images" else partial(failures, every=number)
+            partial(crash, seed=seed, each=number)
+            if what == "crash images"
+            else partial(failures, every=number, only=[stage])
         )
         return _collected(f"{what} of a {name}", call(subject, root))
     finally:
@@ -66,9 +68,9 @@ def main() -> int:
     chosen = options.parse_args()
     began = time.monotonic()
     run = ledger.Run("crashes", chosen.seed, writes=chosen.ledger, otherwise=1)
-    jobs = [("crash images", subject.name, run.first, chosen.each) for subject in SUBJECTS]
-    jobs += [("faults", subject.name, run.first, chosen.every) for subject in SUBJECTS]
-    jobs += [("planted bugs", name, run.first, 1) for name in BUGS]
+    jobs = [("crash images", subject.name, run.first, chosen.each, "") for subject in SUBJECTS]
+    jobs += [("faults", each.name, run.first, chosen.every, stage) for each in SUBJECTS for stage in each.stages]
+    jobs += [("planted bugs", name, run.first, 1, "") for name in BUGS]
     counts: dict[str, Counter[str]] = {}
     broken: list[str] = []
     with run, Pool() as pool:
