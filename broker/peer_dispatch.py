@@ -74,6 +74,8 @@ def peer_calls(wiring: Wiring) -> dict[str, PeerCall]:
     on.leader(messages.CANCEL, wiring.scheduled_messages.local_cancel)
     on.leader(messages.TRACE, wiring.message_traces.local_trace)
     on.leader(messages.LOCATE, wiring.message_traces.local_locate)
+    on.leader(messages.MATCH_SCHEDULED, wiring.scheduled_messages.local_match)
+    on.leader(messages.MOVE_SCHEDULED, wiring.scheduled_messages.local_move)
     on.leader(messages.PARTITIONS, wiring.overview.local_sizes, patience_s=0.0)
     on.broker(messages.FENCE, wiring.producer_fencing.on_fence)
 
@@ -96,6 +98,7 @@ def peer_calls(wiring: Wiring) -> dict[str, PeerCall]:
     on.broker(queues.GROUP_AT, wiring.group_past.count)
     on.leader(queues.UNFINISHED_AT, wiring.group_past.local_list)
     on.broker(queues.END_GROUP, wiring.group_admin.end)
+    on.broker(queues.PAUSE_GROUP, wiring.group_admin.on_pause)
 
     on.leader(streams.TURN, wiring.shared_offsets.local_turn)
     on.leader(streams.FRONTS, wiring.shared_offsets.local_fronts)

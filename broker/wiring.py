@@ -55,6 +55,7 @@ from portalmq.broker.queues.group_admin import GroupAdmin
 from portalmq.broker.queues.group_past import GroupPast
 from portalmq.broker.queues.groups import Groups
 from portalmq.broker.queues.message_traces import MessageTraces
+from portalmq.broker.queues.moves import GroupMoves
 from portalmq.broker.queues.offset_acks import OffsetAcks
 from portalmq.broker.queues.outbox import Outboxes, OutputTopics
 from portalmq.broker.queues.queue_sizes import QueueSizes
@@ -219,7 +220,7 @@ class Wiring:
         self.shared_offsets = SharedOffsets(groups, clock)
         self.unfinished = UnfinishedMessages(groups, clock)
         self.dead_letters = DeadLetters(groups, clock)
-        self.group_admin = GroupAdmin(self.broker_id, groups, self.mirror, peers)
+        self.group_admin = GroupAdmin(self.broker_id, groups, self.mirror, peers, self.clock)
         self.group_past = GroupPast(self.group_admin, groups, peers, clock)
 
     def _take_messages(self) -> None:
@@ -270,6 +271,9 @@ class Wiring:
             self.clock,
             self.metrics,
             self.offsets.check_reached,
+        )
+        self.group_moves = GroupMoves(
+            self.groups, self.receive_handler, self.group_commits, self.settlement, self.queue_sizes, self.clock
         )
 
     def _oversee(self) -> None:

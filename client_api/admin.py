@@ -13,11 +13,11 @@ import msgspec
 from portalmq import history_wire, stream_wire, wire
 from portalmq.closeable import Closeable
 from portalmq.errors import InvalidRequest, MessageNotFound, OffsetOutOfRange, PortalMQError
-from portalmq.message import Message, message_from_json, message_from_wire
+from portalmq.message import Message, RecordMetadata, message_from_json, message_from_wire
 from portalmq.network.http_answer import HttpAnswer
 from portalmq.network.tls import TlsFiles
 from portalmq.transport.answers import decode_answer
-from portalmq.transport.request import Request, with_query
+from portalmq.transport.request import Request, json_request, with_query
 from portalmq.transport.transport import Bootstrap, Transport
 
 BROWSE_WAIT_S_MAX = 20.0
@@ -195,6 +195,33 @@ class Admin(Closeable):
         """Delete a group: its position, leases and dead letters. Messages stay."""
         self._delete(_group(name))
 
+    def pause_group(self, name: str, reason: str = "", *, by: str = "") -> None:
+        """Deliver no messages to a queue group until `resume_group`: its receives wait, as with an empty queue. Leases
+        that run can still be acked, nacked and extended. A group that is paused stays as it is."""
+        self._post(f"{_group(name)}/pause", wire.PauseRequest(reason, by))
+
+    def resume_group(self, name: str, *, by: str = "") -> None:
+        """Deliver messages to a paused group again."""
+        self._post(f"{_group(name)}/resume", wire.PauseRequest(by=by))
+
+    def move(
+        self,
+        group: str,
+        topic: str,
+        to_topic: str,
+        *,
+        limit: int = 1_000,
+        rate_per_s: float | None = None,
+        dry_run: bool = False,
+    ) -> wire.Moved:
+        """Move what a queue group has ready in a topic to another topic, each message exactly once: it is done for
+        this group, and its copy, whose header `portalmq-copy-of` names it, is ready there for all groups. Return how
+        many were ready, and how many were moved: at most `limit`, and fewer when that takes long. With `rate_per_s` the
+        copies are delivered one after the other."""
+        wire.check_name(topic, "topic")
+        request = wire.MoveRequest(topic, wire.check_name(to_topic, "topic"), limit, rate_per_s, dry_run)
+        return self._transport.send_json("POST", f"{_group(group)}/move", request, wire.Moved)
+
     def lag(self, group: str) -> int:
         """Return the number of messages that the group has not acked."""
         return self.group(group).lag
@@ -276,6 +303,19 @@ class Admin(Closeable):
             dropped += decode_answer(answer, _Dropped).dropped
         return dropped
 
+    # --- copies ------------------------------------------------------------------------------------------------------
+
+    def copy_message(
+        self, topic: str, message_id: str, *, to_topic: str | None = None, **changes: Any
+    ) -> RecordMetadata:
+        """Produce a copy of a message, to its topic or to another one, once however often the call is repeated.
+        `changes` are fields of a JSON message: value (or value_base64), key, headers, content_type, partition,
+        delay_ms, deliver_at_ms, ttl_ms, priority. What is left out is kept; a header that is None is left out of the
+        copy. Its header `portalmq-copy-of` names the original. Raises MessageNotFound."""
+        body = {**_given(to_topic=to_topic), **changes}
+        path = f"{_topic(topic)}/messages/{quote(message_id, safe='')}/copy"
+        return self._transport.send_once(path, body, RecordMetadata)
+
     # --- scheduled messages ------------------------------------------------------------------------------------------
 
     def scheduled(self, topic: str, *, limit: int | None = None) -> Iterator[Message]:
@@ -285,7 +325,41 @@ class Admin(Closeable):
 
     def cancel_scheduled(self, topic: str, message_id: str) -> None:
         """Cancel a message that is not due yet. Raises MessageNotFound if there is no such message (any more)."""
-        self._delete(f"{_topic(topic)}/scheduled/{quote(message_id, safe='')}")
+        self._delete(_scheduled(topic, message_id))
+
+    def run_scheduled(self, topic: str, message_id: str) -> None:
+        """Deliver a scheduled message now: a copy of it, whose header `portalmq-copy-of` names it. Raises
+        MessageNotFound, also for one that is due, and after a call whose answer was lost."""
+        request = json_request("POST", f"{_scheduled(topic, message_id)}/run", {}, repeatable=False)
+        self._transport.call(request)
+
+    def move_scheduled(self, topic: str, message_id: str, deliver_at: datetime) -> None:
+        """Deliver a scheduled message at another time: a copy of it, as `run_scheduled` does."""
+        body = {"deliver_at_ms": round(deliver_at.timestamp() * 1000)}
+        self._transport.call(json_request("PATCH", _scheduled(topic, message_id), body, repeatable=False))
+
+    def change_scheduled(
+        self,
+        topic: str,
+        action: Literal["run", "move", "cancel"],
+        *,
+        ids: Sequence[str] | None = None,
+        where: Mapping[str, Any] | None = None,
+        deliver_at: datetime | None = None,
+        limit: int = 1_000,
+        dry_run: bool = False,
+    ) -> dict[str, int]:
+        """Run, move (to `deliver_at`) or cancel many scheduled messages: those with `ids`, those that match `where`, or
+        all; the first `limit` by due time. Return how many matched, and how many were changed (`run`, `moved` or
+        `cancelled`).
+
+            admin.change_scheduled("reminders", "cancel", where={"value.user": {"eq": 7}}, dry_run=True)
+        """
+        body = _given(ids=None if ids is None else list(ids), where=where)
+        body |= {"limit": limit, "dry_run": dry_run}
+        if deliver_at is not None:
+            body["deliver_at_ms"] = round(deliver_at.timestamp() * 1000)
+        return self._transport.send_json("POST", f"{_topic(topic)}/scheduled/{action}", body, dict[str, int])
 
     # --- locks -------------------------------------------------------------------------------------------------------
 
@@ -436,6 +510,10 @@ class Admin(Closeable):
                 return
             offset, at = page.next_offset, None
 
+    def _post(self, path: str, body: object) -> HttpAnswer:
+        """Make a call that may be repeated."""
+        return self._transport.call(json_request("POST", path, body, repeatable=True))
+
     def _delete(self, path: str, **query: object) -> HttpAnswer:
         return self._transport.call(Request("DELETE", with_query(path, query), repeatable=True))
 
@@ -462,6 +540,10 @@ class Admin(Closeable):
 
 def _topic(name: str) -> str:
     return wire.topic_path(wire.check_name(name, "topic"))
+
+
+def _scheduled(topic: str, message_id: str) -> str:
+    return f"{_topic(topic)}/scheduled/{quote(message_id, safe='')}"
 
 
 def _group(name: str) -> str:

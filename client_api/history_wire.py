@@ -11,10 +11,10 @@ class TraceEvent(msgspec.Struct, omit_defaults=True, kw_only=True):
     """One event in the life of a message. Fields that do not apply, or are not known, are None.
 
     `event`     appended, scheduled, delivered, extended, nacked, expired, acked, dead, copied, redriven, dropped,
-                cancelled, ttl_expired, purged
+                cancelled, rescheduled, ttl_expired, purged
     `at_ms`     when its record was appended; of `expired` and `ttl_expired` the deadline
     `until_ms`  the end of the lease (delivered, extended), or when the message is free (again) (scheduled, nacked,
-                redriven)
+                redriven), or its copy is (rescheduled; now without it)
     `consumer`  the name that the receive gave, or the member of a stream group
     `unseen`    of `nacked`: given back unprocessed, so that the delivery does not count
     `outputs`   of `acked`: the messages that the same commit call published

@@ -61,6 +61,7 @@ HEADER_DELAY_MS = "PortalMQ-Delay-Ms"
 HEADER_DELIVER_AT = "PortalMQ-Deliver-At"
 HEADER_TTL_MS = "PortalMQ-Ttl-Ms"
 HEADER_PRIORITY = "PortalMQ-Priority"
+HEADER_COPY_OF = "portalmq-copy-of"  # of a message: the topic and the id of the one that it is a copy of
 HEADER_NO_FORWARD = "PortalMQ-No-Forward"
 # "1" on a receive whose attempt_id is new: then no broker looks for the result of an earlier try.
 HEADER_FIRST_TRY = "PortalMQ-First-Try"
@@ -142,6 +143,24 @@ class JsonMessage(msgspec.Struct, gc=False, omit_defaults=True, forbid_unknown_f
     ttl_ms: Positive | None = None
     priority: int | None = 0
     idempotency_key: str | None = None
+
+
+class CopyRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    """The changes of a copy. What is left out is kept; a header that is null is left out of the copy, and so is a key
+    that is null."""
+
+    to_topic: str | None = None
+    value: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    value_base64: str | None = None
+    key: str | msgspec.UnsetType | None = msgspec.UNSET
+    key_base64: str | None = None
+    headers: dict[str, str | None] | None = None
+    content_type: str | None = None
+    partition: NonNegative | None = None
+    delay_ms: NonNegative | None = None
+    deliver_at_ms: NonNegative | None = None
+    ttl_ms: Positive | None = None
+    priority: int | None = None
 
 
 class PackMessage(JsonMessage, gc=False):
@@ -489,6 +508,43 @@ class Redriven(msgspec.Struct, frozen=True):
     redriven: int
 
 
+class MoveRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    """Move what the group has ready in `topic` to `to_topic`, at most `limit` messages."""
+
+    topic: str
+    to_topic: str
+    limit: Annotated[int, msgspec.Meta(ge=1, le=BATCH_MESSAGES_MAX)] = 1_000
+    rate_per_s: Annotated[float, msgspec.Meta(gt=0, le=1_000_000)] | None = None
+    dry_run: bool = False
+
+
+class Moved(msgspec.Struct, frozen=True):
+    matched: int
+    moved: int
+
+
+class DeliveryTime(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    """When a scheduled message is delivered instead: one of the two."""
+
+    deliver_at_ms: NonNegative | None = None
+    delay_ms: NonNegative | None = None
+
+
+class ScheduledSelection(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    """The scheduled messages to change: those with `ids`, those that match `where`, or all; the first `limit` by due
+    time."""
+
+    ids: Annotated[list[str], msgspec.Meta(max_length=BATCH_MESSAGES_MAX)] | None = None
+    where: Any = None
+    limit: Annotated[int, msgspec.Meta(ge=1, le=BATCH_MESSAGES_MAX)] = 1_000
+    dry_run: bool = False
+
+
+class MoveScheduled(ScheduledSelection):
+    deliver_at_ms: NonNegative | None = None
+    delay_ms: NonNegative | None = None
+
+
 class ReceiptResult(msgspec.Struct, frozen=True, gc=False):
     """`unknown` occurs in a 503 only: the leader of this receipt's partition could not be asked, or did not answer."""
 
@@ -498,6 +554,19 @@ class ReceiptResult(msgspec.Struct, frozen=True, gc=False):
 
 class ReceiptResults(msgspec.Struct):
     results: list[ReceiptResult]
+
+
+class PauseRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    reason: Annotated[str, msgspec.Meta(max_length=1_000)] = ""  # shown with the group's state
+    by: Annotated[str, msgspec.Meta(max_length=200)] = ""  # who asks
+
+
+class Paused(msgspec.Struct, frozen=True):
+    """A group delivers nothing since then, and why; `by` is who asked, as they call themselves."""
+
+    since_ms: int
+    reason: str = ""
+    by: str = ""
 
 
 class GroupDescription(msgspec.Struct):
@@ -513,6 +582,7 @@ class GroupDescription(msgspec.Struct):
     lag: int
     oldest_unacked_ms: int
     config: GroupConfig
+    paused: Paused | None = None
 
 
 def is_json_type(content_type: str) -> bool:

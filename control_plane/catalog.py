@@ -299,6 +299,26 @@ class Catalog(ClusterNodes):
 
         return self._retry_conflicts(f"group {name!r}", put)
 
+    def pause_group(self, name: str, *, paused: bool, at_ms: int, reason: str = "", by: str = "") -> GroupState:
+        """Note that the group is paused, or resumed, and return it. A pause of a paused group changes nothing. Raises
+        GroupNotFound."""
+
+        def pause() -> GroupState:
+            path = state.group_path(wire.check_name(name, "group"))
+            held = self._read(path, GroupState)
+            if held is None:
+                raise GroupNotFound(f"there is no group {name!r}")
+            last = held.value.pause
+            if paused and last.paused:
+                return held.value
+            # above the numbers of an earlier group of this name too
+            change = state.PauseState(max(last.number + 1, at_ms), paused, at_ms, reason, by)
+            group = msgspec.structs.replace(held.value, pause=change)
+            self.plane.commit(Set(path, state.encode(group), held.version))
+            return group
+
+        return self._retry_conflicts(f"group {name!r}", pause)
+
     def delete_group(self, name: str) -> None:
         """Delete the group. Raises GroupNotFound."""
 

@@ -189,12 +189,23 @@ class Tombstone(msgspec.Struct, frozen=True):
     deleted_at_ms: int
 
 
-class GroupState(msgspec.Struct, frozen=True):
+class PauseState(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The last pause or resume of a queue group: since when, why, and who asked. `number` rises with each change."""
+
+    number: int = 0
+    paused: bool = False
+    since_ms: int = 0
+    reason: str = ""
+    by: str = ""
+
+
+class GroupState(msgspec.Struct, frozen=True, omit_defaults=True):
     """A queue or stream group. `group_id` changes when a name is reused: receipts of the old group become invalid."""
 
     name: str
     config: GroupConfig
     group_id: str = ""
+    pause: PauseState = PauseState()
 
 
 class ProducerIds(msgspec.Struct, frozen=True):

@@ -142,6 +142,27 @@ class ScheduledPage(msgspec.Struct, omit_defaults=True):
     next: str | UnsetType = UNSET
 
 
+class MovedMessage(msgspec.Struct):
+    """The scheduled message that is cancelled, `<topic>/<id>`, and when its copy is delivered."""
+
+    copy_of: str
+    deliver_at_ms: int
+
+
+class RunMessages(msgspec.Struct):
+    """How many scheduled messages matched, and how many are delivered now."""
+
+    matched: int
+    run: int
+
+
+class CancelledMessages(msgspec.Struct):
+    """How many scheduled messages matched, and how many are cancelled."""
+
+    matched: int
+    cancelled: int
+
+
 class TracePage(msgspec.Struct, omit_defaults=True):
     """The life of a message; of a purged one without its value. `next`: `after` of the next page, if there is one.
     `incomplete_below`: records of groups below were compacted away."""

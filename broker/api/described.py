@@ -12,13 +12,33 @@ _at: dict[str, Any] = {"anyOf": [{"type": "string", "format": "date-time"}, _mil
 
 _text: dict[str, Any] = {"type": "string", "minLength": 1}
 
+_priority: dict[str, Any] = {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 31}, {"type": "null"}]}
+# Conditions that must all hold, {field: {operator: operand}}: broker/core/queue/predicate.py.
+_where: dict[str, Any] = {
+    "type": ["object", "null"],
+    "minProperties": 1,
+    "maxProperties": 32,
+    "propertyNames": {"pattern": r"^(value(\.[^.]+){0,16}|headers\..+|key|reason|delivery_count)$"},
+    "additionalProperties": {
+        "type": "object",
+        "minProperties": 1,
+        "maxProperties": 1,
+        "properties": {
+            **{name: {"type": ["string", "number", "boolean", "null"]} for name in ("eq", "ne", "contains")},
+            **{name: {"type": ["string", "number"]} for name in ("lt", "lte", "gt", "gte")},
+            "exists": {"type": "boolean"},
+        },
+        "additionalProperties": False,
+    },
+}
+
 # Schemas of fields, besides those of their types; "" for members that are not fields.
 FIELDS: dict[tuple[type, str], dict[str, Any]] = {
     (answers.CloudEvent, ""): {"type": ["string", "boolean", "integer", "null"]},
     **{(answers.CloudEvent, name): _text for name in ("id", "source", "type", "datacontenttype", "subject")},
     (answers.CloudEvent, "time"): {"type": "string", "format": "date-time"},
     (wire.AlterTopic, "config"): {"$ref": "#/components/schemas/TopicConfig"},
-    (wire.JsonMessage, "priority"): {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 31}, {"type": "null"}]},
+    (wire.JsonMessage, "priority"): _priority,
     (wire.GroupConfig, "start"): {
         "anyOf": [
             {"enum": ["earliest", "latest"]},
@@ -26,24 +46,10 @@ FIELDS: dict[tuple[type, str], dict[str, Any]] = {
         ],
         "default": "earliest",
     },
-    # Conditions that must all hold, {field: {operator: operand}}: broker/core/queue/predicate.py.
-    (wire.RedriveRequest, "where"): {
-        "type": ["object", "null"],
-        "minProperties": 1,
-        "maxProperties": 32,
-        "propertyNames": {"pattern": r"^(value(\.[^.]+){0,16}|headers\..+|key|reason|delivery_count)$"},
-        "additionalProperties": {
-            "type": "object",
-            "minProperties": 1,
-            "maxProperties": 1,
-            "properties": {
-                **{name: {"type": ["string", "number", "boolean", "null"]} for name in ("eq", "ne", "contains")},
-                **{name: {"type": ["string", "number"]} for name in ("lt", "lte", "gt", "gte")},
-                "exists": {"type": "boolean"},
-            },
-            "additionalProperties": False,
-        },
-    },
+    (wire.RedriveRequest, "where"): _where,
+    (wire.ScheduledSelection, "where"): _where,
+    (wire.MoveScheduled, "where"): _where,
+    (wire.CopyRequest, "priority"): _priority,
     (stream_wire.SeekRequest, "to"): {
         "anyOf": [
             {"enum": ["earliest", "latest"]},
@@ -162,6 +168,13 @@ EXAMPLES: dict[Any, Any] = {
     list[answers.CloudEvent]: [_event],
     answers.TopicMessages: {"messages": [_message], "more": False},
     answers.ScheduledPage: {"messages": [{**_message, "deliver_at_ms": 1_774_000_060_000}]},
+    wire.DeliveryTime: {"delay_ms": 60_000},
+    answers.MovedMessage: {"copy_of": "orders/0-17", "deliver_at_ms": 1_774_000_060_000},
+    wire.ScheduledSelection: {"where": {"value.customer": {"eq": 7}}, "dry_run": True},
+    wire.MoveScheduled: {"ids": ["0-17"], "delay_ms": 60_000},
+    answers.RunMessages: {"matched": 2, "run": 0},
+    answers.CancelledMessages: {"matched": 2, "cancelled": 0},
+    wire.CopyRequest: {"value": {"total": 13.5}, "headers": {"edited-by": "eva"}},
     answers.TracePage: {
         "message": _message,
         "events": [
@@ -206,6 +219,9 @@ EXAMPLES: dict[Any, Any] = {
     answers.DeadLetterPage: {"messages": [_message], "next_after": None},
     answers.DroppedDeadLetters: {"dropped": 2},
     wire.RedriveRequest: {"topic": "orders", "where": {"reason": {"contains": "timeout"}}, "dry_run": True},
+    wire.PauseRequest: {"reason": "the database moves", "by": "eva@host-1"},
+    wire.MoveRequest: {"topic": "orders.dlq", "to_topic": "orders", "limit": 100},
+    wire.Moved: {"matched": 2, "moved": 2},
     wire.Redriven: {"matched": 2, "redriven": 0},
     # stream groups
     stream_wire.JoinRequest: {"topics": ["orders"], "member_id": "worker-1"},

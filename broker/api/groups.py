@@ -109,6 +109,31 @@ def delete(context: RequestContext, group: str) -> Response:
     return no_content()
 
 
+def pause(context: RequestContext, group: str, query: Parameters) -> Response:
+    """Deliver no messages to the group until it is resumed. A paused group stays as it is."""
+    wanted = wire.decode_json(context.body(), wire.PauseRequest)
+    name = wire.check_name(group, "group")
+    context.broker.group_admin.pause(name, paused=True, reason=wanted.reason, by=wanted.by)
+    return no_content()
+
+
+def resume(context: RequestContext, group: str, query: Parameters) -> Response:
+    """Deliver messages to the group again."""
+    wanted = wire.decode_json(context.body(), wire.PauseRequest)
+    name = wire.check_name(group, "group")
+    context.broker.group_admin.pause(name, paused=False, reason=wanted.reason, by=wanted.by)
+    return no_content()
+
+
+def move(context: RequestContext, group: str, query: Parameters) -> Response:
+    """Move what the group has ready in a topic to another one."""
+    wanted = wire.decode_json(context.body(), wire.MoveRequest)
+    for topic in (wanted.topic, wanted.to_topic):
+        wire.check_name(topic, "topic")
+    name = wire.check_name(group, "group")
+    return answer(wire.Moved(*context.broker.group_moves.move(name, wanted, forward=may_forward(current()))))
+
+
 # --- dead letters -----------------------------------------------------------------------------------------------------
 
 

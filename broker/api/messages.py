@@ -16,7 +16,7 @@ from portalmq import wire
 from portalmq.broker.api import cloud_events, outgoing
 from portalmq.broker.api.answers import ScheduledPage, TopicMessages, TracePage
 from portalmq.broker.api.client_watch import peer_of
-from portalmq.broker.api.query import Instant, Parameters, read_by, whole_number
+from portalmq.broker.api.query import Instant, Parameters, place_of_id, read_by, whole_number
 from portalmq.broker.api.request_context import (
     RequestContext,
     accepts,
@@ -183,7 +183,7 @@ class TraceQuery(Parameters):
 def trace(context: RequestContext, topic: str, message_id: str, query: TraceQuery) -> Response:
     """Tell the life of a message: who appended it, who got it and when, and what became of it."""
     wire.check_name(topic, "topic")
-    number, offset = _message_place(message_id)
+    number, offset = place_of_id(message_id)
     found = context.broker.message_traces.trace(
         topic,
         number,
@@ -203,14 +203,6 @@ def trace(context: RequestContext, topic: str, message_id: str, query: TraceQuer
     following = unset if found.next is None else found.next
     incomplete_below = unset if found.incomplete_below is None else found.incomplete_below
     return answer(TracePage(message, found.events, found.replicas, found.as_of, following, incomplete_below))
-
-
-def _message_place(message_id: str) -> tuple[int, int]:
-    number, _, offset = message_id.partition("-")
-    return (
-        whole_number(number, "the partition of a message's id (<partition>-<offset>)"),
-        whole_number(offset, "the offset of a message's id (<partition>-<offset>)"),
-    )
 
 
 # --- scheduled -------------------------------------------------------------------------------------------------------
@@ -243,7 +235,7 @@ def list_scheduled(context: RequestContext, topic: str, query: ScheduledQuery) -
 def cancel_scheduled(context: RequestContext, topic: str, message_id: str, query: Parameters) -> Response:
     """Cancel a scheduled message: it is not delivered."""
     wire.check_name(topic, "topic")
-    number, offset = _message_place(message_id)
+    number, offset = place_of_id(message_id)
     context.broker.scheduled_messages.cancel(topic, number, offset, forward=may_forward(current()))
     return no_content()
 

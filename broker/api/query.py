@@ -96,6 +96,15 @@ def instant_ms(text: str, what: str) -> int:
     return int(moment.timestamp() * 1000)
 
 
+def place_of_id(message_id: str) -> tuple[int, int]:
+    """Return the partition and the offset of a message's id."""
+    number, _, offset = message_id.partition("-")
+    return (
+        whole_number(number, "the partition of a message's id (<partition>-<offset>)"),
+        whole_number(offset, "the offset of a message's id (<partition>-<offset>)"),
+    )
+
+
 def whole_number(text: str, what: str, *, least: int = 0, most: int = INTEGER_MAX) -> int:
     """Return `text` as a whole number within these bounds. Raises InvalidRequest that names `what`."""
     digits = text[1:] if text[:1] == "-" else text

@@ -55,7 +55,7 @@ def produce(context: RequestContext, request: HttpRequest, topic: str, query: Pr
         produced = context.broker.produce_range(topic, wanted)
         return encoded(produced, packed=packed, status=202 if acks == "none" else 200)._replace(headers=_MINIMAL)
     results = context.broker.produce(topic, wanted)
-    return _single_answer(topic, results[0]) if wanted.is_single else _batch_answer(results, acks, packed=packed)
+    return single_answer(topic, results[0]) if wanted.is_single else _batch_answer(results, acks, packed=packed)
 
 
 def _check_one_partition(partitions: list[int | None] | None, partition: int | None) -> None:
@@ -75,7 +75,7 @@ def _prefers(request: HttpRequest, preference: str) -> bool:
     return preference in request.headers.get("prefer", "").replace(" ", "").lower()
 
 
-def _single_answer(topic: str, result: wire.Produced | PortalMQError) -> ResponseParts:
+def single_answer(topic: str, result: wire.Produced | PortalMQError) -> ResponseParts:
     if isinstance(result, PortalMQError):
         raise result
     if result.offset < 0:

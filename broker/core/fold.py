@@ -82,6 +82,16 @@ class DeadFold(msgspec.Struct, array_like=True, gc=False):
     earlier: int = 0
 
 
+class PauseFold(msgspec.Struct, array_like=True, frozen=True):
+    """The last change between paused and resumed of a group, since when, why, and who asked."""
+
+    number: int = 0
+    paused: bool = False
+    since_ms: int = 0
+    reason: str = ""
+    by: str = ""
+
+
 class GroupFold(msgspec.Struct, array_like=True):
     """A queue group on this partition.
 
@@ -89,7 +99,7 @@ class GroupFold(msgspec.Struct, array_like=True):
     `dead` are sorted and disjoint. `cursors` are the cursors of the other lanes, and `ahead` the messages finished
     before their lane's cursor reached them, both as (lane, due_ms, offset). `commits` are the last commits: (id, offset
     of the record). `attempt_leases` holds an attempt's leader epoch and the lease number of each of its ranges, where
-    they are known.
+    they are known. `pauses` holds one entry once the group was paused.
     """
 
     group: str
@@ -104,6 +114,7 @@ class GroupFold(msgspec.Struct, array_like=True):
     dead: list[DeadFold] = []
     commits: list[tuple[bytes, int]] = []
     attempt_leases: dict[str, tuple[int, list[int]]] = {}
+    pauses: list[PauseFold] = []
 
 
 class StreamFold(msgspec.Struct, array_like=True):

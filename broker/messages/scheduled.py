@@ -1,9 +1,11 @@
-"""Delayed messages that are not due yet: list them by due time, and cancel them.
+"""Delayed messages that are not due yet: list them by due time, cancel them, and move them to another time.
 
     list      every leader returns the first delayed messages of its partitions; the broker that serves the request
               merges them
     cancel    one CANCEL record in the message's partition: from then on no group receives the message. It stays in the
               log, where browsing finds it
+    move      one RESCHEDULE record cancels messages of a partition, and orders copies that are due at another time, or
+              now (queues/outbox.py). A copy has a new id
 
 A message is due by the leader's wall clock or by the time of the log, whichever is later. Delivery of a delayed message
 moves the log's time to its due time, so a delivered message is never cancelled.
@@ -21,24 +23,32 @@ import msgspec
 
 from portalmq.broker.cluster.metadata_cache import MetadataCache
 from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, one_by_one
-from portalmq.broker.cluster.rpc import Outcomes, TopicPartition, values_of
+from portalmq.broker.cluster.rpc import Outcomes, TopicPartition, first_error, values_of
 from portalmq.broker.cluster.rpc.messages import (
     CANCEL,
+    MATCH_SCHEDULED,
+    MOVE_SCHEDULED,
     SCHEDULED,
     CancelScheduled,
     ListScheduled,
     Rows,
+    ScheduledCall,
+    ScheduledMatch,
+    ScheduledShare,
     SchedulePosition,
 )
 from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.core.queue.lanes import DELAYED
-from portalmq.broker.core.queue.records import Cancel
+from portalmq.broker.core.queue.predicate import parse
+from portalmq.broker.core.queue.records import Cancel, Reschedule, ranges_of
 from portalmq.broker.messages.browse import StoredMessage
+from portalmq.broker.messages.matching import MatchBudget, candidate_of
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.partition import Partition
+from portalmq.broker.partition.writer import Pending
 from portalmq.broker.partition.yielding import TimeSlice
 from portalmq.broker.storage.batch import BatchKind, Record
-from portalmq.errors import MessageNotFound, PartitionNotFound, PortalMQError
+from portalmq.errors import InvalidRequest, MessageNotFound, PartitionNotFound, PortalMQError
 
 # The payloads of a page: it ends above this.
 PAGE_BYTES = 8 * 1024 * 1024
@@ -55,6 +65,18 @@ class SchedulePage(NamedTuple):
 
     messages: list[StoredMessage]
     after: SchedulePosition | None
+
+
+class ScheduleChange(NamedTuple):
+    """What to do with scheduled messages: deliver them at `deliver_at_ms` (0: now), or with `cancels` not at all.
+    `ids` are (partition, offset); without `ids` and `where` all are meant."""
+
+    deliver_at_ms: int = 0
+    cancels: bool = False
+    ids: Sequence[tuple[int, int]] | None = None
+    where: object = None
+    limit: int = 0
+    dry_run: bool = False
 
 
 @dataclass(eq=False, repr=False)
@@ -132,6 +154,125 @@ class ScheduledMessages:
             if row[1] >= start and row[1] not in cancelled:
                 yield SchedulePosition(row[0], number, row[1]), place
 
+    # --- many at once ------------------------------------------------------------------------------------------------
+
+    def change(self, topic: str, how: ScheduleChange, *, forward: bool = True) -> tuple[int, int]:
+        """Move or cancel scheduled messages: those with `ids`, those that match `where`, or all; the first `limit` by
+        due time. Return how many matched, and how many were changed. Raises the error of a leader; with an unknown
+        outcome when a part was changed."""
+        if how.ids is not None and how.where is not None:
+            raise InvalidRequest("give ids or where, not both")
+        if how.where is not None:
+            parse(how.where)
+        state = self._known(topic).state
+        shares = [ScheduledShare(number) for number in range(state.partitions)]
+        if how.ids is not None:
+            named: dict[int, list[int]] = {}
+            for number, offset in how.ids:
+                named.setdefault(self._known(topic).place(number).number, []).append(offset)
+            shares = [ScheduledShare(number, tuple(offsets)) for number, offsets in sorted(named.items())]
+        search = ScheduledCall(topic, state.topic_id, shares, how.where, how.limit)
+        if not forward:
+            self._leaders.check_led_here(search.places)
+        found = self._leaders.call(MATCH_SCHEDULED, search, self.local_match(search), forward=forward, repeatable=True)
+        matches = {place.number: match for place, match in values_of(found).items()}
+        matched = sum([match.count for match in matches.values()])
+        rows = sorted([(*row, number) for number, match in matches.items() for row in match.first])[: how.limit]
+        if how.dry_run or not rows:
+            return matched, 0
+        chosen: dict[int, list[int]] = {}
+        for _, offset, number in rows:
+            chosen.setdefault(number, []).append(offset)
+        wanted = [ScheduledShare(number, tuple(offsets)) for number, offsets in sorted(chosen.items())]
+        return matched, self._move(topic, state.topic_id, wanted, how, forward=forward)
+
+    def _move(
+        self, topic: str, topic_id: str, shares: list[ScheduledShare], how: ScheduleChange, *, forward: bool
+    ) -> int:
+        call = ScheduledCall(topic, topic_id, shares, deliver_at_ms=how.deliver_at_ms, cancels=how.cancels)
+        if not forward:
+            self._leaders.check_led_here(call.places)
+        outcomes = self._leaders.call(MOVE_SCHEDULED, call, self.local_move(call), forward=forward)
+        error = first_error(outcomes.values())
+        if error is not None:
+            if any(not isinstance(outcome, PortalMQError) for outcome in outcomes.values()):
+                error.outcome = "unknown"
+            raise error
+        return sum(values_of(outcomes).values())
+
+    def move(self, topic: str, number: int, offset: int, deliver_at_ms: int = 0, *, forward: bool = True) -> None:
+        """Move one message to another time, 0 for now, durably on return. Raises MessageNotFound for one that is due,
+        was never delayed, or was cancelled or moved already."""
+        missing = MessageNotFound(
+            f"message {number}-{offset} of topic {topic!r} is not scheduled: it is not there, is due already, or was"
+            " moved or cancelled"
+        )
+        state = self._known(topic).state
+        if number >= state.partitions:
+            raise missing
+        shares = [ScheduledShare(number, (offset,))]
+        if not self._move(topic, state.topic_id, shares, ScheduleChange(deliver_at_ms), forward=forward):
+            raise missing
+
+    def local_match(self, call: ScheduledCall) -> LocalWork[ScheduledMatch]:
+        predicate = parse(call.where) if call.where is not None else None
+        budget = MatchBudget("and nothing was changed: name the messages by their ids, as GET …/scheduled lists them")
+        by_place = call.by_place()
+
+        def match(place: TopicPartition) -> ScheduledMatch:
+            partition, offsets = self._metadata_cache.partition(place), by_place[place].offsets
+            found = ScheduledMatch(0, [])
+            for due_ms, offset in self._candidates(place, partition, offsets):
+                budget.spend()
+                if predicate is not None and not any(
+                    predicate.matches(candidate_of(record)) for _, record in _read(partition, offset)
+                ):
+                    continue
+                found.count += 1
+                if len(found.first) < call.limit:
+                    found.first.append((due_ms, offset))
+            return found
+
+        return one_by_one(match)
+
+    def _candidates(
+        self, place: TopicPartition, partition: Partition, offsets: tuple[int, ...] | None
+    ) -> Iterator[tuple[int, int]]:
+        if offsets is not None:
+            yield from self._still_scheduled(partition, offsets)
+            return
+        for position, _ in self._to_come(place, partition, BEGINNING):
+            yield position.due_ms, position.offset
+
+    def _still_scheduled(self, partition: Partition, offsets: Sequence[int]) -> list[tuple[int, int]]:
+        """Return (due_ms, offset) of those that are readable, not due and not cancelled, by due time."""
+        start, end, cancelled = partition.log.log_start_offset, partition.high_watermark, partition.groups.cancelled
+        wanted = {offset for offset in offsets if start <= offset < end and offset not in cancelled}
+        due_by_ms = self._due_by_ms(partition)
+        positions = partition.log.lanes.lane_positions(wanted)
+        return sorted([(due_ms, at) for lane, due_ms, at in positions if lane >= DELAYED and due_ms > due_by_ms])
+
+    def local_move(self, call: ScheduledCall) -> LocalWork[int]:
+        by_place = call.by_place()
+
+        def move(place: TopicPartition) -> int:
+            partition = self._metadata_cache.partition(place)
+            offsets = [offset for _, offset in self._still_scheduled(partition, by_place[place].offsets or ())]
+            if not offsets:
+                partition.wait_led()
+                partition.wait_settled(partition.replica.next_offset - 1)
+                return 0
+            if call.cancels:
+                _append_cancel(partition, offsets).wait()
+                return len(offsets)
+            record = Reschedule(ranges_of(offsets), self._clock.wall_ms(), call.deliver_at_ms)
+            pending = partition.append_control(BatchKind.RESCHEDULE, _encode(record))
+            partition.groups.reschedule(pending.base_offset, record)
+            pending.wait()
+            return len(offsets)
+
+        return one_by_one(move)
+
     # --- cancelling --------------------------------------------------------------------------------------------------
 
     def cancel(self, topic: str, number: int, offset: int, *, forward: bool = True) -> None:
@@ -164,10 +305,14 @@ class ScheduledMessages:
         if offset in groups.cancelled:
             partition.wait_settled(partition.replica.next_offset - 1)
             raise MessageNotFound(f"message {partition.number}-{offset} was cancelled already")
-        cancel = Cancel(((offset, offset + 1),))
-        pending = partition.append_control(BatchKind.CANCEL, _encode(cancel))
-        groups.cancel(cancel)
-        pending.wait()
+        _append_cancel(partition, [offset]).wait()
+
+
+def _append_cancel(partition: Partition, offsets: Sequence[int]) -> Pending:
+    cancel = Cancel(ranges_of(offsets))
+    pending = partition.append_control(BatchKind.CANCEL, _encode(cancel))
+    partition.groups.cancel(cancel)
+    return pending
 
 
 def _read(partition: Partition, offset: int) -> Iterator[tuple[int, Record]]:

@@ -37,8 +37,10 @@ from portalmq.broker.core.queue.records import (
     GroupRecord,
     GroupStart,
     Nack,
+    Pause,
     Purge,
     Redrive,
+    Reschedule,
     Seek,
     StreamRecord,
     ranges_of,
@@ -65,11 +67,17 @@ _RECORD_TYPES: dict[int, type[GroupRecord | StreamRecord]] = {
     BatchKind.CLAIM: Claim,
     BatchKind.COMMIT_OFFSET: CommitOffset,
     BatchKind.SEEK: Seek,
+    BatchKind.PAUSE: Pause,
 }
 KIND_OF = {record_type: BatchKind(kind) for kind, record_type in _RECORD_TYPES.items()}
 _MESSAGE_RECORD_DECODERS: dict[int, Any] = {
     kind: msgspec.msgpack.Decoder(record_type).decode
-    for kind, record_type in {**_RECORD_TYPES, BatchKind.PURGE: Purge, BatchKind.CANCEL: Cancel}.items()
+    for kind, record_type in {
+        **_RECORD_TYPES,
+        BatchKind.PURGE: Purge,
+        BatchKind.CANCEL: Cancel,
+        BatchKind.RESCHEDULE: Reschedule,
+    }.items()
 }
 
 
@@ -123,6 +131,8 @@ class GroupsFold:
             self.purge(batch.base_offset, msgspec.msgpack.decode(batch.body, type=Purge).upto)
         elif batch.kind == BatchKind.CANCEL:
             self.cancel(msgspec.msgpack.decode(batch.body, type=Cancel))
+        elif batch.kind == BatchKind.RESCHEDULE:
+            self.reschedule(batch.base_offset, msgspec.msgpack.decode(batch.body, type=Reschedule))
         elif batch.kind == BatchKind.COMPACT:
             self.compacted = max(self.compacted, msgspec.msgpack.decode(batch.body, type=Compact).upto)
         elif batch.kind == BatchKind.GROUP_END:
@@ -189,6 +199,12 @@ class GroupsFold:
         """Delete a group. What it has ordered before is still to be appended."""
         self.delivery.pop(group, None)
         self.streams.pop(group, None)
+
+    def reschedule(self, offset: int, record: Reschedule) -> None:
+        """Apply a Reschedule at `offset`: it cancels messages, and orders their copies for no group."""
+        self.cancel(Cancel(record.ranges))
+        self.outbox[offset] = ""
+        self._needs[offset] = min([offset, *[start for start, _ in record.ranges]])
 
     def cancel(self, record: Cancel) -> None:
         self.cancelled.update(offset for start, end in record.ranges for offset in range(start, end))

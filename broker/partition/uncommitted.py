@@ -22,8 +22,10 @@ SETTLEMENT_KINDS = frozenset(
         BatchKind.COMMIT,
         BatchKind.DROP,
         BatchKind.CANCEL,
+        BatchKind.RESCHEDULE,
         BatchKind.PURGE,
         BatchKind.GROUP_END,
+        BatchKind.PAUSE,
     }
 )
 

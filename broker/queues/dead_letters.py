@@ -12,7 +12,6 @@ fail-over nor a full disk releases them all at once.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -34,13 +33,14 @@ from portalmq.broker.cluster.rpc.queues import (
 from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.core.fold import DeadFold
 from portalmq.broker.core.queue.delivery import OUTSTANDING_MAX, GroupDelivery
-from portalmq.broker.core.queue.predicate import Candidate, Predicate, parse
+from portalmq.broker.core.queue.predicate import Predicate, parse
 from portalmq.broker.core.queue.records import Drop, Range, Redrive, ranges_of
 from portalmq.broker.messages.browse import StoredMessage
+from portalmq.broker.messages.matching import MatchBudget, candidate_of
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.writer import Pending
-from portalmq.broker.partition.yielding import TimeSlice, give_way, in_short_turns, in_turns
+from portalmq.broker.partition.yielding import give_way, in_short_turns, in_turns
 from portalmq.broker.queues.groups import Groups
 from portalmq.broker.queues.outbox import provenance
 from portalmq.broker.storage.batch import Record
@@ -50,11 +50,10 @@ from portalmq.errors import InvalidRequest, PortalMQError, Unavailable
 PAGE_MESSAGES_MAX = 1_000
 PAGE_BYTES_MAX = 4 * 1024 * 1024
 IDS_MAX = 10_000
-# The time limit of a leader to match a predicate.
-MATCH_WITHIN_S = 5.0
 RATE_MAX = 1_000_000.0
 REDRIVE_MS_MAX = 30 * wire.DAY_MS
 RANGES_IN_A_RECORD = 1_000
+_BY_IDS = "and nothing was redriven: name the dead letters by their ids, as GET …/dead-letters lists them"
 # Offsets, ids or ranges that are handled before other greenlets run.
 OFFSETS_A_TURN = 1_000
 # Redriven messages are outstanding until they are done: this leaves room for new ones.
@@ -212,7 +211,7 @@ class DeadLetters:
 
     def local_match(self, call: DeadCall) -> LocalWork[tuple[Range, ...]]:
         predicate = parse(call.where) if call.where is not None else None
-        budget = _MatchBudget()
+        budget = MatchBudget(_BY_IDS)
 
         def do(place: TopicPartition, share: DeadShare) -> tuple[Range, ...]:
             partition, delivery = self._delivery(call, place)
@@ -289,25 +288,6 @@ def _append_records(
     return done
 
 
-class _MatchBudget:
-    """The time limit of one call's matching, over all of its partitions."""
-
-    def __init__(self) -> None:
-        self._until = time.monotonic() + MATCH_WITHIN_S
-        self._turn = TimeSlice()
-
-    def spend(self) -> None:
-        """Raise Unavailable when the time is over; yield to other greenlets now and then."""
-        now = time.monotonic()
-        if now > self._until:
-            raise Unavailable(
-                f"matching `where` took longer than {MATCH_WITHIN_S:g} s, and nothing was redriven: name the dead"
-                " letters by their ids, as GET …/dead-letters lists them",
-                retryable=False,
-            )
-        self._turn.pause_if_over()
-
-
 def _dead_messages(
     partition: Partition, delivery: GroupDelivery | None, start: int
 ) -> Iterator[tuple[DeadFold, int, int, Record]]:
@@ -319,20 +299,10 @@ def _dead_messages(
                 yield dead, offset, piece.batch.appended_at_ms, record
 
 
-def _matches(
-    partition: Partition, delivery: GroupDelivery, predicate: Predicate, budget: _MatchBudget
-) -> Iterator[int]:
+def _matches(partition: Partition, delivery: GroupDelivery, predicate: Predicate, budget: MatchBudget) -> Iterator[int]:
     for dead, offset, _, record in _dead_messages(partition, delivery, 0):
         budget.spend()
-        candidate = Candidate(
-            record.value,
-            wire.is_json_type(record.content_type),
-            record.headers or {},
-            record.key,
-            dead.reason,
-            dead.deliveries,
-        )
-        if predicate.matches(candidate):
+        if predicate.matches(candidate_of(record, dead.reason, dead.deliveries)):
             yield offset
 
 

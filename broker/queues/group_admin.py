@@ -1,4 +1,4 @@
-"""Describe and delete groups: every leader answers for the partitions that it leads.
+"""Describe, pause and delete groups: every leader answers for the partitions that it leads.
 
 A leader that does not answer leaves a gap. The gap matters only if another partition of the topic knows the group: a
 group begins on all partitions of a topic.
@@ -18,12 +18,16 @@ from portalmq.broker.cluster.rpc import PeerCaller
 from portalmq.broker.cluster.rpc.queues import (
     END_GROUP,
     GROUPS,
+    PAUSE_GROUP,
     CountGroups,
     EndedGroup,
     EndGroup,
     GroupCount,
     GroupCounts,
+    PauseGroup,
 )
+from portalmq.broker.core.queue.records import Pause
+from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.yielding import in_short_turns, in_turns
 from portalmq.broker.queues.groups import GROUPS_A_TURN, Groups
 from portalmq.control_plane.mirror import Mirror
@@ -36,12 +40,20 @@ _Where = tuple[str, int]
 
 class GroupAdmin:
     def __init__(
-        self, broker_id: int, groups: Groups, mirror: Mirror, peers: PeerCaller, *, patience_s: float = PATIENCE_S
+        self,
+        broker_id: int,
+        groups: Groups,
+        mirror: Mirror,
+        peers: PeerCaller,
+        clock: Clock,
+        *,
+        patience_s: float = PATIENCE_S,
     ) -> None:
         self._broker_id = broker_id
         self._groups = groups
         self._mirror = mirror
         self._peers = peers
+        self._clock = clock
         self.patience_s = patience_s
 
     # --- counting ----------------------------------------------------------------------------------------------------
@@ -121,13 +133,18 @@ class GroupAdmin:
 
     def _end_everywhere(self, group: GroupState) -> None:
         call = EndGroup(group.name, group.group_id)
+        self._until_complete(
+            lambda: self._end_here(group.name, group.group_id),
+            lambda other: END_GROUP.ask(self._peers, other, call),
+        )
+
+    def _until_complete(self, here: Callable[[], EndedGroup], there: Callable[[int], EndedGroup]) -> None:
+        """Make the change at all leaders, until every partition where the group may have begun has it. Raises
+        Unavailable."""
         deadline = time.monotonic() + self.patience_s
         ended: set[_Where] = set()
         while True:
-            answers = self.everywhere(
-                lambda: self._end_here(group.name, group.group_id),
-                lambda other: END_GROUP.ask(self._peers, other, call),
-            )
+            answers = self.everywhere(here, there)
             ended |= {where for answer in answers for where in answer.ended}
             gaps = self.gaps(ended, {where for answer in answers for where in answer.led})
             if not gaps:
@@ -139,10 +156,48 @@ class GroupAdmin:
         return EndedGroup([(place.topic, place.number) for place in self._groups.end_here(name, group_id)], led)
 
     def end(self, call: EndGroup) -> EndedGroup:
-        group: GroupState | None = self._groups.find(call.group)
-        if group is not None and group.group_id != call.group_id:
-            raise Unavailable(f"group {call.group!r} was replaced by a newer one", retry_after_s=0.1)
+        self._check_same(call.group, call.group_id)
         return self._end_here(call.group, call.group_id)
+
+    # --- pause and resume --------------------------------------------------------------------------------------------
+
+    def pause(self, name: str, *, paused: bool, reason: str = "", by: str = "") -> None:
+        """Pause the queue group, or resume it: note it in the control plane, then in the log of each partition, so that
+        no leader, nor a later one that has not read the control plane, delivers messages of a paused group.
+
+        Raises GroupNotFound, GroupModeMismatch; Unavailable when a partition where the group may have begun has no
+        leader. Then the change counts where it has arrived, and a repeat completes it.
+        """
+        at_ms = self._clock.wall_ms()
+        group = self._groups.set_paused(name, paused=paused, at_ms=at_ms, reason=reason, by=by)
+        last = group.pause
+        call = PauseGroup(name, group.group_id, last.number, last.since_ms, last.paused, last.reason, last.by)
+        try:
+            self._until_complete(
+                lambda: self._pause_here(call), lambda other: PAUSE_GROUP.ask(self._peers, other, call)
+            )
+        except Unavailable as error:
+            error.outcome = "unknown"
+            raise
+
+    def _pause_here(self, call: PauseGroup) -> EndedGroup:
+        led = self.led()
+        done, missed = self._groups.pause_here(
+            call.group, Pause(call.number, call.at_ms, call.paused, call.reason, call.by)
+        )
+        unsure = {(place.topic, place.number) for place in missed}
+        return EndedGroup(
+            [(place.topic, place.number) for place in done], [where for where in led if where not in unsure]
+        )
+
+    def on_pause(self, call: PauseGroup) -> EndedGroup:
+        self._check_same(call.group, call.group_id)
+        return self._pause_here(call)
+
+    def _check_same(self, name: str, group_id: str) -> None:
+        group: GroupState | None = self._groups.find(name)
+        if group is not None and group.group_id != group_id:
+            raise Unavailable(f"group {name!r} was replaced by a newer one", retry_after_s=0.1)
 
     # --- all leaders -------------------------------------------------------------------------------------------------
 
@@ -208,4 +263,5 @@ def _described(group: GroupState, counts: list[GroupCount]) -> wire.GroupDescrip
         lag=sum([count.lag for count in counts]),
         oldest_unacked_ms=max([count.oldest_unacked_ms for count in counts], default=0),
         config=group.config,
+        paused=wire.Paused(pause.since_ms, pause.reason, pause.by) if (pause := group.pause).paused else None,
     )

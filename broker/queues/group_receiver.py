@@ -57,18 +57,19 @@ class GroupReceiver:
         signer: ReceiptSigner,
         clock: Clock,
         metrics: Metrics,
-        settings: Callable[[], GroupConfig],
+        now: Callable[[], GroupState],
     ) -> None:
+        """`now` returns the group with its current settings."""
         self.partition = partition
         self.group = group.name
         self.group_id = group.group_id
-        self.settings = settings
+        self._now = now
         self._signer = signer
         self._clock = clock
         self._metrics = metrics
         self._ready_messages = ReadyMessages(partition)
         self._wakeup = wakeup = Wakeup(
-            partition, group.name, self._ready_messages, clock, settings=settings, on_timer=self._on_timer
+            partition, group.name, self._ready_messages, clock, self.settings, self._on_timer, self.is_paused
         )
         self.park, self.leave, self.end_waits = wakeup.park, wakeup.leave, wakeup.end_waits
         self.notify, self.has_messages = wakeup.notify, wakeup.has_messages
@@ -76,6 +77,14 @@ class GroupReceiver:
     @property
     def delivery(self) -> GroupDelivery:
         return self.partition.delivery[self.group]
+
+    def settings(self) -> GroupConfig:
+        return self._now().config
+
+    def is_paused(self) -> bool:
+        """Return whether nothing may be delivered: the log or the control plane says so, whichever is later."""
+        delivery, change = self.partition.delivery.get(self.group), self._now().pause
+        return delivery is not None and delivery.is_paused(change.number, change.paused)
 
     # --- waiting receives --------------------------------------------------------------------------------------------
 
@@ -110,7 +119,7 @@ class GroupReceiver:
             if self._wakeup.delivery is not None:
                 self.partition.read_ahead(self._ready_messages.place(self.delivery.next))
             self._wait_vouched(patient=options.patient)
-            if not self._give_up_exhausted():
+            if not self._give_up_exhausted() or (self.is_paused() and not options.despite_pause):
                 return []
             now_ms = self._clock.now_ms()
             most = min(options.max_messages, FOUND_MAX) if self._ready_messages.lanes() else options.max_messages

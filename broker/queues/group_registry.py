@@ -142,6 +142,14 @@ class GroupRegistry:
         if now is None or now.group_id != group.group_id or self.is_ending(now):
             raise Unavailable(f"group {group.name!r} was just deleted: repeat to create it again", retry_after_s=0.1)
 
+    def set_paused(self, name: str, *, paused: bool, at_ms: int, reason: str = "", by: str = "") -> GroupState:
+        """Note in the control plane that the queue group is paused or resumed; return it. Raises GroupNotFound,
+        GroupModeMismatch, Unavailable."""
+        self.get_queue(name)
+        group = self._catalog.pause_group(name, paused=paused, at_ms=at_ms, reason=reason, by=by)
+        self._remember(name, group)
+        return group
+
     def names(self) -> list[str]:
         names = self._mirror.groups.keys() | self._own.keys()
         return sorted(name for name in names if name not in self._deleting and self.find(name) is not None)

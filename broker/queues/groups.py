@@ -12,7 +12,7 @@ partitions that existed then, and the others were added since.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 
@@ -25,6 +25,7 @@ from portalmq.broker.cluster.rpc.queues import KNOWN, START, BeginGroup, LookAt
 from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.cluster.topics import Topics
 from portalmq.broker.core.queue.receipts import ReceiptSigner, topic_tag
+from portalmq.broker.core.queue.records import Pause
 from portalmq.broker.messages.metrics import Metrics
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.long_poll import LongPolls
@@ -106,6 +107,36 @@ class Groups(GroupRegistry):
             self._detach(key)
         return [TopicPartition(partition.topic, topic_id, partition.number) for partition, topic_id in begun]
 
+    def pause_here(self, name: str, change: Pause) -> tuple[list[TopicPartition], list[TopicPartition]]:
+        """Write a pause or a resume on all partitions led here where the group has begun. Return where it is durable,
+        and where it may not be, since leadership moves."""
+        waits: list[tuple[TopicPartition, Callable[[], None]]] = []
+        done: list[TopicPartition] = []
+        missed: list[TopicPartition] = []
+        for partition, topic_id in in_short_turns([each for each in self._led() if name in each[0].delivery]):
+            place = TopicPartition(partition.topic, topic_id, partition.number)
+            delivery = partition.delivery.get(name)
+            try:
+                if delivery is not None and delivery.pause.number < change.number:
+                    waits.append((place, partition.append_group_record(name, change).wait))
+                else:  # a repeat: the first call's record may not be committed yet
+                    waits.append((place, partial(partition.wait_settled, partition.replica.next_offset - 1)))
+            except PortalMQError:
+                missed.append(place)
+        for place, wait in waits:
+            try:
+                wait()
+                done.append(place)
+            except PortalMQError:
+                missed.append(place)
+        self._notify(name)
+        return done, missed
+
+    def _notify(self, name: str) -> None:
+        for key, attached in tuple(self._attached.items()):
+            if key[0] == name:
+                attached.notify()
+
     @contextmanager
     def deleting(self, name: str) -> Iterator[GroupState]:
         with super().deleting(name) as group:
@@ -174,6 +205,7 @@ class Groups(GroupRegistry):
         """React to changes in the mirror: forget deleted groups, move waiters to new leaders."""
         for name in in_short_turns(tuple(changes.groups)):
             self._drop(name)
+            self._notify(name)  # it may be resumed
         moved = set(changes.topics)
         for key in in_short_turns(tuple(changes.partitions)):
             held, topic = self._mirror.partitions.get(key), self._mirror.topic_by_id(key[0])
@@ -205,8 +237,8 @@ class Groups(GroupRegistry):
             attached = None
         if attached is None:
             signer = self.receipt_signer(group, topic_id)
-            settings = partial(self._settings, group)
-            attached = GroupPartition(partition, group, signer, self._clock, self._metrics, settings)
+            now = partial(self._now, group)
+            attached = GroupPartition(partition, group, signer, self._clock, self._metrics, now)
             self._attached[key] = attached
         return attached
 
@@ -245,10 +277,10 @@ class Groups(GroupRegistry):
                 with suppress(PortalMQError):  # another broker may lead it now; else the next sweep repeats it
                     attached.sweep()
 
-    def _settings(self, group: GroupState) -> wire.GroupConfig:
-        """Return the group's current settings; those of `group` when it is deleted."""
+    def _now(self, group: GroupState) -> GroupState:
+        """Return the group with its current settings; `group` when it is deleted."""
         now = self.find(group.name)
-        return now.config if now is not None and now.group_id == group.group_id else group.config
+        return now if now is not None and now.group_id == group.group_id else group
 
     # --- beginning ---------------------------------------------------------------------------------------------------
 

@@ -3,10 +3,11 @@
     partition p of topic t     ... [Commit: acks, outputs] ....................... [Done]
     topics of the outputs           `--- committed ---> [outputs, with ids] --->---'
 
-A COMMIT record holds its outputs, a DEAD record the offsets of dead messages. It is one record, so acks and outputs are
-atomic. After its commit, the partition's leader appends what it orders, in the order of the log, and writes DONE. If it
-dies before that, the next leader finds the open order in its fold and repeats it. The message ids are hashes of
-the order's position in the log, so a repeat appends each message once, within the dedup window of its topic.
+A COMMIT record holds its outputs, a DEAD record the offsets of dead messages, a RESCHEDULE record those of scheduled
+messages that move to another time: it cancels them and orders copies. It is one record, so acks and outputs are atomic.
+After its commit, the partition's leader appends what it orders, in the order of the log, and writes DONE. If it dies
+before that, the next leader finds the open order in its fold and repeats it. The message ids are hashes of the order's
+position in the log, so a repeat appends each message once, within the dedup window of its topic.
 
 Messages that cannot be appended now (no leader, too few in sync, no room) are tried again without a limit, and later
 orders of the same partition wait for them. Only the deletion of the target topic ends an order.
@@ -30,14 +31,14 @@ from gevent.lock import BoundedSemaphore
 
 from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.cluster.topics import Topics
-from portalmq.broker.core.queue.records import Commit, Dead, Done
+from portalmq.broker.core.queue.records import Commit, Dead, Done, Reschedule
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.storage.batch import Batch, BatchKind, Record
 from portalmq.broker.storage.errors import StorageError, StorageFault
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.plane import PlaneError
 from portalmq.errors import Backpressure, InvalidRequest, PortalMQError, TopicExists, TopicNotFound, Unavailable
-from portalmq.wire import CreateTopic
+from portalmq.wire import HEADER_COPY_OF, CreateTopic
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ HEADER_DEAD_AT_MS = "portalmq-dead-at-ms"
 
 _decode_commit = msgspec.msgpack.Decoder(Commit).decode
 _decode_dead = msgspec.msgpack.Decoder(Dead).decode
+_decode_reschedule = msgspec.msgpack.Decoder(Reschedule).decode
 
 
 _control_characters = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]+")
@@ -249,6 +251,8 @@ class Outbox:
             yield from self._outputs(order)
         elif order is not None and order.kind == BatchKind.DEAD:
             yield from self._copies(order, group, batch)
+        elif order is not None and order.kind == BatchKind.RESCHEDULE:
+            yield from self._rescheduled(order)
         else:
             log.error("%s: the order at offset %d is gone and cannot be processed", self._partition, offset)
 
@@ -276,6 +280,27 @@ class Outbox:
                     copy = Record(record.value, record.content_type, record.key, {**(record.headers or {}), **headers})
                     # The id uses the message's offset, not its index: compaction may remove others in between.
                     yield dead.topic, None, self._identified(copy, order, offset)
+
+    def _rescheduled(self, order: Batch) -> Iterator[tuple[str, int | None, Record]]:
+        """Yield copies that are delivered at another time, and live as long from then on."""
+        move = _decode_reschedule(order.body)
+        topic, number = self._topic.name, self._partition.number
+        for start, end in move.ranges:
+            for piece in self._partition.reader.pieces(start, end, end - start):
+                for offset, record in enumerate(piece.records(), piece.start):
+                    expires_at_ms = record.expires_at_ms
+                    if expires_at_ms is not None:
+                        expires_at_ms += (move.deliver_at_ms or move.at_ms) - (record.deliver_at_ms or 0)
+                    copy = Record(
+                        record.value,
+                        record.content_type,
+                        record.key,
+                        {**(record.headers or {}), HEADER_COPY_OF: f"{topic}/{number}-{offset}"},
+                        move.deliver_at_ms or None,
+                        expires_at_ms,
+                        record.priority,
+                    )
+                    yield topic, number, self._identified(copy, order, offset)
 
     def _identified(self, record: Record, order: Batch, index: int) -> Record:
         message_id = output_id(self._topic.state.topic_id, self._partition.number, order, index)

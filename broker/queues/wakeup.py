@@ -42,6 +42,7 @@ class Wakeup:
     _clock: Clock
     settings: Callable[[], GroupConfig]
     on_timer: Callable[[], None]
+    is_paused: Callable[[], bool]
 
     def __post_init__(self) -> None:
         self.closed = False
@@ -91,6 +92,9 @@ class Wakeup:
             first.wake()
 
     def has_messages(self) -> bool:
+        return self._has_available() and not self.is_paused()
+
+    def _has_available(self) -> bool:
         delivery = self.delivery
         if delivery is None:
             return False

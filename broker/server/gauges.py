@@ -40,6 +40,7 @@ class GroupLag:
     oldest_unacked_age_s: float = _gauge(
         "oldest_unacked_age_seconds", "Age of the oldest message that the group has not done"
     )
+    paused: bool = _gauge("group_paused", "1 while the group is paused: nothing is delivered to it", False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +148,8 @@ def gauges_of(broker: Broker, disk: DiskGuard, *, connected: bool) -> Gauges:
     for attached in broker.groups.all_attached():
         counts, partition = attached.counts(), attached.partition
         age_s = counts["oldest_unacked_ms"] / 1000
-        lags.append(GroupLag(partition.topic, partition.number, attached.group, counts["lag"], age_s))
+        paused = attached.is_paused()
+        lags.append(GroupLag(partition.topic, partition.number, attached.group, counts["lag"], age_s, paused))
     replicas = broker.topics.partitions()
     partitions = [
         PartitionGauge(

@@ -47,6 +47,7 @@ class BatchKind(IntEnum):
     CANCEL = 4
     COMPACT = 5
     BLANK = 6
+    RESCHEDULE = 7
     GROUP_START = 10
     GRANT = 11
     ACK = 12
@@ -61,6 +62,7 @@ class BatchKind(IntEnum):
     CLAIM = 21
     COMMIT_OFFSET = 22
     SEEK = 23
+    PAUSE = 24
 
 
 class Record(FrameRecord, gc=False, frozen=True):

@@ -88,7 +88,8 @@ NEVER_MS = 1 << 62
 
 # Epochs stay, since they are compared one by one, and so do Compact records, for the age of tombstones.
 _SUPERFLUOUS = (
-    f"(kind IN ({BatchKind.STATE:d}, {BatchKind.PURGE:d}, {BatchKind.CANCEL:d}) OR kind >= {BatchKind.GROUP_START:d})"
+    f"(kind IN ({BatchKind.STATE:d}, {BatchKind.PURGE:d}, {BatchKind.CANCEL:d}, {BatchKind.RESCHEDULE:d})"
+    f" OR kind >= {BatchKind.GROUP_START:d})"
 )
 
 

@@ -14,7 +14,16 @@ from typing import Any
 import apsw
 import msgspec
 
-from portalmq.broker.core.fold import HELD_MS, DeadFold, GroupFold, PartitionFold, ProducerFold, SpanFold, StreamFold
+from portalmq.broker.core.fold import (
+    HELD_MS,
+    DeadFold,
+    GroupFold,
+    PartitionFold,
+    PauseFold,
+    ProducerFold,
+    SpanFold,
+    StreamFold,
+)
 
 _NOW_MS = "CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)"
 
@@ -26,6 +35,7 @@ _LISTS = {
     "dead_ranges": ("start_offset INTEGER", "end_offset INTEGER", "deliveries INTEGER", "dead_at_ms INTEGER")
     + ("reason TEXT", "lane INTEGER", "earlier INTEGER"),
     "commits": ("commit_id BLOB", "record_offset INTEGER"),
+    "pauses": ("number INTEGER", "paused INTEGER", "since_ms INTEGER", "reason TEXT", "paused_by TEXT"),
     "stream_commits": ("commit_id BLOB", "record_offset INTEGER"),
     "outbox": ("record_offset INTEGER", "group_name TEXT"),
     "cancelled": ("start_offset INTEGER", "end_offset INTEGER"),
@@ -150,7 +160,7 @@ JOIN meta AS h ON h.key = 'high_watermark'
 JOIN meta AS m ON m.key = 'high_watermark_messages_before';
 """
 
-_LISTS_OF_A_GROUP = ("cursors", "ahead", "dead_ranges", "commits")
+_LISTS_OF_A_GROUP = ("cursors", "ahead", "dead_ranges", "commits", "pauses")
 _TABLES_OF_A_GROUP = ("groups", "spans", "attempts", "attempt_ranges")
 
 CountBelow = Callable[[int], int]
@@ -222,7 +232,7 @@ class FoldTables:
             if self._groups.get(name) != present[name]:
                 _delete_group(connection, name)
                 _insert_group(connection, position, group, messages_before(group.next) if messages_before else None)
-            rows: tuple[Sequence[Any], ...] = (group.cursors, group.ahead, group.dead, group.commits)
+            rows: tuple[Sequence[Any], ...] = (group.cursors, group.ahead, group.dead, group.commits, group.pauses)
             for table, wanted in zip(_LISTS_OF_A_GROUP, rows, strict=True):
                 self._save_list(connection, table, name, wanted)
         for name in self._groups.keys() - present.keys():
@@ -398,6 +408,8 @@ def _read_groups(connection: apsw.Connection) -> list[GroupFold]:
         groups[name].dead.append(DeadFold(*row))
     for name, _, commit_id, record in _rows(connection, "commits"):
         groups[name].commits.append((commit_id, record))
+    for name, _, number, paused, *rest in _rows(connection, "pauses"):
+        groups[name].pauses.append(PauseFold(number, bool(paused), *rest))
     return list(groups.values())
 
 

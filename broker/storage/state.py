@@ -42,7 +42,7 @@ from portalmq.broker.storage.wal import (
 )
 
 STATE_NAME = "state.sqlite"
-STATE_SCHEMA_VERSION = 5
+STATE_SCHEMA_VERSION = 6
 
 
 class _Damaged(Exception):

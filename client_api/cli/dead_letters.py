@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from datetime import UTC, datetime
-from typing import Any
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any, Literal
 
 import click
 import msgspec
 
-from portalmq.cli.options import message_ids
+from portalmq import wire
+from portalmq.cli.options import duration, future_time, message_ids
 from portalmq.cli.output import message_row, show_one, show_rows
 from portalmq.cli.session import Session, fields, with_session
 from portalmq.message import Message
@@ -103,7 +104,7 @@ def drop(session: Session, group: str, topic: str, ids: list[str] | None, yes: b
 
 @click.group("scheduled")
 def scheduled_commands() -> None:
-    """List messages that are not due yet, and cancel them."""
+    """List messages that are not due yet, run them now, move them to another time, cancel them."""
 
 
 @scheduled_commands.command("list")
@@ -123,12 +124,90 @@ def _due_rows(messages: Iterator[Message]) -> Iterator[dict[str, Any]]:
         yield {**message_row(message), "due": shown}
 
 
+def _selection(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the arguments that select scheduled messages."""
+    for add in (
+        click.option("--dry-run", is_flag=True, help="Count them, and change nothing."),
+        click.option("--limit", type=click.IntRange(1, wire.BATCH_MESSAGES_MAX), default=1_000, show_default=True,
+                     help="At most so many, the next due first."),
+        click.option("--all", "everything", is_flag=True, help="All that is scheduled."),
+        click.option("--where", callback=_where, metavar="JSON", help='Only these, e.g. {"value.user":{"eq":7}}.'),
+        click.argument("ids", nargs=-1),
+        click.argument("topic"),
+    ):  # fmt: skip
+        command = add(command)
+    return command
+
+
 @scheduled_commands.command()
-@click.argument("topic")
-@click.argument("ids", nargs=-1, required=True)
+@_selection
 @with_session
-def cancel(session: Session, topic: str, ids: tuple[str, ...]) -> None:
-    """Cancel messages of TOPIC that are not due yet, by their ids."""
-    for each in ids:
-        session.admin.cancel_scheduled(topic, each)
-        click.echo(f"message {each} of {topic} is cancelled", err=True)
+def cancel(session: Session, topic: str, ids: tuple[str, ...], **options: Any) -> None:
+    """Cancel messages of TOPIC that are not due yet: those with IDS, or --where, or --all.
+
+    Example: portalmq scheduled cancel reminders --where '{"value.user":{"eq":7}}' --dry-run
+    """
+    if ids and not options["dry_run"]:
+        _check_selection(ids, options)
+        for each in ids:
+            session.admin.cancel_scheduled(topic, each)
+            click.echo(f"message {each} of {topic} is cancelled", err=True)
+        return
+    _change(session, topic, "cancel", ids, options)
+
+
+@scheduled_commands.command()
+@_selection
+@with_session
+def run(session: Session, topic: str, ids: tuple[str, ...], **options: Any) -> None:
+    """Deliver scheduled messages of TOPIC now: those with IDS, or --where, or --all. Copies with new ids are delivered.
+
+    Example: portalmq scheduled run reminders 0-17
+    """
+    _change(session, topic, "run", ids, options)
+
+
+@scheduled_commands.command()
+@_selection
+@click.option("--at", "deliver_at", callback=future_time, metavar="TIME", help="Deliver at a time (RFC 3339).")
+@click.option("--delay", "delay_s", callback=duration, metavar="DURATION", help="Deliver after 90s, 15m, 2h, 7d.")
+@with_session
+def move(
+    session: Session,
+    topic: str,
+    ids: tuple[str, ...],
+    deliver_at: datetime | None,
+    delay_s: float | None,
+    **options: Any,
+) -> None:
+    """Deliver scheduled messages of TOPIC at another time: those with IDS, or --where, or --all. Copies with new ids
+    are delivered.
+
+    Example: portalmq scheduled move reminders --all --delay 2h
+    """
+    if (deliver_at is None) == (delay_s is None):
+        raise click.UsageError("give --at, or --delay")
+    if delay_s is not None:
+        deliver_at = datetime.now(UTC) + timedelta(seconds=delay_s)
+    _change(session, topic, "move", ids, options, deliver_at)
+
+
+def _change(
+    session: Session,
+    topic: str,
+    action: Literal["run", "move", "cancel"],
+    ids: tuple[str, ...],
+    options: dict[str, Any],
+    deliver_at: datetime | None = None,
+) -> None:
+    _check_selection(ids, options)
+    del options["everything"]
+    changed = session.admin.change_scheduled(topic, action, ids=ids or None, deliver_at=deliver_at, **options)
+    show_one(changed, session.output)
+    if options["dry_run"]:
+        click.echo("nothing was changed (--dry-run)", err=True)
+
+
+def _check_selection(ids: tuple[str, ...], options: dict[str, Any]) -> None:
+    if bool(ids) + (options["where"] is not None) + options["everything"] != 1:
+        raise click.UsageError("give ids, or --where, or --all")

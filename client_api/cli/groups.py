@@ -1,7 +1,9 @@
-"""`portalmq group`: list, show, lag, create, alter, seek, delete."""
+"""`portalmq group`: list, show, lag, create, alter, pause, resume, seek, delete."""
 
 from __future__ import annotations
 
+import getpass
+import platform
 from datetime import datetime
 from typing import Any
 
@@ -104,6 +106,37 @@ def _checked(config: dict[str, Any]) -> dict[str, Any]:
         if name not in known:
             raise click.UsageError(f"a group has no setting {name!r}; it has {', '.join(known)}")
     return config
+
+
+@group_commands.command()
+@click.argument("name")
+@click.option("--reason", default="", help="Shown with the group.")
+@click.option("--by", default=None, help="Who asks [user@host].")
+@with_session
+def pause(session: Session, name: str, reason: str, by: str | None) -> None:
+    """Deliver no messages to queue group NAME until it is resumed. Receives wait; leases that run can be settled.
+
+    Example: portalmq group pause billing --reason "the database moves"
+    """
+    session.admin.pause_group(name, reason, by=_user() if by is None else by)
+    click.echo(f"group {name} is paused", err=True)
+
+
+@group_commands.command()
+@click.argument("name")
+@click.option("--by", default=None, help="Who asks [user@host].")
+@with_session
+def resume(session: Session, name: str, by: str | None) -> None:
+    """Deliver messages to group NAME again."""
+    session.admin.resume_group(name, by=_user() if by is None else by)
+    click.echo(f"group {name} is resumed", err=True)
+
+
+def _user() -> str:
+    try:
+        return f"{getpass.getuser()}@{platform.node()}"
+    except (KeyError, OSError):  # a container's user may have no name
+        return platform.node()
 
 
 @group_commands.command()

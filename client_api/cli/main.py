@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from portalmq.cli.copies import copy, move
 from portalmq.cli.dead_letters import dead_letter_commands, scheduled_commands
 from portalmq.cli.groups import group_commands
 from portalmq.cli.locks import lock_commands
@@ -152,6 +153,8 @@ for _command in (
     peek,
     group_commands,
     queue,
+    copy,
+    move,
     dead_letter_commands,
     scheduled_commands,
     lock_commands,

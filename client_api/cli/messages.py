@@ -20,7 +20,7 @@ import msgspec
 
 from portalmq import wire
 from portalmq.admin import Admin, Position, Unfinished
-from portalmq.cli.options import duration, future_time, past_time
+from portalmq.cli.options import duration, future_time, message_headers, past_time
 from portalmq.cli.output import message_row, show_one, show_rows, show_value, time_text
 from portalmq.cli.receipts import checksum_to_send, open_receipts, receipt_line
 from portalmq.cli.session import Session, fields, with_session
@@ -41,14 +41,6 @@ STREAM_END_WAIT_S = 3.0
 _QUEUE_COLUMNS = ["id", "state", "deliveries", "sent", "available", "key", "value"]
 
 
-def _headers(ctx: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> dict[str, str] | None:
-    pairs = [pair.partition("=") for pair in given]
-    for name, equals, _ in pairs:
-        if not equals or not name:
-            raise click.BadParameter(f"{name!r} is not NAME=VALUE")
-    return {name.lower(): value for name, _, value in pairs} or None
-
-
 # --- produce ---------------------------------------------------------------------------------------------------------
 
 
@@ -56,7 +48,7 @@ def _headers(ctx: click.Context, parameter: click.Parameter, given: tuple[str, .
 @click.argument("topic")
 @click.option("-k", "--key", help="Key of every message: they go to one partition, in order.")
 @click.option(
-    "-H", "--header", "headers", multiple=True, metavar="NAME=VALUE", callback=_headers,
+    "-H", "--header", "headers", multiple=True, metavar="NAME=VALUE", callback=message_headers,
     help="A header of every message.",
 )  # fmt: skip
 @click.option("--ndjson", is_flag=True, help="Each line is a JSON value (checked, and sent as application/json).")

@@ -84,6 +84,15 @@ def settings(ctx: click.Context, parameter: click.Parameter, given: tuple[str, .
     return config or None
 
 
+def message_headers(ctx: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> dict[str, str] | None:
+    """Parse `NAME=VALUE` pairs, if any, as headers of a message."""
+    pairs = [pair.partition("=") for pair in given]
+    for name, equals, _ in pairs:
+        if not equals or not name:
+            raise click.BadParameter(f"{name!r} is not NAME=VALUE")
+    return {name.lower(): value for name, _, value in pairs} or None
+
+
 def message_ids(ctx: click.Context, parameter: click.Parameter, given: str | None) -> list[str] | None:
     """Parse an option with message ids separated by commas; `-` reads them from stdin, one on each line."""
     if given is None:

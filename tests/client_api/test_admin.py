@@ -119,3 +119,33 @@ def test_a_start_time_is_sent_in_utc() -> None:
         broker.script("GET", "/v1/topics/t/partitions", [pages(0)])
         admin.browse("t", 0, at=datetime(2026, 5, 1, 12, tzinfo=UTC), wait_s=2)
         assert broker.calls[0].query == {"limit": "100", "at": "2026-05-01T12:00:00Z", "wait_ms": "2000"}
+
+
+def test_a_group_is_paused_and_resumed_again_after_a_lost_answer() -> None:
+    with ScriptedBroker() as broker, Admin(broker.url) as admin:
+        none = reply(None, 204)
+        broker.script("POST", "/v1/groups/g/pause", [hang_up, none])
+        broker.script("POST", "/v1/groups/g/resume", [none])
+        admin.pause_group("g", "why", by="eva")
+        admin.resume_group("g")
+        assert [call.json() for call in broker.calls] == [{"reason": "why", "by": "eva"}] * 2 + [{}]
+
+
+def test_a_copy_whose_answer_is_lost_is_repeated_under_the_key_of_the_first_try() -> None:
+    with ScriptedBroker() as broker, Admin(broker.url) as admin:
+        made = reply({"id": "1-4", "topic": "u", "partition": 1, "offset": 4, "timestamp_ms": 9})
+        broker.script("POST", "/v1/topics/t/messages/0-3/copy", [hang_up, made])
+        copy = admin.copy_message("t", "0-3", to_topic="u", value={"a": 1}, headers={"gone": None})
+        assert (copy.topic, copy.partition, copy.offset) == ("u", 1, 4)
+        first, again = broker.calls
+        assert first.json() == again.json() == {"to_topic": "u", "value": {"a": 1}, "headers": {"gone": None}}
+        assert first.headers["idempotency-key"] == again.headers["idempotency-key"]
+
+
+def test_a_scheduled_message_is_run_and_moved() -> None:
+    with ScriptedBroker() as broker, Admin(broker.url) as admin:
+        broker.script("POST", "/v1/topics/t/scheduled/0-3/run", [reply(None, 204)])
+        broker.script("PATCH", "/v1/topics/t/scheduled/0-3", [reply({"copy_of": "t/0-3", "deliver_at_ms": 5})])
+        admin.run_scheduled("t", "0-3")
+        admin.move_scheduled("t", "0-3", datetime(2030, 1, 1, tzinfo=UTC))
+        assert broker.calls[-1].json() == {"deliver_at_ms": 1_893_456_000_000}

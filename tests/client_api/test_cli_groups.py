@@ -48,6 +48,14 @@ def shown(offset: int, **more: Any) -> dict[str, Any]:
 
 
 class TestGroups:
+    def test_pause_and_resume_name_who_asks(self, broker: ScriptedBroker) -> None:
+        broker.script("POST", "/v1/groups/g/pause", [reply(None, 204)])
+        broker.script("POST", "/v1/groups/g/resume", [reply(None, 204)])
+        assert run(broker, "group", "pause", "g", "--reason", "why", "--by", "eva").exit_code == 0
+        assert run(broker, "group", "resume", "g").exit_code == 0
+        assert broker.calls_of("POST", "/v1/groups/g/pause")[0].json() == {"reason": "why", "by": "eva"}
+        assert "@" in broker.calls_of("POST", "/v1/groups/g/resume")[0].json()["by"]
+
     def test_create_sends_the_settings_that_are_given(self, broker: ScriptedBroker) -> None:
         broker.script("PUT", "/v1/groups/g", [reply(GROUP, 201)])
         words = ["-c", "max_deliveries=3", "-c", "retry_backoff_ms=[0,1000]", "-c", "dead_letter_topic="]
@@ -229,3 +237,66 @@ def test_growing_a_topic_that_is_read_in_key_order_needs_force(broker: ScriptedB
 
     broker.script("PATCH", "/v1/topics/t", [grown])
     assert run(broker, "topic", "alter", "t", "--partitions", "2", "--force").exit_code == 0
+
+
+class TestCopies:
+    def test_a_copy_sends_only_the_changes(self, broker: ScriptedBroker) -> None:
+        path = "/v1/topics/t/messages/0-3/copy"
+        made = {"id": "0-9", "topic": "u", "partition": 0, "offset": 9, "timestamp_ms": 9}
+        broker.script("POST", path, [reply(made), reply(made)])
+        words = ["--to", "u", "--value", '{"a": 1}', "-H", "X=1", "--without", "y", "--delay", "2s"]
+        result = run(broker, "copy", "t", "0-3", *words, "-o", "json")
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.stdout) == {"id": "0-9", "topic": "u"}
+        assert run(broker, "copy", "t", "0-3", "--value", "plain text", "--at", "2030-01-01T00:00:00Z").exit_code == 0
+        first, second = (call.json() for call in broker.calls_of("POST", path))
+        assert first == {"to_topic": "u", "value": {"a": 1}, "headers": {"y": None, "x": "1"}, "delay_ms": 2_000}
+        assert second == {"value": "plain text", "deliver_at_ms": 1_893_456_000_000}
+        assert run(broker, "copy", "t", "0-3", "--delay", "1s", "--at", "2030-01-01T00:00:00Z").exit_code == 2
+
+
+class TestChangesOfScheduledMessages:
+    def test_a_selection_is_sent_in_one_call(self, broker: ScriptedBroker) -> None:
+        path = "/v1/topics/t/scheduled"
+        for action, done in (("run", "run"), ("move", "moved"), ("cancel", "cancelled")):
+            broker.script("POST", f"{path}/{action}", [reply({"matched": 3, done: 2})])
+        result = run(broker, "scheduled", "run", "t", "0-1", "0-2", "-o", "json")
+        assert json.loads(result.stdout) == {"matched": 3, "run": 2}
+        assert run(broker, "scheduled", "move", "t", "--all", "--at", "2030-01-01T00:00:00Z").exit_code == 0
+        where = '{"value.user":{"eq":7}}'
+        words = ["--where", where, "--limit", "5", "--dry-run"]
+        assert run(broker, "scheduled", "cancel", "t", *words).exit_code == 0
+        sent = [broker.calls_of("POST", f"{path}/{action}")[0].json() for action in ("run", "move", "cancel")]
+        assert sent == [
+            {"ids": ["0-1", "0-2"], "limit": 1_000, "dry_run": False},
+            {"deliver_at_ms": 1_893_456_000_000, "limit": 1_000, "dry_run": False},
+            {"where": json.loads(where), "limit": 5, "dry_run": True},
+        ]
+
+    @pytest.mark.parametrize(
+        "words",
+        [["run", "t"], ["run", "t", "0-1", "--all"], ["move", "t", "--all"], ["cancel", "t"]]
+        + [["cancel", "t", "0-1", "--where", "{}"], ["move", "t", "--all", "--delay", "1s", "--at", "2030-01-01"]],
+        ids=str,
+    )
+    def test_an_unclear_selection_is_a_usage_error(self, broker: ScriptedBroker, words: list[str]) -> None:
+        assert run(broker, "scheduled", *words).exit_code == 2
+        assert not broker.calls_of("POST", "/v1/topics/t/scheduled/run")
+
+
+class TestMoves:
+    def test_calls_are_repeated_until_nothing_is_left(self, broker: ScriptedBroker) -> None:
+        path = "/v1/groups/default/move"
+        broker.script("POST", path, [reply({"matched": 1_500, "moved": n}) for n in (1_000, 500, 0)])
+        result = run(broker, "move", "t", "u", "-o", "json")
+        assert json.loads(result.stdout) == {"matched": 1_500, "moved": 1_500}
+        assert {call.json()["topic"] for call in broker.calls_of("POST", path)} == {"t"}
+
+    def test_a_limit_and_a_dry_run_are_sent(self, broker: ScriptedBroker) -> None:
+        path = "/v1/groups/g/move"
+        broker.script("POST", path, [reply({"matched": 9, "moved": 0})])
+        words = ["--group", "g", "--limit", "7", "--rate", "5", "--dry-run"]
+        result = run(broker, "move", "t", "u", *words, "-o", "json")
+        assert json.loads(result.stdout) == {"matched": 9, "moved": 0}
+        (call,) = broker.calls_of("POST", path)
+        assert call.json() == {"topic": "t", "to_topic": "u", "limit": 7, "rate_per_s": 5.0, "dry_run": True}

@@ -440,12 +440,14 @@ def unless_503(answer: Answer) -> Answer | None:
     return None if answer.status == 503 else answer
 
 
-def test_what_was_received_before_a_leader_died_is_acked_after(cluster: Cluster, spread: str):
+def test_what_was_received_before_a_leader_died_is_acked_after_and_a_pause_holds(cluster: Cluster, spread: str):
     begin(cluster, spread)
     for partition in range(PARTITIONS):
         send(cluster.brokers[1], spread, f"{partition}", partition)
     messages = receive(cluster.brokers[1], spread, spread, visibility_timeout_ms=120_000)
     assert len(messages) == 3
+    paused = call(cluster.brokers[2], "POST", f"/v1/groups/{spread}/pause", {"reason": "a leader dies"})
+    assert paused.status == 204, paused.body
     victim = cluster.wait_for_leader(spread, 0)
     cluster.kill(victim)
     other = next(broker for broker_id, broker in cluster.brokers.items() if broker_id != victim)
@@ -454,6 +456,12 @@ def test_what_was_received_before_a_leader_died_is_acked_after(cluster: Cluster,
     answer = wait_until(lambda: unless_503(settle(other, "ack", spread, receipts)), "the ack is answered")
     assert answer.status == 200, answer.body
     assert call(other, "GET", f"/v1/groups/{spread}").json()["lag"] == 0
+    send(other, spread, "held back", 0)
+    assert receive(other, spread, spread) == []
+    assert call(other, "GET", f"/v1/groups/{spread}").json()["paused"]["reason"] == "a leader dies"
+    resumed = wait_until(lambda: unless_503(call(other, "POST", f"/v1/groups/{spread}/resume")), "it is resumed")
+    assert resumed.status == 204, resumed.body
+    assert values(receive(other, spread, spread)) == ["held back"]
     shown = {broker["id"]: broker["live"] for broker in call(other, "GET", "/v1/cluster").json()["brokers"]}
     wait_until(
         lambda: (

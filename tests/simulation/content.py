@@ -10,7 +10,15 @@ from typing import NamedTuple
 import msgspec
 
 from portalmq.broker.core.queue.lanes import lane_position
-from portalmq.broker.core.queue.records import Cancel, GroupEnd, GroupRecord, LanePosition, Output, StreamRecord
+from portalmq.broker.core.queue.records import (
+    Cancel,
+    GroupEnd,
+    GroupRecord,
+    LanePosition,
+    Output,
+    Reschedule,
+    StreamRecord,
+)
 
 
 class Mail(NamedTuple):
@@ -32,10 +40,10 @@ PLAIN = Mail()
 
 
 class Control(NamedTuple):
-    """A record of a group (or of all: Cancel), and when its leader decided so, by both of its clocks."""
+    """A record of a group (or of all: Cancel, Reschedule), and when its leader decided so, by both of its clocks."""
 
     group: str
-    record: GroupRecord | StreamRecord | GroupEnd | Cancel
+    record: GroupRecord | StreamRecord | GroupEnd | Cancel | Reschedule
     now_ms: int
     wall_ms: int
     high_watermark: int

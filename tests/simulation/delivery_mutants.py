@@ -112,6 +112,23 @@ def _(original: Any, *arguments: Any, max_deliveries: int, **named: Any) -> Any:
     return original(*arguments, max_deliveries=max_deliveries + 1, **named)
 
 
+@mutant("keeps no pause in its snapshots", 15, (GroupDelivery, "snapshot"))
+def _(original: Any, self: Any) -> Any:
+    return msgspec.structs.replace(original(self), pauses=[])
+
+
+@mutant("answers a pause before it is committed", 687, (QueueGroups, "pause"))
+def _(original: Any, self: Any, group: str, number: int, paused: bool, back: Any) -> None:
+    original(self, group, number, paused, lambda result: None)
+    back(number)
+
+
+@mutant("lets an earlier resume end a pause", 175, (QueueGroups, "pause"))
+def _(original: Any, self: Any, group: str, number: int, paused: bool, back: Any) -> None:
+    last = self._delivery(group).pause.number
+    original(self, group, max(number, last + 1), paused, back)
+
+
 # --- lanes -----------------------------------------------------------------------------------------------------------
 
 
@@ -192,7 +209,7 @@ def _(original: Any, self: Any, record: int) -> None:
     pass
 
 
-@mutant("does not read the keys of what was redriven", 95, (KeyQueues, "read_later"))
+@mutant("does not read the keys of what was redriven", 27, (KeyQueues, "read_later"))
 def _(original: Any, self: Any, start: int, end: int) -> None:
     pass
 

@@ -8,9 +8,10 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from simulation.group_model import Letter, QueueModel, StreamModel
+from simulation.outbox import RESCHEDULED
 
 from portalmq.broker.core.queue.lanes import DELAYED
-from portalmq.broker.core.queue.records import Ack, Cancel, Claim, Commit, Dead, GroupStart, Nack, Purge
+from portalmq.broker.core.queue.records import Ack, Cancel, Claim, Commit, Dead, GroupStart, Nack, Purge, Reschedule
 
 if TYPE_CHECKING:
     from simulation.checker import Checker
@@ -39,6 +40,8 @@ class GroupChecker:
         self.streams: dict[str, StreamModel] = {}
         self.ordered: dict[tuple[str, str], int] = {}  # outputs of committed records -> the record
         self.arrived_outputs: set[tuple[str, str]] = set()
+        self.moved: dict[int, int] = {}  # scheduled messages -> the record that moved them
+        self.paused: set[str] = set()  # groups whose pause is answered, and whose resume is not asked for yet
         self._finals: defaultdict[str, dict[int, int]] = defaultdict(dict)  # group -> offset -> epoch that knows
         self._live: defaultdict[tuple[str, int], dict[int, Held]] = defaultdict(dict)
         self._told: dict[tuple[str, int], str] = {}
@@ -62,7 +65,7 @@ class GroupChecker:
             return
         record: Any = control.record
         self.world.count(type(record).__name__)
-        if isinstance(record, Cancel):
+        if isinstance(record, Cancel | Reschedule):
             self.cancelled.update(offset for start, end in record.ranges for offset in range(start, end))
         elif isinstance(record, Purge):
             self._purged = max(self._purged, record.upto)
@@ -77,6 +80,13 @@ class GroupChecker:
             self.streams[control.group].take(control)
         if isinstance(record, Commit):
             self.ordered.update({(output.topic, output.record): batch.base for output in record.outputs})
+        elif isinstance(record, Reschedule):
+            moved = [offset for start, end in record.ranges for offset in range(start, end)]
+            self.ordered.update({(RESCHEDULED, f"{offset} by {batch.base}"): batch.base for offset in moved})
+            for offset in moved:
+                if offset in self.moved:
+                    self.fail("I13", "message {} is moved by {}, and was by {}", offset, batch.base, self.moved[offset])
+                self.moved[offset] = batch.base
         elif isinstance(record, Dead) and record.topic:
             for start, end, _ in record.ranges:
                 copies = {(record.topic, f"{at} by {batch.base}") for at in range(start, end) if at in self.letters}
@@ -126,6 +136,8 @@ class GroupChecker:
             self._attempts[group, attempt].update(receipts)
         model, now_ms, wall_ms = self.queues[group], host.node.now_ms, host.node.wall_ms
         live = self._live[group, host.epoch]
+        if group in self.paused:
+            self.fail("I12", "{}: {} are delivered in epoch {}, and it is paused", group, receipts, host.epoch)
         if alone and len(receipts) != 1:
             self.fail("I12", "{}: {} are to be delivered alone", group, receipts)
         for receipt in receipts:
@@ -298,6 +310,9 @@ class GroupChecker:
         self.world.count("folds compared")
         for group, delivery in host.groups.delivery.items():
             model = self.queues[group]
+            if (delivery.pause.number, delivery.pause.paused) != model.pause:
+                self.fail("I12", "{}: {} of its pauses is the last, in the fold of {} it is {}", group, model.pause,
+                          host.node.id, delivery.pause)  # fmt: skip
             for offset, letter in self.letters.items():
                 if offset < max(model.start, self.dropped_below()):
                     continue

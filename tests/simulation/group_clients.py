@@ -156,6 +156,58 @@ class QueueConsumer(Caller):
         self._rest()
 
 
+class Rescheduler(Caller):
+    """Moves scheduled messages to another time."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self._rest()
+
+    def _rest(self) -> None:
+        self.world.after(self.world.random.randint(50, 800), self._act)
+
+    def _act(self) -> None:
+        if not self.world.faults.stopped:
+            self.call(self.leader(), "queue.reschedule", (), lambda result: self._rest())
+
+
+class Pauser(Caller):
+    """Pauses a group and resumes it, again and again, and repeats each call until its outcome is known. Copies of its
+    calls may arrive after later ones."""
+
+    def __init__(self, world: World, group: str) -> None:
+        super().__init__(world)
+        self.group = group
+        self._number = 0
+        self._rest()
+
+    def _rest(self) -> None:
+        self.world.after(self.world.random.randint(200, 1_500), self._pause)
+
+    def _pause(self) -> None:
+        if not self.world.faults.stopped:
+            self._number += 1
+            self._call(True, self._paused)
+
+    def _paused(self) -> None:
+        self.world.checker.groups.paused.add(self.group)
+        self.world.after(self.world.random.randint(1, 1_500), self._resume)
+
+    def _resume(self) -> None:
+        self.world.checker.groups.paused.discard(self.group)
+        self._number += 1
+        self._call(False, self._rest)
+
+    def _call(self, paused: bool, then: Callable[[], None]) -> None:
+        def answered(result: Any) -> None:
+            if isinstance(result, PortalMQError):
+                self.world.after(100, self._call, paused, then)
+            else:
+                then()
+
+        self.call_until_known("queue.pause", (self.group, self._number, paused), answered)
+
+
 class Operator(Caller):
     """Redrives and drops dead letters, cancels scheduled messages, seeks; and uses old receipts as a zombie."""
 

@@ -21,7 +21,7 @@ from simulation.stream_groups import StreamGroups
 from simulation.submission import Submission
 
 from portalmq.broker.core.fold import PartitionFold, encode_fold
-from portalmq.broker.core.queue.records import Cancel, GroupEnd, GroupRecord, Purge
+from portalmq.broker.core.queue.records import Cancel, GroupEnd, GroupRecord, Purge, Reschedule
 from portalmq.broker.core.queue.selection import NEVER_MS
 from portalmq.broker.partition.folding import GroupsFold, StateRecord
 from portalmq.broker.partition.readable import VOUCHED_WITHIN_MS
@@ -125,6 +125,8 @@ class GroupHost:
             record = batch.control.record
             if isinstance(record, Cancel):
                 self.groups.cancel(record)
+            elif isinstance(record, Reschedule):
+                self.groups.reschedule(batch.base, record)
             elif isinstance(record, Purge):
                 self.groups.purge(batch.base, record.upto)
             elif isinstance(record, GroupEnd):

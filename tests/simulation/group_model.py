@@ -31,6 +31,7 @@ from portalmq.broker.core.queue.records import (
     Grant,
     LanePosition,
     Nack,
+    Pause,
     Redrive,
     Seek,
 )
@@ -77,6 +78,7 @@ class QueueModel:
         self.refused_calls: set[str] = set()
         self.call_of: dict[int, str] = {}  # message -> the call that committed it, "" for one without outputs
         self.redriven: set[int] = set()
+        self.pause = (0, False)
         self.finals: set[int] = set()  # acked or expired for good by the last record
         self._fresh: dict[int, list[tuple[int, int]]] = {}
         self._cursors: dict[int, tuple[int, int]] = {}
@@ -144,6 +146,8 @@ class QueueModel:
             case Drop():
                 for offset in self._each(record.ranges, "dead", "drop"):
                     self.state[offset] = "dropped"
+            case Pause():
+                self.pause = max(self.pause, (record.number, record.paused))
 
     def _each(self, ranges: Any, expected: str, what: str) -> list[int]:
         found = []
@@ -159,6 +163,8 @@ class QueueModel:
     def _take_grant(self, grant: Grant, control: Control, leader_epoch: int) -> None:
         name, wall_ms = self.config.name, control.wall_ms
         granted: set[int] = set()
+        if self.pause[1] and grant.ranges:
+            self.fail("I12", "{}: {} are delivered, and it is paused", name, grant.ranges)
         holder, has_name, _ = (grant.attempt_id or "").partition(":")
         holder = holder if has_name else ""
         for start, end, deliveries in grant.ranges:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from random import Random
 
 EVERY = 4
+# Groups are paused, and scheduled messages moved, in the runs of these seeds: remainder 15.
+PAUSED_EVERY = 16
 EVENTS_FACTOR = 4
 
 
@@ -40,6 +42,7 @@ class GroupOptions:
     attempts: float
     skewed: bool  # clocks that are an hour apart from the beginning
     takeover: float  # how often a broker declares a live coordinator dead
+    pauses: bool
 
 
 def has_groups(seed: int) -> bool:
@@ -81,4 +84,5 @@ def draw_groups(seed: int) -> GroupOptions | None:
         late=random.choice([0.0, 0.1, 0.3]),
         attempts=random.choice([0.0, 0.5]),
         takeover=random.choice([0.0, 0.02, 0.2]),
+        pauses=seed % PAUSED_EVERY == PAUSED_EVERY - 1,
     )

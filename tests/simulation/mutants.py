@@ -169,7 +169,7 @@ def _(original: Any, self: Any, state: core.PartitionStateChanged, *more: Any) -
     return original(self, state, *more)
 
 
-@mutant("follows an older state of its epoch", 15, (PartitionReplica, "_on_state_changed"))
+@mutant("follows an older state of its epoch", 185, (PartitionReplica, "_on_state_changed"))
 def _(original: Any, self: Any, state: core.PartitionStateChanged, *more: Any) -> Any:
     if self.state is not None and state.leader_epoch == self.highest_epoch:
         self.state = replace(self.state, version=min(self.state.version, state.version))
@@ -345,7 +345,7 @@ def _(original: Any, self: Any, submission: Any, base: int) -> None:
     self._finish(submission)
 
 
-@mutant("remembers producers in memory only", 15, (Disk, "producers"))
+@mutant("remembers producers in memory only", 23, (Disk, "producers"))
 def _(original: Any, self: Any) -> Producers:
     return Producers([])
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from simulation.network import CLIENTS
 
-from portalmq.broker.core.queue.records import Commit, Dead, Done
+from portalmq.broker.core.queue.records import Commit, Dead, Done, Reschedule
 from portalmq.errors import PortalMQError
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 AGAIN_MS = 400
 DEAD_LETTERS = "dead letters"
+RESCHEDULED = "rescheduled"
 
 # (offset of the record, number of the output)
 Id = tuple[int, ...]
@@ -62,8 +63,8 @@ class Outbox:
         needed = list(self.host.groups.outbox)
         for offset in self.host.groups.outbox:
             record = self.host.record_at(offset)
-            if isinstance(record, Dead):
-                needed += [start for start, _, _ in record.ranges]
+            if isinstance(record, Dead | Reschedule):
+                needed += [start for start, *_ in record.ranges]
         return needed
 
     def committed(self, high_watermark: int) -> None:
@@ -94,9 +95,10 @@ class Outbox:
         record = self.host.record_at(offset)
         if isinstance(record, Commit):
             return {number: (output.topic, output.record) for number, output in enumerate(record.outputs)}
-        assert isinstance(record, Dead), (offset, record)
-        dead = [at for start, end, _ in record.ranges for at in range(start, end) if at in self.host.lanes.mail]
-        return {number: (record.topic, f"{at} by {offset}") for number, at in enumerate(dead)}
+        assert isinstance(record, Dead | Reschedule), (offset, record)
+        topic = record.topic if isinstance(record, Dead) else RESCHEDULED
+        named = [at for start, end, *_ in record.ranges for at in range(start, end) if at in self.host.lanes.mail]
+        return {number: (topic, f"{at} by {offset}") for number, at in enumerate(named)}
 
     def _send(self, id: Id, topic: str, content: str) -> None:
         self.world.network.send(

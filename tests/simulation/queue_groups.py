@@ -24,8 +24,10 @@ from portalmq.broker.core.queue.records import (
     LanePosition,
     Nack,
     Output,
+    Pause,
     Range,
     Redrive,
+    Reschedule,
     ranges_of,
 )
 from portalmq.broker.core.queue.selection import NEVER_MS, Run, Selection, read_keys, select, update_keys
@@ -139,6 +141,9 @@ class QueueGroups:
             self.world.checker.groups.repeated(self.host, group, attempt, again)
             back(again)
             return
+        if delivery.is_paused():
+            back([])
+            return
         choice = self._chosen(group, max_messages)
         if not choice.delivered:
             back([])
@@ -195,6 +200,14 @@ class QueueGroups:
         )
         self.host.append(group, record, not_before_ms=choice.not_before_ms, delivers=bool(ranges))
         update_keys(self._delivery(group), choice)
+
+    def pause(self, group: str, number: int, paused: bool, back: Answer) -> None:
+        """Pause the group, or resume it. A call that a later one has overtaken changes nothing."""
+        done = self._when_committed(back, number)
+        if number > self._delivery(group).pause.number:
+            self.host.append(group, Pause(number, self.node.now_ms, paused), done)
+        else:
+            self.host.wait_appended(done)
 
     # --- settle ------------------------------------------------------------------------------------------------------
 
@@ -322,15 +335,27 @@ class QueueGroups:
         found = [(dead.start, dead.end) for dead in self._delivery(group).dead]
         return [found[number] for number in range(len(found)) if self.world.chance(0.5)]
 
-    def cancel(self, back: Answer) -> None:
-        """Cancel a scheduled message, for all groups."""
+    def reschedule(self, back: Answer) -> None:
+        """Cancel some scheduled messages, and order copies of them."""
+        cancelled = self.host.groups.cancelled
+        scheduled = [offset for offset in self._scheduled() if offset not in cancelled and self.world.chance(0.5)]
+        if not scheduled:
+            raise InvalidRequest("nothing is scheduled")
+        record = Reschedule(ranges_of(scheduled), self.node.wall_ms)
+        self.host.append("", record, self._when_committed(back, len(scheduled)))
+
+    def _scheduled(self) -> list[int]:
         wall_ms = self.node.wall_ms
-        scheduled = [
+        return [
             offset
             for lane, places in self.host.lanes.places.items()
             for due_ms, offset in places
             if lane >= DELAYED and due_ms > wall_ms and offset < self.host.high_watermark
         ]
+
+    def cancel(self, back: Answer) -> None:
+        """Cancel a scheduled message, for all groups."""
+        scheduled = self._scheduled()
         if not scheduled:
             raise InvalidRequest("nothing is scheduled")
         offset = self.world.random.choice(scheduled)

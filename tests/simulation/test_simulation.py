@@ -96,7 +96,8 @@ def test_the_simulation_reaches_the_rare_states() -> None:
         for what in ("truncated", "reset", "retained", "duplicate", "disk refused", "sent ahead",
                      "unsynced survived", "left dead", "isr change", "trouble in isr change", "disk_replaced",
                      "bit_flip", "zombie", "crash_all", "disk lied", "cold election",
-             "Grant", "Ack", "Nack", "Extend", "Dead", "Redrive", "Drop", "Commit", "Done", "Cancel", "Claim",
+             "Grant", "Ack", "Nack", "Extend", "Dead", "Redrive", "Drop", "Commit", "Done", "Cancel", "Pause",
+             "Reschedule", "Claim",
              "CommitOffset", "Seek", "delivery", "redelivery", "commit call", "stream commit", "generation",
              "coordinator", "output", "output repeated", "zombie receipts", "folds compared",
              "refused illegal_generation", "refused offset_moved", "cut again")

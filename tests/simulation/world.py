@@ -12,7 +12,7 @@ from simulation.client import Consumer, Producer
 from simulation.dice import Dice
 from simulation.disk import Disk
 from simulation.faults import Faults
-from simulation.group_clients import Operator, QueueConsumer
+from simulation.group_clients import Operator, Pauser, QueueConsumer, Rescheduler
 from simulation.group_options import GroupOptions
 from simulation.network import Network
 from simulation.node import Node
@@ -87,6 +87,9 @@ class World:
             ]
             self.members += [Member(self, f"m{number}") for number in range(groups.members)]
             self.operator = Operator(self)
+            if groups.pauses:
+                self.pausers = [Pauser(self, name) for name in self.queue_groups]
+                self.rescheduler = Rescheduler(self)
         if self.options.disaster:
             self.after(self.random.randint(1_000, 6_000), self.faults.disaster)
 

@@ -153,7 +153,7 @@ def test_the_bodies_are_read_as_the_broker_writes_them(name: str) -> None:
 
 
 def test_every_kind_of_group_record_about_messages_is_known() -> None:
-    left_out = {BatchKind.DONE}
+    left_out = {BatchKind.DONE, BatchKind.PAUSE}  # they say nothing of messages
     written = {kind.value: f"{kind.name.title().replace('_', '')}Body" for kind in BatchKind if kind >= 10}
     read = {kind: body.__name__ for kind, body in bodies.KINDS.items()}
     assert read == {kind: name for kind, name in written.items() if kind not in left_out}

@@ -11,7 +11,7 @@ from portalmq import wire
 from portalmq.broker.cluster.rpc.messages import SchedulePosition
 from portalmq.broker.messages.browse import StoredMessage, StoredPage
 from portalmq.broker.messages.produce import ProduceRequest
-from portalmq.broker.messages.scheduled import SchedulePage
+from portalmq.broker.messages.scheduled import ScheduleChange, SchedulePage
 from portalmq.broker.partition.long_poll import LeasedMessage
 from portalmq.broker.queues.settle import ACK, SettleRequest
 from portalmq.errors import (
@@ -46,6 +46,7 @@ class FakeBroker:
 
     def __init__(self) -> None:
         self.ready = True
+        self.group_moves = self
         self.browser = self.scheduled_messages = self.receive_handler = self.settlement = self.group_admin = (
             self.overview
         ) = self
@@ -163,6 +164,16 @@ class FakeBroker:
     def cancel(self, topic: str, partition: int, offset: int, *, forward: bool = True) -> None:
         self._called("cancel_scheduled", topic=topic, partition=partition, offset=offset)
 
+    def move(self, topic: str, partition: Any, offset: int = 0, deliver_at_ms: int = 0, *, forward: bool = True) -> Any:
+        if isinstance(partition, wire.MoveRequest):  # of a group: this object stands for several
+            self._called("move", group=topic, wanted=partition)
+            return 3, 2
+        self._called("move_scheduled", topic=topic, partition=partition, offset=offset, deliver_at_ms=deliver_at_ms)
+
+    def change(self, topic: str, how: ScheduleChange, *, forward: bool = True) -> tuple[int, int]:
+        self._called("change_scheduled", topic=topic, how=how)
+        return 3, 2
+
     def _stored(self, topic: str, partition: int, offset: int) -> StoredMessage:
         return StoredMessage(topic, partition, offset, NOW_MS, self.logs[topic][partition][offset])
 
@@ -193,6 +204,10 @@ class FakeBroker:
         self._called("delete_group", name=name)
         self._group(name)
         self.group_names.remove(name)
+
+    def pause(self, name: str, *, paused: bool, reason: str, by: str) -> None:
+        self._called("pause", paused=paused, reason=reason, by=by)
+        self._group(name)
 
     def _group(self, name: str) -> wire.GroupDescription:
         if name not in self.group_names:

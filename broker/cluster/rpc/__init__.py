@@ -11,6 +11,8 @@ Calls to the leaders of partitions. A request names partitions; the answer has a
     cancel          CancelScheduled     bool                one Result
     trace           TraceCall           TracedLife          one
     locate          LocateCall          list[int]
+    match_scheduled ScheduledCall       ScheduledMatch
+    move_scheduled  ScheduledCall       int
     partitions      Partitions          PartitionSize
     known           LookAt              bool                queues.py
     start           BeginGroup          bool
@@ -41,6 +43,7 @@ Calls to a broker:
     groups          CountGroups         GroupCounts
     group_at        CountGroupAt        GroupCountsAt
     end_group       EndGroup            EndedGroup
+    pause_group     PauseGroup          EndedGroup
     coordinate      Coordinate          MemberAnswer        streams.py; a seek answers SeekAnswer
     standing        LogEndRequest       ReplicaLogEnd       brokers.py
     standings       LogEndsRequest      ReplicaLogEnds

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -136,6 +136,33 @@ class LocateCall(TopicNumbers):
     message_id: bytes
 
 
+class ScheduledShare(msgspec.Struct, array_like=True, frozen=True):
+    """The part of one partition: these messages, or in a search all where it is None."""
+
+    number: int
+    offsets: tuple[int, ...] | None = None
+
+
+class ScheduledCall(ForShares, msgspec.Struct, array_like=True, frozen=True):
+    """Search for scheduled messages, by `where`; or move those of the shares to `deliver_at_ms` (0: now), and with
+    `cancels` cancel them. The answer to a search has at most `limit` of them."""
+
+    topic: str
+    topic_id: str
+    shares: list[ScheduledShare]
+    where: Any = None
+    limit: int = 0
+    deliver_at_ms: int = 0
+    cancels: bool = False
+
+
+class ScheduledMatch(msgspec.Struct, array_like=True):
+    """How many messages match, and the first ones by due time, as (due_ms, offset)."""
+
+    count: int
+    first: list[tuple[int, int]]
+
+
 class Partitions(TopicNumbers):
     """Ask for the sizes of these partitions."""
 
@@ -168,5 +195,7 @@ SCHEDULED = PartitionCall("scheduled", ListScheduled, Rows, timeout_s=10.0)
 CANCEL = OneResultCall("cancel", CancelScheduled, bool, timeout_s=30.0)
 TRACE = OnePartitionCall("trace", TraceCall, TracedLife, timeout_s=15.0)
 LOCATE = PartitionCall("locate", LocateCall, list[int], timeout_s=5.0)
+MATCH_SCHEDULED = PartitionCall("match_scheduled", ScheduledCall, ScheduledMatch, timeout_s=15.0)
+MOVE_SCHEDULED = PartitionCall("move_scheduled", ScheduledCall, int, timeout_s=30.0)
 PARTITIONS = PartitionCall("partitions", Partitions, PartitionSize, timeout_s=1.0)
 FENCE = BrokerCall("fence", Fence, FencingConfirmed, timeout_s=2.0)

@@ -40,8 +40,8 @@ class BeginGroup(GroupNumbers):
 
 
 class Receive(msgspec.Struct, array_like=True):
-    """Lease messages of all partitions of the topics that the broker leads, without waiting for any. `patient` as in
-    ReceiveOptions."""
+    """Lease messages of all partitions of the topics that the broker leads, without waiting for any. `patient` and
+    `despite_pause` as in ReceiveOptions."""
 
     group: str
     group_id: str
@@ -52,6 +52,7 @@ class Receive(msgspec.Struct, array_like=True):
     attempt_id: str | None
     max_bytes: int = ANSWER_BYTES_MAX
     patient: bool = True
+    despite_pause: bool = False
 
 
 class ReceiveResult(msgspec.Struct, array_like=True):
@@ -249,8 +250,20 @@ class EndGroup(msgspec.Struct, array_like=True):
     group_id: str
 
 
+class PauseGroup(msgspec.Struct, array_like=True):
+    """Pause the group, or resume it, durably, on all partitions that the broker leads; the answer is an EndedGroup."""
+
+    group: str
+    group_id: str
+    number: int
+    at_ms: int
+    paused: bool
+    reason: str
+    by: str
+
+
 class EndedGroup(msgspec.Struct, array_like=True):
-    """Where the group has ended; `led` as in GroupCounts."""
+    """Where the group has ended, or the change is durable; `led` as in GroupCounts."""
 
     ended: list[tuple[str, int]]
     led: list[tuple[str, int]]
@@ -306,6 +319,7 @@ GROUPS = BrokerCall("groups", CountGroups, GroupCounts, timeout_s=2.0)
 GROUP_AT = BrokerCall("group_at", CountGroupAt, GroupCountsAt, timeout_s=15.0)
 UNFINISHED_AT = OnePartitionCall("unfinished_at", ListUnfinishedAt, UnfinishedRows, timeout_s=15.0)
 END_GROUP = BrokerCall("end_group", EndGroup, EndedGroup, timeout_s=15.0)
+PAUSE_GROUP = BrokerCall("pause_group", PauseGroup, EndedGroup, timeout_s=15.0)
 DEAD_LETTERS = PartitionCall("dead_letters", DeadCall, DeadPage, timeout_s=15.0)
 MATCH_DEAD = PartitionCall("match_dead", DeadCall, tuple[Range, ...], timeout_s=15.0)
 REDRIVE = PartitionCall("redrive", DeadCall, int, timeout_s=15.0)

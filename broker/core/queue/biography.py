@@ -34,13 +34,14 @@ from portalmq.broker.core.queue.records import (
     Nack,
     Purge,
     Redrive,
+    Reschedule,
     Seek,
     StreamRecord,
 )
 from portalmq.history_wire import TraceEvent
 
 # Every record that may be about a message.
-MessageRecord = GroupRecord | StreamRecord | Purge | Cancel
+MessageRecord = GroupRecord | StreamRecord | Purge | Cancel | Reschedule
 
 
 class RecordOrigin(NamedTuple):
@@ -157,6 +158,10 @@ class Biography:
                 if self._is_named(record):
                     self._run_out(origin.at_ms)
                     self.events.append(_event("cancelled", origin))
+            case Reschedule():
+                if self._is_named(record):
+                    self._run_out(origin.at_ms)
+                    self.events.append(_event("rescheduled", origin, until_ms=record.deliver_at_ms or None))
             case _:
                 self._take_settlement(record, origin)
 

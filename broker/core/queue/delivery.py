@@ -26,7 +26,7 @@ from sys import intern
 
 import msgspec
 
-from portalmq.broker.core.fold import HELD_MS, DeadFold, GroupFold, SpanFold
+from portalmq.broker.core.fold import HELD_MS, DeadFold, GroupFold, PauseFold, SpanFold
 from portalmq.broker.core.queue.key_order import KeyQueues
 from portalmq.broker.core.queue.records import (
     Ack,
@@ -39,6 +39,7 @@ from portalmq.broker.core.queue.records import (
     GroupStart,
     LanePosition,
     Nack,
+    Pause,
     Range,
     Redrive,
     remember_commit,
@@ -71,6 +72,7 @@ class GroupDelivery(GroupSpans):
         self.cursors: dict[int, tuple[int, int]] = {lane: (due_ms, offset) for lane, due_ms, offset in fold.cursors}
         self.commits: dict[bytes, int] = dict(fold.commits)
         self.dead: list[DeadFold] = list(fold.dead)
+        self.pause = fold.pauses[-1] if fold.pauses else PauseFold()
         # In a group ordered by key, the unfinished messages by key; None until they are first read.
         self.keys: KeyQueues | None = None
         # The highest number of the leases granted since this state was folded.
@@ -96,6 +98,7 @@ class GroupDelivery(GroupSpans):
             dead=list(self.dead),
             commits=list(self.commits.items()),
             attempt_leases=dict(self.attempt_leases),
+            pauses=[self.pause] if self.pause.number else [],
         )
 
     # --- the fold ----------------------------------------------------------------------------------------------------
@@ -143,6 +146,9 @@ class GroupDelivery(GroupSpans):
             case Drop():
                 for start, end in record.ranges:
                     self._cut_dead(start, end)
+            case Pause():
+                if record.number > self.pause.number:
+                    self.pause = PauseFold(record.number, record.paused, record.at_ms, record.reason, record.by)
             case GroupStart():
                 self._load(GroupFold(self.group, record.start, record.start, [], {}, record.at_ms))
             case _:
@@ -363,6 +369,11 @@ class GroupDelivery(GroupSpans):
             if good:
                 unfinished.append(offset)
         return verdicts, unfinished
+
+    def is_paused(self, number: int = 0, paused: bool = False) -> bool:
+        """Return whether the group is paused: by the last record of the log, or by a later change of that `number`, as
+        the control plane knows it."""
+        return self.pause.paused if self.pause.number >= number else paused
 
     def is_dead(self, offset: int) -> bool:
         at = bisect_right(self.dead, offset, key=start_of) - 1

@@ -1,4 +1,4 @@
-"""The `where` of a redrive: conditions on dead letters that must all hold.
+"""The `where` of a redrive, and of calls about scheduled messages: conditions on messages that must all hold.
 
     {"value.order.total": {"gt": 100}, "reason": {"contains": "timeout"}}
      `-- field            `-- operator, operand
@@ -40,7 +40,8 @@ _ORDERED: dict[str, Callable[[Any, Any], bool]] = {
 
 
 class Candidate(NamedTuple):
-    """A dead letter as conditions see it. `is_json` is true if its content type says so."""
+    """A message as conditions see it. `is_json` is true if its content type says so. One that is no dead letter has an
+    empty reason, and no deliveries."""
 
     value: bytes
     is_json: bool
@@ -76,7 +77,7 @@ def parse(where: object) -> Predicate:
     if not isinstance(where, dict):
         raise InvalidRequest('where must be an object of conditions, such as {"reason": {"contains": "timeout"}}')
     if not where:
-        raise InvalidRequest("where has no condition: leave it out to mean all dead letters")
+        raise InvalidRequest("where has no condition: leave it out to mean all")
     conditions: list[_Condition] = []
     for field, tests in where.items():
         source, path = _field(field)

@@ -115,6 +115,17 @@ class Drop(msgspec.Struct, array_like=True, frozen=True):
     at_ms: int
 
 
+class Pause(msgspec.Struct, array_like=True, frozen=True):
+    """The group is paused, or with `paused` False resumed. Each change of the group has a higher `number`; a record
+    with a lower one than the group's changes nothing. `by` names who asked."""
+
+    number: int
+    at_ms: int
+    paused: bool
+    reason: str = ""
+    by: str = ""
+
+
 class Output(msgspec.Struct, array_like=True, frozen=True):
     """A message to append elsewhere. `record` is an encoded storage Record."""
 
@@ -194,6 +205,15 @@ class Cancel(msgspec.Struct, array_like=True, frozen=True):
     ranges: tuple[Range, ...]
 
 
+class Reschedule(msgspec.Struct, array_like=True, frozen=True):
+    """These scheduled messages are cancelled, as by Cancel, and copies of them ordered, to be delivered at
+    `deliver_at_ms`, or at once where that is 0. The record is open until a Done."""
+
+    ranges: tuple[Range, ...]
+    at_ms: int
+    deliver_at_ms: int = 0
+
+
 class Compact(msgspec.Struct, array_like=True, frozen=True):
     """Below `upto` only the last message of each key stays; tombstones older than `tombstones_before_ms` are removed
     too. A message with an id stays unless it is older than one of the times: earlier versions write only the first."""
@@ -203,7 +223,7 @@ class Compact(msgspec.Struct, array_like=True, frozen=True):
     ids_before_ms: int = 0
 
 
-GroupRecord = GroupStart | GroupEnd | Grant | Ack | Nack | Extend | Dead | Redrive | Drop | Commit | Done
+GroupRecord = GroupStart | GroupEnd | Grant | Ack | Nack | Extend | Dead | Redrive | Drop | Pause | Commit | Done
 StreamRecord = Claim | CommitOffset | Seek
 
 

@@ -174,3 +174,22 @@ def test_a_group_starts_at_a_time_in_either_format(client, broker, problem_of):
         assert broker.last("put_group")["config_patch"] == {"start": {"at": 1_769_860_800_000}}
     problem = problem_of(client.put("/v1/groups/h", json={"start": {"at": "yesterday"}}), 400, "invalid_request")
     assert "start.at" in problem["detail"]
+
+
+def test_a_group_is_paused_and_resumed(client, broker, problem_of):
+    problem_of(client.post("/v1/groups/g/pause"), 404, "group_not_found")
+    client.put("/v1/groups/g")
+    assert client.post("/v1/groups/g/pause", json={"reason": "why", "by": "eva"}).status_code == 204
+    assert broker.last("pause") == {"paused": True, "reason": "why", "by": "eva"}
+    assert client.post("/v1/groups/g/resume").status_code == 204
+    assert broker.last("pause") == {"paused": False, "reason": "", "by": ""}
+    for wrong in ({"reason": 1}, {"why": "x"}, {"reason": "x" * 1_001}):
+        problem_of(client.post("/v1/groups/g/pause", json=wrong), 400, "invalid_request")
+
+
+def test_ready_messages_are_moved_to_another_topic(client, broker, problem_of):
+    body = {"topic": "t", "to_topic": "u", "limit": 5, "rate_per_s": 2.5, "dry_run": True}
+    assert client.post("/v1/groups/g/move", json=body).get_json() == {"matched": 3, "moved": 2}
+    assert broker.last("move") == {"group": "g", "wanted": wire.MoveRequest("t", "u", 5, 2.5, True)}
+    for wrong in ({}, {"topic": "t"}, {"topic": "t", "to_topic": "a b"}, {**body, "limit": 0}, {**body, "where": {}}):
+        problem_of(client.post("/v1/groups/g/move", json=wrong), 400, "invalid_request")

@@ -185,3 +185,64 @@ def test_a_received_message_shows_its_due_time_expiry_and_priority(client, broke
     shown, plain = decode(answer.data)["messages"]
     assert (shown["deliver_at_ms"], shown["expires_at_ms"], shown["priority"]) == (7, 8, 9)
     assert not {"deliver_at_ms", "expires_at_ms", "priority"} & set(plain)
+
+
+# --- changes of scheduled messages ---
+
+
+def test_a_scheduled_message_is_run_or_moved_by_its_id(client, broker):
+    assert client.post("/v1/topics/t/scheduled/3-17/run").status_code == 204
+    assert broker.last("move_scheduled") == {"topic": "t", "partition": 3, "offset": 17, "deliver_at_ms": 0}
+    at_ms = NOW_MS + 60_000
+    for body in ({"delay_ms": 60_000}, {"deliver_at_ms": at_ms}):
+        answer = client.patch("/v1/topics/t/scheduled/3-17", json=body)
+        assert answer.get_json() == {"copy_of": "t/3-17", "deliver_at_ms": at_ms}
+        assert broker.last("move_scheduled")["deliver_at_ms"] == at_ms
+    assert client.patch("/v1/topics/t/scheduled/3-17", json={"deliver_at_ms": 5}).get_json()["deliver_at_ms"] == NOW_MS
+    assert broker.last("move_scheduled")["deliver_at_ms"] == 0, "a time that is over means now"
+
+
+def test_many_scheduled_messages_are_changed_by_a_selection(client, broker):
+    where = {"key": {"eq": "k"}}
+    for verb, done in (("run", "run"), ("move", "moved"), ("cancel", "cancelled")):
+        more = {"deliver_at_ms": NOW_MS + 5} if verb == "move" else {}
+        answer = client.post(f"/v1/topics/t/scheduled/{verb}", json={"where": where, "limit": 7, **more})
+        assert answer.get_json() == {"matched": 3, done: 2}
+        how = broker.last("change_scheduled")["how"]
+        assert (how.where, how.limit, how.ids, how.cancels) == (where, 7, None, verb == "cancel")
+        assert how.deliver_at_ms == (NOW_MS + 5 if verb == "move" else 0)
+    client.post("/v1/topics/t/scheduled/run", json={"ids": ["0-1", "2-3", "0-1"], "dry_run": True})
+    how = broker.last("change_scheduled")["how"]
+    assert (how.ids, how.dry_run, how.limit) == ([(0, 1), (2, 3)], True, 1_000)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("0-1", {}),
+        ("0-1", {"deliver_at_ms": 1, "delay_ms": 1}),
+        ("0-1", {"deliver_at_ms": 1 << 52}),
+        ("first", {"delay_ms": 1}),
+    ],
+    ids=str,
+)
+def test_a_wrong_move_is_refused(client, broker, problem_of, path, body):
+    problem_of(client.patch(f"/v1/topics/t/scheduled/{path}", json=body), 400, "invalid_request")
+    assert not broker.calls_made("move_scheduled")
+
+
+@pytest.mark.parametrize(
+    ("verb", "body"),
+    [
+        ("move", {}),
+        ("run", {"deliver_at_ms": 5}),
+        ("cancel", {"limit": 0}),
+        ("cancel", {"limit": 10_001}),
+        ("run", {"ids": ["x"]}),
+        ("run", {"were": {}}),
+    ],
+    ids=str,
+)
+def test_a_wrong_selection_is_refused(client, broker, problem_of, verb, body):
+    problem_of(client.post(f"/v1/topics/t/scheduled/{verb}", json=body), 400, "invalid_request")
+    assert not broker.calls_made("change_scheduled")

@@ -135,6 +135,9 @@ def test_delays_and_times_to_live_are_told(client: FlaskClient, fixture: Fixture
     assert told(client, message_id)[2:] == [(7_000, "ttl_expired")]
     assert client.delete(f"/v1/topics/t/scheduled/{later}").status_code == 204
     assert told(client, later)[2:] == [(7_000, "cancelled")]
+    moved = produce(client, PortalMQ_Delay_Ms=60_000)
+    client.patch(f"/v1/topics/t/scheduled/{moved}", json={"delay_ms": 30_000})
+    assert told(client, moved, "until_ms")[2:] == [(7_000, "rescheduled", START_MS + 37_000)]
 
 
 def test_a_message_given_back_unseen_says_so(client: FlaskClient) -> None:

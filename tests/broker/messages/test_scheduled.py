@@ -6,13 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 from support.domain import HandClock, running
+from support.replicas import eventually
 
 from portalmq import wire
 from portalmq.broker.core.replica.replica import PartitionReplica
+from portalmq.broker.messages import matching
+from portalmq.broker.messages.browse import StoredMessage
 from portalmq.broker.messages.produce import ProduceRequest
-from portalmq.broker.messages.scheduled import BEGINNING
+from portalmq.broker.messages.scheduled import BEGINNING, ScheduleChange
 from portalmq.broker.storage.batch import Record
-from portalmq.errors import MessageNotFound, TopicNotFound, Unavailable
+from portalmq.errors import InvalidRequest, MessageNotFound, TopicNotFound, Unavailable
+
+HOUR_MS = 3_600_000
 
 
 @pytest.fixture
@@ -180,3 +185,124 @@ def test_cancelled_messages_are_not_counted_and_are_looked_up_once(tmp_path, mon
         assert sorted(looked_up) == sorted([first[1], first[3], more[0]])
     with running(tmp_path, clock) as fixture:
         assert fixture.broker.describe_group("g").lag == 3
+
+
+# --- run now, move, many at once -------------------------------------------------------------------------------------
+
+
+def change(fixture, **how) -> tuple[int, int]:
+    return fixture.broker.scheduled_messages.change("t", ScheduleChange(**{"limit": 1_000, **how}))
+
+
+def move(fixture, offset: int, deliver_at_ms: int = 0, partition: int = 0) -> None:
+    fixture.broker.scheduled_messages.move("t", partition, offset, deliver_at_ms)
+
+
+def stored(fixture) -> list[StoredMessage]:
+    eventually(lambda: fixture.broker.outboxes.open == 0)
+    return list(fixture.broker.browser.read_all("t", None))
+
+
+def test_a_message_that_is_run_comes_at_once_and_once(fixture):
+    first, _ = schedule(fixture, HOUR_MS, 2 * HOUR_MS, priority=3)
+    assert receive(fixture) == []
+    move(fixture, first)
+    copy = stored(fixture)[-1]
+    assert (copy.record.deliver_at_ms, copy.record.priority, copy.partition) == (None, 3, 0)
+    assert copy.record.headers == {"portalmq-copy-of": f"t/0-{first}"}
+    assert receive(fixture) == receive(fixture, group="another") == [f"{HOUR_MS}"]
+    fixture.clock.advance(HOUR_MS)
+    assert receive(fixture, group="later") == [f"{HOUR_MS}"]
+    with pytest.raises(MessageNotFound, match="moved or cancelled"):
+        move(fixture, first)
+
+
+def test_a_message_is_moved_to_another_time_and_back(fixture):
+    now_ms = fixture.clock.wall_ms()
+    (offset,) = schedule(fixture, HOUR_MS)
+    move(fixture, offset, now_ms + 2 * HOUR_MS)
+    late = stored(fixture)[-1]
+    move(fixture, late.offset, now_ms + 500)
+    assert [each.record.deliver_at_ms for each in stored(fixture)][-2:] == [now_ms + 2 * HOUR_MS, now_ms + 500]
+    fixture.clock.advance(500)
+    assert receive(fixture) == [f"{HOUR_MS}"]
+    fixture.clock.advance(3 * HOUR_MS)
+    assert receive(fixture, group="later") == [f"{HOUR_MS}"]
+
+
+def test_a_moved_message_lives_as_long_from_its_new_time(fixture):
+    now_ms = fixture.clock.wall_ms()
+    record = Record(b"x", deliver_at_ms=now_ms + HOUR_MS, expires_at_ms=now_ms + HOUR_MS + 700)
+    fixture.broker.produce("t", ProduceRequest([record] * 2, partition=0))
+    move(fixture, 1)
+    assert stored(fixture)[-1].record.expires_at_ms == now_ms + 700
+    move(fixture, 2, now_ms + 9_000)
+    assert stored(fixture)[-1].record.expires_at_ms == now_ms + 9_700
+
+
+def test_what_is_not_scheduled_is_not_moved(fixture):
+    (due, later) = schedule(fixture, 100, HOUR_MS)
+    fixture.broker.produce("t", ProduceRequest([Record(b"plain")], partition=0))
+    fixture.clock.advance(100)
+    fixture.broker.scheduled_messages.cancel("t", 0, later)
+    for offset in (due, later, later + 1, 0, 999):
+        with pytest.raises(MessageNotFound):
+            move(fixture, offset)
+    with pytest.raises(MessageNotFound):
+        move(fixture, due, partition=9)
+    assert change(fixture, ids=[(0, due), (0, later)]) == (0, 0)
+
+
+def test_many_are_chosen_by_predicate_and_due_time_over_all_partitions(fixture):
+    for partition in range(3):
+        schedule(fixture, HOUR_MS + partition, 2 * HOUR_MS + partition, partition=partition)
+    where = {"value": {"contains": "360000"}}
+    assert change(fixture, where=where, dry_run=True) == (3, 0)
+    assert change(fixture, where=where, limit=2) == (3, 2)
+    assert receive(fixture) == ["3600000", "3600001"]
+    assert change(fixture, where=where) == (1, 1)
+    assert change(fixture, where=where) == (0, 0)
+    assert change(fixture, cancels=True) == (3, 3)
+    assert listed(fixture) == []
+    fixture.clock.advance(9 * HOUR_MS)
+    assert receive(fixture, group="later") == ["3600000", "3600001", "3600002"]
+
+
+def test_chosen_by_id_only_those_are_changed(fixture):
+    _, second, third = schedule(fixture, 500, 600, 700)
+    assert change(fixture, ids=[(0, second), (0, third), (0, 999)], dry_run=True) == (2, 0)
+    assert change(fixture, ids=[(0, second)], cancels=True) == (1, 1)
+    assert change(fixture, ids=[(0, third), (0, second)], deliver_at_ms=fixture.clock.wall_ms() + 10) == (1, 1)
+    assert stored(fixture)[-1].record.value == b"700"
+    assert listed(fixture) == [(0, "700"), (0, "500")]
+
+
+@pytest.mark.parametrize(
+    "how", [{"where": {}}, {"where": {"sql": {"eq": 1}}}, {"ids": [(0, 1)], "where": {"key": {"exists": False}}}]
+)
+def test_a_wrong_selection_changes_nothing(fixture, how):
+    schedule(fixture, 500)
+    with pytest.raises(InvalidRequest):
+        change(fixture, **how)
+    assert listed(fixture) == [(0, "500")]
+
+
+def test_a_search_that_takes_too_long_changes_nothing(fixture, monkeypatch):
+    monkeypatch.setattr(matching, "MATCH_WITHIN_S", -1.0)
+    schedule(fixture, 500)
+    with pytest.raises(Unavailable, match="nothing was changed"):
+        change(fixture, cancels=True)
+    assert listed(fixture) == [(0, "500")]
+
+
+def test_an_ordered_copy_is_made_after_a_restart(tmp_path):
+    with running(tmp_path) as before:
+        before.broker.create_topic("t", wire.CreateTopic(partitions=1))
+        (offset,) = schedule(before, HOUR_MS)
+        partition = before.broker.topics.get("t").local[0]
+        partition.on_ordered = lambda: None  # the broker dies before it carries out the order
+        move(before, offset)
+        assert len(before.broker.browser.browse("t", 0, offset=0, limit=10).messages) == 1
+    with running(tmp_path, before.clock) as after:
+        eventually(lambda: receive(after) == [f"{HOUR_MS}"])
+        assert len(stored(after)) == 2

@@ -25,6 +25,7 @@ from portalmq import wire
 from portalmq.broker.cluster.routing import outcome_of
 from portalmq.broker.core.queue.delivery import GroupDelivery
 from portalmq.broker.core.queue.records import Drop
+from portalmq.broker.messages import matching
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.queues import dead_letters, outbox
 from portalmq.broker.queues.settle import SettleRequest
@@ -34,7 +35,7 @@ from portalmq.errors import GroupModeMismatch, GroupNotFound, InvalidRequest, No
 
 @pytest.fixture
 def fixture(tmp_path, monkeypatch):
-    monkeypatch.setattr(dead_letters, "MATCH_WITHIN_S", 3_600.0)
+    monkeypatch.setattr(matching, "MATCH_WITHIN_S", 3_600.0)
     with running(tmp_path) as it:
         yield it
 
@@ -310,7 +311,7 @@ def test_a_malformed_predicate_redrives_nothing(fixture, where):
 
 
 def test_a_predicate_that_takes_too_long_redrives_nothing(fixture, monkeypatch):
-    monkeypatch.setattr(dead_letters, "MATCH_WITHIN_S", -1.0)
+    monkeypatch.setattr(matching, "MATCH_WITHIN_S", -1.0)
     known = dead(fixture, *"abc")
     with pytest.raises(Unavailable, match="nothing was redriven") as slow:
         redrive(fixture, where={"value": {"exists": True}})

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.domain import HandClock
 
 from portalmq import wire
 from portalmq.broker.cluster.peers import NotReached
@@ -81,7 +82,7 @@ class World:
     def group_admin(self) -> GroupAdmin:
         """Create an admin; it is patient only if every leader can be reached."""
         is_whole = not self.away and None not in self.leaders.values()
-        admin = GroupAdmin(1, self, self, self, patience_s=60.0 if is_whole else 0.05)  # type: ignore[arg-type]
+        admin = GroupAdmin(1, self, self, self, HandClock(), patience_s=60.0 if is_whole else 0.05)  # type: ignore[arg-type]
         admin._count_here = lambda names: self.counts(1)  # type: ignore[method-assign]
         admin._end_here = lambda name, group_id: self.end(1)  # type: ignore[method-assign]
         return admin

@@ -54,7 +54,7 @@ def test_a_deleted_topic_and_a_deleted_group_lose_their_series():
 
 def test_the_state_is_read_when_it_is_asked_for():
     metrics = Metrics("0")
-    lags = [GroupLag("t", 0, "g", 5, 1.5)]
+    lags = [GroupLag("t", 0, "g", 5, 1.5, True)]
     state = Gauges(lags, [PartitionGauge("t", 0, True, 2, 9)], {"log": 100}, True, open_orders=7)
     asked = []
     metrics.registry.register(GaugeCollector(lambda: asked.append(1) or state))
@@ -63,6 +63,7 @@ def test_the_state_is_read_when_it_is_asked_for():
     place = (("partition", "0"), ("topic", "t"))
     assert found["portalmq_group_lag_messages", (("group", "g"), *place)] == 5
     assert found["portalmq_oldest_unacked_age_seconds", (("group", "g"), *place)] == 1.5
+    assert found["portalmq_group_paused", (("group", "g"), *place)] == 1
     assert found["portalmq_outbox_orders", ()] == 7
     assert found["portalmq_partition_leader", place] == 1
     assert found["portalmq_partition_high_watermark", place] == 9

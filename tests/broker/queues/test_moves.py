@@ -1,0 +1,118 @@
+"""What a group has ready in a topic is moved to another one: each message once, at a rate, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+from support.domain import running
+from support.outputs import receive, send, settled, stored_in, there
+
+from portalmq import wire
+from portalmq.broker.queues.settle import SettleRequest
+from portalmq.errors import InvalidRequest, TopicNotFound, Unavailable
+
+HOUR_MS = 3_600_000
+
+
+@pytest.fixture
+def fixture(tmp_path):
+    with running(tmp_path) as started:
+        started.broker.create_topic("in", wire.CreateTopic(partitions=2))
+        yield started
+
+
+def move(fixture, group="g", **how) -> tuple[int, int]:
+    done = fixture.broker.group_moves.move(group, wire.MoveRequest("in", "out", **how))
+    settled(fixture)
+    return done
+
+
+def texts(messages) -> list[str]:
+    return sorted(message.record.value.decode() for message in messages)
+
+
+def test_each_message_is_moved_once_and_done_for_the_group(fixture):
+    send(fixture, "a", "b", key=b"k", headers={"x": "1"}, priority=5)
+    send(fixture, "c", partition=1)
+    assert move(fixture) == (3, 3)
+    assert sorted(there(fixture)) == ["a", "b", "c"]
+    first = next(stored for stored in stored_in(fixture, "out") if stored.record.value == b"a")
+    assert (first.record.key, first.record.priority, first.record.deliver_at_ms) == (b"k", 5, None)
+    assert first.record.headers == {"x": "1", "portalmq-copy-of": "in/0-1"}
+    assert move(fixture) == (0, 0)
+    assert receive(fixture) == []
+    assert texts(receive(fixture, group="other")) == ["a", "b", "c"], "other groups still have them"
+    assert fixture.broker.describe_group("g").lag == 0
+
+
+def test_only_what_is_ready_moves(fixture):
+    now_ms = fixture.clock.wall_ms()
+    send(fixture, "leased")
+    (leased,) = receive(fixture)
+    send(fixture, "backed off")
+    backed = [message.receipt for message in receive(fixture)]
+    fixture.broker.settlement.settle("g", backed, SettleRequest("nack", HOUR_MS))
+    send(fixture, "later", deliver_at_ms=now_ms + HOUR_MS)
+    send(fixture, "ready")
+    assert move(fixture) == (1, 1)
+    assert there(fixture) == ["ready"]
+    assert fixture.broker.settlement.settle("g", [leased.receipt]) == [True]
+
+
+def test_a_limit_and_a_dry_run(fixture):
+    send(fixture, *"abcde")
+    assert move(fixture, dry_run=True) == (5, 0)
+    assert "out" not in [topic.name for topic in fixture.broker.list_topics()]
+    assert move(fixture, limit=2) == (5, 2)
+    assert there(fixture) == ["a", "b"]
+    assert move(fixture, limit=4) == (3, 3)
+
+
+def test_a_rate_becomes_the_times_of_the_copies(fixture):
+    send(fixture, *"abc", expires_at_ms=fixture.clock.wall_ms() + 700)
+    assert move(fixture, rate_per_s=2) == (3, 3)
+    now_ms = fixture.clock.wall_ms()
+    times = [(copy.record.deliver_at_ms, copy.record.expires_at_ms) for copy in stored_in(fixture, "out")]
+    assert times == [(None, now_ms + 700), (now_ms + 500, now_ms + 1_200), (now_ms + 1_000, now_ms + 1_700)]
+
+
+def test_a_paused_group_moves_and_its_consumers_get_nothing(fixture):
+    send(fixture, *"ab")
+    receive(fixture, 1)
+    fixture.broker.group_admin.pause("g", paused=True)
+    assert move(fixture) == (1, 1)
+    assert receive(fixture) == []
+    assert there(fixture) == ["b"]
+
+
+def test_keys_in_order_move_in_order(fixture):
+    fixture.broker.groups.put("g", {"ordering": "key"})
+    send(fixture, *"abc", key=b"k")
+    assert move(fixture) == (3, 3)
+    assert there(fixture) == ["a", "b", "c"]
+
+
+def test_what_cannot_be_committed_is_given_back(fixture, monkeypatch):
+    send(fixture, *"ab")
+
+    def refuse(*arguments, **named):
+        raise Unavailable("no leader")
+
+    monkeypatch.setattr(fixture.broker.group_commits, "commit_receipts", refuse)
+    with pytest.raises(Unavailable):
+        move(fixture)
+    assert sorted((message.record.value, message.delivery_count) for message in receive(fixture)) == [
+        (b"a", 1),
+        (b"b", 1),
+    ]
+
+
+def test_a_wrong_move_changes_nothing(fixture):
+    send(fixture, "a")
+    fixture.broker.groups.put("once", {"delivery": "at_most_once"})
+    with pytest.raises(InvalidRequest, match="at_most_once"):
+        move(fixture, group="once")
+    with pytest.raises(InvalidRequest, match="itself"):
+        fixture.broker.group_moves.move("g", wire.MoveRequest("in", "in"))
+    with pytest.raises(TopicNotFound):
+        fixture.broker.group_moves.move("g", wire.MoveRequest("missing", "out"))
+    assert texts(receive(fixture, group="once")) == ["a"]
