@@ -166,9 +166,11 @@ def _deny(partition: Partition, offset: int) -> None:
 
 
 def _known_upto_ms(partition: Partition, end: int) -> int:
-    """Return up to when every committed record is below `end`. A leader knows it now, unless one is on its way."""
-    if partition.serves and partition.replica.next_offset == end:
-        return partition.host.clock.now_ms()
+    """Return up to when every committed record is below `end`. A leader knows it now, unless one is on its way, or
+    another leader may have been elected."""
+    replica, now_ms = partition.replica, partition.host.clock.now_ms()
+    if partition.serves and replica.next_offset == end and replica.may_deliver(now_ms):
+        return now_ms
     return partition.log.replica_start(end).timestamp_before_ms
 
 
@@ -200,6 +202,7 @@ def _replicas(partition: Partition, offset: int) -> TraceReplicas:
     own = {partition.host.broker_id}
     if state is None:
         return TraceReplicas(None, partition.replica.leader_epoch, [], [], sorted(own))
-    # What is committed is on every member of the ISR: a replica joins it with all that is committed.
-    holders = own | state.isr | (isr_tracker.holders(offset) if isr_tracker is not None else frozenset())
+    holders = own
+    if isr_tracker is not None:  # what its leader has committed is on every member of the ISR
+        holders = own | state.isr | isr_tracker.holders(offset)
     return TraceReplicas(state.leader, state.leader_epoch, sorted(state.replicas), sorted(state.isr), sorted(holders))

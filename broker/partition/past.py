@@ -88,7 +88,9 @@ class PastGroups:
         """Return the partition with the group as it was. Raises OffsetOutOfRange where the log no longer says that;
         Unavailable when reading takes longer: a repeat continues."""
         log, source = partition.log, partition.groups
-        end = min(known_end(partition), log.offset_for_time(at_ms + 1))
+        end = known_end(partition)
+        _check_known(partition, end, at_ms)
+        end = min(end, log.offset_for_time(at_ms + 1))
         until = time.monotonic() + FOLD_WITHIN_S if until is None else until
         start, fold = self._begin(partition, group, end)
         groups = GroupsFold(fold)
@@ -125,6 +127,16 @@ class PastGroups:
         self._kept.move_to_end((id(source), group, end))
         while len(self._kept) > KEPT_MAX:
             self._kept.popitem(last=False)
+
+
+def _check_known(partition: Partition, end: int, at_ms: int) -> None:
+    """Raise Unavailable unless this replica has every record that was committed by then. What comes later has no
+    earlier time, but another leader may have been elected since."""
+    newest_ms = partition.log.replica_start(end).timestamp_before_ms
+    if partition.serves and at_ms >= newest_ms:
+        partition.wait_led()
+    elif at_ms > newest_ms:
+        raise Unavailable(f"{partition} is known here up to an earlier time only", retry_after_s=0.1)
 
 
 def _state_before(log: Log, group: str, end: int) -> PartitionFold | None:
