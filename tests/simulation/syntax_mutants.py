@@ -37,6 +37,13 @@ MODULES = (
     "portalmq.broker.core.replica.age",
     "portalmq.broker.core.queue.delivery",
     "portalmq.broker.core.queue.spans",
+    "portalmq.broker.core.queue.selection",
+    "portalmq.broker.core.queue.key_order",
+    "portalmq.broker.core.queue.receipts",
+    "portalmq.broker.core.stream.membership",
+    "portalmq.broker.core.stream.offsets",
+    "portalmq.broker.core.stream.rebalance",
+    "portalmq.broker.core.fold",
 )
 
 # A comparison that has one of these words decides by age or progress. Those of the second kind have no order.

@@ -223,6 +223,13 @@ def test_a_leader_alone_waits_for_a_replica_that_keeps_up():
     assert insync.committed_end(20, {}, 200) == 20  # no wait for a replica that may not join
 
 
+def test_a_record_is_held_by_those_that_reported_it_on_disk():
+    insync = book(1, 2)
+    insync.fetched(fetch(2, 8), 10, 100)
+    insync.fetched(fetch(3, 4), 10, 100)
+    assert [insync.holders(offset) for offset in (3, 4, 7, 8)] == [{2, 3}, {2}, {2}, set()]
+
+
 def test_live_members_are_those_that_fetch():
     insync = book(1, 2, 3)
     insync.fetched(fetch(2, 0), 10, 5_000)
