@@ -213,7 +213,7 @@ class ProducerIdRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_field
     """`instance` identifies the process that asks under a `name`. With `renews` it had the name before, and gets a new
     epoch only if no other instance has taken over since (else 409 fenced)."""
 
-    name: str | None = None
+    name: Name | None = None
     instance: Annotated[str, msgspec.Meta(max_length=100)] = ""
     renews: bool = False
 

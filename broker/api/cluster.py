@@ -52,7 +52,7 @@ def _names(text: str, what: str) -> list[str]:
 class MetadataQuery(Parameters):
     """`topics`: their names, separated by commas; by default all."""
 
-    topics: Annotated[list[str], read_by(_names, type="string")] | None = None
+    topics: Annotated[list[str], read_by(_names, type="string", pattern="^[A-Za-z0-9._,-]*$")] | None = None
 
 
 def metadata(context: RequestContext, query: MetadataQuery) -> Response:

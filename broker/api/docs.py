@@ -7,8 +7,11 @@ from importlib import resources
 
 from flask import Response, request
 
-from portalmq.broker.api.request_context import RequestContext
+from portalmq.broker.api.dispatch import check_caller
+from portalmq.broker.api.request_context import RequestContext, accepts, current
+from portalmq.errors import Unauthorized
 
+SIGN_IN = "/ui/login?next=/docs"  # of the dashboard
 EXPLORER = "openapi-explorer.js"
 # The explorer sets styles of its own, so this page allows them. Nothing comes from elsewhere.
 POLICY = (
@@ -20,6 +23,7 @@ PAGE = f"""<!doctype html>
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width">
+<link rel="icon" href="data:,">
 <title>PortalMQ HTTP API</title>
 <script type="module" src="/docs/{EXPLORER}"></script>
 </head>
@@ -37,7 +41,13 @@ def openapi(context: RequestContext) -> Response:
 
 
 def page(context: RequestContext) -> Response:
-    """Show the description of this API, and try its calls."""
+    """Show the description of this API, and try its calls. Without a needed token, send browsers to the sign-in."""
+    try:
+        check_caller(context, current())
+    except Unauthorized:
+        if not accepts("text/html"):
+            raise
+        return Response(status=303, headers={"Location": SIGN_IN, "Cache-Control": "no-store"})
     return _kept(_guarded(Response(PAGE, content_type="text/html; charset=utf-8")))
 
 

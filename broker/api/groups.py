@@ -187,7 +187,7 @@ class DropDeadLettersQuery(Parameters):
     """`ids`: those to drop, separated by commas; by default all of the topic."""
 
     topic: TopicName
-    ids: Annotated[list[str], read_by(_ids, type="string")] | None = None
+    ids: Annotated[list[str], read_by(_ids, type="string", pattern=r"^ *\d+-\d+ *(, *\d+-\d+ *)*$")] | None = None
 
 
 def drop_dead_letters(context: RequestContext, group: str, query: DropDeadLettersQuery) -> Response:

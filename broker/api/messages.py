@@ -219,7 +219,9 @@ class ScheduledQuery(Parameters):
     """`limit`: more than 1,000 counts as 1,000. `after`: the `next` of an earlier page."""
 
     limit: Positive = BROWSE_MESSAGES
-    after: Annotated[SchedulePosition, read_by(_due, type="string")] = BEGINNING
+    after: Annotated[SchedulePosition, read_by(_due, type="string", pattern=r"^\d{1,15}-\d{1,15}-\d{1,15}$")] = (
+        BEGINNING
+    )
 
 
 def list_scheduled(context: RequestContext, topic: str, query: ScheduledQuery) -> Response:

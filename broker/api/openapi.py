@@ -13,6 +13,7 @@ import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from http import HTTPStatus
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
@@ -50,8 +51,9 @@ Every broker answers every call, in one hop to the leader of a partition. `Porta
 Every error is a problem document (RFC 9457) with a stable `code`. `retryable` says whether a repeat may help, `outcome`
 what is known of the request. An unknown path is 404 `not_found`, a method that a path does not have 405
 `method_not_allowed`, and HEAD is GET without the body. Brokers call each other at /internal/v1/, which clients may not.
+What the dashboard asks for below /ui/ is its own, and may change.
 
-In MessagePack, what has `contentEncoding` here is binary."""
+Whole numbers have no fraction and no exponent. In MessagePack, what has `contentEncoding` here is binary."""
 
 # Errors of every call, those of the server below the routes among them (their classes are above this room).
 OF_EVERY_CALL = (InvalidRequest, InternalError)
@@ -313,8 +315,7 @@ def _example_of(error: _Error) -> Json:
 
 
 def _status_text(status: int) -> str:
-    texts = {200: "Done", 201: "Created", 202: "Accepted", 204: "Done, nothing to answer", 304: "Not modified"}
-    return texts[status]
+    return HTTPStatus(status).phrase
 
 
 # --- parameters ------------------------------------------------------------------------------------------------------

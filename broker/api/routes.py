@@ -27,6 +27,7 @@ from portalmq.broker.api.query import Parameters
 from portalmq.broker.api.route import Answer, Lines, Link, Route
 from portalmq.errors import (
     Fenced,
+    Forbidden,
     GroupModeMismatch,
     GroupNotFound,
     IdempotencyKeyReused,
@@ -47,6 +48,7 @@ from portalmq.errors import (
     StaleReceipt,
     TopicExists,
     TopicNotFound,
+    Unauthorized,
     Unavailable,
 )
 from portalmq.history_wire import PastGroup
@@ -85,7 +87,13 @@ ROUTES = (
     ),
     Route("GET", "/metrics", cluster.exposition, answers={200: {PLAIN: str}}, while_starting=True),
     Route("GET", "/openapi.json", docs.openapi, answers={200: Any, 304: None}, while_starting=True),
-    Route("GET", "/docs", docs.page, answers={200: {HTML: str}, 304: None}, while_starting=True),
+    Route(
+        *("GET", "/docs", docs.page),
+        answers={200: {HTML: str}, 303: Answer(None, {"Location": "The sign-in"}), 304: None},
+        errors=(Unauthorized, Forbidden),
+        is_open=True,
+        while_starting=True,
+    ),
     Route(
         "GET", "/docs/openapi-explorer.js", docs.explorer, answers={200: {SCRIPT: str}, 304: None}, while_starting=True
     ),

@@ -24,6 +24,7 @@ from portalmq.broker.api.sessions import Access, set_cookie
 HERE = Path(__file__).parent
 HOME = "/ui/"
 LOGIN = "/ui/login"
+DOCS = "/docs"
 POLICY = "default-src 'self'; base-uri 'none'; frame-ancestors 'none'; form-action 'self'; object-src 'none'"
 HEADERS = (
     ("Content-Security-Policy", POLICY),
@@ -131,8 +132,9 @@ def logout(context: RequestContext) -> Response:
 
 
 def _local(place: str) -> str:
-    """Return a path of the dashboard: the one that was asked for, if it is one."""
-    return place if place.startswith(HOME) and "\\" not in place and place.isprintable() else HOME
+    """Return the path that was asked for, if it is one of the dashboard, or the description of the API."""
+    is_known = place == DOCS or place.startswith(HOME)
+    return place if is_known and "\\" not in place and place.isprintable() else HOME
 
 
 def _see_other(place: str) -> Response:

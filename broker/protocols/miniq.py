@@ -42,6 +42,8 @@ from portalmq.broker.storage.batch import Record
 from portalmq.errors import InvalidRequest, MessageNotFound, PartitionNotFound, TopicNotFound
 from portalmq.wire import NonNegative
 
+KEY_PATTERN = "^([0-9a-f]{8}-)?[0-9]{1,19}-[0-9]{1,19}$"
+COMMAND_NAMES = ("CREATE_QUEUE", "QUEUE_SIZE", "DELETE_MSG", "PRODUCE_MSG", "CONSUME")
 LIST_MAX = 10_000
 IDS_MAX = 1_000
 
@@ -55,7 +57,7 @@ class PostRequest(msgspec.Struct):
 class Confirmation(msgspec.Struct):
     example: ClassVar = {"Key": "0f0f0f0f-0-17"}
 
-    key: str = msgspec.field(name="Key")
+    key: Annotated[str, msgspec.Meta(extra_json_schema={"pattern": KEY_PATTERN})] = msgspec.field(name="Key")
 
 
 def _queue_name(text: str, what: str) -> str:
@@ -188,7 +190,7 @@ def read_all(context: RequestContext, query: QueueQuery) -> Response:
 
 
 class Payload(msgspec.Struct):
-    queue: str = DEFAULT
+    queue: wire.Name = DEFAULT
     id: str | None = None
     ids: list[str] | None = None
     message: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
@@ -214,7 +216,7 @@ class CommandAnswer(msgspec.Struct):
 class Command(msgspec.Struct):
     example: ClassVar = {"type": "CREATE_QUEUE", "payload": {"queue": "default"}}
 
-    type: str
+    type: Annotated[str, msgspec.Meta(extra_json_schema={"enum": list(COMMAND_NAMES)})]
     payload: Payload = msgspec.field(default_factory=Payload)
 
 
@@ -286,10 +288,6 @@ def _open(context: RequestContext, queue: str, payload: Payload) -> dict[str, An
     return {}
 
 
-COMMANDS: dict[str, Callable[[RequestContext, str, Payload], dict[str, Any]]] = {
-    "CREATE_QUEUE": _create,
-    "QUEUE_SIZE": _size,
-    "DELETE_MSG": _delete,
-    "PRODUCE_MSG": _open,
-    "CONSUME": _open,
-}
+COMMANDS: dict[str, Callable[[RequestContext, str, Payload], dict[str, Any]]] = dict(
+    zip(COMMAND_NAMES, (_create, _size, _delete, _open, _open), strict=True)
+)

@@ -33,7 +33,7 @@ from portalmq.errors import InvalidRequest, NotFound, PartitionNotFound, TopicNo
 LOOK_MS = 500
 KEY_LENGTH_MAX = 255
 
-Name = Annotated[str, msgspec.Meta(max_length=1_000)]
+Name = Annotated[str, msgspec.Meta(max_length=1_000, extra_json_schema={"pattern": wire.NAME_PATTERN})]
 _round_robin = count()
 
 
@@ -67,10 +67,13 @@ class TopicBody(msgspec.Struct):
     name: Name
 
 
+_program_name = msgspec.Meta(extra_json_schema={"pattern": wire.NAME_PATTERN})
+
+
 class ProgramBody(msgspec.Struct):
     example: ClassVar = {"id": "billing"}
 
-    id: str | int
+    id: Annotated[str | int, _program_name]
 
 
 class MessagePlace(msgspec.Struct):

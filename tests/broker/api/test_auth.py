@@ -36,7 +36,8 @@ def test_every_route_but_the_three_refuses_without_a_token(guarded, broker, prob
 
 def test_open_routes_show_only_the_status_without_a_token(guarded, broker):
     told = {"/livez": {"status": "ok"}, "/readyz": {"status": "ready"}, "/healthz": {"status": "ok"}}
-    assert {route.path for route in (*ROUTES, *PROTOCOL_ROUTES) if route.is_open} == set(told)
+    checking = {"/docs"}  # it refuses by itself: test_docs_send_browsers_to_the_sign_in
+    assert {route.path for route in (*ROUTES, *PROTOCOL_ROUTES) if route.is_open} == {*told, *checking}
     for path, expected in told.items():
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "PortalMQ-Broker 00"}):
             answer = guarded.get(path, headers=headers)
@@ -44,6 +45,14 @@ def test_open_routes_show_only_the_status_without_a_token(guarded, broker):
     known = {"Authorization": "Bearer first"}
     assert guarded.get("/readyz", headers=known).get_json() == {"status": "ready", "broker_id": broker.broker_id}
     assert guarded.get("/healthz", headers=known).get_json() == {"status": "ready", **broker.health()}
+
+
+def test_docs_send_browsers_to_the_sign_in(guarded, problem_of):
+    answer = guarded.get("/docs", headers={"Accept": "text/html,*/*;q=0.8"})
+    assert (answer.status_code, answer.headers["Location"], answer.data) == (303, "/ui/login?next=/docs", b"")
+    problem_of(guarded.get("/docs", headers={"Accept": "*/*"}), 401, "unauthorized")
+    known = {"Authorization": "Bearer first", "Accept": "text/html"}
+    assert guarded.get("/docs", headers=known).status_code == 200
 
 
 def test_an_unknown_path_is_refused_too(guarded, problem_of):
