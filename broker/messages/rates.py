@@ -10,7 +10,7 @@ longer it takes.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
@@ -31,6 +31,8 @@ MARKS_KEPT = 200
 # Groups whose lag is kept as a series; the others have their present lag alone.
 SERIES_MAX = 200
 SERIES_KEPT = 360
+# Changes of partitions within this time are one mark.
+GATHERED_MS = 3_000
 LAGS_EVERY_S = 5.0
 TOPICS_EVERY_S = 5.0
 # The lags may take this part of a processor.
@@ -88,6 +90,10 @@ class Rates:
         self._isr: dict[PartitionKey, int] = {}
         self._live: frozenset[int] | None = None
         self._was_full = False
+        # Changes that are not marked yet, since when: partitions that a broker leads now, and ISRs that shrank.
+        self._began_ms = 0
+        self._moved: Counter[int] = Counter()
+        self._shrunk = 0
         self._greenlets: list[gevent.Greenlet] = []
 
     def start(self) -> None:
@@ -120,6 +126,7 @@ class Rates:
             self.minutes.append(self._row(now_ms // 60_000 * 60, before, totals, 60.0 * (now_ms // 60_000 - minute)))
             self._minute = (now_ms // 60_000, totals)
         self._mark_disk(now_ms)
+        self._mark_changes(now_ms)
 
     def _row(self, second: int, before: _Totals, after: _Totals, elapsed_s: float) -> Rate:
         published, size, delivered, acked, dead = (
@@ -135,8 +142,9 @@ class Rates:
 
     # --- marks -------------------------------------------------------------------------------------------------------
 
-    def mark(self, kind: str, text: str) -> None:
-        self.marks.append(ClusterMark(self._host.clock.wall_ms(), kind, text, self._host.broker_id))
+    def mark(self, kind: str, text: str, at_ms: int | None = None) -> None:
+        at_ms = self._host.clock.wall_ms() if at_ms is None else at_ms
+        self.marks.append(ClusterMark(at_ms, kind, text, self._host.broker_id))
 
     def _mark_disk(self, now_ms: int) -> None:
         try:
@@ -158,7 +166,7 @@ class Rates:
             for back in sorted(live - (live if self._live is None else self._live)):
                 self.mark("joined", f"broker {back} has joined")
             self._live = live
-        moved: dict[int, int] = {}
+        moved: Counter[int] = Counter()
         shrunk = 0
         for key in changes.partitions:
             held = mirror.partitions.get(key)
@@ -171,12 +179,23 @@ class Rates:
             self._isr[key] = in_sync
             if leader is not None:
                 if self._leaders.get(key, leader) != leader:
-                    moved[leader] = moved.get(leader, 0) + 1
+                    moved[leader] += 1
                 self._leaders[key] = leader
-        for leader, count in sorted(moved.items()):
-            self.mark("fail-over", f"broker {leader} leads {_counted(count, 'more partition')}")
-        if shrunk:
-            self.mark("isr", f"{_counted(shrunk, 'partition')} with fewer replicas in sync")
+        if moved or shrunk:
+            self._moved.update(moved)
+            self._shrunk += shrunk
+            self._began_ms = self._began_ms or self._host.clock.wall_ms()
+
+    def _mark_changes(self, now_ms: int) -> None:
+        """Mark what began a while ago: a fail-over of many partitions is seen in several parts."""
+        if not self._began_ms or now_ms - self._began_ms < GATHERED_MS:
+            return
+        for leader, count in sorted(self._moved.items()):
+            self.mark("fail-over", f"broker {leader} leads {_counted(count, 'more partition')}", self._began_ms)
+        if self._shrunk:
+            self.mark("isr", f"{_counted(self._shrunk, 'partition')} with fewer replicas in sync", self._began_ms)
+        self._moved.clear()
+        self._shrunk = self._began_ms = 0
 
     # --- lags and topics ---------------------------------------------------------------------------------------------
 

@@ -174,6 +174,50 @@ def test_a_seek_shows_first_what_it_would_do(pages: Pages, broker: BrokerProcess
     assert call(broker, "GET", "/v1/groups/readers/offsets")["offsets"][0]["lag"] == 20
 
 
+def test_a_dead_letter_is_found_edited_and_redriven(pages: Pages, broker: BrokerProcess) -> None:
+    messages = [{"value": {"order": n, "total": 10 * n}, "key": f"c-{n}"} for n in range(6)]
+    produce(broker, "orders", *messages)
+    call(broker, "PUT", "/v1/groups/billing", {"max_deliveries": 1})
+    got = call(broker, "POST", "/v1/groups/billing/receive", {"topics": ["orders"], "max_messages": 6})["messages"]
+    for message in got:
+        reason = "card declined" if message["value"]["order"] == 4 else f"timeout after {message['offset']} s"
+        call(broker, "POST", "/v1/groups/billing/nack", {"receipts": [message["receipt"]], "reason": reason})
+
+    sign_in(pages, path="/ui/dead-letters")
+    pages.follow("/ui/dead-letters/billing")
+    pages.see("timeout after … s")
+    pages.press_part("card declined", ".reasons")
+    pages.until("document.querySelectorAll('main table tbody tr').length === 1")
+    pages.press("edit", "main table")
+    pages.fill("[data-value]", '{"order": 4, "total": 39}')
+    pages.press("Send copy")
+    pages.see("appended as")
+    sent = call(broker, "GET", "/ui/data/messages?topic=orders&limit=1")["messages"][0]
+    assert (sent["value"], sent["key"]) == ({"order": 4, "total": 39}, "c-4")
+    assert sent["headers"]["portalmq-copy-of"].startswith("orders/")
+
+    pages.press("Dry run")
+    pages.see("1 match")
+    pages.press("Redrive those that match")
+    pages.see("1 of 1 are delivered again")
+    again = call(broker, "POST", "/v1/groups/billing/receive", {"topics": ["orders"], "max_messages": 9})["messages"]
+    assert sorted(message["value"]["total"] for message in again) == [39, 40]
+
+
+def test_a_group_is_paused_and_resumed(pages: Pages, broker: BrokerProcess) -> None:
+    produce(broker, "held", {"value": 1})
+    call(broker, "POST", "/v1/groups/holders/receive", {"topics": ["held"], "max_messages": 1})
+    sign_in(pages, path="/ui/groups/holders")
+    pages.press("Pause")
+    pages.fill("dialog input", "the bank is closed")
+    pages.press("Pause", "dialog")
+    pages.see("the bank is closed")
+    assert call(broker, "GET", "/v1/groups/holders")["paused"]["reason"] == "the bank is closed"
+    pages.press("Resume")
+    pages.until("!document.body.innerText.includes('the bank is closed')")
+    assert not call(broker, "GET", "/v1/groups/holders").get("paused")
+
+
 def test_what_destroys_asks_for_the_name(pages: Pages, broker: BrokerProcess) -> None:
     produce(broker, "doomed", {"value": 1})
     sign_in(pages, path="/ui/topics/doomed?tab=settings")
@@ -196,6 +240,7 @@ WITHOUT_A_NAME = """
 PLACES = [
     *("/ui/", "/ui/topics", "/ui/topics/seen", "/ui/topics/seen?tab=partitions", "/ui/topics/seen?tab=publish"),
     *("/ui/topics/seen?tab=settings", "/ui/groups", "/ui/groups/seers", "/ui/dead-letters", "/ui/cluster"),
+    *("/ui/dead-letters/seers?topic=seen", "/ui/topics/seen/messages/0-1"),
     *("/ui/scheduled?topic=seen", "/ui/sql", "/ui/api", "/ui/nowhere"),
 ]
 

@@ -49,7 +49,7 @@ export function Chart({ label, series, data, marks = [], format, height = 190, s
         {
           width: box.current.clientWidth,
           height,
-          padding: [8, 8, 0, 0],
+          padding: [8, 20, 0, 0],
           legend: { show: false },
           cursor: { y: false, points: { size: 6 } },
           scales: { x: { time: true, range: () => wanted.current() }, y: { range: (self, low, high) => [0, Math.max(high * 1.15, 1)] } },

@@ -96,11 +96,20 @@ class TestMarks:
         rates.on_cluster_changed(Changes(brokers=True, partitions=set(mirror.partitions), everything=True))
         assert self.texts(rates) == []
 
-    def test_a_fail_over_is_one_mark_however_many_partitions_move(self, rates: Rates, mirror: Any) -> None:
+    def test_a_fail_over_is_one_mark_however_many_partitions_move(
+        self, rates: Rates, mirror: Any, fixture: Fixture
+    ) -> None:
         keys = {("t", number) for number in range(3)}
         for leader, isr in ((2, (1, 2, 3)), (None, (1, 2, 3)), (3, (1, 3))):
             mirror.partitions = {key: held(leader, *isr) for key in keys}
             rates.on_cluster_changed(Changes(partitions=keys))
+            fixture.clock.advance(500)
+            rates.sample()
+        assert self.texts(rates) == []
+        at_ms = fixture.clock.wall_ms() - 500
+        fixture.clock.advance(3_000)
+        rates.sample()
+        assert {mark.at_ms for mark in rates.marks} == {at_ms}
         assert self.texts(rates) == ["broker 3 leads 3 more partitions", "3 partitions with fewer replicas in sync"]
 
     def test_brokers_that_go_and_come(self, rates: Rates, mirror: Any) -> None:
