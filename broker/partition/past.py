@@ -23,9 +23,10 @@ from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.reading import SCAN_OFFSETS
 from portalmq.errors import OffsetOutOfRange, Unavailable
 
-# How long one call folds, and how many folds are kept.
+# How long one call folds; how many folds are kept, and the ranges of messages in them.
 FOLD_WITHIN_S = 3.0
-KEPT_MAX = 16
+KEPT_MAX = 512
+KEPT_RANGES_MAX = 500_000
 
 
 class GroupView(Protocol):
@@ -77,12 +78,17 @@ class _Kept(NamedTuple):
     end: int
     fold: PartitionFold
 
+    @property
+    def ranges(self) -> int:
+        return sum([len(group.spans) + len(group.dead) + len(group.attempts) for group in self.fold.groups])
+
 
 class PastGroups:
     """Folds the past of groups, and keeps the last folds."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[int, str, int], _Kept] = OrderedDict()
+        self._ranges = 0
 
     def view(self, partition: Partition, group: str, at_ms: int, *, until: float | None = None) -> PastView:
         """Return the partition with the group as it was. Raises OffsetOutOfRange where the log no longer says that;
@@ -122,11 +128,15 @@ class PastGroups:
         return start, fold or PartitionFold()
 
     def _keep(self, source: GroupsFold, group: str, end: int, groups: GroupsFold) -> None:
-        fold = groups.snapshot_into(PartitionFold(end, groups.purged_upto))
-        self._kept[id(source), group, end] = _Kept(source, group, end, fold)
-        self._kept.move_to_end((id(source), group, end))
-        while len(self._kept) > KEPT_MAX:
-            self._kept.popitem(last=False)
+        key = (id(source), group, end)
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return
+        kept = _Kept(source, group, end, groups.snapshot_into(PartitionFold(end, groups.purged_upto)))
+        self._kept[key] = kept
+        self._ranges += kept.ranges
+        while len(self._kept) > KEPT_MAX or (len(self._kept) > 1 and self._ranges > KEPT_RANGES_MAX):
+            self._ranges -= self._kept.popitem(last=False)[1].ranges
 
 
 def _check_known(partition: Partition, end: int, at_ms: int) -> None:
