@@ -16,7 +16,7 @@ from portalmq.cli.options import config_option, moment_ago, past_time
 from portalmq.cli.output import show_one, show_rows, time_text
 from portalmq.cli.session import Session, fields, with_session
 
-_COLUMNS = ["group", "mode", "ready", "in_flight", "scheduled", "dead", "lag", "oldest_unacked_ms"]
+_COLUMNS = ["group", "mode", "ready", "in_flight", "scheduled", "dead", "lag", "oldest_unacked_ms", "paused"]
 _OFFSET_COLUMNS = ["topic", "partition", "committed", "high_watermark", "lag", "lag_ms"]
 
 

@@ -331,6 +331,28 @@ def test_a_repeated_attempt_gets_the_same_messages_at_another_broker(cluster: Cl
         assert sorted(message["receipt"] for message in again) == sorted(message["receipt"] for message in first)
 
 
+def test_scheduled_and_ready_messages_of_all_leaders_are_moved_at_any_broker(cluster: Cluster, spread: str):
+    begin(cluster, spread)
+    first, second, third = cluster.brokers.values()
+    for partition in range(PARTITIONS):
+        send(first, spread, f"later {partition}", partition, PortalMQ_Delay_Ms="3600000")
+    path = f"/v1/topics/{spread}/scheduled"
+    assert call(second, "POST", f"{path}/run", {"where": {"key": {"exists": True}}}).json() == {"matched": 0, "run": 0}
+    assert call(second, "POST", f"{path}/run", {"limit": 2}).json() == {"matched": PARTITIONS, "run": 2}
+    (left,) = call(third, "GET", path).json()["messages"]
+    assert call(first, "POST", f"{path}/{left['id']}/run").status == 204
+    group = f"/v1/groups/{spread}"
+    ready = [f"later {partition}" for partition in range(PARTITIONS)]
+    wait_until(lambda: call(third, "GET", group).json().get("ready") == len(ready), "the copies are there")
+    target = {"topic": spread, "to_topic": f"{spread}.moved"}
+    assert call(second, "POST", f"{group}/move", target).json() == {"matched": len(ready), "moved": len(ready)}
+    there = f"/v1/topics/{spread}.moved/messages"
+    wait_until(lambda: len(call(third, "GET", there).json().get("messages", ())) == len(ready), "all are there")
+    moved = call(third, "GET", there).json()["messages"]
+    assert values(moved) == ready
+    assert call(first, "GET", group).json()["lag"] == 0
+
+
 def test_a_group_that_starts_at_the_latest_skips_what_was_there_on_every_leader(cluster: Cluster, spread: str):
     for partition in range(PARTITIONS):
         send(cluster.brokers[1], spread, "old", partition)
