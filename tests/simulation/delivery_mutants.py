@@ -19,12 +19,13 @@ from portalmq.broker.core.fold import SpanFold
 from portalmq.broker.core.queue import delivery
 from portalmq.broker.core.queue.delivery import GroupDelivery
 from portalmq.broker.core.queue.key_order import KeyQueues
-from portalmq.broker.core.queue.records import Claim, CommitOffset, Grant
+from portalmq.broker.core.queue.records import Cancel, Claim, CommitOffset, Grant, Reschedule
 from portalmq.broker.core.queue.selection import NEVER_MS
 from portalmq.broker.core.queue.spans import GroupSpans
 from portalmq.broker.core.stream import offsets as streams
 from portalmq.broker.core.stream.offsets import StreamOffsets
 from portalmq.broker.core.stream.rebalance import Draft
+from portalmq.broker.partition.folding import GroupsFold
 
 mutant = partial(any_mutant, has_groups=True)
 
@@ -127,6 +128,16 @@ def _(original: Any, self: Any, group: str, number: int, paused: bool, back: Any
 def _(original: Any, self: Any, group: str, number: int, paused: bool, back: Any) -> None:
     last = self._delivery(group).pause.number
     original(self, group, max(number, last + 1), paused, back)
+
+
+@mutant("orders no copy of what is moved to another time", 95, (GroupsFold, "reschedule"))
+def _(original: Any, self: Any, offset: int, record: Reschedule) -> None:
+    self.cancel(Cancel(record.ranges))
+
+
+@mutant("delivers what is moved to another time", 95, (GroupsFold, "reschedule"))
+def _(original: Any, self: Any, offset: int, record: Reschedule) -> None:
+    self.outbox[offset] = ""
 
 
 # --- lanes -----------------------------------------------------------------------------------------------------------
