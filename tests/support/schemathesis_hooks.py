@@ -17,7 +17,8 @@ WAIT_MS_MAX = 5
 PARTITIONS_MAX = 3
 # The disk of a test is not full, and a broker makes no mistakes.
 SERVER_ERRORS = {503}
-NAMED = ("topic", "group", "lock", "member", "name", "owner", "consumer", "queue", "dead_letter_topic", "id")
+NAMED = ("topic", "to_topic", "dead_letter_topic", "group", "lock", "member", "name", "owner", "consumer")
+NAMED += ("queue", "id")
 
 
 @schemathesis.serializer(wire.BATCH_MSGPACK)
