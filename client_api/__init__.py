@@ -33,6 +33,7 @@ from portalmq.errors import OffsetOutOfRange as OffsetOutOfRange
 from portalmq.errors import OutOfOrderSequence as OutOfOrderSequence
 from portalmq.errors import PartitionNotFound as PartitionNotFound
 from portalmq.errors import PortalMQError as PortalMQError
+from portalmq.errors import QueryLimit as QueryLimit
 from portalmq.errors import RequestInProgress as RequestInProgress
 from portalmq.errors import StaleReceipt as StaleReceipt
 from portalmq.errors import StorageFull as StorageFull

@@ -291,6 +291,7 @@ class Supervisor:
         for name, config in self.plan.brokers.items():
             self.tell(f"{name}   {config.url}")
         self.tell(f"zookeeper  {self._zookeeper}")
+        self.tell(f"dashboard  {next(iter(self.plan.brokers.values())).url}/ui/")
         self.tell(f"ready after {took_s:.1f} s; data and logs in {self.plan.data_dir}")
 
     # --- watching and ending -----------------------------------------------------------------------------------------

@@ -123,6 +123,6 @@ function Redrive({ group, topic, reason, chosen, done }) {
         return found;
       }} done=${(found) => `${number(found.dropped)} dropped`} />`}
     </div>
-    ${wanted && html`<p class="hint mono">${post(path, wanted)}</p>`}
+    ${wanted && html`<p class="hint mono">curl ${post(path, wanted)}</p>`}
   <//>`;
 }

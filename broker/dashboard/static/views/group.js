@@ -15,7 +15,7 @@ export function Group({ names: [group] }) {
   const { data } = found;
   const isQueue = data?.mode === "queue";
   const paused = data?.paused;
-  return html`<${Page} title=${group} crumbs=${[["Groups", "/ui/groups"]]} at=${found.at} actions=${data && !moment_ && html`<${Pause} group=${group} paused=${paused} reload=${found.reload} />`}>
+  return html`<${Page} title=${group} crumbs=${[["Groups", "/ui/groups"]]} at=${found.at} actions=${isQueue && !moment_ && html`<${Pause} group=${group} paused=${paused} reload=${found.reload} />`}>
     ${!data ? html`<${Loading} of=${found} />` : html`
       <${Fault} fault=${found.fault} />
       ${paused && html`<p class="alert warn" role="status">Paused since ${moment(paused.since_ms)}${paused.reason ? `: ${paused.reason}` : ""}. Receives wait; what is in flight can be acked.</p>`}
@@ -191,5 +191,5 @@ function Seek({ group, topics, rows, reload }) {
       { name: "Then", number: true, of: (row) => number(row.to) },
       { name: "Moves by", number: true, of: (row) => `${row.to > row.from ? "+" : ""}${number(row.to - row.from)}` },
     ]} /><div class="row end"><button type="button" onClick=${() => setPreview(null)}>Leave it</button><${Act} class="primary" disabled=${busy} onClick=${seek}>Seek<//></div></div>`}
-    <p class="hint mono">${shown === "…" ? "" : post(path, JSON.parse(shown))}</p><//>`;
+    <p class="hint mono">${shown === "…" ? "" : `curl ${post(path, JSON.parse(shown))}`}</p><//>`;
 }

@@ -87,6 +87,6 @@ function Many({ topic, done }) {
       <${Act} class="primary" disabled=${busy || wrong} onClick=${() => ask("run")}>Run ${which} now<//>
       <${Act} disabled=${busy || wrong || !due} onClick=${() => ask("move", { deliver_at_ms: new Date(due).getTime() })}>Move ${which}<//>
       ${!wrong && html`<${Destroy} label=${`Cancel ${which}`} name=${topic} says=${`Scheduled messages of ${topic}, ${which}, are cancelled.`} act=${() => ask("cancel")} />`}</div>
-    <p class="hint mono">${post(`${path}/run`, wanted)}</p>
+    <p class="hint mono">curl ${post(`${path}/run`, wanted)}</p>
   <//>`;
 }

@@ -99,7 +99,7 @@ function Browse({ topic, partitions }) {
     </form>
     <div class="tools">
       <${Choice} label="Partition" value=${query.partition || ""} options=${[["", "all"], ...[...Array(partitions).keys()].map((each) => [each, each])]} onChange=${(partition) => setQuery({ partition, offset: "" })} />
-      <label class="inline">From offset<input type="number" min="0" disabled=${!query.partition} value=${query.offset || ""} placeholder=${query.partition ? "newest" : "of a partition"} onChange=${(event) => setQuery({ offset: event.target.value, at: "" })} /></label>
+      <label class="inline">From offset<input type="number" min="0" disabled=${!query.partition} value=${query.offset || ""} placeholder=${query.partition ? "newest" : ""} title=${query.partition ? "" : "Choose a partition first"} onChange=${(event) => setQuery({ offset: event.target.value, at: "" })} /></label>
       <label class="inline">From time<input type="datetime-local" step="1" onChange=${since} /></label>
       ${messages.length > 0 && html`<button type="button" class="quiet" onClick=${() => download(`${topic}.json`, JSON.stringify(messages, null, 1), "application/json")}>Download JSON</button>`}
     </div>
