@@ -236,7 +236,7 @@ def may_be_forgotten(
     """Whether no broker has files of the deleted topic: all registered brokers have confirmed it, and all that ever had
     an id have too, or the week is over. A broker that returns later sets its files aside, and destroys nothing."""
     missing = set(claimed) - set(confirmed)
-    if missing & set(registered) or not set(registered) <= set(confirmed):
+    if not set(registered) <= set(confirmed):
         return False
     return not missing or now_ms - tombstone.deleted_at_ms > TOMBSTONE_MS
 

@@ -45,12 +45,9 @@ RESULTS = TESTS.parent / "build/syntax_mutants.jsonl"
 UNIT_TESTS = {
     "portalmq.broker.core": ("broker/core",),
     "portalmq.control_plane": tuple(
-        f"control_plane/test_{name}.py"
-        for name in ("controller", "plan", "cluster", "stream_groups", "mirror", "locks")
+        f"control_plane/test_{name}.py" for name in ("controller", "controller_guards", "plan")
     ),
 }
-# The simulator drives these; control_plane's others are under a simulated ZooKeeper of its own.
-SIMULATED = ("portalmq.broker.core.", "portalmq.control_plane.controller")
 HAS_GROUPS = ("portalmq.broker.core.queue", "portalmq.broker.core.stream", "portalmq.broker.core.fold")
 SEEDS_MAX = 2_000
 SEEDS_OF_LISTED = 40
@@ -256,8 +253,6 @@ class Hunter:
         return True
 
     def _seeds_max(self, mutant: SyntaxMutant) -> int:
-        if not mutant.module.startswith(SIMULATED):
-            return 0
         return min(self.arguments.seeds, SEEDS_OF_LISTED) if mutant.name in self.listed else self.arguments.seeds
 
     def _begin(self, mutant: SyntaxMutant, tests: list[UnitTest]) -> _Hunt:

@@ -44,6 +44,7 @@ MODULES = (
     "portalmq.broker.core.stream.offsets",
     "portalmq.broker.core.stream.rebalance",
     "portalmq.broker.core.fold",
+    "portalmq.control_plane.controller",
 )
 
 # A comparison that has one of these words decides by age or progress. Those of the second kind have no order.
