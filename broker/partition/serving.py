@@ -11,7 +11,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
-from portalmq.broker.core.replica.events import Fetch, FetchReceived, Rejected, Reply, ReplyFetch
+from portalmq.broker.core.replica.events import Fetch, FetchReceived, Poll, Rejected, Reply, ReplyFetch
 from portalmq.broker.partition.host import Replica
 from portalmq.broker.storage.batch import BatchFrame, frame_of
 from portalmq.broker.storage.errors import DAMAGE, OffsetPurged, Shortage, StorageError
@@ -30,8 +30,8 @@ class WaitingFetch(Protocol):
     def fetch(self) -> Fetch: ...
 
     @property
-    def sent_after_ms(self) -> int | None:
-        """See FetchReceived."""
+    def poll(self) -> Poll:
+        """The last request of its broker."""
         ...
 
     @property
@@ -75,9 +75,9 @@ class LeaderReplication:
         return max(replica.durable_end, min(self._ahead_end, replica.sendable_end))
 
     def on_fetch(self, pending: WaitingFetch) -> None:
-        """Handle a follower's fetch, new or still waiting."""
+        """Handle a follower's fetch."""
         self._knows_compressed[pending.fetch.broker_id] = pending.knows_compressed
-        self._partition.step(FetchReceived(pending, pending.fetch, pending.sent_after_ms))
+        self._partition.step(FetchReceived(pending, pending.fetch, pending.poll.sent_after_ms, pending.poll))
 
     def may_compress(self) -> bool:
         """Return whether the followers can store compressed batches. While brokers of an earlier version are replaced
@@ -89,6 +89,7 @@ class LeaderReplication:
         )
 
     def on_withdrawn(self, pending: WaitingFetch) -> None:
+        self._partition.replica.fetch_ended(pending.fetch.broker_id, pending.poll)
         if self.parked.get(pending.fetch.broker_id) is pending:
             del self.parked[pending.fetch.broker_id]
 

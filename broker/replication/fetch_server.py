@@ -5,8 +5,8 @@
     parked  <- a partition with new records marks its fetch in `ready`, one whose high watermark moved in `moved`
 
 So a poll over a hundred idle partitions costs nothing until one of them has something to send. Records wake it at once;
-a high watermark alone within HW_LINGER_MS, since it usually travels with the next records. Partitions hear of all
-fetches of a session again a few times a second: the fetches are current as long as the follower polls.
+a high watermark alone within HW_LINGER_MS, since it usually travels with the next records. The fetches of a session are
+current as long as the follower polls: each request renews all that wait, by a Poll that their partitions share.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Protocol
 import msgspec
 from gevent.event import Event
 
-from portalmq.broker.core.replica.events import BelowStart, Diverging, Fetch, Rejected, Reply
+from portalmq.broker.core.replica.events import BelowStart, Diverging, Fetch, Poll, Rejected, Reply
 from portalmq.broker.core.replica.isr import NEVER_MS
 from portalmq.broker.core.replica.state import VOUCHED_FOR_MS
 from portalmq.broker.partition.clock import Clock
@@ -44,8 +44,6 @@ from portalmq.broker.replication.fetch_protocol import (
 from portalmq.errors import InvalidRequest
 
 HW_LINGER_MS = 100
-# How often partitions hear of their waiting fetches again. A fetch counts as overdue after 500 ms.
-AFFIRM_EVERY_MS = 200
 WAIT_MS_MAX = 5_000
 REPLY_BYTES_MAX = 64 * 1024 * 1024
 SHARE_BYTES_MIN = 64 * 1024
@@ -83,8 +81,8 @@ class SessionFetch:
         return echo_of(self.fetch)
 
     @property
-    def sent_after_ms(self) -> int | None:
-        return self.session.sent_after_ms
+    def poll(self) -> Poll:
+        return self.session.poll
 
     @property
     def knows_compressed(self) -> bool:
@@ -119,13 +117,11 @@ class FetchSession:
         self.number = number
         self.knows_compressed = knows_compressed
         self.turn = 0
-        # What the last request says is from after this time; None for a broker without this field.
-        self.sent_after_ms: int | None = NEVER_MS
+        self.poll = Poll(clock.now_ms(), NEVER_MS)
         self.fetches: dict[PartitionKey, SessionFetch] = {}
         self.ready: dict[SessionFetch, None] = {}
         self.moved: dict[SessionFetch, None] = {}
         self.moved_ms = 0
-        self.affirmed_ms = clock.now_ms()
         self.wakeup = Event()
         self.polls = 0
         self.ended = False
@@ -195,11 +191,11 @@ class FetchServer:
         if request.turn <= session.turn:
             return self._encode_answer(True)
         session.turn = request.turn
-        session.sent_after_ms = request.answered_ms or (None if request.answered_ms is None else NEVER_MS)
         session.wakeup.set()  # ends the poll of the earlier turn
-        for key in request.left:
+        for key in request.left:  # first: the request renews what it does not leave
             session.forget(key)
-        self._repeat_fetches(session)
+        session.poll.heard_ms = self._host.clock.now_ms()
+        session.poll.sent_after_ms = request.answered_ms or (None if request.answered_ms is None else NEVER_MS)
         for asked in request.partitions:
             self._ask(session, request, asked)
         return self._poll(session, request, peer)
@@ -260,16 +256,6 @@ class FetchServer:
             pending = session.fetches.get((partition.topic_id, partition.number))
             if pending is not None and pending.is_waiting and pending.answer is None:
                 pending.partition = partition
-                self._submit(pending)
-
-    def _repeat_fetches(self, session: FetchSession) -> None:
-        """Pass all fetches of a session to their partitions again: they are current as long as the follower polls."""
-        now_ms = self._host.clock.now_ms()
-        if now_ms - session.affirmed_ms < AFFIRM_EVERY_MS:
-            return
-        session.affirmed_ms = now_ms
-        for pending in tuple(session.fetches.values()):
-            if pending.is_waiting and pending.answer is None:
                 self._submit(pending)
 
     # --- the poll ----------------------------------------------------------------------------------------------------

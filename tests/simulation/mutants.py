@@ -327,8 +327,13 @@ def _(original: Any, self: Any, now_ms: int) -> bool:
 
 
 @mutant("takes a fetch that lay on the way for news", 9115, (IsrTracker, "fetched"), has_groups=True)
-def _(original: Any, self: Any, fetch: core.Fetch, leader_end: int, now_ms: int, sent_after_ms: Any = None) -> bool:
-    return original(self, fetch, leader_end, now_ms, now_ms)
+def _(original: Any, self: Any, fetch: core.Fetch, leader_end: int, now_ms: int, sent: Any = None, *more: Any) -> bool:
+    return original(self, fetch, leader_end, now_ms, now_ms, *more)
+
+
+@mutant("takes a fetch that was answered for one that waits", 0, (IsrTracker, "fetch_ended"), has_groups=True)
+def _(original: Any, self: Any, broker_id: int, poll: core.Poll) -> None:
+    pass
 
 
 @mutant("answers acks while an earlier leader may hand out", 2851, (ReplicaState, "may_settle"), has_groups=True)

@@ -38,7 +38,8 @@ FAULTS = {
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """`after` is the end of the run: all recovers, one broker stays dead, or the faults of the network continue."""
+    """`polls`: a fetch waits until there is an answer, and requests renew it meanwhile. `after` is the end of the run:
+    all recovers, one broker stays dead, or the faults of the network continue."""
 
     seed: int
     events: int
@@ -66,6 +67,7 @@ class Options:
     trouble_in_isr_change: float
     one_event_at_a_time: bool
     sends_ahead: bool
+    polls: bool
     producers: int
     disaster: bool
     after: str
@@ -114,6 +116,7 @@ def draw(seed: int, events: int, random: Random) -> Options:
         trouble_in_isr_change=random.choice([0.0, 0.2, 0.5]),
         one_event_at_a_time=random.random() < 0.5,
         sends_ahead=seed % 3 != 2,
+        polls=seed // 4 % 2 == 1,
         producers=random.choice([1, 2, 4]),
         disaster=random.random() < 0.04 and groups is None,
         after=random.choice(["whole", "whole", "one dead", "rough"]),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from simulation.disk import Batch
-from simulation.fetches import Fetches
+from simulation.fetches import Fetches, PollRequest
 from simulation.group_host import GroupHost
 from simulation.network import CLIENTS
 from simulation.submission import Submission
@@ -33,6 +33,7 @@ from portalmq.broker.core.replica.events import (
     HighWatermarkAdvanced,
     LeaderAnswered,
     LogReset,
+    Poll,
     ProposeIsr,
     Quarantine,
     Refresh,
@@ -380,6 +381,7 @@ class ReplicaShell:
 
     def _on_step_down(self, leader: int | None) -> None:
         """Return batches, including those being written: others may take their offsets later."""
+        self.fetches.end()
         unknown = NotLeader("moved", leader=leader, outcome="unknown")
         on_their_way = [submission for _, submission in self._writing + self._queue if submission is not None]
         for submission in [*self._uncommitted, *on_their_way, *self._duplicates]:
@@ -417,9 +419,18 @@ class ReplicaShell:
         for _, then in waiters:
             then(error)
 
-    def fetch(self, fetch: Fetch, sent_after_ms: int = NEVER_MS) -> None:
+    def fetch(self, fetch: Fetch, sent_after_ms: int = NEVER_MS, poll: Poll | None = None) -> None:
         """A follower fetches, `sent_after_ms` after this broker's last answer to it."""
-        self.tell(FetchReceived(fetch, fetch, sent_after_ms))
+        self.tell(FetchReceived(fetch, fetch, sent_after_ms, poll))
+
+    def poll(self, request: PollRequest) -> None:
+        """A follower's broker polls."""
+        self.fetches.polled(request)
+
+    def poll_answered(self, leader: int, answered_ms: int) -> None:
+        """A leader has answered a poll with nothing, at `answered_ms` of its clock."""
+        self.fetches.poll_answered(leader, answered_ms)
+        self.tell(LeaderAnswered(self.world.now))
 
     def replied(self, answer: FetchReplied, batches: list[Batch], answered_ms: int) -> None:
         """A leader has answered, at `answered_ms` of its clock."""

@@ -45,6 +45,17 @@ class Fetch(msgspec.Struct, frozen=True):
     number: int = 0
 
 
+class Poll(msgspec.Struct):
+    """The last request of a follower's broker to this one, shared by all its fetches that wait here: each of them is
+    still current. It came at `heard_ms`, and was sent after `sent_after_ms`, as in FetchReceived.
+
+    It is the one input of the core that does not pass `step`: a thousand partitions would be told five times a second.
+    """
+
+    heard_ms: int
+    sent_after_ms: int | None
+
+
 class BatchHead(msgspec.Struct, frozen=True):
     """The properties of a replicated batch that the core needs. `producers` are those of a STATE record; they replace
     what a replica that began above their batches cannot know."""
@@ -183,15 +194,16 @@ class LogReset(msgspec.Struct, frozen=True):
 
 
 class FetchReceived(msgspec.Struct, frozen=True):
-    """A follower's fetch, or a notice that its waiting fetch is still current. `token` comes back in ReplyFetch.
+    """A follower's fetch. `token` comes back in ReplyFetch.
 
     The follower sent it after `sent_after_ms` of this broker's clock. None means that this is not known, and it counts
-    as sent now.
+    as sent now. While the fetch waits, until `fetch_ended`, later requests renew it by its `poll`.
     """
 
     token: object
     fetch: Fetch
     sent_after_ms: int | None = None
+    poll: Poll | None = None
 
 
 class FollowerRefused(msgspec.Struct, frozen=True):

@@ -21,7 +21,7 @@ from functools import lru_cache
 
 import msgspec
 
-from portalmq.broker.core.replica.events import Fetch, PartitionStateChanged
+from portalmq.broker.core.replica.events import Fetch, PartitionStateChanged, Poll
 
 OVERDUE_MS = 500
 NEVER_MS = -(1 << 62)
@@ -44,7 +44,8 @@ class Follower(msgspec.Struct):
 
     `heard_ms` is the time of its last fetch, from which the lease counts; `vouched_ms` a time at which it certainly
     still followed this leader. `fetched_ms` and `caught_up_ms` measure its lag, and exclude the time in which this
-    process was paused. `in_step`: it has what the log had at its previous fetch.
+    process was paused. `in_step`: it has what the log had at its previous fetch. `poll` renews its fetch while that
+    waits.
     """
 
     incarnation: int
@@ -57,6 +58,21 @@ class Follower(msgspec.Struct):
     leader_end_then: int = 1 << 62
     in_step: bool = False
     refused: bool = False
+    poll: Poll | None = None
+
+    def fetched(self, durable_offset: int, leader_end: int, at_ms: int, sent_after_ms: int | None) -> None:
+        """Take a fetch that came at `at_ms`, when the leader's log ended at `leader_end`, or was renewed then."""
+        self.in_step = durable_offset >= min(leader_end, self.leader_end_then)
+        if durable_offset >= leader_end:
+            self.caught_up_ms = max(self.caught_up_ms, at_ms)
+        elif durable_offset >= self.leader_end_then:
+            self.caught_up_ms = max(self.caught_up_ms, self.fetched_ms)
+        self.durable_end = max(self.durable_end, durable_offset)
+        self.leader_end_then = leader_end
+        self.fetched_ms = max(self.fetched_ms, at_ms)
+        self.heard_ms = at_ms
+        self.vouched_ms = max(self.vouched_ms, at_ms if sent_after_ms is None else sent_after_ms)
+        self.refused = False
 
 
 class _ReplicaSets(msgspec.Struct, frozen=True):
@@ -82,6 +98,7 @@ class IsrTracker:
         self.proposed: frozenset[int] | None = None
         self.began_ms = now_ms
         self._followers: dict[int, Follower] = {}
+        self._leader_end = 0
         self._ticked_ms = now_ms
         self._cached_sets: _ReplicaSets | None = None
 
@@ -93,10 +110,18 @@ class IsrTracker:
         self.state = state
         self.proposed = None
 
-    def fetched(self, fetch: Fetch, leader_end: int, now_ms: int, sent_after_ms: int | None = None) -> bool:
+    def fetched(
+        self,
+        fetch: Fetch,
+        leader_end: int,
+        now_ms: int,
+        sent_after_ms: int | None = None,
+        poll: Poll | None = None,
+    ) -> bool:
         """Take a fetch of this epoch whose log matches ours. Return False for one from an earlier life of the replica:
         it is late, and says nothing of the replica as it is now."""
-        known = self._followers.get(fetch.broker_id)
+        self._leader_end = leader_end
+        known = self._follower(fetch.broker_id)
         life = life_of(fetch.incarnation, fetch.store_uuid)
         if known is not None and life < life_of(known.incarnation, known.store_uuid):
             return False
@@ -106,17 +131,22 @@ class IsrTracker:
             caught_up_ms = known.caught_up_ms if known else self.began_ms
             known = Follower(fetch.incarnation, fetch.store_uuid, now_ms, caught_up_ms)
             self._followers[fetch.broker_id] = known
-        known.in_step = fetch.durable_offset >= min(leader_end, known.leader_end_then)
-        if fetch.durable_offset >= leader_end:
-            known.caught_up_ms = now_ms
-        elif fetch.durable_offset >= known.leader_end_then:
-            known.caught_up_ms = max(known.caught_up_ms, known.fetched_ms)
-        known.durable_end = max(known.durable_end, fetch.durable_offset)
-        known.leader_end_then = leader_end
-        known.fetched_ms = known.heard_ms = now_ms
-        known.vouched_ms = max(known.vouched_ms, now_ms if sent_after_ms is None else sent_after_ms)
-        known.refused = False
+        known.fetched(fetch.durable_offset, leader_end, now_ms, sent_after_ms)
+        known.poll = poll
         return True
+
+    def fetch_ended(self, broker_id: int, poll: Poll) -> None:
+        """Take that a fetch no longer waits: what `poll` says from now on is not about it."""
+        known = self._follower(broker_id)
+        if known is not None and known.poll is poll:
+            known.poll = None
+
+    def _follower(self, broker_id: int) -> Follower | None:
+        """Return what is known of a follower, its waiting fetch renewed by its broker's last request."""
+        known = self._followers.get(broker_id)
+        if known is not None and known.poll is not None and known.poll.heard_ms > known.heard_ms:
+            known.fetched(known.durable_end, self._leader_end, known.poll.heard_ms, known.poll.sent_after_ms)
+        return known
 
     def _life_in_sync(self, broker_id: int) -> tuple[int, int]:
         """Return the life in which the replica was last recorded in sync."""
@@ -125,7 +155,7 @@ class IsrTracker:
 
     def refused(self, broker_id: int, now_ms: int) -> None:
         """Take that a broker's port refuses connections."""
-        known = self._followers.get(broker_id)
+        known = self._follower(broker_id)
         if known is None:
             known = self._followers[broker_id] = Follower(-1, "", self.began_ms, self.began_ms)
         if now_ms - known.fetched_ms >= OVERDUE_MS:
@@ -136,7 +166,7 @@ class IsrTracker:
         paused_ms = now_ms - self._ticked_ms - 2 * OVERDUE_MS
         if paused_ms > 0:
             self.began_ms += paused_ms
-            for known in self._followers.values():
+            for known in filter(None, map(self._follower, self._followers)):
                 known.fetched_ms = min(now_ms, known.fetched_ms + paused_ms)
                 known.caught_up_ms = min(now_ms, known.caught_up_ms + paused_ms)
         self._ticked_ms = now_ms
@@ -166,9 +196,10 @@ class IsrTracker:
         """
         if len(self.state.isr) < self.state.min_insync_replicas:
             return -1
+        self._leader_end = own_durable_end
         end, sets = own_durable_end, self._replica_sets()
         for member in sets.others:
-            known = self._followers.get(member)
+            known = self._follower(member)
             end = min(end, known.durable_end if known else -1)
         for replica in sets.outside:
             if self._joins(replica, brokers, now_ms):
@@ -190,14 +221,14 @@ class IsrTracker:
         others = self._replica_sets().others
         if not others:
             return None
-        return min([known.heard_ms if (known := self._followers.get(member)) else NEVER_MS for member in others])
+        return min([known.heard_ms if (known := self._follower(member)) else NEVER_MS for member in others])
 
     def vouched_by_all_ms(self) -> int | None:
         """Return a time at which every other member certainly followed this leader; None without another member."""
         others = self._replica_sets().others
         if not others:
             return None
-        return min([known.vouched_ms if (known := self._followers.get(member)) else NEVER_MS for member in others])
+        return min([known.vouched_ms if (known := self._follower(member)) else NEVER_MS for member in others])
 
     def overdue(self, now_ms: int) -> list[int]:
         """Return the members whose fetch is overdue: their ports are probed."""
@@ -210,7 +241,7 @@ class IsrTracker:
         )
 
     def _fetched_ms(self, member: int) -> int:
-        known = self._followers.get(member)
+        known = self._follower(member)
         return known.fetched_ms if known else self.began_ms
 
     # --- the ISR to propose ------------------------------------------------------------------------------------------
@@ -223,7 +254,7 @@ class IsrTracker:
             return False
         stores, incarnations = self.state.store_uuids or {}, self.state.incarnations or {}
         for member in sets.others:
-            known = self._followers.get(member)
+            known = self._follower(member)
             if (
                 known is None
                 or known.refused
@@ -255,7 +286,7 @@ class IsrTracker:
         return frozenset(
             member
             for member in self.state.isr - {self.broker_id}
-            if (known := self._followers.get(member)) is not None
+            if (known := self._follower(member)) is not None
             and known.incarnation > counted.get(member, known.incarnation)
             and not self._is_lossy(member)
             and self._may_join(member, high_watermark, brokers, now_ms)
@@ -275,12 +306,12 @@ class IsrTracker:
     def _is_out(self, member: int, now_ms: int) -> bool:
         if member == self.broker_id:
             return False
-        known = self._followers.get(member)
+        known = self._follower(member)
         caught_up_ms = known.caught_up_ms if known else self.began_ms
         return now_ms - caught_up_ms > self.lag_ms or (known is not None and known.refused)
 
     def _may_join(self, replica: int, high_watermark: int, brokers: Mapping[int, tuple[int, str]], now_ms: int) -> bool:
-        known = self._followers.get(replica)
+        known = self._follower(replica)
         return (
             known is not None
             and not self._is_out(replica, now_ms)  # else it would join and leave for ever
@@ -290,7 +321,7 @@ class IsrTracker:
         )
 
     def _joins(self, replica: int, brokers: Mapping[int, tuple[int, str]], now_ms: int) -> bool:
-        known = self._followers.get(replica)
+        known = self._follower(replica)
         return (
             known is not None
             and known.in_step

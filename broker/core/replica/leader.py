@@ -144,10 +144,15 @@ class LeadingReplica(ReplicaState):
         epoch, end = self._epochs.end_of(fetch.last_epoch, self.sendable_end)
         if epoch < fetch.last_epoch or end < fetch.fetch_offset:
             return [events.ReplyFetch(event.token, fetch.fetch_offset, events.Diverging(epoch, end))]
-        if not leading.fetched(fetch, self.durable_end, now_ms, event.sent_after_ms):
+        if not leading.fetched(fetch, self.durable_end, now_ms, event.sent_after_ms, event.poll):
             return [events.ReplyFetch(event.token, fetch.fetch_offset, events.Rejected(self.highest_epoch))]
         advanced = self._advance_high_watermark(now_ms)
         return [*advanced, *self._propose(now_ms), events.ReplyFetch(event.token, fetch.fetch_offset, None)]
+
+    def fetch_ended(self, broker_id: int, poll: events.Poll) -> None:
+        """Note that a fetch was answered or withdrawn: later requests of its broker say nothing of this replica."""
+        if self.in_sync is not None:
+            self.in_sync.fetch_ended(broker_id, poll)
 
     def _propose(self, now_ms: int) -> list[events.Action]:
         """Propose a change of the ISR, one compare-and-set at a time. A joining member counts from the proposal on,

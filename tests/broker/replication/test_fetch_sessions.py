@@ -350,6 +350,43 @@ def test_a_request_without_that_time_confirms_the_leader_now(group, monkeypatch)
     assert told == [None]
 
 
+def test_a_request_renews_the_fetches_that_it_does_not_leave_without_a_word_to_their_partitions(group, monkeypatch):
+    """However many they are, a request costs the same."""
+    told = said_after(group, monkeypatch)
+    end = group.leader.replica.next_offset
+    insync = group.leader.replica.in_sync
+
+    def heard() -> tuple[int, int]:
+        known = insync._follower(2)
+        return known.heard_ms, known.vouched_ms
+
+    first = ask(group, request(1, asked(end, hw=end), answered_ms=0))
+    before = heard()
+    gevent.sleep(0.002)
+    second = ask(group, request(2, answered_ms=first.answered_ms))
+    renewed = heard()
+    assert renewed > before
+    assert renewed[1] == first.answered_ms
+    gevent.sleep(0.002)
+    ask(group, request(3, left=[(TOPIC_ID, 0)], answered_ms=second.answered_ms))
+    assert heard() == renewed, "the follower may follow another leader by now"
+    assert told == [NEVER_MS]
+
+
+def test_an_answered_fetch_is_not_renewed(group):
+    end = group.leader.replica.next_offset
+    first = ask(group, request(1, asked(end, hw=end), answered_ms=0))
+    send(group.leader, "a", acks="leader")
+    second = ask(group, request(2, answered_ms=first.answered_ms))
+    assert only(second).frames
+    known = group.leader.replica.in_sync._follower(2)
+    renewed = known.heard_ms, known.vouched_ms
+    gevent.sleep(0.002)
+    ask(group, request(3, answered_ms=second.answered_ms))
+    assert group.leader.replica.in_sync._follower(2) is known
+    assert (known.heard_ms, known.vouched_ms) == renewed
+
+
 def test_followers_confirm_their_leader_as_long_as_they_poll(tmp_path):
     with replicas(
         tmp_path, 2, lag_ms=1_000_000

@@ -6,7 +6,7 @@ from random import Random
 
 from msgspec.structs import replace
 
-from portalmq.broker.core.replica.events import Fetch, PartitionStateChanged
+from portalmq.broker.core.replica.events import Fetch, PartitionStateChanged, Poll
 from portalmq.broker.core.replica.isr import OVERDUE_MS, IsrTracker
 
 LAG_MS = 3_000
@@ -199,6 +199,49 @@ def test_a_pause_of_the_leader_is_not_its_followers_lag():
     assert insync.heard_from_all_ms() < 0  # the pause does not extend the lease
     insync.fetched(fetch(3, 10), 10, 20_200)
     assert insync.heard_from_all_ms() == 100
+
+
+def test_requests_of_its_broker_renew_a_fetch_while_it_waits_and_no_longer():
+    insync, poll = book(1, 2, 3), Poll(100, 50)
+    for broker_id in (2, 3):
+        insync.fetched(fetch(broker_id, 10), 10, 100, 50, Poll(100, 50) if broker_id == 3 else poll)
+    poll.heard_ms, poll.sent_after_ms = 20_000, 19_000
+    assert (insync.heard_from_all_ms(), insync.vouched_by_all_ms()) == (100, 50), (
+        "another broker's request says nothing"
+    )
+    assert insync.overdue(20_000) == [3]
+    assert insync.wanted(10, BROKERS, 20_000) == {1, 2}
+    insync.on_partition_state(word(1, 2))
+    assert (insync.heard_from_all_ms(), insync.vouched_by_all_ms()) == (20_000, 19_000)
+    insync.fetch_ended(2, Poll(0, 0))  # of a session that was replaced: late
+    poll.heard_ms, poll.sent_after_ms = 30_000, 29_000
+    insync.fetch_ended(2, poll)
+    poll.heard_ms, poll.sent_after_ms = 40_000, 39_000
+    assert (insync.heard_from_all_ms(), insync.vouched_by_all_ms()) == (30_000, 29_000)
+
+
+def test_a_renewed_fetch_is_caught_up_only_with_all_that_the_leader_has():
+    insync, poll = book(1, 2, 3, least=1), Poll(100, 50)
+    insync.fetched(fetch(2, 10), 10, 100, 50, poll)
+    insync.fetched(fetch(3, 5), 10, 100, 50, poll)
+    for now_ms in range(200, LAG_MS + 400, 200):
+        poll.heard_ms = now_ms
+        assert insync.committed_end(10, BROKERS, now_ms) == 5
+    assert insync.wanted(5, BROKERS, LAG_MS + 200) == {1, 2}, "one is heard, and behind all the time"
+    for now_ms in range(LAG_MS + 400, 3 * LAG_MS, 200):
+        poll.heard_ms = now_ms
+        assert insync.committed_end(20, BROKERS, now_ms) == 5
+    assert insync.wanted(5, BROKERS, 3 * LAG_MS) == {1}
+
+
+def test_a_request_that_comes_after_a_refused_connection_counts():
+    insync, poll = book(1, 2, 3), Poll(100, 50)
+    for broker_id in (2, 3):
+        insync.fetched(fetch(broker_id, 10), 10, 100, 50, poll)
+    insync.refused(3, 100 + OVERDUE_MS)
+    assert insync.wanted(10, BROKERS, 100 + OVERDUE_MS) == {1, 2}
+    poll.heard_ms = 101 + OVERDUE_MS
+    assert insync.wanted(10, BROKERS, 101 + OVERDUE_MS) == {1, 2, 3}
 
 
 def test_a_replica_that_would_leave_at_once_does_not_join():
