@@ -58,6 +58,12 @@ def twice_leased(it: History) -> None:
     it.delivered(got(6, attempt="y", number=1))
 
 
+def twice_leased_after_a_loss(it: History) -> None:
+    it.delivered(got(3, attempt="w", number=7))
+    it.lost_grants(P, 4 * S)
+    twice_leased(it)
+
+
 def anothers_lease(it: History) -> None:
     it.delivered(got(5))
     it.delivered(got(6, attempt="y"))
@@ -153,6 +159,7 @@ BAD: dict[str, tuple[str, Callable[[History], None]]] = {
     "a start beyond the high watermark": ("I11", lambda it: it.assigned("m", 1, {P: 11}, 0, S)),
     "a commit beyond the high watermark": ("I11", lambda it: it.commits(P, 11)),
     "two leases at a time": ("I12", twice_leased),
+    "two leases at a time after grants were lost": ("I12", twice_leased_after_a_loss),
     "another's lease": ("I12", anothers_lease),
     "an older receipt counts": ("I12", older_receipt),
     "delivered after its ack": ("I12", after_its_ack),
@@ -177,6 +184,8 @@ def test_a_bad_history_is_found(name: str) -> None:
 
 def test_a_good_history_is_let_be() -> None:
     it = history()
+    it.lost_grants(P, int(4.05 * S))
+    it.delivered(got(4, attempt="w", number=3))  # the answer was on its way
     it.delivered(got(5))
     it.delivered(got(5.5))  # the same attempt again
     it.releases([receipt(1)])

@@ -418,7 +418,7 @@ def observe(checker: Checker) -> None:
     after(
         Partition,
         "_on_refused",
-        lambda process, it, result, *_: checker.history.lost_grants((it.topic, it.number)),
+        lambda process, it, result, *_: checker.history.lost_grants((it.topic, it.number), world.loop.now_ns),
     )
     after(Partition, "__init__", lambda process, it, result, *values: checker.opened(process, it))
     after(

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 from simulation.shell.options import Step
 from simulation.shell.plane import ZOOKEEPER
 
+from portalmq.broker.storage.schema import PAGE_BYTES
 from portalmq.errors import PortalMQError
 
 if TYPE_CHECKING:
+    from simulation.shell.disk import SimDisk
     from simulation.shell.machine import Machine
     from simulation.shell.world import World
 
@@ -232,7 +234,9 @@ class Faults:
             disk = machine.life.disk if machine.life is not None else None
             names = sorted(disk.names) if disk is not None else ()
             mine = [name for name in names if f"@{key[0]}/{key[1]}/" in name and _SEGMENT.search(name)]
-            if disk is None or not mine or not disk.flip(mine[-1], random, below=16):
+            if disk is None or not mine or _has_first_page(disk, f"{mine[-1]}-wal"):
+                continue  # the next start would write the page again
+            if not disk.flip(mine[-1], random, below=16):
                 continue
             self._note("{} on broker {} is damaged", mine[-1], machine.number)
             checker.known(key).lossy.add(machine.number)
@@ -280,3 +284,10 @@ class Faults:
             machine.life.process.wall_ms = 0
             machine.life.disk.fsyncs_to_fail = 0
             self._resume(machine.life)
+
+
+def _has_first_page(disk: SimDisk, log: str) -> bool:
+    """Return whether a write-ahead log has the first page of its file."""
+    inode = disk.inode(log)
+    content = b"" if inode is None else inode.live()
+    return any(content[at : at + 4] == b"\0\0\0\1" for at in range(32, len(content) - 24, 24 + PAGE_BYTES))

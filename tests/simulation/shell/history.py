@@ -93,6 +93,7 @@ class Place:
     committed_ns: int = 0
     owners: dict[int, str] = field(default_factory=dict)  # of a generation
     claimed: tuple[int, int, str] = (0, 0, "")  # the newest generation, when it was known, its owner
+    lost_ns: int = -1  # when a leader last lost grants
 
 
 class History:
@@ -171,7 +172,8 @@ class History:
                 self._fail("I12", f"{key} is leased to {message.attempt} while {before.attempt} has it")
             if before.attempt != message.attempt and before.receipt == message.receipt:
                 self._fail("I12", f"{message.attempt} is given the lease of {before.attempt} on {key}")
-        lease = Lease(message, epoch)
+        # An answer that was on its way then may be of a grant that is lost.
+        lease = Lease(message, epoch, released=message.began_ns < self.place(message.where).lost_ns)
         self._by_receipt.setdefault(message.receipt, lease)
         if held is None or held.delivered.receipt != message.receipt:
             self._leases[key] = lease
@@ -195,8 +197,9 @@ class History:
             if is_older and not lease.released and now_ns < other.began_ns + other.visibility_ns:
                 self._fail("I12", f"{mine.attempt} changes the lease of {other.attempt} on {mine.where}/{mine.offset}")
 
-    def lost_grants(self, where: Where) -> None:
+    def lost_grants(self, where: Where, now_ns: int) -> None:
         """A leader's disk was full: the grants that it had not written are lost, as by a fail-over."""
+        self.place(where).lost_ns = now_ns
         for (place, _), lease in self._leases.items():
             if place == where:
                 lease.released = True
