@@ -15,6 +15,7 @@ import gevent
 from gevent.event import Event
 
 from portalmq import wire
+from portalmq.broker.cluster.replicas import REPLICAS_WITH_PATIENCE
 from portalmq.broker.cluster.topics import Topics
 from portalmq.broker.partition.compaction import Compactor
 from portalmq.broker.partition.native import NativeThreads
@@ -30,9 +31,8 @@ RETAIN_EVERY_S = 10.0
 COMPACT_EVERY_S = 2.0
 SWEEP_EVERY_S = 2.0
 CLOSE_IDLE_EVERY_S = 15.0
-# Up to so many replicas keep the files that they used in the last minute: a replica that is used every now and then is
-# not opened each time. Of more of them idle files would take too much memory, half a megabyte each.
-REPLICAS_WITH_PATIENCE = 300
+# So few replicas as have patience keep the files that they used in the last minute: one that is used every now and then
+# is not opened each time.
 PATIENCE = 4
 GROUP_EXPIRY_MS = 7 * wire.DAY_MS
 

@@ -6,6 +6,7 @@
     <data>/partitions/<topic>@<topic id>/topic.json       the topic's state, for `portalmq adopt`
     <data>/partitions/<topic>@<topic id>/<partition>/     see storage; store.id counts how often the replica was rebuilt
     <data>/lost+found/                                    files of unknown topics, and damaged replicas
+    <data>/epochs.sqlite                                  the highest leader epochs that they have seen
 
 Nothing is destroyed without authority: a folder is removed only when the control plane says by name and id that its
 topic was deleted. A folder of an unknown topic is moved aside and kept. A replica is visible once fully open.
@@ -390,6 +391,7 @@ class Topics:
         self._closed = self._opener.closed = self.files.closed = True
         self.ticker.close()
         gevent.joinall([gevent.spawn(partition.close) for partition in self.partitions()])
+        self._host.pool.apply(self._replicas.files.epochs.close)
 
 
 def _partition_state_of(held: Versioned[PartitionState], state: TopicState) -> PartitionStateChanged:

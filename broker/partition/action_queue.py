@@ -11,23 +11,69 @@ from collections import deque
 from collections.abc import Callable
 
 import gevent
+from gevent.event import Event
+from gevent.lock import BoundedSemaphore
 
 from portalmq.broker.core.replica.events import Action, Append, RememberEpoch
 from portalmq.broker.partition.host import Replica
-from portalmq.broker.partition.native import attempt
+from portalmq.broker.partition.native import NativeThreads, attempt
+from portalmq.broker.storage.epochs import EpochFile
 from portalmq.broker.storage.errors import Shortage
 
 log = logging.getLogger(__name__)
 
 REMEMBER_AGAIN_S = 1.0
 
+Key = tuple[str, int]
+
+
+class _Seen:
+    """EpochFile of replicas that are written together."""
+
+    def __init__(self) -> None:
+        self.epochs: dict[Key, int] = {}
+        self.written = Event()
+        self.failed: Exception | None = None
+
+
+class EpochWriter:
+    """Writes the epochs of all replicas of a broker: those that wait while the disk is busy go into the next
+    transaction."""
+
+    def __init__(self, pool: NativeThreads, epochs: EpochFile) -> None:
+        self._pool = pool
+        self._epochs = epochs
+        self._seen = _Seen()
+        self._turn = BoundedSemaphore()
+
+    def save(self, key: Key, leader_epoch: int) -> Exception | None:
+        """Return once it is durable; or why it is not."""
+        seen = self._seen
+        is_first = not seen.epochs
+        seen.epochs[key] = max(leader_epoch, seen.epochs.get(key, -1))
+        if is_first:
+            with self._turn:
+                self._seen = _Seen()
+                seen.failed = attempt(self._pool, self._epochs.save, seen.epochs)
+            seen.written.set()
+        else:
+            seen.written.wait()
+        return seen.failed
+
 
 class ActionQueue:
     """`act` performs one action. Events that it passes to the core may add actions to the queue. `remembering` is the
     epoch that is on its way to the disk; `on_remembered` is called when it is durable."""
 
-    def __init__(self, partition: Replica, act: Callable[[Action], None], on_remembered: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        partition: Replica,
+        epochs: EpochWriter,
+        act: Callable[[Action], None],
+        on_remembered: Callable[[], None],
+    ) -> None:
         self._partition = partition
+        self._epochs = epochs
         self._act = act
         self._on_remembered = on_remembered
         self._actions: deque[Action] = deque()
@@ -60,7 +106,7 @@ class ActionQueue:
         """Make the epoch durable, then perform what waits for that. A shortage delays it."""
         partition = self._partition
         while not partition.closed:
-            failed = attempt(partition.host.pool, partition.state_file.save_highest_epoch, action.leader_epoch)
+            failed = self._epochs.save((partition.topic_id, partition.number), action.leader_epoch)
             if failed is None:
                 break
             if not isinstance(failed, Shortage):

@@ -258,7 +258,8 @@ class StateRecord:
 
 
 class Recovered(msgspec.Struct):
-    """What a log and its state file add up to. `lost` says why the log cannot be all that this replica once had."""
+    """What a log and its state file add up to. `lost` says why the log cannot be all that this replica once had;
+    `is_saved` that the state file has all of it."""
 
     groups: GroupsFold
     producers: Producers
@@ -269,6 +270,7 @@ class Recovered(msgspec.Struct):
     readable_end: int
     recovered_end: int
     lost: str = ""
+    is_saved: bool = False
 
 
 def recover(log: Log, state_file: StateFile, known_high_watermark: int = 0) -> Recovered:
@@ -277,7 +279,7 @@ def recover(log: Log, state_file: StateFile, known_high_watermark: int = 0) -> R
     Reads files, so it runs on a native thread. Raises CorruptBatch, StorageFault.
     """
     newest = log.newest_state()
-    fold, high_watermark, lost = _snapshot_to_start_from(log, state_file, newest)
+    fold, saved_upto, high_watermark, lost = _snapshot_to_start_from(log, state_file, newest)
     groups = GroupsFold(fold)
     if newest is not None:
         groups.state_written(newest.base_offset, decode_fold(newest.body).log_start_offset)
@@ -300,6 +302,7 @@ def recover(log: Log, state_file: StateFile, known_high_watermark: int = 0) -> R
         readable_end=readable_end,
         recovered_end=last_message_end(log, log.end_offset),
         lost=lost,
+        is_saved=saved_upto == (log.log_start_offset, log.end_offset, high_watermark),
     )
 
 
@@ -312,9 +315,12 @@ def producers_after(log: Log, folds: list[ProducerFold], applied: int) -> Produc
     return producers
 
 
-def _snapshot_to_start_from(log: Log, state_file: StateFile, newest: Batch | None) -> tuple[PartitionFold, int, str]:
-    """Return the saved fold or that of the `newest` STATE record, whichever is later; the high watermark; and why the
-    log is incomplete, if it is.
+def _snapshot_to_start_from(
+    log: Log, state_file: StateFile, newest: Batch | None
+) -> tuple[PartitionFold, tuple[int, int, int] | None, int, str]:
+    """Return the saved fold or that of the `newest` STATE record, whichever is later; the log start, the end and the
+    high watermark that are saved with the fold, if it is the saved one; the high watermark; and why the log is
+    incomplete, if it is.
 
     A saved fold does not count when it is ahead of the log, when segments that it needs have been dropped, or when its
     log start is above the log's: then it was saved for a reset that did not happen. Without a saved high watermark only
@@ -323,18 +329,21 @@ def _snapshot_to_start_from(log: Log, state_file: StateFile, newest: Batch | Non
     saved = state_file.load()
     high_watermark, lost = log.log_start_offset, ""
     fold: PartitionFold | None = None
+    saved_upto: tuple[int, int, int] | None = None
     if saved is not None and saved[0].log_start_offset <= log.log_start_offset:
         high_watermark = max(high_watermark, saved[1])
         if saved[1] > log.end_offset:
             lost = f"its log ends at {log.end_offset}, and it had committed records up to {saved[1]}"
         if log.base_offset <= saved[0].applied <= log.end_offset:
             fold = saved[0]
+            saved_upto = fold.log_start_offset, fold.applied, saved[1]
     if newest is not None and (fold is None or newest.end_offset > fold.applied):
         fold = decode_fold(newest.body)
         fold.applied = newest.end_offset
+        saved_upto = None
     if fold is None and log.base_offset > 0:
         lost = lost or f"its log begins at {log.base_offset}, and nothing says what was there before"
-    return fold or PartitionFold(), high_watermark, lost
+    return fold or PartitionFold(), saved_upto, high_watermark, lost
 
 
 def last_message_end(log: Log, below: int) -> int:

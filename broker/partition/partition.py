@@ -29,7 +29,7 @@ from portalmq.broker.core.replica import events as core
 from portalmq.broker.core.replica.isr import IsrTracker
 from portalmq.broker.core.replica.replica import PartitionReplica
 from portalmq.broker.core.stream.offsets import StreamOffsets
-from portalmq.broker.partition.action_queue import ActionQueue
+from portalmq.broker.partition.action_queue import ActionQueue, EpochWriter
 from portalmq.broker.partition.appending import AppendingPartition
 from portalmq.broker.partition.folding import GroupsFold, Recovered, recover
 from portalmq.broker.partition.following import FollowerReplication
@@ -77,6 +77,7 @@ class Partition(AppendingPartition):
         number: int,
         log: Log,
         state_file: StateFile,
+        epochs: EpochWriter,
         *,
         dedup_window_ms: int,
         topic_id: str = "",
@@ -115,7 +116,7 @@ class Partition(AppendingPartition):
         self.serving = LeaderReplication(self, self._cache_key)
         self.retention = Retention(self)
         self.isr_updates = IsrUpdates(self)
-        self.action_queue = ActionQueue(self, self._act, self.following.settle)
+        self.action_queue = ActionQueue(self, epochs, self._act, self._on_remembered)
         self._isr_tracker: IsrTracker | None = None
         # The leadership that is taken over in turns, or was last.
         self._taking_over: IsrTracker | None = None
@@ -129,6 +130,7 @@ class Partition(AppendingPartition):
         found = recovered or recover(log, state_file)
         self.lost = found.lost
         self.install(found)
+        self.changed = not found.is_saved
         self.replica = self._replica_of(found, found.highest_epoch)
 
     def __str__(self) -> str:
@@ -273,6 +275,10 @@ class Partition(AppendingPartition):
             return
         self._begin_to_serve()
 
+    def _on_remembered(self) -> None:
+        self.following.settle()
+        self._begin_to_serve()
+
     def _take_over(self, paced: Callable[[list[SpanFold]], Iterable[SpanFold]] = iter) -> None:
         """Convert leases and back-offs in the log: they were timed by the clocks of earlier leaders."""
         now_ms = self.host.clock.now_ms()
@@ -297,9 +303,10 @@ class Partition(AppendingPartition):
             self._serve()
 
     def _begin_to_serve(self) -> None:
-        """Serve once the start of the epoch is committed: then the leader knows all that was committed before."""
+        """Serve once the epoch is on disk, and its start committed, if it has begun: then the leader knows all that was
+        committed before."""
         isr_tracker = self.replica.in_sync
-        if self.serves or isr_tracker is None or isr_tracker is self._taking_over:
+        if self.serves or isr_tracker is None or isr_tracker is self._taking_over or self.action_queue.remembering:
             return
         if self.replica.high_watermark <= isr_tracker.epoch_start:
             return

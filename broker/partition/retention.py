@@ -21,6 +21,7 @@ from portalmq.broker.core.queue.delivery import GroupDelivery
 from portalmq.broker.core.queue.lanes import DELAYED
 from portalmq.broker.core.queue.records import Purge
 from portalmq.broker.core.replica.age import Age
+from portalmq.broker.core.replica.events import EpochNeeded
 from portalmq.broker.partition.folding import GroupsFold
 from portalmq.broker.partition.host import Replica
 from portalmq.broker.partition.native import attempt
@@ -122,6 +123,7 @@ class Retention:
     def write_state(self) -> Pending:
         """Append the present fold to the log."""
         partition = self._partition
+        partition.step(EpochNeeded())
         fold = partition.snapshot()
         pending = partition.append_control(BatchKind.STATE, encode_fold(fold))
         partition.groups.state_written(pending.base_offset, fold.log_start_offset)
@@ -206,7 +208,8 @@ class Retention:
         now_ms = clock.now_ms()
         age_ms = self._age.time_ms(log_ms, now_ms, clock.wall_ms())
         partition.replica.producers.expire(min(age_ms, log_ms) - partition.dedup_window_ms)
-        self._on_files(partition.log.seal, partition.high_watermark)
+        if partition.log.sealed_upto < partition.log.active_base_offset:
+            self._on_files(partition.log.seal, partition.high_watermark)
         if partition.serves:
             upto = partition.log.retention_candidate(age_ms, retention_ms, retention_bytes)
             upto = self._unneeded_below(upto, min(age_ms, now_ms) - group_expiry_ms)
@@ -323,6 +326,8 @@ def _save(
 
 def _repair(log: Log, state_file: StateFile) -> list[str]:
     found = ["its manifest was damaged, and is written again"] if log.repair_manifest() else []
+    if state_file.repair_epoch():
+        found.append("its epoch in epochs.sqlite was damaged, and the file is written again")
     return [*found, STATE_REPLACED] if state_file.repair() else found
 
 

@@ -187,8 +187,8 @@ def read_directories(directories: Iterable[Path]) -> Adoption:
             topic = _topic_in(folder)
             messages.setdefault(topic.topic_id, []).append(topic)
         adoption.topics = {topic_id: topic_of(candidates) for topic_id, candidates in messages.items()}
-        for directory, folder in folders:
-            _read_topic(adoption, directory, folder)
+        for directory in opened:
+            _read_topics(adoption, directory, [folder for place, folder in folders if place is directory])
     _check_names(adoption.topics.values())
     return adoption
 
@@ -239,14 +239,20 @@ def _topic_in(folder: Path) -> TopicState:
         return TopicState(name, topic_id, count, count, 3, wire.TopicConfig())
 
 
-def _read_topic(adoption: Adoption, directory: DataDirectory, folder: Path) -> None:
-    topic = adoption.topics[folder.name.rpartition("@")[2]]
+def _read_topics(adoption: Adoption, directory: DataDirectory, folders: Iterable[Path]) -> None:
     identity = directory.identity
     files = Files(directory.path, identity.cluster_id, identity.store_uuid)
+    for folder in folders:
+        _read_topic(adoption, files, identity.broker_id, folder)
+    files.epochs.close()
+
+
+def _read_topic(adoption: Adoption, files: Files, broker_id: int, folder: Path) -> None:
+    topic = adoption.topics[folder.name.rpartition("@")[2]]
     for replica in folder.iterdir():
         if not replica.name.isdigit() or not any(SEGMENT_NAME.match(entry.name) for entry in replica.iterdir()):
             continue  # no log was ever created here
-        found = _read_replica(adoption, files, topic, int(replica.name), identity.broker_id)
+        found = _read_replica(adoption, files, topic, int(replica.name), broker_id)
         adoption.replicas.setdefault((topic.topic_id, int(replica.name)), []).append(found)
 
 

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Iterator
-from itertools import count, takewhile
+from itertools import chain, count, takewhile
 from pathlib import Path
 
 from portalmq.system import drop_cached, sync
@@ -51,7 +51,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 def make_directory(path: Path) -> None:
     """Create `path` and its missing parents durably. An empty directory may be one that a kill left before its name was
     synced; nothing is put into one before."""
-    for directory in reversed(list(takewhile(_has_no_entry, (path, *path.parents)))):
+    for directory in reversed(list(takewhile(_has_no_entry, chain([path], path.parents)))):
         is_new = not directory.exists()
         directory.mkdir(mode=0o750, exist_ok=True)
         try:

@@ -11,6 +11,8 @@ import resource
 from itertools import count
 from typing import Protocol
 
+from portalmq.broker.storage.fair_lock import FairLock
+
 # One of SHARE parts of the process's descriptors is for logs and state files.
 SHARE = 3
 # When files must be closed, this part of the budget is freed.
@@ -55,12 +57,15 @@ class OpenFiles:
     def __init__(self, budget: int | None = None) -> None:
         self.budget = descriptor_limit() // SHARE if budget is None else budget
         self._open: dict[Holder, int] = {}
+        # The sum of all of them: to add them up again at each of ten thousand openings takes seconds.
+        self._total = 0
+        self._count = FairLock()
 
     def opening(self, holder: Holder) -> None:
         """Take that `holder` opens its files, did, or opens more of them: others close theirs for it. If all are in use
         there are too many for a while."""
-        self._open[holder] = holder.descriptors
-        if sum(self._open.values()) <= self.budget:
+        self._note(holder, holder.descriptors)
+        if self._total <= self.budget:
             return
         others = [other for other in tuple(self._open) if other is not holder]
         excess = holder.descriptors + sum([other.descriptors for other in others]) - self.budget
@@ -74,4 +79,10 @@ class OpenFiles:
                     return
 
     def closed(self, holder: Holder) -> None:
-        self._open.pop(holder, None)
+        self._note(holder, 0)
+
+    def _note(self, holder: Holder, descriptors: int) -> None:
+        with self._count:
+            self._total += descriptors - self._open.pop(holder, 0)
+            if descriptors:
+                self._open[holder] = descriptors

@@ -82,5 +82,9 @@ class LogIdentity(msgspec.Struct, frozen=True):
     topic_id: str
     partition: int
 
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.topic_id, self.partition
+
     def as_meta(self) -> dict[str, Any]:
         return msgspec.structs.asdict(self)

@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from time import perf_counter
-from urllib.parse import quote
 
 import apsw
 
@@ -32,6 +31,7 @@ from portalmq.broker.storage.wal import (
     make_durable,
     set_full_sync,
     sync_wal,
+    uri_of,
     was_closed,
 )
 from portalmq.system import sync
@@ -247,9 +247,7 @@ class Segment(ReadableSegment):
 
     def _connect_to_read(self) -> apsw.Connection:
         mode = "immutable=1" if self.settled else "mode=ro"
-        reader = apsw.Connection(
-            f"file:{quote(str(self.path))}?{mode}", flags=apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI
-        )
+        reader = apsw.Connection(f"{uri_of(self.path)}?{mode}", flags=apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI)
         reader.set_busy_timeout(BUSY_TIMEOUT_MS)
         reader.execute("PRAGMA trusted_schema = OFF")
         return reader

@@ -1,10 +1,11 @@
 """The saved fold of a partition's log in plain tables: `state.sqlite` beside the segments. SCHEMA.md describes them.
 
-It is a cache with one exception. If it is lost or damaged, it is rebuilt from the newest STATE record and the log after
-it, so an ordinary save does not wait for the disk. The exception is the highest leader epoch that this replica has
-seen, which must never be lost: it is fsynced, and a damaged file is replaced by one that still has it. The save before
-a reset of the log is fsynced too: until the first STATE record after it is replicated, it alone has the leader epochs
-below.
+It is a cache. If it is lost or damaged, it is rebuilt from the newest STATE record and the log after it, so an ordinary
+save does not wait for the disk. Two things are more than that. The highest leader epoch that this replica has seen must
+never be lost: epochs.py has it for all replicas of a broker, and each save copies it. A file of an earlier version, or
+without a broker, may have the only copy: there it is fsynced, and a damaged file is replaced by one that still has it.
+And the save before a reset of the log is fsynced: until the first STATE record after it is replicated, it alone has the
+leader epochs below.
 
 What the segments hold is not repeated here: scheduled messages that were never delivered are in their `messages`
 tables, and the view `scheduled` shows those that were returned and wait.
@@ -26,10 +27,11 @@ from typing import Any
 import apsw
 
 from portalmq.broker.core.fold import PartitionFold, encode_fold
+from portalmq.broker.storage.epochs import EpochFile
 from portalmq.broker.storage.errors import faults_of, opening_errors
 from portalmq.broker.storage.fair_lock import FairLock
 from portalmq.broker.storage.files import BESIDE, make_directory, sync_directory, unlink_database
-from portalmq.broker.storage.fold_tables import STATE_DDL, FoldTables, hash_of_bytes, read_fold
+from portalmq.broker.storage.fold_tables import STATE_DDL, FoldTables, hash_of_bytes, read_bare_fold, read_fold
 from portalmq.broker.storage.open_files import OpenFiles, use_counter
 from portalmq.broker.storage.schema import LogIdentity
 from portalmq.broker.storage.wal import (
@@ -53,13 +55,22 @@ _UNREADABLE = (_Damaged, apsw.CorruptError, apsw.NotADBError, apsw.SQLError, Key
 
 
 class StateFile:
-    """The saved fold of one partition. Callers on several threads wait for each other."""
+    """The saved fold of one partition. Callers on several threads wait for each other. `epochs` are those of the broker
+    that has the replica; without a broker, the file has its own."""
 
     # While it is open: the file, its write-ahead log, their shared memory.
     descriptors = 3
 
-    def __init__(self, directory: Path, *, identity: LogIdentity, open_files: OpenFiles | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        identity: LogIdentity,
+        open_files: OpenFiles | None = None,
+        epochs: EpochFile | None = None,
+    ) -> None:
         self.last_used = 0
+        self._epochs = epochs
         self._open_files = open_files or OpenFiles()
         self.path = directory / STATE_NAME
         self.identity = identity
@@ -67,7 +78,7 @@ class StateFile:
         self._turn = FairLock()
         self._closed = False
         self._tables = FoldTables()
-        # The highest epoch that this process has read or saved, even if the file is lost.
+        # The highest epoch that this process has read here or saved here, even if the file is lost.
         self._highest_epoch = -1
         self._knows_epoch = False
         self._is_durable = False
@@ -86,7 +97,7 @@ class StateFile:
     ) -> None:
         """Replace what is saved. `messages_before` (Log.messages_before) makes the lag in the view `lag` exact.
         Atomic; fsynced only if `durable`: otherwise an older save may be found after a power cut."""
-
+        epoch = -1
         meta = {
             "applied": fold.applied,
             "log_start_offset": fold.log_start_offset,
@@ -97,14 +108,20 @@ class StateFile:
         }
 
         def write(connection: apsw.Connection) -> None:
+            nonlocal epoch
             self._tables.save(connection, fold, messages_before)
             before = messages_before(high_watermark) if messages_before else None
             self._put_meta(connection, **meta, high_watermark_messages_before=before)
+            epoch = max(epoch, _highest_epoch(connection))
+            if epoch >= 0:
+                self._put_meta(connection, highest_leader_epoch=epoch)
 
         with self._turn:
             if not self._closed:  # the topic was deleted, or the broker ends
+                epoch = max(self._highest_epoch, self._epoch_of_broker())
                 self._transaction(write, durable=durable)
                 self._saved = meta
+                self._highest_epoch = epoch
 
     def save_high_watermark(self, high_watermark: int, messages_before: Callable[[int], int]) -> None:
         """Raise the high watermark of the saved fold. Do nothing if there is none, or its high watermark is higher.
@@ -142,7 +159,9 @@ class StateFile:
                     self._note_epoch(meta.get("highest_leader_epoch"))
                     if "applied" not in meta:
                         return None
-                    fold = read_fold(connection, meta)
+                    fold = read_bare_fold(connection, meta)
+                    if not _is_intact(fold, meta):  # it has groups, producers or the like
+                        fold = read_fold(connection, meta)
                 if not _is_intact(fold, meta):
                     raise _Damaged
             except _UNREADABLE:
@@ -208,6 +227,9 @@ class StateFile:
 
     def save_highest_epoch(self, leader_epoch: int) -> None:
         """Save that `leader_epoch` was seen; durable on return. It never falls."""
+        if self._epochs is not None:
+            self._epochs.save({self.identity.key: leader_epoch})
+            return
 
         def write(connection: apsw.Connection) -> None:
             highest = max(leader_epoch, _highest_epoch(connection), self._highest_epoch)
@@ -225,7 +247,14 @@ class StateFile:
                     self._note_epoch(_highest_epoch(self._open()))
                 except (_Damaged, apsw.CorruptError, apsw.NotADBError, apsw.SQLError):
                     self._close()
-            return self._highest_epoch
+            return max(self._highest_epoch, self._epoch_of_broker())
+
+    def repair_epoch(self) -> bool:
+        """Write the broker's epochs again if its file does not have this replica's; return whether it was written."""
+        return self._epochs is not None and self._epochs.repair(self.identity.key)
+
+    def _epoch_of_broker(self) -> int:
+        return -1 if self._epochs is None else self._epochs.highest(self.identity.key)
 
     def _note_epoch(self, found: int | None) -> None:
         """Note the highest epoch of the file, where all that was read is on disk."""

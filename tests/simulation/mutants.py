@@ -50,6 +50,10 @@ RARE = {
         _LEADING,
         "test_a_delayed_fetch_vouches_for_the_time_after_which_it_was_sent",
     ),
+    "takes a fetch that was answered for one that waits": (
+        "replica/test_isr.py",
+        "test_requests_of_its_broker_renew_a_fetch_while_it_waits_and_no_longer",
+    ),
     "answers acks while an earlier leader may hand out": (
         _LEADING,
         "test_a_successor_answers_no_ack_while_its_predecessor_may_deliver",

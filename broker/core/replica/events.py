@@ -1,7 +1,7 @@
 """The events of a partition replica, and the actions it returns. Numbers only: payload bytes never enter the core.
 
 Events   PartitionStateChanged, BrokersChanged, LeaseRenewed, SessionLost, Tick     from the control plane and the clock
-         AppendRequested, Appended, Truncated, LogReset                              from producers and the local disk
+         AppendRequested, EpochNeeded, Appended, Truncated, LogReset                 from producers and the local disk
          FetchReceived, FollowerRefused, IsrAnswered                                 to a leader
          FetchReplied, LeaderAnswered                                                to a follower
 Actions  Append, Refuse, AnswerDuplicate, ReplyFetch, ProposeIsr                     of a leader
@@ -169,6 +169,10 @@ class AppendRequested(msgspec.Struct, frozen=True):
     delivers: bool = False
 
 
+class EpochNeeded(msgspec.Struct, frozen=True):
+    """A leader takes a snapshot of its log, to append it: its epoch begins before, if it has not begun."""
+
+
 class Appended(msgspec.Struct, frozen=True):
     """The local COMMIT returned: everything below `end_offset` is fsynced on this replica."""
 
@@ -243,6 +247,7 @@ Event = (
     | SessionLost
     | Tick
     | AppendRequested
+    | EpochNeeded
     | Appended
     | Truncated
     | LogReset

@@ -14,6 +14,8 @@ from portalmq.errors import NotEnoughReplicas, NotLeader, OutOfOrderSequence, Po
 UNCOMMITTED_MAX = 500_000
 # The epoch in which a partition is created: it has no earlier leader, whose deliveries an ack would have to wait for.
 FIRST_EPOCH = 1
+# Where an epoch begins whose EPOCH_START is still to be appended.
+NOT_BEGUN = -1
 _NOT_VOUCHED = "the followers do not vouch for the partition's leader at the moment"
 
 
@@ -26,7 +28,8 @@ class LeadingReplica(ReplicaState):
         self, partition_state: events.PartitionStateChanged, now_ms: int, wall_ms: int
     ) -> list[events.Action]:
         """Begin to lead, with EPOCH_START as the first record. That record is in the log already if this replica
-        continues in its own epoch: after a lost session without another election, or after its log was opened again."""
+        continues in its own epoch: after a lost session without another election, or after its log was opened again.
+        A replica alone that has nothing left to commit writes it with the first record that follows."""
         if (partition_state.incarnations or {}).get(self.broker_id, self.incarnation) != self.incarnation:
             return []  # an earlier incarnation was elected: the controller elects again
         if self._resigned:
@@ -34,16 +37,20 @@ class LeadingReplica(ReplicaState):
         if self._reshaping:
             return []  # a truncation is in progress
         start = self._epochs.start_of(partition_state.leader_epoch)
-        continues = self._continues_epoch == partition_state.leader_epoch or len(partition_state.replicas) == 1
+        is_alone = len(partition_state.replicas) == 1
+        continues = self._continues_epoch == partition_state.leader_epoch or is_alone
         if start is not None and not continues:
             return self._give_up(partition_state)
-        epoch_start = self.next_offset if start is None else start
+        defers = is_alone and partition_state.min_insync_replicas <= 1 and self.high_watermark == self.next_offset
+        epoch_start = NOT_BEGUN if start is None else start
         self.in_sync = IsrTracker(self.broker_id, partition_state, epoch_start, now_ms, self.lag_ms)
         heard_ms = self._leader_answered_ms
         if len(partition_state.replicas) > 1 and partition_state.leader_epoch > FIRST_EPOCH:
             heard_ms = max(heard_ms, self._began_ms)  # an earlier incarnation may have vouched until then
         self._settles_from_ms = heard_ms + SUCCESSOR_WAITS_MS
-        return self._advance_high_watermark(now_ms) if start is not None else [self._start_epoch(wall_ms)]
+        if start is None and not defers:
+            return [self._start_epoch(wall_ms)]
+        return self._advance_high_watermark(now_ms)
 
     def _give_up(self, partition_state: events.PartitionStateChanged) -> list[events.Action]:
         """Resign as the leader, not from the ISR: followers may have records of this epoch that are not in this log, so
@@ -61,6 +68,10 @@ class LeadingReplica(ReplicaState):
         self._epochs.add(self.in_sync.state.leader_epoch, self.next_offset)
         return self._allot(None, 1, wall_ms)
 
+    @property
+    def _is_to_begin(self) -> bool:
+        return self.in_sync is not None and self.in_sync.epoch_start == NOT_BEGUN
+
     # --- appending ---------------------------------------------------------------------------------------------------
 
     def _on_append_requested(self, event: events.AppendRequested, now_ms: int, wall_ms: int) -> list[events.Action]:
@@ -70,10 +81,11 @@ class LeadingReplica(ReplicaState):
             return [events.Refuse(event.token, error)]
         if place is not None:
             return [events.AnswerDuplicate(event.token, *place)]
+        begins = [self._start_epoch(wall_ms)] if self._is_to_begin else []
         append = self._allot(event.token, event.count, max(wall_ms, event.not_before_ms))
         if event.stamp is not None:
             self.producers.add(event.stamp, event.count, append.base_offset, append.appended_at_ms)
-        return [append]
+        return [*begins, append]
 
     def _admit(self, event: events.AppendRequested, now_ms: int) -> tuple[int, int] | None:
         leading = self.in_sync

@@ -43,6 +43,8 @@ class PartitionReplica(LeadingReplica, FollowingReplica):
         match event:
             case events.AppendRequested():
                 actions = self._on_append_requested(event, now_ms, wall_ms)
+            case events.EpochNeeded():
+                actions = [self._start_epoch(wall_ms)] if self._is_to_begin else []
             case events.Appended():
                 actions = self._on_appended(event, now_ms)
             case events.FetchReceived():
@@ -107,6 +109,8 @@ class PartitionReplica(LeadingReplica, FollowingReplica):
             self.quarantined = ""
         if self.in_sync is not None and not newer and partition_state.leader == self.broker_id:
             self.in_sync.on_partition_state(partition_state)
+            if self._is_to_begin and len(partition_state.replicas) > 1:
+                actions.append(self._start_epoch(wall_ms))
             return [*actions, *self._advance_high_watermark(now_ms), *self._propose(now_ms)]
         if self.in_sync is not None:
             actions += self._step_down(partition_state.leader)

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import apsw
 import pytest
-from support.replicas import Group, eventually, replicas, send, values
+from support.replicas import TOPIC_ID, Group, eventually, replicas, send, values
 
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.retention import Retention
 from portalmq.broker.storage.batch import Record
+from portalmq.broker.storage.epochs import EpochFile
 from portalmq.errors import Unavailable
 
 TEXTS = [f"message {number}" for number in range(60)]
@@ -107,6 +108,22 @@ def test_a_flip_in_a_manifest_is_found_and_the_file_is_written_again(tmp_path):
         assert manifest.read_bytes() == before
         assert not partition.fault
         assert values(partition) == TEXTS
+
+
+def test_a_changed_epoch_of_a_replica_is_found_and_the_file_is_written_again(tmp_path):
+    with filled(tmp_path) as group:
+        partition = group.partition(3)
+        file = group.root / "3" / "epochs.sqlite"
+        for flipped in ("UPDATE epochs SET highest_leader_epoch = highest_leader_epoch + 4", "DELETE FROM epochs"):
+            with contextlib.closing(apsw.Connection(str(file))) as connection:
+                connection.execute(flipped)
+                assert connection.changes()
+            round_of(partition.retention)
+            assert EpochFile(file.parent).highest((TOPIC_ID, 0)) == partition.replica.highest_epoch
+        file.unlink()
+        round_of(partition.retention)
+        assert EpochFile(file.parent).highest((TOPIC_ID, 0)) == partition.replica.highest_epoch
+        assert not partition.fault
 
 
 META = "UPDATE meta SET value = value + 4 WHERE key = "

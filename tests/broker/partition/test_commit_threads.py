@@ -55,6 +55,7 @@ def test_small_transactions_are_written_on_the_event_loop_and_large_ones_are_not
 
 def test_requests_of_the_same_turn_share_a_transaction(tmp_path, monkeypatch):
     with on_disk(tmp_path, FastDisk) as group:
+        sent(group.leader, b"begins the epoch")
         transactions: list[int] = []
         append = group.leader.log.append_at_once
 

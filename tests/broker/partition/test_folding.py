@@ -142,3 +142,19 @@ def test_the_offset_an_open_order_needs_is_exact_from_its_record_and_low_from_a_
     assert groups.ordered_from() == 13
     groups.apply("g", Done(13), 15)
     assert groups.ordered_from() is None
+
+
+def test_a_fold_is_saved_while_the_state_file_has_all_of_the_log_and_its_high_watermark(files):
+    log, state_file = files
+    filled(log)
+    assert not recover(log, state_file).is_saved
+    fold = PartitionFold(applied=log.end_offset)
+    state_file.save(fold, log.end_offset)
+    assert recover(log, state_file).is_saved
+    state_file.save(fold, log.end_offset - 1)
+    assert not recover(log, state_file, log.end_offset).is_saved, "a higher high watermark is known"
+    state_file.save(PartitionFold(applied=log.end_offset - 1), log.end_offset)
+    assert not recover(log, state_file).is_saved
+    state_file.save(fold, log.end_offset)
+    log.advance_log_start(2)
+    assert not recover(log, state_file).is_saved

@@ -18,6 +18,7 @@ from portalmq.broker.partition import retention
 from portalmq.broker.partition.fetch_answers import RecordsAnswer
 from portalmq.broker.replication.fetch_protocol import ReplicaFetchAnswer, decode_answer, encode
 from portalmq.broker.storage.batch import Record
+from portalmq.broker.storage.epochs import EpochFile
 from portalmq.broker.storage.errors import DiskFull, StorageFault
 from portalmq.broker.storage.state import StateFile
 from portalmq.errors import PortalMQError, StorageFull, Unavailable
@@ -449,10 +450,10 @@ def test_the_start_of_an_epoch_that_waits_behind_a_refused_transaction_is_writte
         with monkeypatch.context() as patch:
             refuse(patch, group, 1)
 
-            def full(state_file: StateFile, leader_epoch: int) -> None:
+            def full(epochs: EpochFile, seen: dict[tuple[str, int], int]) -> None:
                 raise DiskFull("no room")
 
-            patch.setattr(StateFile, "save_highest_epoch", full)
+            patch.setattr(EpochFile, "save", full)
             pending = partition.submit((Record(b"refused"),), 7)
             group.elect(1)
             assert partition.action_queue.remembering is not None
@@ -470,13 +471,13 @@ def test_a_replica_without_room_to_store_an_epoch_does_not_act_in_it(tmp_path, m
         settle(group)
         with monkeypatch.context() as patch:
 
-            def full(state_file: StateFile, leader_epoch: int) -> None:
-                if "/3/" in str(state_file.path):
+            def full(epochs: EpochFile, seen: dict[tuple[str, int], int]) -> None:
+                if "/3/" in str(epochs.path):
                     raise DiskFull("no room")
-                return original(state_file, leader_epoch)
+                return original(epochs, seen)
 
-            original = StateFile.save_highest_epoch
-            patch.setattr(StateFile, "save_highest_epoch", full)
+            original = EpochFile.save
+            patch.setattr(EpochFile, "save", full)
             group.elect(2)
             eventually(lambda: group.state.isr == (1, 2))
             end = group.partition(3).log.end_offset

@@ -17,7 +17,8 @@ from simulation.storage.crashes import crash
 from simulation.storage.failures import failures
 from simulation.storage.subjects import SUBJECTS, Subject
 
-from portalmq.broker.storage import compaction, disk, files, log, segment, state, wal
+from portalmq.broker.storage import compaction, disk, epochs, files, log, segment, state, wal
+from portalmq.broker.storage.epochs import EpochFile
 from portalmq.broker.storage.files import unlink_database
 from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.manifest import Manifest
@@ -121,8 +122,14 @@ def the_manifest_lists_a_segment_that_is_not_synced() -> list[Patch]:
 
 @bug("begin", _crash)
 def an_epoch_is_not_fsynced() -> list[Patch]:
-    original = StateFile._write
-    return [(StateFile, "_write", lambda self, connection, write, durable: original(self, connection, write, False))]
+    original = EpochFile._open
+
+    def unsynced(self: EpochFile) -> apsw.Connection:
+        connection = original(self)
+        connection.execute("PRAGMA synchronous = NORMAL")
+        return connection
+
+    return [(EpochFile, "_open", unsynced)]
 
 
 @bug("begin", _crash)
@@ -134,12 +141,12 @@ def a_checkpoint_drops_the_write_ahead_log_early() -> list[Patch]:
         original(connection)
         connection.execute("PRAGMA synchronous = FULL")
 
-    return [(segment, "make_durable", early), (state, "make_durable", early)]
+    return [(each, "make_durable", early) for each in (segment, state, epochs)]
 
 
 @bug("write-ahead log", _crash)
 def an_open_claims_what_is_not_synced() -> list[Patch]:
-    return [(segment, "make_durable", _nothing), (state, "make_durable", _nothing)]
+    return [(each, "make_durable", _nothing) for each in (segment, state, epochs)]
 
 
 @bug("begin", _crash)

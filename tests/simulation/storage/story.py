@@ -23,6 +23,7 @@ from portalmq.broker.partition.folding import recover
 from portalmq.broker.partition.following import _reset, _truncated
 from portalmq.broker.storage.batch import HOLE, Batch, BatchKind, Record, checksum
 from portalmq.broker.storage.compaction import Compaction, CompactionOrder
+from portalmq.broker.storage.epochs import EpochFile
 from portalmq.broker.storage.errors import Shortage
 from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.reading import ReplicaStart
@@ -152,6 +153,7 @@ class Story:
     disk: Recorder
     model: Model
     log: Log = field(init=False)
+    epochs: EpochFile = field(init=False)
     state: StateFile = field(init=False)
     allowed: Allowed = field(init=False)
     acked: int = 0
@@ -171,7 +173,8 @@ class Story:
 
     def open(self) -> None:
         self.log = open_log(self.directory)
-        self.state = StateFile(self.directory, identity=IDENTITY)
+        self.epochs = EpochFile(self.disk.root)
+        self.state = StateFile(self.directory, identity=IDENTITY, epochs=self.epochs)
 
     def adopt(self, *, is_start: bool = True) -> None:
         """Take what the files claim for true, and durable; the saved fold only at a start."""
@@ -205,6 +208,7 @@ class Story:
     def close(self) -> None:
         self.log.close()
         self.state.close()
+        self.epochs.close()
 
     def reopen(self) -> None:
         self.open()
@@ -215,6 +219,7 @@ class Story:
         """Close the files until they are used again."""
         self.log.park()
         self.state.park()
+        self.epochs.close()
 
     # --- the log -------------------------------------------------------------------------------------------------
 

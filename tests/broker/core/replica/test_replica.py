@@ -10,6 +10,7 @@ from portalmq.broker.core.replica.events import (
     Append,
     Appended,
     AppendRequested,
+    EpochNeeded,
     HighWatermarkAdvanced,
     PartitionStateChanged,
     Refresh,
@@ -28,8 +29,18 @@ def new_replica(end: int = 0, **more) -> PartitionReplica:
     return PartitionReplica(1, producers=Producers([]), end_offset=end, **settings)
 
 
-def word(leader: int | None = 1, epoch: int = 1, isr: tuple[int, ...] = (1,), least: int = 1) -> PartitionStateChanged:
-    return PartitionStateChanged(leader, epoch, frozenset(isr), isr, least)
+def word(
+    leader: int | None = 1,
+    epoch: int = 1,
+    isr: tuple[int, ...] = (1,),
+    least: int = 1,
+    replicas: tuple[int, ...] = (1, 2),
+) -> PartitionStateChanged:
+    return PartitionStateChanged(leader, epoch, frozenset(isr), replicas, least)
+
+
+def alone(epoch: int = 1, **more) -> PartitionStateChanged:
+    return word(epoch=epoch, replicas=(1,), **more)
 
 
 def leader(end: int = 0, **more) -> PartitionReplica:
@@ -127,10 +138,53 @@ def test_a_leader_that_is_replaced_steps_down():
 
 def test_a_replica_reloaded_within_its_epoch_writes_no_second_epoch_start():
     replica = new_replica(end=5, epochs=[(3, 2)], highest_epoch=3, high_watermark=4)
-    assert replica.step(word(epoch=3), 10) == [Refresh(1)]
+    assert replica.step(alone(epoch=3), 10) == [Refresh(1)]
     assert not replica.leading
-    synced = replace(word(epoch=3), refresh=1)
+    synced = replace(alone(epoch=3), refresh=1)
     assert replica.step(synced, 10) == [HighWatermarkAdvanced(5)]
+
+
+def test_a_replica_alone_writes_the_start_of_its_epoch_with_the_first_record():
+    """So a broker with ten thousand topics starts without writing to each."""
+    replica = new_replica(end=5, epochs=[(3, 2)], highest_epoch=3, high_watermark=5)
+    assert replica.step(alone(epoch=4), 10) == [RememberEpoch(4)]
+    assert replica.epochs == [(3, 2)]
+    assert replica.step(AppendRequested("a", 2), 20) == [Append(None, 5, 4, 20), Append("a", 6, 4, 20)]
+    assert replica.epochs == [(3, 2), (4, 5)]
+    assert replica.step(AppendRequested("b", 1), 20) == [Append("b", 8, 4, 20)]
+    assert replica.high_watermark == 5
+    assert replica.step(Appended(9), 30) == [HighWatermarkAdvanced(9)]
+
+
+def test_an_epoch_that_is_needed_begins_once():
+    replica = new_replica(end=5, epochs=[(3, 2)], highest_epoch=3, high_watermark=5)
+    replica.step(EpochNeeded(), 5)
+    replica.step(alone(epoch=4), 10)
+    assert replica.step(EpochNeeded(), 20) == [Append(None, 5, 4, 20)]
+    assert replica.step(EpochNeeded(), 20) == []
+
+
+def test_a_repeat_begins_no_epoch():
+    replica = new_replica(end=5, epochs=[(3, 2)], highest_epoch=3, high_watermark=5)
+    replica.producers.add(Stamp(7, 0, 0), 3, 2, 5)
+    replica.step(alone(epoch=4), 10)
+    assert replica.step(AppendRequested("b", 3, Stamp(7, 0, 0)), 30) == [AnswerDuplicate("b", 2, 5)]
+    assert replica.next_offset == 5
+
+
+def test_a_replica_alone_begins_its_epoch_when_others_join_it():
+    replica = new_replica(end=5, high_watermark=5)
+    replica.step(alone(), 10)
+    joined = replace(word(replicas=(1, 2, 3)), version=1)
+    assert replica.step(joined, 20) == [Append(None, 5, 1, 20)]
+
+
+@pytest.mark.parametrize(
+    ("high_watermark", "settings"), [(5, {"least": 2}), (5, {"replicas": (1, 2)}), (4, {"replicas": (1,)})]
+)
+def test_a_replica_that_is_not_alone_or_has_records_to_commit_begins_at_once(high_watermark, settings):
+    replica = new_replica(end=5, high_watermark=high_watermark)
+    assert replica.step(word(**{"replicas": (1,), **settings}), 10)[1:] == [Append(None, 5, 1, 10)]
 
 
 def test_a_repeated_batch_is_answered_and_not_written():
