@@ -58,6 +58,7 @@ class ClusterRates:
         self.streams += 1
         if self.streams == 1:
             self._rows.clear()
+            self._answers.clear()
             self._ask()
             self._greenlet = gevent.spawn(self._run)
 
@@ -100,7 +101,8 @@ class ClusterRates:
         return self._broker.clock.wall_ms() // 1_000 - BEHIND_S
 
     def _ask(self) -> None:
-        newest = min([max(rows, default=0) for rows in self._rows.values()], default=0)
+        shown = [self._rows[each] for each in self._answers]
+        newest = min([max(rows) for rows in shown if rows], default=0)
         after_ms = max([mark.at_ms for mark in self._marks.values()], default=0) - 10_000
         answers = self.all(after=newest, marks_after_ms=after_ms, top=5 * TOP)
         self._answers = {answer.broker_id: answer for answer in answers}
@@ -113,8 +115,6 @@ class ClusterRates:
                 # Each broker sees the events of the cluster; those of its own machine only it.
                 if answer.broker_id == self._broker.broker_id or mark.kind == "disk":
                     self._marks[mark.at_ms, mark.kind, mark.text] = mark
-        for gone in self._rows.keys() - self._broker.mirror.brokers.keys() - self._answers.keys():
-            self._rows[gone] = {second: row for second, row in self._rows[gone].items() if second <= self._upto()}
 
     def _answer_of(self, broker_id: int, request: RatesRequest) -> RatesAnswer | None:
         try:

@@ -182,10 +182,11 @@ class Metrics:
 
     def by_topic(self) -> dict[str, tuple[int, int, int]]:
         """Return the messages published, delivered and acked of each topic that was used here."""
-        found = {name: (_value(each.published), 0, 0) for name, each in self._of_topic.items()}
-        for (topic, _), each in self._of_group.items():
+        topics = in_turns(list(self._of_topic.items()), SAMPLES_A_TURN)
+        found = {name: (_value(each.published), 0, 0) for name, each in topics}
+        for (topic, _), group in in_turns(list(self._of_group.items()), SAMPLES_A_TURN):
             published, delivered, acked = found.get(topic, (0, 0, 0))
-            found[topic] = (published, delivered + _value(each.delivered), acked + _value(each.acked))
+            found[topic] = (published, delivered + _value(group.delivered), acked + _value(group.acked))
         return found
 
     def exposition(self) -> bytes:

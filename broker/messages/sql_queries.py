@@ -26,7 +26,7 @@ from portalmq.errors import Backpressure, InvalidRequest, QueryLimit, Unavailabl
 QUERIES_MAX = 2
 TIMEOUT_MS_MAX = 30_000
 # The process stops a query itself; so much later it is killed.
-GRACE_S = 2.0
+GRACE_S = 10.0
 EXIT_WITHIN_S = 5.0
 PROGRAM = "portalmq.broker.storage.sql_query"
 

@@ -204,6 +204,23 @@ def test_a_dead_letter_is_found_edited_and_redriven(pages: Pages, broker: Broker
     assert sorted(message["value"]["total"] for message in again) == [39, 40]
 
 
+def test_what_is_published_is_seen_by_whoever_follows(pages: Pages, broker: BrokerProcess) -> None:
+    produce(broker, "followed", {"value": "before"})
+    sign_in(pages, path="/ui/topics/followed")
+    pages.press("Live tail")
+    pages.until("document.querySelector('[data-tail]')?.innerText.includes('before')")
+    produce(broker, "followed", {"value": {"celsius": 21.5}, "headers": {"trace": "77"}})
+    pages.until("document.querySelector('[data-tail]')?.innerText.includes('celsius')")
+    pages.open("/ui/topics/followed?tab=publish")
+    pages.fill("form.publish textarea", '{"celsius": 22.5}')
+    pages.press("Publish")
+    pages.see("appended as")
+    pages.open("/ui/topics/followed?where=" + urllib.parse.quote("value.celsius>21 headers.trace=77"))
+    pages.until("document.querySelectorAll('main tbody tr').length === 1")
+    newest = call(broker, "GET", "/ui/data/messages?topic=followed&limit=1")["messages"][0]
+    assert newest["value"] == {"celsius": 22.5}
+
+
 def test_a_group_is_paused_and_resumed(pages: Pages, broker: BrokerProcess) -> None:
     produce(broker, "held", {"value": 1})
     call(broker, "POST", "/v1/groups/holders/receive", {"topics": ["held"], "max_messages": 1})
