@@ -18,7 +18,7 @@ class TraceEvent(msgspec.Struct, omit_defaults=True, kw_only=True):
     `consumer`  the name that the receive gave, or the member of a stream group
     `unseen`    of `nacked`: given back unprocessed, so that the delivery does not count
     `outputs`   of `acked`: the messages that the same commit call published
-    `to_topic`, `to_id`  of `dead` and `copied`: the dead-letter topic, and the copy there
+    `to_topic`, `to_id`  of `dead` and `copied`: the topic of the copy, and its id there
     `leader_epoch`, `broker`, `offset`  the record: the epoch of the leader that wrote it, its broker, the offset
     """
 
@@ -84,6 +84,7 @@ class PastCount(msgspec.Struct):
     dead: int
     lag: int
     oldest_unacked_ms: int
+    paused: wire.Paused | None = None
 
 
 class PastGroup(msgspec.Struct):
@@ -100,6 +101,7 @@ class PastGroup(msgspec.Struct):
     lag: int
     oldest_unacked_ms: int
     partitions: list[PastCount]
+    paused: wire.Paused | None = None
 
 
 wire.prepare(MessageTrace, PastGroup)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+from portalmq import wire
 from portalmq.broker.cluster.routing import LocalWork, one_by_one, place_of
 from portalmq.broker.cluster.rpc import PeerCaller, TopicPartition, error_of, refusal
 from portalmq.broker.cluster.rpc.queues import (
@@ -19,6 +20,7 @@ from portalmq.broker.cluster.rpc.queues import (
     ListUnfinishedAt,
     UnfinishedRows,
 )
+from portalmq.broker.core.fold import PauseFold
 from portalmq.broker.messages.browse import StoredMessage
 from portalmq.broker.partition.clock import TOLERANCE_MS, Clock
 from portalmq.broker.partition.partition import Partition
@@ -28,6 +30,7 @@ from portalmq.broker.queues.group_admin import GroupAdmin
 from portalmq.broker.queues.groups import Groups
 from portalmq.broker.queues.partition_counts import NOTHING, tallied
 from portalmq.broker.queues.unfinished import PendingMessage, list_unfinished
+from portalmq.control_plane.state import PauseState
 from portalmq.errors import InvalidRequest, PortalMQError
 from portalmq.history_wire import PastCount, PastGroup
 
@@ -63,7 +66,10 @@ class GroupPast:
             counts = {(each.topic, each.partition): each for answer in answers for each in answer.counts}
             gaps = self._admin.gaps(counts, {where for answer in answers for where in answer.led})
             if not gaps:
-                return _summed(name, call.at_ms, group.config.mode, [counts[where] for where in sorted(counts)])
+                past = _summed(name, call.at_ms, group.config.mode, [counts[where] for where in sorted(counts)])
+                if group.pause.number and group.pause.since_ms <= call.at_ms:  # the last change was before that time
+                    past.paused = _paused(group.pause)
+                return past
             self._admin.wait_for_leaders(gaps, deadline)
 
     def count(self, call: CountGroupAt) -> GroupCountsAt:
@@ -129,7 +135,9 @@ def counts_of(view: PastView, partition: Partition, group: str, at_ms: int) -> P
     """Return the counts of a group on a partition as it was; zeros where it had not begun."""
     stream, delivery = view.groups.streams.get(group), view.groups.delivery.get(group)
     if delivery is not None:
-        return _count(view, partition, "queue", tallied(view, delivery, Moment(at_ms)))
+        count = _count(view, partition, "queue", tallied(view, delivery, Moment(at_ms)))
+        count.paused = _paused(delivery.pause)
+        return count
     if stream is None:
         return _count(view, partition, "", NOTHING)
     log, end = view.log, view.high_watermark
@@ -141,13 +149,28 @@ def counts_of(view: PastView, partition: Partition, group: str, at_ms: int) -> P
     return _count(view, partition, "stream", counts)
 
 
+def _paused(pause: PauseFold | PauseState) -> wire.Paused | None:
+    return wire.Paused(pause.since_ms, pause.reason, pause.by) if pause.paused else None
+
+
 def _count(view: PastView, partition: Partition, mode: str, counts: dict[str, int]) -> PastCount:
-    numbers = [counts[name] for name in (*_COUNTS, "oldest_unacked_ms")]
-    return PastCount(partition.topic, partition.number, view.high_watermark, mode, *numbers)
+    return PastCount(
+        partition.topic,
+        partition.number,
+        view.high_watermark,
+        mode,
+        counts["ready"],
+        counts["in_flight"],
+        counts["scheduled"],
+        counts["dead"],
+        counts["lag"],
+        counts["oldest_unacked_ms"],
+    )
 
 
 def _summed(group: str, at_ms: int, mode: str, counts: list[PastCount]) -> PastGroup:
     mode = next((each.mode for each in counts if each.mode), mode)
     sums = {name: sum([getattr(each, name) for each in counts]) for name in _COUNTS}
     oldest_ms = max([each.oldest_unacked_ms for each in counts], default=0)
-    return PastGroup(group, at_ms, mode, **sums, oldest_unacked_ms=oldest_ms, partitions=counts)
+    paused = next((each.paused for each in counts if each.paused is not None), None)
+    return PastGroup(group, at_ms, mode, **sums, oldest_unacked_ms=oldest_ms, partitions=counts, paused=paused)

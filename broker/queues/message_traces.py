@@ -1,8 +1,8 @@
 """The life of a message: who appended it, who got it and when, and what became of it.
 
 The leader of its partition tells it. While no leader answers, a follower does, if the broker that is asked has a
-replica: then the answer says up to which offset the log is known there. The copies of dead letters are looked up in
-their topics by their message ids, since the log of the source does not say where they are.
+replica: then the answer says up to which offset the log is known there. Copies, of dead letters and of messages that
+are delivered at another time, are looked up by their message ids: the log of the source does not say where they are.
 """
 
 from __future__ import annotations
@@ -64,20 +64,21 @@ class MessageTraces:
                 if replica is None or replica.closed or not forward:
                     raise
                 found = _page(replica, request)
-        copied = {index: self._locate(found.events[index], message_id) for index, message_id in found.copies}
+        copied = {index: self._locate(topic_name, found.events[index], each) for index, each in found.copies}
         found.events = [event for index, event in enumerate(found.events) if copied.get(index, True)]
         return found
 
     def local_trace(self, request: TraceCall) -> LocalWork[TracedLife]:
         return one_by_one(lambda place: _page(self._metadata_cache.partition(place), request))
 
-    # --- copies of dead letters --------------------------------------------------------------------------------------
+    # --- copies of dead letters, and of messages that are delivered at another time ----------------------------------
 
-    def _locate(self, copied: TraceEvent, message_id: bytes) -> bool:
+    def _locate(self, topic_name: str, copied: TraceEvent, message_id: bytes) -> bool:
         """Complete the event with the copy's place. Return False where the copy is not found: its topic may be
         deleted, or the copy gone."""
+        copied.to_topic = copied.to_topic or topic_name
         try:
-            state = self._topics.known(copied.to_topic or "").state
+            state = self._topics.known(copied.to_topic).state
             request = LocateCall(state.name, state.topic_id, list(range(state.partitions)), message_id)
             outcomes = self._leaders.call(LOCATE, request, self.local_locate(request), repeatable=True)
         except PortalMQError:

@@ -78,7 +78,7 @@ def test_an_unknown_message_is_an_error(broker: ScriptedBroker) -> None:
 
 def test_a_group_is_shown_as_it_was(broker: ScriptedBroker) -> None:
     counts = dict.fromkeys(("ready", "in_flight", "scheduled", "dead", "lag", "oldest_unacked_ms"), 3)
-    body = {"group": "g", "at_ms": AT_MS, "mode": "queue", **counts, "partitions": []}
+    body = {"group": "g", "at_ms": AT_MS, "mode": "queue", **counts, "partitions": [], "paused": None}
     broker.script("GET", "/v1/groups/g", [reply(body)] * 2)
     result = run(broker, "group", "show", "g", "--at", "2023-11-14T22:13:20Z")
     assert result.exit_code == 0, result.output

@@ -111,12 +111,13 @@ class Biography:
         self.events = [_event("appended", origin)]
         if deliver_at_ms is not None and deliver_at_ms > origin.at_ms:
             self.events.append(_event("scheduled", origin, until_ms=deliver_at_ms))
-        # The copies in dead-letter topics: the index of the event, and the record that ordered the copy.
+        # The copies: the index of the event, and the record that ordered the copy.
         self.copies: list[tuple[int, RecordOrigin]] = []
         self._expires_at_ms = expires_at_ms
         self._deadlines: dict[str, int] = {}  # of the running leases, by group
         self._passed: dict[str, bool] = {}  # stream groups, whether their offset is past the message
-        self._orders: dict[int, tuple[RecordOrigin, Dead]] = {}  # of copies that are not appended yet
+        # Of copies that are not appended yet: the record that orders them, and to which topic, None for its own.
+        self._orders: dict[int, tuple[RecordOrigin, str | None]] = {}
         self._is_purged = False
 
     def concerns(self, block: BlockSummary) -> bool:
@@ -161,6 +162,7 @@ class Biography:
             case Reschedule():
                 if self._is_named(record):
                     self._run_out(origin.at_ms)
+                    self._orders[origin.offset] = (origin, None)
                     self.events.append(_event("rescheduled", origin, until_ms=record.deliver_at_ms or None))
             case _:
                 self._take_settlement(record, origin)
@@ -202,7 +204,7 @@ class Biography:
                 self.events.append(_event("acked", origin, outputs=len(record.outputs)))
             case Dead():
                 if record.topic:
-                    self._orders[origin.offset] = (origin, record)
+                    self._orders[origin.offset] = (origin, record.topic)
                 self.events.append(
                     _event(
                         "dead",
@@ -229,9 +231,9 @@ class Biography:
         ordered = self._orders.pop(order, None)
         if ordered is not None:
             self._run_out(origin.at_ms)
-            self.copies.append((len(self.events), ordered[0]))
-            copied = _event("copied", origin, to_topic=ordered[1].topic)
-            self.events.append(copied)
+            ordered_by, to_topic = ordered
+            self.copies.append((len(self.events), ordered_by))
+            self.events.append(_event("copied", origin, to_topic=to_topic))
 
     def finish(self, known_upto_ms: int) -> None:
         """Tell what ran out by then. Every record up to that time was taken."""

@@ -118,6 +118,23 @@ def test_a_stream_group_has_its_lag_of_then(client: FlaskClient, fixture: Fixtur
     ]
 
 
+def test_a_pause_is_told_for_its_time(client: FlaskClient, fixture: Fixture) -> None:
+    receive(client, 1)
+    moments = []
+    for verb in ("pause", "resume", "pause"):
+        moments.append(fixture.clock.wall_ms())
+        fixture.clock.advance(1_000)
+        assert client.post(f"/v1/groups/g/{verb}", json={"reason": "lunch"}).status_code == 204
+    moments.append(fixture.clock.wall_ms())
+    shown = [past(client, at_ms)["paused"] for at_ms in moments]
+    assert [each and (each["since_ms"], each["reason"]) for each in shown] == [
+        None,
+        (moments[1], "lunch"),
+        None,
+        (moments[3], "lunch"),
+    ]
+
+
 def test_what_is_purged_cannot_be_counted_any_more(client: FlaskClient, fixture: Fixture) -> None:
     produce(client, 0)
     receive(client, 1)

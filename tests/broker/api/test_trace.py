@@ -137,7 +137,13 @@ def test_delays_and_times_to_live_are_told(client: FlaskClient, fixture: Fixture
     assert told(client, later)[2:] == [(7_000, "cancelled")]
     moved = produce(client, PortalMQ_Delay_Ms=60_000)
     client.patch(f"/v1/topics/t/scheduled/{moved}", json={"delay_ms": 30_000})
-    assert told(client, moved, "until_ms")[2:] == [(7_000, "rescheduled", START_MS + 37_000)]
+    eventually(lambda: told(client, moved)[-1][1] == "copied")
+    copy = trace(client, moved)["events"][-1]["to_id"]
+    assert told(client, moved, "until_ms", "to_topic", "to_id")[2:] == [
+        (7_000, "rescheduled", START_MS + 37_000, None, None),
+        (7_000, "copied", None, "t", copy),
+    ]
+    assert trace(client, copy)["message"]["deliver_at_ms"] == START_MS + 37_000
 
 
 def test_a_message_given_back_unseen_says_so(client: FlaskClient) -> None:

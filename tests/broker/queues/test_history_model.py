@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from support.domain import Fixture, HandClock, records, running
+from support.replicas import eventually
 
 from portalmq import wire
 from portalmq.broker.messages.produce import ProduceRequest
@@ -31,8 +32,8 @@ GROUPS = ("g", "keyed")
 LEASE_MS = 1_000
 TTL_MS = 700
 
-# What a list of unfinished messages says of each, and the number of dead ones.
-Seen = tuple[dict[int, tuple[str, int]], int]
+# What a list of unfinished messages says of each, the number of dead ones, and whether the group is paused.
+Seen = tuple[dict[int, tuple[str, int]], int, bool]
 
 
 class Story:
@@ -48,6 +49,7 @@ class Story:
         self.known: dict[int, list[tuple[Any, ...]]] = {}
         self.expiring: dict[int, int] = {}
         self.purged_ms = 0
+        self.paused = dict.fromkeys(GROUPS, False)
         self._running = ExitStack()
         self.fixture = self._start()
         self.broker.create_topic("t", wire.CreateTopic(partitions=1))
@@ -74,10 +76,15 @@ class Story:
     def step(self) -> None:
         verb = self.random.choice(
             ["produce", "produce", "receive", "receive", "receive", "ack", "nack", "nack", "extend", "wait", "wait"]
-            + ["redrive", "drop", "cancel", "restart", "purge"]
+            + ["redrive", "drop", "cancel", "reschedule", "pause", "restart", "purge"]
         )
         getattr(self, verb)(self.random.choice(GROUPS))
         self.look()
+
+    def note(self, offset: int, *event: Any) -> None:
+        """Note what a call did to a message. Those that the broker appends, as copies, are not followed."""
+        if offset in self.known:
+            self.known[offset].append((self.clock.wall_ms(), *event))
 
     def produce(self, group: str) -> None:
         more: dict[str, Any] = {"key": self.random.choice([None, b"a", b"b"])}
@@ -97,12 +104,14 @@ class Story:
                 self.expiring[result.offset] = more["expires_at_ms"]
 
     def receive(self, group: str) -> None:
+        if self.paused[group] and self.random.random() < 0.5:
+            self.pause(group)
         consumer = self.random.choice(["ann", "bob"])
         request = wire.ReceiveRequest(["t"], max_messages=self.random.randint(1, 5), wait_ms=0, consumer=consumer)
         for message in self.broker.receive_handler.receive(group, request, None):
             self.held[group].append(message)
             more = (consumer, message.delivery_count, message.lease_expires_at_ms)
-            self.known[message.offset].append((self.clock.wall_ms(), "delivered", group, *more))
+            self.note(message.offset, "delivered", group, *more)
 
     def _settle(self, group: str, request: SettleRequest) -> list[Any]:
         """Settle some messages, with receipts that may be stale. Return those whose receipt counted."""
@@ -117,17 +126,17 @@ class Story:
         unfinished = {each.stored.offset for each in self._unfinished(group)}
         for message in self._settle(group, SettleRequest("ack")):
             if message.offset in unfinished:  # to ack a finished message changes nothing
-                self.known[message.offset].append((self.clock.wall_ms(), "acked", group))
+                self.note(message.offset, "acked", group)
 
     def nack(self, group: str) -> None:
         delay_ms = self.random.choice([0, 0, 500])
         for message in self._settle(group, SettleRequest("nack", delay_ms, "no")):
-            self.known[message.offset].append((self.clock.wall_ms(), "nacked or dead", group))
+            self.note(message.offset, "nacked or dead", group)
 
     def extend(self, group: str) -> None:
         for message in self._settle(group, SettleRequest("extend", 2 * LEASE_MS)):
             until_ms = self.clock.now_ms() + 2 * LEASE_MS
-            self.known[message.offset].append((self.clock.wall_ms(), "extended", group, until_ms))
+            self.note(message.offset, "extended", group, until_ms)
 
     def redrive(self, group: str) -> None:
         self.broker.dead_letters.redrive(group, "t", ids=None, where=None, rate_per_s=None, dry_run=False)
@@ -140,7 +149,20 @@ class Story:
         waiting = self.broker.scheduled_messages.page("t", limit=1).messages
         for stored in waiting:
             self.broker.scheduled_messages.cancel("t", 0, stored.offset)
-            self.known[stored.offset].append((self.clock.wall_ms(), "cancelled", None))
+            self.note(stored.offset, "cancelled", None)
+
+    def reschedule(self, group: str) -> None:
+        for stored in self.broker.scheduled_messages.page("t", limit=1).messages:
+            due_ms = self.clock.wall_ms() + 1_000
+            self.broker.scheduled_messages.move("t", 0, stored.offset, due_ms)
+            self.note(stored.offset, "rescheduled", None, due_ms)
+        eventually(lambda: not self.partition.groups.outbox)  # the copies have the time of their append
+
+    def pause(self, group: str) -> None:
+        if group not in self.partition.delivery:
+            return  # no log would know it
+        self.paused[group] = not self.paused[group]
+        self.broker.group_admin.pause(group, paused=self.paused[group], reason="why")
 
     def purge(self, group: str) -> None:
         if self.random.random() < 0.1:
@@ -166,7 +188,8 @@ class Story:
 
     def present(self, group: str) -> Seen:
         listed = {each.stored.offset: (each.state, each.deliveries) for each in self._unfinished(group)}
-        return listed, self.broker.describe_group(group).dead
+        described = self.broker.describe_group(group)
+        return listed, described.dead, described.paused is not None
 
     def _unfinished(self, group: str) -> list[Any]:
         return list(self.broker.unfinished.messages(group, "t"))
@@ -179,7 +202,7 @@ class Story:
         if not self.expiring:  # an expired message is counted until the group passes it, and listed no more
             assert counts.ready == states["ready"]
         assert (counts.in_flight, counts.scheduled) == (states["in_flight"], states["scheduled"])
-        return found, counts.dead
+        return found, counts.dead, counts.paused is not None
 
     def life(self, offset: int) -> list[Any]:
         found: list[Any] = self.broker.message_traces.trace("t", 0, offset).events
@@ -203,7 +226,7 @@ def state_after(events: list[Any], group: str, at_ms: int) -> tuple[str, int] | 
                 state, until_ms = "scheduled", event.until_ms or 0
             case "redriven":
                 state, deliveries, until_ms = "scheduled", 0, event.until_ms or 0
-            case "acked" | "dead" | "dropped" | "cancelled" | "purged":
+            case "acked" | "dead" | "dropped" | "cancelled" | "rescheduled" | "purged":
                 state = "done"
     if state in {"scheduled", "in_flight"} and until_ms <= at_ms:
         state = "ready"
@@ -226,7 +249,7 @@ def check_lives(story: Story) -> None:
             continue
         check_known(events, known)
         check_expiries(events)
-        for (group, at_ms), (listed, _) in story.seen.items():
+        for (group, at_ms), (listed, *_) in story.seen.items():
             expires_ms = story.expiring.get(offset, 1 << 62)
             began = known[0][0]
             if began <= at_ms < expires_ms:
@@ -241,7 +264,7 @@ def check_known(events: list[Any], known: list[tuple[Any, ...]]) -> None:
             case "delivered":
                 more = (event.consumer, event.delivery_count, event.until_ms)
                 told.append((event.at_ms, "delivered", event.group, *more))
-            case "scheduled" | "extended":
+            case "scheduled" | "extended" | "rescheduled":
                 told.append((event.at_ms, event.event, event.group, event.until_ms))
             case "nacked":
                 assert event.reason == "no"
