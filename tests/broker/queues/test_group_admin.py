@@ -8,13 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from support.domain import HandClock
 
 from portalmq import wire
 from portalmq.broker.cluster.peers import NotReached
 from portalmq.broker.cluster.rpc.queues import EndedGroup, GroupCount, GroupCounts
 from portalmq.broker.queues.group_admin import GroupAdmin
-from portalmq.control_plane.state import GroupState
+from portalmq.control_plane.state import GroupState, PauseState
 from portalmq.errors import Unavailable
 
 GROUP = GroupState("g", wire.GroupConfig(), "id")
@@ -33,6 +34,7 @@ class World:
     away: set[int] = field(default_factory=set)
     ended: list[tuple[str, int]] = field(default_factory=list)
     forgotten: bool = False
+    paused: bool = False
 
     def led(self, broker_id: int) -> list[tuple[str, int]]:
         return [where for where, leader in self.leaders.items() if leader == broker_id]
@@ -69,6 +71,10 @@ class World:
     def names(self) -> list[str]:
         return ["g"]
 
+    def set_paused(self, name: str, *, paused: bool, at_ms: int, reason: str, by: str) -> GroupState:
+        self.paused = paused
+        return replace(GROUP, pause=PauseState(7, paused, at_ms, reason, by))
+
     @contextmanager
     def deleting(self, name: str) -> Any:
         yield GROUP
@@ -85,6 +91,7 @@ class World:
         admin = GroupAdmin(1, self, self, self, HandClock(), patience_s=60.0 if is_whole else 0.05)  # type: ignore[arg-type]
         admin._count_here = lambda names: self.counts(1)  # type: ignore[method-assign]
         admin._end_here = lambda name, group_id: self.end(1)  # type: ignore[method-assign]
+        admin._pause_here = lambda call: self.end(1)  # type: ignore[method-assign]
         return admin
 
 
@@ -160,3 +167,19 @@ def test_a_group_that_ended_and_was_not_deleted_has_an_unknown_outcome() -> None
     with pytest.raises(Unavailable) as caught:
         world.group_admin().delete("g")
     assert caught.value.outcome == "unknown"
+
+
+def test_a_pause_reaches_every_leader() -> None:
+    world = World({("t", 0): 1, ("t", 1): 2, ("u", 0): 3}, {("t", 0): 0, ("t", 1): 0})
+    world.group_admin().pause("g", paused=True)
+    assert sorted(world.ended) == [("t", 0), ("t", 1)]
+
+
+def test_a_pause_that_omits_a_partition_is_unknown_and_a_repeat_completes_it() -> None:
+    world = World({("t", 0): 1, ("t", 1): 2}, {("t", 0): 0, ("t", 1): 0}, away={2})
+    with pytest.raises(Unavailable) as caught:
+        world.group_admin().pause("g", paused=True)
+    assert (caught.value.outcome, caught.value.retryable, world.paused) == ("unknown", True, True)
+    world.away = set()
+    world.group_admin().pause("g", paused=True)
+    assert ("t", 1) in world.ended
