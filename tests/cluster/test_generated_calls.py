@@ -34,7 +34,7 @@ def test_twenty_thousand_generated_calls_are_answered_as_described(tmp_path: Pat
         cases = seed = 0
         while cases < CASES:
             seed += 1
-            outcome = run(broker.url, tmp_path, phases=phases, examples=60, seed=seed, workers=4)
+            outcome = run(broker.url, tmp_path, phases=phases, examples=60, seed=seed)
             assert not outcome.failed, outcome.failed
             cases += outcome.cases
         growth = worker.memory_info().rss - before
