@@ -69,13 +69,20 @@ class GroupPartition(GroupReceiver):
 
     def finish(self, offsets: Sequence[int], holder: str | None) -> tuple[list[bool], Callable[[], None]]:
         """Ack by offset, without receipts; return True for each offset that is or was an unfinished message of the
-        group, and a function that waits for the commit. With `holder` only messages count that are leased by an attempt
-        whose id is `<holder>:<anything>`."""
+        group, and a function that waits for the commit, and until it is certain that no other leader knows better. With
+        `holder` only messages count that are leased by an attempt whose id is `<holder>:<anything>`."""
         now_ms = self._clock.now_ms()
         verdicts = [self._may_finish(offset, holder, now_ms) for offset in offsets]
         done = [offset for offset, good in zip(offsets, verdicts, strict=True) if good]
         self._check_ahead(done)
-        return verdicts, self._finish(done)
+        wait = self._finish(done)
+
+        def wait_for_both() -> None:
+            wait()
+            if False in verdicts:
+                self.partition.wait_led()
+
+        return verdicts, wait_for_both
 
     def _check_ahead(self, offsets: list[int]) -> None:
         """Raise Backpressure when too many messages would be acked ahead of one that is never received."""

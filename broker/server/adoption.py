@@ -19,12 +19,14 @@ Otherwise an operator has to accept the loss explicitly.
 
 The new leader epoch is above every epoch that any replica has seen, so nothing from before is mistaken for current.
 Producer ids continue far above those in the logs: a new producer must not get an old id, which would turn its messages
-into repeats. State that is only in ZooKeeper is not restored: the settings of groups, and the names of producers.
+into repeats. They begin at the present time in milliseconds at least, because a producer may have its id and no message
+in any log. State that is only in ZooKeeper is not restored: the settings of groups, and the names of producers.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -122,7 +124,7 @@ class Adoption:
     brokers: dict[int, str] = field(default_factory=dict)
     missing: dict[int, str] = field(default_factory=dict)
     groups: set[str] = field(default_factory=set)
-    next_producer_id: int = 1
+    next_producer_id: int = field(default_factory=lambda: time.time_ns() // 1_000_000)
 
     def partitions(self, topic: TopicState) -> list[PartitionState]:
         """Return the state of each partition. One that is in no directory, never opened or lost, begins empty."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -182,6 +184,22 @@ class TestWritingBack:
         assert all(state.leader_epoch >= 2 for state in states)
         assert list(catalog.groups()) == ["g"]
         assert catalog.next_producer(None).id > PRODUCER_IDS_APART
+
+    def test_ids_that_are_in_no_log_are_not_issued_again(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Two producers with one id would take each other's batches for their own."""
+        times = count(10**18, 10**9)
+        monkeypatch.setattr("portalmq.broker.server.adoption.time", SimpleNamespace(time_ns=lambda: next(times)))
+        issued: list[int] = []
+        for place in ("lost", "restored", "restored again"):
+            plane = Standalone(tmp_path / place)
+            plane.start()
+            catalog = Catalog(plane)
+            if issued:
+                write_back(catalog, Adoption("c"), accept_loss=False, replace_cluster=False)
+            issued.append(catalog.next_producer(None).id)
+        assert issued == sorted(set(issued))
 
     def test_a_repeat_changes_nothing(self, catalog: Catalog, adoption: Adoption) -> None:
         write_back(catalog, adoption, accept_loss=False, replace_cluster=False)
