@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from base64 import urlsafe_b64encode
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,15 +59,16 @@ def twice_leased(it: History) -> None:
     it.delivered(got(6, attempt="y", number=1))
 
 
-def twice_leased_after_a_loss(it: History) -> None:
-    it.delivered(got(3, attempt="w", number=7))
-    it.lost_grants(P, 4 * S)
-    twice_leased(it)
-
-
 def anothers_lease(it: History) -> None:
     it.delivered(got(5))
     it.delivered(got(6, attempt="y"))
+
+
+def extended_lease(it: History) -> None:
+    it.delivered(got(5))
+    it.extends([receipt(1)], 8 * S)
+    it.extended([receipt(1)], 8 * S)
+    it.delivered(got(7.5, attempt="y", number=1))
 
 
 def older_receipt(it: History) -> None:
@@ -85,6 +87,20 @@ def refused_commit(it: History) -> None:
     it.calls_commit("c", [b"o"], None)
     it.commit_refused("c")
     stored(it, {0: b"a", 1: b"o"})
+
+
+def refused_and_accepted(it: History) -> None:
+    it.calls_commit("c", [b"o"], None, [receipt(1)])
+    it.commit_refused("c")
+    name, outputs = it.calls_commit("d", [b"p"], None, [receipt(1)])
+    assert (name, outputs) == ("c", (b"o",))
+    it.commit_acked(name)
+
+
+def accepted_and_refused(it: History) -> None:
+    it.calls_commit("c", [b"o"], None)
+    it.commit_acked("c")
+    it.commit_refused("c")
 
 
 def half_a_commit(it: History) -> None:
@@ -159,8 +175,8 @@ BAD: dict[str, tuple[str, Callable[[History], None]]] = {
     "a start beyond the high watermark": ("I11", lambda it: it.assigned("m", 1, {P: 11}, 0, S)),
     "a commit beyond the high watermark": ("I11", lambda it: it.commits(P, 11)),
     "two leases at a time": ("I12", twice_leased),
-    "two leases at a time after grants were lost": ("I12", twice_leased_after_a_loss),
     "another's lease": ("I12", anothers_lease),
+    "a lease that was extended": ("I12", extended_lease),
     "an older receipt counts": ("I12", older_receipt),
     "delivered after its ack": ("I12", after_its_ack),
     "nobody sent it": ("I13", lambda it: stored(it, {0: b"a", 1: b"phantom"})),
@@ -168,6 +184,8 @@ BAD: dict[str, tuple[str, Callable[[History], None]]] = {
     "a dead letter twice": ("I13", dead_twice),
     "a refused message is there": ("I15", refused_value),
     "a refused commit is there": ("I15", refused_commit),
+    "a refused commit is accepted": ("I15", refused_and_accepted),
+    "an accepted commit is refused": ("I15", accepted_and_refused),
     "an old answer": ("I16", lambda it: it.browsed(P, 0, [], 5 * S, S)),
     "a fencing token again": ("lock", token_that_falls),
     "two holders of a lock": ("lock", two_holders),
@@ -184,8 +202,6 @@ def test_a_bad_history_is_found(name: str) -> None:
 
 def test_a_good_history_is_let_be() -> None:
     it = history()
-    it.lost_grants(P, int(4.05 * S))
-    it.delivered(got(4, attempt="w", number=3))  # the answer was on its way
     it.delivered(got(5))
     it.delivered(got(5.5))  # the same attempt again
     it.releases([receipt(1)])
@@ -206,6 +222,18 @@ def test_a_good_history_is_let_be() -> None:
     it.stored({P: (0, {0: b"a", 1: b"o", 2: b"p"}), ("d", 0): (0, {0: b"a"})}, dead="d")
 
 
+@pytest.mark.parametrize("is_told_before", [True, False])
+def test_a_lease_whose_grant_the_disk_refused_may_be_given_to_others(is_told_before: bool) -> None:
+    it = history()
+    if is_told_before:
+        it.delivered(got(5))
+    it.lost_grant(P, 0, 1, 0)
+    it.delivered(got(5))
+    it.delivered(got(6, attempt="y", number=1)._replace(deadline_ms=1))
+    with pytest.raises(Broken, match="I12"):
+        it.delivered(got(6.5, attempt="z", number=2))
+
+
 # --- the rules of replicas -------------------------------------------------------------------------------------------
 
 
@@ -218,7 +246,7 @@ def checker() -> Checker:
         note=lambda *_: None,
         loop=SimpleNamespace(now_ns=0),
         reached={"acked": 0},
-        machines={number: SimpleNamespace(has_lost_writes=False) for number in (1, 2, 3)},
+        machines={number: SimpleNamespace(has_lost_writes=False, store_uuid=f"store-{number}") for number in (1, 2, 3)},
     )
     it = Checker(world)
     it.partitions[KEY] = known = Known("t", 2, state())
@@ -250,6 +278,7 @@ def replica(**changes: Any) -> Any:
     )
     return SimpleNamespace(
         topic="t", topic_id=KEY[0], number=KEY[1], store_uuid="store-1", replica=core,
+        state_file=SimpleNamespace(path=Path("b1/state.sqlite")),
         log=SimpleNamespace(end_offset=it["end"]), start=SimpleNamespace(offset=it.get("start", 0)),
     )  # fmt: skip
 
@@ -279,7 +308,7 @@ def other_records(it: Checker) -> None:
 
 
 def acknowledged_early(it: Checker) -> None:
-    it.partitions[KEY].held[1].end = 11
+    it.partitions[KEY].most[1] = 11
     it.history.sends([b"a"], P, is_once=True)
     it.acked([b"a"], 0, 10)
 
@@ -287,6 +316,23 @@ def acknowledged_early(it: Checker) -> None:
 def falling_watermark(it: Checker) -> None:
     it.stepped(process(), replica())
     it.stepped(process(), replica(high_watermark=9))
+
+
+def saved_without_its_epoch(it: Checker) -> None:
+    it.acts(process(), replica(), 6)
+    path, (topic_id, number) = Path("b1/state.sqlite"), KEY
+    it.saved_anew(
+        process(),
+        SimpleNamespace(
+            path=path, identity=SimpleNamespace(topic_id=topic_id, partition=number), _epoch_of_broker=lambda: -1
+        ),
+    )
+
+
+def adopted_without_all(it: Checker) -> None:
+    it.partitions[KEY].state = None
+    it.partitions[KEY].held[3].end = 9
+    it._tree_changed(f"{PARTITIONS}/id/0", Node(f"{PARTITIONS}/id/0", encode(state()), 0))
 
 
 def last_whole_copy(it: Checker) -> None:
@@ -305,6 +351,7 @@ BAD_REPLICAS: dict[str, tuple[str, Callable[[Checker], None]]] = {
     "two processes lead in an epoch": ("I1", two_leaders),
     "an epoch forgotten over a restart": ("I1", forgotten_epoch),
     "an epoch forgotten at work": ("I1", forgotten_at_work),
+    "an epoch forgotten in a file that is saved again": ("I1", saved_without_its_epoch),
     "other records of an epoch": ("I2", other_records),
     "a log shorter than what was fsynced": ("I3", lambda it: it.opened(process(), replica(end=9))),
     "acknowledged with one copy": ("I4", acknowledged_early),
@@ -312,6 +359,7 @@ BAD_REPLICAS: dict[str, tuple[str, Callable[[Checker], None]]] = {
     "a high watermark beyond a member": ("I5", lambda it: it.stepped(process(), replica(end=11, high_watermark=11))),
     "an ISR that its leader does not count": ("I6", lambda it: it.stepped(process(), replica(maximal=(1, 2)))),
     "an ISR below the floor": ("I6", lambda it: it.changed(KEY, state(isr=(1, 2)), state(isr=(1,)))),
+    "adopted without all": ("I7", adopted_without_all),
     "joined without all": ("I7", lambda it: it.changed(KEY, state(isr=(1, 2)), joined(it))),
     "cut below the high watermark": ("I8", lambda it: it.cut(2, KEY, 9)),
     "epochs out of order": ("I8", lambda it: it.stepped(process(), replica(epochs=[(2, 4), (5, 4)]))),

@@ -671,25 +671,6 @@ def test_a_waiter_that_was_woken_in_vain_is_woken_again(fixture, monkeypatch):
     assert texts(waiting.get(timeout=50)) == ["x"]
 
 
-def test_a_deposed_leader_denies_no_message_that_its_log_lacks(fixture, monkeypatch):
-    send(fixture, "a")
-    offset = receive(fixture)[0].offset
-    (at,) = fixture.broker.groups.attached("g")
-    verdicts, wait = at.finish([offset, 100], None)
-    assert verdicts == [True, False]
-    wait()
-
-    def pass_by(seconds: float) -> None:
-        fixture.clock.advance(round(1_000 * seconds))
-
-    monkeypatch.setattr("portalmq.broker.partition.readable.gevent", SimpleNamespace(sleep=pass_by))
-    monkeypatch.setattr(PartitionReplica, "led_at", lambda replica, then_ms: False)
-    _, wait = at.finish([offset, 100], None)
-    with pytest.raises(Unavailable, match="do not vouch"):
-        wait()
-    at.finish([offset], None)[1]()
-
-
 @pytest.mark.parametrize("verb", ["ack", "nack", "release", "extend"])
 def test_a_deposed_leader_judges_no_receipt_of_its_successor(fixture, verb):
     """Its log lacks the lease, and may lack the message: neither tells that the message is finished."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.domain import Fixture, HandClock, records, running
@@ -11,6 +12,7 @@ from support.domain import Fixture, HandClock, records, running
 from portalmq import wire
 from portalmq.broker.core.queue import delivery as core_delivery
 from portalmq.broker.core.queue.receipts import topic_mark
+from portalmq.broker.core.replica.replica import PartitionReplica
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.queues import group_partition
 from portalmq.control_plane.state import TopicState
@@ -65,6 +67,21 @@ def test_an_offset_without_a_message_is_not_acked(fixture: Fixture) -> None:
     (first,) = produce(fixture, "a")
     assert finish(fixture, (0, first + 100), (1, 5), (0, -1)) == [False, False, False]
     assert finish(fixture, (0, first - 1)) == [False], "the record that begins the leader's epoch"
+
+
+def test_a_leader_that_may_be_deposed_denies_no_message_that_its_log_lacks(
+    fixture: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pass_by(seconds: float) -> None:
+        fixture.clock.advance(round(1_000 * seconds))
+
+    (first,) = produce(fixture, "a")
+    monkeypatch.setattr(fixture.broker.leaders, "_patience_s", 0.0)  # a refusal is not retried
+    monkeypatch.setattr("portalmq.broker.partition.readable.gevent", SimpleNamespace(sleep=pass_by))
+    monkeypatch.setattr(PartitionReplica, "led_at", lambda replica, then_ms: False)
+    with pytest.raises(Unavailable, match="do not vouch"):
+        finish(fixture, (0, first + 100))
+    assert finish(fixture, (0, first)) == [True]
 
 
 def test_verdicts_of_several_partitions_are_in_order(fixture: Fixture) -> None:

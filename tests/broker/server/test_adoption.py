@@ -185,9 +185,7 @@ class TestWritingBack:
         assert list(catalog.groups()) == ["g"]
         assert catalog.next_producer(None).id > PRODUCER_IDS_APART
 
-    def test_ids_that_are_in_no_log_are_not_issued_again(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_ids_that_are_in_no_log_are_not_issued_again(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Two producers with one id would take each other's batches for their own."""
         times = count(10**18, 10**9)
         monkeypatch.setattr("portalmq.broker.server.adoption.time", SimpleNamespace(time_ns=lambda: next(times)))

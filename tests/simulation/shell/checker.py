@@ -9,26 +9,34 @@ the end. history.py has the rules of what clients are told.
     I6   the ISR within the maximal ISR, its floor
     I7   who joins has everything committed
 
-A machine whose disk was replaced or damaged is `lossy` for a partition until its replica there is whole again.
+A machine whose disk was replaced or damaged is `lossy` for a partition until its replica there is whole again: what it
+has lost may be missing when it is opened (I3), and it may leave the ISR (I6). All else holds for it too, from what it
+had when it was opened.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from simulation.shell.history import History
 from simulation.shell.loop import Process
 
 from portalmq.broker.cluster.replicas import Files
+from portalmq.broker.core.queue.records import Extend, Grant
 from portalmq.broker.partition.action_queue import ActionQueue
 from portalmq.broker.partition.partition import Partition
+from portalmq.broker.partition.writer import Entry, Pending
 from portalmq.broker.storage.batch import Batch, BatchKind
 from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.state import StateFile
+from portalmq.broker.storage.wal import connect_final
 from portalmq.control_plane.plane import Node, Op, Set
 from portalmq.control_plane.state import CONTROLLER, CONTROLLER_EPOCH, PARTITIONS, PartitionState, decode
 
@@ -71,8 +79,10 @@ class Known:
     watermark: int = 0
     leaders: dict[int, str] = field(default_factory=dict)  # of an epoch
     held: dict[int, Held] = field(default_factory=dict)  # by machine
+    most: dict[int, int] = field(default_factory=dict)  # the greatest end that was ever fsynced, by machine
     records: dict[tuple[int, int], int] = field(default_factory=dict)  # (offset, epoch) -> checksum
     lossy: set[int] = field(default_factory=set)
+    beheaded: set[int] = field(default_factory=set)  # machines where the first bytes of the last segment are damaged
     doubted: set[int] = field(default_factory=set)  # machines whose state.sqlite is damaged
 
     def of(self, machine: int) -> Held:
@@ -85,6 +95,7 @@ class Checker:
         self.history = History(world.fail, compacts=world.options.compacts)
         self.partitions: dict[Key, Known] = {}
         self._seen: dict[tuple[str, Key, str], Seen] = {}
+        self._acted: dict[tuple[str, Path], int] = {}
         self.steps = 0
         world.zookeeper.on_changed.append(self._tree_changed)
         world.zookeeper.on_commit.append(self.committing)
@@ -130,8 +141,13 @@ class Checker:
             self.changed(key, before, after)
             return
         for number, store in after.store_uuids.items():
-            if self.world.machines[number].store_uuid != store:  # its disk was replaced just before
+            if self.world.machines[number].store_uuid != store.partition("/")[0]:  # its disk was replaced just before
                 known.lossy.add(number)
+        for number in after.isr:  # of a new partition, or of one that was adopted
+            if known.of(number).end < known.watermark:
+                self.fail(
+                    "I7", "{} is in the ISR of {} with {} of {}", number, key, known.of(number).end, known.watermark
+                )
 
     def changed(self, key: Key, before: PartitionState, after: PartitionState) -> None:
         known = self.known(key)
@@ -205,6 +221,10 @@ class Checker:
             *(partition.topic, partition.number, partition.store_uuid, partition.start.offset, end),
             *(partition.replica.high_watermark, partition.replica.highest_epoch),
         )
+        known.most[number] = max(end, known.most.get(number, 0))  # opening makes it durable
+        if number in known.beheaded and held.store == partition.store_uuid and end >= held.end:
+            known.lossy.discard(number)  # its write-ahead log had the damaged page
+        known.beheaded.discard(number)
         if number in known.lossy or held.store not in ("", partition.store_uuid):
             known.held[number] = Held(end, 0, partition.replica.highest_epoch, partition.store_uuid)
             return
@@ -217,20 +237,39 @@ class Checker:
             self.fail("I1", "{} has forgotten epoch {} of {}", process, held.epoch, key)
         held.end = end
 
-    def saved_anew(self, machine: int, key: Key) -> None:
-        """A damaged state.sqlite was written again, by a process that knew its epoch."""
-        self.known(key).doubted.discard(machine)
+    def saved_anew(self, process: Process, state_file: StateFile) -> None:
+        """A damaged state.sqlite was written again. It has the epoch that this process acted in, or its broker has."""
+        key = (state_file.identity.topic_id, state_file.identity.partition)
+        self.known(key).doubted.discard(process.number or 0)
+        acted = self._acted.get((process.name, state_file.path), -1)
+        if acted > (found := max(_epoch_in(state_file.path), state_file._epoch_of_broker())):
+            self.fail("I1", "{} saves epoch {} of {} again, and acted in {}", process, found, key, acted)
 
     def acts(self, process: Process, partition: Partition, epoch: int) -> None:
         """A replica has stored an epoch, to lead or to follow in it."""
         held = self.known((partition.topic_id, partition.number)).of(process.number or 0)
         held.epoch = max(held.epoch, epoch)
+        path = partition.state_file.path
+        self._acted[process.name, path] = max(epoch, self._acted.get((process.name, path), -1))
+
+    def refused(self, partition: Partition, taken: Sequence[Entry]) -> None:
+        """A leader's disk had no room for a transaction."""
+        for entry in taken:
+            kind = entry.batch.kind if isinstance(entry, Pending) else None
+            if kind not in (BatchKind.GRANT, BatchKind.EXTEND):
+                continue
+            record = msgspec.msgpack.decode(entry.batch.body, type=Grant if kind == BatchKind.GRANT else Extend)
+            for start, end, *_ in record.ranges:
+                for offset in range(start, end):
+                    place = (partition.topic, partition.number), offset
+                    self.history.lost_grant(*place, entry.batch.leader_epoch, record.deadline_ms)
 
     # --- changes of a log --------------------------------------------------------------------------------------------
 
     def appended(self, machine: int, key: Key, batches: Sequence[Batch], end: int) -> None:
         known = self.known(key)
         known.of(machine).end = end
+        known.most[machine] = max(end, known.most.get(machine, 0))
         for batch in batches:
             if batch.holes or batch.kind == BatchKind.BLANK:
                 continue  # compacted, and copied so
@@ -240,7 +279,7 @@ class Checker:
 
     def cut(self, machine: int, key: Key, to: int) -> None:
         held = self.known(key).of(machine)
-        if to < held.watermark and machine not in self.known(key).lossy:
+        if to < held.watermark:
             self.fail("I8", "broker {} cuts {} to {}, below its high watermark {}", machine, key, to, held.watermark)
         held.end = min(held.end, to)
 
@@ -266,7 +305,7 @@ class Checker:
         key = self.key_of(TOPIC, partition)
         if key is not None:
             known, end = self.partitions[key], base_offset + len(values)
-            copies = sorted(number for number, held in known.held.items() if held.end >= end or number in known.lossy)
+            copies = sorted(number for number, most in known.most.items() if most >= end)
             if len(copies) < min(known.least, self.world.options.replication):
                 self.fail("I4", "{}/{} is acknowledged, and fsynced on {} alone", key, base_offset, copies)
         self.history.acked(values, (TOPIC, partition), base_offset, self.world.loop.now_ns)
@@ -280,12 +319,13 @@ class Checker:
         place.purged = max(place.purged, upto)
 
     def may_lose(self, machine: int) -> bool:
-        """Whether no acknowledged record would be lost with this machine's disk: all are whole, and all in sync."""
+        """Whether no acknowledged record would be lost with this machine's disk: all are whole, and all in sync. And
+        the ISR cannot shrink to this machine alone before somebody knows."""
         for known in self.partitions.values():
             state = known.state
             if known.lossy or (state is not None and set(state.isr) != set(state.replicas)):
                 return False
-            if state is not None and state.replicas == (machine,):
+            if state is not None and machine in state.replicas and known.least < 2:
                 return False
         return True
 
@@ -359,6 +399,15 @@ class Checker:
         self.history.stored(stored, dead=f"{TOPIC}.dlq")
 
 
+def _epoch_in(path: Path) -> int:
+    """Return the highest leader epoch in a state.sqlite that was closed; -1 if there is none."""
+    if not path.exists():
+        return -1
+    with closing(connect_final(path)) as connection:
+        found = connection.execute("SELECT value FROM meta WHERE key = 'highest_leader_epoch'").get
+    return -1 if found is None else int(found)
+
+
 def _read_all(partition: Partition) -> list[Batch]:
     log, found = partition.log, []
     at = log.log_start_offset
@@ -418,7 +467,7 @@ def observe(checker: Checker) -> None:
     after(
         Partition,
         "_on_refused",
-        lambda process, it, result, *_: checker.history.lost_grants((it.topic, it.number), world.loop.now_ns),
+        lambda process, it, result, taken, why: checker.refused(it, taken),
     )
     after(Partition, "__init__", lambda process, it, result, *values: checker.opened(process, it))
     after(
@@ -438,7 +487,7 @@ def observe(checker: Checker) -> None:
     after(
         StateFile,
         "_start_over",
-        lambda process, it, result: checker.saved_anew(number(process), (it.identity.topic_id, it.identity.partition)),
+        lambda process, it, result: checker.saved_anew(process, it),
     )
     after(Log, "truncate", lambda process, log, result, to: checker.cut(number(process), key_of(log), to))
     after(Log, "reset", lambda process, log, result, at, *_: checker.begun_anew(number(process), key_of(log), at))

@@ -30,6 +30,7 @@ GROUP = "g"
 OUTPUTS = "out"
 CALL_S = 5.0
 VISIBILITY_MS = 2_000
+EXTENDED_MS = 500
 # Messages whose receipts a consumer keeps, to use them late.
 KEPT = 30
 
@@ -135,7 +136,7 @@ class Clients:
         while not self.stopping:
             self.loop.wait(options.pace_s * (0.5 + random.random()))
             count = random.choice((1, 1, 2, 5))
-            size = random.choice((20, 20, 300, 3_000, 12_000))
+            (size,) = random.choices((20, 300, 3_000, 12_000), (6, 3, 1, 0.2))
             values = [f"p{number}-{serial}-{index}:".encode().ljust(size, b".") for index in range(count)]
             serial += 1
             keys = [random.choice((None, "a", "b", "c")) for _ in values]
@@ -182,13 +183,16 @@ class Clients:
     # --- consumers ---------------------------------------------------------------------------------------------------
 
     def _consume(self, number: int, random: Random) -> None:
+        """Receive and settle. Some consumers hold messages for long, and some use old receipts often."""
         serial = 0
+        holds_s = random.choice((0.01, 0.2, 0.2, 1.0))
+        lateness = random.choice((0.1, 0.2, 0.5))
         kept: list[Delivered] = []
         wanted: wire.ReceiveRequest | None = None
         verb = ""
         while not self.stopping:
             kept = [each for each in kept if not self.world.checker.history.is_done(each)][-KEPT:]
-            if kept and random.random() < 0.2:
+            if kept and random.random() < lateness:
                 self._act_late(random, f"z{number}", kept)
             # The same attempt may come again, whatever became of it.
             if wanted is None or random.random() > (0.4 if verb == "nack" else 0.05):
@@ -206,7 +210,7 @@ class Clients:
                 self.loop.wait(0.05 + random.random() * 0.1)
                 continue
             kept += messages
-            self.loop.wait(random.random() * random.choice((0.01, 0.2)))
+            self.loop.wait(random.random() * random.choice((0.01, holds_s)))
             if random.random() < 0.15:
                 self._commit(random, f"c{number}-{serial}", messages)
             else:
@@ -234,7 +238,8 @@ class Clients:
             where = each.topic, each.partition
             got = (began_ns, self.loop.now_ns, visibility_ns)
             value = each.record.value
-            message = Delivered(where, each.offset, value, each.receipt, wanted.attempt_id or "", *got)
+            attempt, deadline_ms = wanted.attempt_id or "", each.lease_expires_at_ms
+            message = Delivered(where, each.offset, value, each.receipt, attempt, *got, deadline_ms)
             world.note(
                 "client", "{} gets {}/{}, delivery {}", message.attempt, *where, each.offset, each.delivery_count
             )
@@ -247,18 +252,23 @@ class Clients:
         if verb == "forget":
             return verb
         receipts = [message.receipt for message in messages]
-        settle = SettleRequest(verb, {"nack": random.choice((10, 1_500)), "extend": 500}.get(verb))  # type: ignore[arg-type]
-        self.world.checker.history.releases(receipts)
-        began_ns = self.loop.now_ns
+        settle = SettleRequest(verb, {"nack": random.choice((10, 1_500)), "extend": EXTENDED_MS}.get(verb))  # type: ignore[arg-type]
+        history, began_ns = self.world.checker.history, self.loop.now_ns
+        if verb == "extend":
+            history.extends(receipts, began_ns + EXTENDED_MS * 1_000_000)
+        else:
+            history.releases(receipts)
         try:
             verdicts = self.call(random, lambda broker: broker.settlement.settle(GROUP, receipts, settle))
         except (Unknown, PortalMQError):
             return verb
         good = [message for message, verdict in zip(messages, verdicts, strict=True) if verdict is True]
         self.world.reached[f"{verb} late" if late else verb] += len(good)
-        self.world.checker.history.accepted([each.receipt for each in good], began_ns, self.loop.now_ns)
+        history.accepted([each.receipt for each in good], began_ns, self.loop.now_ns)
         if verb == "ack":
             self._done(good)
+        elif verb == "extend":
+            history.extended([each.receipt for each in good], began_ns + EXTENDED_MS * 1_000_000)
         return verb
 
     def _done(self, messages: list[Delivered]) -> None:
@@ -273,8 +283,8 @@ class Clients:
         inputs = [each for each in messages if each.where == messages[0].where]
         name = f"{name}-{len(history.calls)}"
         values = [f"o{name}-{index}".encode() for index in range(random.choice((0, 1, 3)))]
-        history.calls_commit(name, values, None)
         receipts = [each.receipt for each in inputs]
+        name, values = history.calls_commit(name, values, None, receipts)
         outputs = [OutputMessage(OUTPUTS, Record(value)) for value in values]
         history.releases(receipts)
 
@@ -287,6 +297,8 @@ class Clients:
             except Unknown:
                 pass
             except PortalMQError as error:
+                if world.reached["adopted"] and isinstance(error, InvalidRequest):
+                    return  # the key of the receipts was lost
                 if 400 <= error.status < 500 and error.outcome == "not_applied" and not error.retryable:
                     # Final, even if an earlier try is still on its way.
                     world.reached[f"commit {error.code}"] += 1

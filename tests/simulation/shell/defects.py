@@ -51,6 +51,7 @@ DEFECTS: dict[str, tuple[Edit, ...]] = {
         Edit(GroupDelivery, "ackable", "good = not span.is_later", "good = not span.leased or not span.is_later"),
     ),
     "a damaged state file forgets the epoch": (
+        Edit(StateFile, "_start_over", "if not self._knows_epoch:", "if True:"),
         Edit(StateFile, "_start_over", "max(self._highest_epoch, self._readable_epoch())", "-1"),
     ),
     "a leader elected by its own reading does not wait": (

@@ -20,6 +20,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from portalmq.broker.storage.segment import CREATING
+
 SECTOR = 512
 SHARED_BYTES = 32 * 1024
 # The calls of the machine, which system_calls.py replaces.
@@ -104,6 +106,8 @@ class SimDisk:
         self.shared: set[str] = set()
         self.ios = 0
         self.on_io: Callable[[str, str], None] = lambda kind, name: None
+        # Called once, when a new segment is begun.
+        self.on_segment: Callable[[str], None] | None = None
         root.mkdir(parents=True)
         disks[root.name] = self
 
@@ -134,6 +138,9 @@ class SimDisk:
         _rename(self.names, naming)  # type: ignore[arg-type]
 
     def create(self, name: str) -> Inode:
+        if self.on_segment is not None and name.endswith(f".sqlite{CREATING}") and not self.is_dead:
+            begins, self.on_segment = self.on_segment, None
+            begins(name)
         self.io("create", name, 1)
         inode = Inode()
         self.named("create", name, inode)

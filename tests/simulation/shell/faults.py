@@ -6,6 +6,7 @@ import re
 from random import Random
 from typing import TYPE_CHECKING
 
+from simulation.shell.operator import adopt
 from simulation.shell.options import Step
 from simulation.shell.plane import ZOOKEEPER
 
@@ -57,10 +58,21 @@ class Faults:
         self._note("broker {} crashes after {} I/Os", machine.number, machine.ios_to_crash)
 
     def _kill_leader(self, random: Random, step: Step) -> None:
+        power = random if random.random() < 0.5 else None
+        self._leader(random).end(again_s=random.choice((0.1, 1.0, 4.0)), power=power)
+
+    def _lose_grants(self, random: Random, step: Step) -> None:
+        """Cut a leader off from its followers, so that clients get what no other broker knows of, and kill it."""
+        machine = self._leader(random)
+        others = [number for number in self.world.machines if number != machine.number]
+        self._sever(random, {pair for each in others for pair in ((machine.number, each), (each, machine.number))})
+        power = random if random.random() < 0.3 else None
+        self._later(random.random() * 0.4, lambda: machine.end(again_s=random.choice((0.1, 1.0, 4.0)), power=power))
+
+    def _leader(self, random: Random) -> Machine:
+        """Return the machine that leads one of the partitions, or any."""
         leaders = sorted({state.leader for state in self.world.checker.states.values() if state.leader})
-        if leaders:
-            power = random if random.random() < 0.5 else None
-            self.world.machines[random.choice(leaders)].end(again_s=random.choice((0.1, 1.0, 4.0)), power=power)
+        return self.world.machines[random.choice(leaders)] if leaders else self._any(random)
 
     def _kill_controller(self, random: Random, step: Step) -> None:
         for machine in self.world.machines.values():
@@ -120,7 +132,7 @@ class Faults:
 
     def _cut(self, random: Random, step: Step) -> None:
         numbers = [ZOOKEEPER, *self.world.machines]
-        source, target = random.choice(numbers), random.choice(numbers)
+        source, target = random.sample(numbers, 2)
         links = {(source, target)} | ({(target, source)} if random.random() < 0.6 else set())
         self._sever(random, links)
 
@@ -149,6 +161,11 @@ class Faults:
     def _zookeeper_back(self) -> None:
         self.world.zookeeper.is_gone = False
 
+    def _adopt(self, random: Random, step: Step) -> None:
+        if not self.world.is_adopting and self.world.checker.states:
+            self._note("ZooKeeper has lost everything")
+            adopt(self.world, random, self._any(random).number if random.random() < 0.7 else None)
+
     # --- disks and clocks --------------------------------------------------------------------------------------------
 
     def _fsync_fails(self, random: Random, step: Step) -> None:
@@ -166,6 +183,25 @@ class Faults:
             disk.limit = disk.used + random.choice((0, 1, 4, 16)) * random.randint(0, 16 * 1024)
             self._note("broker {} has {} bytes left", machine.number, disk.limit - disk.used)
             self._later(random.random() * 6, self._make_room, machine)
+
+    def _full_at_roll(self, random: Random, step: Step) -> None:
+        """Leave a little room at the moment in which a broker begins its next file of a log, and kill the leader of
+        something, so that what could not be written is cut off again."""
+        machine = self._leader(random)
+        if machine.life is None:
+            return
+        disk, left = machine.life.disk, random.randint(0, 96 * 1024)
+        self._note("broker {} will begin its next segment with {} bytes left", machine.number, left)
+
+        def begins(name: str) -> None:
+            machine.is_hurt = True
+            disk.limit = disk.used + left
+            self.world.reached["full at a roll"] += 1
+            self._later(random.random() * 3, self._make_room, machine)
+            if random.random() < 0.6:
+                self._later(random.random(), self._kill_leader, random, step)
+
+        disk.on_segment = begins
 
     def _make_room(self, machine: Machine) -> None:
         if machine.life is not None:
@@ -186,8 +222,8 @@ class Faults:
             machine.life.process.work_ns = machine.work_ns
 
     def _clock(self, random: Random, step: Step) -> None:
-        machine = self._any(random)
-        machine.wall_ms = random.choice((-1, 1)) * random.choice((5_000, 3_600_000, DAY_MS, 8 * DAY_MS, 8 * DAY_MS))
+        machine = self._leader(random) if random.random() < 0.7 else self._any(random)
+        machine.wall_ms = random.choice((-1, 1, 1)) * random.choice((5_000, 3_600_000, DAY_MS, 8 * DAY_MS, 8 * DAY_MS))
         if machine.life is not None:
             machine.life.process.wall_ms = machine.wall_ms
         self._note("the clock of broker {} is wrong by {} ms", machine.number, machine.wall_ms)
@@ -209,7 +245,10 @@ class Faults:
         machine, checker = self._any(random), self.world.checker
         if machine.life is None or not checker.may_lose(machine.number):
             return
-        disk = machine.life.disk
+        self.damage(machine, machine.life.disk, random)
+
+    def damage(self, machine: Machine, disk: SimDisk, random: Random) -> None:
+        checker = self.world.checker
         names = sorted(name for name in disk.names if name.startswith("partitions/") and _DAMAGED.search(name))
         if not names:
             return
@@ -240,6 +279,7 @@ class Faults:
                 continue
             self._note("{} on broker {} is damaged", mine[-1], machine.number)
             checker.known(key).lossy.add(machine.number)
+            checker.known(key).beheaded.add(machine.number)
             world.is_ruined = machine.is_hurt = True
             world.reached["ruined"] += 1
         if world.is_ruined:

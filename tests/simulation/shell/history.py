@@ -63,12 +63,16 @@ class Delivered(NamedTuple):
     began_ns: int
     got_ns: int
     visibility_ns: int
+    deadline_ms: int = 0  # as the leader wrote it into the GRANT
 
 
 @dataclass(slots=True)
 class Lease:
+    """It runs until `until_ns` at least, unless its client has ended it."""
+
     delivered: Delivered
     epoch: int
+    until_ns: int
     released: bool = False
 
 
@@ -93,7 +97,6 @@ class Place:
     committed_ns: int = 0
     owners: dict[int, str] = field(default_factory=dict)  # of a generation
     claimed: tuple[int, int, str] = (0, 0, "")  # the newest generation, when it was known, its owner
-    lost_ns: int = -1  # when a leader last lost grants
 
 
 class History:
@@ -106,6 +109,8 @@ class History:
         self._acked: dict[tuple[Where, int], int] = {}  # when the ack of a message was answered
         self._leases: dict[tuple[Where, int], Lease] = {}
         self._by_receipt: dict[str, Lease] = {}
+        self._lost_grants: set[tuple[Where, int, int, int]] = set()  # offset, epoch and deadline
+        self._calls_of: dict[frozenset[str], str] = {}
         self._locks: dict[str, Granted] = {}
 
     def place(self, where: Where) -> Place:
@@ -168,12 +173,12 @@ class History:
         if held is not None and held.epoch == epoch and not held.released:
             before = held.delivered
             is_other = before.attempt != message.attempt and before.receipt != message.receipt
-            if is_other and message.got_ns < before.began_ns + before.visibility_ns:
+            if is_other and message.got_ns < held.until_ns:
                 self._fail("I12", f"{key} is leased to {message.attempt} while {before.attempt} has it")
             if before.attempt != message.attempt and before.receipt == message.receipt:
                 self._fail("I12", f"{message.attempt} is given the lease of {before.attempt} on {key}")
-        # An answer that was on its way then may be of a grant that is lost.
-        lease = Lease(message, epoch, released=message.began_ns < self.place(message.where).lost_ns)
+        lease = Lease(message, epoch, message.began_ns + message.visibility_ns)
+        lease.released = (*key, epoch, message.deadline_ms) in self._lost_grants
         self._by_receipt.setdefault(message.receipt, lease)
         if held is None or held.delivered.receipt != message.receipt:
             self._leases[key] = lease
@@ -194,15 +199,29 @@ class History:
             lease = self._leases[mine.where, mine.offset]
             other = lease.delivered
             is_older = mine.attempt != other.attempt and mine.got_ns < other.began_ns and other.got_ns < began_ns
-            if is_older and not lease.released and now_ns < other.began_ns + other.visibility_ns:
+            if is_older and not lease.released and now_ns < lease.until_ns:
                 self._fail("I12", f"{mine.attempt} changes the lease of {other.attempt} on {mine.where}/{mine.offset}")
 
-    def lost_grants(self, where: Where, now_ns: int) -> None:
-        """A leader's disk was full: the grants that it had not written are lost, as by a fail-over."""
-        self.place(where).lost_ns = now_ns
-        for (place, _), lease in self._leases.items():
-            if place == where:
-                lease.released = True
+    def extends(self, receipts: Iterable[str], until_ns: int) -> None:
+        """A client is about to let these leases end at that time, or a little later."""
+        for receipt in receipts:
+            lease = self._by_receipt[receipt]
+            lease.until_ns = min(lease.until_ns, until_ns)
+
+    def extended(self, receipts: Iterable[str], until_ns: int) -> None:
+        """These were answered as valid."""
+        for receipt in receipts:
+            lease = self._by_receipt[receipt]
+            if self._leases[lease.delivered.where, lease.delivered.offset] is lease:
+                lease.until_ns = until_ns
+
+    def lost_grant(self, where: Where, offset: int, epoch: int, deadline_ms: int) -> None:
+        """A leader's disk had no room for the GRANT, or EXTEND, of this lease: it is lost as by a fail-over, before or
+        after its client is told of it."""
+        self._lost_grants.add((where, offset, epoch, deadline_ms))
+        lease = self._leases.get((where, offset))
+        if lease is not None and lease.epoch == epoch:
+            lease.released |= lease.delivered.deadline_ms == deadline_ms
 
     def done(self, receipts: Iterable[str], now_ns: int) -> None:
         """The acks of these were answered."""
@@ -212,14 +231,25 @@ class History:
 
     # --- commit calls ------------------------------------------------------------------------------------------------
 
-    def calls_commit(self, name: str, outputs: Sequence[bytes], where: Where | None) -> None:
-        self.calls[name] = Call(tuple(outputs))
-        self.sends(outputs, where, is_once=True, call=name)
+    def calls_commit(
+        self, name: str, outputs: Sequence[bytes], where: Where | None, receipts: Iterable[str] = ()
+    ) -> tuple[str, Sequence[bytes]]:
+        """Return the call that commits these receipts: the first one with them, since the same input has the same
+        outputs, and a repeat gets the first answer."""
+        name = self._calls_of.setdefault(frozenset(receipts) or frozenset([name]), name)
+        if name not in self.calls:
+            self.calls[name] = Call(tuple(outputs))
+            self.sends(outputs, where, is_once=True, call=name)
+        return name, self.calls[name].outputs
 
     def commit_refused(self, name: str) -> None:
+        if self.calls[name].acked:
+            self._fail("I15", f"commit {name} was answered, and is refused now")
         self.calls[name].refused = True
 
     def commit_acked(self, name: str) -> None:
+        if self.calls[name].refused:
+            self._fail("I15", f"commit {name} was refused, and is accepted now")
         self.calls[name].acked = True
 
     # --- stream groups -----------------------------------------------------------------------------------------------
@@ -261,6 +291,10 @@ class History:
             self._fail("I11", f"the offset of {where} fell from {place.committed} to {offset}")
 
     # --- locks -------------------------------------------------------------------------------------------------------
+
+    def forget_locks(self) -> None:
+        """ZooKeeper has lost them."""
+        self._locks.clear()
 
     def locked(self, name: str, granted: Granted) -> None:
         before = self._locks.get(name)

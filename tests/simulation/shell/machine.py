@@ -184,19 +184,30 @@ class Machine:
     def start(self) -> None:
         if self.life is not None or self.world.is_over:
             return
+        if self.world.is_adopting:
+            self.world.loop.after(0.2, self.world.loop.world, self.start)
+            return
         self.lives += 1
         root = Path(f"b{self.number}.{self.lives}")
-        disk = SimDisk(root) if self._disk is None else self._image(root)
+        disk = self._image(root) or SimDisk(root)
         self.life = Life(self, disk, self.lives)
         self.world.note(self.life.process, "starts")
         self.world.loop.spawn(self.life.process, self.life.run)
 
-    def _image(self, root):  # type: ignore[no-untyped-def]
+    def _image(self, root: Path) -> SimDisk | None:
+        """Return the disk as the last life left it."""
         before, self._disk = self._disk, None
-        assert before is not None
+        if before is None:
+            return None
         disk = before.image(root, self._power)
         disk.limit = before.limit
         return disk
+
+    def read_disk(self) -> SimDisk | None:
+        """Return the disk of a machine that is off, for somebody else to work on before the next start."""
+        self.lives += 1
+        self._disk, self._power = self._image(Path(f"b{self.number}.{self.lives}")), None
+        return self._disk
 
     def replace_disk(self) -> None:
         """The next life finds an empty disk."""

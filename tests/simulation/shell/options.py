@@ -11,6 +11,7 @@ FAULTS = {
     "power": 4.0,
     "crash_at_io": 5.0,
     "kill_leader": 3.0,
+    "lose_grants": 2.0,
     "kill_controller": 1.5,
     "power_all": 0.7,
     "pause": 4.0,
@@ -18,8 +19,10 @@ FAULTS = {
     "cut": 5.0,
     "isolate": 3.0,
     "zookeeper_gone": 1.0,
+    "adopt": 0.5,
     "fsync_fails": 1.5,
     "disk_full": 2.0,
+    "full_at_roll": 2.0,
     "disk_slow": 2.0,
     "stop": 1.5,
     "clock": 1.5,
@@ -27,7 +30,7 @@ FAULTS = {
     "retain": 2.0,
     "replace_disk": 1.0,
     "flip": 2.0,
-    "ruin": 0.15,
+    "ruin": 0.4,
 }
 
 
@@ -93,7 +96,7 @@ def draw(seed: int) -> tuple[Options, list[Step]]:
         session_s=random.choice((1.5, 2.0, 3.0)),
         lag_ms=random.choice((500, 1_000, 2_000)),
         fetch_wait_ms=random.choice((100, 250, 500)),
-        segment_bytes=random.choice((32, 48, 96, 1024)) * 1024,
+        segment_bytes=random.choice((64, 64, 80, 128, 1024)) * 1024,
         delay_s=random.choice((0.0002, 0.001, 0.005)),
         tail=sometimes(random, 0.3, random.random() * 0.05),
         drop=sometimes(random, 0.3, random.random() * 0.03),
@@ -102,20 +105,20 @@ def draw(seed: int) -> tuple[Options, list[Step]]:
         stale_reads=sometimes(random, 0.4, random.random() * 0.3),
         missed=sometimes(random, 0.3, random.random() * 0.05),
         outliving_s=sometimes(random, 0.3, 1.0),
-        faults_s=random.choice((6.0, 8.0, 10.0)),
+        faults_s=random.choice((3.0, 4.0, 6.0)),
         producers=random.choice((1, 2, 3)),
         consumers=random.choice((0, 1, 2, 3)),
         members=random.choice((0, 0, 1, 2)),
         holders=random.choice((0, 0, 0, 2)),
         browses=random.random() < 0.3,
         deliveries=random.choice((2, 5, 100)),
-        pace_s=random.choice((0.03, 0.06, 0.15)),
+        pace_s=random.choice((0.04, 0.08, 0.15)),
         compacts=random.random() < 0.2,
     )
     weights = {kind: weight for kind, weight in FAULTS.items() if random.random() < 0.6}
     steps: list[Step] = []
-    at_s = random.random() * 2
-    gap_s = random.choice((0.5, 1.0, 2.0))
+    at_s = random.random()
+    gap_s = random.choice((0.25, 0.5, 1.0))
     while weights and at_s < options.faults_s:
         (kind,) = random.choices(list(weights), list(weights.values()))
         steps.append(Step(at_s, kind, random.getrandbits(32)))

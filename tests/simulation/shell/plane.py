@@ -93,6 +93,7 @@ class Session:
         self.expires_ns = expires_ns
         self.seen = seen
         self.expired = False
+        self.missed: list[str] = []
 
 
 class ZooKeeper:
@@ -177,14 +178,31 @@ class ZooKeeper:
         index = len(self.trees) - 1
         for session in self.sessions:
             process = session.client.process
-            if session.expired or process.dead or not self.reachable(process) or random.random() < self.missed:
+            if session.expired or process.dead:
+                continue
+            if not self.reachable(process) or random.random() < self.missed:
+                session.missed += paths
                 continue
             late_s = random.random() * 1.5 if random.random() < self.staleness else self.world.network.delay_s()
             self.loop.after(late_s, process, session.client.rang, session, index, list(dict.fromkeys(paths)))
 
+    def lose_everything(self) -> None:
+        """Begin again without content, as an ensemble whose disks are gone."""
+        for session in self.sessions:
+            session.expired = True
+            session.seen = 0
+        self.trees, self.times = [{}], [0]
+
     def heal(self) -> None:
+        """End all faults. In most runs the watches that did not come come now; in the others a broker has to read
+        everything again, which it does every half a minute."""
         self.is_gone = False
         self.loss = self.staleness = self.missed = self.outliving_s = 0.0
+        if self.loop.random.random() < 0.9:
+            for session in self.sessions:
+                if not session.expired and not session.client.process.dead:
+                    missed = list(dict.fromkeys(session.missed))
+                    session.client.rang_later(session, len(self.trees) - 1, missed)
 
 
 class SimPlane:
@@ -275,6 +293,9 @@ class SimPlane:
                 self._ring(path)
                 if self.loop.random.random() < 0.02:
                     self._ring(path)
+
+    def rang_later(self, session: Session, index: int, paths: list[str]) -> None:
+        self.loop.after(self.world.network.delay_s(), self.process, self.rang, session, index, paths)
 
     def watch(self, callback: ChangeCallback) -> None:
         self._callbacks.append(callback)

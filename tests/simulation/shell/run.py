@@ -3,6 +3,7 @@
 python -m simulation.shell.run --seed 17             one seed, its options, its trace
 python -m simulation.shell.run --seeds 500           seeds 0 to 499
 python -m simulation.shell.run --seeds 500 --first 1000
+python -m simulation.shell.run --seeds 500 --coverage   which branches of the shell they reach (needs `coverage`)
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets is part of a ru
     os.environ["PYTHONHASHSEED"] = "0"
     os.execv(sys.executable, [sys.executable, "-m", "simulation.shell.run", *sys.argv[1:]])
 
-from simulation.shell import patches  # isort: skip
+from simulation.shell import reach, patches  # isort: skip
 
 import gc
 import pickle
@@ -52,6 +53,7 @@ class Outcome:
     faults: list[str] = field(default_factory=list)
     options: list[str] = field(default_factory=list)
     memory_mib: int = 0
+    arcs: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
 
 
 def play(seed: int, *, left_out: Collection[int] = (), tells: bool = False) -> Outcome:
@@ -130,6 +132,7 @@ def _play(seed: int, left_out: Collection[int], tells: bool) -> Outcome:
         [f"{number}: {step}" for number, step in enumerate(world.steps)],
         world.options.lines(),
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+        reach.reached(),
     )
 
 
@@ -154,6 +157,7 @@ def main() -> int:
     parser.add_argument("--having", default="", choices=["", *FAULTS], help="only seeds with this fault")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--go-on", action="store_true", help="after a failing seed")
+    parser.add_argument("--coverage", action="store_true", help="report which branches the runs reach")
     parser.add_argument("--hash", action="store_true", help="print the hash of each trace")
     arguments = parser.parse_args()
     if arguments.defect:
@@ -163,6 +167,7 @@ def main() -> int:
         return 0 if _show(arguments.seed, left_out) else 1
     reached: Counter[str] = Counter()
     failed: list[Outcome] = []
+    arcs: dict[str, set[tuple[int, int]]] = {}
     began_s, cpu_s = patches.real_perf_counter(), 0.0
     run = ledger.Run("shell", arguments.first, writes=arguments.ledger)
     wanted = (seed for seed in count(run.first) if _has(seed, arguments.having))
@@ -171,6 +176,8 @@ def main() -> int:
         for outcome in play_all(seeds, processes=arguments.processes):
             reached += outcome.reached
             cpu_s += outcome.cpu_s
+            for file, found in outcome.arcs.items():
+                arcs.setdefault(file, set()).update(found)
             counts = {"faults": len(outcome.faults), "acknowledged": outcome.reached["acked"], "steps": outcome.steps}
             run.add(outcome.seed, counts, failed=bool(outcome.failure))
             if arguments.hash:
@@ -186,6 +193,7 @@ def main() -> int:
         _show(seed, left_out)
         print(f"make simulate-shell SEED={seed} WITHOUT={','.join(map(str, left_out))}", flush=True)
     print(", ".join(f"{what} {count}" for what, count in sorted(reached.items())))
+    reach.report(arcs)
     took_s = patches.real_perf_counter() - began_s
     print(f"{len(failed)} of {arguments.seeds} seeds failed, {took_s:.0f} s, {cpu_s:.0f} s of processor time")
     return 1 if failed else 0

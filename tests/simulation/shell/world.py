@@ -32,7 +32,7 @@ from portalmq.broker.cluster import membership, replicas, topics
 from portalmq.broker.replication import ticker
 
 HEALED_WITHIN_S = 60.0
-RUINED_S = 20.0
+RUINED_S = 6.0
 _ADDRESS = re.compile("0x[0-9a-f]+")
 
 
@@ -53,7 +53,7 @@ class World:
         self.trace = hashlib.sha256()
         self.reached: Counter[str] = Counter()
         self.failure: Violation | None = None
-        self.is_over = self.is_ruined = False
+        self.is_over = self.is_ruined = self.is_adopting = False
         self.buried: list[Any] = []
         self._install()
         self.network = SimNetwork(self)

@@ -1,0 +1,64 @@
+"""An operator of a run, who restores a control plane that was lost from the disks, as `portalmq adopt` does."""
+
+from __future__ import annotations
+
+from random import Random
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from simulation.shell.loop import Process
+from simulation.shell.plane import SimPlane
+
+from portalmq.broker.server import adoption
+from portalmq.broker.server.adoption import NotAdopted
+from portalmq.control_plane.catalog import Catalog
+
+if TYPE_CHECKING:
+    from simulation.shell.world import World
+
+CLUSTER = "simulated"
+
+
+def adopt(world: World, random: Random, damaged: int | None) -> None:
+    """End all brokers, lose all that ZooKeeper has, damage a file on one machine perhaps, and adopt the directories.
+
+    Where messages may be lost, the operator is asked, and declines: then the run ends in ruins.
+    """
+    power = random if random.random() < 0.5 else None
+    for machine in world.machines.values():
+        machine.end(again_s=0.5, power=power)
+        machine.wall_ms = 0
+    world.is_adopting = True
+    world.zookeeper.lose_everything()
+    for known in world.checker.partitions.values():
+        known.state = None
+    world.checker.history.forget_locks()
+    world.loop.spawn(Process("operator"), _adopt, world, random, damaged)
+
+
+def _adopt(world: World, random: Random, damaged: int | None) -> None:
+    paths: dict[str, Any] = {}
+    for machine in world.machines.values():
+        if (disk := machine.read_disk()) is None:
+            continue  # it never ran
+        if machine.number == damaged:
+            world.faults.damage(machine, disk, random)
+        identity = SimpleNamespace(cluster_id=CLUSTER, broker_id=machine.number, store_uuid=machine.store_uuid)
+        paths[disk.root.name] = SimpleNamespace(path=disk.root, identity=identity)
+    adoption._opened = lambda path, stack: paths[path.name]  # type: ignore[assignment]
+    plane = SimPlane(world, world.loop.current, world.options.session_s)
+    while world.zookeeper.is_gone:
+        world.loop.wait(0.1)
+    try:
+        plane.start()
+        found = adoption.read_directories([each.path for each in paths.values()])
+        for said in adoption.write_back(Catalog(plane), found, accept_loss=False, replace_cluster=True):
+            world.note("operator", "{}", said)
+    except NotAdopted as refusal:
+        world.note("operator", "does not adopt: {}", refusal)
+        world.reached["not adopted"] += 1
+        world.is_ruined = True
+        return
+    world.reached["adopted"] += 1
+    plane.close()
+    world.is_adopting = False
