@@ -18,6 +18,7 @@ BUSY_TIMEOUT_MS = 5_000
 # What SQLite does not take as it is in a URI. To quote each of ten thousand paths takes a second.
 _QUOTED = re.compile(r"[%?#]|//|[^ -~]")
 FOREIGN_READER_WAIT_MS = 200
+COPIED_BYTES = 1024 * 1024
 
 
 def set_full_sync(connection: apsw.Connection) -> None:
@@ -30,16 +31,26 @@ def make_durable(connection: apsw.Connection) -> None:
 
     A kill may have come between the write of a commit and its fsync. The checkpoint syncs the file, and the log is then
     durably empty: where an fsync failed before, the disk has an older end of it, which a power cut would bring back. If
-    a foreign reader blocks the checkpoint, a commit syncs the log.
+    a foreign reader blocks the checkpoint, the log is written over itself and synced: a sync alone writes nothing of
+    what an earlier one failed to write.
     """
     try:
         connection.set_busy_timeout(FOREIGN_READER_WAIT_MS)
         connection.wal_checkpoint("main", apsw.SQLITE_CHECKPOINT_TRUNCATE)
         _sync_truncation(Path(f"{connection.filename}-wal"))
     except apsw.BusyError:
-        sync_wal(connection)
+        _write_again(Path(f"{connection.filename}-wal"))
     finally:
         connection.set_busy_timeout(BUSY_TIMEOUT_MS)
+
+
+def _write_again(log: Path) -> None:
+    with open(log, "r+b") as file:
+        while part := file.read(COPIED_BYTES):
+            file.seek(-len(part), os.SEEK_CUR)
+            file.write(part)
+        file.flush()
+        sync(file.fileno())
 
 
 def _sync_truncation(log: Path) -> None:

@@ -120,6 +120,8 @@ class Clients:
             self.spawn(self._produce, number, Random(f"producer {self.world.seed} {number}"))
         for number in range(options.consumers):
             self.spawn(self._consume, number, Random(f"consumer {self.world.seed} {number}"))
+        for number in range(options.rivals):
+            self.spawn(self._rival, number, Random(f"rival {self.world.seed} {number}"))
         self.members.start()
 
     # --- producers ---------------------------------------------------------------------------------------------------
@@ -139,7 +141,7 @@ class Clients:
             (size,) = random.choices((20, 300, 3_000, 12_000), (6, 3, 1, 0.2))
             values = [f"p{number}-{serial}-{index}:".encode().ljust(size, b".") for index in range(count)]
             serial += 1
-            keys = [random.choice((None, "a", "b", "c")) for _ in values]
+            keys = [random.choice(("d" if options.compacts else None, "a", "b", "c")) for _ in values]
             records = [
                 Record(value, key=None if key is None else key.encode())
                 for value, key in zip(values, keys, strict=True)
@@ -185,8 +187,9 @@ class Clients:
     def _consume(self, number: int, random: Random) -> None:
         """Receive and settle. Some consumers hold messages for long, and some use old receipts often."""
         serial = 0
-        holds_s = random.choice((0.01, 0.2, 0.2, 1.0))
-        lateness = random.choice((0.1, 0.2, 0.5))
+        holds_s = random.choice((0.01, 0.2, 1.0))
+        lateness = random.choice((0.1, 0.3, 0.6))
+        weights = random.choice(((10, 2, 1, 1), (10, 2, 1, 1), (3, 8, 1, 1)))
         kept: list[Delivered] = []
         wanted: wire.ReceiveRequest | None = None
         verb = ""
@@ -197,14 +200,7 @@ class Clients:
             # The same attempt may come again, whatever became of it.
             if wanted is None or random.random() > (0.4 if verb == "nack" else 0.05):
                 serial += 1
-                wanted = wire.ReceiveRequest(
-                    topics=[TOPIC],
-                    max_messages=random.choice((1, 3, 10)),
-                    wait_ms=random.choice((0, 500)),
-                    visibility_timeout_ms=random.choice((300, VISIBILITY_MS)),
-                    consumer=f"c{number}",
-                    attempt_id=f"c{number}-{serial}",
-                )
+                wanted = _wanted(random, f"c{number}", serial, random.choice((300, VISIBILITY_MS)))
             messages = self._receive(random, wanted)
             if not messages:
                 self.loop.wait(0.05 + random.random() * 0.1)
@@ -214,7 +210,30 @@ class Clients:
             if random.random() < 0.15:
                 self._commit(random, f"c{number}-{serial}", messages)
             else:
-                verb = self._settle(random, messages)
+                verb = self._settle(random, messages, weights)
+
+    def _rival(self, number: int, random: Random) -> None:
+        """Receive, let the lease end, receive the same messages again, and use the old receipts beside the new ones."""
+        history, name, serial = self.world.checker.history, f"r{number}", 0
+        while not self.stopping:
+            serial += 1
+            first = self._receive(random, _wanted(random, name, serial, 300))
+            again: list[Delivered] = []
+            for _ in range(random.choice((1, 4, 12)) if first else 0):
+                self.loop.wait(0.1 + random.random() * 0.4)
+                serial += 1
+                second = self._receive(random, _wanted(random, name, serial, VISIBILITY_MS))
+                again = [each for each in second if each[:2] in {old[:2] for old in first}]
+                if again or self.stopping:
+                    break
+                self._settle(random, second, (1, 1, 0, 0))
+            old = [each for each in first if each[:2] in {new[:2] for new in again}]
+            for _ in range(3 if old else 0):
+                self._act_late(random, name, old)
+                self.loop.wait(random.random() * 0.3)
+                if random.random() < 0.5 and not any(map(history.is_done, again)):
+                    self._settle(random, again, (1, 8, 0, 2))
+            self.loop.wait(0.05 + random.random() * 0.3)
 
     def _act_late(self, random: Random, name: str, kept: list[Delivered]) -> None:
         """Use old receipts: their leases may have gone to others."""
@@ -222,7 +241,7 @@ class Clients:
         if random.random() < 0.4:
             self._commit(random, name, messages)
         else:
-            self._settle(random, messages, late=True)
+            self._settle(random, messages, (1, 4, 0, 4), late=True)
 
     def _receive(self, random: Random, wanted: wire.ReceiveRequest) -> list[Delivered]:
         world, history = self.world, self.world.checker.history
@@ -247,8 +266,10 @@ class Clients:
             found.append(message)
         return found
 
-    def _settle(self, random: Random, messages: list[Delivered], *, late: bool = False) -> str:
-        verb = random.choices(("ack", "nack", "forget", "extend"), (1, 4, 0, 4) if late else (10, 2, 1, 1))[0]
+    def _settle(
+        self, random: Random, messages: list[Delivered], weights: tuple[int, ...], *, late: bool = False
+    ) -> str:
+        verb = random.choices(("ack", "nack", "forget", "extend"), weights)[0]
         if verb == "forget":
             return verb
         receipts = [message.receipt for message in messages]
@@ -304,8 +325,7 @@ class Clients:
                     world.reached[f"commit {error.code}"] += 1
                     world.note("client", "commit {} is refused: {}", name, error.code)
                     history.commit_refused(name)
-                    if random.random() < 0.5:
-                        self.spawn(self._again, random, send)
+                    self.spawn(self._again, random, send)
                     return
             else:
                 world.note("client", "commit {} is answered", name)
@@ -320,7 +340,7 @@ class Clients:
     def _again(self, random: Random, send: Callable[[Any], Any]) -> None:
         """Let copies of a call arrive late, when its client has gone on."""
         for _ in range(4):
-            self.loop.wait(random.random() * 1.5)
+            self.loop.wait(random.random())
             with contextlib.suppress(Unknown, PortalMQError):
                 self.call(random, send)
 
@@ -340,6 +360,17 @@ class Clients:
         except (Unknown, PortalMQError, TopicNotFound):
             return
         self.world.reached["purged"] += 1
+
+
+def _wanted(random: Random, consumer: str, serial: int, visibility_ms: int) -> wire.ReceiveRequest:
+    return wire.ReceiveRequest(
+        topics=[TOPIC],
+        max_messages=random.choice((1, 3, 10)),
+        wait_ms=random.choice((0, 500)),
+        visibility_timeout_ms=visibility_ms,
+        consumer=consumer,
+        attempt_id=f"{consumer}-{serial}",
+    )
 
 
 def _receive(broker: Any, wanted: wire.ReceiveRequest) -> Any:

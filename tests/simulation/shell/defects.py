@@ -16,7 +16,8 @@ from portalmq.broker.core.fold import SpanFold
 from portalmq.broker.core.queue.delivery import GroupDelivery
 from portalmq.broker.partition.isr_updates import IsrUpdates
 from portalmq.broker.partition.retention import Retention
-from portalmq.broker.storage import recovery, segment, wal
+from portalmq.broker.server.adoption import Adoption
+from portalmq.broker.storage import recovery, segment, state, wal
 from portalmq.broker.storage.state import StateFile
 
 
@@ -41,6 +42,9 @@ DEFECTS: dict[str, tuple[Edit, ...]] = {
         Edit(unclean_election, "is_whole_elsewhere", "    for other in others:", "    for other in ():"),
         Edit(unclean_election, "is_whole_elsewhere", "False if others", "True if others"),
     ),
+    "an adoption leaves out what a damaged replica alone held": (
+        Edit(Adoption, "losses", "_may_lack(found, topic)", "False"),
+    ),
     "an older receipt ends a later epoch's lease": (
         Edit(SpanFold, "is_later", "self.leader_epoch in (0, leader_epoch)", "True"),
     ),
@@ -56,6 +60,9 @@ DEFECTS: dict[str, tuple[Edit, ...]] = {
     ),
     "a leader elected by its own reading does not wait": (
         Edit(IsrUpdates, "_tell", "partition.step(LeaderAnswered", "(lambda _: None)(LeaderAnswered"),
+    ),
+    "a log that is read elsewhere is synced without its lost pages": (
+        Edit(wal, "make_durable", '_write_again(Path(f"{connection.filename}-wal"))', "sync_wal(connection)"),
     ),
     "a truncated write-ahead log comes back": (
         Edit(wal, "_sync_truncation", "sync(descriptor)", "pass"),
@@ -89,4 +96,4 @@ def _code(owner: Any, name: str) -> Callable[..., Any]:
 
 
 # Modules that have imported a function by its name.
-_USERS = {"is_whole_elsewhere": (replica_opener,)}
+_USERS = {"is_whole_elsewhere": (replica_opener,), "make_durable": (segment, state)}

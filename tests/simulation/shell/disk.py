@@ -196,6 +196,8 @@ class SimDisk:
         if inode is None or inode.pending or inode.lost or not inode.durable:
             return False
         at = random.randrange(len(inode.durable) if below is None else below)
+        while not inode.durable[at] and random.random() < 0.95:  # most of a file is empty
+            at = random.randrange(len(inode.durable) if below is None else below)
         inode.durable[at] ^= 1 << random.randrange(8)
         path = self.root / name
         mode = path.stat().st_mode

@@ -6,6 +6,7 @@ import re
 from random import Random
 from typing import TYPE_CHECKING
 
+from simulation.shell.machine import RESTART_S
 from simulation.shell.operator import adopt
 from simulation.shell.options import Step
 from simulation.shell.plane import ZOOKEEPER
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 DAY_MS = 86_400_000
 _SEGMENT = re.compile(r"/\d+\.sqlite$")
+_STATE = re.compile(r"/state\.sqlite$")
 _DAMAGED = re.compile(r"/(\d+\.sqlite|state\.sqlite|manifest\.\w+)$")
 
 
@@ -173,6 +175,9 @@ class Faults:
         if machine.life is not None:
             machine.is_hurt = machine.has_lost_writes = True
             machine.life.disk.fsyncs_to_fail = random.choice((1, 1, 3))
+            if random.random() < 0.5:
+                machine.is_read_s = random.random() * 3
+                self._later(RESTART_S + random.random() * 1.5, lambda: machine.end(again_s=0.1, power=random))
             self._note("an fsync of broker {} is going to fail", machine.number)
 
     def _disk_full(self, random: Random, step: Step) -> None:
@@ -241,15 +246,16 @@ class Faults:
         machine.replace_disk()
 
     def _flip(self, random: Random, step: Step) -> None:
-        """Damage a file of a replica, where no record is lost with it."""
-        machine, checker = self._any(random), self.world.checker
-        if machine.life is None or not checker.may_lose(machine.number):
-            return
-        self.damage(machine, machine.life.disk, random)
+        """Damage a file of a replica, where no record is lost with it: a state.sqlite has none."""
+        machine = self._any(random)
+        if machine.life is not None and random.random() < 0.5:
+            self.damage(machine, machine.life.disk, random, _STATE)
+        elif machine.life is not None and self.world.checker.may_lose(machine.number):
+            self.damage(machine, machine.life.disk, random)
 
-    def damage(self, machine: Machine, disk: SimDisk, random: Random) -> None:
+    def damage(self, machine: Machine, disk: SimDisk, random: Random, kind: re.Pattern[str] = _DAMAGED) -> None:
         checker = self.world.checker
-        names = sorted(name for name in disk.names if name.startswith("partitions/") and _DAMAGED.search(name))
+        names = sorted(name for name in disk.names if name.startswith("partitions/") and kind.search(name))
         if not names:
             return
         name = random.choice(names)

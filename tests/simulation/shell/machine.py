@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
+import apsw
 from simulation.shell.disk import SimDisk
 from simulation.shell.loop import Process
 from simulation.shell.network import SimPool
@@ -171,6 +173,7 @@ class Machine:
         self.work_ns = (20_000, 400_000)
         self.is_hurt = self.is_claimed = False
         self.has_lost_writes = False  # by an fsync that failed: a power cut may leave any part of them
+        self.is_read_s = 0.0  # by another process, from the next start on
         self.ios_to_crash: int | None = None
         self.crash_power: Random | None = None
         self.crash_again_s = 1.0
@@ -190,9 +193,26 @@ class Machine:
         self.lives += 1
         root = Path(f"b{self.number}.{self.lives}")
         disk = self._image(root) or SimDisk(root)
+        if self.is_read_s:
+            self._read_elsewhere(disk)
         self.life = Life(self, disk, self.lives)
         self.world.note(self.life.process, "starts")
         self.world.loop.spawn(self.life.process, self.life.run)
+
+    def _read_elsewhere(self, disk: SimDisk) -> None:
+        """Read every segment as another process does, which stands still in the middle of it."""
+        held = []
+        for name in sorted(disk.names):
+            if name.endswith(".sqlite") and f"{name}-wal" in disk.names:
+                reader = apsw.Connection(str(disk.root / name), flags=apsw.SQLITE_OPEN_READWRITE)
+                with contextlib.suppress(apsw.Error):  # it is damaged
+                    reader.execute("BEGIN; SELECT count(*) FROM meta").fetchall()
+                    held.append(reader)
+        self.world.note(f"machine {self.number}", "has {} files that are read", len(held))
+        self.world.reached["read elsewhere"] += len(held)
+        self.world.loop.after(self.is_read_s, self.world.loop.world, lambda: [reader.close(True) for reader in held])
+        self.world.buried.append(held)
+        self.is_read_s = 0.0
 
     def _image(self, root: Path) -> SimDisk | None:
         """Return the disk as the last life left it."""

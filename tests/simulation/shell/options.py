@@ -56,6 +56,7 @@ class Options:
     faults_s: float
     producers: int
     consumers: int
+    rivals: int
     members: int
     holders: int
     browses: bool
@@ -107,7 +108,8 @@ def draw(seed: int) -> tuple[Options, list[Step]]:
         outliving_s=sometimes(random, 0.3, 1.0),
         faults_s=random.choice((3.0, 4.0, 6.0)),
         producers=random.choice((1, 2, 3)),
-        consumers=random.choice((0, 1, 2, 3)),
+        consumers=random.choice((0, 2, 3, 3)),
+        rivals=random.choice((0, 1)),
         members=random.choice((0, 0, 1, 2)),
         holders=random.choice((0, 0, 0, 2)),
         browses=random.random() < 0.3,

@@ -100,6 +100,9 @@ class SimVFS(apsw.VFS):
                 raise _as_sqlite(error) from None
         super().xDelete(path, syncs)
 
+    def xSleep(self, microseconds: int) -> int:
+        return microseconds  # nobody else can go on meanwhile
+
     def xRandomness(self, size: int) -> bytes:
         return bytes(range(256))[:size].ljust(size, b"s")
 
@@ -133,24 +136,29 @@ def _place(path: Any) -> tuple[SimDisk, str] | None:
 
 
 class SimWriter(io.RawIOBase):
-    """A file opened for writing by `open`."""
+    """A file opened for writing by `open`, as a new one or to be changed."""
 
-    def __init__(self, disk: SimDisk, name: str, path: Any) -> None:
+    def __init__(self, disk: SimDisk, name: str, path: Any, mode: str) -> None:
         held = disk.inode(name)
         if held is None:
             held = disk.create(name)
-        else:
+        elif mode == "wb":
             disk.io("truncate", name)
             disk.changed(held, (0, None))
         self._disk, self._name, self._inode = disk, name, held
-        self._file = REAL_OPEN(path, "wb", buffering=0)
-        self._at = 0
+        self._file = REAL_OPEN(path, mode, buffering=0)
         _places[self._file.fileno()] = disk, name
 
+    def read(self, size: int = -1) -> bytes:
+        return self._file.read(size) or b""
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
     def write(self, data: Any) -> int:
-        self._disk.io("write", self._name, self._at + len(data) - self._inode.size)
-        self._disk.changed(self._inode, (self._at, bytes(data)))
-        self._at += len(data)
+        at = self._file.tell()
+        self._disk.io("write", self._name, at + len(data) - self._inode.size)
+        self._disk.changed(self._inode, (at, bytes(data)))
         self._file.write(data)
         return len(data)
 
@@ -169,8 +177,8 @@ def _sim_open(file: Any, mode: str = "r", *more: Any, **named: Any) -> Any:
     found = _place(file)
     if found is None or not set(mode) & set("wax+"):
         return REAL_OPEN(file, mode, *more, **named)
-    assert mode == "wb", f"the simulated disk does not know the mode {mode!r}"
-    return SimWriter(*found, file)
+    assert mode in ("wb", "r+b"), f"the simulated disk does not know the mode {mode!r}"
+    return SimWriter(*found, file, mode)
 
 
 def _os_open(path: Any, flags: int, *more: Any, **named: Any) -> int:
