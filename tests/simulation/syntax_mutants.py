@@ -45,6 +45,10 @@ MODULES = (
     "portalmq.broker.core.stream.rebalance",
     "portalmq.broker.core.fold",
     "portalmq.control_plane.controller",
+    "portalmq.control_plane.cluster",
+    "portalmq.control_plane.stream_groups",
+    "portalmq.control_plane.mirror",
+    "portalmq.control_plane.locks",
 )
 
 # A comparison that has one of these words decides by age or progress. Those of the second kind have no order.
