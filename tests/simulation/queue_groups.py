@@ -54,6 +54,11 @@ class Receipt(NamedTuple):
         return f"{self.offset}.{self.delivery}e{self.leader_epoch}"
 
 
+def commit_id_of(group: str, receipts: list[Receipt]) -> bytes:
+    """Return what identifies a commit: its receipts with the numbers of their leases, which their text leaves out."""
+    return blake2b(repr((group, sorted(map(tuple, receipts)))).encode(), digest_size=16).digest()
+
+
 class Shelf:
     """The readable messages of a log, in the form that the core's selection reads."""
 
@@ -289,7 +294,7 @@ class QueueGroups:
     def commit(self, group: str, receipts: list[Receipt], call: str, outputs: int, back: Answer) -> None:
         """Finish the input and order the output, or neither. `call` names the outputs."""
         delivery = self._delivery(group)
-        commit_id = blake2b(repr((group, sorted(receipts))).encode(), digest_size=16).digest()
+        commit_id = commit_id_of(group, receipts)
         if commit_id in delivery.commits:
             self.host.wait_appended(self._when_committed(back, delivery.commits[commit_id]))
             return

@@ -16,6 +16,7 @@ from simulation.dice import Dice
 from simulation.group_options import EVERY
 from simulation.hunt import PlantedWrong, killer_of, planted
 from simulation.mutants import MUTANTS, RARE, Mutant
+from simulation.queue_groups import Receipt, commit_id_of
 from simulation.run import failure_of
 from simulation.world import World
 
@@ -72,6 +73,14 @@ def test_the_dice_draw_the_numbers_of_the_standard_library() -> None:
         assert dice.randint(5, 5 + width) == random.randint(5, 5 + width)
         assert dice.choice(range(1, 2 + width)) == random.choice(range(1, 2 + width))
         assert dice.sample(range(width), width // 2) == random.sample(range(width), width // 2)
+
+
+def test_commits_under_two_leases_of_a_message_are_two_commits() -> None:
+    """After a lost grant the next one has the same number of deliveries; seed 324443 took the second for a repeat."""
+    first, second = Receipt(37, 5, 4, 17), Receipt(37, 5, 4, 20)
+    assert repr(first) == repr(second)
+    assert commit_id_of("key", [first]) != commit_id_of("key", [second])
+    assert commit_id_of("key", [first, second]) == commit_id_of("key", [second, first])
 
 
 def test_no_replica_is_lost_for_good_during_an_election() -> None:
