@@ -101,7 +101,7 @@ def faults_of(path: Path) -> Iterator[None]:
         yield
     except apsw.FullError as error:
         raise DiskFull(f"{path}: {error}; {MAKE_ROOM}") from error
-    except (apsw.CorruptError, apsw.NotADBError) as error:
+    except (apsw.CorruptError, apsw.NotADBError, UnicodeDecodeError) as error:
         raise CorruptFile(f"{path}: {type(error).__name__}: {error}") from error
     except apsw.Error as error:
         if isinstance(error, apsw.CantOpenError):  # SQLite does not say why

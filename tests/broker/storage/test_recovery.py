@@ -14,6 +14,7 @@ from support.killer import Killed, Killer
 from support.log_files import Writer, crash_image, everything, open_log, reading_from, three_segments
 
 from portalmq.broker.storage import files as files_module
+from portalmq.broker.storage.errors import CorruptFile
 
 
 def roll(log):
@@ -220,3 +221,18 @@ def test_everything_acknowledged_survives_kill_9(tmp_path):
                 assert record.value.split(b"/")[0] == b"%d" % offset
         assert log.messages_before(log.end_offset) == log.message_count_total
         log.close()
+
+
+@pytest.mark.parametrize("name", ["meta", "content_types"])
+def test_text_that_is_no_longer_utf_8_is_damage(tmp_path, name):
+    """Found by the simulated shell: a flipped bit in a name ended the broker at each start."""
+    log = open_log(tmp_path / "log")
+    Writer(log).put(b"1")
+    log.close()
+    path = next((tmp_path / "log").glob("0*.sqlite"))
+    found = {"meta": log.identity.topic_id.encode(), "content_types": b"application/octet-stream"}[name]
+    content = path.read_bytes()
+    assert found in content
+    path.write_bytes(content.replace(found, b"\xf4" + found[1:]))
+    with pytest.raises(CorruptFile):
+        everything(open_log(tmp_path / "log"))
