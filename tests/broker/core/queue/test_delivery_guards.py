@@ -5,7 +5,7 @@ from __future__ import annotations
 from portalmq.broker.core.fold import HELD_MS, GroupFold, SpanFold
 from portalmq.broker.core.queue.delivery import GroupDelivery
 from portalmq.broker.core.queue.lanes import DELAYED
-from portalmq.broker.core.queue.records import Ack, Dead, Extend, Grant, GroupStart, Nack, Redrive
+from portalmq.broker.core.queue.records import Ack, Dead, Extend, Grant, GroupStart, Nack, Pause, Redrive
 
 
 def new_group(start: int = 0) -> GroupDelivery:
@@ -110,3 +110,16 @@ def test_a_message_is_free_when_its_lease_is_over_or_it_waits_for_its_turn() -> 
     leased, held = group.spans()
     assert [group.is_free(leased, now_ms) for now_ms in (99, 100)] == [False, True]
     assert group.is_free(held, 0)
+
+
+def test_a_group_is_paused_as_the_latest_change_says_in_whatever_order_they_come() -> None:
+    group = new_group()
+    assert not group.is_paused()
+    assert group.is_paused(1, paused=True), "the control plane knows of a later change"
+    group.apply(Pause(2, 10, paused=True))
+    group.apply(Pause(1, 20, paused=False))
+    assert group.is_paused()
+    assert group.is_paused(2, paused=False)
+    assert not group.is_paused(3, paused=False)
+    group.apply(Pause(3, 30, paused=False))
+    assert not group.is_paused()
