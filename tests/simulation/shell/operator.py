@@ -12,6 +12,7 @@ from simulation.shell.plane import SimPlane
 from portalmq.broker.server import adoption
 from portalmq.broker.server.adoption import NotAdopted
 from portalmq.control_plane.catalog import Catalog
+from portalmq.control_plane.plane import PlaneError
 
 if TYPE_CHECKING:
     from simulation.shell.world import World
@@ -46,19 +47,22 @@ def _adopt(world: World, random: Random, damaged: int | None) -> None:
         identity = SimpleNamespace(cluster_id=CLUSTER, broker_id=machine.number, store_uuid=machine.store_uuid)
         paths[disk.root.name] = SimpleNamespace(path=disk.root, identity=identity)
     adoption._opened = lambda path, stack: paths[path.name]  # type: ignore[assignment]
-    plane = SimPlane(world, world.loop.current, world.options.session_s)
-    while world.zookeeper.is_gone:
-        world.loop.wait(0.1)
-    try:
-        plane.start()
-        found = adoption.read_directories([each.path for each in paths.values()])
-        for said in adoption.write_back(Catalog(plane), found, accept_loss=False, replace_cluster=True):
-            world.note("operator", "{}", said)
-    except NotAdopted as refusal:
-        world.note("operator", "does not adopt: {}", refusal)
-        world.reached["not adopted"] += 1
-        world.is_ruined = True
-        return
-    world.reached["adopted"] += 1
-    plane.close()
-    world.is_adopting = False
+    while world.is_adopting:
+        plane = SimPlane(world, world.loop.current, world.options.session_s)
+        try:
+            plane.start()
+            found = adoption.read_directories([each.path for each in paths.values()])
+            for said in adoption.write_back(Catalog(plane), found, accept_loss=False, replace_cluster=True):
+                world.note("operator", "{}", said)
+            world.reached["adopted"] += 1
+            world.is_adopting = False
+        except NotAdopted as refusal:
+            world.note("operator", "does not adopt: {}", refusal)
+            world.reached["not adopted"] += 1
+            world.is_ruined = True
+            return
+        except PlaneError as fault:
+            world.note("operator", "will try again: {}", fault)
+            world.loop.wait(0.2)
+        finally:
+            plane.close()
