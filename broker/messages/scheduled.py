@@ -148,7 +148,7 @@ class ScheduledMessages:
         if after.due_ms >= since_ms:  # the order is by time, then by partition, then by offset
             due_ms = after.due_ms + (number < after.number)
             offset = after.offset + 1 if number == after.number else 0
-        end, start, cancelled = partition.high_watermark, partition.log.log_start_offset, partition.groups.cancelled
+        end, start, cancelled = partition.high_watermark, _start_of(partition), partition.groups.cancelled
         lanes = partition.log.lanes
         for row in merge(*(lanes.after(lane, due_ms, offset, end) for lane in lanes.present if lane >= DELAYED)):
             if row[1] >= start and row[1] not in cancelled:
@@ -246,7 +246,7 @@ class ScheduledMessages:
 
     def _still_scheduled(self, partition: Partition, offsets: Sequence[int]) -> list[tuple[int, int]]:
         """Return (due_ms, offset) of those that are readable, not due and not cancelled, by due time."""
-        start, end, cancelled = partition.log.log_start_offset, partition.high_watermark, partition.groups.cancelled
+        start, end, cancelled = _start_of(partition), partition.high_watermark, partition.groups.cancelled
         wanted = {offset for offset in offsets if start <= offset < end and offset not in cancelled}
         due_by_ms = self._due_by_ms(partition)
         positions = partition.log.lanes.lane_positions(wanted)
@@ -293,7 +293,7 @@ class ScheduledMessages:
 
     def _cancel_here(self, partition: Partition, offset: int) -> None:
         groups, found = partition.groups, None
-        if partition.log.log_start_offset <= offset < partition.high_watermark:
+        if _start_of(partition) <= offset < partition.high_watermark:
             found = next(_read(partition, offset), None)
         if found is None:
             partition.wait_led()
@@ -313,6 +313,12 @@ def _append_cancel(partition: Partition, offsets: Sequence[int]) -> Pending:
     pending = partition.append_control(BatchKind.CANCEL, _encode(cancel))
     partition.groups.cancel(cancel)
     return pending
+
+
+def _start_of(partition: Partition) -> int:
+    """Return the first offset that is not purged. The log start moves later, and the fold no longer knows which
+    messages below were cancelled."""
+    return max(partition.log.log_start_offset, partition.groups.purged_upto)
 
 
 def _read(partition: Partition, offset: int) -> Iterator[tuple[int, Record]]:

@@ -412,7 +412,7 @@ def _(original: Any, self: GroupsFold, before: GroupsFold) -> None:
     pass
 
 
-@mutant("hands over to one that has just started anew", 1566, (controller, "elect"))
+@mutant("hands over to one that has just started anew", 3584, (controller, "elect"))
 def _(original: Any, held: PartitionState, live: Any, **named: Any) -> PartitionState:
     if named.get("log_ends"):
         return original(held, live, **named)

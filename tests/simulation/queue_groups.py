@@ -350,12 +350,12 @@ class QueueGroups:
         self.host.append("", record, self._when_committed(back, len(scheduled)))
 
     def _scheduled(self) -> list[int]:
-        wall_ms = self.node.wall_ms
+        wall_ms, purged_upto = self.node.wall_ms, self.host.groups.purged_upto
         return [
             offset
             for lane, places in self.host.lanes.places.items()
             for due_ms, offset in places
-            if lane >= DELAYED and due_ms > wall_ms and offset < self.host.high_watermark
+            if lane >= DELAYED and due_ms > wall_ms and purged_upto <= offset < self.host.high_watermark
         ]
 
     def cancel(self, back: Answer) -> None:

@@ -146,6 +146,24 @@ def test_a_purge_removes_scheduled_messages_too(fixture):
     assert listed(fixture) == [(0, "300")]
 
 
+def test_a_purged_message_is_not_scheduled_even_before_the_log_start_moves(fixture, monkeypatch):
+    offset, moved = schedule(fixture, HOUR_MS, 2 * HOUR_MS)
+    move(fixture, moved)
+    before = len(stored(fixture))
+    advance = "portalmq.broker.partition.retention._advance"
+    monkeypatch.setattr(advance, lambda log, upto: Unavailable("the disk is slow"))
+    with pytest.raises(Unavailable):
+        fixture.broker.browser.purge("t", partition=0, before_offset=None)
+    assert listed(fixture) == []
+    assert fixture.broker.scheduled_messages.change("t", ScheduleChange(limit=10)) == (0, 0)
+    for each in (offset, moved):
+        with pytest.raises(MessageNotFound):
+            move(fixture, each)
+        with pytest.raises(MessageNotFound):
+            fixture.broker.scheduled_messages.cancel("t", 0, each)
+    assert len(stored(fixture)) == before
+
+
 def test_an_unknown_topic_has_no_list(fixture):
     with pytest.raises(TopicNotFound):
         fixture.broker.scheduled_messages.page("nothing", limit=5)
