@@ -427,7 +427,6 @@ class Story:
         self.note(replace(before, epochs=model.epochs))
         self.state.save_highest_epoch(epoch)
         model.epochs = (epoch, epoch)
-        model.saved = model.saved[-1:]  # the commit synced those before it
         self.note(model.allowed())
         starts = model.epoch_starts
         model.epoch_starts = (*starts, (epoch, model.end))
