@@ -50,6 +50,8 @@ class Link:
         writers = {to_client, to_server}
         self._open |= writers
         try:
+            if self.state.get("refuse"):  # since then
+                return
             carried = [self._carry("in", client, to_server), self._carry("out", server, to_client)]
             tasks = [asyncio.create_task(each) for each in carried]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
