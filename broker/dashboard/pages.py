@@ -18,8 +18,10 @@ from flask import Response, request
 from jinja2 import Environment, FileSystemLoader
 from werkzeug.exceptions import NotFound
 
+from portalmq.broker.api.body import read_body
 from portalmq.broker.api.request_context import RequestContext, current
 from portalmq.broker.api.sessions import Access, set_cookie
+from portalmq.errors import InvalidRequest
 
 HERE = Path(__file__).parent
 HOME = "/ui/"
@@ -39,6 +41,8 @@ TYPES = {
     ".svg": "image/svg+xml",
     ".txt": "text/plain; charset=utf-8",
 }
+FORM_BYTES_MAX = 4096
+FORM_WITHIN_S = 5.0
 COMPRESSED_FROM_BYTES = 1_000
 
 
@@ -111,7 +115,12 @@ def login_form(context: RequestContext) -> Response:
 def login(context: RequestContext) -> Response:
     """Begin a session with the token of the form."""
     context.origin_check.check_page(current())
-    form = parse_qs(context.body().decode("utf-8", "replace"), max_num_fields=10)
+    # A body of anybody: small, and apart from the room for those of clients.
+    body = read_body(current(), FORM_BYTES_MAX, pause_s=FORM_WITHIN_S)
+    try:
+        form = parse_qs(body.decode("utf-8", "replace"), max_num_fields=10)
+    except ValueError:
+        raise InvalidRequest("a sign-in has the fields token and next") from None
     place = _local(form.get("next", [HOME])[0])
     session = context.auth.sessions.begin(form.get("token", [""])[0].strip().encode("utf-8"))
     if session is None:

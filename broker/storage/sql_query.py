@@ -158,6 +158,8 @@ class _VirtualTable:
             column, operator = index.get_aConstraint_iColumn(number), index.get_aConstraint_op(number)
             if not index.get_aConstraint_usable(number) or operator not in _OPERATORS or column < 0:
                 continue
+            if index.get_aConstraint_collation(number) != "BINARY":
+                continue
             name = table.columns[column]
             if name not in {"topic", "partition"} and table.expressions[column - 2] not in {table.place, table.moment}:
                 continue
@@ -216,7 +218,9 @@ class _Cursor:
         return self._row is None
 
     def Rowid(self) -> int:
-        return self._number
+        """Return the same number for a row in each scan: where conditions are joined by OR, SQLite scans for each, and
+        leaves out the rows that it has seen."""
+        return 0 if self._row is None else self._row[-1]
 
     def Column(self, column: int) -> Any:
         return None if column < 0 or self._row is None else self._row[self._places[column]]
@@ -237,12 +241,13 @@ def _rows_of(
         for name, operator, value in conditions
         if name not in {"topic", "partition"}
     ]
-    for partition in files.partitions:
+    for number, partition in enumerate(files.partitions):
         if wanted.get("topic", partition.topic) != partition.topic:
             continue
         if wanted.get("partition", partition.partition) != partition.partition:
             continue
-        yield from _rows_in(files, table, partition, tests, used, descends=descends)
+        for row in _rows_in(files, table, partition, tests, used, descends=descends):
+            yield *row[:-1], (number << 44) + row[-1]
 
 
 def _rows_in(
@@ -257,6 +262,7 @@ def _rows_in(
     """Yield the rows of one partition, in the order of its log."""
     fixed = {0: "?1", 1: "?2"}
     shown = ", ".join(fixed.get(column) or table.expressions[column - 2] for column in used) or "NULL"
+    shown += f", {table.place}"
     where = [f"{table.place} >= ?3", f"{table.place} < ?4", "?1 IS NOT NULL", "?2 IS NOT NULL"]
     where += [f"{expression} {_OPERATORS[operator]} ?{at}" for at, (expression, operator, _) in enumerate(tests, 5)]
     query = (
@@ -349,7 +355,7 @@ def run(request: SqlOrder) -> SqlAnswer:
         if isinstance(fault, OutOfTime | apsw.InterruptError):
             detail = f"the query took longer than {request.timeout_ms} ms"
         else:
-            detail = f"the query needs more memory than {MEMORY_BYTES // 2**20} MiB"
+            detail = f"the query needs more memory than {MEMORY_BYTES // 2**20} MiB, or a row is too large"
         return SqlAnswer(refused="limit", detail=f"{detail}: name a topic and a partition, and a range of offsets")
     except apsw.AuthError:
         return SqlAnswer(refused="invalid", detail="only one SELECT over messages, batches and group_records is run")
@@ -397,7 +403,9 @@ def _answer(connection: Any, request: SqlOrder) -> SqlAnswer:
             answer.truncated = True
             break
         size += sum([len(value) if isinstance(value, str | bytes) else 8 for value in row])
-        if size > ANSWER_BYTES_MAX // 2 and answer.rows:
+        if size > ANSWER_BYTES_MAX // 2:
+            if not answer.rows:
+                raise MemoryError
             answer.truncated = True
             break
         answer.rows.append([{"base64": _base64(each)} if isinstance(each, bytes) else each for each in row])
@@ -430,7 +438,10 @@ def _confine(timeout_ms: int) -> None:
 def main() -> None:
     request = msgspec.json.decode(sys.stdin.buffer.read(), type=SqlOrder)
     _confine(request.timeout_ms)
-    data = memoryview(msgspec.json.encode(run(request)))
+    encoded = msgspec.json.encode(run(request))
+    if len(encoded) > ANSWER_BYTES_MAX:
+        encoded = msgspec.json.encode(SqlAnswer(refused="limit", detail=f"the answer is over {ANSWER_BYTES_MAX} bytes"))
+    data = memoryview(encoded)
     while data:
         data = data[os.write(1, data) :]
 

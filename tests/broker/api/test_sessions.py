@@ -64,6 +64,13 @@ class TestSignIn:
         answer = browser.post("/ui/login", data={"token": "writes", "next": place}, headers=OURS)
         assert answer.headers["Location"] == "/ui/"
 
+    def test_a_large_or_strange_form_is_refused(self, browser, problem_of):
+        """Anybody may send one: it takes no room from the bodies of clients, and no time."""
+        problem_of(sign_in(browser, "x" * 5_000), 413, "message_too_large")
+        fields = "&".join(f"token{n}=1" for n in range(20))
+        form = {"content_type": "application/x-www-form-urlencoded", "headers": OURS}
+        problem_of(browser.post("/ui/login", data=fields, **form), 400, "invalid_request")
+
     def test_no_other_page_signs_somebody_in_or_out(self, browser, problem_of):
         for foreign in ({"Origin": "http://evil.example"}, {"Origin": "null"}, {"Sec-Fetch-Site": "same-site"}):
             problem_of(sign_in(browser, "writes", **foreign), 403, "forbidden")

@@ -177,3 +177,36 @@ def test_a_file_that_retention_removes_meanwhile_is_left_out(tmp_path: Path) -> 
     first.symlink_to(tmp_path / "gone")
     left = run(SqlOrder("SELECT count(*) FROM messages", 1, 5_000, [PartitionFiles("t", 0, str(tmp_path), 0, end)]))
     assert 0 < left.rows[0][0] < 30
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "topic = 'orders' OR partition = 1",
+        "topic = 'orders' AND (offset = 5 OR timestamp_ms > 0)",
+        "offset < 10 OR offset < 20 OR partition = 0",
+    ],
+)
+@pytest.mark.parametrize("table", ["messages", "batches"])
+def test_conditions_joined_by_or_count_each_row_once(ask: Ask, table: str, condition: str) -> None:
+    shown = (
+        condition if table == "messages" else condition.replace("offset", "base_offset").replace("timestamp_ms", "1")
+    )
+    plain = shown.replace("topic ", "+topic ").replace("partition ", "+partition ").replace("offset <", "offset+0 <")
+    plain = plain.replace("offset =", "offset+0 =").replace("timestamp_ms >", "timestamp_ms+0 >")
+    assert (
+        ask(f"SELECT count(*) FROM {table} WHERE {shown}").rows
+        == ask(f"SELECT count(*) FROM {table} WHERE {plain}").rows
+    )
+
+
+def test_a_collation_is_obeyed(ask: Ask) -> None:
+    assert ask("SELECT count(*) > 0 FROM messages WHERE topic = 'ORDERS' COLLATE NOCASE").rows == [[1]]
+
+
+def test_a_row_that_is_too_large_is_refused(ask: Ask) -> None:
+    wide = ", ".join(["x"] * 40)
+    assert (
+        ask(f"WITH t AS MATERIALIZED (SELECT printf('%.*c', 1000000, 'x') AS x) SELECT {wide} FROM t").refused
+        == "limit"
+    )
