@@ -18,6 +18,7 @@ from portalmq import wire
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.long_poll import LeasedMessage
 from portalmq.broker.queues.commit import GroupCommits, OutputMessage
+from portalmq.broker.queues.dead_letters import REDRIVE_MS_MAX
 from portalmq.broker.queues.groups import Groups
 from portalmq.broker.queues.queue_sizes import QueueSizes
 from portalmq.broker.queues.receive import ReceiveHandler
@@ -45,6 +46,12 @@ class GroupMoves:
         long. Raises InvalidRequest; after a part was moved no error is raised."""
         if wanted.to_topic == wanted.topic:
             raise InvalidRequest("to_topic is the topic itself")
+        if wanted.rate_per_s is not None and wanted.limit * 1000 / wanted.rate_per_s > REDRIVE_MS_MAX:
+            raise InvalidRequest(
+                f"{wanted.limit} messages at {wanted.rate_per_s:g} a second take longer than"
+                f" {REDRIVE_MS_MAX // wire.DAY_MS} days: raise rate_per_s, or move fewer"
+            )
+        self._groups.get_queue(name)
         self._check_acks_late(name)
         ready = self._sizes.look(name, wanted.topic, forward=forward).ready
         if wanted.dry_run:

@@ -8,7 +8,7 @@ from support.outputs import receive, send, settled, stored_in, there
 
 from portalmq import wire
 from portalmq.broker.queues.settle import SettleRequest
-from portalmq.errors import InvalidRequest, TopicNotFound, Unavailable
+from portalmq.errors import GroupNotFound, InvalidRequest, TopicNotFound, Unavailable
 
 HOUR_MS = 3_600_000
 
@@ -17,6 +17,7 @@ HOUR_MS = 3_600_000
 def fixture(tmp_path):
     with running(tmp_path) as started:
         started.broker.create_topic("in", wire.CreateTopic(partitions=2))
+        started.broker.groups.put("g", {})
         yield started
 
 
@@ -85,9 +86,9 @@ def test_a_paused_group_moves_and_its_consumers_get_nothing(fixture):
 
 
 def test_keys_in_order_move_in_order(fixture):
-    fixture.broker.groups.put("g", {"ordering": "key"})
+    fixture.broker.groups.put("ordered", {"ordering": "key"})
     send(fixture, *"abc", key=b"k")
-    assert move(fixture) == (3, 3)
+    assert move(fixture, group="ordered") == (3, 3)
     assert there(fixture) == ["a", "b", "c"]
 
 
@@ -115,4 +116,9 @@ def test_a_wrong_move_changes_nothing(fixture):
         fixture.broker.group_moves.move("g", wire.MoveRequest("in", "in"))
     with pytest.raises(TopicNotFound):
         fixture.broker.group_moves.move("g", wire.MoveRequest("missing", "out"))
+    with pytest.raises(GroupNotFound):  # a misspelt group would have all messages ready
+        move(fixture, group="misspelt")
+    for rate in (1e-300, 1e-15):
+        with pytest.raises(InvalidRequest, match="longer than 30 days"):
+            move(fixture, rate_per_s=rate)
     assert texts(receive(fixture, group="once")) == ["a"]
