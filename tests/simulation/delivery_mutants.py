@@ -38,12 +38,12 @@ def _(original: Any, self: Any, offsets: Any, *more: Any) -> Any:
     return [True] * len(offsets), list(offsets)
 
 
-@mutant("takes a receipt by its number alone", 647, (SpanFold, "is_later"))
+@mutant("takes a receipt by its number alone", 1235, (SpanFold, "is_later"))
 def _(original: Any, self: Any, leader_epoch: int, lease: int) -> bool:
     return self.lease > lease
 
 
-@mutant("takes an older receipt while nobody has the message", 407, (GroupDelivery, "ackable"))
+@mutant("takes an older receipt while nobody has the message", 15, (GroupDelivery, "ackable"))
 def _(original: Any, self: Any, offsets: Any, *more: Any) -> Any:
     offsets = list(offsets)
     verdicts, _ = original(self, offsets, *more)
@@ -69,7 +69,7 @@ def _(original: Any, self: Any, starts: list[int], now_ms: int) -> Any:
     return original(self, starts, now_ms + 200)
 
 
-@mutant("forgets what was acked ahead of the cursor", 87, (GroupDelivery, "_put_ahead"))
+@mutant("forgets what was acked ahead of the cursor", 7, (GroupDelivery, "_put_ahead"))
 def _(original: Any, self: Any, spot: Any) -> None:
     pass
 
@@ -99,7 +99,7 @@ def _(original: Any, self: Any, back: Any, result: object) -> Any:
     return original(self, back, result)
 
 
-@mutant("keeps back-offs that another clock began", 299, (GroupDelivery, "take_over"))
+@mutant("keeps back-offs that another clock began", 823, (GroupDelivery, "take_over"))
 def _(original: Any, self: Any, now_ms: int) -> None:
     backing_off = [span for span in self.spans() if not span.leased]
     original(self, now_ms)
@@ -118,13 +118,13 @@ def _(original: Any, self: Any) -> Any:
     return msgspec.structs.replace(original(self), pauses=[])
 
 
-@mutant("answers a pause before it is committed", 687, (QueueGroups, "pause"))
+@mutant("answers a pause before it is committed", 575, (QueueGroups, "pause"))
 def _(original: Any, self: Any, group: str, number: int, paused: bool, back: Any) -> None:
     original(self, group, number, paused, lambda result: None)
     back(number)
 
 
-@mutant("lets an earlier resume end a pause", 175, (QueueGroups, "pause"))
+@mutant("lets an earlier resume end a pause", 111, (QueueGroups, "pause"))
 def _(original: Any, self: Any, group: str, number: int, paused: bool, back: Any) -> None:
     last = self._delivery(group).pause.number
     original(self, group, max(number, last + 1), paused, back)
@@ -181,7 +181,7 @@ def _(original: Any, self: Any) -> Any:
 # --- order by key ----------------------------------------------------------------------------------------------------
 
 
-@mutant("loses the order of a key at redelivery", 7, (KeyQueues, "is_first"))
+@mutant("loses the order of a key at redelivery", 27, (KeyQueues, "is_first"))
 def _(original: Any, self: Any, offset: int) -> bool:
     return True
 
@@ -203,7 +203,7 @@ def _(original: Any, self: Any, upto: int, record: int = -1) -> None:
     original(self, upto, record)
 
 
-@mutant("does not look again at one that comes first", 135, (KeyQueues, "add"))
+@mutant("does not look again at one that comes first", 311, (KeyQueues, "add"))
 def _(original: Any, self: Any, offset: int, key: int) -> None:
     freed = list(self._freed)
     original(self, offset, key)
@@ -230,14 +230,14 @@ def _(original: Any, self: Any, start: int, end: int) -> None:
     self._unread.append((start, end))
 
 
-@mutant("keeps its book of keys from an earlier time", 2167, (GroupDelivery, "take_over"))
+@mutant("keeps its book of keys from an earlier time", 5343, (GroupDelivery, "take_over"))
 def _(original: Any, self: Any, now_ms: int) -> None:
     keys = self.keys
     original(self, now_ms)
     self.keys = keys
 
 
-@mutant("prolongs a lease when it is another's turn", 215, (GroupDelivery, "may_extend"))
+@mutant("prolongs a lease when it is another's turn", 4103, (GroupDelivery, "may_extend"))
 def _(original: Any, self: Any, offset: int, number: int, now_ms: int, *more: Any, by_key: bool) -> bool:
     return self.holds(offset, number, *more)
 
@@ -311,7 +311,7 @@ def _(original: Any, self: Any, known: Any, generation: int, *more: Any) -> None
     original(self, known, max(1, known.generation), *more)
 
 
-@mutant("seeks without a fence", 103, (StreamOffsets, "apply"))
+@mutant("seeks without a fence", 35, (StreamOffsets, "apply"))
 def _(original: Any, self: Any, record: Any, offset: int) -> None:
     generation = self.generation
     original(self, record, offset)
@@ -319,11 +319,11 @@ def _(original: Any, self: Any, record: Any, offset: int) -> None:
         self.generation = generation
 
 
-@mutant("takes a commit from wherever it begins", 167, (StreamOffsets, "check_begin"))
+@mutant("takes a commit from wherever it begins", 207, (StreamOffsets, "check_begin"))
 def _(original: Any, self: Any, *more: Any) -> None:
     pass
 
 
-@mutant("seeks in the generation of the claims after it", 103, (GroupCoordinator, "_seek"))
+@mutant("seeks in the generation of the claims after it", 391, (GroupCoordinator, "_seek"))
 def _(original: Any, self: Any, of: Any, seeking: Any, generation: int) -> None:
     original(self, of, seeking, generation + 1)

@@ -89,7 +89,7 @@ def _original(owner: Any, name: str) -> Any:
 # --- followers -------------------------------------------------------------------------------------------------------
 
 
-@mutant("truncates to its high watermark", 7, (FollowingReplica, "_on_records"))
+@mutant("truncates to its high watermark", 4, (FollowingReplica, "_on_records"))
 def _(original: Any, self: Any, fetch: core.Fetch, reply: core.Records) -> Any:
     if self.highest_epoch > getattr(self, "cut_in", 0):
         self.cut_in = self.highest_epoch
@@ -108,7 +108,7 @@ def _(original: Any, self: Any, fetch: core.Fetch, reply: core.Records) -> Any:
     return actions
 
 
-@mutant("accepts a late diverging reply", 14, (FollowingReplica, "_on_fetch_replied"))
+@mutant("accepts a late diverging reply", 48, (FollowingReplica, "_on_fetch_replied"))
 def _(original: Any, self: Any, event: core.FetchReplied, now_ms: int) -> Any:
     if isinstance(event.reply, core.Diverging) and self.fetch is not None:
         self.fetch = event.fetch
@@ -194,18 +194,18 @@ def _(original: Any, self: Any, now_ms: int) -> Any:
     return actions
 
 
-@mutant("goes on in an epoch of which it lost records", 45, (PartitionReplica, "_on_truncated"))
+@mutant("goes on in an epoch of which it lost records", 15, (PartitionReplica, "_on_truncated"))
 def _(original: Any, self: Any, event: core.Truncated, *more: Any) -> Any:
     return original(self, core.Truncated(event.end_offset, event.producers), *more)
 
 
-@mutant("continues an epoch in a log that was opened again", 15, (LeadingReplica, "_begin_leading"))
+@mutant("continues an epoch in a log that was opened again", 7, (LeadingReplica, "_begin_leading"))
 def _(original: Any, self: Any, state: core.PartitionStateChanged, *more: Any) -> Any:
     self._continues_epoch = state.leader_epoch
     return original(self, state, *more)
 
 
-@mutant("sends records before the start of its epoch", 13, (ReplicaState, "sendable_end"))
+@mutant("sends records before the start of its epoch", 7, (ReplicaState, "sendable_end"))
 def _(original: Any, self: Any) -> int:
     return self.next_offset
 
@@ -269,7 +269,7 @@ def _(original: Any, self: Any, replica: int, high_watermark: int, *more: Any) -
     return original(self, replica, 0, *more)
 
 
-@mutant("lets a replica join that would leave at once", 5, (IsrTracker, "_may_join"))
+@mutant("lets a replica join that would leave at once", 35, (IsrTracker, "_may_join"))
 def _(original: Any, self: Any, replica: int, high_watermark: int, brokers: Any, now_ms: int) -> bool:
     known = self._followers.get(replica)
     caught_up_ms = known.caught_up_ms if known else 0
@@ -315,7 +315,7 @@ def _(original: Any, self: Any, event: core.IsrAnswered, now_ms: int, wall_ms: i
     return original(self, event, now_ms, wall_ms)
 
 
-@mutant("leads with what an earlier life was elected to", 0, (LeadingReplica, "_begin_leading"))
+@mutant("leads with what an earlier life was elected to", 7, (LeadingReplica, "_begin_leading"))
 def _(original: Any, self: Any, state: core.PartitionStateChanged, now_ms: int, wall_ms: int) -> Any:
     return original(self, replace(state, incarnations={}), now_ms, wall_ms)
 
@@ -354,7 +354,7 @@ def _(original: Any, self: Any, submission: Any, base: int) -> None:
     self._finish(submission)
 
 
-@mutant("remembers producers in memory only", 23, (Disk, "producers"))
+@mutant("remembers producers in memory only", 43, (Disk, "producers"))
 def _(original: Any, self: Any) -> Producers:
     return Producers([])
 
@@ -389,7 +389,7 @@ def _(original: Any, self: ReplicaShell) -> int:
     return max(committed, default=0)
 
 
-@mutant("elects the same leader in the same epoch", 0, (controller, "elect"))
+@mutant("elects the same leader in the same epoch", 7, (controller, "elect"))
 def _(original: Any, held: PartitionState, *more: Any, **named: Any) -> PartitionState:
     elected = original(held, *more, **named)
     if elected.leader != held.leader:
@@ -407,7 +407,7 @@ def _(original: Any, held: PartitionState, live: Any) -> bool:
     return False
 
 
-@mutant("gives the number of a lost lease once more", 199, (GroupsFold, "go_on_after"), has_groups=True)
+@mutant("gives the number of a lost lease once more", 151, (GroupsFold, "go_on_after"), has_groups=True)
 def _(original: Any, self: GroupsFold, before: GroupsFold) -> None:
     pass
 
