@@ -13,10 +13,12 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from portalmq.broker.cluster.rpc.brokers import ReplicaLogEnd
+from portalmq.broker.core.fold import PartitionFold
 from portalmq.broker.partition.action_queue import EpochWriter
 from portalmq.broker.partition.folding import Recovered, recover
 from portalmq.broker.partition.host import PartitionHost
@@ -81,6 +83,9 @@ class Files:
         )
         state_file = StateFile(directory, identity=identity, open_files=self._open_files, epochs=self.epochs)
         try:
+            if files.end_offset == 0 and not state_file.path.exists():
+                with suppress(Shortage):  # who reads the files looks there for what is committed, from the beginning
+                    state_file.save(PartitionFold(), 0)
             opened = files, state_file, recover(files, state_file), store_uuid
             self._opened += 1
             if self._opened > REPLICAS_WITH_PATIENCE and topic.replication_factor == 1:

@@ -380,7 +380,7 @@ def test_a_group_that_has_read_nothing_lags_by_every_message(tmp_path: Path) -> 
 def test_topics_without_messages_or_groups_have_no_rows(tmp_path: Path) -> None:
     with written(tmp_path / "data") as data:
         data.topic("t", partitions=3)
-    assert [row["kind"] for row in rows("batches", tmp_path / "data")] == ["epoch"] * 3
+    assert rows("batches", tmp_path / "data") == []  # an epoch begins with its first record
     assert rows("deliveries", tmp_path / "data") == []
     assert rows("groups", tmp_path / "data") == []
 

@@ -156,7 +156,8 @@ def _latencies(report: Report, expected: dict[tuple[str, str], Any]) -> None:
 def _lag(report: Report, logs: Sequence[PlainLog], left: dict[tuple[str, str, int], set[int]]) -> None:
     places = {(log.topic, log.partition): log for log in logs}
     # The control records about messages: the start of an epoch, and the records of groups.
-    as_of = max(row[3] for log in logs for row in log.batches if row[1] in (0, 1, *range(10, 20), 21, 22, 23))
+    kinds = (0, 1, *range(10, 20), 21, 22, 23)
+    as_of = max((row[3] for log in logs for row in log.batches if row[1] in kinds), default=0)
     found = by(report.lag, "group", "topic", "partition")
     assert set(found) == set(left)
     for (group, topic, partition), offsets in left.items():
