@@ -29,7 +29,8 @@ DDL = """CREATE TABLE epochs (
 GET = "SELECT highest_leader_epoch FROM epochs WHERE topic_id = ? AND partition = ?"
 PUT = "INSERT OR REPLACE INTO epochs VALUES (?, ?, ?)"
 
-UNREADABLE = (apsw.CorruptError, apsw.NotADBError, apsw.SQLError, TypeError, ValueError)
+# ReadOnlyError: the header names a newer format.
+UNREADABLE = (apsw.CorruptError, apsw.NotADBError, apsw.SQLError, apsw.ReadOnlyError, TypeError, ValueError)
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +60,11 @@ class EpochFile:
             known = self._known()
             higher = {key: epoch for key, epoch in epochs.items() if epoch > known.get(key, -1)}
             if higher:
-                with self._open() as connection:  # a transaction
-                    connection.executemany(PUT, [(*key, epoch) for key, epoch in higher.items()])
+                try:
+                    with self._open() as connection:  # a transaction
+                        connection.executemany(PUT, [(*key, epoch) for key, epoch in higher.items()])
+                except UNREADABLE as fault:
+                    self._mend(known | higher, fault)
                 known |= higher
 
     def forget(self, topic_id: str) -> None:
@@ -69,8 +73,11 @@ class EpochFile:
             known = self._known()
             gone = [key for key in known if key[0] == topic_id]
             if gone:
-                with self._open() as connection:
-                    connection.execute("DELETE FROM epochs WHERE topic_id = ?", (topic_id,))
+                try:
+                    with self._open() as connection:
+                        connection.execute("DELETE FROM epochs WHERE topic_id = ?", (topic_id,))
+                except UNREADABLE as fault:
+                    self._mend({key: epoch for key, epoch in known.items() if key not in gone}, fault)
                 for key in gone:
                     del known[key]
 
@@ -114,9 +121,12 @@ class EpochFile:
             for topic_id, number, epoch in self._open().execute("SELECT * FROM epochs"):
                 found[str(topic_id), int(number)] = int(epoch)
         except UNREADABLE as fault:
-            log.critical("%s is damaged, and is written again with %d epochs: %s", self.path, len(found), fault)
-            self._replace(found)
+            self._mend(found, fault)
         return found
+
+    def _mend(self, epochs: dict[Key, int], fault: Exception) -> None:
+        log.critical("%s is damaged, and is written again with %d epochs: %s", self.path, len(epochs), fault)
+        self._replace(epochs)
 
     def _replace(self, epochs: dict[Key, int]) -> None:
         connection, self._connection = self._connection, None

@@ -245,7 +245,7 @@ class StateFile:
             if not self._knows_epoch and self.path.exists():
                 try:
                     self._note_epoch(_highest_epoch(self._open()))
-                except (_Damaged, apsw.CorruptError, apsw.NotADBError, apsw.SQLError):
+                except _UNREADABLE:
                     self._close()
             return max(self._highest_epoch, self._epoch_of_broker())
 
@@ -299,7 +299,7 @@ class StateFile:
         with faults_of(self.path):
             try:
                 self._write(self._open(), write, durable)
-            except (_Damaged, apsw.CorruptError, apsw.NotADBError, apsw.SQLError):
+            except (_Damaged, apsw.CorruptError, apsw.NotADBError, apsw.SQLError, UnicodeDecodeError):
                 self._start_over()
                 self._write(self._open(), write, durable)
 

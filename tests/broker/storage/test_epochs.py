@@ -65,6 +65,21 @@ def test_a_damaged_file_is_replaced_by_one_with_what_can_be_read_of_it(tmp_path,
     assert read_again(tmp_path) == [9, -1]
 
 
+@pytest.mark.parametrize(("at", "bit"), [(18, 2), (20, 128), (55, 1), (4101, 1)], ids=str)
+def test_a_file_that_can_be_read_and_not_written_is_replaced(tmp_path, at, bit):
+    epochs = EpochFile(tmp_path)
+    epochs.save({FIRST: 7, SECOND: 1, ("b", 0): 4})
+    epochs.close()
+    content = bytearray(epochs.path.read_bytes())
+    content[at] ^= bit
+    epochs.path.write_bytes(content)
+    after = EpochFile(tmp_path)
+    after.save({FIRST: 8})
+    after.forget("b")
+    after.close()
+    assert read_again(tmp_path)[0] == 8
+
+
 def test_a_file_that_is_none_is_replaced(tmp_path):
     EpochFile(tmp_path).path.write_bytes(b"something else" * 1_000)
     assert read_again(tmp_path) == [-1, -1]

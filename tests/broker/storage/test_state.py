@@ -285,6 +285,21 @@ def test_the_highest_epoch_outlives_a_file_whose_fold_is_damaged(tmp_path):
     assert again.load() == (fold_of_two_groups(), 96)
 
 
+@pytest.mark.parametrize("text", [b"digest", b"schema_version"])
+def test_a_text_that_is_no_utf_8_costs_the_saved_fold_alone(tmp_path, text):
+    state = StateFile(tmp_path, identity=IDENTITY)
+    state.save(PartitionFold(applied=5), 5)
+    state.close()
+    content = state.path.read_bytes()
+    at = content.rfind(text)
+    state.path.write_bytes(content[:at] + b"\xf4" + content[at + 1 :])
+    after = StateFile(tmp_path, identity=IDENTITY)
+    assert (after.load(), after.highest_epoch()) == (None, -1)
+    after.save(PartitionFold(applied=6), 6)
+    assert after.load() == (PartitionFold(applied=6), 6)
+    after.close()
+
+
 def test_the_epoch_of_another_logs_state_is_dropped(tmp_path):
     StateFile(tmp_path, identity=IDENTITY).save_highest_epoch(7)
     other = StateFile(tmp_path, identity=LogIdentity("cluster-1", "orders", "topic-id-2", 0))
