@@ -18,6 +18,8 @@ define LINKED
 mkdir -p $(VENV)/links && ln -sfn $(CURDIR)/client_api $(VENV)/links/portalmq && echo $(CURDIR)/$(VENV)/links \
 	> "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/portalmq-links.pth"
 endef
+# What installs packages; `.ci/run` uses uv, which is quicker.
+INSTALL ?= $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # More processes than processors: tests that start brokers spend most of their time waiting.
 TEST_PROCESSES ?= 4
 # Tests of one file stay together if possible, so that their shared processes start once.
@@ -133,7 +135,7 @@ $(READY): setup.cfg pyproject.toml
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) \
 		|| { echo "No virtual environment: on Debian and Ubuntu, apt install python3-venv installs it" >&2; exit 2; }
 	@echo "Setting up $(VENV), once: a minute or two, 1.1 GB; half of it is Spark" >&2
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[$(EXTRAS)]"
+	$(INSTALL) -e ".[$(EXTRAS)]"
 	@$(LINKED)
 	@touch $@
 

@@ -17,6 +17,7 @@ import pytest
 from click.testing import CliRunner, Result
 from support.lock_broker import PATH, LockBroker
 from support.scripted_broker import Reply, refuse
+from support.stopping import stop
 
 from portalmq import wire
 from portalmq.cli.main import main
@@ -129,7 +130,7 @@ def test_a_paused_holder_stops_its_command_when_it_wakes(broker: LockBroker) -> 
     child = process(broker, "l", "--ttl", "2s", "--", *SLEEPER)
     assert child.stdout is not None
     assert child.stdout.readline() == "on\n"
-    child.send_signal(signal.SIGSTOP)
+    stop(child.pid)
     paused_at = time.monotonic()
     until(lambda: time.monotonic() > paused_at + 2.5)
     child.send_signal(signal.SIGCONT)

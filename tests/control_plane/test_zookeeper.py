@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.stopping import stop
 from support.zookeeper import Wire, fresh_chroot, until
 
 from portalmq.control_plane import state
@@ -628,7 +629,7 @@ class TestServersThatGo:
             plane = ZooKeeper(f"{server.hosts}/c", session_timeout_s=6.0)
             plane.start()
             plane.commit(Create("/a"))
-            os.kill(server.pids[0], signal.SIGSTOP)
+            stop(server.pids[0])
             calls = [Call(plane.commit, Set("/a", b"1", 0)), Call(plane.get, "/a"), Call(plane.sync)]
             began = time.monotonic()
             errors = [call.error for call in calls if call.ended()]
@@ -652,7 +653,7 @@ class TestServersThatGo:
         with EmbeddedZooKeeper(tmp_path) as server:
             plane = ZooKeeper(f"{server.hosts}/c", session_timeout_s=SESSION_S)
             plane.start()
-            os.kill(server.pids[0], signal.SIGSTOP)
+            stop(server.pids[0])
             assert Call(plane.close).ended()
             assert plane.state is PlaneState.LOST
 

@@ -287,6 +287,7 @@ class TestProcesses:
         said = self.check(*command, out=tmp_path / "out")
         assert said.stderr == "" or all(line.startswith("portalmq report: ") for line in said.stderr.splitlines())
 
+    @pytest.mark.prove  # the command above starts and ends the same job
     def test_spark_submit_runs_the_same(self, tmp_path: Path, small: Path) -> None:
         submit = shutil.which("spark-submit", path=_PATH)
         assert submit is not None

@@ -28,6 +28,7 @@ from typing import Any
 
 import psutil
 from support.ports import kept_port, number_of
+from support.stopping import stop
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 START_WITHIN_S = 60.0
@@ -190,7 +191,7 @@ class BrokerProcess:
     def pause(self) -> None:
         """Send SIGSTOP to the started process and its children: it keeps its port and answers nothing."""
         for process in self.family():
-            process.suspend()
+            stop(process.pid)
 
     def resume(self) -> None:
         for process in self.family():

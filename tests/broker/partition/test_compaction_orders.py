@@ -275,7 +275,7 @@ def is_left(replicas, batch, offset, record, last, order):
     return last.get(record.key, -1) <= offset and not is_old
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(actions)
 def test_replicas_agree_whichever_orders_they_carried_out(tmp_path_factory, todo):
     replicas = Replicas(tmp_path_factory.mktemp("logs"))

@@ -622,7 +622,7 @@ class Model:
                 del self.there[offset]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(actions)
 def test_any_compacted_log_agrees_with_the_model(tmp_path_factory, todo):
     """A replica that carries out only the last order has the same messages, although its files differ."""

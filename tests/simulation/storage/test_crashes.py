@@ -17,7 +17,7 @@ def root(tmp_path):
 
 @SUBJECTS
 def test_every_crash_image_holds_what_was_acknowledged_and_nothing_else(root, subject):
-    outcomes = list(crash(subject, root, seed=7, each=4, share=0.015 if subject is PARTITION else 1.0))
+    outcomes = list(crash(subject, root, seed=7, each=3, share=0.012 if subject is PARTITION else 1.0))
     assert [failure for _, failure in outcomes if failure] == []
     assert {name for name, _ in outcomes} == set(subject.stages)
     assert len(outcomes) >= 70
@@ -44,7 +44,7 @@ def test_a_planted_bug_is_found(root, name):
     assert killer_of(name, root)
 
 
-@pytest.mark.parametrize("stage", ["close", "truncate what is sealed"])
+@pytest.mark.parametrize("stage", ["close", pytest.param("truncate what is sealed", marks=pytest.mark.prove)])
 def test_a_write_ahead_log_that_a_close_removed_after_a_failed_fsync_stays_away(root, stage):
     outcomes = list(failures(PARTITION, root, kinds=["lost sync"], only=[stage]))
     assert [failure for _, failure in outcomes if failure] == []
