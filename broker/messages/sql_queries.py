@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from signal import SIGKILL
 
@@ -19,8 +19,9 @@ from gevent.lock import BoundedSemaphore
 from gevent.os import nb_read, nb_write
 
 from portalmq.broker.cluster.topics import Topics
+from portalmq.broker.partition.long_poll import Peer
 from portalmq.broker.partition.yielding import in_short_turns
-from portalmq.broker.storage.sql_query import PartitionFiles, SqlAnswer, SqlOrder
+from portalmq.broker.storage.sql_query import ANSWER_BYTES_MAX, PartitionFiles, SqlOrder
 from portalmq.errors import Backpressure, InvalidRequest, QueryLimit, Unavailable
 
 QUERIES_MAX = 2
@@ -31,21 +32,46 @@ EXIT_WITHIN_S = 5.0
 PROGRAM = "portalmq.broker.storage.sql_query"
 
 
+class SqlRows(msgspec.Struct):
+    """A SqlAnswer, whose rows stay JSON."""
+
+    columns: list[str] = []
+    rows: msgspec.Raw = msgspec.Raw(b"[]")
+    truncated: bool = False
+    refused: str = ""
+    detail: str = ""
+
+
 class SqlQueries:
     def __init__(self, topics: Topics) -> None:
         self._topics = topics
         self._slots = BoundedSemaphore(QUERIES_MAX)
 
-    def run(self, query: str, *, limit: int, timeout_ms: int) -> SqlAnswer:
-        """Return at most `limit` rows. Raises InvalidRequest for anything but one SELECT, QueryLimit for one that takes
-        too long or too much memory, Backpressure while others run."""
+    def run(
+        self,
+        query: str,
+        *,
+        limit: int,
+        timeout_ms: int,
+        peer: Peer | None = None,
+        make_room: Callable[[int], None] = lambda size: None,
+    ) -> SqlRows:
+        """Return at most `limit` rows. `make_room` is called with the size of the answer, and may refuse it. Raises
+        InvalidRequest for anything but one SELECT, QueryLimit for one that takes too long or too much memory,
+        Backpressure while others run, Unavailable when `peer`, the client, is gone."""
         if not self._slots.acquire(blocking=False):
             raise Backpressure(f"{QUERIES_MAX} queries run already: repeat in a moment", retry_after_s=1)
         try:
             request = SqlOrder(query, limit, timeout_ms, self._partitions())
-            answer = _run(msgspec.json.encode(request), timeout_ms / 1000 + GRACE_S)
+            data = _run(msgspec.json.encode(request), timeout_ms / 1000 + GRACE_S, peer)
         finally:
             self._slots.release()
+        make_room(len(data))
+        try:
+            answer = msgspec.json.decode(data, type=SqlRows)
+        except msgspec.DecodeError:
+            # It was killed: by its own limit of processor time or of addresses, or by the system for want of memory.
+            raise QueryLimit("the query takes too much time or memory: name a topic and a partition") from None
         if answer.refused:
             raise (QueryLimit if answer.refused == "limit" else InvalidRequest)(answer.detail)
         return answer
@@ -66,20 +92,20 @@ class SqlQueries:
         )
 
 
-def _run(request: bytes, within_s: float) -> SqlAnswer:
+def _run(request: bytes, within_s: float, peer: Peer | None) -> bytes:
+    """Return what the process answers. It is killed when the time is over or the client is gone."""
     with _process() as process:
+        unwatch = peer.watch(process.kill) if peer is not None else lambda: None
         try:
             with gevent.Timeout(within_s, QueryLimit("the query took too long")):
                 process.send(request)
                 data = process.receive()
         finally:
-            with suppress(ProcessLookupError):
-                os.kill(process.pid, SIGKILL)
-    try:
-        return msgspec.json.decode(data, type=SqlAnswer)
-    except msgspec.DecodeError:
-        # It was killed: by its own limit of processor time or of addresses, or by the system for want of memory.
-        raise QueryLimit("the query takes too much time or memory: name a topic and a partition") from None
+            unwatch()
+            process.kill()
+    if peer is not None and peer.gone():
+        raise Unavailable("the client is gone: its query was ended")
+    return data
 
 
 class _Process:
@@ -101,10 +127,19 @@ class _Process:
         self._close(self._to)
 
     def receive(self) -> bytes:
-        parts = []
+        """Return all that the process writes until it ends. Raises QueryLimit for more than it may write."""
+        parts, size = [], 0
         while part := nb_read(self._from, 1 << 16):
             parts.append(part)
+            size += len(part)
+            if size > ANSWER_BYTES_MAX:
+                raise QueryLimit(f"the answer is over {ANSWER_BYTES_MAX} bytes: name fewer columns, or a smaller limit")
         return b"".join(parts)
+
+    def kill(self) -> None:
+        """Kill it, which may have ended. `end` has not been called, so its id is not another process's yet."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, SIGKILL)
 
     def _close(self, descriptor: int) -> None:
         self._open.remove(descriptor)
