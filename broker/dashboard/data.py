@@ -258,7 +258,7 @@ def messages(context: RequestContext, query: MessagesQuery) -> Response:
     context.make_room([stored.record for stored in found.messages])
     return answer(
         {
-            "messages": [json_message(stored) for stored in found.messages],
+            "messages": [json_message(stored) for stored in in_short_turns(found.messages)],
             "next": None if found.is_end else _joined(found.positions),
             "tail": _joined(found.positions if search.oldest_first else found.ends),
             "scanned": found.scanned,

@@ -18,7 +18,7 @@ from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.partition.answer_size import first_of
 from portalmq.broker.partition.long_poll import LongPolls, Peer
 from portalmq.broker.partition.partition import Partition
-from portalmq.broker.partition.yielding import in_short_turns
+from portalmq.broker.partition.yielding import TimeSlice, in_short_turns
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import InvalidRequest, NotFound, Unavailable
 
@@ -48,7 +48,9 @@ class StoredPage(NamedTuple):
     high_watermark: int
 
 
-_record_of: Callable[[tuple[int, int, Record]], Record] = itemgetter(2)
+# offset, timestamp_ms, record
+FoundMessage = tuple[int, int, Record]
+_record_of: Callable[[FoundMessage], Record] = itemgetter(2)
 
 
 @dataclass(eq=False, repr=False)
@@ -116,17 +118,29 @@ class MessageBrowser:
         if call.wait_ms:
             self._wait_readable(partition, start, call.wait_ms, peer)
             partition = self._metadata_cache.partition(place)  # the wait may have seen it deleted or led elsewhere
-        there = (
-            (at, piece.batch.appended_at_ms, record)
-            for piece in partition.reader.pieces(start, partition.high_watermark, call.limit)
-            for at, record in enumerate(piece.records(), piece.start)
-        )
+        there = self._messages_here(place, start, partition.high_watermark, call.limit)
         messages, _ = first_of(there, _record_of, call.limit)
+        partition = self._metadata_cache.partition(place)
         high_watermark = partition.high_watermark
         next_offset = messages[-1][0] + 1 if messages else start
         if next_offset >= partition.readable_end:
             next_offset = high_watermark
         return Browsed(messages, next_offset, partition.log.log_start_offset, high_watermark)
+
+    def _messages_here(self, place: TopicPartition, offset: int, end: int, left: int) -> Iterator[FoundMessage]:
+        """Yield at most `left` messages in [offset, end). Files are read on a native thread, and others run between
+        messages; the partition may be deleted meanwhile, or led elsewhere, which raises its error."""
+        turn = TimeSlice()
+        while left > 0:
+            self._metadata_cache.partition(place).read_ahead(offset)
+            reader = self._metadata_cache.partition(place).reader
+            piece = next(reader.pieces(offset, end, left), None)
+            if piece is None:
+                return
+            for at, record in turn.paced(enumerate(piece.records(), piece.start)):
+                yield at, piece.batch.appended_at_ms, record
+            left -= piece.end - piece.start
+            offset = piece.end
 
     def _start(self, partition: Partition, call: Browse) -> int:
         if call.at_ms is not None:

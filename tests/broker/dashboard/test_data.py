@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from flask.testing import FlaskClient
 from support.domain import Fixture, running
+from support.stretches import Stretches
 
 from portalmq import wire
 from portalmq.broker.api.app import create_app
@@ -17,6 +18,7 @@ from portalmq.broker.dashboard import data, search
 from portalmq.broker.dashboard.cluster_rates import rates_of
 from portalmq.broker.dashboard.routes import DASHBOARD_ROUTES
 from portalmq.broker.messages.produce import ProduceRequest
+from portalmq.broker.partition import answer_size
 from portalmq.broker.server.auth import Auth
 from portalmq.broker.server.config import BrokerConfig
 from portalmq.broker.storage.batch import Record
@@ -118,6 +120,43 @@ class TestSearch:
             place, turns = found["next"], turns + 1
         assert seen == [5]
         assert turns > 1
+
+    def test_large_messages_are_all_found(
+        self, client: FlaskClient, fixture: Fixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """An answer of a browse has fewer messages than the window when they are large; the newest come first all the
+        same, and an answer of the search ends early and says where it goes on."""
+        monkeypatch.setattr(answer_size, "ANSWER_BYTES_MAX", 3_000)
+        monkeypatch.setattr(search, "FOUND_BYTES_MAX", 4_000)
+        if fixture.broker.topics.get("large") is None:
+            fixture.broker.create_topic("large", wire.CreateTopic(partitions=1))
+            for n in range(40):
+                record = Record(b'{"n": %d, "pad": "%s"}' % (n, b"x" * (1_000 if n < 35 else 1)), "application/json")
+                fixture.broker.produce("large", ProduceRequest([record], partition=0))
+        numbers: list[int] = []
+        after = None
+        for _ in range(40):
+            page = get(client, "/ui/data/messages", topic="large", limit=30, after=after)
+            assert page["messages"]
+            assert sum(len(json.dumps(message["value"])) for message in page["messages"]) < 6_000
+            numbers += [message["value"]["n"] for message in page["messages"]]
+            after = page["next"]
+            if after is None:
+                break
+        assert numbers == list(range(39, -1, -1))
+
+    def test_others_run_while_messages_are_searched(self, client: FlaskClient, fixture: Fixture) -> None:
+        """Whatever the number of messages, the event loop polls its sockets after each turn of 5 ms."""
+        if fixture.broker.topics.get("many") is None:
+            fixture.broker.create_topic("many", wire.CreateTopic(partitions=1))
+            for n in range(8):
+                records = [Record(b'{"n": %d, "list": [%s1]}' % (n, b"1," * 200), "application/json")] * 1_000
+                fixture.broker.produce("many", ProduceRequest(records, partition=0))
+        with Stretches() as stretches:
+            page = get(client, "/ui/data/messages", topic="many", where='{"value.n": {"eq": -1}}')
+        assert page["scanned"] == 8_000
+        assert stretches.count > 5
+        assert stretches.longest.ms < 60, stretches.longest
 
     def test_the_tail_gives_what_comes_later(self, client: FlaskClient) -> None:
         produce(client, "tail", {"value": 1})
