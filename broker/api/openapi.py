@@ -51,7 +51,9 @@ Every broker answers every call, in one hop to the leader of a partition. `Porta
 Every error is a problem document (RFC 9457) with a stable `code`. `retryable` says whether a repeat may help, `outcome`
 what is known of the request. An unknown path is 404 `not_found`, a method that a path does not have 405
 `method_not_allowed`, and HEAD is GET without the body. Brokers call each other at /internal/v1/, which clients may not.
-What the dashboard asks for below /ui/ is its own, and may change.
+
+Every route is here but those below /ui/: the dashboard's pages are for browsers, and what they ask for beside this API
+is their own, changes nothing but the browser's session, and may change with any version.
 
 Whole numbers have no fraction and no exponent. In MessagePack, what has `contentEncoding` here is binary."""
 

@@ -80,7 +80,7 @@ class Pages:
         self.until(
             f"""(() => {{
               const it = document.querySelector({json.dumps(selector)});
-              if (!it) return false;
+              if (!it || it.disabled) return false;
               const of = it instanceof HTMLTextAreaElement ? HTMLTextAreaElement
                 : it instanceof HTMLSelectElement ? HTMLSelectElement : HTMLInputElement;
               Object.getOwnPropertyDescriptor(of.prototype, "value").set.call(it, {json.dumps(text)});

@@ -1,4 +1,5 @@
 // What all views share: the API, the address, numbers and times as text, and small components.
+import { decode, tokens } from "./exact.js";
 import { html, useCallback, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 
 const root = document.getElementById("app");
@@ -14,8 +15,8 @@ export class Problem extends Error {
   }
 }
 
-// Calls the API; returns the decoded answer, or null for one without a body.
-export async function call(method, path, body, { headers = {}, signal } = {}) {
+// Calls the API; returns the decoded answer, or null for one without a body. With `bytes`, the bytes of the answer.
+export async function call(method, path, body, { headers = {}, signal, bytes } = {}) {
   const options = { method, signal, headers: { Accept: "application/json", ...headers } };
   if (body !== undefined) {
     options.body = typeof body === "string" ? body : JSON.stringify(body);
@@ -31,10 +32,11 @@ export async function call(method, path, body, { headers = {}, signal } = {}) {
   if (answer.status === 401 && here.hasToken) {
     location.assign(`/ui/login?next=${encodeURIComponent(location.pathname + location.search)}`);
   }
+  if (bytes && answer.ok) return new Uint8Array(await answer.arrayBuffer());
   const text = await answer.text();
   let value = null;
   try {
-    value = text ? JSON.parse(text) : null;
+    value = text ? decode(text) : null;
   } catch {
     value = { detail: text.slice(0, 300) };
   }
@@ -154,7 +156,7 @@ export function moment(ms) {
 }
 
 export const url = (...parts) => parts.map(encodeURIComponent).join("/");
-export const valueText = (message) => (message.value === undefined ? message.value_base64 : typeof message.value === "string" ? message.value : JSON.stringify(message.value));
+export const valueText = (message) => message.value_json ?? message.value ?? message.value_base64;
 const quoted = (text) => `'${String(text).replaceAll("'", `'\\''`)}'`;
 export const shell = (text) => (/^[\w@%+=:,./-]+$/.test(text) ? text : quoted(text));
 
@@ -250,33 +252,33 @@ export function Same({ curl, command }) {
 export const at = (path) => shell(location.origin + path);
 export const post = (path, body, method = "POST") => `-X ${method} ${at(path)}${body === undefined ? "" : ` -H 'Content-Type: application/json' -d ${quoted(JSON.stringify(body))}`}`;
 
-// JSON with its parts told apart; text, never markup.
-export function Json({ value }) {
-  const lines = [];
-  const walk = (node, indent, before, after) => {
-    const pad = "  ".repeat(indent);
-    if (node !== null && typeof node === "object") {
-      const [open, close] = Array.isArray(node) ? "[]" : "{}";
-      const entries = Object.entries(node);
-      if (!entries.length) return lines.push([pad, before, open + close + after]);
-      lines.push([pad, before, open]);
-      entries.forEach(([name, each], index) => {
-        const named = Array.isArray(node) ? null : html`<span class="key">${JSON.stringify(name)}</span>: `;
-        walk(each, indent + 1, named, index < entries.length - 1 ? "," : "");
-      });
-      return lines.push([pad, null, close + after]);
-    }
-    const kind = typeof node === "string" ? "text" : typeof node === "number" ? "figure" : "word";
-    return lines.push([pad, before, html`<span class=${kind}>${JSON.stringify(node)}</span>${after}`]);
-  };
-  walk(value, 0, null, "");
-  return html`<pre class="json">${lines.map((line) => html`${line}${"\n"}`)}</pre>`;
+// JSON with its parts told apart; text, never markup. Only the space between its parts is not as it was.
+const COLOURED_MAX = 100_000;
+const INDENTED_MAX = 40;
+export function Json({ text }) {
+  if (text.length > COLOURED_MAX) return html`<pre class="json">${text}</pre>`;
+  const parts = [];
+  let [depth, before] = [0, ""];
+  const line = () => `\n${"  ".repeat(Math.min(depth, INDENTED_MAX))}`;
+  const all = [...tokens(text)];
+  all.forEach(([at, end], index) => {
+    const first = text[at];
+    const isEnd = first === "}" || first === "]";
+    const isBegun = before === "{" || before === "[";
+    if (isEnd) depth -= 1;
+    if (isBegun !== isEnd || before === ",") parts.push(line());
+    if (first === "{" || first === "[") depth += 1;
+    const shown = text.slice(at, end);
+    const kind = first === '"' ? (text[all[index + 1]?.[0]] === ":" ? "key" : "text") : /[-\d]/.test(first) ? "figure" : /\w/.test(first) ? "word" : "";
+    parts.push(kind ? html`<span class=${kind}>${shown}</span>` : first === ":" ? ": " : shown);
+    before = first;
+  });
+  return html`<pre class="json">${parts}</pre>`;
 }
 
 export function Value({ message }) {
-  if (message.value === undefined) return html`<pre class="json">${message.value_base64}</pre>`;
-  if (typeof message.value === "object") return html`<${Json} value=${message.value} />`;
-  return html`<pre class="json">${String(message.value)}</pre>`;
+  if (message.value_json !== undefined) return html`<${Json} text=${message.value_json} />`;
+  return html`<pre class="json">${message.value ?? message.value_base64}</pre>`;
 }
 
 // --- acts -------------------------------------------------------------------------------------------------------------

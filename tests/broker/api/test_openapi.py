@@ -20,6 +20,7 @@ from portalmq.broker.api import docs, openapi
 from portalmq.broker.api.app import create_app
 from portalmq.broker.api.query import Parameters, decoder_of
 from portalmq.broker.api.routes import ROUTES
+from portalmq.broker.dashboard.routes import DASHBOARD_ROUTES
 from portalmq.broker.messages.metrics import Metrics
 from portalmq.broker.protocols.routes import PROTOCOL_ROUTES
 from portalmq.broker.server.auth import Auth
@@ -49,6 +50,25 @@ def test_the_description_is_valid() -> None:
 def test_every_route_is_described_and_nothing_else() -> None:
     described = sorted((method, path) for method, path, _ in operations())
     assert described == sorted((route.method, route.path.replace("<", "{").replace(">", "}")) for route in EVERY)
+
+
+def test_every_route_of_a_broker_is_described_but_those_of_the_dashboard(broker: Any) -> None:
+    """They are pages for browsers, and the document says that they are left out."""
+    app = create_app(broker, BrokerConfig(), Metrics("test"), Auth(), more=PROTOCOL_ROUTES, pages=DASHBOARD_ROUTES)
+    served = {
+        (method, rule.rule.replace("<", "{").replace(">", "}"))
+        for rule in app.url_map.iter_rules()
+        for method in (rule.methods or set()) - {"HEAD", "OPTIONS"}
+    }
+    left_out = served - {(method, path) for method, path, _ in operations()}
+    assert ("GET", "/ui/") in left_out
+    assert all(path == "/ui" or path.startswith("/ui/") for _, path in left_out), left_out
+    assert "Every route is here but those below /ui/" in description()["info"]["description"]
+
+
+def test_what_the_document_leaves_out_changes_nothing_but_a_session() -> None:
+    changing = {route.path for route in DASHBOARD_ROUTES if route.method != "GET"}
+    assert changing == {"/ui/login", "/ui/logout"}
 
 
 def test_every_operation_has_an_id_of_its_own() -> None:

@@ -1,6 +1,7 @@
 // One message: its content, its biography, and a form to send an edited copy.
-import { useState } from "../vendor/preact-htm.js";
-import { Act, Card, Empty, Fault, Link, Loading, Page, Same, Tag, Value, at, call, duration, html, messageUrl, moment, shell, url, useAct, useGet, valueText } from "../lib.js";
+import { base64, editable, unpack } from "../exact.js";
+import { useEffect, useState } from "../vendor/preact-htm.js";
+import { Act, Card, Empty, Fault, Link, Loading, Page, Same, Tag, Value, at, call, duration, html, messageUrl, moment, shell, url, useAct, useGet } from "../lib.js";
 
 const TONES = { acked: "good", dead: "bad", nacked: "warn", expired: "warn", ttl_expired: "warn", purged: "bad", dropped: "bad", cancelled: "bad", delivered: "info", redriven: "info" };
 
@@ -52,24 +53,33 @@ function Biography({ trace, message }) {
   })}</ol>`;
 }
 
-// An edited copy: what is left out is kept by the broker.
+// An edited copy. What is not touched is left out, so that the broker keeps it byte for byte.
 export function Resend({ message, label = "Edit and resend", opened = false, onClose = () => {} }) {
   const [open, setOpen] = useState(opened);
-  const isBytes = message.value === undefined;
-  const isJson = !isBytes && typeof message.value !== "string";
-  const [value, setValue] = useState(isJson ? JSON.stringify(message.value, null, 2) : String(valueText(message)));
+  const [original, setOriginal] = useState(null);
+  const [value, setValue] = useState("");
   const [to, setTo] = useState(message.headers["portalmq-source-topic"] || message.topic);
   const [key, setKey] = useState(message.key || "");
   const [run, busy] = useAct();
   const [sent, setSent] = useState(null);
+  useEffect(() => {
+    if (!open) return;
+    run(async () => {
+      const path = `/v1/topics/${url(message.topic)}/partitions/${message.partition}/messages?offset=${message.offset}&limit=1`;
+      const page = unpack(await call("GET", path, undefined, { headers: { Accept: "application/vnd.portalmq.batch+msgpack" }, bytes: true }));
+      const found = page.messages.find((each) => each.offset === message.offset);
+      if (!found) throw new Error(`${message.id} is gone from ${message.topic}`);
+      const made = editable(found.value, found.content_type ?? "application/octet-stream");
+      setOriginal(made);
+      setValue(made.text);
+    });
+  }, [open]);
   const submit = async (event) => {
     event.preventDefault();
     const result = await run(async () => {
       const copy = { to_topic: to };
-      if (key !== (message.key || "")) copy.key = key;
-      if (isBytes) copy.value_base64 = value;
-      else if (isJson) copy.value = JSON.parse(value);
-      else copy.value_base64 = btoa(String.fromCharCode(...new TextEncoder().encode(value)));
+      if (key !== (message.key || "")) copy.key = key || null;
+      if (value !== original.text) copy.value_base64 = base64(original.bytesOf(value));
       return call("POST", `/v1/topics/${url(message.topic)}/messages/${message.id}/copy`, copy);
     }, (made) => `appended as ${made.id} in ${made.topic}`);
     if (result) setSent(result);
@@ -81,9 +91,9 @@ export function Resend({ message, label = "Edit and resend", opened = false, onC
   if (!open) return html`<${Act} onClick=${() => setOpen(true)} data-edit>${label}<//>`;
   return html`<${Card} title=${label}><form onSubmit=${submit}>
     <label>To topic<input value=${to} onInput=${(event) => setTo(event.target.value)} class="mono" required /></label>
-    <label>Key<input value=${key} onInput=${(event) => setKey(event.target.value)} class="mono" placeholder="none" /></label>
-    <label>Value<textarea rows="8" class="mono" value=${value} onInput=${(event) => setValue(event.target.value)} spellcheck="false" data-value></textarea><span class="hint">${isBytes ? "base64" : isJson ? "JSON" : "text"}; headers are kept</span></label>
-    <div class="row end"><button type="button" onClick=${close}>Close</button><${Act} type="submit" class="primary" disabled=${busy}>Send copy<//></div>
+    <label>Key<input value=${key} onInput=${(event) => setKey(event.target.value)} class="mono" placeholder=${message.key_base64 ? "bytes, kept" : "none"} /></label>
+    <label>Value<textarea rows="8" class="mono" value=${value} disabled=${!original} onInput=${(event) => setValue(event.target.value)} spellcheck="false" data-value></textarea><span class="hint">${original ? `${original.kind}; ` : ""}headers are kept</span></label>
+    <div class="row end"><button type="button" onClick=${close}>Close</button><${Act} type="submit" class="primary" disabled=${busy || !original}>Send copy<//></div>
     ${sent && html`<p>Sent: <${Link} to=${messageUrl(sent)}>${sent.topic} ${sent.id}<//></p>`}
   </form><//>`;
 }

@@ -1,4 +1,5 @@
 // One topic: its messages, partitions, settings, and a form to publish.
+import { base64, inexact, isJson, messageJson } from "../exact.js";
 import { useEffect, useMemo, useRef, useState } from "../vendor/preact-htm.js";
 import { Act, Card, Choice, Destroy, Fault, Link, Loading, Page, Same, Stat, Table, Tag, Value, at, bytes, call, download, go, html, messageUrl, moment, number, post, setQuery, shell, url, useAct, useGet, usePlace, valueText, withQuery } from "../lib.js";
 
@@ -35,7 +36,10 @@ export function Topic({ names: [topic] }) {
 export function whereOf(text) {
   const typed = text.trim();
   if (!typed) return null;
-  if (typed.startsWith("{")) return JSON.parse(typed);
+  const refuse = (figure) => {
+    throw new Error(`${figure} has more digits than a page can hold: ask with curl, or quote it if it is text`);
+  };
+  if (typed.startsWith("{")) return inexact(typed) ? refuse(inexact(typed)) : JSON.parse(typed);
   const where = {};
   const operators = { "=": "eq", "!=": "ne", "<": "lt", "<=": "lte", ">": "gt", ">=": "gte", "~": "contains" };
   const pattern = /((?:headers?|value)(?:\.[\w.-]+)|key|reason|delivery_count|value)\s*(!=|<=|>=|=|<|>|~)\s*("[^"]*"|\S+)/g;
@@ -44,6 +48,7 @@ export function whereOf(text) {
     const bare = operand.startsWith('"') ? operand.slice(1, -1) : operand;
     const isText = operand.startsWith('"') || field === "key" || field.startsWith("headers.") || field === "reason";
     const value = isText || !/^(-?\d+(\.\d+)?|true|false|null)$/.test(bare) ? bare : JSON.parse(bare);
+    if (typeof value === "number" && inexact(bare)) refuse(bare);
     where[field] = { ...where[field], [operators[operator]]: value };
     return "";
   });
@@ -57,18 +62,18 @@ function Browse({ topic, partitions }) {
   const [wrong, setWrong] = useState(null);
   const [more, setMore] = useState({ of: "", messages: [], next: undefined });
   const [tail, setTail] = useState(false);
-  const where = useMemo(() => {
+  const [where, refused] = useMemo(() => {
     try {
-      return query.where ? JSON.stringify(whereOf(query.where)) : undefined;
-    } catch {
-      return undefined;
+      return [query.where ? JSON.stringify(whereOf(query.where)) : undefined, null];
+    } catch (fault) {
+      return [undefined, fault.message];
     }
   }, [query.where]);
   const order = query.at || query.offset ? "oldest" : undefined;
   const after = query.offset && query.partition ? `${query.partition}-${query.offset}` : undefined;
   const wanted = { topic, partition: query.partition, where, at: after ? undefined : query.at, order, after };
   const path = withQuery("/ui/data/messages", wanted);
-  const found = useGet(path);
+  const found = useGet(refused ? null : path);
   const own = more.of === path ? more : { of: path, messages: [], next: undefined };
   const messages = [...(found.data?.messages || []), ...own.messages];
   const next = own.next === undefined ? found.data?.next : own.next;
@@ -101,11 +106,11 @@ function Browse({ topic, partitions }) {
       <${Choice} label="Partition" value=${query.partition || ""} options=${[["", "all"], ...[...Array(partitions).keys()].map((each) => [each, each])]} onChange=${(partition) => setQuery({ partition, offset: "" })} />
       <label class="inline">From offset<input type="number" min="0" disabled=${!query.partition} value=${query.offset || ""} placeholder=${query.partition ? "newest" : ""} title=${query.partition ? "" : "Choose a partition first"} onChange=${(event) => setQuery({ offset: event.target.value, at: "" })} /></label>
       <label class="inline">From time<input type="datetime-local" step="1" onChange=${since} /></label>
-      ${messages.length > 0 && html`<button type="button" class="quiet" onClick=${() => download(`${topic}.json`, JSON.stringify(messages, null, 1), "application/json")}>Download JSON</button>`}
+      ${messages.length > 0 && html`<button type="button" class="quiet" onClick=${() => download(`${topic}.json`, `[\n${messages.map(messageJson).join(",\n")}\n]`, "application/json")}>Download JSON</button>`}
     </div>
-    ${wrong && html`<p class="alert" role="alert">${wrong}</p>`}
+    ${(wrong || refused) && html`<p class="alert" role="alert">${wrong || refused}</p>`}
     <${Fault} fault=${found.fault} />
-    ${tail ? html`<${Tail} topic=${topic} partition=${query.partition} where=${where} />` : found.data ? html`<${Card} flush><${Messages} rows=${messages} empty=${where ? `None of the ${number(found.data.scanned)} messages that were read match.` : "There is no message."} /><//>
+    ${refused ? null : tail ? html`<${Tail} topic=${topic} partition=${query.partition} where=${where} />` : found.data ? html`<${Card} flush><${Messages} rows=${messages} empty=${where ? `None of the ${number(found.data.scanned)} messages that were read match.` : "There is no message."} /><//>
       ${next ? html`<p class="pager"><button disabled=${busy} onClick=${goOn}>${messages.length ? "More" : "Search on"}</button><span>${number(messages.length)} shown, ${order ? "the oldest" : "the newest"} first</span></p>` : html`<p class="pager"><span>${number(messages.length)} shown, ${order ? "the oldest" : "the newest"} first</span></p>`}` : !found.fault && html`<${Loading} of=${found} />`}
     <${Same} curl=${query.partition ? at(`/v1/topics/${url(topic)}/partitions/${query.partition}/messages${query.offset ? `?offset=${query.offset}` : query.at ? `?at=${query.at}` : ""}`) : `-H 'Accept: application/x-ndjson' ${at(`/v1/topics/${url(topic)}/messages`)}`} command=${tail ? `consume ${shell(topic)}` : `peek ${shell(topic)}${query.partition ? ` --partition ${query.partition}` : ""}${query.offset ? ` --offset ${query.offset}` : ""}${query.at ? ` --since ${query.at}` : ""}`} />`;
 }
@@ -173,29 +178,23 @@ function Publish({ topic, partitions }) {
   const [form, setForm] = useState({ value: "", key: "", headers: "", partition: "", delay: "" });
   const [run, busy] = useAct();
   const set = (name) => (event) => setForm({ ...form, [name]: event.target.value });
+  const isText = !isJson(form.value);
   const message = useMemo(() => {
     const built = {};
-    try {
-      built.value = JSON.parse(form.value);
-    } catch {
-      built.value = form.value;
-      built.content_type = "text/plain; charset=utf-8";
-    }
+    if (isText) built.content_type = "text/plain; charset=utf-8";
     if (form.key) built.key = form.key;
     const headers = Object.fromEntries(form.headers.split("\n").map((line) => line.split(/:(.*)/s)).filter(([name, value]) => name.trim() && value !== undefined).map(([name, value]) => [name.trim(), value.trim()]));
     if (Object.keys(headers).length) built.headers = headers;
     if (form.partition !== "") built.partition = Number(form.partition);
     if (form.delay) built.delay_ms = Math.round(Number(form.delay) * 1000);
-    if (built.content_type) {
-      built.value_base64 = btoa(String.fromCharCode(...new TextEncoder().encode(built.value)));
-      delete built.value;
-    }
-    return built;
+    if (isText) built.value_base64 = base64(new TextEncoder().encode(form.value));
+    return messageJson(isText ? built : { ...built, value: 0, value_json: form.value.trim() });
   }, [form]);
+  const body = `{"messages":[${message}]}`;
   const submit = async (event) => {
     event.preventDefault();
     const sent = await run(async () => {
-      const answer = await call("POST", `/v1/topics/${url(topic)}/messages`, { messages: [message] }, { headers: { "Content-Type": "application/vnd.portalmq.batch+json" } });
+      const answer = await call("POST", `/v1/topics/${url(topic)}/messages`, body, { headers: { "Content-Type": "application/vnd.portalmq.batch+json" } });
       const [result] = answer.results;
       if (result.error) throw new Error(result.error.detail || result.error.title);
       return result;
@@ -203,14 +202,14 @@ function Publish({ topic, partitions }) {
     if (sent && !form.delay) setForm({ ...form, value: "" });
   };
   return html`<${Card}><form onSubmit=${submit} class="publish">
-      <label>Value<textarea rows="8" class="mono" value=${form.value} onInput=${set("value")} placeholder='{"celsius": 21.5}' spellcheck="false"></textarea><span class="hint">${message.content_type ? "text" : "JSON"}</span></label>
+      <label>Value<textarea rows="8" class="mono" value=${form.value} onInput=${set("value")} placeholder='{"celsius": 21.5}' spellcheck="false"></textarea><span class="hint">${isText ? "text" : "JSON"}</span></label>
       <div class="row"><label>Key<input value=${form.key} onInput=${set("key")} class="mono" autocomplete="off" /></label>
         <label>Partition<input type="number" min="0" max=${partitions - 1} value=${form.partition} onInput=${set("partition")} placeholder="by the key" /></label>
         <label>Delay, s<input type="number" min="0" step="any" value=${form.delay} onInput=${set("delay")} placeholder="none" /></label></div>
       <label>Headers, one a line<textarea rows="2" class="mono" value=${form.headers} onInput=${set("headers")} placeholder="trace: 42" spellcheck="false"></textarea></label>
       <div class="row end"><${Act} type="submit" class="primary" disabled=${busy}>Publish<//></div>
     </form><//>
-    <${Same} curl=${`-X POST ${at(`/v1/topics/${url(topic)}/messages`)} -H 'Content-Type: application/vnd.portalmq.batch+json' -d ${shell(JSON.stringify({ messages: [message] }))}`} command=${`produce ${shell(topic)}${form.key ? ` -k ${shell(form.key)}` : ""}`} />`;
+    <${Same} curl=${`-X POST ${at(`/v1/topics/${url(topic)}/messages`)} -H 'Content-Type: application/vnd.portalmq.batch+json' -d ${shell(body)}`} command=${`produce ${shell(topic)}${form.key ? ` -k ${shell(form.key)}` : ""}`} />`;
 }
 
 // --- settings -----------------------------------------------------------------------------------------------------------
