@@ -97,33 +97,36 @@ class PastGroups:
         end = known_end(partition)
         _check_known(partition, end, at_ms)
         end = min(end, log.offset_for_time(at_ms + 1))
+        if at_ms < log.replica_start(end).timestamp_before_ms:  # the log ended below its present start
+            raise _out_of_reach(partition)
         until = time.monotonic() + FOLD_WITHIN_S if until is None else until
-        start, fold = self._begin(partition, group, end)
+        begin, fold = self._begin(partition, group, end)
         groups = GroupsFold(fold)
         groups.purged_upto = fold.log_start_offset
+        start = begin
         while start < end:
             start = partition.reader.on_native(partition.host.pool, _fold_some, log, groups, group, start, end)
-            if start < end and time.monotonic() >= until:
-                self._keep(source, group, start, groups)
-                raise Unavailable(f"{partition} is still being read up to that time: repeat", retry_after_s=0.1)
-        self._keep(source, group, end, groups)
+            if time.monotonic() >= until:
+                break
+        if not _is_whole(partition, begin, start):  # records were removed while others were read
+            raise _out_of_reach(partition)
+        self._keep(source, group, start, groups)
+        if start < end:
+            raise Unavailable(f"{partition} is still being read up to that time: repeat", retry_after_s=0.1)
         view = PastView(log, partition.reader, groups, end)
         _check_reach(partition, view, group, at_ms)
         return view
 
     def _begin(self, partition: Partition, group: str, end: int) -> tuple[int, PartitionFold]:
         """Return from where to fold, and the fold of what is before. Raises OffsetOutOfRange."""
-        source, log, reader, pool = partition.groups, partition.log, partition.reader, partition.host.pool
+        source, log = partition.groups, partition.log
         kept = [each for each in self._kept.values() if each.source is source and each.group == group]
         nearest = max((each for each in kept if each.end <= end), key=lambda each: each.end, default=None)
-        if nearest is not None:
+        if nearest is not None and _is_whole(partition, nearest.end, end):
             return nearest.end, nearest.fold
-        fold = reader.on_native(pool, _state_before, log, group, end)
-        if fold is None and log.base_offset > 0:
-            raise _out_of_reach(partition)
+        fold = partition.reader.on_native(partition.host.pool, _state_before, log, group, end)
         start = fold.applied if fold is not None else 0
-        compacted = source.compacted
-        if compacted > start and reader.on_native(pool, log.has_blank, start, min(end, compacted)):
+        if not _is_whole(partition, start, end):
             raise _out_of_reach(partition)
         return start, fold or PartitionFold()
 
@@ -147,6 +150,18 @@ def _check_known(partition: Partition, end: int, at_ms: int) -> None:
         partition.wait_led()
     elif at_ms > newest_ms:
         raise Unavailable(f"{partition} is known here up to an earlier time only", retry_after_s=0.1)
+
+
+def _is_whole(partition: Partition, start: int, end: int) -> bool:
+    """Return whether the log still has every record of [start, end)."""
+    log, compacted = partition.log, partition.groups.compacted
+    if start >= end:
+        return True
+    if log.base_offset > start:
+        return False
+    return compacted <= start or not partition.reader.on_native(
+        partition.host.pool, log.has_blank, start, min(end, compacted)
+    )
 
 
 def _state_before(log: Log, group: str, end: int) -> PartitionFold | None:

@@ -159,6 +159,56 @@ def test_what_retention_has_removed_is_out_of_reach(tmp_path: Path) -> None:
         assert PastGroups().view(leader, "g", leader.host.clock.wall_ms()).groups.delivery["g"].outstanding == 0
 
 
+@pytest.mark.parametrize("drops_files", [False, True])
+def test_what_was_asked_before_a_purge_tells_nothing_of_an_earlier_time(tmp_path: Path, drops_files: bool) -> None:
+    with replicas(tmp_path, 1, segment_bytes=16 * 1024) as group:
+        eventually(lambda: group.leader.serves)
+        leader = group.leader
+        now_ms = leader.host.clock.now_ms()
+        offset, _ = send(leader, "first")
+        end = offset + 1
+        write(leader, GroupStart(0, now_ms), Grant(((offset, end, 1),), end, now_ms, now_ms + 60_000))
+        before_ms = leader.replica.last_timestamp_ms
+        eventually(lambda: leader.host.clock.wall_ms() > before_ms)
+        write(leader, Ack(((offset, end),), now_ms))
+        for _ in range(8 * drops_files):
+            end = send(leader, "x" * 10_000)[0] + 1
+        write(leader, Grant((), end + 1, now_ms, now_ms))
+        after_ms = leader.replica.last_timestamp_ms
+        eventually(lambda: leader.host.clock.wall_ms() > after_ms)
+        groups = PastGroups()
+        kept = groups.view(leader, "g", after_ms)
+        assert kept.groups.delivery["g"].outstanding == 0
+        leader.retention.purge(kept.high_watermark)
+        if drops_files:
+            leader.retention.retain(None, None, 0)
+        assert leader.log.log_start_offset > offset
+        assert (leader.log.base_offset > offset) == drops_files
+        for past_groups in (groups, PastGroups()):
+            with pytest.raises(OffsetOutOfRange):
+                past_groups.view(leader, "g", before_ms)
+
+
+def test_a_group_that_began_in_records_that_are_gone_is_told_by_the_state_after_them(tmp_path: Path) -> None:
+    with replicas(tmp_path, 1, segment_bytes=16 * 1024) as group:
+        eventually(lambda: group.leader.serves)
+        leader = group.leader
+        now_ms = leader.host.clock.now_ms()
+        first, _ = send(leader, "x" * 10_000)
+        before_ms = leader.replica.last_timestamp_ms
+        eventually(lambda: leader.host.clock.wall_ms() > before_ms)
+        groups = PastGroups()
+        assert "g" not in groups.view(leader, "g", before_ms).groups.delivery
+        write(leader, GroupStart(0, now_ms))
+        last = [send(leader, "x" * 10_000)[0] for _ in range(8)][-1]
+        write(leader, Grant(((last, last + 1, 1),), last + 1, now_ms, now_ms + 60_000))
+        leader.retention.purge(last)
+        leader.retention.retain(None, None, 0)
+        assert leader.log.base_offset > first
+        at_ms = leader.replica.last_timestamp_ms
+        assert groups.view(leader, "g", at_ms).groups.delivery["g"].outstanding == 1
+
+
 def test_compaction_says_what_it_hides(tmp_path: Path) -> None:
     with replicas(tmp_path, 1) as group:
         eventually(lambda: group.leader.serves)
