@@ -88,7 +88,6 @@ def peer_calls(wiring: Wiring) -> dict[str, PeerCall]:
     on.leader(queues.FINISH, wiring.offset_acks.local_finish)
     on.leader(queues.COMMIT, wiring.group_commits.local_commit)
     on.leader(queues.UNFINISHED, wiring.unfinished.local_list)
-    on.leader(queues.SIZES, wiring.queue_sizes.local_sizes)
     on.leader(queues.LOOK, wiring.queue_sizes.local_look)
     on.leader(queues.DEAD_LETTERS, wiring.dead_letters.local_list)
     on.leader(queues.MATCH_DEAD, wiring.dead_letters.local_match)

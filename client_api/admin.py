@@ -216,8 +216,9 @@ class Admin(Closeable):
     ) -> wire.Moved:
         """Move what a queue group has ready in a topic to another topic, each message exactly once: it is done for
         this group, and its copy, whose header `portalmq-copy-of` names it, is ready there for all groups. Return how
-        many were ready, and how many were moved: at most `limit`, and fewer when that takes long. With `rate_per_s` the
-        copies are delivered one after the other."""
+        many were ready, and how many were moved: at most `limit`, and fewer when that takes long. Messages that the
+        other topic would refuse, as too large, stay ready and are counted as `refused`. With `rate_per_s` the copies
+        are delivered one after the other."""
         wire.check_name(topic, "topic")
         request = wire.MoveRequest(topic, wire.check_name(to_topic, "topic"), limit, rate_per_s, dry_run)
         return self._transport.send_json("POST", f"{_group(group)}/move", request, wire.Moved)

@@ -518,9 +518,13 @@ class MoveRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True
     dry_run: bool = False
 
 
-class Moved(msgspec.Struct, frozen=True):
+class Moved(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`refused` messages cannot be in the other topic and stayed; `refusal` says why the first of them was."""
+
     matched: int
     moved: int
+    refused: int = 0
+    refusal: str | None = None
 
 
 class DeliveryTime(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):

@@ -131,7 +131,7 @@ def move(context: RequestContext, group: str, query: Parameters) -> Response:
     for topic in (wanted.topic, wanted.to_topic):
         wire.check_name(topic, "topic")
     name = wire.check_name(group, "group")
-    return answer(wire.Moved(*context.broker.group_moves.move(name, wanted, forward=may_forward(current()))))
+    return answer(context.broker.group_moves.move(name, wanted, forward=may_forward(current())))
 
 
 # --- dead letters -----------------------------------------------------------------------------------------------------

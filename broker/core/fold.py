@@ -59,7 +59,7 @@ class SpanFold(msgspec.Struct, array_like=True, gc=False):
     def is_unleased_since(self) -> bool:
         """True if it has had no lease since a redrive, or since its only lease was given back unseen, as far as this
         log knows."""
-        return self.deliveries == 0 and self.earlier > 0
+        return not self.leased and self.deliveries == 0 and self.earlier > 0
 
     def is_later(self, leader_epoch: int, lease: int) -> bool:
         """True if the last lease is later than this one. Numbers start again where a fail-over lost a grant, so epochs

@@ -69,21 +69,22 @@ class Finder(Protocol):
     def __call__(self, name: str, topic_id: str) -> Topic: ...
 
 
-def size_of(topic: Topic, records: list[Record]) -> int:
-    """Return the bytes of all payloads. Raises MessageTooLarge for a message over the topic's limit, InvalidRequest for
-    one without a key in a compacted topic."""
+def size_of(topic: Topic, records: list[Record], names: Sequence[object] | None = None) -> int:
+    """Return the bytes of all payloads. `names`, by default the indexes, name the messages in errors. Raises
+    MessageTooLarge for a message over the topic's limit, InvalidRequest for one without a key in a compacted topic."""
+    names = range(len(records)) if names is None else names
     limit = topic.state.config.max_message_bytes
     lengths = [len(record.value) for record in records]
     if max(lengths) > limit:
         index = next(i for i, length in enumerate(lengths) if length > limit)
         raise MessageTooLarge(
-            f"message {index} has {lengths[index]} bytes, topic {topic.name!r} takes {limit} (max_message_bytes)"
+            f"message {names[index]} has {lengths[index]} bytes, topic {topic.name!r} takes {limit} (max_message_bytes)"
         )
     if topic.state.config.cleanup == "compact":
         keyless = next((index for index, record in enumerate(records) if record.key is None), None)
         if keyless is not None:
             raise InvalidRequest(
-                f"message {keyless} has no key, and topic {topic.name!r} keeps the last message of each key"
+                f"message {names[keyless]} has no key, and topic {topic.name!r} keeps the last message of each key"
                 " (cleanup is compact): give every message a key"
             )
     return sum(lengths)

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import merge
-from itertools import islice
 from typing import NamedTuple
 
 import msgspec
@@ -52,6 +51,8 @@ from portalmq.errors import InvalidRequest, MessageNotFound, PartitionNotFound, 
 
 # The payloads of a page: it ends above this.
 PAGE_BYTES = 8 * 1024 * 1024
+# The most messages that a page passes: it ends there.
+PASSED_MAX = 50_000
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -61,7 +62,7 @@ BEGINNING = SchedulePosition(0, 0, -1)
 
 class SchedulePage(NamedTuple):
     """Messages in the order of their due times; the next page begins after `after`, None at the end. A page of large
-    messages may have fewer than its limit."""
+    messages, or one that has passed many cancelled ones, may have fewer than its limit, or none."""
 
     messages: list[StoredMessage]
     after: SchedulePosition | None
@@ -113,7 +114,9 @@ class ScheduledMessages:
                 found.append((SchedulePosition(due_ms, place.number, offset), stored))
         found.sort(key=lambda row: row[0])
         page = [row for row in found[:limit] if not cuts or row[0] <= min(cuts)]
-        return SchedulePage([stored for _, stored in page], page[-1][0] if len(found) > limit or cuts else None)
+        is_full = len(page) == limit and len(found) > limit
+        next_after = page[-1][0] if is_full else min(cuts, default=None)
+        return SchedulePage([stored for _, stored in page], next_after)
 
     def local_list(self, request: ListScheduled) -> LocalWork[Rows]:
         """The first messages of all these partitions together."""
@@ -123,14 +126,20 @@ class ScheduledMessages:
             partitions = {place: each for place, each in found.items() if not isinstance(each, PortalMQError)}
             pages = {place: Rows([]) for place in partitions}
             streams = [self._to_come(place, partition, request.after) for place, partition in partitions.items()]
-            turn, room = TimeSlice(), PAGE_BYTES
-            for due, place in islice(merge(*streams), request.limit):
-                for timestamp_ms, record in _read(partitions[place], due.offset):
-                    pages[place].rows.append((due.due_ms, due.offset, timestamp_ms, record))
-                    room -= len(record.value)
-                if room <= 0:
+            turn, room, passed, left = TimeSlice(), PAGE_BYTES, 0, request.limit
+            for due, place in merge(*streams):
+                if _is_left(partitions[place], due.offset):
+                    for timestamp_ms, record in _read(partitions[place], due.offset):
+                        pages[place].rows.append((due.due_ms, due.offset, timestamp_ms, record))
+                        room -= len(record.value)
+                    left -= 1
+                else:
+                    passed += 1
+                if room <= 0 or passed >= PASSED_MAX:
                     for page in pages.values():
                         page.cut_at = due
+                    break
+                if not left:
                     break
                 turn.pause_if_over()  # each message may cost a read
             errors = {place: error for place, error in found.items() if isinstance(error, PortalMQError)}
@@ -141,18 +150,17 @@ class ScheduledMessages:
     def _to_come(
         self, place: TopicPartition, partition: Partition, after: SchedulePosition
     ) -> Iterator[tuple[SchedulePosition, TopicPartition]]:
-        """Yield the scheduled messages of the partition behind `after`, in the order of the list."""
+        """Yield the scheduled messages of the partition behind `after`, in the order of the list, and those that are
+        not left any more."""
         number = place.number
         since_ms = self._due_by_ms(partition) + 1
         due_ms, offset = since_ms, 0
         if after.due_ms >= since_ms:  # the order is by time, then by partition, then by offset
             due_ms = after.due_ms + (number < after.number)
             offset = after.offset + 1 if number == after.number else 0
-        end, start, cancelled = partition.high_watermark, _start_of(partition), partition.groups.cancelled
-        lanes = partition.log.lanes
+        end, lanes = partition.high_watermark, partition.log.lanes
         for row in merge(*(lanes.after(lane, due_ms, offset, end) for lane in lanes.present if lane >= DELAYED)):
-            if row[1] >= start and row[1] not in cancelled:
-                yield SchedulePosition(row[0], number, row[1]), place
+            yield SchedulePosition(row[0], number, row[1]), place
 
     # --- many at once ------------------------------------------------------------------------------------------------
 
@@ -224,6 +232,8 @@ class ScheduledMessages:
             found = ScheduledMatch(0, [])
             for due_ms, offset in self._candidates(place, partition, offsets):
                 budget.spend()
+                if not _is_left(partition, offset):
+                    continue
                 if predicate is not None and not any(
                     predicate.matches(candidate_of(record)) for _, record in _read(partition, offset)
                 ):
@@ -319,6 +329,11 @@ def _start_of(partition: Partition) -> int:
     """Return the first offset that is not purged. The log start moves later, and the fold no longer knows which
     messages below were cancelled."""
     return max(partition.log.log_start_offset, partition.groups.purged_upto)
+
+
+def _is_left(partition: Partition, offset: int) -> bool:
+    """Return whether the message is neither purged nor cancelled."""
+    return offset >= _start_of(partition) and offset not in partition.groups.cancelled
 
 
 def _read(partition: Partition, offset: int) -> Iterator[tuple[int, Record]]:

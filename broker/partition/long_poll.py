@@ -77,8 +77,8 @@ class Leaderships:
 
 class ReceiveOptions(NamedTuple):
     """`is_first`: the client says that the attempt id is new. `max_bytes`: take no more messages once those taken have
-    so many bytes. `patient`: a partition may wait until its followers confirm its leader. `despite_pause`: also take
-    from a paused group. `leaderships`: to be checked before the answer."""
+    so many bytes. `patient`: a partition may wait until its followers confirm its leader. `is_move`: also take
+    from a paused group, and count no delivery. `leaderships`: to be checked before the answer."""
 
     max_messages: int
     visibility_timeout_ms: int
@@ -87,7 +87,7 @@ class ReceiveOptions(NamedTuple):
     is_first: bool = False
     max_bytes: int = ANSWER_BYTES_MAX
     patient: bool = True
-    despite_pause: bool = False
+    is_move: bool = False
     portion: Portion | None = None
     leaderships: Leaderships | None = None
 
@@ -296,7 +296,7 @@ def _take(
         left = options.max_messages - len(taken)
         if left <= 0 or left_bytes <= 0:
             break
-        if source.has_messages() or (ask and source.is_remote) or options.despite_pause:
+        if source.has_messages() or (ask and source.is_remote) or options.is_move:
             try:
                 patient = options.patient and not taken and not refused
                 found = source.take(options._replace(max_messages=left, max_bytes=left_bytes, patient=patient))

@@ -250,7 +250,7 @@ def _create(context: RequestContext, queue: str, payload: Payload) -> dict[str, 
 
 
 def _size(context: RequestContext, queue: str, payload: Payload) -> dict[str, Any]:
-    size = context.broker.queue_sizes.size(DEFAULT, queue)
+    size = context.broker.queue_sizes.look(DEFAULT, queue)
     return {"size": size.size, "ready": size.ready, "in_flight": size.in_flight, "scheduled": size.scheduled}
 
 

@@ -150,8 +150,7 @@ def state(context: RequestContext, query: StateQuery) -> Response:
     found: list[PendingMessage] = []
     more = False
     with suppress(TopicNotFound):
-        # The size first: reading it starts the group, so messages not received yet are counted.
-        size = context.broker.queue_sizes.size(DEFAULT, DEFAULT)
+        size = context.broker.queue_sizes.look(DEFAULT, DEFAULT)
         found, more = first_of(context.broker.unfinished.messages(DEFAULT, DEFAULT), record_of_pending, limit)
     context.make_room(map(record_of_pending, found))
     messages = [

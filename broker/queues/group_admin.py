@@ -26,12 +26,13 @@ from portalmq.broker.cluster.rpc.queues import (
     GroupCounts,
     PauseGroup,
 )
+from portalmq.broker.core.fold import PauseFold
 from portalmq.broker.core.queue.records import Pause
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.yielding import in_short_turns, in_turns
 from portalmq.broker.queues.groups import GROUPS_A_TURN, Groups
 from portalmq.control_plane.mirror import Mirror
-from portalmq.control_plane.state import GroupState
+from portalmq.control_plane.state import GroupState, PauseState
 from portalmq.errors import PortalMQError, Unavailable
 
 T = TypeVar("T")
@@ -108,9 +109,25 @@ class GroupAdmin:
         groups = self._groups
         named = (each for name in names for each in in_turns(groups.attached(name), GROUPS_A_TURN))
         attached = named if names else groups.all_attached()
-        counts = [
-            GroupCount(each.group, each.partition.topic, each.partition.number, **each.counts()) for each in attached
-        ]
+        counts: list[GroupCount] = []
+        for each in attached:
+            partition, found = each.partition, each.counts()
+            delivery = partition.delivery.get(each.group)
+            pause = delivery.pause if delivery is not None else PauseFold()
+            counts.append(
+                GroupCount(
+                    each.group,
+                    partition.topic,
+                    partition.number,
+                    found["ready"],
+                    found["in_flight"],
+                    found["scheduled"],
+                    found["lag"],
+                    found["oldest_unacked_ms"],
+                    found["dead"],
+                    pause,
+                )
+            )
         return GroupCounts(counts, self.led())
 
     def count(self, request: CountGroups) -> GroupCounts:
@@ -252,6 +269,9 @@ def _once_each(answers: Iterable[GroupCounts]) -> list[GroupCount]:
 
 
 def _described(group: GroupState, counts: list[GroupCount]) -> wire.GroupDescription:
+    # The log counts too where the control plane knows less, as after its content was written anew.
+    known: list[PauseFold | PauseState] = [group.pause, *[count.pause for count in counts]]
+    pause = max(known, key=lambda each: each.number)
     return wire.GroupDescription(
         group=group.name,
         mode=group.config.mode,
@@ -263,5 +283,5 @@ def _described(group: GroupState, counts: list[GroupCount]) -> wire.GroupDescrip
         lag=sum([count.lag for count in counts]),
         oldest_unacked_ms=max([count.oldest_unacked_ms for count in counts], default=0),
         config=group.config,
-        paused=wire.Paused(pause.since_ms, pause.reason, pause.by) if (pause := group.pause).paused else None,
+        paused=wire.Paused(pause.since_ms, pause.reason, pause.by) if pause.paused else None,
     )

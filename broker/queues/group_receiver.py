@@ -119,7 +119,7 @@ class GroupReceiver:
             if self._wakeup.delivery is not None:
                 self.partition.read_ahead(self._ready_messages.place(self.delivery.next))
             self._wait_vouched(patient=options.patient)
-            if not self._give_up_exhausted() or (self.is_paused() and not options.despite_pause):
+            if not self._give_up_exhausted() or (self.is_paused() and not options.is_move):
                 return []
             now_ms = self._clock.now_ms()
             most = min(options.max_messages, FOUND_MAX) if self._ready_messages.lanes() else options.max_messages
@@ -136,10 +136,16 @@ class GroupReceiver:
             if not self._pass_over(selection):
                 return []
             give_way()  # much was passed over, and messages may follow
-            if not self.has_messages():
+            if not self._wakeup.has_available() or (self.is_paused() and not options.is_move):
                 return []
-        at_most_once = config.delivery == "at_most_once"
+        at_most_once = config.delivery == "at_most_once" and not options.is_move
         deadline_ms = now_ms + options.visibility_timeout_ms
+        leases_above = self.partition.groups.leases_above
+        if options.is_move:
+            # No consumer sees them: the lease is no delivery. Its number is new all the same.
+            runs = [[(piece, deliveries - 1, lane) for piece, deliveries, lane in run] for run in runs]
+            held = [(run[0][0].start, run[-1][0].end) for run in runs]
+            leases_above = max(1, leases_above, self.delivery.last_lease(held))
         ranges = tuple([(run[0][0].start, run[-1][0].end, run[0][1]) for run in runs])
         lanes = tuple([run[0][2] for run in runs]) if self.delivery.cursors or selection.cursors else ()
         grant = Grant(
@@ -153,7 +159,7 @@ class GroupReceiver:
             selection.lane_positions(),
             tuple(selection.gone),
             tuple(selection.held),
-            self.partition.groups.leases_above,
+            leases_above,
         )
         try:
             granted = self._append_grant(grant, selection)

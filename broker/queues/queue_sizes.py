@@ -1,7 +1,6 @@
 """The number of unfinished messages of a queue group in a topic, counted by the leaders.
 
-A group that has not begun on a partition would count nothing there, although all messages wait for it. So `size` lets
-the group begin. `look` changes nothing: a group that has not begun counts all messages.
+All messages wait for a group that has not begun on a partition. Counting changes nothing: the group does not begin.
 """
 
 from __future__ import annotations
@@ -10,11 +9,10 @@ from collections.abc import Mapping
 
 from portalmq.broker.cluster.routing import LocalWork, one_by_one
 from portalmq.broker.cluster.rpc import Outcomes, TopicPartition, values_of
-from portalmq.broker.cluster.rpc.queues import LOOK, SIZES, LookAt, QueueSize, SizeOf
+from portalmq.broker.cluster.rpc.queues import LOOK, LookAt, QueueSize
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.queues.groups import Groups
 from portalmq.broker.queues.partition_counts import tallied, untouched
-from portalmq.control_plane.state import GroupState
 
 
 class QueueSizes:
@@ -24,34 +22,14 @@ class QueueSizes:
         self._groups = groups
         self._clock = clock
 
-    def size(self, name: str, topic_name: str) -> QueueSize:
+    def look(self, name: str, topic_name: str, *, forward: bool = True) -> QueueSize:
         """Return the counts over all partitions. Raises TopicNotFound, GroupModeMismatch; Unavailable when a leader
         cannot be asked, since its part would be missing."""
-        topic = self._groups.topics.known(topic_name)
-        group = self._groups.ensure(name)
-        self._groups.begin(group, topic)
-        state = topic.state
-        request = SizeOf(name, group.group_id, state.name, state.topic_id, list(range(state.partitions)))
-        return _sum(self._groups.leaders.call(SIZES, request, self._local_sizes(group), repeatable=True))
-
-    def look(self, name: str, topic_name: str, *, forward: bool = True) -> QueueSize:
-        """Return the same counts without creating the group or letting it begin."""
         topic = self._groups.topics.known(topic_name)
         self._groups.find_queue(name)
         request = LookAt(name, topic.state.name, topic.state.topic_id, list(range(topic.state.partitions)))
         local = self.local_look(request)
         return _sum(self._groups.leaders.call(LOOK, request, local, forward=forward, repeatable=True))
-
-    def local_sizes(self, request: SizeOf) -> LocalWork[QueueSize]:
-        return self._local_sizes(self._groups.get_by_id(request.group, request.group_id))
-
-    def _local_sizes(self, group: GroupState) -> LocalWork[QueueSize]:
-        def size(place: TopicPartition) -> QueueSize:
-            if group.config.start == "earliest":
-                self._groups.begin_here(group, place, "earliest")
-            return _size_of(self._groups.at(group, place).counts())
-
-        return one_by_one(size)
 
     def local_look(self, request: LookAt) -> LocalWork[QueueSize]:
         def look(place: TopicPartition) -> QueueSize:

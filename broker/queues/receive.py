@@ -70,7 +70,7 @@ class ReceiveHandler:
         is_first: bool = False,
         portion: Portion | None = None,
         leaderships: Leaderships | None = None,
-        despite_pause: bool = False,
+        is_move: bool = False,
     ) -> list[LeasedMessage]:
         """Lease messages; wait for the first one up to the request's `wait_ms`.
 
@@ -80,7 +80,7 @@ class ReceiveHandler:
         """
         leaderships = leaderships or Leaderships()
         group, topics, options = self._prepare(name, request, is_first, portion, leaderships)
-        options = options._replace(despite_pause=despite_pause)
+        options = options._replace(is_move=is_move)
         if not forward:
             self._check_leads_some(topics)
         plan = partial(self._plan, group, [topic.name for topic in topics], forward)
@@ -302,7 +302,7 @@ class ReceiveHandler:
             call.attempt_id,
             max_bytes=call.max_bytes,
             patient=call.patient,
-            despite_pause=call.despite_pause,
+            is_move=call.is_move,
             leaderships=(leaderships := Leaderships()),
         )
         sources, has_begun = self._sources_of(call)

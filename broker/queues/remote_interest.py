@@ -96,7 +96,7 @@ class RemoteGroup:
             options.attempt_id,
             options.max_bytes,
             options.patient,
-            options.despite_pause,
+            options.is_move,
         )
         return self._ask(lambda: call.ask(self._peers, self.broker_id, request))
 

@@ -92,9 +92,10 @@ class Wakeup:
             first.wake()
 
     def has_messages(self) -> bool:
-        return self._has_available() and not self.is_paused()
+        return self.has_available() and not self.is_paused()
 
-    def _has_available(self) -> bool:
+    def has_available(self) -> bool:
+        """Return whether messages may be available, if the group is not paused."""
         delivery = self.delivery
         if delivery is None:
             return False

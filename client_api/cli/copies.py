@@ -9,6 +9,7 @@ from typing import Any
 import click
 import msgspec
 
+from portalmq import wire
 from portalmq.cli.options import duration, future_time, message_headers
 from portalmq.cli.output import show_one
 from portalmq.cli.session import Session, with_session
@@ -84,17 +85,23 @@ def move(
 
     Example: portalmq move orders.dlq orders --rate 100
     """
-    matched, moved = None, 0
+    matched, moved, refused = None, 0, wire.Moved(0, 0)
     while limit is None or moved < limit:
         part = MOVED_PER_CALL if limit is None else min(limit - moved, MOVED_PER_CALL)
         done = session.admin.move(group, topic, to_topic, limit=part, rate_per_s=rate_per_s, dry_run=dry_run)
         matched = done.matched if matched is None else matched
         moved += done.moved
+        refused = done if done.refused else refused
         if not done.moved or done.moved >= done.matched:
             break
         if rate_per_s is not None:  # the next call's copies begin when these have been delivered
             time.sleep(done.moved / rate_per_s)
-    show_one({"matched": max(matched or 0, moved), "moved": moved}, session.output)
+    shown = {"matched": max(matched or 0, moved), "moved": moved}
+    if refused.refused:
+        shown["refused"] = refused.refused
+    show_one(shown, session.output)
+    if refused.refusal:
+        click.echo(f"{refused.refused} stay where they are: {refused.refusal}", err=True)
     if dry_run:
         click.echo("nothing was changed (--dry-run)", err=True)
 

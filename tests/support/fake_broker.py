@@ -167,7 +167,7 @@ class FakeBroker:
     def move(self, topic: str, partition: Any, offset: int = 0, deliver_at_ms: int = 0, *, forward: bool = True) -> Any:
         if isinstance(partition, wire.MoveRequest):  # of a group: this object stands for several
             self._called("move", group=topic, wanted=partition)
-            return 3, 2
+            return wire.Moved(3, 2)
         self._called("move_scheduled", topic=topic, partition=partition, offset=offset, deliver_at_ms=deliver_at_ms)
 
     def change(self, topic: str, how: ScheduleChange, *, forward: bool = True) -> tuple[int, int]:

@@ -20,7 +20,6 @@ Calls to the leaders of partitions. A request names partitions; the answer has a
     finish          Finish              list[bool]
     unfinished      ListUnfinished      UnfinishedRows      one
     unfinished_at   ListUnfinishedAt    UnfinishedRows      one
-    sizes           SizeOf              QueueSize
     look            LookAt              QueueSize
     commit          CommitCall          CommitResult
     dead_letters    DeadCall            DeadPage

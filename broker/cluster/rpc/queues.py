@@ -18,6 +18,7 @@ from portalmq.broker.cluster.rpc import (
     Placed,
     Refusal,
 )
+from portalmq.broker.core.fold import PauseFold
 from portalmq.broker.core.queue.records import Output, Range
 from portalmq.broker.partition.answer_size import ANSWER_BYTES_MAX
 from portalmq.broker.partition.long_poll import LeasedMessage
@@ -41,7 +42,7 @@ class BeginGroup(GroupNumbers):
 
 class Receive(msgspec.Struct, array_like=True):
     """Lease messages of all partitions of the topics that the broker leads, without waiting for any. `patient` and
-    `despite_pause` as in ReceiveOptions."""
+    `is_move` as in ReceiveOptions."""
 
     group: str
     group_id: str
@@ -52,7 +53,7 @@ class Receive(msgspec.Struct, array_like=True):
     attempt_id: str | None
     max_bytes: int = ANSWER_BYTES_MAX
     patient: bool = True
-    despite_pause: bool = False
+    is_move: bool = False
 
 
 class ReceiveResult(msgspec.Struct, array_like=True):
@@ -162,12 +163,8 @@ class UnfinishedRows(msgspec.Struct, array_like=True):
     next_offset: int | None
 
 
-class SizeOf(GroupNumbers):
-    """Count the group's messages on these partitions; it begins where it has not begun."""
-
-
 class LookAt(ForNumbers, msgspec.Struct, array_like=True):
-    """Count the group's messages as SizeOf does, or ask whether it has begun; it begins nowhere."""
+    """Count the group's messages on these partitions, or ask whether it has begun there. It begins nowhere."""
 
     group: str
     topic: str
@@ -196,7 +193,7 @@ class CountGroups(msgspec.Struct, array_like=True):
 
 
 class GroupCount(msgspec.Struct, array_like=True):
-    """One group on one partition. Counts are messages."""
+    """One group on one partition. Counts are messages; `pause` is what the log says of that."""
 
     group: str
     topic: str
@@ -207,6 +204,7 @@ class GroupCount(msgspec.Struct, array_like=True):
     lag: int
     oldest_unacked_ms: int
     dead: int = 0
+    pause: PauseFold = PauseFold()
 
 
 class GroupCounts(msgspec.Struct, array_like=True):
@@ -313,7 +311,6 @@ SETTLE = PartitionCall("settle", Settle, list[bool], timeout_s=15.0)
 FINISH = PartitionCall("finish", Finish, list[bool], timeout_s=15.0)
 COMMIT = PartitionCall("commit", CommitCall, CommitResult, timeout_s=20.0)
 UNFINISHED = OnePartitionCall("unfinished", ListUnfinished, UnfinishedRows, timeout_s=15.0)
-SIZES = PartitionCall("sizes", SizeOf, QueueSize, timeout_s=5.0)
 LOOK = PartitionCall("look", LookAt, QueueSize, timeout_s=5.0)
 GROUPS = BrokerCall("groups", CountGroups, GroupCounts, timeout_s=2.0)
 GROUP_AT = BrokerCall("group_at", CountGroupAt, GroupCountsAt, timeout_s=15.0)

@@ -405,6 +405,10 @@ class GroupDelivery(GroupSpans):
         ended = span is not None and span.available_at_ms <= now_ms
         return self.holds(offset, delivery, leader_epoch) and not (ended and by_key)
 
+    def last_lease(self, ranges: Iterable[Range]) -> int:
+        """Return the highest number of the last leases of these messages; 0 without one."""
+        return max((span.lease for start, end in ranges for span in self._overlapping(start, end)), default=0)
+
     def floor(self) -> int:
         """Return the offset below which everything is finished, except messages of other lanes."""
         return min(self._starts[0], self.next) if self._starts else self.next

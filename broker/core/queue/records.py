@@ -35,7 +35,8 @@ class GroupEnd(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Grant(msgspec.Struct, array_like=True, frozen=True):
-    """Messages delivered under one lease. `ranges` are (start, end, delivery number); they hold messages only.
+    """Messages delivered under one lease. `ranges` are (start, end, delivery number); they hold messages only. A lease
+    that is no delivery repeats the number of the last one, 0 for none.
 
     `lanes` has the lane of each range, or is empty if all are in lane 0. `next` is the new cursor of lane 0, `cursors`
     those of other lanes that moved. Positions below a cursor that are neither granted here nor known before are

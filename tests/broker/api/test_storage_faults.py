@@ -15,7 +15,7 @@ from support.protocols import client_of
 
 from portalmq import wire
 from portalmq.broker.cluster.peers import credential
-from portalmq.broker.cluster.rpc.queues import SizeOf
+from portalmq.broker.cluster.rpc.queues import LookAt
 from portalmq.broker.storage.errors import CorruptBatch, DiskFull, StorageFault, TooManyOpenFiles
 from portalmq.broker.storage.lanes import Lanes
 from portalmq.broker.storage.log import Log
@@ -55,10 +55,10 @@ def http(fixture: Fixture) -> FlaskClient:
 
 
 def ask_as_a_broker(http: FlaskClient, fixture: Fixture) -> Any:
-    group, topic = fixture.broker.groups.get("q"), fixture.broker.topics.known("t")
-    body = msgspec.msgpack.encode(SizeOf("q", group.group_id, "t", topic.state.topic_id, [0]))
+    topic = fixture.broker.topics.known("t")
+    body = msgspec.msgpack.encode(LookAt("q", "t", topic.state.topic_id, [0]))
     headers = {"Authorization": credential(fixture.broker.cluster_secret)}
-    return http.post("/internal/v1/sizes", data=body, headers=headers)
+    return http.post("/internal/v1/look", data=body, headers=headers)
 
 
 CALLS: dict[str, Call] = {

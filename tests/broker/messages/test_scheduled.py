@@ -85,6 +85,36 @@ def test_a_page_of_large_messages_is_short_and_the_next_goes_on(fixture, monkeyp
     assert max(sizes) == 3
 
 
+def test_a_page_that_passes_many_cancelled_messages_ends_and_the_next_goes_on(fixture, monkeypatch):
+    monkeypatch.setattr("portalmq.broker.messages.scheduled.PASSED_MAX", 4)
+    for partition in range(3):
+        schedule(fixture, *range(100, 110), 200 + partition, partition=partition)
+    fixture.broker.scheduled_messages.change("t", ScheduleChange(cancels=True, limit=30))
+    left = schedule(fixture, 50)
+    seen, pages, after = [], 0, BEGINNING
+    while after is not None:
+        page = fixture.broker.scheduled_messages.page("t", after=after, limit=2)
+        seen += [int(each.record.value) for each in page.messages]
+        pages += 1
+        assert page.after is None or page.after > after
+        after = page.after
+    assert (seen, len(left)) == ([50, 200, 201, 202], 1)
+    assert 7 <= pages <= 11
+
+
+def test_other_greenlets_run_while_cancelled_messages_are_passed(fixture, monkeypatch):
+    pauses = []
+    schedule(fixture, *range(100, 130))
+    fixture.broker.scheduled_messages.change("t", ScheduleChange(cancels=True, limit=30))
+    monkeypatch.setattr("portalmq.broker.partition.yielding.TURN_S", -1.0)
+    monkeypatch.setattr("portalmq.broker.partition.yielding.give_way", lambda: pauses.append(None))
+    assert listed(fixture) == []
+    assert len(pauses) >= 30
+    pauses.clear()
+    assert fixture.broker.scheduled_messages.change("t", ScheduleChange(limit=1, dry_run=True)) == (0, 0)
+    assert len(pauses) >= 30
+
+
 def test_a_cancelled_message_is_delivered_to_no_group(fixture):
     offsets = schedule(fixture, 100, 200, 300)
     fixture.broker.scheduled_messages.cancel("t", 0, offsets[1])

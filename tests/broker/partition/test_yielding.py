@@ -149,7 +149,6 @@ CALLS: dict[str, Callable[[Fixture], object]] = {
     "list what is scheduled": lambda fixture: fixture.broker.scheduled_messages.page("t", limit=10),
     "list what is unfinished": lambda fixture: list(fixture.broker.unfinished.messages("g", "t")),
     "count what is unfinished": lambda fixture: fixture.broker.queue_sizes.look("g", "t"),
-    "count a queue": lambda fixture: fixture.broker.queue_sizes.size("g", "t"),
     "look for dead letters": redriven,
     "tell offsets": lambda fixture: fixture.broker.stream_partitions.positions(
         "s", [fixture.broker.topics.known("t").place(number) for number in range(PARTITIONS)]

@@ -85,6 +85,19 @@ def test_the_state_counts_messages_not_received_yet(client: FlaskClient) -> None
     assert (shown["ready"], len(shown["messages"])) == (2, 2)
 
 
+def test_looking_at_the_state_changes_nothing(client: FlaskClient, fixture: Fixture) -> None:
+    publish(client, "a")
+    partition = fixture.broker.topics.known("default").local[0]
+    end = partition.replica.next_offset
+    for shown in (client.get("/v1/queue"), client.get("/v1/queue")):
+        assert (shown.get_json()["ready"], len(shown.get_json()["messages"])) == (1, 1)
+    size = client.post("/miniq/command", json={"type": "QUEUE_SIZE", "payload": {"queue": "default"}}).get_json()
+    assert size["ready"] == 1
+    assert partition.replica.next_offset == end
+    assert fixture.broker.groups.find("default") is None
+    assert take(client, 7) == [(shown.get_json()["messages"][0]["id"], "a")]
+
+
 def test_the_state_is_only_of_wonderq_s_queue(client: FlaskClient, fixture: Fixture) -> None:
     client.post("/message?queue=other", json={"Message": "MiniQ's, of the same group"})
     client.get("/message?queue=other")

@@ -113,6 +113,21 @@ def test_the_log_alone_keeps_the_group_paused(fixture):
     assert texts(receive(fixture)) == ["b"], "nor is an old pause of the control plane taken for news"
 
 
+def test_a_pause_that_only_the_log_knows_is_shown(fixture, monkeypatch):
+    """The control plane may have lost it."""
+    send(fixture, "a")
+    receive(fixture)
+    pause(fixture, "why", "eva")
+    since = paused(fixture)
+    told = fixture.broker.groups.get("g")
+    forgot = told.__class__(told.name, told.config, told.group_id, PauseState())
+    with monkeypatch.context() as patched:
+        patched.setattr(fixture.broker.groups, "find", lambda name: forgot)
+        assert paused(fixture) == since == fixture.broker.list_groups()[0].paused
+    resume(fixture)
+    assert paused(fixture) is None
+
+
 def test_a_pause_survives_a_restart(tmp_path):
     with running(tmp_path) as before:
         send(before, "a")

@@ -66,7 +66,7 @@ function Move({ group, topic }) {
   const [dry, setDry] = useState(null);
   const [run, busy] = useAct();
   const wanted = { topic, to_topic: to, limit: Number(limit) };
-  const ask = (more) => run(() => call("POST", `/v1/groups/${url(group)}/move`, { ...wanted, ...more }), more ? undefined : (found) => `${number(found.moved)} of ${number(found.matched)} moved to ${to}`);
+  const ask = (more) => run(() => call("POST", `/v1/groups/${url(group)}/move`, { ...wanted, ...more }), more ? undefined : (found) => `${number(found.moved)} of ${number(found.matched)} moved to ${to}${found.refused ? `; ${number(found.refused)} stay: ${found.refusal}` : ""}`);
   const close = () => {
     setOpen(false);
     setDry(null);
