@@ -3,7 +3,7 @@ committed.
 
 Only records below the high watermark count. They are read in blocks, on native threads. What each block is about is
 remembered, so a block is read again only for the messages that its records name. One call reads for a limited time;
-the next one passes over the blocks that it has read.
+what it has told by then is kept, so the next call about that message continues there.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from portalmq.history_wire import AsOf, TraceReplicas
 BLOCK_OFFSETS = 4_096
 # Blocks of a partition that are remembered; a quarter of a kilobyte each. A trace over more of them would not end.
 BLOCKS_MAX = 250_000
+# Lives of a partition's messages that are kept to be continued.
+UNFINISHED_MAX = 16
 # How long one call reads, and how long it keeps a native thread, which writers wait for.
 READ_WITHIN_S = 2.0
 THREAD_WITHIN_S = 0.03
@@ -41,24 +43,33 @@ class BlockSummaries:
 
     def __init__(self) -> None:
         self._known: dict[int, BlockSummary] = {}
+        # By the offset of the message: its life so far, and where to continue.
+        self._unfinished: dict[int, tuple[Biography, int]] = {}
 
-    def tell(self, biography: Biography, log: Log, start: int, end: int, within_s: float) -> tuple[int, bool]:
-        """Let the biography take the records in [start, end). Return where to continue, `end` if it has taken all; and
-        whether it has read a block that was not known. Reads files, so it runs on a native thread. Raises CorruptBatch,
-        OffsetPurged."""
+    def resume(self, offset: int) -> tuple[Biography, int] | None:
+        """Return the life of a message that an earlier call has begun, for this call alone; and where to continue."""
+        return self._unfinished.pop(offset, None)
+
+    def keep(self, biography: Biography, start: int) -> None:
+        """Keep a life that has only the records below `start`, for `resume`."""
+        while len(self._unfinished) >= UNFINISHED_MAX:
+            del self._unfinished[next(iter(self._unfinished))]
+        self._unfinished[biography.offset] = biography, start
+
+    def tell(self, biography: Biography, log: Log, start: int, end: int, within_s: float) -> int:
+        """Let the biography take the records in [start, end). Return where to continue, `end` if it has taken all.
+        Reads files, so it runs on a native thread. Raises CorruptBatch, OffsetPurged."""
         until = time.monotonic() + within_s
-        has_learnt = False
         while start < end:
             number = start // BLOCK_OFFSETS
             upto = (number + 1) * BLOCK_OFFSETS
             known = self._known.get(number)
             if known is None or biography.concerns(known):
                 self._read(biography, log, number, start, min(upto, end))
-                has_learnt = has_learnt or known is None
                 if time.monotonic() >= until:
-                    return min(upto, end), has_learnt
+                    return min(upto, end)
             start = upto
-        return end, has_learnt
+        return end
 
     def _read(self, biography: Biography, log: Log, number: int, start: int, end: int) -> None:
         first = number * BLOCK_OFFSETS
@@ -98,18 +109,23 @@ def trace(partition: Partition, offset: int) -> TracedMessage:
     end = known_end(partition)
     known_upto_ms = _known_upto_ms(partition, end)
     batch, record = _message(partition, offset, end)
-    described = record or batch.records[offset - batch.base_offset]
-    origin = RecordOrigin(offset, batch.leader_epoch, batch.appended_at_ms, "")
-    biography = Biography(offset, origin, described.deliver_at_ms, described.expires_at_ms)
     summaries = _summaries_of.get(partition.groups)
     if summaries is None:
         summaries = _summaries_of[partition.groups] = BlockSummaries()
-    start, until, has_learnt = offset + 1, time.monotonic() + READ_WITHIN_S, False
-    while start < end and not (has_learnt and time.monotonic() >= until):  # each call gets further than the one before
-        start, learns = partition.reader.on_native(
+    described = record or batch.records[offset - batch.base_offset]
+    origin = RecordOrigin(offset, batch.leader_epoch, batch.appended_at_ms, "")
+    begun = summaries.resume(offset)
+    biography, start = begun or (
+        Biography(offset, origin, described.deliver_at_ms, described.expires_at_ms),
+        offset + 1,
+    )
+    until = time.monotonic() + READ_WITHIN_S
+    while start < end:
+        start = partition.reader.on_native(
             partition.host.pool, summaries.tell, biography, partition.log, start, end, THREAD_WITHIN_S
         )
-        has_learnt = has_learnt or learns
+        if time.monotonic() >= until:
+            break
     is_whole = start >= end
     if is_whole:
         biography.finish(known_upto_ms)
@@ -118,6 +134,8 @@ def trace(partition: Partition, offset: int) -> TracedMessage:
     compacted = partition.groups.compacted
     incomplete_below = compacted if compacted > offset else None
     replicas = _replicas(partition, offset)
+    if not is_whole:
+        summaries.keep(biography, start)
     return TracedMessage(batch.appended_at_ms, record, biography, is_whole, as_of, replicas, incomplete_below)
 
 

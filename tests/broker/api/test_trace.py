@@ -213,7 +213,6 @@ def test_a_long_log_is_read_in_pages_and_only_once(
     monkeypatch.setattr(history, "BLOCK_OFFSETS", 4)
     monkeypatch.setattr(history, "READ_WITHIN_S", 0.0)
     monkeypatch.setattr(history, "THREAD_WITHIN_S", 0.0)
-    # each call reads a block that no earlier one has read, so it ends
     pages, events, after = 0, [], 0
     while True:
         page = fixture.broker.message_traces.trace("t", 0, int(message_id.partition("-")[2]), after=after)
@@ -234,6 +233,30 @@ def test_a_long_log_is_read_in_pages_and_only_once(
     monkeypatch.setattr(history, "READ_WITHIN_S", 60.0)
     fixture.broker.message_traces.trace("t", 0, int(message_id.partition("-")[2]) + 6)
     assert len(reads) <= 2, "only its own block, and the last one, which is not complete"
+
+
+def test_a_life_of_many_records_that_were_read_before_takes_several_calls_too(
+    client: FlaskClient, fixture: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "BLOCK_OFFSETS", 4)
+    monkeypatch.setattr(history, "READ_WITHIN_S", 60.0)
+    offset = int(produce(client).partition("-")[2])
+    receipts = receive(client)
+    for _ in range(20):
+        settle(client, "extend", receipts, visibility_timeout_ms=60_000)
+    whole = fixture.broker.message_traces.trace("t", 0, offset)
+    assert whole.next is None
+    monkeypatch.setattr(history, "READ_WITHIN_S", 0.0)
+    monkeypatch.setattr(history, "THREAD_WITHIN_S", 0.0)
+    events, after, ends = [], 0, []
+    while after is not None:
+        page = fixture.broker.message_traces.trace("t", 0, offset, after=after)
+        events += page.events
+        ends.append(page.as_of.offset)
+        after = page.next
+    assert events == whole.events
+    assert len(ends) > 5
+    assert ends == sorted(set(ends))
 
 
 @pytest.mark.parametrize(
