@@ -34,9 +34,12 @@ OWN = "portalmq"
 TYPE_OF_OTHERS = "portalmq.message"
 NEEDED = ("specversion", "id", "source", "type")
 TEXTS = (*NEEDED, "datacontenttype", "dataschema", "subject", "time")
+# What describes the value, so no header says it.
+MEMBERS = ("data", "datacontenttype")
 INTEGER_MAX = 2**31 - 1
 
 _is_name = re.compile(r"[a-z0-9]+").fullmatch
+_is_rfc_3339 = re.compile(r"\d{4}-\d\d-\d\d[Tt]\d\d:\d\d:\d\d(\.\d+)?([Zz]|[+-]\d\d:\d\d)", re.ASCII).fullmatch
 _has_control = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]").search
 _kept_in_headers = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) not in '"%')
 _decode_event = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -69,6 +72,8 @@ def parts_of(body: bytes | msgspec.Raw, where: str) -> EventParts:
         raise InvalidRequest(f"{where} is of version {shown['specversion'][:100]!r}: {VERSION} is supported")
     if "time" in shown:
         instant_ms(shown["time"], f"time of {where}")
+        if not _is_rfc_3339(shown["time"]):
+            raise InvalidRequest(f"time of {where} is {shown['time'][:100]!r}: RFC 3339 has it as 2026-01-31T12:00:00Z")
     kind = shown.pop("datacontenttype", None)
     headers = {f"{PREFIX}{name}": quote(text, _kept_in_headers) for name, text in shown.items() if not _is_own(name)}
     value = _value(data, encoded, kind, where)
@@ -153,15 +158,26 @@ def _attributes(headers: Mapping[str, str]) -> dict[str, str]:
     for header, value in headers.items():
         name = header.removeprefix(PREFIX) if header.startswith(PREFIX) else header
         if (header != name or header in {"traceparent", "tracestate"}) and _is_name(name) and not _is_own(name):
-            found[name] = _unquoted(value)
+            text = _unquoted(value)
+            if name not in MEMBERS and (text or name not in TEXTS) and (name != "time" or _is_time(text)):
+                found[name] = text
     return found
+
+
+def _is_time(text: str) -> bool:
+    try:
+        instant_ms(text, "time")
+    except InvalidRequest:
+        return False
+    return _is_rfc_3339(text) is not None
 
 
 def _unquoted(value: str) -> str:
     try:
-        return unquote(value, errors="strict")
+        text = unquote(value, errors="strict")
     except UnicodeDecodeError:
         return value  # it was not encoded
+    return value if _has_control(text) else text
 
 
 def _data(value: bytes, kind: str) -> dict[str, Any]:

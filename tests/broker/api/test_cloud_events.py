@@ -125,6 +125,11 @@ def test_one_event_is_one_message_with_its_options(http: FlaskClient) -> None:
         ({**EVENT, "specversion": "0.3"}, "of version '0.3'"),
         ({**EVENT, "time": "noon"}, "time of the body"),
         ({**EVENT, "time": "2026-01-31T12:00:00"}, "names no zone"),
+        *(
+            ({**EVENT, "time": text}, "RFC 3339")
+            for text in ("20260131T120000Z", "2026-W05-6T12:00:00Z", "2026-01-31T12Z")
+        ),
+        ({**EVENT, "time": "2026-01-31T12:00:00 01:00"}, "RFC 3339"),
         ({**EVENT, "Sub": "x"}, "cannot name an attribute"),
         ({**EVENT, "a-b": "x"}, "cannot name an attribute"),
         ({**EVENT, "a": {}}, "must be text, true, false"),
@@ -199,6 +204,37 @@ def test_attributes_that_cannot_be_events_are_left_out(http: FlaskClient) -> Non
     (event,) = events(http)
     assert (event["id"], event["specversion"], event["portalmqtopic"]) == ("%FF", "1.0", "t")
     assert "a-b" not in event
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"), [(b"", wire.BYTES), (b"", wire.JSON), (b"\xff", wire.BYTES), (b"x", "text/a")]
+)
+def test_no_header_stands_for_the_data_of_an_event(http: FlaskClient, value: bytes, kind: str) -> None:
+    spoof = {"ce-data": "spoof", "ce-data_base64": "c3Bvb2Y=", "ce-datacontenttype": "text/spoof"}
+    attributes = {f"ce-{name}": text for name, text in EVENT.items()}
+    http.post(MESSAGES, data=value, content_type=kind, headers=attributes | spoof)
+    (event,) = events(http)
+    assert "spoof" not in json.dumps(event)
+    assert not ("data" in event and "data_base64" in event)
+    assert {name: event[name] for name in EVENT} == EVENT
+
+
+@pytest.mark.parametrize(
+    "text", ["yesterday", "20260131T120000Z", "2026-01-31", "2026-13-31T12:00:00Z", "2026-01-31T12:00:00"]
+)
+def test_a_time_that_is_none_is_left_out(http: FlaskClient, text: str) -> None:
+    http.post(MESSAGES, data=b"x", headers={f"ce-{name}": value for name, value in EVENT.items()} | {"ce-time": text})
+    (event,) = events(http)
+    assert "time" not in event
+
+
+def test_empty_and_unprintable_attributes_make_no_wrong_event(http: FlaskClient) -> None:
+    http.post(
+        MESSAGES, data=b"x", headers={"ce-id": "", "ce-source": "", "ce-type": "a%0Ab", "ce-subject": "", "ce-a": ""}
+    )
+    (event,) = events(http)
+    assert (event["id"], event["source"], event["type"], event["a"]) == ("0-1", "/v1/topics/t", "a%0Ab", "")
+    assert "subject" not in event
 
 
 def test_browse_gives_one_event_or_none(http: FlaskClient) -> None:
