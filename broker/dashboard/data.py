@@ -34,6 +34,7 @@ REASON_LENGTH = 200
 STREAM_WAIT_S = 5.0
 
 _numbers = re.compile(r"\d+")
+_has_letters = re.compile(r"[^\W\d_]").search
 
 
 def events(context: RequestContext, query: Parameters) -> Response:
@@ -277,7 +278,7 @@ class ReasonsQuery(Parameters):
 
 def dead_letters(context: RequestContext, group: str, query: ReasonsQuery) -> Response:
     """Count the dead letters of a group on a topic by their reasons, the first LETTERS_MAX of them. Reasons that differ
-    only in numbers count as one, with "…" for each number."""
+    only in numbers count as one, with "…" for each number; those without a letter stay as they are."""
     wire.check_name(group, "group")
     reasons: Counter[str] = Counter()
     after: str | None = None
@@ -285,7 +286,8 @@ def dead_letters(context: RequestContext, group: str, query: ReasonsQuery) -> Re
         listed = context.broker.dead_letters.page(group, query.topic, limit=1_000, after=after)
         for stored in listed.messages:
             reason = (stored.record.headers or {}).get(HEADER_DEAD_REASON, "")
-            reasons[_numbers.sub("…", reason[:REASON_LENGTH])] += 1
+            masked = _numbers.sub("…", reason[:REASON_LENGTH])
+            reasons[masked if _has_letters(masked) else reason[:REASON_LENGTH]] += 1
         if listed.next_after is None or listed.next_after == after:
             after = None
             break

@@ -222,6 +222,16 @@ class TestLists:
         assert found["reasons"] == [{"reason": "timeout after … s", "count": 4}, {"reason": "no such user", "count": 1}]
         assert (found["counted"], found["more"]) == (5, False)
 
+    def test_reasons_of_numbers_alone_stay_apart(self, client: FlaskClient) -> None:
+        client.put("/v1/groups/numeric", json={"max_deliveries": 1})
+        for reason in ("404", "404", "5-1"):
+            produce(client, "codes", {"value": "x"})
+            body = {"topics": ["codes"], "wait_ms": 0}
+            (message,) = client.post("/v1/groups/numeric/receive", json=body).get_json()["messages"]
+            client.post("/v1/groups/numeric/nack", json={"receipts": [message["receipt"]], "reason": reason})
+        found = get(client, "/ui/data/groups/numeric/dead-letters", topic="codes")
+        assert found["reasons"] == [{"reason": "404", "count": 2}, {"reason": "5-1", "count": 1}]
+
     def test_partitions_of_the_cluster(self, client: FlaskClient, fixture: Fixture) -> None:
         fixture.broker.create_topic("wide", wire.CreateTopic(partitions=4))
         found = get(client, "/ui/data/cluster", search="wide", limit=3)

@@ -4,8 +4,17 @@ import { Act, Card, Choice, Destroy, Empty, Fault, Link, Loading, Page, Same, Ta
 import { Resend } from "./message.js";
 import { whereOf } from "./topic.js";
 
+// Longer reasons are cut, as broker/dashboard/data.py says.
+const REASON_LENGTH = 200;
+
 // Reasons that differ in numbers are one: "…" stands for a number. Its longest part finds them all.
-const essence = (reason) => reason.split("…").reduce((longest, part) => (part.length > longest.length ? part : longest), "");
+const essenceOf = (reason) => reason.split("…").reduce((longest, part) => (part.length > longest.length ? part : longest), "");
+
+const conditionOf = (reason) => (reason.includes("…") || reason.length >= REASON_LENGTH ? { contains: essenceOf(reason) } : { eq: reason });
+const isOf = (reason, text) => {
+  const { eq, contains } = conditionOf(reason);
+  return eq === undefined ? text.includes(contains) : text === eq;
+};
 
 export function DeadLetters({ names: [group] }) {
   return group ? html`<${OfGroup} group=${group} />` : html`<${All} />`;
@@ -47,7 +56,7 @@ function Letters({ group, topic, reason }) {
   const found = useGet(path, 5_000);
   const [chosen, setChosen] = useState(new Set());
   const [edited, setEdited] = useState(null);
-  const shown = (found.data?.messages || []).filter((each) => !reason || (each.headers["portalmq-dead-reason"] || "").includes(essence(reason)));
+  const shown = (found.data?.messages || []).filter((each) => !reason || isOf(reason, each.headers["portalmq-dead-reason"] || ""));
   const changed = () => {
     setChosen(new Set());
     found.reload();
@@ -86,7 +95,7 @@ function Redrive({ group, topic, reason, chosen, done }) {
   const ids = [...chosen];
   const [wanted, wrong] = useMemo(() => {
     try {
-      const where = { ...(reason ? { reason: { contains: essence(reason) } } : {}), ...whereOf(filter) };
+      const where = { ...(reason ? { reason: conditionOf(reason) } : {}), ...whereOf(filter) };
       const which = ids.length ? { ids } : Object.keys(where).length ? { where } : {};
       return [{ topic, ...which, ...(Number(perSecond) > 0 ? { rate_per_s: Number(perSecond) } : {}) }, null];
     } catch (fault) {
