@@ -5,8 +5,8 @@
 
 A message is stored as the binary mode of HTTP has it, so that events of all modes are alike for their consumers. In
 headers, attributes are percent-encoded as there (HTTP binding 1.0.2, section 3.1.3.2). An event that is given out has
-extensions of the broker: portalmqtopic, portalmqid and, with a lease, portalmqreceipt and portalmqdeliveries. They are
-ignored when such an event is produced again.
+extensions of the broker: portalmqtopic, portalmqid and, with a lease, portalmqreceipt and portalmqdeliveries; a dead
+letter has portalmqdeadreason. They are ignored when such an event is produced again.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from portalmq.broker.api.query import instant_ms
 from portalmq.broker.messages.browse import StoredMessage
 from portalmq.broker.partition.long_poll import LeasedMessage
 from portalmq.broker.partition.yielding import in_turns
+from portalmq.broker.queues.outbox import HEADER_DEAD_REASON
 from portalmq.errors import InvalidRequest
 
 VERSION = "1.0"
@@ -147,6 +148,9 @@ def event_of(stored: StoredMessage | LeasedMessage) -> dict[str, Any]:
     event |= {f"{OWN}topic": stored.topic, f"{OWN}id": message_id}
     if stored.receipt is not None:
         event |= {f"{OWN}receipt": stored.receipt, f"{OWN}deliveries": stored.delivery_count}
+    reason = (record.headers or {}).get(HEADER_DEAD_REASON)
+    if reason is not None:
+        event[f"{OWN}deadreason"] = reason
     value, kind = record.value, record.content_type
     if not value and (kind == wire.BYTES or wire.is_json_type(kind)):
         return event if kind == wire.BYTES else {**event, "datacontenttype": kind}

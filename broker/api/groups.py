@@ -9,10 +9,11 @@ import msgspec
 from flask import Response
 
 from portalmq import wire
+from portalmq.broker.api import cloud_events
 from portalmq.broker.api.answers import DeadLetterPage, DroppedDeadLetters, GroupList, UnfinishedPage
 from portalmq.broker.api.outgoing import json_message
 from portalmq.broker.api.query import Instant, Parameters, TopicName, instant_ms, read_by, whole_number
-from portalmq.broker.api.request_context import RequestContext, answer, current, may_forward, no_content
+from portalmq.broker.api.request_context import RequestContext, accepts, answer, current, may_forward, no_content
 from portalmq.broker.cluster.rpc.queues import QueueSize
 from portalmq.broker.partition.answer_size import first_of
 from portalmq.errors import InvalidRequest
@@ -156,6 +157,11 @@ def list_dead_letters(context: RequestContext, group: str, query: DeadLettersQue
         forward=may_forward(current()),
     )
     context.make_room([stored.record for stored in listed.messages])
+    if accepts(wire.CLOUD_EVENTS):
+        response = Response(cloud_events.encode_events(listed.messages), content_type=wire.CLOUD_EVENTS)
+        if listed.next_after is not None:
+            response.headers["PortalMQ-Next-After"] = listed.next_after
+        return response
     return answer(DeadLetterPage([json_message(stored) for stored in listed.messages], listed.next_after))
 
 

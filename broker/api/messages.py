@@ -157,6 +157,10 @@ def read_all(context: RequestContext, topic: str, query: ReadAllQuery) -> Respon
     size = min(limit or wire.BROWSE_MESSAGES_MAX, wire.BROWSE_MESSAGES_MAX)
     stored, more = first_of(context.broker.browser.read_all(topic, size + 1, forward=forward), _record_of, size)
     context.make_room(map(_record_of, stored))
+    if accepts(wire.CLOUD_EVENTS):
+        response = Response(cloud_events.encode_events(stored), content_type=wire.CLOUD_EVENTS)
+        response.headers["PortalMQ-More"] = str(more).lower()
+        return response
     return answer(TopicMessages([outgoing.json_message(each) for each in stored], more))
 
 

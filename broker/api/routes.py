@@ -149,7 +149,16 @@ ROUTES = (
     ),
     Route(
         *("GET", "/v1/topics/<topic>/messages", messages.read_all, messages.ReadAllQuery),
-        answers={200: {wire.JSON: answers.TopicMessages, wire.NDJSON: Lines(wire.JsonMessageOut)}},
+        answers={
+            200: Answer(
+                {
+                    wire.JSON: answers.TopicMessages,
+                    wire.NDJSON: Lines(wire.JsonMessageOut),
+                    wire.CLOUD_EVENTS: list[answers.CloudEvent],
+                },
+                {"PortalMQ-More": "As `more` of a page, where the body is an array of events"},
+            )
+        },
         errors=READING,
     ),
     Route(
@@ -327,7 +336,12 @@ ROUTES = (
     ),
     Route(
         *("GET", "/v1/groups/<group>/dead-letters", groups.list_dead_letters, groups.DeadLettersQuery),
-        answers={200: answers.DeadLetterPage},
+        answers={
+            200: Answer(
+                {wire.JSON: answers.DeadLetterPage, wire.CLOUD_EVENTS: list[answers.CloudEvent]},
+                {"PortalMQ-Next-After": "As `next_after` of a page, where the body is an array of events"},
+            )
+        },
         errors=OF_QUEUE,
     ),
     Route(

@@ -266,6 +266,34 @@ def test_received_events_carry_their_receipts(http: FlaskClient) -> None:
     assert receive(wire.CLOUD_EVENTS).get_json(force=True) == []
 
 
+def test_a_whole_topic_is_given_out_as_events(http: FlaskClient) -> None:
+    for number in "123":
+        send(http, {**EVENT, "id": number})
+    for limit, ids, more in ((9, ["1", "2", "3"], "false"), (2, ["1", "2"], "true")):
+        answer = http.get(f"{MESSAGES}?limit={limit}", headers={"Accept": wire.CLOUD_EVENTS})
+        assert (answer.content_type, answer.headers["PortalMQ-More"]) == (wire.CLOUD_EVENTS, more)
+        assert [event["id"] for event in answer.get_json(force=True)] == ids
+
+
+def test_dead_letters_are_given_out_as_events(http: FlaskClient) -> None:
+    http.put("/v1/groups/g", json={"max_deliveries": 1})
+    for number in "12":
+        send(http, {**EVENT, "id": number})
+    messages = http.post("/v1/groups/g/receive", json={"topics": ["t"], "max_messages": 2}).get_json()["messages"]
+    http.post("/v1/groups/g/nack", json={"receipts": [each["receipt"] for each in messages], "reason": "no such user"})
+    found, after = [], ""
+    while after is not None:
+        path = f"/v1/groups/g/dead-letters?topic=t&limit=1{after}"
+        answer = http.get(path, headers={"Accept": wire.CLOUD_EVENTS})
+        found += answer.get_json(force=True)
+        last = answer.headers.get("PortalMQ-Next-After")
+        after = None if last is None else f"&after={last}"
+    assert [(event["id"], event["portalmqdeadreason"]) for event in found] == [
+        ("1", "no such user"),
+        ("2", "no such user"),
+    ]
+
+
 def test_an_ack_with_a_receive_of_events_is_refused(http: FlaskClient, problem_of: Any) -> None:
     wanted = {"topics": ["t"], "ack": ["x"]}
     answer = http.post("/v1/groups/g/receive", json=wanted, headers={"Accept": wire.CLOUD_EVENTS})
