@@ -32,6 +32,8 @@ from portalmq.errors import InvalidRequest, PortalMQError
 MOVE_WITHIN_S = 10.0
 MOVED_AT_ONCE = 500
 LEASE_MS = 60_000
+# Names the lease of a move in the life of a message.
+CONSUMER = "portalmq-move"
 # A move that has met so many messages that the target refuses ends.
 REFUSED_MAX = 10_000
 
@@ -93,6 +95,7 @@ class GroupMoves:
             [wanted.topic],
             max_messages=min(MOVED_AT_ONCE, wanted.limit - done.moved),
             visibility_timeout_ms=LEASE_MS,
+            consumer=CONSUMER,
         )
         found = self._receive.receive(name, request, None, forward=forward, is_move=True)
         done.held.update(dict.fromkeys(message.receipt for message in found))

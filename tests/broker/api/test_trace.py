@@ -14,6 +14,7 @@ from support.replicas import eventually
 
 from portalmq import wire
 from portalmq.broker.partition import history
+from portalmq.broker.queues import message_traces
 from portalmq.errors import Unavailable
 
 START_MS = 1_700_000_000_000
@@ -116,6 +117,26 @@ def test_a_dead_letter_leads_to_its_copy_and_back(client: FlaskClient) -> None:
     client.post("/v1/groups/g/dead-letters/redrive", json={"topic": "t"})
     settle(client, "ack", receive(client))
     assert [event for _, event in told(client, message_id)][-3:] == ["redriven", "delivered", "acked"]
+
+
+def test_the_search_for_many_copies_takes_several_calls(client: FlaskClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    message_id = produce(client)
+    client.put("/v1/groups/g", json={"max_deliveries": 1})
+    for number in range(3):
+        settle(client, "nack", receive(client), reason="bad")
+        eventually(lambda number=number: [event for _, event in told(client, message_id)].count("copied") > number)
+        client.post("/v1/groups/g/dead-letters/redrive", json={"topic": "t"})
+    whole = trace(client, message_id)
+    assert "next" not in whole
+    monkeypatch.setattr(message_traces, "LOCATE_WITHIN_S", 0.0)
+    events, after, pages = [], 0, 0
+    while after is not None:
+        page = trace(client, message_id, f"?after={after}")
+        assert len([each for each in page["events"] if each["event"] == "copied"]) <= 1
+        events += page["events"]
+        pages += 1
+        after = page.get("next")
+    assert (events, pages) == (whole["events"], 3)
 
 
 def test_a_copy_that_is_gone_is_not_told(client: FlaskClient) -> None:

@@ -137,6 +137,12 @@ def test_what_the_target_refuses_stays_ready_and_the_rest_moves(fixture):
         ),
     }
     assert sorted(there(fixture)) == ["a", "b", "c"]
+    events = fixture.broker.message_traces.trace("in", 0, 2).events
+    assert [(each.event, each.consumer, each.delivery_count, each.reason) for each in events] == [
+        ("appended", None, None, None),
+        ("delivered", "portalmq-move", 0, None),
+        ("nacked", None, None, "not moved"),
+    ]
     left = receive(fixture)
     assert [(each.offset, each.delivery_count) for each in left] == [(2, 1), (4, 1)]
 
