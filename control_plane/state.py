@@ -232,11 +232,22 @@ def encode(state: msgspec.Struct) -> bytes:
 
 def decode(data: bytes, kind: type[StateT]) -> StateT:
     """Decode a node's bytes as a `kind`. Raises msgspec.DecodeError when they are not one."""
-    value = msgspec.json.decode(data)
-    known = _known_settings(kind)
-    if known:
-        value["config"] = {name: setting for name, setting in value["config"].items() if name in known}
-    return msgspec.convert(value, kind, str_keys=True)
+    try:
+        value = msgspec.json.decode(data)
+        known = _known_settings(kind)
+        if known:
+            value["config"] = {name: setting for name, setting in value["config"].items() if name in known}
+        return msgspec.convert(value, kind, str_keys=True)
+    except (UnicodeDecodeError, KeyError, TypeError, AttributeError) as fault:
+        raise msgspec.DecodeError(f"{type(fault).__name__}: {fault}") from fault
+
+
+def decode_topic(data: bytes, folder: str) -> TopicState:
+    """Decode the description of a topic in its folder, "NAME@ID". Raises msgspec.DecodeError when it is not one."""
+    topic = decode(data, TopicState)
+    if f"{topic.name}@{topic.topic_id}" != folder:
+        raise msgspec.DecodeError(f"it describes {topic.name}@{topic.topic_id}")
+    return topic
 
 
 def topic_id_of(data: bytes) -> str:

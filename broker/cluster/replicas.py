@@ -17,6 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+import msgspec
+
 from portalmq.broker.cluster.rpc.brokers import ReplicaLogEnd
 from portalmq.broker.core.fold import PartitionFold
 from portalmq.broker.partition.action_queue import EpochWriter
@@ -32,7 +34,7 @@ from portalmq.broker.storage.open_files import OpenFiles
 from portalmq.broker.storage.schema import LogIdentity
 from portalmq.broker.storage.segment import SEGMENT_NAME
 from portalmq.broker.storage.state import StateFile
-from portalmq.control_plane.state import TopicState, encode
+from portalmq.control_plane.state import TopicState, decode_topic, encode
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +48,14 @@ REPLICAS_WITH_PATIENCE = 300
 P = ParamSpec("P")
 T = TypeVar("T")
 Opened = tuple[Log, StateFile, Recovered, str]
+
+
+def read_topic(folder: Path) -> TopicState | None:
+    """Return the topic that a folder describes; None without a readable description of its own."""
+    try:
+        return decode_topic((folder / TOPIC_FILE).read_bytes(), folder.name)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
 
 
 class Files:
@@ -72,9 +82,10 @@ class Files:
         if not path.exists() or path.read_bytes() != content:
             write_atomically(path, content)
 
-    def open(self, topic: TopicState, number: int) -> Opened:
+    def open(self, topic: TopicState, number: int, *, describes: bool = True) -> Opened:
         """Return the log of a replica, its state file, what was recovered, and its store uuid. Raises StorageError."""
-        self.describe(topic)
+        if describes:
+            self.describe(topic)
         directory = self.folder(topic) / str(number)
         store_uuid = self._store_uuid_of(directory)
         identity = LogIdentity(self._cluster_id, topic.name, topic.topic_id, number)

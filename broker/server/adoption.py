@@ -36,18 +36,17 @@ import msgspec
 
 from portalmq import wire
 from portalmq.broker.cluster.exits import EX_CANTCREAT, EX_STORAGE, StartupError
-from portalmq.broker.cluster.replicas import TOPIC_FILE, Files
-from portalmq.broker.storage.disk import DataDirectory, DirectoryInUse, read_identity
-from portalmq.broker.storage.errors import StorageError
+from portalmq.broker.cluster.replicas import TOPIC_FILE, Files, read_topic
+from portalmq.broker.storage.disk import BROKERS_FILE, DataDirectory, DirectoryInUse, read_brokers, read_identity
+from portalmq.broker.storage.errors import CorruptFile, StorageError
 from portalmq.broker.storage.files import write_atomically
 from portalmq.broker.storage.segment import SEGMENT_NAME
 from portalmq.control_plane.assignment import first_for, place
 from portalmq.control_plane.catalog import Catalog
-from portalmq.control_plane.state import PartitionState, TopicState, decode
+from portalmq.control_plane.state import PartitionState, TopicState
 
 log = logging.getLogger(__name__)
 
-BROKERS_FILE = "brokers.json"
 # Ids are allocated in blocks, and may be in use without being in a log yet.
 PRODUCER_IDS_APART = 1_000_000
 
@@ -71,9 +70,10 @@ def remember_brokers(data_dir: Path, urls: Mapping[int, str]) -> None:
 
 
 def known_brokers(data_dir: Path) -> dict[int, str]:
+    """Return the brokers in the file; none if it is damaged: it is written again."""
     try:
-        return msgspec.json.decode((data_dir / BROKERS_FILE).read_bytes(), type=dict[int, str], strict=False)
-    except (FileNotFoundError, msgspec.DecodeError):
+        return read_brokers(data_dir)
+    except CorruptFile:
         return {}
 
 
@@ -123,6 +123,8 @@ class Adoption:
     replicas: dict[tuple[str, int], list[ReplicaFound]] = field(default_factory=dict)
     brokers: dict[int, str] = field(default_factory=dict)
     missing: dict[int, str] = field(default_factory=dict)
+    unlisted: list[str] = field(default_factory=list)  # why nobody lists the cluster's brokers
+    undescribed: set[str] = field(default_factory=set)  # ids of topics whose settings are lost
     groups: set[str] = field(default_factory=set)
     next_producer_id: int = field(default_factory=lambda: time.time_ns() // 1_000_000)
 
@@ -149,25 +151,27 @@ class Adoption:
         messages = [
             f"the data directory of broker {number} ({url}) is not among them" for number, url in self.missing.items()
         ]
+        messages += [f"{fault}; no other one lists the brokers, and one may be missing" for fault in self.unlisted]
         for (topic_id, number), found in sorted(self.replicas.items()):
             topic = self.topics[topic_id]
             faults = "; ".join(each.fault for each in found if each.fault)
             if all(each.fault for each in found):
                 messages.append(f"partition {number} of topic {topic.name!r} has no whole replica: {faults}")
-            elif _may_lack(found, topic):
+            elif _may_lack(found, topic, is_described=topic_id not in self.undescribed):
                 messages.append(
                     f"partition {number} of topic {topic.name!r} may lack what a damaged replica alone held: {faults}"
                 )
         return messages
 
 
-def _may_lack(found: Collection[ReplicaFound], topic: TopicState) -> bool:
+def _may_lack(found: Collection[ReplicaFound], topic: TopicState, *, is_described: bool) -> bool:
     """Return whether only a damaged replica may have held a committed record. The last ISR is unknown: equal whole
-    replicas may all be behind, so there must be enough of them to have committed a record."""
+    replicas may all be behind, so there must be enough of them to have committed a record. Of a topic whose settings
+    are lost, a single one may have been enough."""
     damaged = sum(bool(each.fault) for each in found)
     whole = [(each.last_epoch, each.end) for each in found if not each.fault]
     replicas = max(len(found), topic.replication_factor)
-    least = min(replicas, topic.config.min_insync_replicas or replicas // 2 + 1)
+    least = min(replicas, topic.config.min_insync_replicas or replicas // 2 + 1) if is_described else 1
     return damaged > 0 and (damaged >= least or whole.count(max(whole)) < least)
 
 
@@ -180,15 +184,26 @@ def read_directories(directories: Iterable[Path]) -> Adoption:
         adoption.cluster_id = opened[0].identity.cluster_id
         known: dict[int, str] = {}
         for directory in opened:
-            known |= known_brokers(directory.path)
+            try:
+                known |= read_brokers(directory.path)
+            except CorruptFile as fault:
+                adoption.unlisted.append(str(fault))
             adoption.brokers[directory.identity.broker_id] = directory.identity.store_uuid
+        if known:
+            adoption.unlisted.clear()
         adoption.missing = {number: url for number, url in sorted(known.items()) if number not in adoption.brokers}
         folders = [(directory, folder) for directory in opened for folder in _topic_folders(directory)]
-        messages: dict[str, list[TopicState]] = {}
+        described: dict[str, list[TopicState]] = {}
+        derived: dict[str, list[TopicState]] = {}
         for _, folder in folders:
-            topic = _topic_in(folder)
-            messages.setdefault(topic.topic_id, []).append(topic)
-        adoption.topics = {topic_id: topic_of(candidates) for topic_id, candidates in messages.items()}
+            topic = read_topic(folder)
+            found = derived if topic is None else described
+            found.setdefault(_topic_id(folder), []).append(topic or _derived(folder))
+        for topic_id in derived | described:
+            best = topic_of(described.get(topic_id) or derived[topic_id])
+            count = topic_of([best, *derived.get(topic_id, ())]).partitions
+            adoption.topics[topic_id] = msgspec.structs.replace(best, partitions=count)
+        adoption.undescribed = derived.keys() - described.keys()
         for directory in opened:
             _read_topics(adoption, directory, [folder for place, folder in folders if place is directory])
     _check_names(adoption.topics.values())
@@ -196,9 +211,9 @@ def read_directories(directories: Iterable[Path]) -> Adoption:
 
 
 def _opened(path: Path, stack: ExitStack) -> DataDirectory:
-    if not path.is_dir() or read_identity(path) is None:
-        raise NotAdopted(f"{path} is no broker's data directory: it has no identity.json")
     try:
+        if not path.is_dir() or read_identity(path) is None:
+            raise NotAdopted(f"{path} is no broker's data directory: it has no identity.json")
         directory = DataDirectory.open(path)
     except DirectoryInUse as used:
         raise NotAdopted(f"{used}") from None
@@ -230,15 +245,16 @@ def _topic_folders(directory: DataDirectory) -> list[Path]:
     return sorted(folder for folder in root.iterdir() if "@" in folder.name) if root.is_dir() else []
 
 
-def _topic_in(folder: Path) -> TopicState:
-    """Return the topic of a folder. Without a readable description, derive it from the folder's name and contents."""
-    try:
-        return decode((folder / TOPIC_FILE).read_bytes(), TopicState)
-    except (FileNotFoundError, msgspec.DecodeError):
-        name, _, topic_id = folder.name.rpartition("@")
-        count = 1 + max((int(place.name) for place in folder.iterdir() if place.name.isdigit()), default=0)
-        log.warning("%s has no readable %s: the topic's settings are the defaults", folder, TOPIC_FILE)
-        return TopicState(name, topic_id, count, count, 3, wire.TopicConfig())
+def _topic_id(folder: Path) -> str:
+    return folder.name.rpartition("@")[2]
+
+
+def _derived(folder: Path) -> TopicState:
+    """Return what the name and the contents of a topic's folder tell of it."""
+    name, _, topic_id = folder.name.rpartition("@")
+    count = 1 + max((int(place.name) for place in folder.iterdir() if place.name.isdigit()), default=0)
+    log.warning("%s has no readable %s: without another one the topic's settings are the defaults", folder, TOPIC_FILE)
+    return TopicState(name, topic_id, count, count, 3, wire.TopicConfig())
 
 
 def _read_topics(adoption: Adoption, directory: DataDirectory, folders: Iterable[Path]) -> None:
@@ -250,7 +266,7 @@ def _read_topics(adoption: Adoption, directory: DataDirectory, folders: Iterable
 
 
 def _read_topic(adoption: Adoption, files: Files, broker_id: int, folder: Path) -> None:
-    topic = adoption.topics[folder.name.rpartition("@")[2]]
+    topic = adoption.topics[_topic_id(folder)]
     for replica in folder.iterdir():
         if not replica.name.isdigit() or not any(SEGMENT_NAME.match(entry.name) for entry in replica.iterdir()):
             continue  # no log was ever created here
@@ -260,9 +276,11 @@ def _read_topic(adoption: Adoption, files: Files, broker_id: int, folder: Path) 
 
 def _read_replica(adoption: Adoption, files: Files, topic: TopicState, number: int, broker_id: int) -> ReplicaFound:
     try:
-        replica, state_file, recovered, store_uuid = files.open(topic, number)
+        describes = topic.topic_id not in adoption.undescribed
+        replica, state_file, recovered, store_uuid = files.open(topic, number, describes=describes)
     except StorageError as fault:
-        return ReplicaFound(broker_id, fault=f"broker {broker_id}: {fault}")
+        highest_epoch = files.epochs.highest((topic.topic_id, number))
+        return ReplicaFound(broker_id, highest_epoch=highest_epoch, fault=f"broker {broker_id}: {fault}")
     try:
         adoption.groups |= recovered.groups.delivery.keys() | recovered.groups.streams.keys()
         ids = (producer.producer_id for producer in recovered.producers.snapshot())

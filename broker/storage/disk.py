@@ -18,10 +18,11 @@ from pathlib import Path
 
 import msgspec
 
-from portalmq.broker.storage.errors import StorageError, StorageFault, faults_of
+from portalmq.broker.storage.errors import CorruptFile, StorageError, StorageFault, faults_of
 from portalmq.broker.storage.files import make_directory, sync_directory, write_atomically
 from portalmq.system import allocate, open_locked
 
+BROKERS_FILE = "brokers.json"
 LOW_WATER_BYTES = 512 * 1024 * 1024
 BALLAST_BYTES = 16 * 1024 * 1024
 CHECK_INTERVAL_MS = 100
@@ -169,8 +170,20 @@ def read_identity(path: Path) -> StoreIdentity | None:
         return msgspec.json.decode(file.read_bytes(), type=StoreIdentity)
     except FileNotFoundError:
         return None
-    except msgspec.DecodeError as error:
-        raise StorageFault(f"{file} is damaged: {error}; restore it from a copy") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CorruptFile(f"{file} is damaged: {error}; restore it from a copy") from error
+
+
+def read_brokers(path: Path) -> dict[int, str]:
+    """Return the URLs of the cluster's brokers, as the data directory `path` lists them; empty without a list. Raise
+    CorruptFile."""
+    file = path / BROKERS_FILE
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[int, str], strict=False)
+    except FileNotFoundError:
+        return {}
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CorruptFile(f"{file} is damaged: {error}") from error
 
 
 def _identity(path: Path, cluster_id: str | None, broker_id: int | None, join: Join | None) -> StoreIdentity:
@@ -186,6 +199,7 @@ def _identity(path: Path, cluster_id: str | None, broker_id: int | None, join: J
         )
         write_atomically(path, msgspec.json.encode(identity) + b"\n")
         return identity
+    sync_directory(path.parent)  # the sync of its name may have failed, and it was read from memory
     if cluster_id is not None and cluster_id != identity.cluster_id:
         raise WrongCluster(
             f"{path.parent} holds data of the cluster {identity.cluster_id}, this is the cluster {cluster_id}:"

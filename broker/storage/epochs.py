@@ -19,7 +19,7 @@ import apsw
 
 from portalmq.broker.storage.errors import StorageFault, faults_of, opening_errors
 from portalmq.broker.storage.fair_lock import FairLock
-from portalmq.broker.storage.files import BESIDE, make_directory, write_atomically
+from portalmq.broker.storage.files import complete_replacement, make_directory, replace_database
 from portalmq.broker.storage.wal import BUSY_TIMEOUT_MS, connect_beside, make_durable, set_full_sync
 
 EPOCHS_NAME = "epochs.sqlite"
@@ -112,7 +112,7 @@ class EpochFile:
 
     def _known(self) -> dict[Key, int]:
         if self._highest is None:
-            self._highest = self._read() if self.path.exists() else {}
+            self._highest = self._read() if complete_replacement(self.path) else {}
         return self._highest
 
     def _read(self) -> dict[Key, int]:
@@ -136,14 +136,12 @@ class EpochFile:
             draft.execute(DDL)
             draft.executemany(PUT, [(*key, epoch) for key, epoch in epochs.items()])
             image = draft.serialize("main")
-        for suffix in BESIDE:  # a write-ahead log must not meet another file
-            Path(f"{self.path}{suffix}").unlink(missing_ok=True)
-        write_atomically(self.path, image)
+        replace_database(self.path, image)
 
     def _open(self) -> apsw.Connection:
         if self._connection is not None:
             return self._connection
-        if not self.path.exists():
+        if not complete_replacement(self.path):
             make_directory(self.path.parent)
             self._replace(self._highest or {})
         connection = apsw.Connection(str(self.path), flags=apsw.SQLITE_OPEN_READWRITE)

@@ -48,6 +48,30 @@ def write_atomically(path: Path, content: bytes) -> None:
     sync_directory(path.parent)
 
 
+def replace_database(path: Path, content: bytes) -> None:
+    """Replace an SQLite file and what is beside it, durably on return. After a power cut the old files are there, or
+    the new one once it is completed."""
+    write_atomically(_successor(path), content)
+    complete_replacement(path)
+
+
+def complete_replacement(path: Path) -> bool:
+    """Complete what `replace_database` began, if anything; return whether there is a file."""
+    successor = _successor(path)
+    if not successor.exists():
+        return path.exists()
+    for suffix in BESIDE:  # a write-ahead log must not meet another file
+        Path(f"{path}{suffix}").unlink(missing_ok=True)
+    sync_directory(path.parent)
+    os.replace(successor, path)
+    sync_directory(path.parent)
+    return True
+
+
+def _successor(path: Path) -> Path:
+    return Path(f"{path}.mended")
+
+
 def make_directory(path: Path) -> None:
     """Create `path` and its missing parents durably. An empty directory may be one that a kill left before its name was
     synced; nothing is put into one before."""

@@ -18,7 +18,6 @@ epoch.
 from __future__ import annotations
 
 import contextlib
-import os
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,7 +29,7 @@ from portalmq.broker.core.fold import PartitionFold, encode_fold
 from portalmq.broker.storage.epochs import EpochFile
 from portalmq.broker.storage.errors import faults_of, opening_errors
 from portalmq.broker.storage.fair_lock import FairLock
-from portalmq.broker.storage.files import BESIDE, make_directory, sync_directory, unlink_database
+from portalmq.broker.storage.files import complete_replacement, make_directory, replace_database
 from portalmq.broker.storage.fold_tables import STATE_DDL, FoldTables, hash_of_bytes, read_bare_fold, read_fold
 from portalmq.broker.storage.open_files import OpenFiles, use_counter
 from portalmq.broker.storage.schema import LogIdentity
@@ -151,7 +150,7 @@ class StateFile:
         Compare `applied` with the log's end: after a truncation or replacement of the log an older fold is wrong.
         """
         with self._turn, faults_of(self.path):
-            if not self.path.exists():
+            if not complete_replacement(self.path):
                 return None
             try:
                 with self._to_read() as connection:
@@ -184,7 +183,7 @@ class StateFile:
         """Return whether the file, if there is one, is well-formed, and its fold matches its digest. One that is empty,
         or of an earlier version, is begun again when it is used."""
         with self._turn, faults_of(self.path):
-            return not self.path.exists() or self._is_to_begin() or self._is_as_saved()
+            return not complete_replacement(self.path) or self._is_to_begin() or self._is_as_saved()
 
     def _is_to_begin(self) -> bool:
         try:
@@ -242,11 +241,12 @@ class StateFile:
     def highest_epoch(self) -> int:
         """Return the highest leader epoch that was saved, -1 if there is none."""
         with self._turn, faults_of(self.path):
-            if not self._knows_epoch and self.path.exists():
+            if not self._knows_epoch and complete_replacement(self.path):
                 try:
                     self._note_epoch(_highest_epoch(self._open()))
                 except _UNREADABLE:
                     self._close()
+                    self._highest_epoch = max(self._highest_epoch, self._readable_epoch())
             return max(self._highest_epoch, self._epoch_of_broker())
 
     def repair_epoch(self) -> bool:
@@ -336,7 +336,8 @@ class StateFile:
         if self._connection is not None:
             return self._connection
         self._open_files.opening(self)
-        make_directory(self.path.parent)
+        if not complete_replacement(self.path):
+            make_directory(self.path.parent)
         connection = apsw.Connection(str(self.path))
         try:
             connection.set_busy_timeout(BUSY_TIMEOUT_MS)
@@ -380,23 +381,15 @@ class StateFile:
         connection.execute("COMMIT")
 
     def _start_over(self) -> None:
-        """Replace the file by one that holds only the highest epoch, durably."""
+        """Replace the file by one that has only the highest epoch, durably."""
         if not self._knows_epoch:
             self._highest_epoch = max(self._highest_epoch, self._readable_epoch())
         self._saved = {}
         self._close()
-        fresh = Path(f"{self.path}.new")
-        unlink_database(fresh)
-        if self._highest_epoch >= 0:
-            with contextlib.closing(apsw.Connection(str(fresh))) as connection:
-                self._create_tables(connection, self._highest_epoch)
-        for suffix in BESIDE:  # a write-ahead log must not meet another file
-            Path(f"{self.path}{suffix}").unlink(missing_ok=True)
-        if self._highest_epoch >= 0:
-            os.replace(fresh, self.path)
-        else:
-            self.path.unlink(missing_ok=True)
-        sync_directory(self.path.parent)
+        with contextlib.closing(apsw.Connection(":memory:")) as draft:
+            self._create_tables(draft, self._highest_epoch)
+            image = draft.serialize("main")
+        replace_database(self.path, image)
 
     def _readable_epoch(self) -> int:
         """Return the highest epoch in a file that is damaged elsewhere; -1 if it is unreadable, or another log's."""

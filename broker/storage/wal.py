@@ -29,23 +29,25 @@ def set_full_sync(connection: apsw.Connection) -> None:
 def make_durable(connection: apsw.Connection) -> None:
     """Make everything durable that `connection` can read. It has synchronous=FULL.
 
-    A kill may have come between the write of a commit and its fsync. The checkpoint syncs the file, and the log is then
-    durably empty: where an fsync failed before, the disk has an older end of it, which a power cut would bring back. If
-    a foreign reader blocks the checkpoint, the log is written over itself and synced: a sync alone writes nothing of
-    what an earlier one failed to write.
+    A kill may have come between the write of a commit and its fsync. The log is first written over itself and synced: a
+    sync alone writes nothing of what an earlier one failed to write, and a power cut in the middle of the checkpoint
+    needs the log. The checkpoint, which a foreign reader may block, syncs the file, and the log is then durably empty:
+    where an fsync failed before, the disk has an older end of it, which a power cut would bring back.
     """
+    log = Path(f"{connection.filename}-wal")
+    _write_again(log)
     try:
         connection.set_busy_timeout(FOREIGN_READER_WAIT_MS)
         connection.wal_checkpoint("main", apsw.SQLITE_CHECKPOINT_TRUNCATE)
-        _sync_truncation(Path(f"{connection.filename}-wal"))
+        _sync_truncation(log)
     except apsw.BusyError:
-        _write_again(Path(f"{connection.filename}-wal"))
+        pass
     finally:
         connection.set_busy_timeout(BUSY_TIMEOUT_MS)
 
 
 def _write_again(log: Path) -> None:
-    with open(log, "r+b") as file:
+    with contextlib.suppress(FileNotFoundError), open(log, "r+b") as file:  # there is none
         while part := file.read(COPIED_BYTES):
             file.seek(-len(part), os.SEEK_CUR)
             file.write(part)

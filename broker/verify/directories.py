@@ -12,15 +12,15 @@ import msgspec
 from portalmq import wire
 from portalmq.broker.storage.batch import BatchKind
 from portalmq.broker.storage.digest import digest_of
-from portalmq.broker.storage.disk import DataDirectory, DirectoryInUse, read_identity
-from portalmq.broker.storage.errors import DAMAGE, CorruptBatch, OffsetPurged, StorageError
+from portalmq.broker.storage.disk import DataDirectory, DirectoryInUse, read_brokers, read_identity
+from portalmq.broker.storage.errors import DAMAGE, CorruptBatch, CorruptFile, OffsetPurged, StorageError
 from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.schema import LogIdentity
 from portalmq.broker.storage.segment import SEGMENT_NAME
 from portalmq.broker.storage.state import StateFile
 from portalmq.broker.verify.compare import PartitionFinding, ReplicaComparison, ReplicaFinding
 from portalmq.broker.verify.receipts import MessagePage, StoredContent
-from portalmq.control_plane.state import TopicState, decode
+from portalmq.control_plane.state import TopicState, decode_topic
 from portalmq.errors import InvalidRequest, Unavailable
 
 # The end of a log that nobody can read.
@@ -134,7 +134,7 @@ class StoppedBrokers:
     def _add(self, folder: Path, directory: DataDirectory) -> None:
         name, _, topic_id = folder.name.rpartition("@")
         try:
-            state = decode((folder / "topic.json").read_bytes(), TopicState)
+            state = decode_topic((folder / "topic.json").read_bytes(), folder.name)
         except (FileNotFoundError, msgspec.DecodeError):
             state = TopicState(name, topic_id, 0, 0, self.brokers, wire.TopicConfig())
         known = self.topics.get(topic_id)
@@ -207,6 +207,6 @@ def _opened(path: Path) -> DataDirectory:
 def _known_brokers(path: Path) -> set[int]:
     """Return the ids of the cluster's brokers, as far as a directory lists them."""
     try:
-        return set(msgspec.json.decode((path / "brokers.json").read_bytes(), type=dict[int, str], strict=False))
-    except (FileNotFoundError, msgspec.DecodeError):
+        return set(read_brokers(path))
+    except CorruptFile:
         return set()

@@ -37,6 +37,12 @@ def test_settings_that_an_older_broker_did_not_know_get_their_defaults() -> None
     assert state.decode(older, state.GroupState) == state.GroupState("g", GroupConfig(mode="stream"))
 
 
+@pytest.mark.parametrize("damaged", [b'"\xff"', b"{}", b"[]", b"1", b'{"config": 1}', b'{"config": {"a"'])
+def test_whatever_is_not_a_state_is_a_decode_error(damaged: bytes) -> None:
+    with pytest.raises(msgspec.DecodeError):
+        state.decode(damaged, state.TopicState)
+
+
 def test_a_leader_outside_the_in_sync_replicas_is_refused() -> None:
     with pytest.raises(AssertionError):
         state.PartitionState(2, 1, (1,), (1, 2), {}, {})

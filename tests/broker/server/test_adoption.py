@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,11 +15,11 @@ from support.domain import records, running
 
 from portalmq import wire
 from portalmq.broker.cluster.exits import StartupError
+from portalmq.broker.cluster.replicas import Files, read_topic
 from portalmq.broker.cluster.rpc.brokers import ReplicaLogEnd
 from portalmq.broker.cluster.unclean_election import NotElected, choose
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.server.adoption import (
-    BROKERS_FILE,
     PRODUCER_IDS_APART,
     Adoption,
     NotAdopted,
@@ -30,10 +31,12 @@ from portalmq.broker.server.adoption import (
     topic_of,
     write_back,
 )
-from portalmq.broker.storage.disk import DataDirectory
+from portalmq.broker.storage.disk import BROKERS_FILE, DataDirectory, read_brokers, read_identity
+from portalmq.broker.storage.epochs import EpochFile
+from portalmq.broker.storage.errors import CorruptFile
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.standalone import Standalone
-from portalmq.control_plane.state import BrokerState, PartitionState, TopicState
+from portalmq.control_plane.state import BrokerState, PartitionState, TopicState, encode
 
 
 def found(broker_id: int, last_epoch: int = 1, end: int = 10, **fields: object) -> ReplicaFound:
@@ -153,6 +156,79 @@ class TestDirectoriesThatDoNotFit:
         assert not (tmp_path / "nowhere").exists()
 
 
+def flipped(content: bytes) -> Iterator[bytes]:
+    for bit in range(8 * len(content)):
+        yield content[: bit // 8] + bytes([content[bit // 8] ^ 1 << bit % 8]) + content[bit // 8 + 1 :]
+
+
+def complaint(read: Callable[[Path], object], path: Path) -> str:
+    """Return the beginning of what `read` says of a damaged file, "" if it takes it for whole."""
+    try:
+        read(path)
+    except CorruptFile as fault:
+        return str(fault).partition(":")[0]
+    return ""
+
+
+class TestFlippedBits:
+    """Each bit of the small files: what is read is of the directory, or an error says that the file is damaged."""
+
+    def test_of_the_brokers(self, tmp_path: Path) -> None:
+        remember_brokers(tmp_path, {1: "http://one", 2: "http://two"})
+        file = tmp_path / BROKERS_FILE
+        for content in flipped(file.read_bytes()):
+            file.write_bytes(content)
+            assert complaint(read_brokers, tmp_path) in ("", f"{file} is damaged")
+            assert isinstance(known_brokers(tmp_path), dict)
+
+    def test_of_the_identity(self, tmp_path: Path) -> None:
+        file = directory(tmp_path) / "identity.json"
+        for content in (*flipped(file.read_bytes()), b"\xff"):
+            file.write_bytes(content)
+            assert complaint(read_identity, tmp_path) in ("", f"{file} is damaged")
+        with pytest.raises(NotAdopted, match="restore it from a copy"):
+            read_directories([tmp_path])
+
+    def test_of_a_topic(self, tmp_path: Path) -> None:
+        folder = tmp_path / "orders@id"
+        folder.mkdir()
+        file = folder / "topic.json"
+        content = encode(TopicState("orders", "id", 2, 2, 3, wire.TopicConfig(min_insync_replicas=1)))
+        damaged = 0
+        for each in flipped(content):
+            file.write_bytes(each)
+            topic = read_topic(folder)
+            damaged += topic is None
+            assert topic is None or (topic.name, topic.topic_id) == ("orders", "id")
+        assert damaged > len(content)
+
+    def test_a_list_that_is_damaged_is_a_loss_unless_another_one_is_there(self, tmp_path: Path) -> None:
+        paths = [directory(tmp_path / "1"), directory(tmp_path / "2", broker_id=2)]
+        remember_brokers(paths[0], {1: "http://one", 2: "http://two"})
+        (paths[1] / BROKERS_FILE).write_bytes(b"\xff")
+        assert read_directories(paths).losses() == []
+        (loss,) = read_directories(paths[1:]).losses()
+        assert "is damaged" in loss
+        assert "one may be missing" in loss
+
+    def test_the_settings_of_a_topic_come_from_a_directory_that_has_them(self, tmp_path: Path) -> None:
+        paths = [directory(tmp_path / "1"), directory(tmp_path / "2", broker_id=2)]
+        topic = TopicState("orders", "id", 1, 1, 2, wire.TopicConfig(retention_ms=3_600_000))
+        for path in paths:
+            Files(path, "c", path.name).describe(topic)
+        for path in paths:
+            (path / "partitions" / "orders@id" / "topic.json").write_bytes(b'{"config": {"a": "\xff"}}')
+            adoption = read_directories(paths)
+            assert adoption.topics["id"].config == (topic.config if path is paths[0] else wire.TopicConfig())
+        assert adoption.undescribed == {"id"}
+
+    def test_a_damaged_replica_of_a_topic_without_settings_may_have_held_most(self) -> None:
+        topic = TopicState("t", "id", 1, 1, 3, wire.TopicConfig())
+        replicas = [found(1), found(2), found(3, fault="torn")]
+        adoption = Adoption(topics={"id": topic}, replicas={("id", 0): replicas}, undescribed={"id"})
+        assert "may lack what a damaged replica alone held" in adoption.losses()[0]
+
+
 class TestWritingBack:
     @pytest.fixture
     def catalog(self, tmp_path: Path) -> Catalog:
@@ -172,6 +248,17 @@ class TestWritingBack:
             fixture.broker.receive_handler.receive("g", wire.ReceiveRequest(topics=["t"]), None)
         (data / "identity.json").write_text(f'{{"cluster_id": "{cluster_id}", "broker_id": 1, "store_uuid": "store"}}')
         return read_directories([data])
+
+    def test_the_new_epoch_is_above_those_of_a_damaged_replica(self, tmp_path: Path, adoption: Adoption) -> None:
+        data = tmp_path / "data"
+        (topic,) = adoption.topics.values()
+        epochs = EpochFile(data)
+        epochs.save({(topic.topic_id, 0): 40})
+        epochs.close()
+        for path in (data / "partitions" / f"t@{topic.topic_id}" / "0").glob("0*.sqlite"):
+            path.write_bytes(b"damaged")
+        (state, _) = read_directories([data]).partitions(topic)
+        assert (state.isr, state.leader_epoch) == ((), 41)
 
     def test_topics_groups_ids_and_claims_come_back(self, catalog: Catalog, adoption: Adoption) -> None:
         messages = write_back(catalog, adoption, accept_loss=False, replace_cluster=False)

@@ -206,6 +206,11 @@ def a_stale_write_ahead_log_comes_back() -> list[Patch]:
     return [(wal, "_sync_truncation", _nothing)]
 
 
+@bug("write-ahead log", _fails("lost sync"))
+def a_checkpoint_reads_a_log_that_is_not_on_disk() -> list[Patch]:
+    return [(wal, "_write_again", _nothing)]
+
+
 @bug("retention", _crash)
 def the_manifest_keeps_entries_of_files_that_are_gone() -> list[Patch]:
     def forget(self: Manifest, bases: Any) -> None:

@@ -5,7 +5,8 @@ true, and the process goes on.
     any other error    the outcome is unknown. The process starts again and goes on with what the system still shows
     killed             the process starts again
 
-What it claims after a restart has to be on disk: it must survive a power cut at the next moment.
+What it claims after a restart has to be on disk: it must survive a power cut at the next moment. One during the restart
+loses nothing either.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from simulation.storage.crashes import check_image
+from simulation.storage.crashes import check_image, images
 from simulation.storage.recorder import KINDS, PAGE, Fault
 from simulation.storage.stages import Point, Run, at_work, runs
 from simulation.storage.subjects import Step, Subject
@@ -24,6 +25,8 @@ from simulation.storage.subjects import Step, Subject
 from portalmq.broker.storage.errors import Shortage
 
 SMALL_DISK = "small disk"
+# How many power cuts are tried during a start after a fault.
+CUTS = 2
 
 
 class Unclear(AssertionError):
@@ -88,12 +91,17 @@ def fail(subject: Subject, root: Path, start: Point, steps: list[Step], kind: st
 
 
 def started_again(subject: Subject, root: Path, point: Point, number: int) -> Point:
-    """Start again with what the system shows, and go on a little."""
+    """Start again with what the system shows, and go on a little. The power may be cut during the start."""
     with at_work(subject, point, root / "again") as story:
         story.begin(point.allowed)
-        claimed = Run(point, list(story.disk.ops), story).end()
+        start = Run(point, list(story.disk.ops), story)
+        claimed = start.end()
         subject.goes_on(story)
     survives(subject, root, claimed, number)
+    chance = random.Random(number)
+    during = [(image, allowed) for _, image, allowed in images(start, chance, 1)]
+    for image, allowed in chance.sample(during, min(CUTS, len(during))):
+        check_image(subject, image, allowed, root / "image", number)
     return Run(point, story.disk.ops, story).end()
 
 

@@ -354,9 +354,10 @@ class _RawFile(io.FileIO):
 
 
 def _open_file(file: Any, mode: str = "r", *rest: Any, opener: Any = None, **more: Any) -> Any:
-    if mode != "wb" or _disk_of(file) is None:
+    if mode not in ("wb", "r+b") or _disk_of(file) is None:
         return _real_open(file, mode, *rest, opener=opener, **more)
-    return io.BufferedWriter(_RawFile(file, "w", opener=opener or (lambda name, flags: _open(name, flags, 0o666))))
+    raw = _RawFile(file, mode, opener=opener or (lambda name, flags: _open(name, flags, 0o666)))
+    return io.BufferedWriter(raw) if mode == "wb" else io.BufferedRandom(raw)
 
 
 _PATCHES = {
