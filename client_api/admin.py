@@ -97,13 +97,15 @@ class Admin(Closeable):
         *,
         token: str | None = None,
         timeout_s: float = 30,
+        transport: Transport | None = None,
         tls_ca: str | None = None,
         tls_client_cert: str | None = None,
         tls_client_key: str | None = None,
         allow_advertised: bool | None = None,
     ) -> None:
-        """`timeout_s` bounds each call, its retries included. `tls_…` and `allow_advertised` are those of Producer."""
-        self._transport = Transport(
+        """`timeout_s` bounds each call, its retries included. `transport`, `tls_…` and `allow_advertised` are those of
+        Producer."""
+        self._transport = transport or Transport(
             bootstrap,
             token=token,
             timeout_s=timeout_s,

@@ -257,6 +257,8 @@ class AsyncConsumer(AsyncCloseable):
 
     ack = _in_settler_thread(Consumer.ack)
     nack = _in_settler_thread(Consumer.nack)
+    reject = _in_settler_thread(Consumer.reject)
+    release = _in_settler_thread(Consumer.release)
     extend = _in_settler_thread(Consumer.extend)
     commit_with = _in_settler_thread(Consumer.commit_with)
 

@@ -36,7 +36,8 @@ LAST_ANSWER_S = 2.0
 
 
 class Consumer(Closeable):
-    """Receives messages of `topics` for a group. For one thread; ack, nack, extend and close may be called from others.
+    """Receives messages of `topics` for a group. For one thread, except that messages may be
+    settled, and the consumer closed, from others.
 
         for message in Consumer("orders", group="billing"):
             handle(message)
@@ -65,6 +66,7 @@ class Consumer(Closeable):
         member_id: str | None = None,
         session_timeout_s: float = 10,
         max_handling_s: float | None = None,
+        transport: Transport | None = None,
         tls_ca: str | None = None,
         tls_client_cert: str | None = None,
         tls_client_key: str | None = None,
@@ -77,7 +79,7 @@ class Consumer(Closeable):
         long. `delivery`: a setting of the group, fixed when the group is created. `max_handling_s`: how long the lease
         of a message in hand is renewed while it is handled; 0 is never, as with manual_ack. The default is 300, or 0 if
         `visibility_timeout_s` is given: then leases last exactly that long. If a lease is lost all the same, asking for
-        the next message raises LeaseLost. `tls_…` and `allow_advertised` are those of Producer.
+        the next message raises LeaseLost. `transport`, `tls_…` and `allow_advertised` are those of Producer.
 
         With mode="stream" one member of the group reads each partition, in order and without leases; asking for more
         commits what was handed out. `member_id` is a permanent name: a consumer that returns under it within
@@ -120,8 +122,8 @@ class Consumer(Closeable):
         self._mode = mode
         # Two transports: close() cuts a waiting receive off, and still acks and nacks.
         tls = TlsFiles(tls_ca, tls_client_cert, tls_client_key)
-        self._receiving = Transport(bootstrap, token=token, tls=tls, allow_advertised=allow_advertised)
-        self._settle_transport = Transport(bootstrap, token=token, tls=tls, allow_advertised=allow_advertised)
+        self._receiving = transport or Transport(bootstrap, token=token, tls=tls, allow_advertised=allow_advertised)
+        self._settle_transport = self._receiving.another()
         self._closed = threading.Event()
         self._begin()
         reset_in_children(self)
@@ -220,6 +222,16 @@ class Consumer(Closeable):
         if reason is not None:
             options["reason"] = reason[:1000]
         self._settle("nack", messages, options)
+
+    def reject(self, messages: Message | Iterable[Message], reason: str | None = None) -> None:
+        """Make dead letters of messages at once: to deliver them again would not help."""
+        self._check_leases("reject")
+        self._settle("nack", messages, {"dead": True} if reason is None else {"dead": True, "reason": reason[:1000]})
+
+    def release(self, messages: Message | Iterable[Message]) -> None:
+        """Return messages to the group, at once and as if they had not been delivered."""
+        self._check_leases("release")
+        self._settle("nack", messages, {"unseen": True, "delay_ms": 0})
 
     def extend(self, messages: Message | Iterable[Message], visibility_timeout_s: float | None = None) -> None:
         """Extend leases to `visibility_timeout_s` seconds from now (default: this consumer's)."""

@@ -86,7 +86,8 @@ class Producer(Closeable):
         producer of this name fences this one. `tls_ca`: a file with the authority of the brokers' certificates.
         `tls_client_cert`: a file with the certificate to show to brokers that ask for one. `tls_client_key`: a file
         with its private key, if that is separate. `allow_advertised=False`: over http send the token only to hosts that
-        `bootstrap` names, not to others that brokers advertise."""
+        `bootstrap` names, not to others that brokers advertise. `transport`: a connection that is used instead of one
+        to `bootstrap`, such as that of `portalmq.testing.InMemoryBroker`; close() closes it."""
         if acks not in ("all", "leader", "none"):
             raise ValueError(f"acks={acks!r}: use 'all', 'leader' or 'none'")
         if compression not in (None, ZSTD):

@@ -439,6 +439,8 @@ class NackRequest(AckRequest, omit_defaults=True):
     reason: Annotated[str, msgspec.Meta(max_length=1_000)] | None = None
     # These messages were never handed out: they go back as if they had not been delivered.
     unseen: bool = False
+    # These messages become dead letters now, however many deliveries they have left; not with `unseen` or `delay_ms`.
+    dead: bool = False
 
 
 class ExtendRequest(AckRequest, omit_defaults=True):

@@ -18,6 +18,7 @@ from portalmq.broker.api.http_request import HttpRequest
 from portalmq.broker.api.incoming import decode_messages
 from portalmq.broker.api.query import Parameters
 from portalmq.broker.api.request_context import RequestContext, ResponseParts, accepts_packed, encoded, may_forward
+from portalmq.broker.cluster.rpc.queues import Verb
 from portalmq.broker.partition.long_poll import Leaderships
 from portalmq.broker.queues.later_acks import Acked, stale_of
 from portalmq.broker.queues.settle import SettleRequest, Verdict
@@ -181,7 +182,10 @@ def nack(context: RequestContext, request: HttpRequest, group: str) -> ResponseP
     """Give messages back, to be delivered again."""
     wire.check_name(group, "group")
     wanted = wire.decode_json(context.body_of(request), wire.NackRequest)
-    settle_request = SettleRequest("release" if wanted.unseen else "nack", wanted.delay_ms, wanted.reason)
+    if wanted.dead and (wanted.unseen or wanted.delay_ms is not None):
+        raise InvalidRequest("`dead` makes dead letters of the messages: leave out `unseen` and `delay_ms`")
+    verb: Verb = "reject" if wanted.dead else "release" if wanted.unseen else "nack"
+    settle_request = SettleRequest(verb, wanted.delay_ms, wanted.reason)
     verdicts = context.broker.settlement.settle(group, wanted.receipts, settle_request, forward=may_forward(request))
     return _settled(wanted.receipts, verdicts)
 

@@ -1,4 +1,4 @@
-"""A queue group on a partition that this broker leads: ack, nack, release and extend, beside receive.
+"""A queue group on a partition that this broker leads: ack, nack, reject, release and extend, beside receive.
 
 A verdict is final only when the records that it depends on are committed, so each call returns its verdicts together
 with a function that waits for that.
@@ -195,14 +195,27 @@ class GroupPartition(GroupReceiver):
                     dead.append((start, end, delivery))
                 else:
                     back.append((start, end, free_at_ms))
-        waits: list[Callable[[], None]] = []
-        if dead:
-            for part in parts_of(dead):
-                waits.append(self._then_others(self._give_up(part, now_ms, reason or "nacked")))
+        waits = self._give_up_parts(dead, now_ms, reason or "nacked")
         if back:
             pending = self.partition.append_group_record(self.group, Nack(tuple(back), now_ms, reason))
             waits.append(pending.wait)
             self.notify()
+        return refused, self._after_all(waits, refused)
+
+    def reject(self, shown: list[ReceiptSpan], reason: str | None) -> tuple[list[int], Callable[[], None]]:
+        """Make dead letters of leased messages, however many deliveries they have left."""
+        refused, held = self._held(shown)
+        dead = [(*each, delivery) for delivery, offsets in self._by_deliveries(held) for each in ranges_of(offsets)]
+        waits = self._give_up_parts(dead, self._clock.now_ms(), reason or "rejected")
+        return refused, self._after_all(waits, refused)
+
+    def _give_up_parts(self, dead: list[tuple[int, int, int]], now_ms: int, reason: str) -> list[Callable[[], None]]:
+        if not dead:
+            return []
+        return [self._then_others(self._give_up(part, now_ms, reason)) for part in parts_of(dead)]
+
+    def _after_all(self, waits: list[Callable[[], None]], refused: list[int]) -> Callable[[], None]:
+        """Return a function that waits for all records, also those for which receipts were refused."""
         if refused:
             waits.append(self._wait_for_appended())
 
@@ -210,7 +223,7 @@ class GroupPartition(GroupReceiver):
             for wait in waits:
                 wait()
 
-        return refused, wait_for_all
+        return wait_for_all
 
     def release(
         self, shown: list[ReceiptSpan], delay_ms: int, reason: str | None

@@ -280,6 +280,11 @@ class GroupReceiver:
 
     # --- dead letters ------------------------------------------------------------------------------------------------
 
+    def on_time_passed(self) -> None:
+        """Do what the timer does: the clock was moved on."""
+        self._on_timer()
+        self.notify()
+
     def _on_timer(self) -> None:
         with suppress(PortalMQError):  # another broker leads it now, or the next timer does it
             self._give_up_exhausted()

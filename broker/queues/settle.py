@@ -1,8 +1,8 @@
-"""Ack, nack, release and extend: check receipts, and bring them to the leaders of their partitions.
+"""Ack, nack, reject, release and extend: check receipts, and bring them to the leaders of their partitions.
 
 The head of a receipt contains its topic and partition, signed with a key of the cluster. So any broker can check all
 receipts of a call before it uses the first one. Ack and extend are idempotent, so both are repeated after an unknown
-outcome. Nack and release are not: another consumer may have the message by then.
+outcome. Nack, reject and release are not: another consumer may have the message by then.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Verdict = bool | PortalMQError
 @dataclass(frozen=True, slots=True)
 class SettleRequest:
     """What to do with the receipts. `time_ms` is the delay of a nack, or the new duration of an extended lease. A
-    release is a nack of messages that no consumer has seen."""
+    release is a nack of messages that no consumer has seen; a reject makes dead letters of them at once."""
 
     verb: Verb
     time_ms: int | None = None
@@ -148,6 +148,8 @@ class _SettleWork:
             return at.ack(shown, is_soft=self.is_soft)
         if self.settle_request.verb == "nack":
             return at.nack(shown, self.settle_request.time_ms, self.settle_request.reason, config)
+        if self.settle_request.verb == "reject":
+            return at.reject(shown, self.settle_request.reason)
         if self.settle_request.verb == "release":
             return at.release(shown, self.settle_request.time_ms or 0, self.settle_request.reason)
         return at.extend(shown, self.settle_request.time_ms or config.visibility_timeout_ms), _no_wait

@@ -15,6 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -99,6 +100,8 @@ class Transport:
         """`timeout_s` bounds a call with all its retries. The environment may name files that `tls` does not.
         `allow_advertised=False`: over http send the token to named hosts only (PORTALMQ_ALLOW_ADVERTISED=0). The last
         four arguments are for tests."""
+        options = {"token": token, "timeout_s": timeout_s, "tls": tls, "allow_advertised": allow_advertised}
+        self._another: Callable[[], Transport] = partial(Transport, bootstrap, **options)  # type: ignore[arg-type]
         is_open = advertised_allowed(allow_advertised)
         self._cluster_metadata = ClusterMetadata(bootstrap, clock, shows_token=token is not None, is_open=is_open)
         if token is not None:
@@ -122,6 +125,10 @@ class Transport:
         if was_closed:
             self._closing.set()
         self._cluster_metadata.reset_in_child()
+
+    def another(self) -> Transport:
+        """Return a transport to the same cluster, with connections of its own."""
+        return self._another()
 
     @property
     def urls(self) -> list[str]:

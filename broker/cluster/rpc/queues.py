@@ -26,7 +26,7 @@ from portalmq.broker.storage.batch import Record
 from portalmq.history_wire import PastCount
 from portalmq.wire import GroupStart
 
-Verb = Literal["ack", "nack", "extend", "release"]
+Verb = Literal["ack", "nack", "extend", "release", "reject"]
 # Receipts of one lease whose signatures were checked: (delivery number, leader epoch, offsets).
 LeaseOffsets = tuple[int, int, list[int]]
 
