@@ -57,9 +57,13 @@ if TYPE_CHECKING:
     from portalmq.seeds import PortalProducer as PortalProducer
     from portalmq.seeds import publishMessage as publishMessage
     from portalmq.seeds import subscribeMessage as subscribeMessage
+    from portalmq.worker.app import App as App
+    from portalmq.worker.outcomes import Reject as Reject
+    from portalmq.worker.outcomes import Retry as Retry
 
 _HOMES = {
     "Admin": "portalmq.admin",
+    "App": "portalmq.worker.app",
     "AsyncConsumer": "portalmq.aio",
     "AsyncProducer": "portalmq.aio",
     "Consumer": "portalmq.consumer",
@@ -70,6 +74,8 @@ _HOMES = {
     "PortalProducer": "portalmq.seeds",
     "Producer": "portalmq.producer",
     "RecordMetadata": "portalmq.message",
+    "Reject": "portalmq.worker.outcomes",
+    "Retry": "portalmq.worker.outcomes",
     "publishMessage": "portalmq.seeds",
     "subscribeMessage": "portalmq.seeds",
 }

@@ -23,17 +23,19 @@ from portalmq.broker.server.config import ENVIRONMENT_PREFIX, SETTINGS
 from portalmq.errors import ERRORS_BY_CODE, PortalMQError
 from portalmq.producers.batching import SendFuture
 from portalmq.sink import TransactionalSink
+from portalmq.testing import InMemoryBroker
 
 HERE = Path(__file__).parent
 CLASSES = [
     *(getattr(portalmq, name) for name in ("Producer", "RecordMetadata", "Consumer", "Message", "Admin", "Lock")),
     *(portalmq.AsyncProducer, portalmq.AsyncConsumer, SendFuture, TransactionalSink),
+    *(portalmq.App, portalmq.Reject, portalmq.Retry, InMemoryBroker),
 ]
 WIDTH = 100
 
 _PYTHON = """\
 Made from the docstrings by `python docs/reference.py`. Everything is imported from `portalmq`, but `TransactionalSink`,
-which is in `portalmq.sink`; a `SendFuture` is what `Producer.send` returns."""
+which is in `portalmq.sink`, and `InMemoryBroker`, in `portalmq.testing`; a `SendFuture` is what `Producer.send` returns."""
 
 _SETTINGS = """\
 # Settings

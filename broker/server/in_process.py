@@ -9,6 +9,7 @@ test need not wait for a lease, a delay or a message's end.
 from __future__ import annotations
 
 import shutil
+import socket
 import tempfile
 import threading
 import time
@@ -129,9 +130,9 @@ class InProcessBroker:
         plane = Standalone(directory / "control", give_way=give_way)
         plane.start()
         connections = Connections(CONNECTIONS_MAX, 0)
-        listener = StreamServer((HOST, 0))
-        listener.init_socket()
-        config = BrokerConfig(data_dir=directory, zookeeper="none", host=HOST, port=listener.server_port)
+        place = socket.create_server((HOST, 0))
+        place.setblocking(False)
+        config = BrokerConfig(data_dir=directory, zookeeper="none", host=HOST, port=place.getsockname()[1])
         metrics = Metrics(version("portalmq"), broker_id=1)
         broker = self._broker = Broker(
             config,
@@ -153,7 +154,7 @@ class InProcessBroker:
             keepalive_s=float(config.keepalive_s),
             body_timeout_s=config.body_timeout_s,
         )
-        listener.set_handle(http.handle)
+        listener = StreamServer(place, http.handle)
         broker.start()
         listener.start()
         self.url = config.url

@@ -23,6 +23,7 @@ from portalmq.cli.session import connection_options
 from portalmq.cli.status import status
 from portalmq.cli.topics import topic_commands
 from portalmq.cli.traces import message_commands
+from portalmq.cli.worker import worker
 from portalmq.errors import PortalMQError
 
 EXIT_ERROR = 1
@@ -160,6 +161,7 @@ for _command in (
     lock_commands,
     message_commands,
     status,
+    worker,
 ):
     main.add_command(_command)
 
