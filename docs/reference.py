@@ -35,7 +35,8 @@ WIDTH = 100
 
 _PYTHON = """\
 Made from the docstrings by `python docs/reference.py`. Everything is imported from `portalmq`, but `TransactionalSink`,
-which is in `portalmq.sink`, and `InMemoryBroker`, in `portalmq.testing`; a `SendFuture` is what `Producer.send` returns."""
+which is in `portalmq.sink`, and `InMemoryBroker`, in `portalmq.testing`; a `SendFuture` is what `Producer.send`
+returns."""
 
 _SETTINGS = """\
 # Settings

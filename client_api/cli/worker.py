@@ -50,14 +50,14 @@ def worker(
 
     Example: portalmq worker shop.tasks:app -c 8 --processes 4 --port 9000
     """
-    from portalmq.worker.process import EXIT_USAGE, AppNotFound, Options, run
-    from portalmq.worker.supervisor import Supervisor
+    from portalmq.worker.process import EXIT_USAGE, AppNotFound, WorkerOptions, run
+    from portalmq.worker.supervisor import WorkerSupervisor
 
-    options = Options(app, concurrency, grace_s, log_format, log_level.upper(), host, port)
+    options = WorkerOptions(app, concurrency, grace_s, log_format, log_level.upper(), host, port)
     try:
         if processes > 1 or reload:
             watched = (folders or (Path.cwd(),)) if reload else ()
-            sys.exit(Supervisor(options, processes, watched).run())
+            sys.exit(WorkerSupervisor(options, processes, watched).run())
         sys.exit(run(options))
     except AppNotFound as wrong:
         click.echo(f"portalmq: {wrong}", err=True)

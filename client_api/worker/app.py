@@ -15,9 +15,8 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -27,34 +26,14 @@ from portalmq.consumer import Consumer
 from portalmq.errors import InvalidRequest
 from portalmq.producer import Producer
 from portalmq.transport.transport import Bootstrap
-from portalmq.worker.decoding import Arguments, arguments_of
+from portalmq.worker.decoding import arguments_of
+from portalmq.worker.handler import CONCURRENCY, CONCURRENCY_MAX, Handler
+from portalmq.worker.worker import Worker
 
-if TYPE_CHECKING:
-    from portalmq.worker.worker import Worker
-
-CONCURRENCY = 8
-CONCURRENCY_MAX = 1_000
 GRACE_S = 30.0
 VISIBILITY_TIMEOUT_S_MIN = 1.0
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-@dataclass(frozen=True, slots=True)
-class Handler:
-    """A function, and the messages that it handles. `settings` are those of the group that the program fixes;
-    `concurrency` is None where the worker decides."""
-
-    name: str
-    function: Callable[..., Any]
-    arguments: Arguments
-    is_async: bool
-    topics: tuple[str, ...]
-    group: str
-    concurrency: int | None
-    timeout_s: float | None
-    visibility_timeout_s: float
-    settings: dict[str, object]
 
 
 class App:
@@ -199,8 +178,6 @@ class App:
     @contextmanager
     def running(self, concurrency: int = CONCURRENCY, *, grace_s: float = GRACE_S) -> Iterator[Worker]:
         """Run the handlers on threads of this process within a `with` block: in a test, or beside other work."""
-        from portalmq.worker.worker import Worker
-
         worker = Worker(self, concurrency)
         worker.start()
         try:

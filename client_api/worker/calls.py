@@ -19,7 +19,7 @@ import time
 from typing import Literal, NamedTuple
 
 from portalmq.message import Message
-from portalmq.worker.app import Handler
+from portalmq.worker.handler import Handler
 from portalmq.worker.outcomes import HandlerTimeout, Reject, Retry
 
 log = logging.getLogger("portalmq.worker")

@@ -42,7 +42,7 @@ class HealthServer(Closeable):
     """Serves until close(), and logs where. Raises OSError when the port is taken."""
 
     def __init__(self, host: str, port: int, states: States) -> None:
-        class Handler(BaseHTTPRequestHandler):
+        class HealthRequest(BaseHTTPRequestHandler):
             timeout = REQUEST_TIMEOUT_S
 
             def do_GET(self) -> None:
@@ -59,7 +59,7 @@ class HealthServer(Closeable):
             def log_message(self, format: str, *arguments: object) -> None:
                 """Log nothing: probes come every few seconds."""
 
-        self._server = ThreadingHTTPServer((host, port), Handler)
+        self._server = ThreadingHTTPServer((host, port), HealthRequest)
         self._server.daemon_threads = True
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, name="portalmq-worker-health", daemon=True)

@@ -34,7 +34,7 @@ TELL_EVERY_S = 1.0
 TEXT_FORMAT = "%(asctime)s %(levelname)s [%(process)d] %(name)s: %(message)s"
 
 
-class Options(msgspec.Struct, frozen=True):
+class WorkerOptions(msgspec.Struct, frozen=True):
     """What a process of a worker needs to know. `app` is `module:attribute`."""
 
     app: str
@@ -79,7 +79,7 @@ def load_app(name: str) -> App:
     return found
 
 
-def start_logging(options: Options) -> None:
+def start_logging(options: WorkerOptions) -> None:
     """Log to standard error, unless the program has set up logging itself."""
     if logging.getLogger().handlers:
         return
@@ -103,12 +103,12 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(line)
 
 
-def serving_health(options: Options, states: States) -> AbstractContextManager[object]:
+def serving_health(options: WorkerOptions, states: States) -> AbstractContextManager[object]:
     """Serve health and metrics within a `with` block, if a port was chosen."""
     return nullcontext() if options.port is None else HealthServer(options.host, options.port, states)
 
 
-def run(options: Options, tell: Callable[[ProcessState], None] = lambda state: None) -> int:
+def run(options: WorkerOptions, tell: Callable[[ProcessState], None] = lambda state: None) -> int:
     """Handle messages until SIGTERM or SIGINT; a second signal ends the grace. Return the exit code. Raises
     AppNotFound, and OSError when the port is taken."""
     start_logging(options)
@@ -146,7 +146,7 @@ def run(options: Options, tell: Callable[[ProcessState], None] = lambda state: N
 def main() -> NoReturn:
     """Run as a process of a supervisor: its options and a descriptor of a socket to it are the arguments."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the supervisor sends SIGTERM
-    options = msgspec.json.decode(sys.argv[1], type=Options)
+    options = msgspec.json.decode(sys.argv[1], type=WorkerOptions)
     supervisor = socket.socket(fileno=int(sys.argv[2]))
     lock = threading.Lock()
 

@@ -13,7 +13,7 @@ FILES_MAX = 10_000
 LEFT_OUT = frozenset({"__pycache__", "node_modules", "site-packages", "venv", "build", "dist"})
 
 
-class FileWatch:
+class SourceWatch:
     """Compares the times of all Python files below `directories` with those of the last look. Hidden folders and
     environments are left out, and so are files after the first `files_max`."""
 

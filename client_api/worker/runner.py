@@ -16,21 +16,23 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from portalmq import wire
+from portalmq.admin import Admin
+from portalmq.consumer import Consumer
 from portalmq.consumers.acks import stale_among
 from portalmq.errors import PortalMQError, StaleReceipt
 from portalmq.message import Message
-from portalmq.worker.app import App, Handler
 from portalmq.worker.calls import ACK, LOST, Call, Verdict, call_async, call_in_thread
 from portalmq.worker.counts import Counter
+from portalmq.worker.handler import Handler
 
 log = logging.getLogger("portalmq.worker")
 
 RECEIVE_WAIT_S = 10.0
 # The most verdicts that wait for the settler; beyond it nothing is received.
-SETTLING_MAX = 1_000
+UNSETTLED_MAX = 1_000
 # Pauses after a receive that failed.
 PAUSE_FIRST_S = 0.5
 PAUSE_MAX_S = 15.0
@@ -38,7 +40,14 @@ PAUSE_MAX_S = 15.0
 STUCK_AFTER_S = 5.0
 
 
-class _Settling(NamedTuple):
+class Clients(Protocol):
+    """Makes the clients of a handler: what a runner needs of an App."""
+
+    def admin(self) -> Admin: ...
+    def consumer(self, handler: Handler) -> Consumer: ...
+
+
+class _Unsettled(NamedTuple):
     call: Call
     verdict: Verdict
 
@@ -48,7 +57,7 @@ class HandlerRunner:
 
     def __init__(
         self,
-        app: App,
+        app: Clients,
         handler: Handler,
         concurrency: int,
         loop: Callable[[], asyncio.AbstractEventLoop],
@@ -64,8 +73,8 @@ class HandlerRunner:
         self._changed = threading.Condition()
         # Calls that hold a place, and verdicts that the settler has not brought to the broker; both under `_changed`.
         self._calls: dict[Call, None] = {}
-        self._settling: deque[_Settling] = deque()
-        self._in_settlement: list[_Settling] = []
+        self._unsettled: deque[_Unsettled] = deque()
+        self._in_settlement: list[_Unsettled] = []
         self._queue: deque[Call] = deque()
         self._idle = 0
         self._threads = 0
@@ -107,7 +116,7 @@ class HandlerRunner:
     def wait_settled(self, within_s: float) -> bool:
         """Return whether the broker has all verdicts; then, or after that time, end the threads."""
         with self._changed:
-            settled = self._changed.wait_for(lambda: not self._settling and not self._in_settlement, within_s)
+            settled = self._changed.wait_for(lambda: not self._unsettled and not self._in_settlement, within_s)
             self._stopped = True
             self._changed.notify_all()
         return settled
@@ -148,7 +157,7 @@ class HandlerRunner:
             return 0 if self._stopping else self._free()
 
     def _free(self) -> int:
-        return 0 if len(self._settling) >= SETTLING_MAX else self.concurrency - len(self._calls)
+        return 0 if len(self._unsettled) >= UNSETTLED_MAX else self.concurrency - len(self._calls)
 
     def _prepare(self) -> None:
         """Give the group its settings, once."""
@@ -164,7 +173,7 @@ class HandlerRunner:
         with self._changed:
             if self._stopping:  # received while the worker began to stop
                 released = Verdict("release", "released")
-                self._settling.extend(_Settling(call, released) for call in calls)
+                self._unsettled.extend(_Unsettled(call, released) for call in calls)
                 self._changed.notify_all()
                 return
             self._calls.update(dict.fromkeys(calls))
@@ -204,13 +213,13 @@ class HandlerRunner:
                 self.counter.set_stuck(-1)
                 log.warning("handler %s has ended, %.0f s after it began", call.handler.name, call.age(self._clock()))
             if not call.is_abandoned:
-                self._settling.append(_Settling(call, verdict))
+                self._unsettled.append(_Unsettled(call, verdict))
             self._changed.notify_all()
 
     def _abandon(self, call: Call, verdict: Verdict) -> None:
         """Settle the message of a call that still runs. Under the lock."""
         call.is_abandoned = True
-        self._settling.append(_Settling(call, verdict))
+        self._unsettled.append(_Unsettled(call, verdict))
         self._changed.notify_all()
 
     def interrupt_late(self) -> None:
@@ -239,18 +248,18 @@ class HandlerRunner:
             *(call.handler.name, STUCK_AFTER_S, timeout_s, call.message.id),
         )
 
-    # --- settling ----------------------------------------------------------------------------------------------------
+    # --- unsettled ----------------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
         while True:
             with self._changed:
                 self._in_settlement = []
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._settling or self._stopped)
-                if not self._settling:
+                self._changed.wait_for(lambda: self._unsettled or self._stopped)
+                if not self._unsettled:
                     return
-                count = min(len(self._settling), wire.RECEIVE_MESSAGES_MAX)
-                self._in_settlement = [self._settling.popleft() for _ in range(count)]
+                count = min(len(self._unsettled), wire.RECEIVE_MESSAGES_MAX)
+                self._in_settlement = [self._unsettled.popleft() for _ in range(count)]
                 self._changed.notify_all()
             by_verdict: dict[Verdict, list[Call]] = {}
             for call, verdict in self._in_settlement:
@@ -301,7 +310,7 @@ class HandlerRunner:
                 if self._changed.wait_for(lambda: self._stopped, every_s):
                     return
                 in_hand = self._running()
-                waiting = [each.call for each in (*self._settling, *self._in_settlement) if each.verdict is ACK]
+                waiting = [each.call for each in (*self._unsettled, *self._in_settlement) if each.verdict is ACK]
                 calls = [call for call in (*in_hand, *waiting) if not call.is_lost]
             if not calls or not self._has_leases:
                 continue
@@ -315,9 +324,9 @@ class HandlerRunner:
     def _note_lost(self, calls: list[Call], error: StaleReceipt) -> None:
         stale = stale_among(error, _receipts_of(calls))
         with self._changed:
-            settling = {each.call for each in (*self._settling, *self._in_settlement)}
+            unsettled = {each.call for each in (*self._unsettled, *self._in_settlement)}
             lost = [call for call in calls if call.message.receipt in stale and call in self._calls]
-            lost = [call for call in lost if call not in settling]  # an ack that has just arrived ends a lease, too
+            lost = [call for call in lost if call not in unsettled]  # an ack that has just arrived ends a lease, too
             for call in lost:
                 call.is_lost = True
         if lost:

@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 
 from portalmq.worker.counts import ProcessState
-from portalmq.worker.process import EXIT_USAGE, Options, serving_health, start_logging
-from portalmq.worker.reload import FileWatch
+from portalmq.worker.process import EXIT_USAGE, WorkerOptions, serving_health, start_logging
+from portalmq.worker.reload import SourceWatch
 from portalmq.worker.worker import SETTLE_WITHIN_S
 
 log = logging.getLogger("portalmq.worker")
@@ -31,10 +31,10 @@ RAN_LONG_S = 60.0
 KILL_AFTER_S = SETTLE_WITHIN_S + 10.0
 
 
-class _Process:
+class WorkerProcess:
     """One process, and the state that it told last."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: WorkerOptions) -> None:
         self.options = options
         self.state: ProcessState | None = None
         self.started_at = time.monotonic()
@@ -66,14 +66,14 @@ class _Process:
         self._socket.close()
 
 
-class Supervisor:
+class WorkerSupervisor:
     """Keeps `processes` running. With `watched` folders it replaces them when a Python file there changes."""
 
-    def __init__(self, options: Options, processes: int, watched: tuple[Path, ...] = ()) -> None:
+    def __init__(self, options: WorkerOptions, processes: int, watched: tuple[Path, ...] = ()) -> None:
         self._options = options
         self._count = processes
         self._watched = watched
-        self._processes: list[_Process] = []
+        self._processes: list[WorkerProcess] = []
         # When a process that ended is started again, by its number; the pause before the next time.
         self._due: dict[int, float] = {}
         self._pauses: dict[int, float] = {}
@@ -87,7 +87,7 @@ class Supervisor:
         start_logging(options)
         for each in (signal.SIGTERM, signal.SIGINT):
             signal.signal(each, self._on_signal)
-        watch = FileWatch(self._watched) if self._watched else None
+        watch = SourceWatch(self._watched) if self._watched else None
         look_at = time.monotonic()
         with serving_health(options, self._states):
             self._start_all()
@@ -125,7 +125,7 @@ class Supervisor:
 
     def _start(self, number: int) -> None:
         options = msgspec.structs.replace(self._options, process=number, port=None)
-        self._processes.append(_Process(options))
+        self._processes.append(WorkerProcess(options))
 
     def _tend(self) -> int | None:
         """Start processes that ended again, after a pause. Return an exit code when that would be in vain."""

@@ -6,11 +6,12 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from portalmq.worker.app import CONCURRENCY, CONCURRENCY_MAX, App
 from portalmq.worker.counts import ProcessState
-from portalmq.worker.runner import HandlerRunner
+from portalmq.worker.handler import CONCURRENCY, CONCURRENCY_MAX, Handler
+from portalmq.worker.runner import Clients, HandlerRunner
 
 log = logging.getLogger("portalmq.worker")
 
@@ -20,10 +21,18 @@ LOOK_S = 0.1
 SETTLE_WITHIN_S = 10.0
 
 
+class Program(Clients, Protocol):
+    """What a worker needs of an App."""
+
+    @property
+    def handlers(self) -> Sequence[Handler]: ...
+    def close_producer(self) -> None: ...
+
+
 class Worker:
     """Handles messages from start() to stop()."""
 
-    def __init__(self, app: App, concurrency: int = CONCURRENCY, *, process: int = 0) -> None:
+    def __init__(self, app: Program, concurrency: int = CONCURRENCY, *, process: int = 0) -> None:
         """`concurrency` is that of handlers that name none; `process` is this process's number in metrics."""
         if not app.handlers:
             raise ValueError("the app has no handler: register one with @app.handler(…)")

@@ -26,7 +26,7 @@ def programs() -> list[str]:
 def loaded(program: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     module = types.ModuleType("worker_page")
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    exec(compile(program, str(PAGE), "exec"), module.__dict__)  # noqa: S102 - our own page
+    exec(compile(program, str(PAGE), "exec"), module.__dict__)
     return module.__dict__
 
 

@@ -22,7 +22,7 @@ from portalmq.worker.decoding import arguments_of
 from portalmq.worker.health import HealthServer, answer
 from portalmq.worker.outcomes import DELAY_S_MAX, HandlerTimeout
 from portalmq.worker.process import AppNotFound, load_app
-from portalmq.worker.reload import FileWatch
+from portalmq.worker.reload import SourceWatch
 
 
 def message(value: bytes = b"1", content_type: str = "application/json") -> Message:
@@ -377,7 +377,7 @@ def test_changed_new_and_deleted_files_are_seen(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "b.py").write_text("1")
     (tmp_path / ".venv").mkdir()
-    watch = FileWatch([tmp_path])
+    watch = SourceWatch([tmp_path])
     assert watch.changed() == []
     os.utime(tmp_path / "a.py", ns=(1, 1))
     (tmp_path / "c.py").write_text("1")
@@ -391,7 +391,7 @@ def test_changed_new_and_deleted_files_are_seen(tmp_path: Path) -> None:
 def test_a_bounded_number_of_files_is_watched(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for number in range(5):
         (tmp_path / f"{number}.py").write_text("1")
-    watch = FileWatch([tmp_path], files_max=2)
+    watch = SourceWatch([tmp_path], files_max=2)
     (tmp_path / "4.py").unlink()
     assert watch.changed() == []
     assert "only the first 2" in caplog.text
