@@ -21,7 +21,7 @@ from support.replicas import eventually
 from portalmq import wire
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.partition import history
-from portalmq.broker.queues import group_past
+from portalmq.broker.queues import group_past, moves
 from portalmq.broker.queues.settle import SettleRequest
 from portalmq.broker.storage import reading
 from portalmq.errors import MessageNotFound, OffsetOutOfRange, PortalMQError
@@ -76,7 +76,7 @@ class Story:
     def step(self) -> None:
         verb = self.random.choice(
             ["produce", "produce", "receive", "receive", "receive", "ack", "nack", "nack", "extend", "wait", "wait"]
-            + ["redrive", "drop", "cancel", "reschedule", "pause", "restart", "purge"]
+            + ["move", "redrive", "drop", "cancel", "reschedule", "pause", "restart", "purge"]
         )
         getattr(self, verb)(self.random.choice(GROUPS))
         self.look()
@@ -112,6 +112,23 @@ class Story:
             self.held[group].append(message)
             more = (consumer, message.delivery_count, message.lease_expires_at_ms)
             self.note(message.offset, "delivered", group, *more)
+
+    def move(self, group: str) -> None:
+        """Move some messages to another topic. Those that had their last delivery are given up, and expired ones are
+        passed over."""
+        now_ms = self.clock.wall_ms()
+        before = {
+            each.stored.offset: each.deliveries
+            for each in self._unfinished(group)
+            if each.deliveries < 2 and self.expiring.get(each.stored.offset, now_ms + 1) > now_ms
+        }
+        moved = self.broker.group_moves.move(group, wire.MoveRequest("t", "elsewhere", limit=self.random.randint(1, 3)))
+        done = before.keys() - {each.stored.offset for each in self._unfinished(group)}
+        assert len(done) == moved.moved
+        for offset in done:
+            lease = (moves.CONSUMER, before[offset], self.clock.now_ms() + moves.LEASE_MS)
+            self.note(offset, "delivered", group, *lease)
+            self.note(offset, "acked", group)
 
     def _settle(self, group: str, request: SettleRequest) -> list[Any]:
         """Settle some messages, with receipts that may be stale. Return those whose receipt counted."""

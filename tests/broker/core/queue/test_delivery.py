@@ -223,6 +223,19 @@ def test_a_receipt_whose_grant_was_lost_counts_after_an_unseen_return_of_the_lea
     assert group.ackable([0], 2, leader_epoch=1) == ([True], [0])
 
 
+def test_a_lease_that_is_no_delivery_has_a_number_of_its_own():
+    group = new_group()
+    group.apply(Grant(((0, 1, 0),), 1, 0, 10, leases_above=1), 0, leader_epoch=1)
+    assert (group.last_lease([(0, 1)]), group.last_lease([(1, 9)])) == (2, 0)
+    assert group.holds(0, 2, leader_epoch=1)
+    assert group.ackable([0], 2, leader_epoch=1) == ([True], [0])
+    assert group.overdue(11, 1, 100) == []
+    group.apply(Grant(((0, 1, 1),), 1, 20, 30), 1, leader_epoch=1)
+    assert (group.last_lease([(0, 1)]), group.at(0).deliveries) == (3, 1)
+    assert group.ackable([0], 2, leader_epoch=1) == ([False], [])
+    assert group.ackable([0], 3, leader_epoch=1) == ([True], [0])
+
+
 def test_a_receipt_of_an_earlier_epoch_does_not_count_against_a_lease_of_a_later_one():
     """The number alone proves nothing: a fail-over may lose the grant, and the next leader reuses its number."""
     group = new_group()
