@@ -34,6 +34,7 @@ TOP = 10
 BEHIND_S = 2
 STREAMS_MAX = 200
 ANSWER_WITHIN_S = 0.8
+PAST_WITHIN_S = 2.0
 MARKS_SHOWN = 100
 
 _encode = msgspec.json.Encoder().encode
@@ -50,6 +51,8 @@ class ClusterRates:
         self._greenlet: gevent.Greenlet | None = None
         self._shown = 0
         self._ticked = Event()
+        self._asked = Event()
+        self._history: tuple[int, bytes] = (0, b"")
         self.streams = 0
         self.event = b""
 
@@ -59,8 +62,11 @@ class ClusterRates:
         if self.streams == 1:
             self._rows.clear()
             self._answers.clear()
-            self._ask()
+            self._asked.clear()
+            self._history = (0, b"")
             self._greenlet = gevent.spawn(self._run)
+        # The second page has a past too, when it comes while the first one's is asked for.
+        self._asked.wait(PAST_WITHIN_S)
 
     def leave(self) -> None:
         self.streams -= 1
@@ -72,11 +78,14 @@ class ClusterRates:
         self._ticked.wait(seconds)
 
     def history(self) -> bytes:
-        """Return the event that a new stream begins with."""
+        """Return the event that a new stream begins with, made once a second for all of them."""
         upto = self._upto()
+        if self._history[0] == upto:
+            return self._history[1]
         sums = [self._sum(second) for second in range(upto - SECONDS_KEPT + 1, upto + 1)]
         found = {"rows": [row for row in sums if row is not None], "marks": self._newest_marks(), **self._now()}
-        return _event("history", found)
+        self._history = (upto, _event("history", found))
+        return self._history[1]
 
     def all(self, **wanted: Any) -> list[RatesAnswer]:
         """Return the answers of all brokers to one request."""
@@ -90,6 +99,8 @@ class ClusterRates:
     # --- each second -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        self._ask()
+        self._asked.set()
         while True:
             gevent.sleep(1.0 - self._broker.clock.wall_ms() % 1_000 / 1_000 + 0.05)
             if self._upto() == self._shown:

@@ -11,13 +11,15 @@ from heapq import heapify, heappop, heapreplace
 from time import monotonic
 from typing import Any, NamedTuple
 
+from gevent.lock import BoundedSemaphore
+
 from portalmq import wire
 from portalmq.broker.core.queue.predicate import Candidate, Predicate
 from portalmq.broker.messages.browse import MessageBrowser, StoredMessage
 from portalmq.broker.partition.answer_size import size_of
 from portalmq.broker.partition.yielding import TimeSlice
 from portalmq.broker.queues.outbox import HEADER_DEAD_REASON, HEADER_DELIVERY_COUNT
-from portalmq.errors import InvalidRequest
+from portalmq.errors import Backpressure, InvalidRequest
 
 SEARCH_S = 2.0
 SCANNED_MAX = 20_000
@@ -27,9 +29,15 @@ WINDOW_MAX = 1_000
 WINDOW_BYTES_MAX = 1024 * 1024
 PARTITIONS_MAX = 1_000
 FOUND_BYTES_MAX = 4 * 1024 * 1024
-# Of all windows together, and what they are to have.
-HELD_BYTES_MAX = 128 * 1024 * 1024
+# Searches that run at a time; others wait for their turn.
+SEARCHES_MAX = 4
+TURN_WITHIN_S = 10.0
+# Of all windows of a search together, and what they are to have.
+HELD_BYTES_MAX = 64 * 1024 * 1024
 HELD_BYTES = 32 * 1024 * 1024
+
+
+_searches = BoundedSemaphore(SEARCHES_MAX)
 
 
 class Search(NamedTuple):
@@ -127,9 +135,18 @@ class _Partition:
 
 
 def find(browser: MessageBrowser, search: Search) -> Found:
-    """Return the messages that match, in order. Raises TopicNotFound, PartitionNotFound."""
+    """Return the messages that match, in order. Raises TopicNotFound, PartitionNotFound, Backpressure."""
     if len(search.partitions) > PARTITIONS_MAX:
         raise InvalidRequest(f"the topic has more than {PARTITIONS_MAX} partitions: name one")
+    if not _searches.acquire(timeout=TURN_WITHIN_S):
+        raise Backpressure(f"{SEARCHES_MAX} searches run already: repeat in a moment", retry_after_s=1)
+    try:
+        return _found(browser, search)
+    finally:
+        _searches.release()
+
+
+def _found(browser: MessageBrowser, search: Search) -> Found:
     turn, ends_at = TimeSlice(), monotonic() + SEARCH_S
     parts = [_Partition(browser, search, number) for number in turn.paced(search.partitions)]
     found: list[StoredMessage] = []

@@ -302,6 +302,26 @@ def test_what_destroys_asks_for_the_name(pages: Pages, broker: BrokerProcess) ->
     assert "doomed" not in {topic["name"] for topic in call(broker, "GET", "/v1/topics")["topics"]}
 
 
+def test_a_broker_that_stands_still_is_not_shown_as_live(pages: Pages, broker: BrokerProcess) -> None:
+    """Its connections stay open and say nothing."""
+    sign_in(pages)
+    pages.until("document.querySelector('.live').innerText === 'live'")
+    broker.worker.suspend()
+    try:
+        pages.until("document.querySelector('.live').innerText === 'reconnecting'")
+        pages.see("This broker does not answer.")
+    finally:
+        broker.worker.resume()
+    pages.until("document.querySelector('.live').innerText === 'live'")
+
+
+@pytest.mark.parametrize("path", ["/ui/topics/%25", "/ui/topics/%FF", "/ui/%25/%E0%A4%A"])
+def test_an_address_that_names_nothing_is_a_page_too(pages: Pages, path: str) -> None:
+    sign_in(pages)
+    pages.open(path)
+    pages.until("document.querySelector('main .alert, main .empty')?.innerText.length > 5")
+
+
 # Controls that a screen reader could not name.
 WITHOUT_A_NAME = """
 [...document.querySelectorAll("button, a, input, select, textarea")]

@@ -1,6 +1,6 @@
 // The frame of all pages: navigation, the address, the state of the stream.
 import { html, render, useEffect, useState } from "./vendor/preact-htm.js";
-import { Empty, Link, Notes, Page, go, here, usePlace } from "./lib.js";
+import { Empty, Link, Notes, Page, go, here, unescaped, usePlace } from "./lib.js";
 import { useStream } from "./stream.js";
 import { Api } from "./views/api.js";
 import { Cluster } from "./views/cluster.js";
@@ -77,6 +77,12 @@ function App() {
   const { path } = usePlace();
   const [keys, showKeys] = useState(false);
   useKeys(showKeys);
+  useEffect(() => {
+    // On a phone the menu is one line, which scrolls.
+    const nav = document.querySelector(".side nav");
+    const link = nav.querySelector("[aria-current]");
+    if (link) nav.scrollLeft = link.offsetLeft - (nav.clientWidth - link.clientWidth) / 2;
+  }, [path]);
   const found = VIEWS.map(([pattern, view]) => [pattern.exec(path), view]).find(([match]) => match);
   const is = (to) => (to === "/ui/" ? path === "/ui/" || path === "/ui" : path === to || path.startsWith(`${to}/`));
   return html`<a class="skip" href="#main">To the content</a>
@@ -90,7 +96,7 @@ function App() {
         ${here.hasToken && html`<span>${here.mayWrite ? "signed in" : "read-only"}</span><form method="post" action="/ui/logout"><button class="quiet">Sign out</button></form>`}
       </footer>
     </aside>
-    <main id="main" key=${path}>${found ? html`<${found[1]} names=${found[0].slice(1).map(decodeURIComponent)} />` : html`<${Page} title="Not found"><${Empty}>There is no page at ${path}.<//><//>`}</main>
+    <main id="main" key=${path}>${found ? html`<${found[1]} names=${found[0].slice(1).map(unescaped)} />` : html`<${Page} title="Not found"><${Empty}>There is no page at ${unescaped(path)}.<//><//>`}</main>
     ${keys && html`<div class="keys" role="dialog" aria-label="Keys"><dl>${KEYS.map(([key, says]) => html`<dt><kbd>${key}</kbd></dt><dd>${says}</dd>`)}</dl></div>`}
     <${Notes} />`;
 }

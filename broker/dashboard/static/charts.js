@@ -4,6 +4,9 @@ import { html, useEffect, useRef } from "./vendor/preact-htm.js";
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const MARKS = { "fail-over": "--mark-leader", gone: "--bad", joined: "--good", isr: "--warn", disk: "--bad" };
 
+// Seconds between two times on an axis.
+const STEPS = [1, 5, 15, 30, 60, 120, 300, 600, 900, 1_800, 3_600, 7_200, 14_400, 21_600];
+
 // Draws a line and a dot for each mark, and puts their texts where the pointer can find them.
 const marksPlugin = (marks) => ({
   hooks: {
@@ -54,8 +57,8 @@ export function Chart({ label, series, data, marks = [], format, height = 190, s
           cursor: { y: false, points: { size: 6 } },
           scales: { x: { time: true, range: () => wanted.current() }, y: { range: (self, low, high) => [0, Math.max(high * 1.15, 1)] } },
           axes: [
-            { ...axis, space: 90, size: 26, values: (self, ticks, axisAt, space, step) => ticks.map((each) => new Date(each * 1000).toTimeString().slice(0, step < 60 ? 8 : 5)) },
-            { ...axis, size: 54, values: (self, ticks) => ticks.map(format) },
+            { ...axis, space: 64, size: 22, incrs: STEPS, values: (self, ticks, axisAt, space, step) => ticks.map((each) => new Date(each * 1000).toTimeString().slice(0, step < 60 ? 8 : 5)) },
+            { ...axis, size: (self, shown) => 14 + 7 * Math.max(1, ...(shown || []).map((each) => each.length)), values: (self, ticks) => ticks.map(format) },
           ],
           series: [{}, ...series.map((each) => ({ label: each.label, stroke: colour(each.colour), fill: each.fill ? `${colour(each.colour)}1f` : undefined, width: 1.75, points: { show: false } }))],
           plugins: [marksPlugin(shown)],

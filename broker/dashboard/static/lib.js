@@ -79,7 +79,7 @@ export function useGet(path, every = 0) {
 // --- the address ------------------------------------------------------------------------------------------------------
 
 const listeners = new Set();
-const place = () => ({ path: decodeURI(location.pathname), query: Object.fromEntries(new URLSearchParams(location.search)) });
+const place = () => ({ path: location.pathname, query: Object.fromEntries(new URLSearchParams(location.search)) });
 
 export function go(address, { replace = false } = {}) {
   history[replace ? "replaceState" : "pushState"](null, "", address);
@@ -155,6 +155,14 @@ export function moment(ms) {
   return `${today ? "" : `${day} `}${clock(date)}.${String(date.getMilliseconds()).padStart(3, "0")}`;
 }
 
+// A part of a path as text; as it is, if it is not valid.
+export function unescaped(part) {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part;
+  }
+}
 export const url = (...parts) => parts.map(encodeURIComponent).join("/");
 export const valueText = (message) => message.value_json ?? message.value ?? message.value_base64;
 const quoted = (text) => `'${String(text).replaceAll("'", `'\\''`)}'`;
@@ -191,12 +199,12 @@ export const Empty = ({ children }) => html`<p class="empty">${children}</p>`;
 export const Fault = ({ fault }) => fault && html`<p class="alert" role="alert">${fault.message}</p>`;
 export const Loading = ({ of }) => (of.fault && !of.data ? html`<${Fault} fault=${of.fault} />` : html`<p class="empty" role="status">…</p>`);
 
-// A table. A column: { name, of: row => content, number, wide }.
+// A table. A column: { name, of: row => content, number, wide, minor }; a phone leaves out what is minor.
 export function Table({ columns, rows, keyOf, label, empty = "Nothing here." }) {
   if (!rows.length) return html`<${Empty}>${empty}<//>`;
   return html`<div class="scroll" tabindex="0" role="region" aria-label=${label}><table>
-    <thead><tr>${columns.map((each) => html`<th scope="col" class=${each.number ? "number" : ""}>${each.name}</th>`)}</tr></thead>
-    <tbody>${rows.map((row, at) => html`<tr key=${keyOf ? keyOf(row) : at}>${columns.map((each, column) => html`<${column ? "td" : "th"} scope=${column ? undefined : "row"} class=${each.number ? "number" : each.wide ? "wide" : ""}>${each.of(row)}<//>`)}</tr>`)}</tbody>
+    <thead><tr>${columns.map((each) => html`<th scope="col" class=${`${each.number ? "number" : ""}${each.minor ? " minor" : ""}`}>${each.name}</th>`)}</tr></thead>
+    <tbody>${rows.map((row, at) => html`<tr key=${keyOf ? keyOf(row) : at}>${columns.map((each, column) => html`<${column ? "td" : "th"} scope=${column ? undefined : "row"} class=${`${each.number ? "number" : each.wide ? "wide" : ""}${each.minor ? " minor" : ""}`}>${each.of(row)}<//>`)}</tr>`)}</tbody>
   </table></div>`;
 }
 

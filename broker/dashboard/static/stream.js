@@ -2,9 +2,23 @@
 import { useEffect, useState } from "./vendor/preact-htm.js";
 
 const KEPT = 900;
+// There is an event each second. After so long without one the broker is lost, whatever the connection says.
+const SILENT_MS = 6_000;
 let source = null;
 let now = { rows: [], marks: [], brokers: [], topics: [], groups: [], state: "connecting" };
 const listeners = new Set();
+
+let watch = 0;
+
+function heard() {
+  clearTimeout(watch);
+  watch = setTimeout(() => {
+    if (!source) return;
+    take({ state: "lost" });
+    close();
+    open();
+  }, SILENT_MS);
+}
 
 function take(changes) {
   now = { ...now, ...changes };
@@ -14,10 +28,13 @@ function take(changes) {
 function open() {
   if (source || document.hidden || !listeners.size) return;
   source = new EventSource("/ui/events");
+  heard();
   source.addEventListener("history", (event) => {
+    heard();
     take({ ...JSON.parse(event.data), state: "live" });
   });
   source.addEventListener("tick", (event) => {
+    heard();
     const found = JSON.parse(event.data);
     const last = now.rows.length ? now.rows[now.rows.length - 1][0] : 0;
     const rows = [...now.rows, ...found.rows.filter((row) => row[0] > last)].slice(-KEPT);
@@ -33,6 +50,7 @@ function open() {
 }
 
 function close() {
+  clearTimeout(watch);
   source?.close();
   source = null;
 }

@@ -6,9 +6,12 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
+import gevent
 import pytest
+from gevent.event import Event
 
 from portalmq.broker.cluster.rpc.brokers import ClusterMark, GroupLagNow, Rate, RatesAnswer, RatesRequest, TopicRate
+from portalmq.broker.dashboard import cluster_rates
 from portalmq.broker.dashboard.cluster_rates import ClusterRates
 from portalmq.errors import Unavailable
 
@@ -134,3 +137,27 @@ def test_nobody_is_asked_while_no_page_is_open(cluster: FakeCluster, rates: Clus
     rates.leave()
     rates._greenlet.join(5)
     assert rates._greenlet.dead
+
+
+def test_two_pages_that_open_at_once_both_have_a_past(
+    cluster: FakeCluster, rates: ClusterRates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_rates, "PAST_WITHIN_S", 60.0)
+    answer_now, may_answer = cluster.call, Event()
+
+    def call(*arguments: Any, timeout_s: float) -> RatesAnswer:
+        assert may_answer.wait(60)
+        return answer_now(*arguments, timeout_s=timeout_s)
+
+    cluster.call = call  # type: ignore[method-assign]
+
+    def page() -> int:
+        rates.enter()
+        return len(data_of(rates.history())["rows"])
+
+    pages = [gevent.spawn(page) for _ in range(2)]
+    gevent.sleep(0)
+    may_answer.set()
+    assert [each.get(timeout=60) for each in pages] == [51, 51]
+    rates.leave()
+    rates.leave()

@@ -75,10 +75,10 @@ function Letters({ group, topic, reason }) {
     ${found.data && html`<${Card} flush><${Table} label="Dead letters" rows=${shown} keyOf=${(row) => row.id} empty=${reason ? "None on this page has that reason." : "None."} columns=${[
       { name: html`<span class="hidden">Choose</span>`, of: (row) => html`<input type="checkbox" aria-label=${`choose ${row.id}`} checked=${chosen.has(row.id)} onChange=${() => choose(row.id)} />` },
       { name: "Message", of: (row) => html`<${Link} to=${messageUrl(row)} class="mono">${row.id}<//>` },
-      { name: "Given up", of: (row) => html`<time class="mono">${moment(Number(row.headers["portalmq-dead-at-ms"]) || row.timestamp_ms)}</time>` },
-      { name: "Deliveries", number: true, of: (row) => row.headers["portalmq-delivery-count"] },
+      { name: "Given up", minor: true, of: (row) => html`<time class="mono">${moment(Number(row.headers["portalmq-dead-at-ms"]) || row.timestamp_ms)}</time>` },
+      { name: "Deliveries", number: true, minor: true, of: (row) => row.headers["portalmq-delivery-count"] },
       { name: "Reason", of: (row) => html`<span class="cut">${row.headers["portalmq-dead-reason"] || html`<span class="muted">none</span>`}</span>` },
-      { name: "Key", of: (row) => html`<span class="mono cut">${row.key ?? ""}</span>` },
+      { name: "Key", minor: true, of: (row) => html`<span class="mono cut">${row.key ?? ""}</span>` },
       { name: "Value", wide: true, of: (row) => html`<span class="mono cut">${String(valueText(row)).slice(0, 300)}</span>` },
       { name: html`<span class="hidden">Edit</span>`, of: (row) => html`<${Act} class="quiet" onClick=${() => setEdited(row)}>edit<//>` },
     ]} /><//>

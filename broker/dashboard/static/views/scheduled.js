@@ -41,9 +41,9 @@ function OfTopic({ topic }) {
     <${Many} topic=${topic} done=${found.reload} />
     ${found.data && html`<${Card} title=${topic} note="the next one due first" flush><${Table} label="Scheduled messages" rows=${rows} keyOf=${(row) => row.id} empty="Nothing is scheduled." columns=${[
       { name: "Message", of: (row) => html`<${Link} to=${messageUrl(row)} class="mono">${row.id}<//>` },
-      { name: "Due", of: (row) => html`<time class="mono">${moment(row.deliver_at_ms)}</time>` },
+      { name: "Due", minor: true, of: (row) => html`<time class="mono">${moment(row.deliver_at_ms)}</time>` },
       { name: "In", number: true, of: (row) => duration(Math.max(0, row.deliver_at_ms - Date.now())) },
-      { name: "Key", of: (row) => html`<span class="mono cut">${row.key ?? ""}</span>` },
+      { name: "Key", minor: true, of: (row) => html`<span class="mono cut">${row.key ?? ""}</span>` },
       { name: "Value", wide: true, of: (row) => html`<span class="mono cut">${String(valueText(row)).slice(0, 300)}</span>` },
       { name: html`<span class="hidden">Acts</span>`, of: (row) => html`<span class="row tight"><${Act} class="quiet" disabled=${busy} onClick=${() => act(() => call("POST", `${path}/${row.id}/run`), `${row.id} is due now`)}>run now<//><${Act} class="quiet" onClick=${() => setMoved(row)}>move<//><${Act} class="quiet bad" disabled=${busy} onClick=${() => act(() => call("DELETE", `${path}/${row.id}`), `${row.id} is cancelled`)}>cancel<//></span>` },
     ]} /><//>

@@ -118,11 +118,11 @@ function Browse({ topic, partitions }) {
 export function Messages({ rows, empty, extra = [] }) {
   return html`<${Table} label="Messages" rows=${rows} keyOf=${(row) => `${row.topic} ${row.id}`} empty=${empty} columns=${[
     { name: "Message", of: (row) => html`<${Link} to=${messageUrl(row)} class="mono">${row.id}<//>` },
-    { name: "Appended", of: (row) => html`<time class="mono">${moment(row.timestamp_ms)}</time>` },
+    { name: "Appended", minor: extra.length > 0, of: (row) => html`<time class="mono">${moment(row.timestamp_ms)}</time>` },
     ...extra,
     { name: "Key", of: (row) => html`<span class="mono cut">${row.key ?? row.key_base64 ?? ""}</span>` },
     { name: "Value", wide: true, of: (row) => html`<span class="mono cut">${String(valueText(row)).slice(0, 300)}</span>` },
-    { name: "Headers", of: (row) => html`<span class="mono cut muted">${Object.entries(row.headers).map(([name, value]) => `${name}: ${value}`).join(", ").slice(0, 120)}</span>` },
+    { name: "Headers", minor: true, of: (row) => html`<span class="mono cut muted">${Object.entries(row.headers).map(([name, value]) => `${name}: ${value}`).join(", ").slice(0, 120)}</span>` },
   ]} />`;
 }
 
