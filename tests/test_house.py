@@ -68,6 +68,7 @@ ROOM_OF = {
     "portalmq.streams": "streams of clients",
     "portalmq.cli": "cli",
     "portalmq.worker": "worker",
+    "portalmq.kombu": "kombu",
     "portalmq.zeromq": "alias",
     "portalmq.broker": "broker",
     "portalmq.broker.core": "core.stream",
@@ -111,6 +112,7 @@ MAY_IMPORT = {
     "client": {"contract", "network", "transport", "producers", "consumers", "streams of clients"},
     "worker": {"contract", "client", "network", "transport", "consumers"},
     "cli": {"contract", "client", "producers", "worker"},
+    "kombu": {"contract", "client", "network", "transport", "producers", "consumers"},
     "demo_iot": {"contract", "client"},
     "zeromq": {"contract", "client", "transport", "cli"},
     "verify": {"contract", "client", "cli", "storage", "tree"},
@@ -147,6 +149,8 @@ ONLY_IN = {
     "pyarrow": ("portalmq.spark", "portalmq.broker.bench"),
     # Clients read the brokers from ZooKeeper themselves: they import no broker layer, not even the control plane.
     "kazoo": ("portalmq.control_plane.zookeeper", "portalmq.transport.zookeeper_bootstrap"),
+    "kombu": "portalmq.kombu",
+    "celery": "portalmq.kombu",
     "flask": "portalmq.broker",
     "jinja2": "portalmq.broker.dashboard",
     "gunicorn": "portalmq.broker",
@@ -248,7 +252,7 @@ PRIVATE_WORDS = {
     *("hear", "way", "door", "doors", "feed", "feeds", "rooms", "deposed"),
 }
 # A protocol and its one implementation, which share a name.
-SHARED_NAMES = {"ClusterClient", "Portion"}
+SHARED_NAMES = {"ClusterClient", "Portion", "Transport"}  # kombu looks for a Transport
 
 
 def identifiers_of(file: Path) -> Iterator[str]:
