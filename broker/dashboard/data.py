@@ -127,17 +127,24 @@ def _topic(broker: Broker, state: TopicState, rate: Any) -> dict[str, Any]:
 
 
 class GroupsQuery(PageQuery):
-    sort: Literal["name", "lag"] = "name"
+    """`dead`: only groups with dead letters, those with the most first."""
+
+    sort: Literal["name", "lag", "dead"] = "name"
 
 
 def groups(context: RequestContext, query: GroupsQuery) -> Response:
-    """Return a page of groups, by name or by lag."""
+    """Return a page of groups, by name, by lag or by dead letters."""
     search = query.search.lower()
     broker = context.broker
     names = sorted(name for name in broker.groups.names() if search in name.lower())
     if query.sort == "lag":
         lags = groups_of(rates_of(broker).all(top=PAGE_MAX))
         names.sort(key=lambda name: -lags[name].lag if name in lags else 0)
+    elif query.sort == "dead":
+        dead: Counter[str] = Counter()
+        for count in in_short_turns(broker.group_admin.counts([])):
+            dead[count.group] += count.dead
+        names = sorted([name for name in names if dead[name]], key=lambda name: -dead[name])
     names, shown = _page(names, query)
     described = broker.group_admin.describe_some(names)
     rows = [broker.offsets.describe_or(each) if each.mode == "stream" else each for each in described]

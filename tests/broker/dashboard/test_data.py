@@ -222,6 +222,18 @@ class TestLists:
         assert found["reasons"] == [{"reason": "timeout after … s", "count": 4}, {"reason": "no such user", "count": 1}]
         assert (found["counted"], found["more"]) == (5, False)
 
+    def test_groups_with_dead_letters_are_found_among_any_number(self, client: FlaskClient) -> None:
+        for name in ("busy", "gave-up"):
+            client.put(f"/v1/groups/{name}", json={"max_deliveries": 1})
+            produce(client, f"of-{name}", {"value": 1})
+            asked = {"topics": [f"of-{name}"], "max_messages": 1}
+            [message] = client.post(f"/v1/groups/{name}/receive", json=asked).get_json()["messages"]
+            if name == "gave-up":
+                client.post(f"/v1/groups/{name}/nack", json={"receipts": [message["receipt"]]})
+        found = get(client, "/ui/data/groups", sort="dead", search="u", limit=1)
+        assert [(each["group"], each["dead"]) for each in found["groups"]] == [("gave-up", 1)]
+        assert found["total"] == 1
+
     def test_reasons_of_numbers_alone_stay_apart(self, client: FlaskClient) -> None:
         client.put("/v1/groups/numeric", json={"max_deliveries": 1})
         for reason in ("404", "404", "5-1"):

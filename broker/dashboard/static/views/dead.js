@@ -1,6 +1,6 @@
 // Dead letters of a group: by reason, one by one, redrive with a dry run and a rate, drop.
 import { useMemo, useState } from "../vendor/preact-htm.js";
-import { Act, Card, Choice, Destroy, Empty, Fault, Link, Loading, Page, Same, Table, Tag, at, call, html, messageUrl, moment, number, post, setQuery, shell, url, useAct, useGet, usePlace, valueText, withQuery } from "../lib.js";
+import { Act, Card, Choice, Destroy, Empty, Fault, Link, Loading, Page, Pager, Same, Table, Tag, at, call, html, messageUrl, moment, number, post, setQuery, shell, url, useAct, useGet, usePlace, valueText, withQuery } from "../lib.js";
 import { Resend } from "./message.js";
 import { whereOf } from "./topic.js";
 
@@ -21,15 +21,16 @@ export function DeadLetters({ names: [group] }) {
 }
 
 function All() {
-  const found = useGet("/ui/data/groups?limit=500", 3_000);
-  const rows = (found.data?.groups || []).filter((each) => each.dead);
+  const { query } = usePlace();
+  const found = useGet(withQuery("/ui/data/groups", { sort: "dead", page: query.page }), 5_000);
+  const rows = found.data?.groups || [];
   return html`<${Page} title="Dead letters" at=${found.at}>
     ${!found.data ? html`<${Loading} of=${found} />` : html`<${Card} flush><${Table} label="Groups with dead letters" rows=${rows} keyOf=${(row) => row.group} empty="No group has given up a message." columns=${[
       { name: "Group", of: (row) => html`<${Link} to=${`/ui/dead-letters/${url(row.group)}`}>${row.group}<//>` },
       { name: "Dead", number: true, of: (row) => number(row.dead) },
       { name: "Given up after", number: true, of: (row) => `${row.config.max_deliveries} deliveries` },
       { name: "Copies go to", of: (row) => html`<span class="mono">${row.config.dead_letter_topic || "nowhere"}</span>` },
-    ]} /><//>`}
+    ]} /><//><${Pager} found=${found.data} />`}
     <${Same} curl=${at("/v1/groups")} command="group list" />
   <//>`;
 }

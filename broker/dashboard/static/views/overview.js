@@ -72,7 +72,7 @@ export function Overview() {
       <${Card} title="Groups furthest behind" flush><${Table} label="Groups furthest behind" rows=${now.groups} keyOf=${(row) => row[0]} empty="No queue group has begun." columns=${[
         { name: "Group", of: ([name]) => html`<${Link} to=${`/ui/groups/${url(name)}`}>${name}<//>` },
         { name: "Not done", number: true, of: (row) => number(row[1]) },
-        { name: "In flight", number: true, of: (row) => number(row[2]) },
+        { name: "In flight", number: true, minor: true, of: (row) => number(row[2]) },
         { name: "Dead", number: true, of: (row) => (row[3] ? html`<${Link} to=${`/ui/dead-letters/${url(row[0])}`}>${number(row[3])}<//>` : "0") },
         { name: "Oldest", number: true, of: (row) => duration(row[4]) },
       ]} /><//>

@@ -39,10 +39,10 @@ export function Topics() {
     ${data ? html`<${Card} flush><${Table} label="Topics" rows=${data.topics} keyOf=${(row) => row.name} empty=${query.search ? "No topic has that in its name." : "There is no topic yet. The first message to a name makes one."} columns=${[
       { name: "Topic", of: (row) => html`<${Link} to=${`/ui/topics/${url(row.name)}`}>${row.name}<//>` },
       { name: "State", of: (row) => html`<${Health} of=${row} />` },
-      { name: "Partitions", number: true, of: (row) => number(row.partitions) },
-      { name: "Replicas", number: true, of: (row) => number(row.replication_factor) },
+      { name: "Partitions", number: true, minor: true, of: (row) => number(row.partitions) },
+      { name: "Replicas", number: true, minor: true, of: (row) => number(row.replication_factor) },
       { name: "Messages", number: true, of: (row) => number(row.messages) },
-      { name: "Size here", number: true, of: (row) => bytes(row.size_bytes) },
+      { name: "Size here", number: true, minor: true, of: (row) => bytes(row.size_bytes) },
       { name: "In/s", number: true, of: (row) => rate(row.rate ? row.rate[0] : 0) },
       { name: "Out/s", number: true, of: (row) => rate(row.rate ? row.rate[1] : 0) },
     ]} /><//><${Pager} found=${data} />` : html`<${Loading} of=${found} />`}
