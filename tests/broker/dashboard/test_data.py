@@ -145,8 +145,11 @@ class TestSearch:
                 break
         assert numbers == list(range(39, -1, -1))
 
-    def test_others_run_while_messages_are_searched(self, client: FlaskClient, fixture: Fixture) -> None:
+    def test_others_run_while_messages_are_searched(
+        self, client: FlaskClient, fixture: Fixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Whatever the number of messages, the event loop polls its sockets after each turn of 5 ms."""
+        monkeypatch.setattr(search, "SEARCH_S", 600.0)
         if fixture.broker.topics.get("many") is None:
             fixture.broker.create_topic("many", wire.CreateTopic(partitions=1))
             for n in range(8):
