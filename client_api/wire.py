@@ -384,6 +384,9 @@ class PackBrowsePage(BrowsePage):
 GroupStart = Literal["earliest", "latest"] | dict[Literal["at"], NonNegative]
 
 
+RATE_PER_S_MAX = 1_000_000
+
+
 class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # `queue`: consumers share messages under leases; `stream`: they share partitions. Fixed when the group is made
     mode: Literal["queue", "stream"] = "queue"
@@ -401,6 +404,12 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dead_letter_topic: str = "{topic}.dlq"  # where copies of dead letters go; `""` for nowhere
     # `key`: one message of a key at a time, in order. Fixed when the group is made
     ordering: Literal["none", "key"] = "none"
+    # most messages that are leased at a time; partitions of a topic share it, at least one each. `null` for no limit
+    max_in_flight: Positive | None = None
+    # most deliveries a second, redeliveries included; partitions of a topic share it. `null` for no limit
+    rate_per_s: Annotated[float, msgspec.Meta(gt=0, le=RATE_PER_S_MAX)] | None = None
+    # how many deliveries may come at once after a pause, with `rate_per_s`; by default those of a second
+    rate_burst: Positive | None = None
 
 
 class ReceiveRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):

@@ -117,6 +117,7 @@ class GroupPartition(GroupReceiver):
         if messages:
             count = partial(self._metrics.acked, self.partition.topic, self.group, messages)
             pending.done.rawlink(lambda _: count() if pending.error is None else None)
+        self.leases_ended()
         if ahead:
             self._pass_ahead()
         return self._then_others(pending)

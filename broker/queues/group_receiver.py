@@ -15,6 +15,7 @@ import gevent
 from portalmq import wire
 from portalmq.broker.core.fold import SpanFold
 from portalmq.broker.core.queue.delivery import GroupDelivery
+from portalmq.broker.core.queue.limits import UNLIMITED, Allowance, limits_of
 from portalmq.broker.core.queue.receipts import ReceiptSigner, receipt_texts
 from portalmq.broker.core.queue.records import (
     Ack,
@@ -49,6 +50,7 @@ class GroupReceiver:
     """Receives of one group on one partition, while it is led here: leases, waiting receives, dead letters."""
 
     is_remote = False
+    _was_limited = False
 
     def __init__(
         self,
@@ -58,8 +60,9 @@ class GroupReceiver:
         clock: Clock,
         metrics: Metrics,
         now: Callable[[], GroupState],
+        partitions: Callable[[], int] = lambda: 1,
     ) -> None:
-        """`now` returns the group with its current settings."""
+        """`now` returns the group with its current settings, `partitions` the number of those of the topic."""
         self.partition = partition
         self.group = group.name
         self.group_id = group.group_id
@@ -68,8 +71,18 @@ class GroupReceiver:
         self._clock = clock
         self._metrics = metrics
         self._ready_messages = ReadyMessages(partition)
+        self._partitions = partitions
+        self._allowance = Allowance()
         self._wakeup = wakeup = Wakeup(
-            partition, group.name, self._ready_messages, clock, self.settings, self._on_timer, self.is_paused
+            partition,
+            group.name,
+            self._ready_messages,
+            clock,
+            self.settings,
+            self._on_timer,
+            self.is_paused,
+            self._allowed,
+            self._token_in_ms,
         )
         self.park, self.leave, self.end_waits = wakeup.park, wakeup.leave, wakeup.end_waits
         self.notify, self.has_messages = wakeup.notify, wakeup.has_messages
@@ -85,6 +98,34 @@ class GroupReceiver:
         """Return whether nothing may be delivered: the log or the control plane says so, whichever is later."""
         delivery, change = self.partition.delivery.get(self.group), self._now().pause
         return delivery is not None and delivery.is_paused(change.number, change.paused)
+
+    # --- limits ------------------------------------------------------------------------------------------------------
+
+    def _is_limited(self) -> bool:
+        """Return whether the group has limits, after telling the core which hold now."""
+        config = self.settings()
+        is_limited = config.max_in_flight is not None or config.rate_per_s is not None
+        if is_limited or self._was_limited:
+            of_group = config.max_in_flight, config.rate_per_s, config.rate_burst
+            share = limits_of(*of_group, partitions=self._partitions(), number=self.partition.number)
+            self._allowance.set(share, self._clock.now_ms())
+        self._was_limited = is_limited
+        return is_limited
+
+    def _allowed(self) -> int:
+        """Return how many messages may be delivered now."""
+        delivery = self._wakeup.delivery
+        if delivery is None or not self._is_limited():
+            return UNLIMITED
+        return self._allowance.messages(delivery, self._clock.now_ms())
+
+    def _token_in_ms(self) -> int | None:
+        return self._allowance.token_in_ms(self._clock.now_ms()) if self._is_limited() else None
+
+    def leases_ended(self) -> None:
+        """Note that a record has ended leases before their time: with a limit, others may be delivered now."""
+        if self._was_limited:
+            self.notify()
 
     # --- waiting receives --------------------------------------------------------------------------------------------
 
@@ -121,8 +162,12 @@ class GroupReceiver:
             self._wait_vouched(patient=options.patient)
             if not self._give_up_exhausted() or (self.is_paused() and not options.is_move):
                 return []
+            allowed = UNLIMITED if options.is_move else self._allowed()  # a move hands out nothing
+            if allowed <= 0:
+                return []
             now_ms = self._clock.now_ms()
             most = min(options.max_messages, FOUND_MAX) if self._ready_messages.lanes() else options.max_messages
+            most = min(most, allowed)
             selection = self._select(now_ms, most, options.max_bytes)
             pieces = self._pieces(selection)
             if self._may_exceed(pieces, options.max_bytes):
@@ -166,9 +211,11 @@ class GroupReceiver:
         except PortalMQError:
             gevent.spawn_later(1, self.notify)  # as in _wait_vouched
             raise
+        messages = sum([end - start for start, end, _ in ranges])
+        if not options.is_move:
+            self._allowance.took(messages, now_ms)
         self._wakeup.arm()
         again = sum([end - start for start, end, deliveries in ranges if deliveries > 1])
-        messages = sum([end - start for start, end, _ in ranges])
         self._metrics.delivered(self.partition.topic, self.group, messages, again)
         delivered = self._delivered(runs, deadline_ms, granted.batch.leader_epoch)
         if at_most_once:
@@ -307,6 +354,7 @@ class GroupReceiver:
         topic = dead_letter_topic(self.settings(), self.partition.topic)
         pending = self.partition.append_group_record(self.group, Dead(ranges, now_ms, reason, topic))
         messages = sum([end - start for start, end, _ in ranges])
+        self.leases_ended()
         self._metrics.dead(self.partition.topic, self.group, messages)
         return pending
 

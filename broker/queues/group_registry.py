@@ -223,6 +223,9 @@ def check_settings(patch: dict[str, object], held: GroupState | None) -> None:
     mode = patch.get("mode", held.config.mode if held is not None else "queue")
     if mode == "stream" and ordering == "key":
         raise InvalidRequest("ordering 'key' is for queue groups: a stream group always reads a partition in order")
+    limits = [name for name in ("max_in_flight", "rate_per_s", "rate_burst") if patch.get(name) is not None]
+    if mode == "stream" and limits:
+        raise InvalidRequest(f"{limits[0]} is for queue groups: members of a stream group read at their own pace")
     if held is not None and held.config.mode == mode and ordering != held.config.ordering:
         raise InvalidRequest(
             f"group {held.name!r} keeps its ordering {held.config.ordering!r}: messages that it has passed cannot be"

@@ -238,9 +238,14 @@ class Groups(GroupRegistry):
         if attached is None:
             signer = self.receipt_signer(group, topic_id)
             now = partial(self._now, group)
-            attached = GroupPartition(partition, group, signer, self._clock, self._metrics, now)
+            partitions = partial(self._partitions_of, partition.topic)
+            attached = GroupPartition(partition, group, signer, self._clock, self._metrics, now, partitions)
             self._attached[key] = attached
         return attached
+
+    def _partitions_of(self, name: str) -> int:
+        topic = self.topics.get(name)
+        return 1 if topic is None else topic.state.partitions
 
     def _detach(self, key: tuple[str, str, int]) -> None:
         attached = self._attached.pop(key, None)

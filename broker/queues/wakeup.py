@@ -43,6 +43,9 @@ class Wakeup:
     settings: Callable[[], GroupConfig]
     on_timer: Callable[[], None]
     is_paused: Callable[[], bool]
+    # How many messages the group's limits allow now, and in how many ms the rate allows one.
+    allowed: Callable[[], int]
+    token_in_ms: Callable[[], int | None]
 
     def __post_init__(self) -> None:
         self.closed = False
@@ -92,10 +95,10 @@ class Wakeup:
             first.wake()
 
     def has_messages(self) -> bool:
-        return self.has_available() and not self.is_paused()
+        return self.has_available() and not self.is_paused() and self.allowed() > 0
 
     def has_available(self) -> bool:
-        """Return whether messages may be available, if the group is not paused."""
+        """Return whether messages may be available, if the group is not paused and its limits allow them."""
         delivery = self.delivery
         if delivery is None:
             return False
@@ -162,6 +165,9 @@ class Wakeup:
                 if due_ms is not None:
                     left_ms = due_ms - self._clock.wall_ms()
                     waits.append(min(left_ms, LOOK_AGAIN_MS) if left_ms > 0 else LOOK_AGAIN_MS)
+            token_ms = self.token_in_ms()
+            if token_ms is not None:
+                waits.append(token_ms)
             if delivery.keys is not None and not delivery.keys.is_settled:
                 waits.append(SOON_MS)
         return min(waits, default=None)

@@ -12,6 +12,8 @@ kills its consumer takes no others with it. So is a message on its last delivery
 A group ordered by key (key_order.py) ignores priorities: its lane 0 holds all messages that were not delayed. A message
 of a busy key is held; its turn comes when the earlier ones are finished.
 
+A group's limits (limits.py) bound how many messages one selection may deliver.
+
 `select` reads and decides. The shell makes a Grant of the selection, applies and appends it, and calls `update_keys`,
 all without a pause. In a group ordered by key it first calls `read_keys` until all is read, with a pause after each
 call. Messages are numbers here; the shell provides them through `MessageSource`.

@@ -36,6 +36,10 @@ class GroupSpans:
         self._starts: list[int] = list(self._spans)
         self.outstanding = length_of(spans)
         self.held = length_of([span for span in spans if span.available_at_ms >= HELD_MS])
+        # The messages whose last change was a lease, and how many of these leases are noted to have ended, by start.
+        self.leased = length_of([span for span in spans if span.leased])
+        self._ended: dict[int, int] = {}
+        self._ended_messages = 0
         # heap of (available_at_ms, start); rows may be stale
         self._wakeups = [(span.available_at_ms, span.start) for span in spans if span.available_at_ms < HELD_MS]
         heapify(self._wakeups)
@@ -58,6 +62,8 @@ class GroupSpans:
         """Store a span whose start is in `_starts` already."""
         self._spans[span.start] = span
         self.outstanding += span.end - span.start
+        if span.leased:
+            self.leased += span.end - span.start
         if span.available_at_ms < HELD_MS:
             heappush(self._wakeups, (span.available_at_ms, span.start))
         else:
@@ -93,6 +99,11 @@ class GroupSpans:
 
     def _forget(self, spans: Sequence[SpanFold]) -> None:
         self.outstanding -= length_of(spans)
+        if self.leased:
+            self.leased -= length_of([span for span in spans if span.leased])
+        if self._ended:
+            for span in spans:
+                self._ended_messages -= self._ended.pop(span.start, 0)
         if self.held:
             self.held -= length_of([span for span in spans if span.available_at_ms >= HELD_MS])
 
@@ -215,6 +226,11 @@ class GroupSpans:
             return self._live(self._available.get(priority, []), now_ms)
         return merge(*(self._live(starts, now_ms) for starts in self._available.values()), key=start_of)
 
+    def in_flight(self, now_ms: int) -> int:
+        """Return how many messages have a lease that runs. Of very many leases that ended at once, some still count."""
+        self._note_returned(now_ms)
+        return self.leased - self._ended_messages
+
     def has_returned(self, now_ms: int) -> bool:
         """Return whether a delivered message is free again, or may be: of very many only some are noted."""
         return next(self.available(now_ms), None) is not None or self.has_unnoted(now_ms)
@@ -276,6 +292,9 @@ class GroupSpans:
                 span = self._spans.get(start)
                 if span is not None and span.available_at_ms == available_at_ms:
                     noted.setdefault(priority_of(span.lane), []).append(start)
+                    if span.leased and start not in self._ended:
+                        self._ended[start] = span.end - start
+                        self._ended_messages += span.end - start
         for priority, starts in noted.items():
             self._returned += starts
             available = self._available.setdefault(priority, [])

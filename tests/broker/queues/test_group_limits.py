@@ -1,0 +1,200 @@
+"""Limits of a group with a real broker in this process: who waits, and what wakes it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.domain import HandClock, records, running
+
+from portalmq import Admin, Consumer, InvalidRequest, Message, Producer, wire
+from portalmq.broker.messages.produce import ProduceRequest
+from portalmq.testing import InMemoryBroker
+
+WITHIN_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def broker() -> Iterator[InMemoryBroker]:
+    with InMemoryBroker() as broker:
+        yield broker
+
+
+@pytest.fixture(scope="module")
+def admin(broker: InMemoryBroker) -> Iterator[Admin]:
+    with Admin(transport=broker.transport) as admin:
+        yield admin
+
+
+@pytest.fixture
+def topic(request: pytest.FixtureRequest) -> str:
+    return str(request.node.name).replace("[", "-").replace("]", "")
+
+
+@pytest.fixture
+def consumer(broker: InMemoryBroker, topic: str) -> Iterator[Consumer]:
+    with Consumer(topic, group=topic, transport=broker.transport, manual_ack=True, max_messages=1) as consumer:
+        yield consumer
+
+
+def send(broker: InMemoryBroker, topic: str, count: int, **options: Any) -> None:
+    with Producer(transport=broker.transport) as producer:
+        for number in range(count):
+            producer.send(topic, number, **options)
+
+
+def poll(consumer: Consumer) -> list[Message]:
+    """Receive what there is at once."""
+    return consumer.poll(0.01, 100)
+
+
+class Parked:
+    """A receive of another consumer that waits at the broker."""
+
+    def __init__(self, broker: InMemoryBroker, topic: str) -> None:
+        self._found: list[Message] = []
+        self._consumer = Consumer(topic, group=topic, transport=broker.transport, manual_ack=True)
+        self._thread = threading.Thread(target=lambda: self._found.extend(self._consumer.poll(WITHIN_S, 1)))
+        self._thread.start()
+
+    def woken(self) -> list[Message]:
+        self._thread.join(WITHIN_S)
+        found = list(self._found)
+        self._consumer.release(found)
+        self._consumer.close()
+        return found
+
+
+ENDS: dict[str, Callable[[InMemoryBroker, Admin, Consumer, list[Message]], object]] = {
+    "ack": lambda broker, admin, consumer, messages: consumer.ack(messages[0]),
+    "nack": lambda broker, admin, consumer, messages: consumer.nack(messages[0]),
+    "delayed-nack": lambda broker, admin, consumer, messages: consumer.nack(messages[0], 3600),
+    "release": lambda broker, admin, consumer, messages: consumer.release(messages[0]),
+    "reject": lambda broker, admin, consumer, messages: consumer.reject(messages[0]),
+    "commit": lambda broker, admin, consumer, messages: consumer.commit_with(messages[0], []),
+    "lease-end": lambda broker, admin, consumer, messages: broker.advance(31),
+    "higher-limit": lambda broker, admin, consumer, messages: admin.create_group(consumer.group, max_in_flight=3),
+    "no-limit": lambda broker, admin, consumer, messages: admin.create_group(consumer.group, max_in_flight=None),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_waiting_receive_wakes_when_a_place_is_free(
+    broker: InMemoryBroker, admin: Admin, topic: str, consumer: Consumer, end: str
+) -> None:
+    admin.create_group(topic, max_in_flight=2)
+    send(broker, topic, 5)
+    messages = poll(consumer)
+    assert [message.json() for message in messages] == [0, 1]
+    assert poll(consumer) == []
+    parked = Parked(broker, topic)
+    ENDS[end](broker, admin, consumer, messages)
+    assert len(parked.woken()) == 1
+
+
+def test_a_rate_lets_a_burst_through_and_then_one_at_a_time(
+    broker: InMemoryBroker, admin: Admin, topic: str, consumer: Consumer
+) -> None:
+    admin.create_group(topic, rate_per_s=0.01, rate_burst=3)
+    send(broker, topic, 10)
+    messages = poll(consumer)
+    assert [message.json() for message in messages] == [0, 1, 2]
+    assert poll(consumer) == []
+    consumer.ack(messages)
+    parked = Parked(broker, topic)
+    broker.advance(101)
+    assert [message.json() for message in parked.woken()] == [3]
+
+
+def test_a_waiting_receive_wakes_by_itself_when_the_rate_allows_it(
+    broker: InMemoryBroker, admin: Admin, topic: str, consumer: Consumer
+) -> None:
+    admin.create_group(topic, rate_per_s=5, rate_burst=1)
+    send(broker, topic, 3)
+    found = [message.json() for _ in range(3) for message in consumer.poll(WITHIN_S, 1)]
+    assert found == [0, 1, 2]
+
+
+def test_redeliveries_count_for_the_rate(broker: InMemoryBroker, admin: Admin, topic: str, consumer: Consumer) -> None:
+    admin.create_group(topic, rate_per_s=0.001, rate_burst=2)
+    send(broker, topic, 1)
+    for _ in range(2):
+        consumer.release(poll(consumer))
+    assert poll(consumer) == []
+
+
+def test_partitions_share_the_limit(broker: InMemoryBroker, admin: Admin, topic: str, consumer: Consumer) -> None:
+    admin.create_topic(topic, partitions=4)
+    admin.create_group(topic, max_in_flight=6)
+    for partition in range(4):
+        send(broker, topic, 10, partition=partition)
+    received = [message for _ in range(20) for message in poll(consumer)]
+    shares = [sum(message.partition == partition for message in received) for partition in range(4)]
+    assert shares == [2, 2, 1, 1]
+
+
+def test_a_lower_limit_ends_no_lease(broker: InMemoryBroker, admin: Admin, topic: str, consumer: Consumer) -> None:
+    send(broker, topic, 6)
+    first = consumer.poll(WITHIN_S, 4)
+    assert len(first) == 4
+    admin.create_group(topic, max_in_flight=2)
+    assert poll(consumer) == []
+    consumer.ack(first[:2])
+    assert poll(consumer) == []
+    consumer.ack(first[2:3])
+    assert len(poll(consumer)) == 1
+
+
+def test_a_limit_in_the_order_of_keys(broker: InMemoryBroker, admin: Admin, topic: str, consumer: Consumer) -> None:
+    admin.create_group(topic, ordering="key", max_in_flight=2)
+    for key in ("a", "b", "c"):
+        send(broker, topic, 2, key=key)
+    first = poll(consumer)
+    assert [message.key for message in first] == [b"a", b"b"]
+    consumer.ack(first)
+    assert [(message.key, message.json()) for message in consumer.poll(WITHIN_S, 10)] == [(b"a", 1), (b"b", 1)]
+
+
+def test_priorities_keep_their_order_under_a_limit(
+    broker: InMemoryBroker, admin: Admin, topic: str, consumer: Consumer
+) -> None:
+    admin.create_group(topic, max_in_flight=1)
+    send(broker, topic, 2)
+    send(broker, topic, 1, priority=9)
+    found = []
+    for _ in range(3):
+        (message,) = consumer.poll(WITHIN_S, 10)
+        found.append((message.priority, message.json()))
+        consumer.ack(message)
+    assert found == [(9, 0), (0, 0), (0, 1)]
+
+
+def test_a_move_passes_the_limit(broker: InMemoryBroker, admin: Admin, topic: str) -> None:
+    admin.create_group(topic, max_in_flight=1, rate_per_s=0.001)
+    send(broker, topic, 20)
+    assert admin.move(topic, topic, f"{topic}.moved").moved == 20
+
+
+def test_only_queue_groups_have_limits(admin: Admin, topic: str) -> None:
+    for setting in ("max_in_flight", "rate_per_s", "rate_burst"):
+        with pytest.raises(InvalidRequest, match=f"{setting} is for queue groups"):
+            admin.create_group(topic, mode="stream", **{setting: 1})
+        for wrong in (0, -1, "many"):
+            with pytest.raises(InvalidRequest, match=setting):
+                admin.create_group(topic, **{setting: wrong})
+
+
+def test_a_restarted_broker_counts_the_leases_in_its_log(tmp_path: Path) -> None:
+    clock = HandClock()
+    request = wire.ReceiveRequest(topics=["t"], max_messages=10)
+    with running(tmp_path, clock) as first:
+        first.broker.put_group("g", {"max_in_flight": 3})
+        first.broker.produce("t", ProduceRequest(records(*map(str, range(10)))))
+        assert len(first.broker.receive_handler.receive("g", request, None)) == 3
+    with running(tmp_path, clock) as second:
+        assert second.broker.receive_handler.receive("g", request, None) == []
+        clock.advance(30_001)
+        assert [each.offset for each in second.broker.receive_handler.receive("g", request, None)] == [1, 2, 3]
