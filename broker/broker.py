@@ -46,6 +46,7 @@ class Broker(Wiring):
             log.warning("not all replicas are open after %.0f s: the broker serves without them", OPEN_WITHIN_S)
         self.maintenance.start()
         self.group_coordinators.start()
+        self.schedule_runner.start()
         self.ready = True
 
     def drain(self) -> None:
@@ -54,6 +55,7 @@ class Broker(Wiring):
         self._draining.set()
         self.groups.long_polls.close()
         self.locks.drain()
+        self.schedule_runner.close()
         self.group_coordinators.drain()
         self.membership.drain()
 
@@ -61,6 +63,7 @@ class Broker(Wiring):
         """Write pending records, save the folds, close the files, leave the cluster."""
         if not self._draining.is_set():
             self.drain()
+        self.schedule_runner.close()
         self.maintenance.close()
         self.rates.close()
         self.clock_agreement.close()

@@ -11,7 +11,16 @@ from typing import Any, TypeVar
 import msgspec
 
 from portalmq.broker.cluster.routing import LeaderRouter, LocalWork
-from portalmq.broker.cluster.rpc import BrokerCall, PartitionCall, PartitionRequest, brokers, messages, queues, streams
+from portalmq.broker.cluster.rpc import (
+    BrokerCall,
+    PartitionCall,
+    PartitionRequest,
+    brokers,
+    messages,
+    queues,
+    schedules,
+    streams,
+)
 from portalmq.broker.cluster.unclean_election import answer_log_end
 from portalmq.broker.partition.long_poll import Peer
 from portalmq.broker.wiring import Wiring
@@ -106,6 +115,8 @@ def peer_calls(wiring: Wiring) -> dict[str, PeerCall]:
     on.leader(streams.SEEK, wiring.stream_partitions.local_seek)
     on.leader(streams.OFFSETS, wiring.stream_partitions.local_positions)
     on.watched(streams.COORDINATE, wiring.group_coordinators.answer)
+
+    on.leader(schedules.CHANGE_SCHEDULE, wiring.schedules.local_change)
 
     on.broker(brokers.STANDING, lambda request: answer_log_end(wiring.topics, request))
     on.broker(brokers.STANDINGS, wiring.membership.peer_queries.answer_log_ends)

@@ -6,6 +6,7 @@
     produce_handler, browser, reader_fetch, ...     the calls of producers and readers
     groups, receive_handler, settlement, ...        the calls of consumers in queue groups
     group_coordinators, stream_partitions, offsets  the calls of members of stream groups
+    schedule_runner, schedules                      recurring messages
 
 Each part gets what it needs in its constructor. A part that is constructed later is passed as a function. The events of
 the cluster and of partitions are connected here as well.
@@ -64,6 +65,8 @@ from portalmq.broker.queues.settle import Settlement
 from portalmq.broker.queues.unfinished import UnfinishedMessages
 from portalmq.broker.replication.fetch_server import FetchServer
 from portalmq.broker.replication.fetcher import Fetchers
+from portalmq.broker.schedules.runner import ScheduleRunner
+from portalmq.broker.schedules.service import ScheduleService
 from portalmq.broker.storage.disk import DiskGuard
 from portalmq.broker.streams.group_coordinators import GroupCoordinators
 from portalmq.broker.streams.offsets import Offsets
@@ -72,6 +75,7 @@ from portalmq.broker.streams.shared_offset import SharedOffsets
 from portalmq.broker.streams.stream_partitions import StreamPartitions
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.mirror import Changes
+from portalmq.control_plane.schedules import ScheduleStore
 from portalmq.control_plane.state import BrokerState
 from portalmq.control_plane.stream_groups import StreamGroups
 
@@ -150,6 +154,7 @@ class Wiring:
         self._take_messages()
         self._share_streams()
         self._commit_and_order()
+        self._recur()
         self._oversee()
         self._listen()
 
@@ -228,7 +233,8 @@ class Wiring:
         metadata_cache, leaders, peers = self.metadata_cache, self.leaders, self.peers
         self.producer_fencing = ProducerFencing(self.broker_id, self._catalog, self.membership, peers, self.clock)
         self.repeat_finder = RepeatFinder(metadata_cache, leaders)
-        admission = Admission(self.producer_fencing.check, Backlog(self.clock).check)
+        self._backlog = Backlog(self.clock)
+        admission = Admission(self.producer_fencing.check, self._backlog.check)
         self.produce_handler = ProduceHandler(
             leaders, metadata_cache.topic, self.metrics.published, self.clock, admission, self.repeat_finder
         )
@@ -274,6 +280,23 @@ class Wiring:
         )
         self.group_moves = GroupMoves(
             self.groups, self.receive_handler, self.group_commits, self.settlement, self.queue_sizes, self.clock
+        )
+
+    def _recur(self) -> None:
+        """Schedules: recurring messages."""
+        store = ScheduleStore(self._catalog.plane)
+        self.schedule_runner = ScheduleRunner(
+            store, self.topics, self.clock, self._backlog.check, self.metrics.published, self.clock_agreement.up_ms
+        )
+        self.schedules = ScheduleService(
+            self.broker_id,
+            store,
+            self._catalog,
+            self.topics,
+            self.metadata_cache,
+            self.leaders,
+            self.schedule_runner,
+            self.clock,
         )
 
     def _oversee(self) -> None:
@@ -334,6 +357,7 @@ class Wiring:
             self._count_in_sync(key)
         if changes.partitions or changes.topics or changes.brokers:
             self.leaders.changed()
+        self.schedule_runner.on_topics_changed(changes.topics)
 
     def _count_in_sync(self, key: tuple[str, int]) -> None:
         held = self.mirror.partitions.get(key)
@@ -349,12 +373,14 @@ class Wiring:
         self.metrics.elected()
         self.groups.on_leading(topic, partition)
         self.outboxes.on_leading(topic, partition)
+        self.schedule_runner.on_leading(topic, partition)
         self.leaders.changed()
 
     def on_stepped_down(self, topic: Topic, partition: Partition) -> None:
         self.groups.on_stepped_down(topic, partition)
         self.reader_fetch.moved(partition)
         self.outboxes.on_stepped_down(partition)
+        self.schedule_runner.on_stepped_down(partition)
 
     def on_topic_grown(self, topic: Topic) -> None:
         self.groups.long_polls.move({topic.name})
@@ -362,5 +388,6 @@ class Wiring:
     def on_topic_removed(self, topic: Topic) -> None:
         self.groups.forget_topic(topic)
         self.outboxes.on_removed(topic)
+        self.schedule_runner.on_topic_removed(topic)
         self.overview.forget_topic(topic)
         self.metrics.forget_topic(topic.name)

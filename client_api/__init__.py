@@ -35,6 +35,7 @@ from portalmq.errors import PartitionNotFound as PartitionNotFound
 from portalmq.errors import PortalMQError as PortalMQError
 from portalmq.errors import QueryLimit as QueryLimit
 from portalmq.errors import RequestInProgress as RequestInProgress
+from portalmq.errors import ScheduleNotFound as ScheduleNotFound
 from portalmq.errors import StaleReceipt as StaleReceipt
 from portalmq.errors import StorageFull as StorageFull
 from portalmq.errors import TopicExists as TopicExists

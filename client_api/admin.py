@@ -1,5 +1,5 @@
 """The administrator's client: topics, groups, dead letters, scheduled messages, locks, the cluster, and a read-only
-view of queues."""
+view of queues; schedules are in schedules.py."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from portalmq.errors import InvalidRequest, MessageNotFound, OffsetOutOfRange, P
 from portalmq.message import Message, RecordMetadata, message_from_json, message_from_wire
 from portalmq.network.http_answer import HttpAnswer
 from portalmq.network.tls import TlsFiles
+from portalmq.schedules import ScheduleCalls
 from portalmq.transport.answers import decode_answer
 from portalmq.transport.request import Request, json_request, with_query
 from portalmq.transport.transport import Bootstrap, Transport
@@ -88,7 +89,7 @@ class _Dropped(msgspec.Struct):
 wire.prepare(_TopicList, _GroupList, _LockList, _DeadPage, _ScheduledPage, _UnfinishedPage, _Dropped)
 
 
-class Admin(Closeable):
+class Admin(ScheduleCalls, Closeable):
     """A client for administrators. Thread-safe. Every call raises the PortalMQError that the broker answered."""
 
     def __init__(

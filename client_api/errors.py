@@ -13,9 +13,10 @@ client decodes the answer into the same class.
     |-- GroupNotFound 404           |-- TopicExists 409             |-- IdempotencyKeyReused 422
     |-- PartitionNotFound 404       |-- LockHeld 409                |-- Backpressure 429
     |-- LockNotFound 404            |-- RequestInProgress 409       |-- NotEnoughReplicas 503
-    |-- MessageNotFound 404         |-- GroupModeMismatch 409       |-- Unavailable 503
-    |-- NotFound 404                |-- KeyOrder 409                `-- StorageFull 507
-    `-- MethodNotAllowed 405        |-- OffsetMoved 409
+    |-- ScheduleNotFound 404        |-- GroupModeMismatch 409       |-- Unavailable 503
+    |-- MessageNotFound 404         |-- KeyOrder 409                `-- StorageFull 507
+    |-- NotFound 404                |-- OffsetMoved 409
+    `-- MethodNotAllowed 405
 
 The outcome is one of three: `not_applied` (the request had no effect, and will have none), `unknown` (it may have had
 one, or may yet), `partial` (the items answered "ok" were applied, the others were not).
@@ -108,6 +109,10 @@ class PartitionNotFound(NotFound):
 
 class LockNotFound(NotFound):
     code, status, title = "lock_not_found", 404, "There is no such lock"
+
+
+class ScheduleNotFound(NotFound):
+    code, status, title = "schedule_not_found", 404, "There is no such schedule"
 
 
 class MessageNotFound(NotFound):

@@ -18,6 +18,7 @@
     |-- streams/<group id>            a stream group's membership, and copies of its offsets: stream_groups.py
     |-- producer_ids                  ProducerIds: the first id no broker has taken yet
     |-- producers/<producer name>     ProducerState
+    |-- schedules/<schedule>          ScheduleState: schedules.py
     |-- locks/<lock>                  LockState: locks.py
     `-- lock_floor                    LockFloor: every fencing token up to this one has been issued
 

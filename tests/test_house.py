@@ -39,7 +39,7 @@ FOLDERS = {
 # The layers of the broker, the lowest first.
 TOWER = (
     *("fold", "core.replica", "core.queue", "core.stream"),
-    *("storage", "partition", "replication", "cluster", "messages", "queues", "streams"),
+    *("storage", "partition", "replication", "cluster", "messages", "queues", "streams", "schedules"),
     *("broker", "api", "protocols", "dashboard", "server", "ops", "bench"),
 )
 
@@ -51,6 +51,7 @@ ROOM_OF = {
     "portalmq.stream_wire": "contract",
     "portalmq.history_wire": "contract",
     "portalmq.cluster_wire": "contract",
+    "portalmq.schedule_wire": "contract",
     "portalmq.wire_decoding": "contract",
     "portalmq.wire_numbers": "contract",
     "portalmq.message_ids": "contract",
@@ -83,6 +84,7 @@ ROOM_OF = {
     "portalmq.broker.messages": "messages",
     "portalmq.broker.queues": "queues",
     "portalmq.broker.streams": "streams",
+    "portalmq.broker.schedules": "schedules",
     "portalmq.broker.api": "api",
     "portalmq.broker.protocols": "protocols",
     "portalmq.broker.protocols.zeromq": "zeromq",  # a server of its own, on the public client
@@ -131,6 +133,7 @@ MAY_IMPORT = {
     "messages": {"contract", "fold", *CORE, "storage", "tree", "control_plane"},
     "queues": {"contract", "fold", *CORE, "storage", "tree", "control_plane"},
     "streams": {"contract", "fold", *CORE, "storage", "tree", "control_plane"},
+    "schedules": {"contract", "fold", *CORE, "storage", "tree", "control_plane"},
     "api": {"contract", "storage"},
     "protocols": {"contract", "storage"},
     "dashboard": {"contract", "core.queue", "tree"},
@@ -155,6 +158,7 @@ ONLY_IN = {
     "jinja2": "portalmq.broker.dashboard",
     "gunicorn": "portalmq.broker",
     "gevent": "portalmq.broker",
+    "cronsim": "portalmq.broker.schedules",
 }
 
 # The core decides: time, randomness, disks, sockets and logs belong to its callers.

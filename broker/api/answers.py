@@ -9,6 +9,7 @@ from msgspec import UNSET, UnsetType
 
 from portalmq import wire
 from portalmq.history_wire import AsOf, TraceEvent, TraceReplicas
+from portalmq.schedule_wire import ScheduleDescription
 
 
 class Problem(msgspec.Struct):
@@ -74,6 +75,10 @@ class TopicList(msgspec.Struct):
 
 class GroupList(msgspec.Struct):
     groups: list[wire.GroupDescription]
+
+
+class ScheduleList(msgspec.Struct):
+    schedules: list[ScheduleDescription]
 
 
 class LockList(msgspec.Struct):

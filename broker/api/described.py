@@ -6,6 +6,7 @@ from typing import Any
 
 from portalmq import history_wire, stream_wire, wire
 from portalmq.broker.api import answers
+from portalmq.schedule_wire import ScheduleDescription, ScheduleRequest
 
 _milliseconds: dict[str, Any] = {"type": "integer", "minimum": 0, "maximum": wire.INTEGER_MAX}
 _at: dict[str, Any] = {"anyOf": [{"type": "string", "format": "date-time"}, _milliseconds]}
@@ -104,6 +105,23 @@ _group = {
 _counts = {"ready": 3, "in_flight": 1, "scheduled": 0, "dead": 0, "oldest_unacked_ms": 1_200}
 _past = {"mode": "queue", **_counts, "lag": 4}
 _written = {"leader_epoch": 3, "broker": 1}
+_recurring = {
+    "topic": "reports",
+    "cron": "0 6 * * 1-5",
+    "timezone": "Europe/Berlin",
+    "value": {"report": "sales"},
+    "headers": {},
+    "paused": False,
+    "catch_up": True,
+}
+_schedule = {
+    "name": "nightly-report",
+    "partition": 0,
+    "content_type": "application/json",
+    "key": None,
+    "next_tick": "2026-05-04T04:00:00Z",
+    **_recurring,
+}
 _lock = {"name": "nightly-job", "owner": "host-1", "fencing_token": 7}
 _broker = {"id": 1, "url": "http://localhost:5000", "live": True}
 _assigned = {"topic": "orders", **_place, "since": 3}
@@ -257,6 +275,9 @@ EXAMPLES: dict[Any, Any] = {
         "truncated": False,
         "elapsed_ms": 96.4,
     },
+    ScheduleRequest: _recurring,
+    ScheduleDescription: _schedule,
+    answers.ScheduleList: {"schedules": [_schedule]},
     wire.LockRequest: {"owner": "host-1", "ttl_ms": 30_000, "wait_ms": 0},
     wire.LockRenewal: {"owner": "host-1", "fencing_token": 7},
     wire.LockRelease: {"owner": "host-1", "fencing_token": 7},

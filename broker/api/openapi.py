@@ -76,6 +76,7 @@ PATH_PARAMETERS: dict[str, tuple[Json, Any]] = {
     "topic": (NAME, "orders"),
     "group": (NAME, "billing"),
     "lock": (NAME, "nightly-job"),
+    "schedule": (NAME, "nightly-report"),
     "member": (NAME, "worker-1"),
     "message_id": (MESSAGE_ID, "0-17"),
     "partition": ({"type": "integer", "minimum": 0, "maximum": wire.INTEGER_MAX}, 0),

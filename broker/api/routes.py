@@ -18,6 +18,7 @@ from portalmq.broker.api import (
     messages,
     request_headers,
     reschedule,
+    schedules,
     sql,
     streams,
     topics,
@@ -45,6 +46,7 @@ from portalmq.errors import (
     PartitionNotFound,
     QueryLimit,
     RequestInProgress,
+    ScheduleNotFound,
     StaleReceipt,
     TopicExists,
     TopicNotFound,
@@ -52,6 +54,7 @@ from portalmq.errors import (
     Unavailable,
 )
 from portalmq.history_wire import PastGroup
+from portalmq.schedule_wire import ScheduleDescription, ScheduleRequest
 
 PLAIN, HTML, SCRIPT = "text/plain", "text/html", "text/javascript"
 
@@ -66,6 +69,7 @@ OF_REPEATS = (RequestInProgress, IdempotencyKeyReused, Fenced, OutOfOrderSequenc
 
 _receipts = {"receipts": ["$response.body#/messages/0/receipt"]}
 _same_group = {"group": "$request.path.group"}
+_same_schedule = {"schedule": "$request.path.schedule"}
 _where_stored = {"topic": "$request.path.topic", "partition": "$response.body#/partition"}
 
 ROUTES = (
@@ -406,6 +410,35 @@ ROUTES = (
         is_traffic=True,
     ),
     Route("POST", "/v1/sql", sql.query, body=wire.SqlRequest, answers={200: wire.SqlResult}, errors=(QueryLimit,)),
+    # --- schedules ---------------------------------------------------------------------------------------------------
+    Route("GET", "/v1/schedules", schedules.list_all, answers={200: answers.ScheduleList}),
+    Route(
+        *("PUT", "/v1/schedules/<schedule>", schedules.put, Parameters),
+        body=ScheduleRequest,
+        answers={200: ScheduleDescription, 201: ScheduleDescription},
+        errors=(TopicNotFound, NotLeader, NotEnoughReplicas),
+        links=tuple(Link(view, _same_schedule) for view in (schedules.show, schedules.pause, schedules.delete)),
+    ),
+    Route(
+        *("GET", "/v1/schedules/<schedule>", schedules.show),
+        answers={200: ScheduleDescription},
+        errors=(ScheduleNotFound,),
+    ),
+    Route(
+        *("DELETE", "/v1/schedules/<schedule>", schedules.delete),
+        answers={204: None},
+        errors=(ScheduleNotFound, NotLeader, NotEnoughReplicas),
+    ),
+    Route(
+        *("POST", "/v1/schedules/<schedule>/pause", schedules.pause, Parameters),
+        answers={204: None},
+        errors=(ScheduleNotFound, NotLeader, NotEnoughReplicas),
+    ),
+    Route(
+        *("POST", "/v1/schedules/<schedule>/resume", schedules.resume, Parameters),
+        answers={204: None},
+        errors=(ScheduleNotFound, NotLeader, NotEnoughReplicas),
+    ),
     # --- locks -------------------------------------------------------------------------------------------------------
     Route("GET", "/v1/locks", locks.list_all, answers={200: answers.LockList}),
     Route("GET", "/v1/locks/<lock>", locks.show, answers={200: wire.LockDescription}, errors=(LockNotFound,)),

@@ -10,6 +10,9 @@ the answer's arrival, on its own steady clock. So a slow answer only widens the 
 
 A jump is not followed before others confirm it: until then the clock continues from the agreed time
 (partition/clock.py).
+
+The same answers tell for how long the cluster has been up. A broker that answers is up now, so a broker that asks it
+counts that one's time to its own: the time since when some broker was always up outlasts each of them.
 """
 
 from __future__ import annotations
@@ -58,6 +61,8 @@ class ClockAgreement:
     ) -> None:
         self.off_ms = 0
         self.differs = False
+        # On this broker's steady clock: since when some broker was always up.
+        self._up_since_ms = clock.now_ms()
         self._clock = clock
         self._broker_id = broker_id
         self._brokers = brokers
@@ -77,7 +82,11 @@ class ClockAgreement:
 
     def tell(self, request: TimeRequest) -> TimeAnswer:
         """Answer another broker's question."""
-        return TimeAnswer(self._clock.machine_ms())
+        return TimeAnswer(self._clock.machine_ms(), self.up_ms())
+
+    def up_ms(self) -> int:
+        """Return for how long some broker was always up."""
+        return self._clock.now_ms() - self._up_since_ms
 
     def _run(self) -> None:
         while not self._closing.wait(ASK_EVERY_S):
@@ -108,6 +117,7 @@ class ClockAgreement:
             answer = TIME.ask(self._peers, broker_id, TimeRequest())
         except PortalMQError:
             return None  # unavailable, or of a version without this call
+        self._up_since_ms = min(self._up_since_ms, self._clock.now_ms() - answer.up_ms)
         least, most = answer.machine_ms - self._clock.now_ms(), answer.machine_ms - asked_ms
         return (least, most) if most - least <= TOLERANCE_MS else None  # so slow an answer says too little
 

@@ -27,7 +27,7 @@ import gevent
 
 from portalmq.broker.cluster.rpc import PeerCaller
 from portalmq.broker.cluster.rpc.messages import FENCE, Fence, FencingConfirmed
-from portalmq.broker.core.replica.producers import Stamp
+from portalmq.broker.core.replica.producers import SCHEDULE_IDS_FROM, Stamp
 from portalmq.broker.partition.clock import Clock
 from portalmq.control_plane.catalog import PRODUCER_ID_BLOCK, Catalog
 from portalmq.control_plane.plane import PlaneError, PlaneState
@@ -106,6 +106,8 @@ class ProducerFencing:
 
     def check_given(self, producer_id: int) -> None:
         """Raise InvalidRequest for an id that was never allocated. Accepts any id while the control plane is away."""
+        if producer_id >= SCHEDULE_IDS_FROM:
+            raise InvalidRequest(f"producer id {producer_id} is a schedule's: get one with POST /v1/producers")
         if producer_id < self._given_below or self._clock.now_ms() < self._ask_from_ms:
             return
         if self._catalog.plane.state is not PlaneState.CONNECTED:

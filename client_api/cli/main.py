@@ -19,6 +19,7 @@ from portalmq.cli.dead_letters import dead_letter_commands, scheduled_commands
 from portalmq.cli.groups import group_commands
 from portalmq.cli.locks import lock_commands
 from portalmq.cli.messages import consume, peek, produce, queue
+from portalmq.cli.schedules import schedule_commands
 from portalmq.cli.session import connection_options
 from portalmq.cli.status import status
 from portalmq.cli.topics import topic_commands
@@ -158,6 +159,7 @@ for _command in (
     move,
     dead_letter_commands,
     scheduled_commands,
+    schedule_commands,
     lock_commands,
     message_commands,
     status,

@@ -32,6 +32,7 @@ Calls to the leaders of partitions. A request names partitions; the answer has a
     commit_offsets  StreamCommitCall    bool
     seek            SeekCall            tuple
     offsets         GroupPositionsCall  GroupPosition
+    change_schedule ChangeSchedule      ChangedSchedule     schedules.py, one Result
 
 Calls to a broker:
 

@@ -90,7 +90,10 @@ class TimeRequest(msgspec.Struct, frozen=True):
 
 
 class TimeAnswer(msgspec.Struct, frozen=True):
+    """`up_ms`: for how long some broker was always up, as far as this one knows."""
+
     machine_ms: int
+    up_ms: int = 0
 
 
 class Rate(msgspec.Struct, array_like=True, frozen=True):

@@ -4,6 +4,9 @@ The sequences of one (producer id, epoch) are contiguous. A batch whose sequence
 is answered with its first offset. A gap, an unknown producer that does not begin at 0, and a sequence older than those
 remembered are refused for good; a lower epoch is fenced. The state is a fold over the log's batch headers, so it is
 replicated, recovered and truncated with the log.
+
+A schedule is a producer too, and the moment of a tick is its epoch: no tick is appended twice, nor after a later one.
+Its last tick is remembered however old it is.
 """
 
 from __future__ import annotations
@@ -19,6 +22,10 @@ PRODUCERS_MAX = 10_000
 RECENT_MS = 600_000
 # New producers are refused while this many are remembered.
 PRODUCERS_FULL = 50_000
+# The ids of schedules begin here; those of all other producers are lower.
+SCHEDULE_IDS_FROM = 1 << 52
+# Of more schedules than this, twice as many as a cluster has, the least recent are forgotten like other producers.
+SCHEDULES_REMEMBERED = 20_000
 
 
 class Stamp(msgspec.Struct, frozen=True):
@@ -64,8 +71,19 @@ class Producers:
             )
         return None
 
+    def epoch_of(self, producer_id: int) -> int | None:
+        """Return the newest epoch of a producer in the log, not yet committed batches included; None without one."""
+        known = self._by_id.get(producer_id)
+        return None if known is None else known.epoch
+
+    def last_offset_of(self, producer_id: int) -> int | None:
+        """Return the offset of a producer's last batch; None without one."""
+        known = self._by_id.get(producer_id)
+        return None if known is None else known.batches[-1][2]
+
     def _check_begins(self, stamp: Stamp) -> None:
-        if len(self._by_id) >= PRODUCERS_FULL and stamp.producer_id not in self._by_id:
+        is_new = stamp.producer_id < SCHEDULE_IDS_FROM and stamp.producer_id not in self._by_id
+        if is_new and len(self._by_id) >= PRODUCERS_FULL:
             raise Backpressure(
                 f"the partition has seen {PRODUCERS_FULL} producers recently: use one producer for more messages",
                 retry_after_s=60,
@@ -88,12 +106,17 @@ class Producers:
     def expire(self, before_ms: int) -> None:
         """Forget producers whose last batch is older than `before_ms`, a time of the log. Beyond PRODUCERS_MAX, also
         forget the least recent ones."""
+        schedules = [fold for key, fold in self._by_id.items() if key >= SCHEDULE_IDS_FROM]
+        if len(schedules) > SCHEDULES_REMEMBERED:
+            schedules = sorted(schedules, key=_last_batch_ms, reverse=True)[:SCHEDULES_REMEMBERED]
         self._by_id = {key: fold for key, fold in self._by_id.items() if _last_batch_ms(fold) >= before_ms}
-        if len(self._by_id) > PRODUCERS_MAX:
-            folds = sorted(self._by_id.values(), key=_last_batch_ms, reverse=True)
+        others = [fold for key, fold in self._by_id.items() if key < SCHEDULE_IDS_FROM]
+        if len(others) > PRODUCERS_MAX:
+            folds = sorted(others, key=_last_batch_ms, reverse=True)
             recent_ms = _last_batch_ms(folds[0]) - RECENT_MS
             kept = [fold for at, fold in enumerate(folds) if at < PRODUCERS_MAX or _last_batch_ms(fold) > recent_ms]
             self._by_id = {fold.producer_id: fold for fold in kept}
+        self._by_id |= {fold.producer_id: fold for fold in schedules}
 
 
 def _last_batch_ms(fold: ProducerFold) -> int:

@@ -149,3 +149,26 @@ def test_a_majority_of_clocks_is_required_and_the_brokers_own_is_preferred():
     assert agreement((HOUR_MS, HOUR_MS), [(100, 100), (300, 300)]) == 100
     assert agreement((0, 0), [(HOUR_MS, HOUR_MS)]) is None
     assert agreement((0, 0), [(HOUR_MS, HOUR_MS), (-HOUR_MS, -HOUR_MS)]) is None
+
+
+def test_the_time_since_which_some_broker_was_up_outlasts_each_of_them():
+    cluster = Cluster(b1=0, b2=5_000, b3=-HOUR_MS)
+    cluster.pass_time(HOUR_MS)
+    assert {keeper.up_ms() for keeper in cluster.keepers.values()} == {HOUR_MS}
+    for broker_id in (1, 2, 3):  # a rolling restart
+        clock = cluster.clocks[broker_id]
+        cluster.keepers[broker_id] = ClockAgreement(clock, broker_id, cluster.brokers, Calls(cluster))
+        assert cluster.keepers[broker_id].up_ms() == 0
+        cluster.pass_time(1_000)
+        cluster.compare()
+    assert {keeper.up_ms() for keeper in cluster.keepers.values()} == {HOUR_MS + 3_000}
+
+
+def test_it_begins_anew_when_all_brokers_were_down():
+    cluster = Cluster(b1=0, b2=0)
+    cluster.pass_time(HOUR_MS)
+    for broker_id, clock in cluster.clocks.items():
+        cluster.keepers[broker_id] = ClockAgreement(clock, broker_id, cluster.brokers, Calls(cluster))
+        cluster.pass_time(500)
+    cluster.compare()
+    assert {keeper.up_ms() for keeper in cluster.keepers.values()} == {1_000}

@@ -63,6 +63,8 @@ class Options:
     deliveries: int
     pace_s: float
     compacts: bool
+    # Not drawn: recurring messages, and then brokers read their definitions.
+    schedules: int = 0
 
     def lines(self) -> list[str]:
         return [f"{each.name}: {getattr(self, each.name)}" for each in fields(self)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from portalmq.broker.core.replica.events import Stamp
-from portalmq.broker.core.replica.producers import BATCHES_REMEMBERED, RECENT_MS, Producers
+from portalmq.broker.core.replica.producers import BATCHES_REMEMBERED, RECENT_MS, SCHEDULE_IDS_FROM, Producers
 from portalmq.errors import Backpressure, Fenced, OutOfOrderSequence
 
 
@@ -102,3 +102,38 @@ def test_a_new_producer_is_refused_where_far_too_many_are_known(monkeypatch):
     with pytest.raises(Backpressure):
         known.find_duplicate(Stamp(7, 0, 0), 1)
     assert known.find_duplicate(Stamp(1, 1, 0), 1) is None, "a known producer continues, also in its next epoch"
+
+
+def test_the_last_tick_of_a_schedule_is_never_forgotten():
+    known = with_batches((0, 5))
+    known.add(Stamp(SCHEDULE_IDS_FROM + 1, 7_000, 0), 1, 100, 1_000)
+    known.expire(before_ms=10**15)
+    assert known.epoch_of(1) is None
+    assert (known.epoch_of(SCHEDULE_IDS_FROM + 1), known.last_offset_of(SCHEDULE_IDS_FROM + 1)) == (7_000, 100)
+    assert known.find_duplicate(Stamp(SCHEDULE_IDS_FROM + 1, 7_000, 0), 1) == (100, 1_000)
+    assert known.find_duplicate(Stamp(SCHEDULE_IDS_FROM + 1, 8_000, 0), 1) is None
+    with pytest.raises(Fenced):
+        known.find_duplicate(Stamp(SCHEDULE_IDS_FROM + 1, 6_999, 0), 1)
+
+
+def test_of_far_too_many_schedules_the_least_recent_are_forgotten(monkeypatch):
+    monkeypatch.setattr("portalmq.broker.core.replica.producers.SCHEDULES_REMEMBERED", 2)
+    known = Producers([])
+    for number in range(4):
+        known.add(Stamp(SCHEDULE_IDS_FROM + number, 1, 0), 1, number, number)
+    known.expire(before_ms=3)
+    assert {fold.producer_id - SCHEDULE_IDS_FROM for fold in known.snapshot()} == {2, 3}
+
+
+def test_schedules_do_not_count_among_the_producers_that_are_too_many(monkeypatch):
+    monkeypatch.setattr("portalmq.broker.core.replica.producers.PRODUCERS_FULL", 2)
+    monkeypatch.setattr("portalmq.broker.core.replica.producers.PRODUCERS_MAX", 2)
+    known = Producers([])
+    for number in range(2):
+        known.add(Stamp(number, 0, 0), 1, number, RECENT_MS * 10)
+    assert known.find_duplicate(Stamp(SCHEDULE_IDS_FROM, 1, 0), 1) is None
+    for number in range(5):
+        known.add(Stamp(SCHEDULE_IDS_FROM + number, 1, 0), 1, number, RECENT_MS * 20)
+    known.expire(before_ms=0)
+    assert known.epoch_of(0) is not None
+    assert len(known.snapshot()) == 7

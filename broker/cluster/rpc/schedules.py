@@ -1,0 +1,31 @@
+"""Calls about schedules, to the leader of the partition that their ticks go to."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from portalmq.broker.cluster.rpc import ForOne, OneResultCall, Placed
+from portalmq.control_plane.schedules import ScheduleSpec, ScheduleState
+
+ScheduleAction = Literal["put", "pause", "resume", "delete", "place"]
+
+
+class ChangeSchedule(ForOne, Placed):
+    """Change a schedule whose ticks go to this partition. `spec` is that of a put."""
+
+    name: str
+    action: ScheduleAction
+    spec: ScheduleSpec | None = None
+
+
+class ChangedSchedule(msgspec.Struct, array_like=True):
+    """The schedule after the change; None for one that is gone. `elsewhere`: its ticks go to another partition, nothing
+    was changed."""
+
+    state: ScheduleState | None
+    elsewhere: bool = False
+
+
+CHANGE_SCHEDULE = OneResultCall("change_schedule", ChangeSchedule, ChangedSchedule, timeout_s=20.0)
