@@ -70,6 +70,9 @@ ROOM_OF = {
     "portalmq.cli": "cli",
     "portalmq.worker": "worker",
     "portalmq.kombu": "kombu",
+    "portalmq.django": "django",  # other frameworks' tasks, each on the public client
+    "portalmq.dramatiq": "dramatiq",
+    "portalmq.taskiq": "taskiq",
     "portalmq.zeromq": "alias",
     "portalmq.broker": "broker",
     "portalmq.broker.core": "core.stream",
@@ -115,6 +118,9 @@ MAY_IMPORT = {
     "worker": {"contract", "client", "network", "transport", "consumers"},
     "cli": {"contract", "client", "producers", "worker"},
     "kombu": {"contract", "client", "network", "transport", "producers", "consumers"},
+    "django": {"contract", "client"},
+    "dramatiq": {"contract", "client", "transport"},
+    "taskiq": {"contract", "client", "transport"},
     "demo_iot": {"contract", "client"},
     "zeromq": {"contract", "client", "transport", "cli"},
     "verify": {"contract", "client", "cli", "storage", "tree"},
@@ -148,6 +154,10 @@ ONLY_IN = {
     # Spark's reader knows SCHEMA.md and nothing else of the storage.
     "sqlite3": ("portalmq.sql", "portalmq.broker.storage", "portalmq.spark", "portalmq.broker.bench.spark_rivals"),
     "zmq": "portalmq.broker.protocols.zeromq",
+    "django": "portalmq.django",
+    "django_tasks": "portalmq.django",
+    "dramatiq": "portalmq.dramatiq",
+    "taskiq": "portalmq.taskiq",
     "pyspark": ("portalmq.spark", "portalmq.broker.bench"),
     "pyarrow": ("portalmq.spark", "portalmq.broker.bench"),
     # Clients read the brokers from ZooKeeper themselves: they import no broker layer, not even the control plane.
@@ -255,8 +265,8 @@ PRIVATE_WORDS = {
     *("housekeeping", "fences", "tally", "census", "handing", "supply", "settling", "finishing", "committing"),
     *("hear", "way", "door", "doors", "feed", "feeds", "rooms", "deposed"),
 }
-# A protocol and its one implementation, which share a name.
-SHARED_NAMES = {"ClusterClient", "Portion", "Transport"}  # kombu looks for a Transport
+# A protocol and its one implementation, which share a name; names that other frameworks look for or tell users.
+SHARED_NAMES = {"ClusterClient", "Portion", "Transport", "PortalMQBroker"}
 
 
 def identifiers_of(file: Path) -> Iterator[str]:
