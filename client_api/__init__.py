@@ -7,7 +7,7 @@ Names other than errors are loaded at their first use, so that `import portalmq`
 
 from __future__ import annotations
 
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from portalmq.errors import Backpressure as Backpressure
@@ -89,7 +89,8 @@ if not TYPE_CHECKING:  # type checkers read the imports above
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        value: Any = metadata.version("portalmq")
+        # At its first use: it takes longer to load than all else that a client imports.
+        value: Any = import_module("importlib.metadata").version("portalmq")
     elif name in _HOMES:
         value = getattr(import_module(_HOMES[name]), name)
     else:

@@ -1,11 +1,7 @@
 """AsyncProducer and AsyncConsumer: the producer and the consumer for asyncio, with the same names and guarantees.
 
-They run the synchronous ones, so there is no second implementation of retries, leases and sequences. Work that cannot
-wait runs in the event loop's thread. Work that may wait (the network, a full buffer) runs in a thread of the object.
-
-    send --room in the buffer--> the producer's batch --sender thread--> leader --> the future wakes the coroutine
-    next message --> the consumer's own thread --> one message (or, for poll, some)
-    ack, nack, extend --> another thread, so that they do not wait behind a waiting receive
+They have no threads: the decisions (batches, retries, leases) are those of Producer and Consumer, and what waits there
+suspends the coroutine here (network/either.py). In stream mode AsyncConsumer runs a Consumer with its threads.
 
 Cancelling is safe. A cancelled `send` may or may not be sent, like any message whose outcome was not awaited. Messages
 of a cancelled receive are kept for the next receive; they never count as done.
@@ -15,25 +11,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import inspect
-import threading
-import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Iterable
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
+from portalmq import consumer, wire
 from portalmq.closeable import AsyncCloseable
 from portalmq.consumer import Consumer
-from portalmq.errors import Backpressure, PortalMQError
-from portalmq.loop_threads import LoopThreads
+from portalmq.consumers.loop_consumer import SETTLERS_MAX, LoopConsumer, shielded
+from portalmq.consumers.subscription import subscription_of
+from portalmq.errors import PortalMQError
 from portalmq.message import Message, RecordMetadata
 from portalmq.network.forking import reset_in_children
+from portalmq.network.tls import TLS_NAMES, TlsFiles
 from portalmq.producer import Producer
-from portalmq.producers.batching import SendFuture
+from portalmq.producers.loop_producer import LoopProducer
+from portalmq.stream_threads import StreamThreads
+from portalmq.transport.calls import CALL_TIMEOUT_S
+from portalmq.transport.loop_transport import LoopTransport
+from portalmq.transport.transport import ClusterOptions, Transport
 
-SETTLERS_MAX = 4
 CLOSE_TIMEOUT_S = 5.0
+
+__all__ = ["SETTLERS_MAX", "AsyncConsumer", "AsyncProducer"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -42,10 +44,12 @@ R = TypeVar("R")
 def _with_parameters_of(
     model: Callable[Concatenate[Any, P], object],
 ) -> Callable[[Callable[..., R]], Callable[Concatenate[Any, P], R]]:
-    """Give a method that passes its arguments on the parameters of `model`, for type checkers and for help()."""
+    """Give a method that passes its arguments on the parameters of `model`, and if it has none its description, for
+    type checkers and for help()."""
 
     def give(method: Callable[..., R]) -> Callable[Concatenate[Any, P], R]:
         returned = method.__annotations__["return"]
+        method.__doc__ = method.__doc__ or model.__doc__
         method.__signature__ = inspect.signature(model).replace(return_annotation=returned)  # type: ignore[attr-defined]
         return method
 
@@ -68,98 +72,40 @@ class AsyncProducer(AsyncCloseable):
 
     @_with_parameters_of(Producer.__init__)
     def __init__(self, *args: Any, **options: Any) -> None:
-        self._producer = Producer(*args, **options)
-        # One thread keeps the order of the sends that have to wait; the other one is for flush and close.
-        self._senders = LoopThreads("portalmq-async-send", 1)
-        self._flusher = LoopThreads("portalmq-async-flush", 1)
-        self._hurried: list[SendFuture] = []
-        self._closing: asyncio.Future[None] | None = None
+        given = _options_of(Producer.__init__, args, options)
+        cluster = _cluster_of(given, given["delivery_timeout_s"])
+        self._inner = LoopProducer(LoopTransport(**cluster._asdict()), **given)
+        self._closing: asyncio.Task[None] | None = None
         reset_in_children(self)
 
     def _reset_in_child(self) -> None:
-        """Forget the parent's work in the child of a fork; the producer and the threads reset themselves."""
-        self._hurried = []
+        """Forget a close() of the parent in the child of a fork."""
         if self._closing is not None and not self._closing.done():
             self._closing = None
 
     def __repr__(self) -> str:
-        return f"<Async{repr(self._producer)[1:]}"
+        return repr(self._inner)
 
     @_with_parameters_of(Producer.send)
     async def send(self, topic: str, value: Any, **options: Any) -> RecordMetadata:
         """Send a message, and wait until it counts (see `acks`). Raises its PortalMQError, and the errors of
-        Producer.send. While the buffer is full it waits, without blocking the event loop."""
-        began = time.monotonic()
-
-        def put_in_time() -> SendFuture:
-            within_s = self._producer._max_block_s
-            if time.monotonic() - began > within_s:
-                raise Backpressure(
-                    f"the sends before this one have been waiting for a broker for {within_s:g} s",
-                    outcome="not_applied",
-                )
-            return self._producer.send(topic, value, **options)
-
-        # A send behind a waiting one must wait too, or it would overtake it.
-        if self._senders.unfinished or not self._producer.has_room_for(topic, options.get("partition")):
-            future = await self._senders.run(put_in_time)
-        else:
-            future = self._producer.send(topic, value, **options)
-        self._hurry(future)
-        return await asyncio.wrap_future(future)
-
-    def _hurry(self, future: SendFuture) -> None:
-        """Have the future's batch sent as soon as all coroutines that run now have sent theirs."""
-        self._hurried.append(future)
-        if len(self._hurried) == 1:
-            asyncio.get_running_loop().call_soon(self._hurry_all)
-
-    def _hurry_all(self) -> None:
-        hurried, self._hurried = self._hurried, []
-        for future in hurried:
-            future.hurry()
+        Producer.send. While the buffer is full it waits, without blocking the event loop. A note of CancelledError says
+        whether the message may be sent."""
+        return await self._inner.send(topic, value, **options)
 
     async def flush(self, timeout: float | None = None) -> None:  # noqa: ASYNC109 - the name that Producer has
         """Wait until every message sent so far has its outcome. Raises TimeoutError after `timeout` seconds."""
-        while self._senders.unfinished:  # sends that wait for room came before this flush
-            await self._senders.run(lambda: None)
-        await self._flusher.run(lambda: self._producer.flush(timeout))
+        await self._inner.flush(timeout)
 
     async def close(self, timeout: float | None = None) -> None:  # noqa: ASYNC109 - the name that Producer has
         """Flush and stop. Messages unsent after `timeout` seconds (default: the delivery timeout) fail. A second close
         waits for the first, which continues if its caller is cancelled."""
         if self._closing is None:
-            limit_s = self._producer._delivery_timeout_s if timeout is None else timeout
-            sends_done = threading.Event()
-            if self._senders.unfinished:
-                self._senders.start(sends_done.set)
-            else:
-                sends_done.set()
-
-            def finish() -> None:
-                began = time.monotonic()
-                sends_done.wait(limit_s)
-                self._producer.close(max(0.0, limit_s - (time.monotonic() - began)))
-
-            self._closing = self._flusher.start(finish)
-            self._senders.close()
-            self._flusher.close()
+            self._closing = asyncio.create_task(self._inner.close(timeout), name="portalmq-close")
         await asyncio.shield(self._closing)
 
 
 # --- consuming -------------------------------------------------------------------------------------------------------
-
-
-def _in_settler_thread(
-    method: Callable[Concatenate[Consumer, P], R],
-) -> Callable[Concatenate[AsyncConsumer, P], Coroutine[Any, Any, R]]:
-    """Return the method of the consumer as one of AsyncConsumer."""
-
-    @functools.wraps(method)
-    async def run(self: AsyncConsumer, /, *args: P.args, **options: P.kwargs) -> R:
-        return await self._settlers.run(lambda: method(self._consumer, *args, **options))
-
-    return run
 
 
 class AsyncConsumer(AsyncCloseable):
@@ -176,18 +122,35 @@ class AsyncConsumer(AsyncCloseable):
 
     @_with_parameters_of(Consumer.__init__)
     def __init__(self, *topics: str, **options: Any) -> None:
-        self._consumer = Consumer(*topics, **options)
-        self._receiver = LoopThreads("portalmq-async-receive", 1)
-        self._settlers = LoopThreads("portalmq-async-settle", SETTLERS_MAX)
-        # While brokers are unreachable acks may occupy all settler threads and a queue behind them; close() has its own
-        # thread.
-        self._closer = LoopThreads("portalmq-async-close", 1)
+        self._topics = topics
+        self._options = _options_of(Consumer.__init__, topics, options)
+        self._inner: LoopConsumer | StreamThreads = self._new_inner()
         self._closed = False
-        self._reset_in_child()
+        self._forget_received()
+        self._close_if_forgotten()
         reset_in_children(self)
 
+    def _close_if_forgotten(self) -> None:
+        """Have the messages go back to the group when this object is garbage collected. A stream's consumer sees to it
+        itself."""
+        if isinstance(self._inner, LoopConsumer):
+            weakref.finalize(self, self._inner.close_soon).atexit = False
+
+    def _new_inner(self) -> LoopConsumer | StreamThreads:
+        if self._options["mode"] == "stream":
+            return StreamThreads(Consumer(*self._topics, **self._options))
+        options = dict(self._options)
+        cluster, idle_timeout_s = _cluster_of(options, CALL_TIMEOUT_S), options.pop("idle_timeout_s")
+        return LoopConsumer(subscription_of(self._topics, **options), options=cluster, idle_timeout_s=idle_timeout_s)
+
     def _reset_in_child(self) -> None:
-        """Start with nothing received, at construction and in the child of a fork."""
+        """Start afresh in the child of a fork. A stream's consumer and its threads reset themselves."""
+        if isinstance(self._inner, LoopConsumer):
+            self._inner = self._new_inner()
+            self._close_if_forgotten()
+        self._forget_received()
+
+    def _forget_received(self) -> None:
         # Messages of a receive whose caller was cancelled; and that receive itself while it continues. One at a time.
         self._undelivered: deque[Message] = deque()
         self._receiving: asyncio.Future[list[Message]] | None = None
@@ -196,7 +159,11 @@ class AsyncConsumer(AsyncCloseable):
         self._handed_out: dict[tuple[str, int, int], Message] = {}
 
     def __repr__(self) -> str:
-        return f"<Async{repr(self._consumer)[1:]}"
+        return repr(self._inner)
+
+    @property
+    def _is_queue(self) -> bool:
+        return self._inner.subscription.mode == "queue"
 
     # --- receiving ---------------------------------------------------------------------------------------------------
 
@@ -205,12 +172,7 @@ class AsyncConsumer(AsyncCloseable):
 
     async def __anext__(self) -> Message:
         """Return the next message; the one before is acked."""
-
-        def one() -> list[Message]:
-            message = next(self._consumer, None)
-            return [] if message is None else [message]
-
-        messages = await self._receive(one, 1, None)
+        messages = await self._receive(lambda: self._inner.start_next(), 1, None)
         if not messages:
             raise StopAsyncIteration
         return messages[0]
@@ -220,18 +182,18 @@ class AsyncConsumer(AsyncCloseable):
         errors of Consumer.poll."""
         if self._closed:
             raise RuntimeError("the consumer is closed")
-        return await self._receive(lambda: self._consumer.poll(timeout_s, max_messages), max_messages, timeout_s)
+        return await self._receive(lambda: self._inner.start_poll(timeout_s, max_messages), max_messages, timeout_s)
 
     async def _receive(
-        self, receive: Callable[[], list[Message]], at_most: int | None, timeout_s: float | None
+        self, start: Callable[[], asyncio.Future[list[Message]]], at_most: int | None, timeout_s: float | None
     ) -> list[Message]:
         """Return buffered messages, those of a receive whose caller was cancelled, or those of a new receive."""
         async with self._receive_lock:
             while not self._undelivered and not self._closed:
                 if self._receiving is None:
-                    if self._consumer._mode == "queue":
+                    if self._is_queue:
                         self._handed_out.clear()  # asking for more acks them
-                    self._receiving = self._receiver.start(receive)
+                    self._receiving = start()
                     if not await self._wait_for(self._receiving, None):
                         return []
                 elif not await self._wait_for(self._receiving, timeout_s) and self._receiving is not None:
@@ -239,7 +201,7 @@ class AsyncConsumer(AsyncCloseable):
             count = len(self._undelivered) if at_most is None else min(at_most, len(self._undelivered))
             messages = [self._undelivered.popleft() for _ in range(count)]
             for message in messages:
-                offset = message.offset if self._consumer._mode == "queue" else 0
+                offset = message.offset if self._is_queue else 0
                 self._handed_out[message.topic, message.partition, offset] = message
             return messages
 
@@ -255,33 +217,41 @@ class AsyncConsumer(AsyncCloseable):
 
     # --- settling ----------------------------------------------------------------------------------------------------
 
-    ack = _in_settler_thread(Consumer.ack)
-    nack = _in_settler_thread(Consumer.nack)
-    reject = _in_settler_thread(Consumer.reject)
-    release = _in_settler_thread(Consumer.release)
-    extend = _in_settler_thread(Consumer.extend)
-    commit_with = _in_settler_thread(Consumer.commit_with)
+    @_with_parameters_of(Consumer.ack)
+    async def ack(self, messages: Message | Iterable[Message]) -> None:
+        await self._inner.ack(messages)
+
+    @_with_parameters_of(Consumer.nack)
+    async def nack(self, messages: Message | Iterable[Message], *arguments: Any, **options: Any) -> None:
+        await self._inner.nack(messages, *arguments, **options)
+
+    @_with_parameters_of(Consumer.reject)
+    async def reject(self, messages: Message | Iterable[Message], reason: str | None = None) -> None:
+        await self._inner.reject(messages, reason)
+
+    @_with_parameters_of(Consumer.release)
+    async def release(self, messages: Message | Iterable[Message]) -> None:
+        await self._inner.release(messages)
+
+    @_with_parameters_of(Consumer.extend)
+    async def extend(self, messages: Message | Iterable[Message], *arguments: Any, **options: Any) -> None:
+        await self._inner.extend(messages, *arguments, **options)
+
+    @_with_parameters_of(Consumer.commit_with)
+    async def commit_with(self, messages: Message | Iterable[Message], outputs: Iterable[Any]) -> wire.Committed:
+        return await self._inner.commit_with(messages, outputs)
 
     async def commit(self) -> None:
         """Ack all messages that this consumer handed out; durable on return. Messages of a cancelled receive are not
         included."""
-        if self._consumer._mode == "queue" and self._consumer._subscription.manual_ack:
-            self._consumer.commit()  # raises the error that explains it
-        given = list(self._handed_out.values())
-
-        def commit() -> None:
-            if given:
-                self._consumer.ack(given)
-            self._consumer.commit_finished()
-
-        await self._settlers.run(commit)
+        await self._inner.commit(list(self._handed_out.values()))
 
     # --- streams -----------------------------------------------------------------------------------------------------
 
     @_with_parameters_of(Consumer.seek)
     async def seek(self, topic: str, to: Any = "earliest", partition: int | None = None) -> None:
         """Move the group to another position in a topic. Messages of the topic from a cancelled receive are dropped."""
-        await self._settlers.run(lambda: self._consumer.seek(topic, to, partition))
+        await self._inner.seek(topic, to, partition)
 
         def is_void(message: Message) -> bool:
             return message.topic == topic and partition in (None, message.partition)
@@ -289,18 +259,23 @@ class AsyncConsumer(AsyncCloseable):
         self._undelivered = deque(message for message in self._undelivered if not is_void(message))
         self._handed_out = {place: message for place, message in self._handed_out.items() if not is_void(message)}
 
-    pause = _in_settler_thread(Consumer.pause)
-    resume = _in_settler_thread(Consumer.resume)
+    @_with_parameters_of(Consumer.pause)
+    async def pause(self, topic: str | None = None, partition: int | None = None) -> None:
+        await self._inner.pause(topic, partition)
+
+    @_with_parameters_of(Consumer.resume)
+    async def resume(self, topic: str | None = None, partition: int | None = None) -> None:
+        await self._inner.resume(topic, partition)
 
     @property
     def assignment(self) -> list[tuple[str, int]]:
         """The (topic, partition) pairs that this member of a stream group reads now."""
-        return self._consumer.assignment
+        return self._inner.assignment
 
     @property
     def member_id(self) -> str:
         """The id of this consumer in its stream group."""
-        return self._consumer.member_id
+        return self._inner.member_id
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
@@ -310,18 +285,30 @@ class AsyncConsumer(AsyncCloseable):
         if self._closed:
             return
         self._closed = True
+        await shielded(self._close())
+
+    async def _close(self) -> None:
         try:
-            await self._closer.run(self._consumer.close)
+            await self._inner.close(consumer.LAST_ANSWER_S)
             if self._receiving is not None and not self._receive_lock.locked():  # a coroutine that waits for it gets it
                 with contextlib.suppress(PortalMQError):
                     await self._wait_for(self._receiving, CLOSE_TIMEOUT_S)
-            if self._consumer._subscription.manual_ack and self._undelivered and self._consumer._mode == "queue":
-                # In manual mode the user settles what was handed out, but these messages never were.
-                kept, reason = list(self._undelivered), "the consumer closed before it handled the message"
-                with contextlib.suppress(PortalMQError):
-                    await self._closer.run(lambda: self._consumer.nack(kept, 0, reason))
+            await self._inner.give_back(list(self._undelivered), "the consumer closed before it handled the message")
         finally:
             self._undelivered.clear()
-            self._receiver.close()
-            self._settlers.close()
-            self._closer.close()
+            self._inner.end()
+
+
+def _cluster_of(options: dict[str, Any], timeout_s: float) -> ClusterOptions:
+    """Take the arguments that say where the cluster is. Of a `transport` only these are used: it blocks."""
+    transport: Transport | None = options.pop("transport")
+    bootstrap, token, allowed = (options.pop(name) for name in ("bootstrap", "token", "allow_advertised"))
+    tls = TlsFiles(*(options.pop(name) for name in TLS_NAMES))
+    return ClusterOptions(bootstrap, token, timeout_s, tls, allowed) if transport is None else transport.options
+
+
+def _options_of(model: Callable[..., Any], topics: tuple[Any, ...], given: dict[str, Any]) -> dict[str, Any]:
+    """Return all arguments of `model` but topics, with their defaults. Raises TypeError for an unknown one."""
+    bound = inspect.signature(model).bind(None, *topics, **given)
+    bound.apply_defaults()
+    return {name: value for name, value in bound.arguments.items() if name not in ("self", "topics")}

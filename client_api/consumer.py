@@ -8,7 +8,6 @@ collected).
 
 from __future__ import annotations
 
-import math
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
@@ -19,20 +18,29 @@ from portalmq import wire
 from portalmq.closeable import Closeable
 from portalmq.consumers.commit import Output, commit_receipts
 from portalmq.consumers.lease import Leases
-from portalmq.consumers.lease_calls import Verb
-from portalmq.consumers.receiver import Receiver
-from portalmq.consumers.subscription import Delivery, Subscription
+from portalmq.consumers.lease_calls import (
+    RELEASE_OPTIONS,
+    Verb,
+    extend_options,
+    nack_options,
+    receipts_of,
+    reject_options,
+)
+from portalmq.consumers.receiver import LAST_ANSWER_S as LAST_ANSWER_S
+from portalmq.consumers.receiver import Receiver, end_receiving
+from portalmq.consumers.subscription import (
+    VISIBILITY_TIMEOUT_S,
+    Delivery,
+    only_for_streams,
+    subscription_of,
+    unix_ms,
+)
 from portalmq.message import Message
+from portalmq.network.either import finish
 from portalmq.network.forking import reset_in_children
 from portalmq.network.tls import TlsFiles
-from portalmq.stream_wire import SESSION_TIMEOUT_MS_MAX
 from portalmq.streams.member import StreamMember
 from portalmq.transport.transport import Bootstrap, Transport
-
-VISIBILITY_TIMEOUT_S = 30.0
-HANDLING_S = 300.0
-# How long close() waits for the answer of a receive; messages leased by it go back at once.
-LAST_ANSWER_S = 2.0
 
 
 class Consumer(Closeable):
@@ -85,39 +93,21 @@ class Consumer(Closeable):
         commits what was handed out. `member_id` is a permanent name: a consumer that returns under it within
         `session_timeout_s` gets its partitions back, and close() does not give them up.
         """
-        if not topics:
-            raise ValueError("name at least one topic")
-        if mode not in ("queue", "stream"):
-            raise ValueError(f"mode={mode!r}: use 'queue' or 'stream'")
-        if delivery not in ("at_least_once", "at_most_once", "exactly_once"):
-            raise ValueError(f"delivery={delivery!r}: use 'at_least_once', 'at_most_once' or 'exactly_once'")
-        if not 0.5 <= session_timeout_s <= SESSION_TIMEOUT_MS_MAX / 1000:
-            raise ValueError(f"session_timeout_s must be 0.5 to {SESSION_TIMEOUT_MS_MAX // 1000}")
-        if member_id is not None and mode != "stream":
-            raise ValueError("member_id is for mode='stream': in a queue group all consumers are alike")
-        if not 1 <= max_messages <= wire.RECEIVE_MESSAGES_MAX:
-            raise ValueError(f"max_messages must be 1 to {wire.RECEIVE_MESSAGES_MAX}")
-        if max_handling_s is None:
-            max_handling_s = HANDLING_S if visibility_timeout_s == VISIBILITY_TIMEOUT_S else 0
-        if not 0 <= max_handling_s < math.inf:
-            raise ValueError("max_handling_s must be a number of seconds, or 0")
-        if not 1 <= visibility_timeout_s * 1000 <= wire.VISIBILITY_TIMEOUT_MS_MAX:
-            raise ValueError(f"visibility_timeout_s must be 0.001 to {wire.VISIBILITY_TIMEOUT_MS_MAX // 1000}")
-        self.topics = tuple(wire.check_name(topic, "topic") for topic in topics)
-        self.group = wire.check_name(group, "group")
-        self._subscription = Subscription(
-            group=self.group,
-            topics=self.topics,
-            settings=_settings_of(start),
+        self._subscription = subscription_of(
+            topics,
+            group=group,
+            mode=mode,
             delivery=delivery,
-            manual_ack=manual_ack,
-            prefetch=prefetch,
             max_messages=max_messages,
             visibility_timeout_s=visibility_timeout_s,
-            member_id=None if member_id is None else wire.check_name(member_id, "member"),
+            start=start,
+            manual_ack=manual_ack,
+            prefetch=prefetch,
+            member_id=member_id,
             session_timeout_s=session_timeout_s,
+            max_handling_s=max_handling_s,
         )
-        self._max_handling_s = 0.0 if manual_ack else max_handling_s
+        self.topics, self.group = self._subscription.topics, self._subscription.group
         self._idle_timeout_s = idle_timeout_s
         self._mode = mode
         # Two transports: close() cuts a waiting receive off, and still acks and nacks.
@@ -129,9 +119,7 @@ class Consumer(Closeable):
         reset_in_children(self)
 
     def __repr__(self) -> str:
-        state = ": closed" if self._closed.is_set() else ""
-        topics, urls = ", ".join(self.topics), ", ".join(self._receiving.urls)
-        return f"<Consumer of {topics} in {self._mode} group {self.group!r} at {urls}{state}>"
+        return self._subscription.shown("Consumer", self._receiving.urls, is_closed=self._closed.is_set())
 
     def _begin(self) -> None:
         """Start with no messages, under a new name."""
@@ -140,7 +128,7 @@ class Consumer(Closeable):
             self._settle_transport,
             self.group,
             subscription.visibility_timeout_s,
-            max_handling_s=self._max_handling_s,
+            max_handling_s=subscription.max_handling_s,
         )
         self._receiver = Receiver(self._receiving, self._leases, subscription, self._closed)
         self._stream: StreamMember | None = None
@@ -180,7 +168,7 @@ class Consumer(Closeable):
             if message is None:
                 raise StopIteration
             return message
-        messages = self._receiver.next_messages(1, self._idle_timeout_s, self, ends=True)
+        messages = finish(self._receiver.next_messages(1, self._idle_timeout_s, self, ends=True))
         if not messages:
             raise StopIteration
         return messages[0]
@@ -193,12 +181,10 @@ class Consumer(Closeable):
         """
         if self._closed.is_set():
             raise RuntimeError("the consumer is closed")
-        if max_messages is not None and not 1 <= max_messages <= wire.RECEIVE_MESSAGES_MAX:
-            raise ValueError(f"max_messages must be 1 to {wire.RECEIVE_MESSAGES_MAX}")
-        at_most = max_messages or self._subscription.max_messages
+        at_most = self._subscription.at_most(max_messages)
         if self._stream is not None:
             return self._stream.poll(timeout_s, at_most, self)
-        return self._receiver.next_messages(at_most, timeout_s, self, ends=False)
+        return finish(self._receiver.next_messages(at_most, timeout_s, self, ends=False))
 
     # --- settling ----------------------------------------------------------------------------------------------------
 
@@ -216,28 +202,23 @@ class Consumer(Closeable):
     ) -> None:
         """Return messages to the group for redelivery, after `delay_s` seconds (default: the group's back-off)."""
         self._check_leases("nack")
-        options: dict[str, object] = {}
-        if delay_s is not None:
-            options["delay_ms"] = round(delay_s * 1000)
-        if reason is not None:
-            options["reason"] = reason[:1000]
-        self._settle("nack", messages, options)
+        self._settle("nack", messages, nack_options(delay_s, reason))
 
     def reject(self, messages: Message | Iterable[Message], reason: str | None = None) -> None:
         """Make dead letters of messages at once: to deliver them again would not help."""
         self._check_leases("reject")
-        self._settle("nack", messages, {"dead": True} if reason is None else {"dead": True, "reason": reason[:1000]})
+        self._settle("nack", messages, reject_options(reason))
 
     def release(self, messages: Message | Iterable[Message]) -> None:
         """Return messages to the group, at once and as if they had not been delivered."""
         self._check_leases("release")
-        self._settle("nack", messages, {"unseen": True, "delay_ms": 0})
+        self._settle("nack", messages, RELEASE_OPTIONS)
 
     def extend(self, messages: Message | Iterable[Message], visibility_timeout_s: float | None = None) -> None:
         """Extend leases to `visibility_timeout_s` seconds from now (default: this consumer's)."""
         self._check_leases("extend")
         seconds = self._subscription.visibility_timeout_s if visibility_timeout_s is None else visibility_timeout_s
-        self._settle("extend", messages, {"visibility_timeout_ms": round(seconds * 1000)})
+        self._settle("extend", messages, extend_options(seconds))
 
     def commit_with(self, messages: Message | Iterable[Message], outputs: Iterable[Output]) -> wire.Committed:
         """Ack messages of one partition and publish `outputs`, both or neither, exactly once.
@@ -253,15 +234,11 @@ class Consumer(Closeable):
             return self._stream.commit_with(given, outputs)
         # Before anything can fail: after an error, asking for more must not ack messages without outputs.
         self._leases.forget([message.receipt for message in given if message.receipt is not None])
-        return commit_receipts(self._settle_transport, self.group, given, outputs)
+        return finish(commit_receipts(self._settle_transport, self.group, given, outputs))
 
     def _settle(self, verb: Verb, messages: Message | Iterable[Message], options: dict[str, object]) -> None:
-        given = [messages] if isinstance(messages, Message) else list(messages)
-        receipts = [message.receipt for message in given if message.receipt is not None]
-        if len(receipts) < len(given):
-            raise ValueError("a message without a receipt was browsed, not received: there is no lease to settle")
-        if receipts:
-            self._leases.settle(verb, receipts, options)
+        if receipts := receipts_of(messages):
+            finish(self._leases.settle(verb, receipts, options))
 
     # --- streams ------------------------------------------------------------------------------------------------------
 
@@ -273,15 +250,15 @@ class Consumer(Closeable):
         elif self._subscription.manual_ack:
             raise ValueError("with manual_ack in a queue group, ack the messages")
         else:
-            self._leases.finish_handed()
-            self._leases.commit()
+            finish(self._leases.finish_handed())
+            finish(self._leases.commit())
 
     def commit_finished(self) -> None:
         """Send pending acks, and no acks for messages still in hand; durable on return."""
         if self._stream is not None:
             self._stream.commit_finished()
         else:
-            self._leases.commit()
+            finish(self._leases.commit())
 
     def seek(
         self,
@@ -295,7 +272,7 @@ class Consumer(Closeable):
         """
         stream = self._streaming("seek")
         if isinstance(to, datetime):
-            stream.seek(topic, {"at": _unix_ms(to)}, partition)
+            stream.seek(topic, {"at": unix_ms(to)}, partition)
         else:
             stream.seek(topic, {"offset": to} if isinstance(to, int) else to, partition)
 
@@ -327,7 +304,7 @@ class Consumer(Closeable):
 
     def _streaming(self, what: str) -> StreamMember:
         if self._stream is None:
-            raise ValueError(f"{what} is for mode='stream'")
+            raise only_for_streams(what)
         return self._stream
 
     def _check_leases(self, what: str) -> None:
@@ -344,21 +321,6 @@ class Consumer(Closeable):
         if self._subscription.manual_ack:
             self._leases.forget_handed()
         self._shut_down()
-
-
-def _settings_of(start: str | datetime) -> dict[str, object]:
-    """Return the settings of a group that begins there."""
-    if start not in ("earliest", "latest") and not isinstance(start, datetime):
-        raise ValueError(f"start={start!r}: use 'earliest', 'latest' or a datetime")
-    if start == "earliest":
-        return {}
-    return {"start": start if isinstance(start, str) else {"at": _unix_ms(start)}}
-
-
-def _unix_ms(moment: datetime) -> int:
-    if moment.tzinfo is None:
-        raise ValueError(f"{moment!r} names no time zone: write datetime.now(timezone.utc), for instance")
-    return round(moment.timestamp() * 1000)
 
 
 def _shut_down(
@@ -380,11 +342,8 @@ def _shut_down(
         cut = threading.Timer(LAST_ANSWER_S, receiving.close)
         cut.daemon = True
         cut.start()
-        leases.release()
+        finish(leases.release())
     else:
-        receiving.hang_up()
-        leases.end_receives(LAST_ANSWER_S)
-        receiving.close()
-        leases.release(LAST_ANSWER_S)
+        finish(end_receiving(receiving, leases, LAST_ANSWER_S))
     # Not closed: with manual_ack, other threads may still have messages in hand to ack.
     settle_transport.rest()

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
 
 from portalmq import wire
 from portalmq.errors import PortalMQError, StaleReceipt
+from portalmq.network.either import Mutex
 from portalmq.transport.retries import may_repeat
 
 # Acks that no answer has named after this time are sent again.
@@ -27,7 +29,13 @@ UNTOLD_S_MAX = 2.0
 class PendingAcks:
     """Thread-safe under `lock`, which is not held while acks are sent."""
 
-    def __init__(self, lock: threading.RLock, send: Callable[[list[str]], object], clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        lock: threading.RLock,
+        sending: Mutex,
+        send: Callable[[list[str]], Coroutine[Any, Any, object]],
+        clock: Callable[[], float],
+    ) -> None:
         self._lock = lock
         self._send = send
         self._clock = clock
@@ -37,8 +45,8 @@ class PendingAcks:
         # Acks, and when they were answered, by attempt.
         self._untold: dict[str, tuple[list[str], float]] = {}
         self._are_apart = False
-        # Held while acks are sent, so that flush() also waits for those that another thread sends.
-        self.sending = threading.RLock()
+        # The caller of flush() holds it, so that it also waits for those that another one sends.
+        self.sending = sending
         # When the oldest gathered ack was added, or sent in vain.
         self.since = 0.0
 
@@ -102,33 +110,33 @@ class PendingAcks:
         untold, self._untold = self._untold, {}
         return [receipt for acks, _ in untold.values() for receipt in acks]
 
-    def flush(self) -> list[str]:
-        """Send the gathered and untold acks, and return the stale ones: other consumers have their messages. After an
-        error those that may yet be confirmed are gathered again; acks that were refused for good are dropped."""
+    async def flush(self) -> list[str]:
+        """Send the gathered and untold acks, and return the stale ones: other consumers have their messages. The caller
+        holds `sending`. After an error those that may yet be confirmed are gathered again; acks that were refused for
+        good are dropped."""
         stale: list[str] = []
         left: list[str] = []
-        with self.sending:
-            try:
-                with self._lock:
-                    left, self._gathered = self._take_untold() + self._gathered, []
-                while left:
-                    receipts = left[: wire.RECEIVE_MESSAGES_MAX]
-                    try:
-                        self._send(receipts)
-                    except StaleReceipt as error:
-                        stale += stale_among(error, receipts)
-                    except PortalMQError as error:
-                        # Behind the others, which another leader may answer.
-                        left += stale_among(error, receipts) if may_repeat(error, repeatable=True) else []
-                        del left[: len(receipts)]
-                        raise
+        try:
+            with self._lock:
+                left, self._gathered = self._take_untold() + self._gathered, []
+            while left:
+                receipts = left[: wire.RECEIVE_MESSAGES_MAX]
+                try:
+                    await self._send(receipts)
+                except StaleReceipt as error:
+                    stale += stale_among(error, receipts)
+                except PortalMQError as error:
+                    # Behind the others, which another leader may answer.
+                    left += stale_among(error, receipts) if may_repeat(error, repeatable=True) else []
                     del left[: len(receipts)]
-            finally:
-                with self._lock:
-                    self._gathered = left + self._gathered
-                    self._are_apart = bool(left)
-                    if left:
-                        self.since = self._clock()
+                    raise
+                del left[: len(receipts)]
+        finally:
+            with self._lock:
+                self._gathered = left + self._gathered
+                self._are_apart = bool(left)
+                if left:
+                    self.since = self._clock()
         return stale
 
 

@@ -13,10 +13,11 @@ import msgspec
 
 from portalmq import wire
 from portalmq.message import Message
+from portalmq.network.either import settled
 from portalmq.producers.outgoing import pack
 from portalmq.transport.answers import decode_answer
+from portalmq.transport.calls import EitherCalls
 from portalmq.transport.request import Request
-from portalmq.transport.transport import Transport
 
 Output = Mapping[str, Any]
 
@@ -25,8 +26,8 @@ _OPTIONS = ("partition", "delay_ms", "deliver_at_ms", "ttl_ms")
 _FIELDS = {"topic", "value", "value_base64", "key", "key_base64", "headers", "content_type", "priority", *_OPTIONS}
 
 
-def commit_receipts(
-    transport: Transport, group: str, messages: Sequence[Message], outputs: Iterable[Output]
+async def commit_receipts(
+    transport: EitherCalls, group: str, messages: Sequence[Message], outputs: Iterable[Output]
 ) -> wire.Committed:
     """Ack messages of one partition and publish `outputs`. Raises StaleReceipt if one of them was acked or leased to
     another consumer, and the error by which a broker refuses an output; then nothing was done."""
@@ -34,14 +35,16 @@ def commit_receipts(
     receipts = [message.receipt for message in messages if message.receipt is not None]
     if len(receipts) < len(messages):
         raise ValueError("a message without a receipt was browsed, not received: it has no lease to commit")
-    return send_commit(transport, group, place, wire.PackCommit(publish=packed(outputs), ack=receipts))
+    return await send_commit(transport, group, place, wire.PackCommit(publish=packed(outputs), ack=receipts))
 
 
-def send_commit(transport: Transport, group: str, place: tuple[str, int], commit: wire.PackCommit) -> wire.Committed:
+async def send_commit(
+    transport: EitherCalls, group: str, place: tuple[str, int], commit: wire.PackCommit
+) -> wire.Committed:
     """Send a commit to the leader of its partition, repeatedly if need be."""
     path, body = wire.group_path(group, "commit"), msgspec.msgpack.encode(commit)
     request = Request("POST", path, body, _HEADERS, repeatable=True, leader_of=place)
-    return decode_answer(transport.call(request), wire.Committed)
+    return decode_answer(await settled(transport.call(request)), wire.Committed)
 
 
 def partition_of(messages: Sequence[Message]) -> tuple[str, int]:

@@ -19,13 +19,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 from portalmq import wire
 from portalmq.consumers.acks import PendingAcks, stale_among
 from portalmq.consumers.lease_calls import LOOK_TIMEOUT_S, LeaseCalls, Verb
 from portalmq.consumers.prefetch import Ahead
 from portalmq.errors import LeaseLost, PortalMQError, StaleReceipt
-from portalmq.transport.transport import Transport
+from portalmq.network.either import THREADS, Waits, settled
+from portalmq.transport.calls import EitherCalls
 
 _log = logging.getLogger("portalmq.consumer")
 
@@ -45,18 +47,20 @@ class Leases:
 
     def __init__(
         self,
-        transport: Transport,
+        transport: EitherCalls,
         group: str,
         visibility_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
         max_handling_s: float = 0.0,
+        waits: Waits = THREADS,
     ) -> None:
         self._transport = transport
         self._calls = LeaseCalls(transport, group, visibility_timeout_s)
         self._visibility_s = visibility_timeout_s
         self._clock = clock
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._waits = waits
+        self._changed = waits.condition(self._lock)
         self._waiting: deque[wire.PackMessageOut] = deque()
         # All waiting messages came in one answer or were extended in one call, so their leases end together.
         self._waiting_until = 0.0
@@ -70,11 +74,11 @@ class Leases:
         # Of the messages in hand: those that the user has extended, and those whose lease was lost.
         self._extended: set[str] = set()
         self._lost: set[str] = set()
-        self._acks = PendingAcks(self._lock, lambda receipts: self._calls.settle("ack", receipts, {}), clock)
+        self._acks = PendingAcks(self._lock, waits.mutex(), lambda acks: self._calls.settle("ack", acks, {}), clock)
         # The thread of the current receive.
         self._receiving_thread: int | None = None
         self._failure: PortalMQError | None = None
-        self._keeper: threading.Thread | None = None
+        self._keeper: Any = None
         self._wakes_at = -math.inf
         self._was_called = False
         self._closed = self._is_releasing = False
@@ -90,7 +94,7 @@ class Leases:
 
     # --- the consumer's thread ---------------------------------------------------------------------------------------
 
-    def hold(self, messages: Sequence[wire.PackMessageOut], leased_at: float | None = None) -> None:
+    async def hold(self, messages: Sequence[wire.PackMessageOut], leased_at: float | None = None) -> None:
         """Keep the messages of a receive (`leased_at`: now, or earlier). Only called while none wait. After close()
         they go back at once."""
         with self._lock:
@@ -100,8 +104,8 @@ class Leases:
             is_late = self._closed
             self._add(messages, self._busy_since if leased_at is None else leased_at)
         if is_late:
-            self.read_ahead(LOOK_TIMEOUT_S)
-            self._give_back_waiting(CLOSED_BEFORE_HANDLING)
+            await self.read_ahead(LOOK_TIMEOUT_S)
+            await self._give_back_waiting(CLOSED_BEFORE_HANDLING)
             self._transport.rest()
 
     def _add(self, messages: Sequence[wire.PackMessageOut], leased_at: float) -> None:
@@ -133,13 +137,13 @@ class Leases:
             self._handed_at = self._busy_since = now
             return messages
 
-    def finish_handed(self) -> None:
+    async def finish_handed(self) -> None:
         """Mark the messages in hand as done: the next flush acks them. Raises LeaseLost for lost leases; the other
         messages are acked all the same."""
         if self._handed and self._clock() >= self._handed_until:
             with self._lock:
                 in_hand = [receipt for receipt in self._handed if receipt not in self._extended]
-            self._renew_expired(in_hand)
+            await self._renew_expired(in_hand)
         self._raise_failure()
         with self._lock:
             if not self._handed:
@@ -165,34 +169,34 @@ class Leases:
         if failure is not None:
             raise failure
 
-    def _renew_expired(self, receipts: list[str]) -> None:
+    async def _renew_expired(self, receipts: list[str]) -> None:
         """Extend leases that have expired by this clock, where no other consumer has the messages."""
         try:
             if receipts:
-                self._calls.extend(receipts, LOOK_TIMEOUT_S)
+                await self._calls.extend(receipts, LOOK_TIMEOUT_S)
         except StaleReceipt as error:
-            self._mark_lost(stale_among(error, receipts))
+            await self._mark_lost(stale_among(error, receipts))
         except PortalMQError as error:
             _log.debug("%d leases could not be checked: %s", len(receipts), error)
 
-    def _mark_lost(self, receipts: Collection[str]) -> None:
+    async def _mark_lost(self, receipts: Collection[str]) -> None:
         """Mark these leases as lost to other consumers, unless the group has no leases."""
-        if not receipts or self._calls.group_has_leases() is False:
+        if not receipts or await self._calls.group_has_leases() is False:
             return
         with self._lock:
             lost = [receipt for receipt in receipts if receipt in self._handed]
             self._lost.update(lost)
         self._warn_of_stale(len(lost))
 
-    def group_has_leases(self) -> bool | None:
+    async def group_has_leases(self) -> bool | None:
         """Return whether the group leases messages; None if no broker can answer now."""
-        return self._calls.group_has_leases()
+        return await self._calls.group_has_leases()
 
-    def begin_receive(self) -> bool:
+    async def begin_receive(self) -> bool:
         """Note that this thread begins a receive. Follow it by `take_ahead` and `take_acks`, or by `receive_failed`.
         Return False if there are messages by now, which another thread has read."""
         with self._lock:
-            self._wait_read_ahead()
+            await self._wait_read_ahead()
             if self._waiting:
                 return False
             self._receiving_thread = threading.get_ident()
@@ -210,16 +214,16 @@ class Leases:
         ahead, self._ahead = self._ahead, None
         return ahead
 
-    def read_ahead(self, within_s: float) -> None:
+    async def read_ahead(self, within_s: float) -> None:
         """Read the answer to the receive that is under way, and keep its messages with the waiting ones. After a
         failure the next receive repeats it."""
         with self._lock:
-            self._wait_read_ahead(within_s)
+            await self._wait_read_ahead(within_s)
             if (self._receiving_thread or self._reading_thread) is not None or (ahead := self.take_ahead()) is None:
                 return
             self._reading_thread = threading.get_ident()
         try:
-            received = ahead.read(within_s)
+            received = await settled(ahead.read(within_s))
         except BaseException as error:
             self.send_acks_apart()
             if not isinstance(error, PortalMQError):
@@ -234,11 +238,11 @@ class Leases:
                 self._reading_thread = None
                 self._changed.notify_all()
             if self._closed:
-                self._give_back_waiting(CLOSED_BEFORE_HANDLING)
+                await self._give_back_waiting(CLOSED_BEFORE_HANDLING)
 
-    def _wait_read_ahead(self, within_s: float | None = None) -> None:
+    async def _wait_read_ahead(self, within_s: float | None = None) -> None:
         if self._reading_thread is not None:
-            self._changed.wait_for(lambda: self._reading_thread is None, within_s)
+            await self._changed.wait_for(lambda: self._reading_thread is None, within_s)
 
     def _read_ahead_at(self) -> float:
         if self._ahead is None or self._receiving_thread is not None:
@@ -272,24 +276,27 @@ class Leases:
         if self._is_releasing:  # otherwise each receive would wake the keeper
             self._changed.notify_all()
 
-    def commit(self) -> None:
+    async def commit(self) -> None:
         """Send the pending acks, those that travel with the receive under way included, and those not confirmed."""
         if self._acks.are_in_receive:
-            self.read_ahead(READ_S_MAX)
-        self.flush()
+            await self.read_ahead(READ_S_MAX)
+        await self.flush()
         self._raise_failure()
 
-    def flush(self) -> None:
+    async def flush(self) -> None:
         """Send the pending acks, and note a failure. A stale one is logged: another consumer has its message."""
-        with self._acks.sending:  # a commit() that waits for it finds the failure
-            try:
-                self._warn_of_stale(len(self._acks.flush()))
-            except BaseException as error:
-                with self._lock:
-                    self._wake_keeper(self._acks.due_at(ACK_DELAY_S_MAX))
-                    if not isinstance(error, PortalMQError):
-                        raise
-                    self._failure = error
+        async with self._acks.sending:  # a commit() that waits for it finds the failure
+            await self._flush_now()
+
+    async def _flush_now(self) -> None:
+        try:
+            self._warn_of_stale(len(await self._acks.flush()))
+        except BaseException as error:
+            with self._lock:
+                self._wake_keeper(self._acks.due_at(ACK_DELAY_S_MAX))
+                if not isinstance(error, PortalMQError):
+                    raise
+                self._failure = error
 
     def _warn_of_stale(self, count: int) -> None:
         if count:
@@ -300,10 +307,13 @@ class Leases:
                 self._visibility_s,
             )
 
-    def settle(self, verb: Verb, receipts: list[str], options: dict[str, object]) -> None:
-        """Ack, nack or extend by the user's order. Raises StaleReceipt after settling the other receipts."""
+    async def settle(
+        self, verb: Verb, receipts: list[str], options: dict[str, object], calls: LeaseCalls | None = None
+    ) -> None:
+        """Ack, nack or extend by the user's order (`calls`: over another transport). Raises StaleReceipt after settling
+        the other receipts."""
         try:
-            self._calls.settle(verb, receipts, options)
+            await (calls or self._calls).settle(verb, receipts, options)
         except StaleReceipt as error:
             self.forget(stale_among(error, receipts) if verb == "extend" else receipts)
             raise
@@ -312,7 +322,7 @@ class Leases:
                 self._extended.update(receipt for receipt in receipts if receipt in self._handed)
         else:
             self.forget(receipts)
-        if self._closed:
+        if self._closed and calls is None:
             self._transport.rest()
 
     def forget(self, receipts: Collection[str]) -> None:
@@ -330,10 +340,9 @@ class Leases:
 
     def _start_keeper(self) -> None:
         if self._keeper is None:
-            self._keeper = threading.Thread(target=self._keep, name="portalmq-lease-keeper", daemon=True)
-            self._keeper.start()
+            self._keeper = self._waits.spawn("portalmq-lease-keeper", self._keep)
 
-    def _keep(self) -> None:
+    async def _keep(self) -> None:
         while True:
             with self._lock:
                 if self._closed:
@@ -349,17 +358,17 @@ class Leases:
                 unread_at = self._read_ahead_at()
                 self._wakes_at = min(acks_at, extension_at, spare_at, unread_at, look_at)
                 if now < self._wakes_at:
-                    self._changed.wait(None if self._wakes_at == math.inf else self._wakes_at - now)
+                    await self._changed.wait(None if self._wakes_at == math.inf else self._wakes_at - now)
                     continue
             try:
                 if now >= acks_at:
-                    self.flush()
+                    await self.flush()
                 if now >= unread_at:
-                    self.read_ahead(max(LOOK_TIMEOUT_S, min(READ_S_MAX, self._visibility_s / 4)))
+                    await self.read_ahead(max(LOOK_TIMEOUT_S, min(READ_S_MAX, self._visibility_s / 4)))
                 if now >= spare_at:
-                    self._release_waiting()
+                    await self._release_waiting()
                 if now >= extension_at:
-                    self._keep_waiting(now)
+                    await self._keep_waiting(now)
             except PortalMQError as error:
                 with self._lock:
                     if not self._closed:
@@ -379,34 +388,34 @@ class Leases:
         """Return when waiting messages go back to the group; later again after a failed look-up of the group."""
         return max(self._busy_since, self._lookup_failed_at) + self._hold_back_s if self._waiting else math.inf
 
-    def _release_waiting(self) -> None:
+    async def _release_waiting(self) -> None:
         """Return the messages that wait behind a slow one to the group."""
-        are_leased = self._calls.group_has_leases()
+        are_leased = await self._calls.group_has_leases()
         if are_leased:
-            self._give_back_waiting("the consumer is busy with another")
+            await self._give_back_waiting("the consumer is busy with another")
         elif are_leased is None:
             with self._lock:
                 self._lookup_failed_at = self._clock()
         else:
             self._hold_back_s = math.inf  # acked at delivery: no other consumer would get them
 
-    def _give_back_waiting(self, reason: str) -> None:
+    async def _give_back_waiting(self, reason: str) -> None:
         with self._lock:
             receipts = _receipts_of(self._waiting)
             self._waiting.clear()
             self._is_giving_back = True
         try:
-            self._calls.give_back_unseen(receipts, reason)
+            await self._calls.give_back_unseen(receipts, reason)
         finally:
             with self._lock:
                 self._is_giving_back = False
                 self._changed.notify_all()
 
-    def wait_given_back(self, within_s: float) -> bool:
+    async def wait_given_back(self, within_s: float) -> bool:
         """Wait until the keeper has returned the messages that it is returning. Before that a receive may find nothing,
         as they still count as this consumer's."""
         with self._lock:
-            return self._changed.wait_for(lambda: not self._is_giving_back or self._closed, within_s)
+            return await self._changed.wait_for(lambda: not self._is_giving_back or self._closed, within_s)
 
     def _renewable(self, now: float) -> list[str]:
         """Return the receipts in hand whose leases the keeper renews."""
@@ -414,7 +423,7 @@ class Leases:
             return []
         return [each for each in self._handed if each not in self._extended and each not in self._lost]
 
-    def _keep_waiting(self, now: float) -> None:
+    async def _keep_waiting(self, now: float) -> None:
         with self._lock:
             receipts = _receipts_of(self._waiting)
             stuck = bool(self._handed) and now >= self._handed_at + max(self._visibility_s, self._max_handling_s)
@@ -427,15 +436,15 @@ class Leases:
                 )
         if stuck:
             _log.warning("the message in hand took longer than its lease: %d waiting ones are returned", len(receipts))
-            self._give_back_waiting("the consumer is stuck")
+            await self._give_back_waiting("the consumer is stuck")
             return
         gone: set[str] = set()
         receipts += in_hand
         try:
-            self._calls.extend(receipts)
+            await self._calls.extend(receipts)
         except StaleReceipt as error:
             gone = stale_among(error, receipts)
-            self._mark_lost(gone)
+            await self._mark_lost(gone)
             if self._calls.group_leases is False:
                 gone = set()
         with self._lock:
@@ -451,23 +460,23 @@ class Leases:
         """True if the current receive is this thread's own, which then runs a signal handler."""
         return threading.get_ident() in {self._receiving_thread, self._reading_thread}
 
-    def end_receives(self, within_s: float) -> None:
+    async def end_receives(self, within_s: float) -> None:
         """Wait until a receive in another thread has ended, and read the answer to the one that is under way, before
         their connections close."""
         with self._lock:
             self._is_releasing = True
-            self._changed.wait_for(self._has_received, within_s)
-        self.read_ahead(within_s)
+            await self._changed.wait_for(self._has_received, within_s)
+        await self.read_ahead(within_s)
 
     def _has_received(self) -> bool:
         return self._closed or (self._receiving_thread is None and self._reading_thread is None)
 
-    def release(self, received_within_s: float = 0.0) -> None:
+    async def release(self, received_within_s: float = 0.0) -> None:
         """Send the last acks and return unfinished messages, also those of a receive in another thread that ends within
         `received_within_s`. After a failure the leases expire by themselves."""
         with self._lock:
             self._is_releasing = True
-            self._changed.wait_for(self._has_received, received_within_s)
+            await self._changed.wait_for(self._has_received, received_within_s)
             if self._closed:
                 return
             self._closed = True
@@ -479,10 +488,10 @@ class Leases:
             self._handed = {}
             self._acks.gather_all()
         # The keeper may take much longer to send acks than close() may: then it continues with them by itself.
-        if self._acks.sending.acquire(timeout=RELEASE_TIMEOUT_S):
+        if await self._acks.sending.acquire(RELEASE_TIMEOUT_S):
             try:
                 self._failure = None
-                self.flush()
+                await self._flush_now()
                 self._raise_failure()
             except PortalMQError as error:
                 _log.warning("the last messages could not be acked and will be delivered again: %s", error)
@@ -490,8 +499,8 @@ class Leases:
                 self._acks.sending.release()
         else:
             _log.warning("acks have no answer: the last messages may be delivered again")
-        self._calls.give_back(handed, {"reason": "the consumer closed before it was done"})
-        self._calls.give_back_unseen(waiting, CLOSED_BEFORE_HANDLING)
+        await self._calls.give_back(handed, {"reason": "the consumer closed before it was done"})
+        await self._calls.give_back_unseen(waiting, CLOSED_BEFORE_HANDLING)
 
 
 def _receipts_of(messages: Iterable[wire.PackMessageOut]) -> list[str]:

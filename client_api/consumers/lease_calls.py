@@ -3,24 +3,55 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Literal
 
 from portalmq import wire
 from portalmq.errors import PortalMQError
+from portalmq.message import Message
+from portalmq.network.either import settled
+from portalmq.transport.calls import EitherCalls
 from portalmq.transport.request import json_request
-from portalmq.transport.transport import Transport
 
 _log = logging.getLogger("portalmq.consumer")
 
 LOOK_TIMEOUT_S = 1.0
 
+RELEASE_OPTIONS: dict[str, object] = {"unseen": True, "delay_ms": 0}
+
 Verb = Literal["ack", "nack", "extend"]
+
+
+def receipts_of(messages: Message | Iterable[Message]) -> list[str]:
+    """Return the receipts of messages to settle. Raises ValueError if one has none."""
+    given = [messages] if isinstance(messages, Message) else list(messages)
+    receipts = [message.receipt for message in given if message.receipt is not None]
+    if len(receipts) < len(given):
+        raise ValueError("a message without a receipt was browsed, not received: there is no lease to settle")
+    return receipts
+
+
+def nack_options(delay_s: float | None, reason: str | None) -> dict[str, object]:
+    options: dict[str, object] = {}
+    if delay_s is not None:
+        options["delay_ms"] = round(delay_s * 1000)
+    if reason is not None:
+        options["reason"] = reason[:1000]
+    return options
+
+
+def reject_options(reason: str | None) -> dict[str, object]:
+    return {"dead": True} | nack_options(None, reason)
+
+
+def extend_options(visibility_timeout_s: float) -> dict[str, object]:
+    return {"visibility_timeout_ms": round(visibility_timeout_s * 1000)}
 
 
 class LeaseCalls:
     """Calls with receipts. `timeout_s` bounds those that name no time."""
 
-    def __init__(self, transport: Transport, group: str, visibility_timeout_s: float) -> None:
+    def __init__(self, transport: EitherCalls, group: str, visibility_timeout_s: float) -> None:
         self._transport = transport
         self._group = group
         self._visibility_timeout_ms = round(visibility_timeout_s * 1000)
@@ -28,34 +59,34 @@ class LeaseCalls:
         self.group_leases: bool | None = None
         self.timeout_s: float | None = None
 
-    def settle(
+    async def settle(
         self, verb: Verb, receipts: list[str], options: dict[str, object], timeout_s: float | None = None
     ) -> None:
         request = json_request("POST", wire.group_path(self._group, verb), {"receipts": receipts, **options})
-        self._transport.call(request, timeout_s=self.timeout_s or timeout_s)
+        await settled(self._transport.call(request, timeout_s=self.timeout_s or timeout_s))
 
-    def extend(self, receipts: list[str], timeout_s: float | None = None) -> None:
-        self.settle("extend", receipts, {"visibility_timeout_ms": self._visibility_timeout_ms}, timeout_s)
+    async def extend(self, receipts: list[str], timeout_s: float | None = None) -> None:
+        await self.settle("extend", receipts, {"visibility_timeout_ms": self._visibility_timeout_ms}, timeout_s)
 
-    def give_back_unseen(self, receipts: list[str], reason: str) -> None:
+    async def give_back_unseen(self, receipts: list[str], reason: str) -> None:
         """Return messages that were never handed out: this does not count as a delivery."""
-        self.give_back(receipts, {"reason": reason, "delay_ms": 0, "unseen": True})
+        await self.give_back(receipts, {"reason": reason, "delay_ms": 0, "unseen": True})
 
-    def give_back(self, receipts: list[str], options: dict[str, object]) -> None:
+    async def give_back(self, receipts: list[str], options: dict[str, object]) -> None:
         """Return messages. After a failure their leases expire."""
         if not receipts:
             return
         try:
-            self.settle("nack", receipts, options)
+            await self.settle("nack", receipts, options)
         except PortalMQError as error:
             _log.debug("could not return %d messages: %s", len(receipts), error)
 
-    def group_has_leases(self) -> bool | None:
+    async def group_has_leases(self) -> bool | None:
         """Return whether the group leases messages; None if no broker can answer now."""
         if self.group_leases is None:
             try:
-                group = self._transport.get(
-                    wire.group_path(self._group), wire.GroupDescription, timeout_s=LOOK_TIMEOUT_S
+                group = await settled(
+                    self._transport.get(wire.group_path(self._group), wire.GroupDescription, timeout_s=LOOK_TIMEOUT_S)
                 )
             except PortalMQError:
                 return None

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from portalmq import wire
+from portalmq.network.either import Either
 
 FIRST_MESSAGES = 10
 # The longest time that messages may be expected to wait for the ones before them.
@@ -69,5 +70,5 @@ class Ahead(NamedTuple):
     """A receive under way. `read` waits so many seconds for its answer (None: as for any call), and returns it. Raises
     PortalMQError."""
 
-    read: Callable[[float | None], wire.PackReceived]
+    read: Callable[[float | None], Either[wire.PackReceived]]
     sent_at: float

@@ -12,6 +12,8 @@ from __future__ import annotations
 import threading
 import time
 import uuid
+from functools import partial
+from typing import Protocol
 
 from portalmq import wire
 from portalmq.consumers.lease import Leases
@@ -19,18 +21,28 @@ from portalmq.consumers.prefetch import AHEAD_S, Ahead, Prefetch
 from portalmq.consumers.subscription import Subscription
 from portalmq.errors import GroupNotFound, PortalMQError
 from portalmq.message import Message, Settler, message_from_wire
+from portalmq.network.either import Either, settled
 from portalmq.network.http_answer import HttpAnswer
 from portalmq.transport import system_random
 from portalmq.transport.answers import decode_answer
+from portalmq.transport.calls import CALL_TIMEOUT_S, Answering, EitherCalls
 from portalmq.transport.reachability import SILENT_S_MAX
 from portalmq.transport.request import WAIT_S_MIN, Request, json_request
 from portalmq.transport.retries import may_repeat
-from portalmq.transport.transport import CALL_TIMEOUT_S, Transport
 
 # A waiting consumer asks again after this time, so that a paused broker does not hold it for long.
 RECEIVE_WAIT_S = 10.0
 LOOK_UP_WITHIN_S = 5.0
 AGAIN_S = 1.0
+# How long close() waits for the answer of a receive; messages leased by it go back at once.
+LAST_ANSWER_S = 2.0
+
+
+class ClosingCalls(Protocol):
+    """The end of a transport."""
+
+    def hang_up(self) -> None: ...
+    def close(self) -> Either[None]: ...
 
 
 class Receiver:
@@ -41,7 +53,7 @@ class Receiver:
     """
 
     def __init__(
-        self, transport: Transport, leases: Leases, subscription: Subscription, closed: threading.Event
+        self, transport: EitherCalls, leases: Leases, subscription: Subscription, closed: threading.Event
     ) -> None:
         self._transport = transport
         self._leases = leases
@@ -57,7 +69,9 @@ class Receiver:
         self._is_prepared = False
         self._near: tuple[str, int] | None = None
 
-    def next_messages(self, at_most: int, timeout_s: float | None, consumer: Settler, *, ends: bool) -> list[Message]:
+    async def next_messages(
+        self, at_most: int, timeout_s: float | None, consumer: Settler, *, ends: bool
+    ) -> list[Message]:
         """Return up to `at_most` messages, which `consumer` settles; those before are acked, unless manual_ack is set.
 
         `ends`: an empty result ends an iteration, so it must mean that there are none.
@@ -65,17 +79,17 @@ class Receiver:
         if self._subscription.manual_ack:
             self._leases.forget_handed()
         else:
-            self._leases.finish_handed()
+            await self._leases.finish_handed()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._closed.is_set():
             messages = self._take(at_most, consumer)
             if messages:
                 return messages
             # The end of an iteration waits as long as messages on their way back might stay leased.
-            self._leases.wait_given_back(self._subscription.visibility_timeout_s if ends else left_s(deadline))
+            await self._leases.wait_given_back(self._subscription.visibility_timeout_s if ends else left_s(deadline))
             is_last = deadline is not None and time.monotonic() >= deadline
             try:
-                received = self._receive(at_most, deadline)
+                received = await self._receive(at_most, deadline)
             except PortalMQError as error:
                 if deadline is None or not self._may_report_empty(error, ends=ends):
                     raise
@@ -102,16 +116,16 @@ class Receiver:
         topic = self._subscription.topics[0]
         return [message_from_wire(packed, topic, consumer) for packed in self._leases.take(at_most)]
 
-    def _receive(self, at_most: int, deadline: float | None) -> bool | None:
+    async def _receive(self, at_most: int, deadline: float | None) -> bool | None:
         """Fetch messages and keep them. Return False if none came in time, and None if the next receive may find some
         at once: this one ran ahead."""
-        if not self._leases.begin_receive():
+        if not await self._leases.begin_receive():
             return True  # the keeper has read the answer to the one that ran ahead
         try:
-            self._prepare(deadline)
+            await self._prepare(deadline)
             asked = max(self._prefetch.wanted(), at_most)
             ahead = self._leases.take_ahead()
-            received = self._answer(ahead, asked, deadline)
+            received = await self._answer(ahead, asked, deadline)
             self._failing_since = 0.0
         except BaseException as error:
             self._leases.receive_failed()
@@ -124,42 +138,43 @@ class Receiver:
         if ahead is not None:
             self._prefetch.came_ahead(count)
         try:
-            if count >= self._asked and self._may_run_ahead():
-                self._run_ahead(asked)
+            if count >= self._asked and await self._may_run_ahead():
+                await self._run_ahead(asked)
         finally:
-            self._leases.hold(received.messages, None if ahead is None else ahead.sent_at)
+            await self._leases.hold(received.messages, None if ahead is None else ahead.sent_at)
         return bool(count) or (None if ahead is not None else False)
 
-    def _answer(self, ahead: Ahead | None, asked: int, deadline: float | None) -> wire.PackReceived:
+    async def _answer(self, ahead: Ahead | None, asked: int, deadline: float | None) -> wire.PackReceived:
         """Return the answer to the receive that ran ahead, or else to a new one. Repeat a failed one without acks."""
         acks: list[str] = []
         try:
             if ahead is not None:
-                return ahead.read(None)
+                return await settled(ahead.read(None))
             is_repeat = self._is_unanswered
             if not is_repeat:
                 self._attempts += 1
             # Until there is an answer: a repeat of this attempt returns the messages that a broker has leased under it.
             self._is_unanswered = True
             acks = self._leases.take_acks(self._attempt_id)
-            return self._call(asked, deadline, acks, is_repeat=is_repeat)
+            return await self._call(asked, deadline, acks, is_repeat=is_repeat)
         except PortalMQError as error:
             is_over = not left_s(deadline) or self._closed.is_set()
             if is_over or not may_repeat(error, repeatable=True) or (ahead is None and not acks):
                 raise
             self._leases.send_acks_apart()
-            self._transport.pause(min(error.retry_after_s or 0.0, left_s(deadline)))
-            return self._call(asked, deadline, [], is_repeat=True)
+            await settled(self._transport.pause(min(error.retry_after_s or 0.0, left_s(deadline))))
+            return await self._call(asked, deadline, [], is_repeat=True)
 
-    def _call(self, asked: int, deadline: float | None, acks: list[str], *, is_repeat: bool) -> wire.PackReceived:
+    async def _call(self, asked: int, deadline: float | None, acks: list[str], *, is_repeat: bool) -> wire.PackReceived:
         """Return the answer to this attempt. With acks it is tried once: a new leader receives at once, and answers
         acks only when the one before it certainly delivers no more."""
         timeout_s = left_s(deadline)
         request = self._request(asked, min(timeout_s, RECEIVE_WAIT_S), acks)
         if self._failing_since:
             timeout_s = max(timeout_s, AGAIN_S)  # it failed before: allow for a change of leaders
-        answer = self._transport.call(
-            request, timeout_s=0.0 if acks else timeout_s, waits_for_last_try=True, is_repeat=is_repeat
+        within_s = 0.0 if acks else timeout_s
+        answer = await settled(
+            self._transport.call(request, timeout_s=within_s, waits_for_last_try=True, is_repeat=is_repeat)
         )
         return self._decoded(answer)
 
@@ -185,6 +200,9 @@ class Receiver:
             prefer=wire.ACKS_LATER if is_ahead else None,
         )
 
+    async def _read(self, call: Answering, timeout_s: float | None) -> wire.PackReceived:
+        return self._decoded(await settled(call.answer(timeout_s)))
+
     @property
     def _attempt_id(self) -> str:
         return f"{self._name}-{self._attempts}"
@@ -194,7 +212,7 @@ class Receiver:
         self._is_unanswered = False
         return received
 
-    def _may_run_ahead(self) -> bool:
+    async def _may_run_ahead(self) -> bool:
         """Return whether to send the next receive now. Messages of a group without leases would be lost with this
         process; with manual_ack the time between two receives does not show how long messages are handled."""
         subscription = self._subscription
@@ -202,45 +220,48 @@ class Receiver:
             return False
         if not self._prefetch.runs_ahead(min(AHEAD_S, subscription.visibility_timeout_s / 4)):
             return False
-        if not self._leases.group_has_leases():
+        if not await self._leases.group_has_leases():
             self._prefetch.came_ahead(0)
             return False
         return True
 
-    def _run_ahead(self, asked: int) -> None:
+    async def _run_ahead(self, asked: int) -> None:
         """Send the next receive, with the acks known so far. It does not wait at the broker."""
         self._attempts += 1
         self._is_unanswered = True
-        call = None
+        call: Answering | None = None
         try:
             acks = self._leases.take_acks(self._attempt_id)
-            call = self._transport.begin(self._request(asked, 0.0, acks, is_ahead=True))
+            call = await settled(self._transport.begin(self._request(asked, 0.0, acks, is_ahead=True)))
             if call is None:
                 self._is_unanswered = False
             else:
-                self._leases.run_ahead(Ahead(lambda timeout_s: self._decoded(call.answer(timeout_s)), time.monotonic()))
+                self._leases.run_ahead(Ahead(partial(self._read, call), time.monotonic()))
         finally:
             if call is None:
                 self._leases.send_acks_apart()
 
-    def _prepare(self, deadline: float | None) -> None:
+    async def _prepare(self, deadline: float | None) -> None:
         """Apply the settings to the group once, before its first receive fixes them."""
         if not self._is_prepared:
             settings = self._subscription.settings
             if self._subscription.delivery != "at_least_once":
-                settings = settings | self._settle_delivery(deadline)
+                settings = settings | await self._settle_delivery(deadline)
             if settings:
-                self._transport.send_json("PUT", self._group_path, settings, object, timeout_s=left_s(deadline))
+                within_s = left_s(deadline)
+                await settled(self._transport.send_json("PUT", self._group_path, settings, object, timeout_s=within_s))
         self._is_prepared = True
         if self._near is None:
-            self._look_up(deadline)
+            await self._look_up(deadline)
 
-    def _settle_delivery(self, deadline: float | None) -> dict[str, object]:
+    async def _settle_delivery(self, deadline: float | None) -> dict[str, object]:
         """Return the delivery as a setting for a missing group; check that of an existing one. Raises ValueError if
         they differ."""
         wanted = self._subscription.delivery
         try:
-            group = self._transport.get(self._group_path, wire.GroupDescription, timeout_s=left_s(deadline))
+            group = await settled(
+                self._transport.get(self._group_path, wire.GroupDescription, timeout_s=left_s(deadline))
+            )
         except GroupNotFound:
             return {"delivery": wanted}
         if group.config.delivery != wanted:
@@ -250,16 +271,25 @@ class Receiver:
             )
         return {}
 
-    def _look_up(self, deadline: float | None) -> None:
+    async def _look_up(self, deadline: float | None) -> None:
         """Choose a partition whose leader to ask: any broker would do, and that one forwards least. Consumers of one
         group choose at random, so that they spread over brokers."""
         try:
             within_s = min(LOOK_UP_WITHIN_S, max(AGAIN_S, left_s(deadline)))
-            metadata = self._transport.metadata([self._subscription.topics[0]], deadline=time.monotonic() + within_s)
+            until = time.monotonic() + within_s
+            metadata = await settled(self._transport.metadata([self._subscription.topics[0]], deadline=until))
         except PortalMQError:
             return
         places = [(topic.name, partition.partition) for topic in metadata.topics for partition in topic.partitions]
         self._near = system_random.choice(places) if places else None
+
+
+async def end_receiving(receiving: ClosingCalls, leases: Leases, last_answer_s: float) -> None:
+    """End a receive under way, whose broker may answer within `last_answer_s`, and release what is leased."""
+    receiving.hang_up()
+    await leases.end_receives(last_answer_s)
+    await settled(receiving.close())
+    await leases.release(last_answer_s)
 
 
 def left_s(deadline: float | None) -> float:

@@ -17,6 +17,7 @@ from portalmq import wire
 from portalmq.consumers.acks import PendingAcks, stale_among
 from portalmq.consumers.lease_calls import LeaseCalls
 from portalmq.errors import PortalMQError, StaleReceipt
+from portalmq.network.either import THREADS, finish
 from portalmq.transport.retries import may_repeat
 from portalmq.transport.transport import Transport
 
@@ -47,7 +48,9 @@ class GroupLeases:
         # When each lease ends by this clock, at the latest moment that is certain.
         self._held: dict[str, float] = {}
         self._renew_at = math.inf
-        self.acks = PendingAcks(self._lock, lambda receipts: self._calls.settle("ack", receipts, {}), clock)
+        self.acks = PendingAcks(
+            self._lock, THREADS.mutex(), lambda receipts: self._calls.settle("ack", receipts, {}), clock
+        )
 
     def hold(self, receipts: Iterable[str], leased_at: float) -> None:
         """Keep the leases of a receive that was answered at `leased_at`."""
@@ -80,13 +83,13 @@ class GroupLeases:
             for receipt in receipts:
                 self._held.pop(receipt, None)
         self._calls.timeout_s = timeout_s
-        self._calls.give_back_unseen(receipts, reason)
+        finish(self._calls.give_back_unseen(receipts, reason))
 
     def requeue(self, receipt: str) -> None:
         """Return a message that a task refused. This counts as a delivery."""
         with self._lock:
             self._held.pop(receipt, None)
-        self._calls.give_back([receipt], {"reason": "the task was requeued", "delay_ms": 0})
+        finish(self._calls.give_back([receipt], {"reason": "the task was requeued", "delay_ms": 0}))
 
     def arrived(self, received: wire.PackReceived) -> None:
         self.acks.arrived(received)
@@ -113,11 +116,15 @@ class GroupLeases:
 
     def flush(self) -> None:
         try:
-            self._warn_of_stale(len(self.acks.flush()))
+            self._warn_of_stale(len(finish(self._send_acks())))
         except PortalMQError as error:
             _log.warning(
                 "acks could not be sent%s: %s", "" if may_repeat(error, repeatable=True) else ", for good", error
             )
+
+    async def _send_acks(self) -> list[str]:
+        async with self.acks.sending:
+            return await self.acks.flush()
 
     def _renew(self, now: float) -> None:
         with self._lock:
@@ -127,7 +134,7 @@ class GroupLeases:
             some = receipts[start : start + wire.RECEIVE_MESSAGES_MAX]
             gone: set[str] = set()
             try:
-                self._calls.extend(some, self._visibility_s / 3)
+                finish(self._calls.extend(some, self._visibility_s / 3))
             except StaleReceipt as error:
                 gone = stale_among(error, some)
             except PortalMQError as error:

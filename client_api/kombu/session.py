@@ -19,6 +19,7 @@ from portalmq.kombu.inbox import Inbox
 from portalmq.kombu.leases import GroupLeases, Keeper
 from portalmq.kombu.names import MAX_DELIVERIES, Names, TransportOptions
 from portalmq.kombu.readers import Receives
+from portalmq.network.either import finish
 from portalmq.network.forking import reset_in_children
 from portalmq.network.tls import File, TlsFiles
 from portalmq.producer import Producer
@@ -116,7 +117,8 @@ class ClusterSession:
         self.prepare_group(group, start="latest")
         received = Receives(self.calls, group, [topic], self.options.visibility_timeout_s, None).receive(1, 0.0)
         receipts = [message.receipt for message in received.messages if message.receipt is not None]
-        LeaseCalls(self.calls, group, self.options.visibility_timeout_s).give_back_unseen(receipts, "only looking")
+        calls = LeaseCalls(self.calls, group, self.options.visibility_timeout_s)
+        finish(calls.give_back_unseen(receipts, "only looking"))
 
     # --- the end -----------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ import ssl
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -99,6 +99,14 @@ class Watch(NamedTuple):
     gives_up: Callable[[], bool]
 
 
+class Doubt(NamedTuple):
+    """The same check for coroutines."""
+
+    first_s: float
+    every_s: float
+    gives_up: Callable[[], Coroutine[Any, Any, bool]]
+
+
 class Connection:
     """One socket to one broker, used by one thread at a time."""
 
@@ -172,7 +180,7 @@ class Connection:
             if cut_off is not None:
                 raise NotSent(str(cut_off)) from fault
             silent = isinstance(fault, ConnectionError)
-            raise NoAnswer(_describe(fault, timeout_s), stale=self._was_used and silent) from fault
+            raise NoAnswer(describe(fault, timeout_s), stale=self._was_used and silent) from fault
         self.reusable = cut_off is None and is_reusable
         return answer
 
@@ -239,7 +247,8 @@ class Connection:
             os.close(self._socket.detach())
 
 
-def _describe(fault: Exception, timeout_s: float) -> str:
+def describe(fault: Exception, timeout_s: float) -> str:
+    """Return what to say of a failed wait."""
     if isinstance(fault, TimeoutError):
         return f"no answer within {timeout_s:g} s"
     return str(fault) or type(fault).__name__
@@ -357,7 +366,7 @@ class ConnectionPool:
             tls = self._tls_context() if address.scheme == "https" else None
             connection = Connection(address, timeout_s, tls, self._poll)
         except OSError as fault:
-            raise NotSent(_describe(fault, timeout_s)) from fault
+            raise NotSent(describe(fault, timeout_s)) from fault
         with self._lock:
             if self._closed:
                 connection.close()

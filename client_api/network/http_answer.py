@@ -39,6 +39,10 @@ class BrokenAnswer(ValueError):
     """The bytes are not a whole answer in HTTP/1.x."""
 
 
+class CutOff(BrokenAnswer):
+    """The bytes are the beginning of an answer."""
+
+
 class Readable(Protocol):
     """A connection. Both methods wait for bytes, and return none, or 0, once it is closed."""
 
@@ -102,6 +106,78 @@ def read_answer(connection: Readable, method: str, piece: bytes) -> tuple[HttpAn
             body = _chunks(unread) if head.is_chunked else unread.read()
         is_end = source.has_ended_with(unread)
     return HttpAnswer(head.status, head.fields, body), is_end and head.is_kept
+
+
+class Arrived:
+    """Bytes that came from a connection, all at once: a Readable that is closed behind them."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+        self._at = 0
+
+    def recv(self, at_most: int, /) -> bytes:
+        piece = self._content[self._at : self._at + at_most]
+        self._at += len(piece)
+        return piece
+
+    def recv_into(self, buffer: memoryview, /) -> int:
+        piece = self.recv(len(buffer))
+        buffer[: len(piece)] = piece
+        return len(piece)
+
+
+class AnswerEnd:
+    """Says when all bytes of one answer have come, for a connection that is not read but told of them."""
+
+    def __init__(self, method: str) -> None:
+        self._method = method
+        # The size of the answer with its heads, and whether that is still to be found.
+        self._size = 0
+        self._is_sought = True
+        self._is_chunked = False
+
+    def is_in(self, arrived: bytearray) -> bool:
+        """Return whether `read_answer` would wait for no more bytes. False for an answer that ends with its
+        connection."""
+        if self._is_sought:
+            try:
+                self._seek(arrived)
+            except BrokenAnswer:
+                return True
+        if self._is_chunked:
+            return arrived.endswith(b"\r\n\r\n") and self._is_read(arrived)
+        return 0 < self._size <= len(arrived)
+
+    def _seek(self, arrived: bytearray) -> None:
+        start = 0
+        for _ in range(INTERIM_ANSWERS_MAX):
+            ahead = bytes(arrived[start : start + HEAD_BYTES_MAX + 4])
+            size = _head_size(ahead)
+            if not size:
+                if ahead[:7] != _BEGINNING[: len(ahead)]:
+                    raise BrokenAnswer("it is not HTTP/1.x")
+                return
+            head, start = _parse(ahead[:size]), start + size
+            if head.status >= 200:
+                break
+        else:
+            raise BrokenAnswer("interim answers, and no final one")
+        self._is_sought = False
+        if self._method == "HEAD" or head.status in _WITHOUT_BODY:
+            self._size = start
+        elif head.length is not None:
+            self._size = start + (head.length if head.length <= BODY_BYTES_MAX else 0)
+        self._is_chunked = not self._size and head.is_chunked
+
+    def _is_read(self, arrived: bytearray) -> bool:
+        content = bytes(arrived)
+        try:
+            read_answer(Arrived(b""), self._method, content)
+        except CutOff:
+            return False
+        except BrokenAnswer:
+            return True
+        return True
 
 
 def _head_size(piece: bytes) -> int:
@@ -230,5 +306,5 @@ def _more(connection: Readable) -> bytes:
     return piece
 
 
-def _cut_off() -> BrokenAnswer:
-    return BrokenAnswer("the connection was closed before the end of the answer")
+def _cut_off() -> CutOff:
+    return CutOff("the connection was closed before the end of the answer")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import threading
 import time
 from typing import Any
 
@@ -24,12 +23,13 @@ from portalmq.errors import (
     PortalMQError,
     Unavailable,
 )
+from portalmq.network.either import Waits, settled
 from portalmq.producers.batching import Lane, ProducerBatch
 from portalmq.producers.outgoing import with_compressed_values
 from portalmq.transport.answers import decode_answer
+from portalmq.transport.calls import EitherCalls
 from portalmq.transport.request import Request, json_request
 from portalmq.transport.retries import Backoff, DeadlinePassed, may_repeat
-from portalmq.transport.transport import Transport
 
 _log = logging.getLogger("portalmq.producer")
 
@@ -57,12 +57,13 @@ class BatchSender:
 
     def __init__(
         self,
-        transport: Transport,
+        transport: EitherCalls,
         acks: wire.Acks,
         *,
         idempotent: bool,
         producer_name: str | None,
         delivery_timeout_s: float,
+        waits: Waits,
         compresses: bool = False,
     ) -> None:
         self._transport = transport
@@ -72,12 +73,12 @@ class BatchSender:
         self._compresses = compresses
         self._delivery_timeout_s = delivery_timeout_s
         self._identity: wire.ProducerIdentity | None = None
-        self._identity_lock = threading.Lock()
+        self._identity_lock = waits.mutex()
         # Identifies this instance, so that its next epoch does not fence a successor of the name.
         self._instance = secrets.token_hex(8) if producer_name is not None else ""
         self._had_name = False
 
-    def send_batch(self, lane: Lane, batch: ProducerBatch, limit_s: float | None) -> float | None:
+    async def send_batch(self, lane: Lane, batch: ProducerBatch, limit_s: float | None) -> float | None:
         """Send the rest of the batch. Return None once every message has its outcome, else the seconds until the next
         try.
 
@@ -87,9 +88,9 @@ class BatchSender:
         while batch.ranges:
             deadline = batch.deadline if limit is None else min(batch.deadline, limit)
             try:
-                produced = self._post(lane, batch, deadline)
+                produced = await self._post(lane, batch, deadline)
             except PortalMQError as error:
-                pause_s = self._after_failure(lane, batch, error)
+                pause_s = await self._after_failure(lane, batch, error)
                 if pause_s is not None:
                     return pause_s
             else:
@@ -100,18 +101,18 @@ class BatchSender:
                 batch.finish_range(produced)
         return None
 
-    def fail_batch(self, lane: Lane, batch: ProducerBatch, fault: BaseException) -> None:
+    async def fail_batch(self, lane: Lane, batch: ProducerBatch, fault: BaseException) -> None:
         """Fail the batch after an error that is no PortalMQError, so that its futures do not hang."""
         _log.error("sending to %s/%d failed", lane.topic, lane.partition, exc_info=fault)
-        self._drop_identity(lane)
+        await self._drop_identity(lane)
         while batch.ranges:
             failure = Unavailable(f"sending failed: {fault!r}", outcome="unknown", retryable=False)
             failure.__cause__ = fault
             batch.finish_range(failure)
 
-    def _post(self, lane: Lane, batch: ProducerBatch, deadline: float) -> wire.ProducedRange:
+    async def _post(self, lane: Lane, batch: ProducerBatch, deadline: float) -> wire.ProducedRange:
         if self._idempotent:
-            self._take_identity(lane, batch, deadline)
+            await self._take_identity(lane, batch, deadline)
         body = batch.body
         if body is None:
             body = batch.body = self._encode(lane, batch)
@@ -123,7 +124,7 @@ class BatchSender:
             repeatable=self._idempotent,
             leader_of=(lane.topic, lane.partition),
         )
-        answer = self._transport.attempt(request, deadline)
+        answer = await settled(self._transport.attempt(request, deadline))
         if self._acks == "none":
             start, end = batch.ranges[-1]
             return wire.ProducedRange(-1, -1, end - start, 0)
@@ -142,24 +143,25 @@ class BatchSender:
             return _encode(_OutBatch(messages, stamp))
         return _encode(_OutBatch(packed[0], stamp, packed[1]))
 
-    def _take_identity(self, lane: Lane, batch: ProducerBatch, deadline: float) -> None:
+    async def _take_identity(self, lane: Lane, batch: ProducerBatch, deadline: float) -> None:
         """Stamp with the producer's current identity. A range whose last try ended unknown keeps its stamp."""
         if batch.unknown or (lane.identity is not None and lane.identity is self._identity):
             return
-        with self._identity_lock:
+        async with self._identity_lock:
             if self._identity is None:
-                self._identity = self._new_identity(deadline)
+                self._identity = await self._new_identity(deadline)
             lane.identity = self._identity
         lane.next_sequence = 0
         batch.body = None
 
-    def _new_identity(self, deadline: float) -> wire.ProducerIdentity:
+    async def _new_identity(self, deadline: float) -> wire.ProducerIdentity:
         named = wire.ProducerIdRequest(self._name)
         if self._name is not None:
             named.instance, named.renews = self._instance, self._had_name
         request = json_request("POST", "/v1/producers", named, anywhere=self._name is None)
         try:
-            identity = decode_answer(self._transport.attempt(request, deadline), wire.ProducerIdentity)
+            answer = await settled(self._transport.attempt(request, deadline))
+            identity = decode_answer(answer, wire.ProducerIdentity)
             self._had_name = True
             return identity
         except PortalMQError as error:
@@ -167,13 +169,13 @@ class BatchSender:
             error.outcome = "not_applied"
             raise
 
-    def _after_failure(self, lane: Lane, batch: ProducerBatch, error: PortalMQError) -> float | None:
+    async def _after_failure(self, lane: Lane, batch: ProducerBatch, error: PortalMQError) -> float | None:
         """Decide about the topmost range. Return None to continue at once, else the seconds until the next try."""
         if isinstance(error, DeadlinePassed) and batch.failure is not None:
             error = batch.failure
         batch.failure = error
         batch.unknown = batch.unknown or error.outcome == "unknown"
-        if not batch.unknown and self._try_other_form(lane, batch, error):
+        if not batch.unknown and await self._try_other_form(lane, batch, error):
             return None
         if may_repeat(error, self._idempotent):
             lane.backoff = lane.backoff or Backoff()
@@ -184,18 +186,18 @@ class BatchSender:
                 error = _late(error, self._delivery_timeout_s)
         if batch.unknown:
             error.outcome = "unknown"
-            self._drop_identity(lane)
+            await self._drop_identity(lane)
         batch.finish_range(error)
         batch.failure = None
         return None
 
-    def _try_other_form(self, lane: Lane, batch: ProducerBatch, error: PortalMQError) -> bool:
+    async def _try_other_form(self, lane: Lane, batch: ProducerBatch, error: PortalMQError) -> bool:
         """Prepare a request that was certainly not applied in another form; return False if there is none."""
         start, end = batch.ranges[-1]
         if isinstance(error, OutOfOrderSequence) and batch.restamps < RESTAMPS_MAX:
             # The broker has forgotten this producer (its dedup window is over): continue under a new identity.
             batch.restamps += 1
-            self._drop_identity(lane)
+            await self._drop_identity(lane)
         elif isinstance(error, Fenced) and lane.identity is not self._identity:
             # Fenced by this very producer: another lane has taken a newer epoch.
             batch.body = None
@@ -210,9 +212,9 @@ class BatchSender:
             return False
         return True
 
-    def _drop_identity(self, lane: Lane) -> None:
+    async def _drop_identity(self, lane: Lane) -> None:
         """Drop an identity whose last stamp may or may not have been used."""
-        with self._identity_lock:
+        async with self._identity_lock:
             if self._identity is lane.identity:
                 self._identity = None
         lane.identity = None

@@ -14,6 +14,7 @@ from portalmq import wire
 from portalmq.consumers.commit import Output, packed, partition_of, send_commit
 from portalmq.errors import IllegalGeneration, OffsetMoved, OffsetOutOfRange, PortalMQError, Unavailable
 from portalmq.message import Message
+from portalmq.network.either import finish
 from portalmq.streams.fetch_buffer import FetchBuffer, PartitionBuffer, TopicPartition
 from portalmq.transport.request import json_request
 from portalmq.transport.transport import Transport
@@ -104,7 +105,7 @@ class OffsetCommitter:
                     generation=generation,
                     offsets=[wire.InputOffset(*place, end, committed)],
                 )
-                answer = send_commit(self._transport, self._group, place, commit)
+                answer = finish(send_commit(self._transport, self._group, place, commit))
             except BaseException as error:
                 self._read_from_committed(place, error)
                 raise

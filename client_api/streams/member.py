@@ -36,9 +36,10 @@ from portalmq.message import Message
 from portalmq.streams.commits import OffsetCommitter
 from portalmq.streams.fetch_buffer import DecodedBatch, FetchBuffer, PartitionBuffer, TopicPartition
 from portalmq.streams.group_calls import CLOSE_WITHIN_S, GroupCalls
+from portalmq.transport.calls import CALL_TIMEOUT_S
 from portalmq.transport.reachability import FIRST_CONTACT_S, SILENT_S_MAX
 from portalmq.transport.retries import may_repeat
-from portalmq.transport.transport import CALL_TIMEOUT_S, Transport
+from portalmq.transport.transport import Transport
 
 _log = logging.getLogger("portalmq.consumer")
 

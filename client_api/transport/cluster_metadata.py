@@ -121,6 +121,11 @@ class ClusterMetadata:
             self._resolve(self._zookeeper, within_s)
         return min(self._known, key=lambda address: self._excluded_until.get(address, 0.0))
 
+    @property
+    def asks_zookeeper(self) -> bool:
+        """True if any() looks up brokers in ZooKeeper now, which blocks."""
+        return self._zookeeper is not None and all(map(self._is_excluded, self._known))
+
     def other_than(self, address: Address) -> Address | None:
         """Return another broker that can be asked now; different clients choose different ones."""
         others = [other for other in self._known if other != address and not self._is_excluded(other)]

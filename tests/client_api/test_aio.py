@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 from support.scripted_broker import ScriptedBroker, hang_up, hold, lose_answer, refuse
+from support.tls import TlsFront, key, pem
 
 from portalmq import AsyncConsumer, AsyncProducer, Consumer, Producer, StaleReceipt, TopicNotFound
 from portalmq.aio import SETTLERS_MAX
 from portalmq.errors import Backpressure, Unavailable
+from portalmq.transport.transport import Transport
 
 WITHIN_S = 10.0
 TEST_WITHIN_S = 30.0
@@ -36,7 +38,7 @@ def run(test: Coroutine[Any, Any, Any]) -> Any:
 
 def block_no_longer_than(producer: AsyncProducer, seconds: float) -> None:
     """Set max_block_s for later sends: the first send has more time, for the look-up of the topic."""
-    producer._producer._max_block_s = seconds
+    producer._inner._max_block_s = seconds
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -360,9 +362,8 @@ class TestConsuming:
     def test_commit_excludes_messages_of_a_cancelled_receive(
         self, broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(
-            "portalmq.consumers.receiver.AHEAD_S", LONGER_THAN_A_TEST_MS
-        )  # a receive returns all available messages
+        for module in ("receiver", "prefetch"):  # a receive returns all available messages, however slow the test is
+            monkeypatch.setattr(f"portalmq.consumers.{module}.AHEAD_S", LONGER_THAN_A_TEST_MS)
         broker.fill("t", [b"1"])
 
         async def test() -> None:
@@ -451,6 +452,83 @@ class TestConsuming:
                 assert (await anext(consumer)).value == b"1"
 
         run(test())
+
+
+class TestTls:
+    """The scripted broker behind a front that speaks TLS."""
+
+    def test_a_trusted_broker_is_used_and_a_waiting_receive_ends_at_close(self, broker: ScriptedBroker) -> None:
+        with TlsFront(int(broker.url.rpartition(":")[2]), "server", asks_for_certificate=True) as front:
+            url, files = f"https://localhost:{front.port}", {"tls_ca": str(pem("authority"))}
+            shown = {"tls_client_cert": str(pem("client")), "tls_client_key": str(key("client"))}
+
+            async def test() -> None:
+                async with AsyncProducer(url, **files, **shown) as producer:
+                    assert (await producer.send("t", b"x" * 100_000)).offset == 0
+                async with AsyncConsumer("t", group="g", bootstrap=url, **files, **shown) as consumer:
+                    assert (await anext(consumer)).value == b"x" * 100_000
+                    waiting = asyncio.create_task(anext(consumer))
+                    await until(lambda: len(broker.calls_of("POST", "/v1/groups/g/receive")) > 1)
+                with pytest.raises(StopAsyncIteration):
+                    await waiting
+
+            run(test())
+        assert broker.done == {("t", 0, 0)}
+
+    def test_a_broker_of_another_authority_gets_no_request(
+        self, broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("portalmq.transport.reachability.FIRST_CONTACT_S", 0.0)  # one try, with the whole time
+        with TlsFront(int(broker.url.rpartition(":")[2]), "untrusted") as front:
+
+            async def test() -> None:
+                url = f"https://localhost:{front.port}"
+                async with AsyncProducer(url, tls_ca=str(pem("authority"))) as producer:
+                    with pytest.raises(Unavailable, match="certificate verify failed") as failed:
+                        await producer.send("t", b"1")
+                assert failed.value.outcome == "not_applied"
+
+            run(test())
+        assert broker.calls == []
+
+
+def test_a_message_s_own_calls_block_and_count(broker: ScriptedBroker) -> None:
+    broker.fill("t", [b"1", b"2", b"3"])
+
+    async def test() -> None:
+        async with AsyncConsumer("t", group="g", bootstrap=broker.url) as consumer:
+            first, second, third = await consumer.poll(5)
+            first.ack()
+            second.extend(10)
+            second.nack(delay_s=3_600, reason="later")
+            await asyncio.to_thread(third.ack)
+        assert broker.done == {("t", 0, 0), ("t", 0, 2)}, "asking for more acks only what was not settled"
+
+    run(test())
+
+
+def test_rejected_and_released_messages_say_so_to_the_broker(broker: ScriptedBroker) -> None:
+    broker.fill("t", [b"1", b"2"])
+
+    async def test() -> None:
+        async with AsyncConsumer("t", group="g", bootstrap=broker.url, manual_ack=True) as consumer:
+            first, second = await consumer.poll(5)
+            await consumer.reject(first, "bad")
+            await consumer.release(second)
+
+    run(test())
+    rejected, released = (call.json() for call in broker.calls_of("POST", "/v1/groups/g/nack"))
+    assert (rejected["dead"], rejected["reason"], released["unseen"], released["delay_ms"]) == (True, "bad", True, 0)
+
+
+def test_a_transport_says_where_the_cluster_is(broker: ScriptedBroker) -> None:
+    async def test() -> None:
+        async with AsyncProducer(transport=Transport(broker.url)) as producer:
+            await producer.send("t", b"1")
+        async with AsyncConsumer("t", group="g", transport=Transport(broker.url)) as consumer:
+            assert (await anext(consumer)).value == b"1"
+
+    run(test())
 
 
 def refuse_after(event: threading.Event) -> Callable[[ScriptedBroker, Any], Any]:

@@ -10,9 +10,10 @@ import pytest
 from support.compressed import readings
 from support.scripted_broker import Call, ScriptedBroker
 
-from portalmq import Producer, compression, producer, wire
+from portalmq import Producer, compression, wire
 from portalmq.compression import BadValues, compressed, content_size, values_of, zstd
 from portalmq.errors import InvalidRequest
+from portalmq.producers import batch_queue
 from portalmq.stream_wire import FrameHead, records_of_compressed
 
 LONG = 60_000
@@ -115,7 +116,7 @@ def test_other_compressions_are_refused_with_a_sentence(name: object) -> None:
 
 
 def test_without_zstd_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(producer, "HAS_ZSTD", False)
+    monkeypatch.setattr(batch_queue, "HAS_ZSTD", False)
     with pytest.raises(RuntimeError, match=r"pip install 'portalmq\[zstd\]'"):
         Producer(compression="zstd")
 

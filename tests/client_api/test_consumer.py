@@ -13,10 +13,10 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
+from support.blocking_leases import Leases
 from support.scripted_broker import Call, Reply, ScriptedBroker, hang_up, hold, lose_answer, refuse
 
 from portalmq import Consumer, Forbidden, GroupModeMismatch, LeaseLost, Message, StaleReceipt, Unavailable, wire
-from portalmq.consumers.lease import Leases
 from portalmq.consumers.prefetch import FIRST_MESSAGES, Prefetch
 
 RECEIVE = "/v1/groups/g/receive"
@@ -473,7 +473,7 @@ class Broker:
 
 
 def leases(broker: Broker, clock: Callable[[], float], max_handling_s: float = 0.0) -> Leases:
-    held = Leases(broker, "g", 30.0, clock, max_handling_s)  # type: ignore[arg-type]
+    held = Leases(broker, "g", 30.0, clock, max_handling_s)
     held._keeper = threading.current_thread()
     held._calls.group_leases = True
     held.hold([wire.PackMessageOut(0, offset, b"", 0, receipt=f"r{offset}") for offset in range(3)])
@@ -656,7 +656,7 @@ def test_release_does_not_fail_without_a_broker() -> None:
 def test_a_release_right_after_an_answer_returns_its_messages() -> None:
     """The closing thread waits for the lock, and gets it as soon as it is free."""
     broker = Broker()
-    held = Leases(broker, "g", 30.0, lambda: 0.0)  # type: ignore[arg-type]
+    held = Leases(broker, "g", 30.0, lambda: 0.0)
     held._keeper = threading.current_thread()
     held.begin_receive()
     held.take_acks("a")

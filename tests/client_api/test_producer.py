@@ -409,11 +409,11 @@ def test_a_look_up_that_ends_between_two_tries_raises_the_last_error(
 ) -> None:
     tries = chain([Unavailable("nobody there")], repeat(DeadlinePassed("the time for this call is over")))
 
-    def attempt(request: Request, deadline: float, **how: bool) -> HttpAnswer:
+    async def attempt(request: Request, deadline: float, **how: bool) -> HttpAnswer:
         raise next(tries)
 
     producer = Producer("http://127.0.0.1:1")
-    monkeypatch.setattr(producer._transport, "attempt", attempt)
+    monkeypatch.setattr(producer._transport.calls, "attempt", attempt)
     with pytest.raises(Unavailable, match="nobody there"):
         producer.send("t", b"one")
     producer.close()

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -141,6 +142,36 @@ def test_locks_by_hand_and_around_a_command(broker: BrokerProcess, topic: str) -
     run(broker, "lock", "run", topic, "--wait", "0s", "--", sys.executable, "-c", "pass")
     assert told(broker, "lock", "show", topic)[0]["owner"] is None
     assert topic in {row["name"] for row in told(broker, "lock", "list")}
+
+
+def test_a_crowd_of_asyncio_consumers_needs_no_threads(broker: BrokerProcess, topic: str) -> None:
+    """Half of the receives are cancelled while they wait: the messages that came for them go to others."""
+
+    async def consume(consumer: AsyncConsumer, seen: list[int]) -> None:
+        async for message in consumer:
+            seen.append(message.json())
+
+    async def test() -> None:
+        threads = set(threading.enumerate())
+        seen: list[int] = []
+        consumers = [AsyncConsumer(topic, group=topic, bootstrap=broker.url) for _ in range(60)]
+        async with AsyncProducer(broker.url) as producer:
+            await producer.send(topic, 0)
+            tasks = [asyncio.create_task(consume(consumer, seen)) for consumer in consumers]
+            while 0 not in seen:  # noqa: ASYNC110 - consumers fill it
+                await asyncio.sleep(0.01)
+            for task in tasks[::2]:
+                task.cancel()
+            sends = [asyncio.create_task(producer.send(topic, number)) for number in range(1, 301)]
+            await asyncio.gather(*(consumer.close() for consumer in consumers[::2]), *sends)
+            assert set(threading.enumerate()) <= threads
+            while len(set(seen)) < 301:  # noqa: ASYNC110 - consumers fill it
+                await asyncio.sleep(0.01)
+        await asyncio.gather(*(consumer.close() for consumer in consumers[1::2]))
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert set(seen) == set(range(301))
+
+    asyncio.run(asyncio.wait_for(test(), 60))
 
 
 @pytest.mark.parametrize("mode", ["queue", "stream"])

@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
+from support.blocking_leases import Leases
 from support.scripted_broker import Call, Reply, ScriptedBroker, hang_up, hold
 
 from portalmq import Consumer, InvalidRequest, PortalMQError, Unavailable, wire
-from portalmq.consumers.lease import Leases
 from portalmq.transport.request import Request
 
 RECEIVE, ACK = "/v1/groups/g/receive", "/v1/groups/g/ack"
@@ -82,7 +82,7 @@ class Broker:
 
 def finished(broker: Broker, count: int = 1) -> Leases:
     """Return leases whose messages are handled, and not acked yet. No keeper runs."""
-    held = Leases(broker, "g", 30.0, lambda: 0.0)  # type: ignore[arg-type]
+    held = Leases(broker, "g", 30.0, lambda: 0.0)
     held._keeper = threading.current_thread()
     held.hold([wire.PackMessageOut(0, offset, b"", 0, receipt=f"r{offset}") for offset in range(count)])
     held.take(count)

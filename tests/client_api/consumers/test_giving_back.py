@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 
 import pytest
+from support.blocking_leases import Leases
 from support.scripted_broker import ScriptedBroker
 
 from portalmq import Consumer, Unavailable, wire
-from portalmq.consumers.lease import HOLD_BACK_S_MAX, Leases
+from portalmq.consumers.lease import HOLD_BACK_S_MAX
 from portalmq.transport.request import Request
 
 
@@ -38,7 +39,7 @@ class Transport:
 @pytest.mark.parametrize("fail", [None, Unavailable("gone")])
 def test_messages_that_the_keeper_returns_are_pending_until_the_broker_answers(fail: Exception | None) -> None:
     transport = Transport(fail)
-    held = transport.leases = Leases(transport, "g", 30.0, lambda: 0.0)  # type: ignore[arg-type]
+    held = transport.leases = Leases(transport, "g", 30.0, lambda: 0.0)
     held._keeper = threading.current_thread()
     held._calls.group_leases = True
     held.hold([wire.PackMessageOut(0, offset, b"", 0, receipt=f"r{offset}") for offset in range(3)])
@@ -51,7 +52,7 @@ def test_messages_that_the_keeper_returns_are_pending_until_the_broker_answers(f
 def test_waiting_messages_go_back_later_if_the_group_could_not_be_asked() -> None:
     now = [0.0]
     transport = Transport(Unavailable("gone"))
-    held = transport.leases = Leases(transport, "g", 30.0, lambda: now[0])  # type: ignore[arg-type]
+    held = transport.leases = Leases(transport, "g", 30.0, lambda: now[0])
     held._keeper = threading.current_thread()
     held.hold([wire.PackMessageOut(0, offset, b"", 0, receipt=f"r{offset}") for offset in range(3)])
     assert held.take()
@@ -69,7 +70,7 @@ def test_an_iteration_ends_only_when_returned_messages_have_arrived(monkeypatch:
     with ScriptedBroker() as broker, Consumer("t", bootstrap=broker.url, idle_timeout_s=0) as messages:
         waited: list[float] = []
 
-        def arrive(within_s: float) -> bool:
+        async def arrive(within_s: float) -> bool:
             if not waited:
                 broker.fill("t", [b"given back"])
             waited.append(within_s)

@@ -7,10 +7,11 @@ import time
 
 import msgspec
 import pytest
+from support.blocking_leases import Leases
 from support.cluster import wait_until
 
 from portalmq import LeaseLost, StaleReceipt, wire
-from portalmq.consumers.lease import ACK_DELAY_S_MAX, Leases
+from portalmq.consumers.lease import ACK_DELAY_S_MAX
 from portalmq.transport.request import Request
 
 VISIBILITY_S = 30.0
@@ -31,7 +32,7 @@ class Broker:
 
 def held_at(now: list[float], broker: Broker, max_handling_s: float) -> Leases:
     """Return leases of three messages, without a keeper thread."""
-    held = Leases(broker, "g", VISIBILITY_S, lambda: now[0], max_handling_s)  # type: ignore[arg-type]
+    held = Leases(broker, "g", VISIBILITY_S, lambda: now[0], max_handling_s)
     held._keeper = threading.current_thread()
     held._calls.group_leases = True
     held.hold([wire.PackMessageOut(0, offset, b"", 0, receipt=f"r{offset}") for offset in range(3)])
@@ -65,7 +66,7 @@ def test_a_lease_that_the_keeper_has_renewed_is_not_checked() -> None:
 
 
 def test_messages_that_come_one_by_one_do_not_wake_the_keeper_each_time() -> None:
-    held = Leases(Broker(), "g", 30.0, lambda: 0.0)  # type: ignore[arg-type]
+    held = Leases(Broker(), "g", 30.0, lambda: 0.0)
     woken: list[float] = []
 
     def handle(number: int) -> None:

@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
+from support.blocking_leases import Leases
 from support.forked import in_child
 from support.scripted_broker import Call, Reply, ScriptedBroker, hang_up, hold, lose_answer
 
 from portalmq import Consumer, PortalMQError, Unavailable, wire
 from portalmq.consumers import acks
-from portalmq.consumers.lease import UNREAD_S_MAX, Leases
+from portalmq.consumers.lease import UNREAD_S_MAX
 from portalmq.consumers.prefetch import PASSED_OVER_MAX, Ahead, Prefetch
 from portalmq.transport.request import Request
 
@@ -195,7 +196,7 @@ class Way:
         self.now = 0.0
         self.fail = fail
         self.during: Callable[[], object] = lambda: None
-        self.held = Leases(self, "g", 30.0, lambda: self.now, 300.0)  # type: ignore[arg-type]
+        self.held = Leases(self, "g", 30.0, lambda: self.now, 300.0)
         self.held._keeper = threading.current_thread()
         self.held._calls.group_leases = True
 

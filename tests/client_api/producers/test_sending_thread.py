@@ -76,8 +76,8 @@ def test_a_flush_that_is_interrupted_leaves_its_batch_to_a_sender() -> None:
         producer.flush()
         post, stamps = producer._batch_sender._post, []
 
-        def interrupted(lane: Any, batch: Any, deadline: float) -> Any:
-            produced = post(lane, batch, deadline)
+        async def interrupted(lane: Any, batch: Any, deadline: float) -> Any:
+            produced = await post(lane, batch, deadline)
             stamps.append((threading.current_thread().name, lane.identity, lane.next_sequence))
             if len(stamps) == 1:
                 raise Interrupted

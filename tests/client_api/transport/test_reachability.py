@@ -102,13 +102,13 @@ def test_settling_the_group_first_counts_to_the_timeout(delivery: str, nobody: s
 def try_timeouts(monkeypatch: pytest.MonkeyPatch, transport: Transport) -> list[float]:
     """Record the time limits of the transport's requests from now on."""
     noted: list[float] = []
-    attempt = transport.attempt
+    attempt = transport.calls.attempt
 
-    def note(request: Request, deadline: float, **options: bool) -> HttpAnswer:
+    async def note(request: Request, deadline: float, **options: bool) -> HttpAnswer:
         noted.append(request.try_timeout_s)
-        return attempt(request, deadline, **options)
+        return await attempt(request, deadline, **options)
 
-    monkeypatch.setattr(transport, "attempt", note)
+    monkeypatch.setattr(transport.calls, "attempt", note)
     return noted
 
 

@@ -474,13 +474,13 @@ def two_brokers(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ScriptedBroke
     """Two brokers; metadata names the first as leader. A request that hangs would hang for an hour."""
     for name in ("TO_LEADER_TIMEOUT_S", "LONG_POLL_GRACE_S", "REQUEST_TIMEOUT_S"):
         monkeypatch.setattr(f"portalmq.transport.request.{name}", 3_600.0)
-    monkeypatch.setattr("portalmq.transport.transport.METADATA_TIMEOUT_S", 3_600.0)
+    monkeypatch.setattr("portalmq.transport.calls.METADATA_TIMEOUT_S", 3_600.0)
     monkeypatch.setattr(
         "portalmq.consumers.receiver.LOOK_UP_WITHIN_S", 3_600.0
     )  # a pause of the machine must not change the leader
-    monkeypatch.setattr("portalmq.transport.transport.ANYWHERE_TIMEOUT_S", 3_600.0)
+    monkeypatch.setattr("portalmq.transport.calls.ANYWHERE_TIMEOUT_S", 3_600.0)
     for name in ("FLOW_S", "ASK_OTHERS_WITHOUT_FLOW_S", "ASK_OTHERS_AFTER_S"):
-        monkeypatch.setattr(f"portalmq.transport.transport.{name}", 0.05)
+        monkeypatch.setattr(f"portalmq.transport.calls.{name}", 0.05)
     with ScriptedBroker() as old, ScriptedBroker() as new:
         yield old, new
 

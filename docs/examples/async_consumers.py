@@ -1,0 +1,64 @@
+"""Many AsyncConsumers of one group in one event loop: what they cost while they wait, and how soon a message arrives.
+
+    python docs/examples/async_consumers.py 1000
+
+It uses the broker of PORTALMQ_URL (default: http://localhost:5000), topic and group `async-crowd`. Linux.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import sys
+import threading
+import time
+
+from portalmq import AsyncConsumer, AsyncProducer
+
+TOPIC = "async-crowd"
+IDLE_S = 10.0
+MESSAGES = 200
+
+
+def resident_kib() -> int:
+    with open("/proc/self/status") as status:
+        [line] = [line for line in status if line.startswith("VmRSS")]
+    return int(line.split()[1])
+
+
+async def main(count: int) -> None:
+    came: asyncio.Queue[float] = asyncio.Queue()
+
+    async def consume(consumer: AsyncConsumer) -> None:
+        async for message in consumer:
+            came.put_nowait(time.perf_counter() - float(message.text))
+
+    async with AsyncProducer() as producer, asyncio.TaskGroup() as tasks:
+        await producer.send(TOPIC, str(time.perf_counter()))  # the topic is made at its first use
+        before_kib = resident_kib()
+        consumers = [AsyncConsumer(TOPIC, group=TOPIC) for _ in range(count)]
+        began = time.perf_counter()
+        for consumer in consumers:
+            tasks.create_task(consume(consumer))
+        await came.get()
+        await asyncio.sleep(max(IDLE_S / 2, count / 200))  # all are parked by then
+        print(f"consumers {count}, threads {threading.active_count()}, after {time.perf_counter() - began:.1f} s")
+        print(f"memory    {(resident_kib() - before_kib) / count:.1f} KiB for each consumer")
+        busy_s = time.process_time()
+        await asyncio.sleep(IDLE_S)
+        print(f"idle      {(time.process_time() - busy_s) / IDLE_S:.1%} of a core")
+        waits_ms = []
+        for _ in range(MESSAGES):
+            await producer.send(TOPIC, str(time.perf_counter()))
+            waits_ms.append(await came.get() * 1000)
+        quantiles = statistics.quantiles(waits_ms, n=100)
+        print(f"latency   p50 {quantiles[49]:.2f} ms, p99 {quantiles[98]:.2f} ms from send() to the consumer")
+        began = time.perf_counter()
+        await asyncio.gather(*(consumer.close() for consumer in consumers))
+        print(f"closed    in {time.perf_counter() - began:.1f} s")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("PORTALMQ_URL", "http://localhost:5000")
+    asyncio.run(main(int(sys.argv[1])))
