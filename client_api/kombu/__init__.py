@@ -14,6 +14,9 @@ and a transport option become.
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import Any
+
 from kombu.transport import TRANSPORT_ALIASES
 
 from portalmq.kombu.transport import TlsTransport as TlsTransport
@@ -21,3 +24,10 @@ from portalmq.kombu.transport import Transport as Transport
 
 TRANSPORT_ALIASES["portalmq"] = "portalmq.kombu.transport:Transport"
 TRANSPORT_ALIASES["portalmqs"] = "portalmq.kombu.transport:TlsTransport"
+
+
+def __getattr__(name: str) -> Any:
+    """`Scheduler` needs Celery, the transport only kombu."""
+    if name == "Scheduler":
+        return import_module("portalmq.kombu.scheduler").Scheduler
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
