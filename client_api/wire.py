@@ -404,12 +404,25 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dead_letter_topic: str = "{topic}.dlq"  # where copies of dead letters go; `""` for nowhere
     # `key`: one message of a key at a time, in order. Fixed when the group is made
     ordering: Literal["none", "key"] = "none"
-    # most messages that are leased at a time; partitions of a topic share it, at least one each. `null` for no limit
+    # most messages leased at a time; partitions of a topic share it, at least one each. `null` for no limit
     max_in_flight: Positive | None = None
+    # most messages of a key that are leased, or wait for a retry, at a time. Whether a group has this limit is fixed
+    # when it is made; with it, priorities do not count
+    max_in_flight_per_key: Positive | None = None
     # most deliveries a second, redeliveries included; partitions of a topic share it. `null` for no limit
     rate_per_s: Annotated[float, msgspec.Meta(gt=0, le=RATE_PER_S_MAX)] | None = None
     # how many deliveries may come at once after a pause, with `rate_per_s`; by default those of a second
     rate_burst: Positive | None = None
+
+    @property
+    def is_keyed(self) -> bool:
+        """True if a message may have to wait for others of its key."""
+        return self.ordering == "key" or self.max_in_flight_per_key is not None
+
+    @property
+    def in_flight_of_key(self) -> int:
+        """How many messages of a key may be in flight, if the group is keyed."""
+        return 1 if self.ordering == "key" else self.max_in_flight_per_key or 1
 
 
 class ReceiveRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):

@@ -253,7 +253,7 @@ class GroupPartition(GroupReceiver):
     def extend(self, shown: list[ReceiptSpan], visibility_timeout_ms: int) -> list[int]:
         """Extend leases. The record is logged without a wait, since leases are soft."""
         now_ms = self._clock.now_ms()
-        may_extend = partial(self.delivery.may_extend, now_ms=now_ms, by_key=self.settings().ordering == "key")
+        may_extend = partial(self.delivery.may_extend, now_ms=now_ms, by_key=self.settings().is_keyed)
         refused, held = self._held(shown, may_extend)
         offsets = [offset for _, offsets in held for offset in offsets]
         if offsets:

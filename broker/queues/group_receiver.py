@@ -155,7 +155,7 @@ class GroupReceiver:
         they are acked before they are returned."""
         while True:
             config = self.settings()
-            if config.ordering == "key":
+            if config.is_keyed:
                 self._read_keys()
             if self._wakeup.delivery is not None:
                 self.partition.read_ahead(self._ready_messages.place(self.delivery.next))
@@ -240,13 +240,14 @@ class GroupReceiver:
         """Complete the key order of the group, with a pause after each step, unless the group ends here."""
         self._ready_messages.by_key = True
         while (delivery := self._wakeup.delivery) is not None:
-            if read_keys(delivery, self._ready_messages, self._clock.now_ms()):
+            width = self.settings().in_flight_of_key
+            if read_keys(delivery, self._ready_messages, self._clock.now_ms(), width=width):
                 return
             give_way()
 
     def _select(self, now_ms: int, max_messages: int, max_bytes: int = NEVER_MS) -> Selection:
         config, wall_ms = self.settings(), self._clock.wall_ms()
-        self._ready_messages.by_key = config.ordering == "key"
+        self._ready_messages.by_key = config.is_keyed
         return select(
             self.delivery,
             self._ready_messages,

@@ -207,6 +207,9 @@ def check_queue(group: GroupState) -> GroupState:
     return group
 
 
+LIMITS = ("max_in_flight", "max_in_flight_per_key", "rate_per_s", "rate_burst")
+
+
 def check_settings(patch: dict[str, object], held: GroupState | None) -> None:
     """Raise InvalidRequest for settings of a queue group that conflict, or that it cannot change to."""
     start = patch.get("start")
@@ -223,11 +226,20 @@ def check_settings(patch: dict[str, object], held: GroupState | None) -> None:
     mode = patch.get("mode", held.config.mode if held is not None else "queue")
     if mode == "stream" and ordering == "key":
         raise InvalidRequest("ordering 'key' is for queue groups: a stream group always reads a partition in order")
-    limits = [name for name in ("max_in_flight", "rate_per_s", "rate_burst") if patch.get(name) is not None]
-    if mode == "stream" and limits:
-        raise InvalidRequest(f"{limits[0]} is for queue groups: members of a stream group read at their own pace")
     if held is not None and held.config.mode == mode and ordering != held.config.ordering:
         raise InvalidRequest(
             f"group {held.name!r} keeps its ordering {held.config.ordering!r}: messages that it has passed cannot be"
             " reordered. Delete the group first, or use another name"
         )
+    for_key = patch.get("max_in_flight_per_key", held.config.max_in_flight_per_key if held is not None else None)
+    if ordering == "key" and for_key not in (None, 1):
+        raise InvalidRequest("ordering 'key' is one message of a key at a time: leave out max_in_flight_per_key")
+    is_keyed = for_key is not None or ordering == "key"
+    if held is not None and held.config.mode == mode and is_keyed != held.config.is_keyed:
+        raise InvalidRequest(
+            f"group {held.name!r} was made with{'' if held.config.is_keyed else 'out'} max_in_flight_per_key: messages"
+            " that it has passed cannot be found again. Delete the group first, or use another name"
+        )
+    limits = [name for name in LIMITS if patch.get(name) is not None]
+    if mode == "stream" and limits:
+        raise InvalidRequest(f"{limits[0]} is for queue groups: members of a stream group read at their own pace")

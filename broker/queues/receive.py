@@ -133,7 +133,7 @@ class ReceiveHandler:
         self._begin(group, topics, forward)
         # By key, the end of a message lets others be delivered: that is not put off.
         is_named = bool(request.attempt_id and request.consumer)
-        is_soft = may_ack_later and is_named and group.config.ordering != "key"
+        is_soft = may_ack_later and is_named and not group.config.is_keyed
         begun = self._settlement.begin_acks(name, request.ack, forward=forward, is_soft=is_soft)
         plan = partial(self._plan, group, [topic.name for topic in topics], forward)
         messages: list[LeasedMessage] = []

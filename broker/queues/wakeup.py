@@ -105,8 +105,9 @@ class Wakeup:
         now_ms = self._clock.now_ms()
         if self.has_fresh(delivery):
             return True
-        if self.settings().ordering == "key":
-            return has_turn(delivery, now_ms, self.partition.high_watermark)
+        config = self.settings()
+        if config.is_keyed:
+            return has_turn(delivery, now_ms, self.partition.high_watermark, config.in_flight_of_key)
         return delivery.has_returned(now_ms)
 
     def has_fresh(self, delivery: GroupDelivery) -> bool:
@@ -120,7 +121,7 @@ class Wakeup:
         return bool(lanes) and self._has_in_lanes(delivery, lanes)
 
     def _has_in_lanes(self, delivery: GroupDelivery, lanes: Collection[int]) -> bool:
-        by_key = self.settings().ordering == "key"
+        by_key = self.settings().is_keyed
         for lane in lanes:
             if lane >= DELAYED or by_key:
                 continue

@@ -181,14 +181,14 @@ def _(original: Any, self: Any) -> Any:
 # --- order by key ----------------------------------------------------------------------------------------------------
 
 
-@mutant("loses the order of a key at redelivery", 27, (KeyQueues, "is_first"))
+@mutant("loses the order of a key at redelivery", 27, (KeyQueues, "is_among_first"))
 def _(original: Any, self: Any, offset: int) -> bool:
     return True
 
 
-@mutant("hands out two of a key", 3, (KeyQueues, "is_busy"))
-def _(original: Any, self: Any, key: int) -> bool:
-    return False
+@mutant("hands out two of a key", 3, (KeyQueues, "unfinished"))
+def _(original: Any, self: Any, key: int) -> int:
+    return 0
 
 
 @mutant("goes on with a key before the ack is committed", 3, (KeyQueues, "finish"))

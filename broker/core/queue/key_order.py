@@ -1,4 +1,5 @@
-"""Order by key: of a key's unfinished messages only the first may be delivered, one at a time.
+"""Order by key: of a key's unfinished messages only the first may be delivered, one at a time. With a *width* of N, the
+first N may be: a limit of the messages in flight of a key, without an order.
 
     key A    3 leased | 7 held   9 held         3 is leased, so 7 and 9 wait
     key B    5 held                             4 was acked: 5 is next
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from portalmq.broker.core.queue.records import Range
 
@@ -25,12 +26,13 @@ class KeyQueues:
     """The unfinished messages of a group by key. Invariants: a key's queue is sorted and not empty; `_keys` has
     exactly the offsets of all queues; while anything is unread, `_finishes` is empty."""
 
-    def __init__(self, unread: Iterable[Range] = (), finished_at: int = -1) -> None:
+    def __init__(self, unread: Iterable[Range] = (), finished_at: int = -1, width: int = 1) -> None:
         """`unread` are the ranges to read keys of; `finished_at` is the offset of the last record that finished
         messages."""
+        self.width = width
         self._keys: dict[int, int] = {}
         self._queues: dict[int, list[int]] = {}
-        self._last_delivered: dict[int, int] = {}  # key -> its message that was delivered last
+        self._delivered: dict[int, set[int]] = {}  # key -> its unfinished messages that were delivered
         self._freed: list[int] = []  # sorted offsets that came into turn when an earlier message finished
         # Messages finished by records that are not committed yet, oldest first: (record, start, end). The next of a key
         # must not be delivered before: if the record were lost, the earlier message would come after the later one.
@@ -51,14 +53,14 @@ class KeyQueues:
         self._keys[offset] = key
         queue = self._queues.setdefault(key, [])
         insort(queue, offset)
-        if queue[0] == offset and len(queue) > 1:
+        if queue[-1] != offset and bisect_left(queue, offset) < self.width:
             # A delayed message, due while a later one of its key was leased: its turn comes when that lease ends.
             self.free(offset)
 
     def mark_delivered(self, offset: int) -> None:
         key = self._keys.get(offset)
         if key is not None:
-            self._last_delivered[key] = offset
+            self._delivered.setdefault(key, set()).add(offset)
 
     def finish(self, start: int, end: int, record: int) -> None:
         """Take that messages were finished by the record at that offset."""
@@ -126,10 +128,13 @@ class KeyQueues:
                 continue
             queue = self._queues[key]
             del queue[bisect_left(queue, offset)]
-            if self._last_delivered.get(key) == offset:
-                del self._last_delivered[key]
+            delivered = self._delivered.get(key)
+            if delivered is not None:
+                delivered.discard(offset)
+                if not delivered:
+                    del self._delivered[key]
             if queue:
-                self.free(queue[0])
+                self.free(queue[min(self.width, len(queue)) - 1])
             else:
                 del self._queues[key]
 
@@ -148,17 +153,26 @@ class KeyQueues:
         if at < len(self._freed) and self._freed[at] == offset:
             del self._freed[at]
 
-    def is_busy(self, key: int) -> bool:
-        """Return whether a message of the key is unfinished."""
-        return key in self._queues
+    def set_width(self, width: int) -> None:
+        """Take that the first `width` messages of a key may be delivered from now on."""
+        if width > self.width:
+            for queue in self._queues.values():
+                for offset in queue[self.width : width]:
+                    self.free(offset)
+        self.width = width
 
-    def is_first(self, offset: int) -> bool:
+    def unfinished(self, key: int) -> int:
+        """Return how many messages of the key are delivered or held, and unfinished."""
+        return len(self._queues.get(key, ()))
+
+    def is_among_first(self, offset: int) -> bool:
+        """Return whether the message is one of the first of its key, as many as may be delivered."""
         key = self._keys.get(offset)
-        return key is None or self._queues[key][0] == offset
+        return key is None or bisect_left(self._queues[key], offset) < self.width
 
     def key_of(self, offset: int) -> int:
         return self._keys.get(offset, 0)
 
-    def last_delivered(self, key: int) -> int | None:
-        """Return the message of the key that was delivered last, if it is unfinished."""
-        return self._last_delivered.get(key)
+    def delivered(self, key: int) -> Collection[int]:
+        """Return the unfinished messages of the key that were delivered."""
+        return self._delivered.get(key, ())

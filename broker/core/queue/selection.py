@@ -9,8 +9,8 @@ Messages that are finished ahead of the cursor, cancelled before they were due, 
 passes them, or their part of a span is `gone`. A message whose lease ran out twice is delivered alone, so that one that
 kills its consumer takes no others with it. So is a message on its last delivery if a lease of it ran out.
 
-A group ordered by key (key_order.py) ignores priorities: its lane 0 holds all messages that were not delayed. A message
-of a busy key is held; its turn comes when the earlier ones are finished.
+A group ordered by key, or with a limit for each key (key_order.py), ignores priorities: its lane 0 holds all messages
+that were not delayed. A message of a busy key is held; its turn comes when the earlier ones are finished.
 
 A group's limits (limits.py) bound how many messages one selection may deliver.
 
@@ -158,12 +158,15 @@ def update_keys(delivery: GroupDelivery, selection: Selection) -> None:
                 delivery.keys.mark_delivered(offset)
 
 
-def read_keys(delivery: GroupDelivery, source: MessageSource, now_ms: int, at_most: int = KEYS_PER_STEP) -> bool:
+def read_keys(
+    delivery: GroupDelivery, source: MessageSource, now_ms: int, at_most: int = KEYS_PER_STEP, *, width: int = 1
+) -> bool:
     """Read the keys of some unfinished messages of a group ordered by key; return whether all are read now. Changes
-    between two calls reach the queues on their own."""
+    between two calls reach the queues on their own. `width`: how many messages of a key may be in flight."""
     if delivery.keys is None:
-        delivery.keys = KeyQueues([(0, NEVER_MS)], delivery.finished_at)
+        delivery.keys = KeyQueues([(0, NEVER_MS)], delivery.finished_at, width)
     queues = delivery.keys
+    queues.set_width(width)
     while not queues.is_whole and at_most > 0:
         first, end = queues.unread
         upto, last = end, first
@@ -194,17 +197,19 @@ def _read(
             queues.add(offset, run.key)
             if span.leased and span.available_at_ms > now_ms:
                 queues.mark_delivered(offset)
-            elif span.available_at_ms >= HELD_MS and queues.is_first(offset):
+            elif span.available_at_ms >= HELD_MS and queues.is_among_first(offset):
                 queues.free(offset)
         if worth >= at_most:
             return run.end, worth
     return end, max(1, worth)
 
 
-def has_turn(delivery: GroupDelivery, now_ms: int, committed: int) -> bool:
+def has_turn(delivery: GroupDelivery, now_ms: int, committed: int, width: int = 1) -> bool:
     """Return whether a returned or held message of a group ordered by key may be delivered, or its keys are still to be
     read by the next receive."""
     queues = delivery.keys
+    if queues is not None:
+        queues.set_width(width)
     if queues is None or not queues.is_whole:
         return delivery.held > 0 or delivery.has_returned(now_ms)
     if not _knows_turns(delivery, committed):
@@ -246,11 +251,13 @@ def _is_in_turn(delivery: GroupDelivery, queues: KeyQueues, offset: int, now_ms:
     key = queues.key_of(offset)
     if key == 0:
         return True
-    if not queues.is_first(offset):
-        return False
-    last = queues.last_delivered(key)
-    span = delivery.at(last) if last is not None and last != offset else None
-    return span is None or not (span.leased and span.available_at_ms > now_ms)
+    return queues.is_among_first(offset) and _running(delivery, queues, key, offset, now_ms) < queues.width
+
+
+def _running(delivery: GroupDelivery, queues: KeyQueues, key: int, offset: int, now_ms: int) -> int:
+    """Return how many other messages of the key have a lease that runs."""
+    spans = [delivery.at(other) for other in queues.delivered(key) if other != offset]
+    return sum([span is not None and span.leased and span.available_at_ms > now_ms for span in spans])
 
 
 class _Selector(msgspec.Struct, dict=True):
@@ -418,7 +425,9 @@ class _KeyOrderSelector(_Selector):
         lanes = self.source.lanes()
         # Not read if nothing is delivered.
         self.queues = KeyQueues() if self.delivery.keys is None else self.delivery.keys
-        self.chosen: set[int] = set()  # keys of which this selection delivers a message
+        # How many messages of a key this selection delivers: returned or held ones, and fresh ones.
+        self.again: dict[int, int] = {}
+        self.chosen: dict[int, int] = {}
         self.held = 0
         if not self.looks_only:
             self._take_turns()
@@ -436,17 +445,24 @@ class _KeyOrderSelector(_Selector):
         for span in _spans_in_turn(self.delivery, self.queues, self.now_ms):
             if self.left <= 0:
                 return
+            key = self.queues.key_of(span.start)
+            again = self.again.get(key, 0)
+            if key and again:
+                running = _running(self.delivery, self.queues, key, span.start, self.now_ms)
+                if again + running >= self.queues.width:
+                    continue
             before = len(self.selection.delivered)
             self._take_returned([span])
             if len(self.selection.delivered) > before:
-                self.chosen.add(self.queues.key_of(span.start))
+                self.again[key] = again + 1
 
     def _take(self, run: Run, start: int, end: int, lane: int) -> bool:
         if run.key == 0:
             return super()._take(run, start, end, lane)
         if self.looks_only or self.room <= 0:
             return False
-        if run.key in self.chosen or self.queues.is_busy(run.key):
+        chosen = self.chosen.get(run.key, 0)
+        if chosen + self.queues.unfinished(run.key) >= self.queues.width:
             if self.delivery.held + self.held >= HELD_MAX:
                 return False
             held = self.selection.held
@@ -459,6 +475,6 @@ class _KeyOrderSelector(_Selector):
             self.room -= 1
             self._move_cursor(lane, run.due_ms, end)
             return True
-        self.chosen.add(run.key)
+        self.chosen[run.key] = chosen + 1
         self.selection.keys.append((start, run.key))
         return super()._take(run, start, end, lane)

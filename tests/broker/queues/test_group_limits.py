@@ -158,6 +158,35 @@ def test_a_limit_in_the_order_of_keys(broker: InMemoryBroker, admin: Admin, topi
     assert [(message.key, message.json()) for message in consumer.poll(WITHIN_S, 10)] == [(b"a", 1), (b"b", 1)]
 
 
+def test_a_limit_for_each_key(broker: InMemoryBroker, admin: Admin, topic: str, consumer: Consumer) -> None:
+    admin.create_group(topic, max_in_flight_per_key=2)
+    for key in ("a", "b", None):
+        send(broker, topic, 4, key=key)
+    first = poll(consumer)
+    assert [(message.key, message.json()) for message in first] == [
+        *((b"a", 0), (b"a", 1), (b"b", 0), (b"b", 1), (None, 0), (None, 1), (None, 2), (None, 3))
+    ]
+    parked = Parked(broker, topic)
+    consumer.ack(first[1])
+    (woken,) = parked.woken()
+    assert (woken.key, woken.json()) == (b"a", 2)
+    parked = Parked(broker, topic)
+    admin.create_group(topic, max_in_flight_per_key=4)
+    assert len(parked.woken()) == 1
+
+
+def test_whether_keys_are_limited_is_fixed(admin: Admin, topic: str) -> None:
+    admin.create_group(topic)
+    with pytest.raises(InvalidRequest, match="made without max_in_flight_per_key"):
+        admin.create_group(topic, max_in_flight_per_key=2)
+    admin.create_group(f"{topic}-limited", max_in_flight_per_key=2)
+    admin.create_group(f"{topic}-limited", max_in_flight_per_key=3, max_deliveries=2)
+    with pytest.raises(InvalidRequest, match="made with max_in_flight_per_key"):
+        admin.create_group(f"{topic}-limited", max_in_flight_per_key=None)
+    with pytest.raises(InvalidRequest, match="one message of a key at a time"):
+        admin.create_group(f"{topic}-ordered", ordering="key", max_in_flight_per_key=2)
+
+
 def test_priorities_keep_their_order_under_a_limit(
     broker: InMemoryBroker, admin: Admin, topic: str, consumer: Consumer
 ) -> None:
@@ -179,7 +208,7 @@ def test_a_move_passes_the_limit(broker: InMemoryBroker, admin: Admin, topic: st
 
 
 def test_only_queue_groups_have_limits(admin: Admin, topic: str) -> None:
-    for setting in ("max_in_flight", "rate_per_s", "rate_burst"):
+    for setting in ("max_in_flight", "max_in_flight_per_key", "rate_per_s", "rate_burst"):
         with pytest.raises(InvalidRequest, match=f"{setting} is for queue groups"):
             admin.create_group(topic, mode="stream", **{setting: 1})
         for wrong in (0, -1, "many"):

@@ -15,7 +15,7 @@ def test_a_delayed_message_before_a_leased_one_is_checked_again():
     queues.mark_delivered(32)
     assert queues.freed == []
     queues.add(17, key=2)
-    assert queues.is_first(17)
+    assert queues.is_among_first(17)
     assert queues.freed == [17]
 
 
@@ -51,7 +51,7 @@ def test_queues_being_read_count_messages_finished_during_the_reading():
         assert (queues.is_whole, queues.is_settled, queues.knows_turns) == (True, False, False)
         queues.settle(committed=51)
         assert (queues.is_settled, queues.knows_turns) == (True, True)
-        assert queues.is_first(1) == (finished == 0)
+        assert queues.is_among_first(1) == (finished == 0)
 
 
 def test_a_redriven_message_is_not_removed_by_its_earlier_end():
@@ -66,4 +66,4 @@ def test_a_redriven_message_is_not_removed_by_its_earlier_end():
     assert not queues.knows_turns, "the end, and the redrive with it, may still be lost"
     queues.settle(committed=51)
     assert queues.knows_turns
-    assert queues.is_busy(1)
+    assert queues.unfinished(1)

@@ -225,7 +225,7 @@ def test_queues_forget_finished_messages():
         queues.add(offset, 1 + offset % 2)
     queues.done(0, 9)
     assert len(queues) == 1
-    assert not queues.is_busy(1)
+    assert not queues.unfinished(1)
     assert 9 in queues.freed
     queues.done(0, 1 << 40)
     assert len(queues) == 0

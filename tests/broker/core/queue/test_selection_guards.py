@@ -139,8 +139,8 @@ def test_messages_without_a_key_and_those_known_already_are_in_no_queue_twice() 
     queues.add(3, 7)
     queues.add(3, 7)
     queues.done(3, 4)
-    assert not queues.is_busy(7)
-    assert queues.is_first(3), "a message in no queue waits for none"
+    assert not queues.unfinished(7)
+    assert queues.is_among_first(3), "a message in no queue waits for none"
 
 
 def test_only_messages_of_the_range_are_done() -> None:
@@ -148,7 +148,7 @@ def test_only_messages_of_the_range_are_done() -> None:
     queues.add(3, 1)
     queues.add(50, 2)
     queues.done(0, 10)
-    assert (queues.is_busy(1), queues.is_busy(2)) == (False, True)
+    assert (queues.unfinished(1), queues.unfinished(2)) == (0, 1)
 
 
 def test_turns_are_known_when_all_keys_are_read_and_all_ends_are_committed() -> None:
