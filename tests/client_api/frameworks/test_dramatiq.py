@@ -51,6 +51,8 @@ def admin(server: InMemoryBroker) -> Iterator[Admin]:
 @contextmanager
 def working(broker: PortalMQBroker, threads: int = 4, timeout_ms: int = 100) -> Iterator[Any]:
     worker = dramatiq.Worker(broker, worker_timeout=timeout_ms, worker_threads=threads)
+    if threads == 1:
+        worker.queue_prefetch = 1  # the order of what is prefetched is dramatiq's
     worker.start()
     try:
         yield worker
