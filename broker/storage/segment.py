@@ -18,7 +18,7 @@ import apsw
 
 from portalmq.broker.storage.batch import Batch, BatchKind, Record
 from portalmq.broker.storage.compressed_values import accept_compressed, insert_compressed
-from portalmq.broker.storage.errors import StorageFault, WrongLog, opening_errors
+from portalmq.broker.storage.errors import CorruptFile, StorageFault, WrongLog, opening_errors
 from portalmq.broker.storage.files import open_directory, unlink_database
 from portalmq.broker.storage.holes import HOLES_DDL, insert_holes, removed_in
 from portalmq.broker.storage.lane_indexes import LANES_DDL, lanes_of
@@ -199,9 +199,14 @@ class Segment(ReadableSegment):
         found = {key: meta.get(key) for key in expected}
         if found != expected:
             raise WrongLog(f"{self.path} belongs to {found}, expected {expected}: move it back to its own directory")
-        self.messages_before = self.messages_end = meta["messages_before"]
-        self.last_timestamp_ms = meta["timestamp_before_ms"]
-        self.log_start_offset = meta["log_start_offset"]
+        try:
+            self.messages_before = self.messages_end = meta["messages_before"]
+            self.last_timestamp_ms = meta["timestamp_before_ms"]
+            self.log_start_offset = meta["log_start_offset"]
+        except KeyError as missing:
+            raise CorruptFile(
+                f"{self.path}: its table meta has no {missing}: rebuild it from a clean replica"
+            ) from None
 
     def _read_end(self, connection: apsw.Connection) -> None:
         row = connection.execute(

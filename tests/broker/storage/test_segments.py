@@ -12,7 +12,7 @@ import pytest
 from support.log_files import Writer, everything, numbered, open_log, reading_from, three_segments
 
 from portalmq.broker.storage.batch import BatchKind, Record
-from portalmq.broker.storage.errors import DiskFull, OffsetPurged, StorageFault, faults_of
+from portalmq.broker.storage.errors import CorruptFile, DiskFull, OffsetPurged, StorageFault, faults_of
 
 
 def file_of(directory, base_offset):
@@ -21,6 +21,18 @@ def file_of(directory, base_offset):
 
 def manifest(directory):
     return {entry["file"]: entry for entry in json.loads((directory / "manifest.json").read_text())["segments"]}
+
+
+@pytest.mark.parametrize("name", ["messages_before", "timestamp_before_ms", "log_start_offset"])
+def test_a_segment_that_lacks_a_fact_about_itself_is_damaged(tmp_path, name):
+    """Found by `make simulate-shell SEED=3061`: a flipped bit in the name of one."""
+    log = open_log(tmp_path)
+    log.close()
+    connection = apsw.Connection(str(file_of(tmp_path, 0)))
+    connection.execute("UPDATE meta SET key = 'other' WHERE key = ?", (name,))
+    connection.close()
+    with pytest.raises(CorruptFile, match=f"has no '{name}'"):
+        open_log(tmp_path)
 
 
 # --- sealing ----------------------------------------------------------------------------------------------------------
