@@ -206,10 +206,11 @@ class Retention:
         partition = self._partition
         clock, log_ms = partition.host.clock, partition.replica.last_timestamp_ms
         now_ms = clock.now_ms()
-        age_ms = self._age.time_ms(log_ms, now_ms, clock.wall_ms())
-        partition.replica.producers.expire(min(age_ms, log_ms) - partition.dedup_window_ms)
         if partition.log.sealed_upto < partition.log.active_base_offset:
             self._on_files(partition.log.seal, partition.high_watermark)
+        oldest_ms = next((each.last_timestamp_ms for each in partition.log.sealed_segments), None)
+        age_ms = self._age.time_ms(log_ms, now_ms, clock.wall_ms(), oldest_ms)
+        partition.replica.producers.expire(min(age_ms, log_ms) - partition.dedup_window_ms)
         if partition.serves:
             upto = partition.log.retention_candidate(age_ms, retention_ms, retention_bytes)
             upto = self._unneeded_below(upto, min(age_ms, now_ms) - group_expiry_ms)

@@ -24,12 +24,14 @@ class Age:
         self._time_ms = log_ms
         self._asked_ms = now_ms
 
-    def time_ms(self, log_ms: int, now_ms: int, wall_ms: int) -> int:
+    def time_ms(self, log_ms: int, now_ms: int, wall_ms: int, oldest_ms: int | None = None) -> int:
         """Return the time that ages are measured against. `log_ms` is the stamp of the last append (0 without any),
-        `now_ms` a clock that never jumps, `wall_ms` the time of day."""
+        `now_ms` a clock that never jumps, `wall_ms` the time of day. A log that was empty before ages from `oldest_ms`
+        on, a stamp near its beginning: the time of day may have jumped since."""
         if log_ms != self._log_ms:
             self._log_ms, self._appended_ms = log_ms, now_ms
-        limit_ms = self._time_ms + DAYS_AN_HOUR * (now_ms - self._asked_ms) if self._time_ms else log_ms
+        before_ms = self._time_ms or oldest_ms or log_ms
+        limit_ms = before_ms + DAYS_AN_HOUR * (now_ms - self._asked_ms) if before_ms else 0
         self._time_ms = min(log_ms + now_ms - self._appended_ms, limit_ms)
         self._asked_ms = now_ms
         return min(self._time_ms, wall_ms)

@@ -42,3 +42,10 @@ def test_an_empty_log_begins_with_its_first_append():
     age = Age(0, 7)
     assert age.time_ms(0, 17, START_MS) == 0
     assert age.time_ms(START_MS, 27, START_MS) == START_MS
+
+
+def test_a_new_log_whose_later_part_follows_a_wrong_clock_ages_from_its_first_part():
+    """Found by `make simulate-shell SEED=2017`: a clock that jumped before the first round of retention."""
+    age, wrong_ms = Age(0, START_MS), START_MS + 8 * DAY_MS
+    assert age.time_ms(wrong_ms, START_MS + 10, wrong_ms, START_MS) == START_MS + 10 * DAYS_AN_HOUR
+    assert age.time_ms(wrong_ms, START_MS + HOUR_MS, wrong_ms, START_MS) == START_MS + DAY_MS
