@@ -34,11 +34,20 @@ from portalmq.broker.partition.action_queue import ActionQueue
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.writer import Entry, Pending
 from portalmq.broker.storage.batch import Batch, BatchKind
+from portalmq.broker.storage.epochs import GET, EpochFile
 from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.state import StateFile
 from portalmq.broker.storage.wal import connect_final
 from portalmq.control_plane.plane import Node, Op, Set
-from portalmq.control_plane.state import CONTROLLER, CONTROLLER_EPOCH, PARTITIONS, PartitionState, decode
+from portalmq.control_plane.state import (
+    CONTROLLER,
+    CONTROLLER_EPOCH,
+    PARTITIONS,
+    TOPICS,
+    PartitionState,
+    decode,
+    topic_id_of,
+)
 
 if TYPE_CHECKING:
     from simulation.shell.world import World
@@ -83,7 +92,11 @@ class Known:
     records: dict[tuple[int, int], int] = field(default_factory=dict)  # (offset, epoch) -> checksum
     lossy: set[int] = field(default_factory=set)
     beheaded: set[int] = field(default_factory=set)  # machines where the first bytes of the last segment are damaged
-    doubted: set[int] = field(default_factory=set)  # machines whose state.sqlite is damaged
+    doubted: set[int] = field(default_factory=set)  # machines whose state.sqlite, or epochs.sqlite, is damaged
+    damaged: dict[int, str] = field(default_factory=dict)  # the store that is damaged, by machine: found in time
+
+    def is_damaged(self, machine: int) -> bool:
+        return self.damaged.get(machine) == self.of(machine).store
 
     def of(self, machine: int) -> Held:
         return self.held.setdefault(machine, Held())
@@ -96,6 +109,8 @@ class Checker:
         self.partitions: dict[Key, Known] = {}
         self._seen: dict[tuple[str, Key, str], Seen] = {}
         self._acted: dict[tuple[str, Path], int] = {}
+        self._ids: dict[str, str] = {}  # of topics, by name
+        self._deleted: set[str] = set()  # ids
         self.steps = 0
         world.zookeeper.on_changed.append(self._tree_changed)
         world.zookeeper.on_commit.append(self.committing)
@@ -127,9 +142,13 @@ class Checker:
 
     def _tree_changed(self, path: str, node: Node | None) -> None:
         parts = path.split("/")
-        if not path.startswith(f"{PARTITIONS}/") or len(parts) != 4 or node is None or not node.data:
+        if path.startswith(f"{TOPICS}/"):
+            self._topic_changed(parts[-1], node)
+        if not path.startswith(f"{PARTITIONS}/") or len(parts) != 4:
             return
         key = (parts[2], int(parts[3]))
+        if node is None or not node.data or key[0] in self._deleted:
+            return
         known = self.known(key)
         after, before = decode(node.data, PartitionState), known.state
         known.state = after
@@ -149,13 +168,22 @@ class Checker:
                     "I7", "{} is in the ISR of {} with {} of {}", number, key, known.of(number).end, known.watermark
                 )
 
+    def _topic_changed(self, name: str, node: Node | None) -> None:
+        if node is not None:
+            self._ids[name] = topic_id_of(node.data)
+        elif not self.world.is_adopting and name in self._ids:
+            self._deleted.add(self._ids.pop(name))
+            for key, known in self.partitions.items():
+                if key[0] in self._deleted:
+                    known.state = None
+
     def changed(self, key: Key, before: PartitionState, after: PartitionState) -> None:
         known = self.known(key)
         if after.leader_epoch < before.leader_epoch:
             self.fail("I1", "the leader epoch of {} fell from {} to {}", key, before.leader_epoch, after.leader_epoch)
         if after.leader not in (before.leader, None) and after.leader_epoch == before.leader_epoch:
             self.fail("I1", "{} has another leader in epoch {}", key, after.leader_epoch)
-        gone = set(before.isr) - set(after.isr) - known.lossy
+        gone = {number for number in set(before.isr) - set(after.isr) - known.lossy if not known.is_damaged(number)}
         floor = min(known.least, len(after.replicas))
         if gone and len(after.isr) < floor and len(after.isr) < len(before.isr):
             self.fail("I6", "the ISR of {} shrank from {} to {}, below {}", key, before.isr, after.isr, floor)
@@ -169,6 +197,8 @@ class Checker:
 
     def stepped(self, process: Process, partition: Partition) -> None:
         self.steps += 1
+        if partition.topic_id in self._deleted:
+            return
         replica = partition.replica
         key = (partition.topic_id, partition.number)
         known = self.known(key)
@@ -210,7 +240,9 @@ class Checker:
             self.fail("I6", "ISR {} is not within {} of its leader {}", state.isr, set(in_sync.maximal), process)
 
     def opened(self, process: Process, partition: Partition) -> None:
-        """A replica was opened, after a restart perhaps."""
+        """A replica was opened, after a restart perhaps. An adoption may bring back a deleted topic, without files."""
+        if partition.topic_id in self._deleted:
+            return
         key = (partition.topic_id, partition.number)
         known, number = self.known(key), process.number or 0
         known.name = partition.topic
@@ -244,6 +276,18 @@ class Checker:
         acted = self._acted.get((process.name, state_file.path), -1)
         if acted > (found := max(_epoch_in(state_file.path), state_file._epoch_of_broker())):
             self.fail("I1", "{} saves epoch {} of {} again, and acted in {}", process, found, key, acted)
+
+    def epochs_anew(self, process: Process, epochs: EpochFile) -> None:
+        """A damaged epochs.sqlite was written again. It has every epoch that this process acted in."""
+        for (name, path), acted in self._acted.items():
+            if name == process.name and path.parents[3] == epochs.path.parent:
+                key = (path.parent.parent.name.rpartition("@")[2], int(path.parent.name))
+                if key[0] in self._deleted:
+                    continue
+                with closing(connect_final(epochs.path)) as connection:
+                    found = connection.execute(GET, key).get
+                if found is None or found < acted:
+                    self.fail("I1", "{} saves epoch {} of {} again, and acted in {}", process, found, key, acted)
 
     def acts(self, process: Process, partition: Partition, epoch: int) -> None:
         """A replica has stored an epoch, to lead or to follow in it."""
@@ -289,7 +333,8 @@ class Checker:
 
     def set_aside(self, machine: int, key: Key) -> None:
         known = self.known(key)
-        if machine not in known.lossy and not self.world.machines[machine].has_lost_writes:
+        is_hurt = machine in known.lossy or known.is_damaged(machine)
+        if not is_hurt and not self.world.machines[machine].has_lost_writes:
             self.fail("I14", "broker {} sets {} aside, which nothing has damaged", machine, key)
         others = [each.end for number, each in known.held.items() if number != machine and number not in known.lossy]
         if max(others, default=-1) < known.watermark:
@@ -318,6 +363,11 @@ class Checker:
         place = self.history.place((TOPIC, partition))
         place.purged = max(place.purged, upto)
 
+    @property
+    def is_hurt(self) -> bool:
+        """Whether a copy of anything may be damaged."""
+        return any(known.lossy or any(map(known.is_damaged, known.damaged)) for known in self.partitions.values())
+
     def may_lose(self, machine: int) -> bool:
         """Whether no acknowledged record would be lost with this machine's disk: all are whole, and all in sync. And
         the ISR cannot shrink to this machine alone before somebody knows."""
@@ -343,7 +393,7 @@ class Checker:
         for machine in self.world.machines.values():
             if machine.broker is not None:
                 for partition in machine.broker.topics.partitions():
-                    if not partition.closed:
+                    if not partition.closed and partition.topic_id not in self._deleted:
                         found.setdefault((partition.topic_id, partition.number), []).append((machine.number, partition))
         return found
 
@@ -355,6 +405,9 @@ class Checker:
         if len(states) < self.world.options.partitions:
             return False
         return all(state.leader and len(state.isr) == len(state.replicas) for state in states.values())
+
+    def has_damage(self) -> bool:
+        return any(each.fault for held in self.replicas().values() for _, each in held)
 
     def agree(self) -> bool:
         """Whether all replicas of each partition know that everything is committed, and the outboxes are empty."""
@@ -489,6 +542,7 @@ def observe(checker: Checker) -> None:
         "_start_over",
         lambda process, it, result: checker.saved_anew(process, it),
     )
+    after(EpochFile, "_replace", lambda process, it, result, epochs: checker.epochs_anew(process, it))
     after(Log, "truncate", lambda process, log, result, to: checker.cut(number(process), key_of(log), to))
     after(Log, "reset", lambda process, log, result, at, *_: checker.begun_anew(number(process), key_of(log), at))
     after(

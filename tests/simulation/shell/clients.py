@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import gevent
 from simulation.shell.checker import TOPIC
 from simulation.shell.history import Delivered
+from simulation.shell.inquiries import Inquiries
 from simulation.shell.loop import Process
 from simulation.shell.members import Members
 from simulation.shell.network import NeverGone, Unknown
@@ -20,10 +21,12 @@ from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.queues.commit import OutputMessage
 from portalmq.broker.queues.settle import SettleRequest
 from portalmq.broker.storage.batch import Record
-from portalmq.errors import InvalidRequest, PortalMQError, TopicNotFound, Unavailable
+from portalmq.compression import compressed
+from portalmq.errors import InvalidRequest, PortalMQError, TopicExists, TopicNotFound, Unavailable
 from portalmq.network.connection import NoAnswer, NotSent
 
 if TYPE_CHECKING:
+    from simulation.shell.machine import Machine
     from simulation.shell.world import World
 
 GROUP = "g"
@@ -40,9 +43,10 @@ class Clients:
         self.world = world
         self.loop = world.loop
         self.process = Process("client")
-        self.stopping = False
+        self.stopping = self.has_begun = False
         self.active = 0
         self.members = Members(self)
+        self.inquiries = Inquiries(self, GROUP)
 
     def start(self) -> None:
         self.spawn(self._begin, Random(f"clients {self.world.seed}"))
@@ -66,10 +70,13 @@ class Clients:
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
-    def call(self, random: Random, work: Callable[[Any], Any], within_s: float = CALL_S) -> Any:
-        """Call any broker. Raises PortalMQError with what it answered, Unavailable when nothing was sent, Unknown."""
+    def call(
+        self, random: Random, work: Callable[[Any], Any], within_s: float = CALL_S, machine: Machine | None = None
+    ) -> Any:
+        """Call any broker, or that of a machine. Raises PortalMQError with what it answered, Unavailable when nothing
+        was sent, Unknown."""
         world = self.world
-        machine = random.choice(list(world.machines.values()))
+        machine = machine or random.choice(list(world.machines.values()))
 
         def serve(broker: Any) -> Any:
             if not broker.ready:
@@ -112,27 +119,37 @@ class Clients:
         created = None
         while created is None:
             self.loop.wait(0.05)
-            with contextlib.suppress(InvalidRequest):  # too few brokers are up
+            try:
                 created = self.patiently(random, lambda broker: broker.create_topic(TOPIC, request))
+            except InvalidRequest:  # too few brokers are up
+                continue
+            except TopicExists:
+                if not self.world.reached["adopted"]:
+                    raise
+                break  # its settings were lost before they were on any disk
         group = {"start": "earliest", "max_deliveries": options.deliveries}
         self.patiently(random, lambda broker: broker.put_group(GROUP, group))
+        self.has_begun = True
         for number in range(options.producers):
-            self.spawn(self._produce, number, Random(f"producer {self.world.seed} {number}"))
+            self.produce_to(number % options.partitions, number, Random(f"producer {self.world.seed} {number}"))
         for number in range(options.consumers):
             self.spawn(self._consume, number, Random(f"consumer {self.world.seed} {number}"))
         for number in range(options.rivals):
             self.spawn(self._rival, number, Random(f"rival {self.world.seed} {number}"))
         self.members.start()
+        self.inquiries.start()
 
     # --- producers ---------------------------------------------------------------------------------------------------
 
-    def _produce(self, number: int, random: Random) -> None:
+    def produce_to(self, partition: int, number: int, random: Random) -> None:
+        self.spawn(self._produce, partition, number, random)
+
+    def _produce(self, partition: int, number: int, random: Random) -> None:
         """Append batches, one after the other; each is repeated until its end is known, if its producer is
         idempotent."""
         world, options = self.world, self.world.options
         is_idempotent = random.random() < 0.7
         identity = self.patiently(random, lambda broker: broker.new_producer(None)) if is_idempotent else None
-        partition = number % options.partitions
         sequence = 0
         serial = 0
         while not self.stopping:
@@ -142,18 +159,38 @@ class Clients:
             values = [f"p{number}-{serial}-{index}:".encode().ljust(size, b".") for index in range(count)]
             serial += 1
             keys = [random.choice(("d" if options.compacts else None, "a", "b", "c")) for _ in values]
+            if options.compacts and random.random() < 0.1:
+                values, keys = [b""], ["a"]  # a tombstone
             records = [
-                Record(value, key=None if key is None else key.encode())
+                Record(value, key=None if key is None else key.encode(), **self._lane(random))
                 for value, key in zip(values, keys, strict=True)
             ]
+            packed = compressed(values) if options.compresses and all(values) and random.random() < 0.5 else None
             stamp = None if identity is None else wire.ProducerStamp(identity.id, identity.epoch, sequence)
-            request = ProduceRequest(records, partition=partition, producer=stamp)
-            world.checker.history.sends(values, (TOPIC, partition), is_once=is_idempotent)
+            request = ProduceRequest(records, partition=partition, producer=stamp, compressed=packed or b"")
+            world.reached["compressed"] += packed is not None
+            if all(values):
+                world.checker.history.sends(values, (TOPIC, partition), is_once=is_idempotent)
+            else:
+                world.checker.history.sends(values, None, is_once=False)
             done = self._append(random, request, values, partition)
             if done:
-                sequence += count
+                sequence += len(values)
             elif stamp is not None:
                 return  # a refusal that a repeat does not help, or the end: the sequence cannot go on
+
+    def _lane(self, random: Random) -> dict[str, Any]:
+        """Return the options of a message: most have none."""
+        if not self.world.options.lanes or random.random() < 0.5:
+            return {}
+        now_ms = self.loop.now_ns // 1_000_000
+        return random.choice(
+            (
+                {"priority": random.choice((1, 5, 31))},
+                {"deliver_at_ms": now_ms + random.randint(0, 2_000)},
+                {"expires_at_ms": now_ms + random.randint(100, 5_000)},
+            )
+        )
 
     def _append(self, random: Random, request: ProduceRequest, values: list[bytes], partition: int) -> bool:
         world = self.world
@@ -243,11 +280,31 @@ class Clients:
         else:
             self._settle(random, messages, (1, 4, 0, 4), late=True)
 
-    def _receive(self, random: Random, wanted: wire.ReceiveRequest) -> list[Delivered]:
+    def hoard(self, random: Random, machine: Machine) -> None:
+        """Receive from a leader that is about to die, and use these receipts when others have the messages."""
+        if self.has_begun:
+            self.spawn(self._hoard, random, machine)
+
+    def _hoard(self, random: Random, machine: Machine) -> None:
+        history, name = self.world.checker.history, f"w{self.loop.now_ns}"
+        kept: list[Delivered] = []
+        for serial in range(6):
+            kept += self._receive(random, _wanted(random, name, serial, 300), machine)
+            self.loop.wait(random.random() * 0.1)
+        for _ in range(60 if kept else 0):
+            self.loop.wait(0.1)
+            taken = [each for each in kept if history.is_with_another(each, self.loop.now_ns)]
+            if taken:
+                self.world.reached["hoarded"] += 1
+                self._settle(random, taken[:8], (1, 4, 0, 4), late=True)
+            if self.stopping:
+                return
+
+    def _receive(self, random: Random, wanted: wire.ReceiveRequest, machine: Machine | None = None) -> list[Delivered]:
         world, history = self.world, self.world.checker.history
         began_ns = self.loop.now_ns
         try:
-            messages = self.call(random, lambda broker: _receive(broker, wanted))
+            messages = self.call(random, lambda broker: _receive(broker, wanted), machine=machine)
         except (Unknown, PortalMQError):
             return []
         world.reached["delivered"] += len(messages)

@@ -18,6 +18,7 @@ from portalmq.broker.partition.isr_updates import IsrUpdates
 from portalmq.broker.partition.retention import Retention
 from portalmq.broker.server.adoption import Adoption
 from portalmq.broker.storage import recovery, segment, state, wal
+from portalmq.broker.storage.epochs import EpochFile
 from portalmq.broker.storage.state import StateFile
 
 
@@ -31,7 +32,7 @@ class Edit(NamedTuple):
 DEFECTS: dict[str, tuple[Edit, ...]] = {
     "one wrong clock decides what is old": (
         Edit(ClockAgreement, "start", "self.compare()", "return"),
-        Edit(Retention, "retain", "self._age.time_ms(log_ms, now_ms, clock.wall_ms())", "clock.wall_ms()"),
+        Edit(Retention, "retain", "self._age.time_ms(log_ms, now_ms, clock.wall_ms(), oldest_ms)", "clock.wall_ms()"),
         Edit(Retention, "retain", "min(age_ms, now_ms) - group_expiry_ms", "age_ms - group_expiry_ms"),
     ),
     "a roll that fails half way leaves its file": (
@@ -43,7 +44,7 @@ DEFECTS: dict[str, tuple[Edit, ...]] = {
         Edit(unclean_election, "is_whole_elsewhere", "False if others", "True if others"),
     ),
     "an adoption leaves out what a damaged replica alone held": (
-        Edit(Adoption, "losses", "_may_lack(found, topic)", "False"),
+        Edit(Adoption, "losses", "_may_lack(found, topic, is_described=topic_id not in self.undescribed)", "False"),
     ),
     "an older receipt ends a later epoch's lease": (
         Edit(SpanFold, "is_later", "self.leader_epoch in (0, leader_epoch)", "True"),
@@ -54,6 +55,10 @@ DEFECTS: dict[str, tuple[Edit, ...]] = {
     "a refused commit call is accepted later": (
         Edit(GroupDelivery, "ackable", "good = not span.is_later", "good = not span.leased or not span.is_later"),
     ),
+    "a damaged file of epochs forgets the others": (
+        Edit(EpochFile, "save", "self._mend(known | higher, fault)", "self._mend(higher, fault)"),
+        Edit(EpochFile, "repair", "self._replace(known)", "self._replace({key: known[key]})"),
+    ),
     "a damaged state file forgets the epoch": (
         Edit(StateFile, "_start_over", "if not self._knows_epoch:", "if True:"),
         Edit(StateFile, "_start_over", "max(self._highest_epoch, self._readable_epoch())", "-1"),
@@ -62,7 +67,7 @@ DEFECTS: dict[str, tuple[Edit, ...]] = {
         Edit(IsrUpdates, "_tell", "partition.step(LeaderAnswered", "(lambda _: None)(LeaderAnswered"),
     ),
     "a log that is read elsewhere is synced without its lost pages": (
-        Edit(wal, "make_durable", '_write_again(Path(f"{connection.filename}-wal"))', "sync_wal(connection)"),
+        Edit(wal, "make_durable", "_write_again(log)", "sync_wal(connection)"),
     ),
     "a truncated write-ahead log comes back": (
         Edit(wal, "_sync_truncation", "sync(descriptor)", "pass"),

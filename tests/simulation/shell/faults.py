@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,8 @@ from simulation.shell.operator import adopt
 from simulation.shell.options import Step
 from simulation.shell.plane import ZOOKEEPER
 
+from portalmq.broker.storage.epochs import EPOCHS_NAME
+from portalmq.broker.storage.errors import Shortage, StorageError
 from portalmq.broker.storage.schema import PAGE_BYTES
 from portalmq.errors import PortalMQError
 
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
     from simulation.shell.disk import SimDisk
     from simulation.shell.machine import Machine
     from simulation.shell.world import World
+
+    from portalmq.broker.broker import Broker
 
 DAY_MS = 86_400_000
 _SEGMENT = re.compile(r"/\d+\.sqlite$")
@@ -69,6 +74,7 @@ class Faults:
         others = [number for number in self.world.machines if number != machine.number]
         self._sever(random, {pair for each in others for pair in ((machine.number, each), (each, machine.number))})
         power = random if random.random() < 0.3 else None
+        self.world.clients.hoard(random, machine)
         self._later(random.random() * 0.4, lambda: machine.end(again_s=random.choice((0.1, 1.0, 4.0)), power=power))
 
     def _leader(self, random: Random) -> Machine:
@@ -138,6 +144,12 @@ class Faults:
         links = {(source, target)} | ({(target, source)} if random.random() < 0.6 else set())
         self._sever(random, links)
 
+    def _cut_off(self, random: Random, machine: Machine, at_least_s: float) -> None:
+        """Cut all links of a broker, that to ZooKeeper too."""
+        number = machine.number
+        others = [each for each in [*self.world.machines, ZOOKEEPER] if each != number]
+        self._sever(random, {pair for each in others for pair in ((number, each), (each, number))}, at_least_s)
+
     def _isolate(self, random: Random, step: Step) -> None:
         number = self._any(random).number
         others = [each for each in [*self.world.machines, ZOOKEEPER] if each != number]
@@ -145,8 +157,8 @@ class Faults:
             others.remove(ZOOKEEPER)
         self._sever(random, {pair for each in others for pair in ((number, each), (each, number))})
 
-    def _sever(self, random: Random, links: set[tuple[int, int]]) -> None:
-        seconds = random.random() * 3 * self.world.options.session_s
+    def _sever(self, random: Random, links: set[tuple[int, int]], at_least_s: float = 0.0) -> None:
+        seconds = at_least_s + random.random() * 3 * self.world.options.session_s
         self._note("cut for {:.2f} s: {}", seconds, sorted(links))
         self.world.network.cut |= links
         self._later(seconds, self._mend, links)
@@ -166,7 +178,8 @@ class Faults:
     def _adopt(self, random: Random, step: Step) -> None:
         if not self.world.is_adopting and self.world.checker.states:
             self._note("ZooKeeper has lost everything")
-            adopt(self.world, random, self._any(random).number if random.random() < 0.7 else None)
+            victim = (self._leader(random) if random.random() < 0.5 else self._any(random)).number
+            adopt(self.world, random, victim if random.random() < 0.8 and not self.world.checker.is_hurt else None)
 
     # --- disks and clocks --------------------------------------------------------------------------------------------
 
@@ -190,20 +203,23 @@ class Faults:
             self._later(random.random() * 6, self._make_room, machine)
 
     def _full_at_roll(self, random: Random, step: Step) -> None:
-        """Leave a little room at the moment in which a broker begins its next file of a log, and kill the leader of
-        something, so that what could not be written is cut off again."""
+        """Leave a little room at the moment in which a broker begins its next file of a log. Cut it off until another
+        one leads, or kill the leader of something, so that what could not be written is cut off again."""
         machine = self._leader(random)
         if machine.life is None:
             return
-        disk, left = machine.life.disk, random.randint(0, 96 * 1024)
+        disk, left = machine.life.disk, random.choice((random.randint(0, 96 * 1024), random.randint(32, 72) * 1024))
         self._note("broker {} will begin its next segment with {} bytes left", machine.number, left)
 
         def begins(name: str) -> None:
             machine.is_hurt = True
             disk.limit = disk.used + left
             self.world.reached["full at a roll"] += 1
-            self._later(random.random() * 3, self._make_room, machine)
-            if random.random() < 0.6:
+            what = random.random()
+            self._later(random.random() * 3 + (3 if what < 0.5 else 0), self._make_room, machine)
+            if what < 0.5:
+                self._cut_off(random, machine, at_least_s=self.world.options.session_s)
+            elif what < 0.8:
                 self._later(random.random(), self._kill_leader, random, step)
 
         disk.on_segment = begins
@@ -253,6 +269,17 @@ class Faults:
         elif machine.life is not None and self.world.checker.may_lose(machine.number):
             self.damage(machine, machine.life.disk, random)
 
+    def _flip_epochs(self, random: Random, step: Step) -> None:
+        """Damage the file of all epochs of a broker. The process that has read it still knows them; after its end those
+        that cannot be read may be forgotten, as far as no log and no state.sqlite has them."""
+        machine = self._any(random)
+        if machine.life is not None and machine.life.disk.flip(EPOCHS_NAME, random):
+            machine.is_hurt = True
+            self._note("a bit of {} on broker {} flips", EPOCHS_NAME, machine.number)
+            self.world.reached["bit flipped in epochs"] += 1
+            for known in self.world.checker.partitions.values():
+                known.doubted.add(machine.number)
+
     def damage(self, machine: Machine, disk: SimDisk, random: Random, kind: re.Pattern[str] = _DAMAGED) -> None:
         checker = self.world.checker
         names = sorted(name for name in disk.names if name.startswith("partitions/") and kind.search(name))
@@ -268,7 +295,9 @@ class Faults:
             if file.startswith("state"):
                 checker.known(key).doubted.add(machine.number)
             else:
-                checker.known(key).lossy.add(machine.number)
+                known = checker.known(key)
+                known.lossy.add(machine.number)
+                known.damaged[machine.number] = known.of(machine.number).store
 
     def _ruin(self, random: Random, step: Step) -> None:
         """Damage all replicas of a partition alike, as a bad library does, and kill all brokers. The run cannot end
@@ -301,13 +330,33 @@ class Faults:
         life = machine.life
         if life is not None and life.broker is not None:
             self._note("{} runs retention", life.process)
-            self.loop.spawn(life.process, self._retained, life.broker)
+            self.loop.spawn(life.process, self._do, life.broker, life.broker.maintenance.retain)
 
-    def _retained(self, broker) -> None:  # type: ignore[no-untyped-def]
+    def _compact(self, random: Random, step: Step) -> None:
+        self._work(random, "compacts", lambda broker: broker.maintenance.compact())
+
+    def _rest(self, random: Random, step: Step) -> None:
+        """Save what is due, and close files that are not in use."""
+        self._work(
+            random, "rests", lambda broker: (broker.maintenance.save_state(), broker.maintenance.close_idle_files())
+        )
+
+    def _work(self, random: Random, what: str, work: Callable[[Broker], object]) -> None:
+        life = self._leader(random).life
+        if life is None or life.broker is None or not life.broker.ready:
+            return
+        broker = life.broker
+        self._note("{} {}", life.process, what)
+        self.loop.spawn(life.process, self._do, broker, lambda: work(broker))
+
+    def _do(self, broker: Broker, work: Callable[[], object]) -> None:
+        """Do what Maintenance does in time, and take its errors as it does."""
         try:
-            broker.maintenance.retain()
-        except PortalMQError:
-            self.world.reached["retention refused"] += 1
+            work()
+        except (PortalMQError, Shortage):
+            self.world.reached["maintenance refused"] += 1
+        except StorageError as fault:
+            broker.storage_failed(fault)
 
     def _purge(self, random: Random, step: Step) -> None:
         self.world.clients.purge(random)

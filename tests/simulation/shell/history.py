@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 
 _EPOCH = Struct(">I")
 _EPOCH_AT = 26
+# A deadline is in whole milliseconds.
+DEADLINE_NS = 1_000_000
 
 Where = tuple[str, int]  # topic and partition
 
@@ -112,6 +114,8 @@ class History:
         self._lost_grants: set[tuple[Where, int, int, int]] = set()  # offset, epoch and deadline
         self._calls_of: dict[frozenset[str], str] = {}
         self._locks: dict[str, Granted] = {}
+        # Since when the group is paused for sure.
+        self.paused_ns: int | None = None
 
     def place(self, where: Where) -> Place:
         return self.places.setdefault(where, Place())
@@ -142,15 +146,19 @@ class History:
         if known != value:
             self._fail("I2", f"{where}/{offset} is {value[:20]!r} and was {known[:20]!r}")
 
-    def browsed(
-        self, where: Where, first: int, messages: Sequence[tuple[int, bytes]], began_ns: int, lease_ns: int
-    ) -> None:
-        """A page from offset `first` on, without an upper limit: it has what was acknowledged a lease before."""
+    def read(self, where: Where, messages: Iterable[tuple[int, bytes]]) -> None:
         place = self.place(where)
         for offset, value in messages:
             self._reads(where, offset, value)
             if offset >= place.watermark:
                 self._fail("I5", f"{where}/{offset} was read, and only {place.watermark} are committed")
+
+    def browsed(
+        self, where: Where, first: int, messages: Sequence[tuple[int, bytes]], began_ns: int, lease_ns: int
+    ) -> None:
+        """A page from offset `first` on, without an upper limit: it has what was acknowledged a lease before."""
+        place = self.place(where)
+        self.read(where, messages)
         due = place.values.get(first)
         sent = self.sent[due] if due is not None else None
         if sent is None or first < place.purged or self.compacts or sent.offset != first or sent.where != where:
@@ -168,6 +176,9 @@ class History:
         acked_ns = self._acked.get(key)
         if acked_ns is not None and acked_ns < message.began_ns:
             self._fail("I12", f"{key} is delivered again after its ack")
+        is_new = message.receipt not in self._by_receipt
+        if is_new and self.paused_ns is not None and self.paused_ns < message.began_ns:
+            self._fail("pause", f"{key} is delivered to {message.attempt} while the group is paused")
         epoch = epoch_of(message.receipt)
         held = self._leases.get(key)
         if held is not None and held.epoch == epoch and not held.released:
@@ -177,7 +188,9 @@ class History:
                 self._fail("I12", f"{key} is leased to {message.attempt} while {before.attempt} has it")
             if before.attempt != message.attempt and before.receipt == message.receipt:
                 self._fail("I12", f"{message.attempt} is given the lease of {before.attempt} on {key}")
-        lease = Lease(message, epoch, message.began_ns + message.visibility_ns)
+        lease = Lease(message, epoch, message.began_ns + message.visibility_ns - DEADLINE_NS)
+        if held is not None and held.epoch == epoch and held.delivered.attempt == message.attempt:
+            lease.until_ns = min(lease.until_ns, held.until_ns)  # a repeat gets the lease as it is
         lease.released = (*key, epoch, message.deadline_ms) in self._lost_grants
         self._by_receipt.setdefault(message.receipt, lease)
         if held is None or held.delivered.receipt != message.receipt:
@@ -185,6 +198,13 @@ class History:
 
     def is_done(self, message: Delivered) -> bool:
         return (message.where, message.offset) in self._acked
+
+    def is_with_another(self, message: Delivered, now_ns: int) -> bool:
+        """Whether somebody else has the message now, for sure."""
+        lease = self._leases.get((message.where, message.offset))
+        if lease is None or lease.released or now_ns >= lease.until_ns or self.is_done(message):
+            return False
+        return lease.delivered.attempt != message.attempt and message.got_ns < lease.delivered.began_ns
 
     def releases(self, receipts: Iterable[str]) -> None:
         """A client is about to end or to change these leases."""

@@ -34,6 +34,7 @@ def adopt(world: World, random: Random, damaged: int | None) -> None:
     for known in world.checker.partitions.values():
         known.state = None
     world.checker.history.forget_locks()
+    world.checker.history.paused_ns = None  # the control plane has the groups' settings
     world.loop.spawn(Process("operator"), _adopt, world, random, damaged)
 
 
@@ -55,6 +56,7 @@ def _adopt(world: World, random: Random, damaged: int | None) -> None:
             for said in adoption.write_back(Catalog(plane), found, accept_loss=False, replace_cluster=True):
                 world.note("operator", "{}", said)
             world.reached["adopted"] += 1
+            world.is_doubtful |= damaged is not None
             world.is_adopting = False
         except NotAdopted as refusal:
             world.note("operator", "does not adopt: {}", refusal)

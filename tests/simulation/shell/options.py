@@ -19,7 +19,7 @@ FAULTS = {
     "cut": 5.0,
     "isolate": 3.0,
     "zookeeper_gone": 1.0,
-    "adopt": 0.5,
+    "adopt": 1.0,
     "fsync_fails": 1.5,
     "disk_full": 2.0,
     "full_at_roll": 2.0,
@@ -30,6 +30,9 @@ FAULTS = {
     "retain": 2.0,
     "replace_disk": 1.0,
     "flip": 2.0,
+    "flip_epochs": 1.0,
+    "compact": 1.0,
+    "rest": 1.0,
     "ruin": 0.4,
 }
 
@@ -63,6 +66,11 @@ class Options:
     deliveries: int
     pace_s: float
     compacts: bool
+    lanes: bool
+    compresses: bool
+    asks: bool
+    grows: bool
+    briefs: bool
     # Not drawn: recurring messages, and then brokers read their definitions.
     schedules: int = 0
 
@@ -87,7 +95,7 @@ def sometimes(random: Random, chance: float, value: Any, otherwise: Any = 0.0) -
 
 
 def draw(seed: int) -> tuple[Options, list[Step]]:
-    random = Random(f"shell {seed}")
+    random, more = Random(f"shell {seed}"), Random(f"shell, more {seed}")
     brokers = random.choice((3, 3, 3, 4, 1))
     replication = min(brokers, random.choice((3, 3, 3, 2)))
     options = Options(
@@ -118,6 +126,11 @@ def draw(seed: int) -> tuple[Options, list[Step]]:
         deliveries=random.choice((2, 5, 100)),
         pace_s=random.choice((0.04, 0.08, 0.15)),
         compacts=random.random() < 0.2,
+        lanes=more.random() < 0.3,
+        compresses=more.random() < 0.3,
+        asks=more.random() < 0.3,
+        grows=more.random() < 0.15,
+        briefs=more.random() < 0.15,
     )
     weights = {kind: weight for kind, weight in FAULTS.items() if random.random() < 0.6}
     steps: list[Step] = []

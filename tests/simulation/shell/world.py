@@ -54,6 +54,7 @@ class World:
         self.reached: Counter[str] = Counter()
         self.failure: Violation | None = None
         self.is_over = self.is_ruined = self.is_adopting = False
+        self.is_doubtful = False  # an adoption has not noticed that a file was damaged
         self.buried: list[Any] = []
         self._install()
         self.network = SimNetwork(self)
@@ -169,12 +170,18 @@ class World:
         self.clients.stop()
         self._await("all calls of clients ended", lambda: self.clients.idle)
         self._await("all replicas agree", self._agree)
+        if self.is_ruined:
+            self.note("world", "ends in ruins")
+            return
         self.checker.final()
         self.note("world", "ends well")
 
     def _await(self, what: str, is_so: Callable[[], object]) -> None:
         ends_s = self.now_s + HEALED_WITHIN_S
-        while not is_so():
+        while not is_so() and not self.is_ruined:
+            if self.now_s > ends_s and self.is_doubtful and self.checker.has_damage():
+                self.is_ruined = True  # the only copy was damaged, and clients are told so
+                return
             if self.now_s > ends_s:
                 raise Violation(f"liveness: not within {HEALED_WITHIN_S:.0f} s: {what}: {self.checker.state()}")
             self.loop.wait(0.05)

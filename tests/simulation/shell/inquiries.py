@@ -1,0 +1,132 @@
+"""Operators and dashboards of a run: they ask about everything at any moment, pause the group, and add a partition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from simulation.shell.checker import TOPIC
+from simulation.shell.members import STREAM_GROUP
+from simulation.shell.network import NeverGone, Unknown
+
+from portalmq import wire
+from portalmq.errors import GroupNotFound, InvalidRequest, PortalMQError
+
+if TYPE_CHECKING:
+    from simulation.shell.clients import Clients
+
+BRIEF = "brief"
+PAGE = 20
+PAST_MS = 5_000
+
+
+class Inquiries:
+    """What is read is compared with what was sent. Of the rest a call must answer, or refuse by the contract."""
+
+    def __init__(self, clients: Clients, group: str) -> None:
+        self._clients = clients
+        self._group = group
+        self._world = clients.world
+        self._loop = clients.loop
+
+    def start(self) -> None:
+        options, seed = self._world.options, self._world.seed
+        if options.asks:
+            self._clients.spawn(self._ask, Random(f"inquiries {seed}"))
+            self._clients.spawn(self._pause, Random(f"pauses {seed}"))
+        if options.grows:
+            self._clients.spawn(self._grow, Random(f"growth {seed}"))
+        if options.briefs:
+            self._clients.spawn(self._create_and_delete, Random(f"brief topics {seed}"))
+
+    def _ask(self, random: Random) -> None:
+        while not self._clients.stopping:
+            self._loop.wait(random.random() * 0.2)
+            what, ask, where = self._question(random)
+            try:
+                answer = self._clients.call(random, ask)
+            except (Unknown, PortalMQError):
+                continue
+            self._world.reached[f"asked: {what}"] += 1
+            if what.startswith("browse"):
+                found = [(each.offset, each.record.value) for each in answer.messages]
+                self._world.checker.history.read(where, found)
+
+    def _question(self, random: Random) -> tuple[str, Callable[[Any], Any], tuple[str, int]]:
+        world, group = self._world, self._group
+        number = random.randrange(world.options.partitions)
+        known = sorted(world.checker.history.place((TOPIC, number)).values)
+        offset = random.choice(known) if known else 0
+        at_ms = self._loop.now_ns // 1_000_000 - random.randint(0, PAST_MS)
+        other = random.choice(list(world.machines))
+        lists = random.random() < 0.5
+        questions: dict[str, Callable[[Any], Any]] = {
+            "life": lambda broker: broker.message_traces.trace(TOPIC, number, offset),
+            "past": lambda broker: broker.group_past.describe(group, at_ms),
+            "past messages": lambda broker: list(islice(broker.group_past.messages(group, TOPIC, at_ms), PAGE)),
+            "scheduled": lambda broker: broker.scheduled_messages.page(TOPIC, limit=PAGE),
+            "cancel": lambda broker: broker.scheduled_messages.cancel(TOPIC, number, offset),
+            "dead letters": lambda broker: broker.dead_letters.page(group, TOPIC, limit=PAGE, after=None),
+            "unfinished": lambda broker: list(islice(broker.unfinished.messages(group, TOPIC), PAGE)),
+            "sizes": lambda broker: broker.queue_sizes.look(group, TOPIC),
+            "digest": lambda broker: broker.digests.of_replica(
+                TOPIC, number, other, offset=0, below=offset, lists=lists, files=not lists
+            ),
+            "browse a time": lambda broker: broker.browser.browse(TOPIC, number, at_ms=at_ms, limit=PAGE),
+            "browse and wait": lambda broker: broker.browser.browse(
+                TOPIC, number, offset=offset, limit=PAGE, wait_ms=300, peer=NeverGone()
+            ),
+            "groups": lambda broker: broker.list_groups(),
+            "topic": lambda broker: broker.describe_topic(TOPIC),
+            "cluster": lambda broker: (broker.overview.cluster(), broker.overview.metadata(None), broker.health()),
+            "offsets": lambda broker: broker.offsets.of(STREAM_GROUP),
+        }
+        what = random.choice(sorted(questions))
+        return what, questions[what], (TOPIC, number)
+
+    def _pause(self, random: Random) -> None:
+        """Pause the group and resume it. Between the two answers nothing new is delivered."""
+        history, group = self._world.checker.history, self._group
+        while not self._clients.stopping:
+            self._loop.wait(random.random() * 3)
+            try:
+                self._clients.patiently(random, lambda broker: broker.group_admin.pause(group, paused=True))
+                history.paused_ns = self._loop.now_ns
+                self._world.reached["paused"] += 1
+                self._loop.wait(random.random())
+                history.paused_ns = None
+                self._clients.patiently(random, lambda broker: broker.group_admin.pause(group, paused=False))
+            except GroupNotFound:
+                continue  # it was only in the control plane, which was lost
+
+    def _grow(self, random: Random) -> None:
+        """Add a partition, and send to it."""
+        self._loop.wait(random.random() * 3)
+        number = self._world.options.partitions
+        wanted = wire.AlterTopic(partitions=number + 1)
+        self._clients.patiently(random, lambda broker: broker.alter_topic(TOPIC, wanted))
+        self._world.reached["grown"] += 1
+        self._clients.produce_to(number, self._world.options.producers, random)
+
+    def _create_and_delete(self, random: Random) -> None:
+        clients = self._clients
+        wanted = wire.CreateTopic(partitions=1, replication_factor=self._world.options.replication)
+        while not clients.stopping:
+            self._loop.wait(random.random())
+            try:
+                clients.patiently(random, lambda broker: broker.create_topic(BRIEF, wanted))
+            except InvalidRequest:  # too few brokers are up
+                continue
+            self._loop.wait(random.random())
+            clients.patiently(random, _delete)
+            self._world.reached["deleted"] += 1
+
+
+def _delete(broker: Any) -> None:
+    try:
+        broker.delete_topic(BRIEF)
+    except PortalMQError as error:
+        if error.code != "topic_not_found":  # an earlier try deleted it
+            raise
