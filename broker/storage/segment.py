@@ -190,7 +190,9 @@ class Segment(ReadableSegment):
         except apsw.SQLError as error:
             raise WrongLog(f"{self.path} is not a segment of a log: {error}") from error
         self.schema_version = meta.get("schema_version")
-        if self.schema_version not in (SCHEMA_VERSION, COMPRESSED_VERSION):
+        if not isinstance(self.schema_version, int) or self.schema_version < SCHEMA_VERSION:
+            raise CorruptFile(f"{self.path}: no version wrote this; rebuild it from a clean replica")
+        if self.schema_version > COMPRESSED_VERSION:
             raise WrongLog(
                 f"{self.path} has schema version {self.schema_version}, this broker reads up to {COMPRESSED_VERSION}:"
                 " run the version that wrote it"

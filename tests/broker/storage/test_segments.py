@@ -35,6 +35,17 @@ def test_a_segment_that_lacks_a_fact_about_itself_is_damaged(tmp_path, name):
         open_log(tmp_path)
 
 
+@pytest.mark.parametrize("version", [0, -1, "x"])
+def test_a_segment_of_no_version_is_damaged(tmp_path, version):
+    """Found by `make simulate-shell SEED=3178`, where a flipped bit ended the broker at each start."""
+    open_log(tmp_path).close()
+    connection = apsw.Connection(str(file_of(tmp_path, 0)))
+    connection.execute("UPDATE meta SET value = ? WHERE key = 'schema_version'", (version,))
+    connection.close()
+    with pytest.raises(CorruptFile, match="no version wrote this"):
+        open_log(tmp_path)
+
+
 # --- sealing ----------------------------------------------------------------------------------------------------------
 
 
