@@ -1,7 +1,7 @@
 """The bindings of all queues to exchanges, shared by every process: one message for each in a compacted topic.
 
 A reader keeps a copy and reads on from where it was. A publisher's copy may be STALE_S_MAX old for a routing key that
-it has looked up since; for any other one it is read on first, so a queue that was just bound gets its messages.
+it has looked up since; for any other one, and for one of a direct exchange that has no queue, it is read on first.
 
 A *transient* queue (a worker's mailbox, an event receiver) has no topic of its own: it reads its exchange's. Its
 binding has an end, `until_ms`, that its process moves on, so those of killed processes count for nothing some day.
@@ -24,6 +24,7 @@ from portalmq.producer import Producer
 STALE_S_MAX = 1.0
 TRANSIENT_S = 3600.0
 PAGE = 1000
+ROUTES_MAX = 10_000
 TOPIC_CONFIG = {"cleanup": "compact", "segment_bytes": 1024 * 1024}
 
 _patterns = TopicExchange(None)
@@ -86,9 +87,11 @@ class Bindings:
             looked_at = self._clock()
             self._read_on()
             found = self._route(exchange, kind, routing_key)
-            if len(self._routes) >= 10_000:
+            if len(self._routes) >= ROUTES_MAX:
                 self._routes.clear()
-            self._routes[exchange, kind, routing_key] = looked_at, found
+            # The key of a reply has no queue between two questions of one client: that must not be remembered.
+            if kind == "topic" or found.queues or found.to_exchange:
+                self._routes[exchange, kind, routing_key] = looked_at, found
             return found
 
     def _route(self, exchange: str, kind: str, routing_key: str) -> Destination:

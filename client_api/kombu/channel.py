@@ -361,23 +361,30 @@ class Channel(virtual.Channel):
     def _deliver(self, queue: str, leases: GroupLeases | None, message: wire.PackMessageOut) -> bool:
         """Give a message to a consumer of the queue, in the connection's thread. Return False if it is gone."""
         receipt = message.receipt or ""
-        with self._changed:
+        is_held = leases is None or leases.is_held(receipt)
+        with self._changed:  # the place that it leaves is the one that it takes
             self._buffered -= 1
-            consumers = [tag for tag, each in self._callbacks.items() if each.queue == queue]
-            if len(consumers) > 1:  # in turn
-                self._callbacks[consumers[0]] = self._callbacks.pop(consumers[0])
-            consumer = self._callbacks[consumers[0]] if consumers else None
-        if leases is not None and not leases.is_held(receipt):
-            self._notify_places()
+            consumer = self._next_consumer(queue)
+            if is_held and consumer is not None:
+                held = Held(queue, leases, receipt, partial(self._again, queue, message))
+                taken = self._taken(message, held, no_ack=consumer.no_ack)
+            else:
+                self._changed.notify_all()
+        if not is_held:
             return False
         if consumer is None:
             if leases is not None:
                 leases.give_back([receipt], "no consumer is left")
-            self._notify_places()
             return False
-        held = Held(queue, leases, receipt, partial(self._again, queue, message))
-        consumer.callback(self._taken(message, held, no_ack=consumer.no_ack))
+        consumer.callback(taken)
         return True
+
+    def _next_consumer(self, queue: str) -> TaskConsumer | None:
+        """Return the queue's consumer whose turn it is. The caller holds the lock."""
+        tags = [tag for tag, each in self._callbacks.items() if each.queue == queue]
+        if len(tags) > 1:
+            self._callbacks[tags[0]] = self._callbacks.pop(tags[0])
+        return self._callbacks[tags[0]] if tags else None
 
     def _again(self, queue: str, message: wire.PackMessageOut) -> None:
         with self._changed:
@@ -385,10 +392,6 @@ class Channel(virtual.Channel):
         again = wire.PackMessageOut(message.partition, message.offset, message.value, message.timestamp_ms)
         again.delivery_count = 2
         self._session.inbox.put(partial(self._deliver, queue, None, again), first=True)
-
-    def _notify_places(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
 
     def _taken(self, message: wire.PackMessageOut, held: Held, *, no_ack: bool) -> Any:
         """Return the kombu message, from now on unacked, or acked if the consumer does not ack."""
@@ -399,7 +402,9 @@ class Channel(virtual.Channel):
             self.qos.append(taken, tag, held)
         elif held.leases is not None:
             held.leases.ack(held.receipt)
-            self._notify_places()
+        if no_ack:
+            with self._changed:
+                self._changed.notify_all()
         return taken
 
     def basic_get(self, queue: str, no_ack: bool = False, **kwargs: Any) -> Any:

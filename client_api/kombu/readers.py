@@ -176,7 +176,7 @@ class Receives:
         if not is_repeat:
             self._attempts += 1
         attempt_id = f"{self._name}-{self._attempts}"
-        acks = [] if self._acks is None or is_repeat else self._acks.take(attempt_id)
+        acks = [] if self._acks is None or is_repeat or self._acks.are_in_receive else self._acks.take(attempt_id)
         self._is_unanswered = True
         body = wire.ReceiveRequest(
             topics=self._topics,

@@ -73,13 +73,21 @@ def test_a_key_that_was_never_looked_up_is_looked_up_at_once() -> None:
 def test_a_known_route_is_used_for_a_second_and_then_read_on() -> None:
     log, clock = Log(), Clock()
     publisher = bindings(log, clock)
-    publisher.route("jobs", "direct", "m")
-    bindings(log).add(Binding("jobs", "mail", "m"), "direct")
+    publisher.route("events", "topic", "m")
+    bindings(log).add(Binding("events", "mail", "#"), "topic")
     reads = log.reads
-    assert not publisher.route("jobs", "direct", "m").queues
+    assert not publisher.route("events", "topic", "m").queues
     assert log.reads == reads
     clock.now = 1.5
-    assert publisher.route("jobs", "direct", "m").queues == {"mail"}
+    assert publisher.route("events", "topic", "m").queues == {"mail"}
+
+
+def test_a_reply_after_the_client_has_left_does_not_lose_the_next_one() -> None:
+    log = Log()
+    worker, client = bindings(log), bindings(log)
+    assert not worker.route("reply", "direct", "client").to_exchange
+    client.add(Binding("reply", "q", "client"), "direct", transient=True)
+    assert worker.route("reply", "direct", "client").to_exchange
 
 
 def test_a_binding_is_written_once() -> None:
