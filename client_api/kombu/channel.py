@@ -16,20 +16,20 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from kombu.exceptions import ChannelError
 from kombu.transport import virtual
 from kombu.transport.base import to_rabbitmq_queue_arguments
 from kombu.transport.virtual.base import UNDELIVERABLE_FMT, UndeliverableWarning
 
 from portalmq import wire
-from portalmq.errors import GroupNotFound, TopicNotFound
+from portalmq.errors import GroupNotFound, TopicNotFound, Unavailable
 from portalmq.kombu.bindings import Binding, matches
-from portalmq.kombu.envelope import decode, encode, send_options
+from portalmq.kombu.envelope import SendOptions, decode, encode, send_options
 from portalmq.kombu.leases import GroupLeases
 from portalmq.kombu.qos import Held, QoS
 from portalmq.kombu.readers import BULK, LINGER_S, QueueReader, ReaderThread, Receives, Tail, TailReader
 from portalmq.kombu.session import PUBLISH_TIMEOUT_S, ClusterSession
 from portalmq.network.forking import reset_in_children
+from portalmq.producers.batching import SendFuture
 
 SCHEDULED_AT_ONCE = 10_000
 PURGED_AT_ONCE = 1_000
@@ -202,22 +202,20 @@ class Channel(virtual.Channel):
 
     def basic_publish(self, message: dict[str, Any], exchange: str, routing_key: str, **kwargs: Any) -> None:
         """Publish; durable on return. Raises a PortalMQError, or TimeoutError after `timeout` seconds (30)."""
+        self._check_open()
         self._inplace_augment_message(message, exchange, routing_key)
         options = send_options(message)
         value = encode(message, exchange, routing_key)
-        futures = [
-            self._session.producer.send(
-                topic,
-                value,
-                content_type=wire.JSON,
-                deliver_at=options.deliver_at,
-                ttl_s=options.ttl_s,
-                priority=options.priority,
-            )
-            for topic in self._targets(exchange, routing_key)
-        ]
+        futures = [self._send(topic, value, options) for topic in self._targets(exchange, routing_key)]
         for future in futures:
             future.result(kwargs.get("timeout") or PUBLISH_TIMEOUT_S + 5)
+
+    def _send(self, topic: str, value: bytes, options: SendOptions) -> SendFuture:
+        try:
+            return self._session.producer.send(topic, value, content_type=wire.JSON, **options._asdict())
+        except RuntimeError:
+            self._check_open()  # another thread has closed the connection meanwhile
+            raise
 
     def _put(self, queue: str, message: dict[str, Any], **kwargs: Any) -> None:
         self.basic_publish(message, "", queue, **kwargs)
@@ -437,9 +435,16 @@ class Channel(virtual.Channel):
     def drain_events(self, timeout: float | None = None, callback: Any = None) -> None:
         self.connection.drain_events(self.connection, timeout=timeout)
 
+    @property
+    def state(self) -> Any:
+        self._check_open()
+        return self.connection.state
+
     def _check_open(self) -> None:
-        if self.closed:
-            raise ChannelError("the channel is closed")
+        """Raise a connection error if the channel is closed. kombu may use one whose connection it has replaced, and
+        repeats the call on the new one."""
+        if self.closed or self.connection is None:
+            raise Unavailable("the channel is closed, and so is its connection", outcome="not_applied")
 
     # --- counting and purging ----------------------------------------------------------------------------------------
 

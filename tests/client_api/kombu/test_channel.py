@@ -17,6 +17,7 @@ from support.kombu_broker import KombuBroker
 from support.scripted_broker import lose_answer, refuse
 
 from portalmq.errors import Unauthorized, Unavailable
+from portalmq.kombu.channel import Channel
 
 
 @pytest.fixture
@@ -313,3 +314,45 @@ def test_the_transport_is_found_without_the_alias(broker: KombuBroker) -> None:
 def test_an_option_that_cannot_be_used_is_said_at_connecting(broker: KombuBroker) -> None:
     with pytest.raises(ValueError, match="visibility_timeout"):
         broker.connect(visibility_timeout="an hour").connect()
+
+
+@pytest.mark.parametrize("addresses", [["127.0.0.1"], ["127.0.0.1", "localhost"]])
+def test_a_publish_that_failed_is_repeated_on_a_new_connection(
+    broker: KombuBroker, monkeypatch: pytest.MonkeyPatch, addresses: list[str]
+) -> None:
+    failures: list[Exception] = []
+    original = Channel.basic_publish
+
+    def basic_publish(self: Channel, *arguments: Any, **options: Any) -> None:
+        if failures:
+            raise failures.pop()
+        original(self, *arguments, **options)
+
+    monkeypatch.setattr(Channel, "basic_publish", basic_publish)
+    policy = {"interval_start": 0, "interval_step": 0, "max_retries": 3}
+    url = broker.url.replace("http", "portalmq")
+    with kombu.Connection(";".join(url.replace("127.0.0.1", each) for each in addresses)) as connection:
+        producer = kombu.Producer(connection)
+        for number in range(3):
+            producer.publish(number, exchange="", routing_key="jobs", declare=[JOBS], retry=True, retry_policy=policy)
+            failures += [TimeoutError("late"), Unavailable("no leader")]
+    assert broker.tasks("jobs") == [0, 1, 2]
+
+
+def test_a_declaration_that_failed_during_a_publish_is_repeated_too(
+    broker: KombuBroker, connection: kombu.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = [Unavailable("no leader")]
+    original = Channel._new_queue
+
+    def new_queue(self: Channel, queue: str, **options: Any) -> None:
+        if failures:
+            raise failures.pop()
+        original(self, queue, **options)
+
+    monkeypatch.setattr(Channel, "_new_queue", new_queue)
+    policy = {"interval_start": 0, "interval_step": 0, "max_retries": 3}
+    kombu.Producer(connection).publish(
+        1, exchange="", routing_key="jobs", declare=[JOBS], retry=True, retry_policy=policy
+    )
+    assert broker.tasks("jobs") == [1]
