@@ -123,7 +123,8 @@ class Bindings:
                     return
             self._write(binding, bound)
 
-    def remove(self, bindings: Iterable[Binding]) -> None:
+    def remove(self, bindings: Iterable[Binding], *, waits: bool = True) -> None:
+        """Remove bindings; durable on return, or soon without `waits`."""
         with self._lock:
             futures = []
             for binding in bindings:
@@ -131,7 +132,7 @@ class Bindings:
                 self._table.pop(binding, None)
                 futures.append(self._producer.send(self._topic, b"", key=binding.key))
             self._routes.clear()
-            for future in futures:
+            for future in futures if waits else ():
                 future.result()
 
     def renew(self) -> None:

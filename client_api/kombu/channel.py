@@ -173,7 +173,7 @@ class Channel(virtual.Channel):
     def _forget_transient(self, queue: str) -> None:
         own = [binding for binding in self._session.bindings.own() if binding.queue == queue]
         if own:
-            self._session.bindings.remove(own)
+            self._session.bindings.remove(own, waits=False)  # it ends by itself, too
 
     def _sources(self, queue: str) -> list[tuple[str, str]]:
         """Return the groups of a durable queue, each with the topic that it reads."""
