@@ -14,6 +14,8 @@ EVERY_MS_MAX = 366 * 24 * 3_600 * 1_000
 # The value, the key and the headers together: definitions are in the control plane, which is small.
 SCHEDULE_BYTES_MAX = 16 * 1024
 SCHEDULES_MAX = 10_000
+# The ids of schedules, as producers, begin here; those of all other producers are lower.
+SCHEDULE_IDS_FROM = 1 << 52
 
 # Headers of each message: the schedule's name, and the planned moment (RFC 3339).
 HEADER_SCHEDULE = "portalmq-schedule"

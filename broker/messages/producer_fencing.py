@@ -27,11 +27,12 @@ import gevent
 
 from portalmq.broker.cluster.rpc import PeerCaller
 from portalmq.broker.cluster.rpc.messages import FENCE, Fence, FencingConfirmed
-from portalmq.broker.core.replica.producers import SCHEDULE_IDS_FROM, Stamp
+from portalmq.broker.core.replica.producers import Stamp
 from portalmq.broker.partition.clock import Clock
 from portalmq.control_plane.catalog import PRODUCER_ID_BLOCK, Catalog
 from portalmq.control_plane.plane import PlaneError, PlaneState
 from portalmq.errors import Fenced, InvalidRequest, PortalMQError, Unavailable
+from portalmq.schedule_wire import SCHEDULE_IDS_FROM
 from portalmq.wire import ProducerIdentity
 
 log = logging.getLogger(__name__)

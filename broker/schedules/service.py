@@ -25,7 +25,6 @@ from portalmq.broker.cluster.rpc.schedules import (
     ScheduleAction,
 )
 from portalmq.broker.cluster.topics import Topics
-from portalmq.broker.core.replica.producers import SCHEDULE_IDS_FROM
 from portalmq.broker.messages.produce import size_of
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.partition import Partition
@@ -39,7 +38,7 @@ from portalmq.control_plane.schedules import ScheduleSpec, ScheduleState, Schedu
 from portalmq.control_plane.state import PartitionState
 from portalmq.control_plane.tree import Versioned
 from portalmq.errors import InvalidRequest, NotLeader, PortalMQError, ScheduleNotFound, TopicNotFound, Unavailable
-from portalmq.schedule_wire import SCHEDULE_BYTES_MAX, SCHEDULES_MAX
+from portalmq.schedule_wire import SCHEDULE_BYTES_MAX, SCHEDULE_IDS_FROM, SCHEDULES_MAX
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ Otherwise an operator has to accept the loss explicitly.
 The new leader epoch is above every epoch that any replica has seen, so nothing from before is mistaken for current.
 Producer ids continue far above those in the logs: a new producer must not get an old id, which would turn its messages
 into repeats. They begin at the present time in milliseconds at least, because a producer may have its id and no message
-in any log. State that is only in ZooKeeper is not restored: the settings of groups, and the names of producers.
+in any log. State that is only in ZooKeeper is not restored: the settings of groups, schedules, the names of producers.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from portalmq.broker.storage.segment import SEGMENT_NAME
 from portalmq.control_plane.assignment import first_for, place
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.state import PartitionState, TopicState
+from portalmq.schedule_wire import SCHEDULE_IDS_FROM
 
 log = logging.getLogger(__name__)
 
@@ -283,7 +284,8 @@ def _read_replica(adoption: Adoption, files: Files, topic: TopicState, number: i
         return ReplicaFound(broker_id, highest_epoch=highest_epoch, fault=f"broker {broker_id}: {fault}")
     try:
         adoption.groups |= recovered.groups.delivery.keys() | recovered.groups.streams.keys()
-        ids = (producer.producer_id for producer in recovered.producers.snapshot())
+        # A schedule's id is made of a producer id.
+        ids = (producer.producer_id % SCHEDULE_IDS_FROM for producer in recovered.producers.snapshot())
         adoption.next_producer_id = max([adoption.next_producer_id, *(each + PRODUCER_IDS_APART for each in ids)])
         last_epoch = recovered.epochs[-1][0] if recovered.epochs else 0
         lost = f"broker {broker_id}: {recovered.lost}" if recovered.lost else ""

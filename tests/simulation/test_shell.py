@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).parents[1]
 SEEDS = 10
 
@@ -30,6 +32,15 @@ def test_a_seed_is_the_same_run_in_every_process() -> None:
     first = simulated("--first", "9", "--seeds", "4", "--hash").splitlines()[:4]
     second = simulated("--first", "10", "--seeds", "3", "--hash").splitlines()[:3]
     assert [line.split()[:3] for line in first[1:]] == [line.split()[:3] for line in second]
+
+
+def test_each_tick_is_published_once_whatever_fails() -> None:
+    assert "0 of 8 seeds failed" in simulated("--seeds", "8", "--schedules", "5")
+
+
+@pytest.mark.prove
+def test_each_tick_is_published_once_over_many_seeds() -> None:
+    assert "0 of 1000 seeds failed" in simulated("--first", "1000", "--seeds", "1000", "--schedules", "6")
 
 
 def test_a_trace_tells_what_happens() -> None:

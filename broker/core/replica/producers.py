@@ -15,6 +15,7 @@ import msgspec
 
 from portalmq.broker.core.fold import ProducerFold
 from portalmq.errors import Backpressure, Fenced, OutOfOrderSequence
+from portalmq.schedule_wire import SCHEDULE_IDS_FROM
 
 BATCHES_REMEMBERED = 16
 # Beyond this number only producers whose last batch is younger than RECENT_MS are remembered: a retry comes sooner.
@@ -22,8 +23,6 @@ PRODUCERS_MAX = 10_000
 RECENT_MS = 600_000
 # New producers are refused while this many are remembered.
 PRODUCERS_FULL = 50_000
-# The ids of schedules begin here; those of all other producers are lower.
-SCHEDULE_IDS_FROM = 1 << 52
 # Of more schedules than this, twice as many as a cluster has, the least recent are forgotten like other producers.
 SCHEDULES_REMEMBERED = 20_000
 

@@ -15,14 +15,13 @@ from support.replicas import eventually
 
 from portalmq import wire
 from portalmq.broker.core.replica.events import Stamp
-from portalmq.broker.core.replica.producers import SCHEDULE_IDS_FROM
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.schedules.timetable import moment_text
 from portalmq.broker.storage.batch import Record
 from portalmq.control_plane.plane import OutcomeUnknown
 from portalmq.control_plane.schedules import ScheduleSpec
 from portalmq.errors import InvalidRequest, MessageTooLarge, ScheduleNotFound, TopicNotFound, Unavailable
-from portalmq.schedule_wire import SCHEDULE_BYTES_MAX
+from portalmq.schedule_wire import SCHEDULE_BYTES_MAX, SCHEDULE_IDS_FROM
 
 DAY_MS = 86_400_000
 START_MS = 1_700_000_000_000

@@ -18,6 +18,7 @@ from portalmq.broker.cluster.exits import StartupError
 from portalmq.broker.cluster.replicas import Files, read_topic
 from portalmq.broker.cluster.rpc.brokers import ReplicaLogEnd
 from portalmq.broker.cluster.unclean_election import NotElected, choose
+from portalmq.broker.core.replica.events import Stamp
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.server.adoption import (
     PRODUCER_IDS_APART,
@@ -37,6 +38,7 @@ from portalmq.broker.storage.errors import CorruptFile
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.standalone import Standalone
 from portalmq.control_plane.state import BrokerState, PartitionState, TopicState, encode
+from portalmq.schedule_wire import SCHEDULE_IDS_FROM
 
 
 def found(broker_id: int, last_epoch: int = 1, end: int = 10, **fields: object) -> ReplicaFound:
@@ -271,6 +273,17 @@ class TestWritingBack:
         assert all(state.leader_epoch >= 2 for state in states)
         assert list(catalog.groups()) == ["g"]
         assert catalog.next_producer(None).id > PRODUCER_IDS_APART
+
+    def test_the_ids_of_producers_stay_below_those_of_schedules(self, tmp_path: Path) -> None:
+        with running(tmp_path / "other") as fixture:
+            cluster_id = fixture.broker.cluster_id
+            fixture.broker.create_topic("t", wire.CreateTopic())
+            stamp = Stamp(SCHEDULE_IDS_FROM + 7, 1_000, 0)
+            fixture.broker.topics.get("t").local[0].append(tuple(records("tick")), 4, stamp=stamp)
+        identity = f'{{"cluster_id": "{cluster_id}", "broker_id": 1, "store_uuid": "store"}}'
+        (tmp_path / "other" / "identity.json").write_text(identity)
+        found = read_directories([tmp_path / "other"])
+        assert 7 + PRODUCER_IDS_APART <= found.next_producer_id < SCHEDULE_IDS_FROM
 
     def test_ids_that_are_in_no_log_are_not_issued_again(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Two producers with one id would take each other's batches for their own."""

@@ -15,6 +15,7 @@ from simulation.shell.inquiries import Inquiries
 from simulation.shell.loop import Process
 from simulation.shell.members import Members
 from simulation.shell.network import NeverGone, Unknown
+from simulation.shell.schedules import Recurring
 
 from portalmq import wire
 from portalmq.broker.messages.produce import ProduceRequest
@@ -47,9 +48,12 @@ class Clients:
         self.active = 0
         self.members = Members(self)
         self.inquiries = Inquiries(self, GROUP)
+        self.recurring = Recurring(self)
 
     def start(self) -> None:
         self.spawn(self._begin, Random(f"clients {self.world.seed}"))
+        if self.world.options.schedules:
+            self.recurring.start()
 
     def stop(self) -> None:
         self.stopping = True

@@ -37,6 +37,10 @@ FAULTS = {
 }
 
 
+# What the command line asks for, of all runs.
+wanted = {"schedules": 0}
+
+
 @dataclass(frozen=True)
 class Options:
     seed: int
@@ -71,7 +75,7 @@ class Options:
     asks: bool
     grows: bool
     briefs: bool
-    # Not drawn: recurring messages, and then brokers read their definitions.
+    # Not drawn: recurring messages. With them brokers read definitions, which makes other runs.
     schedules: int = 0
 
     def lines(self) -> list[str]:
@@ -131,6 +135,7 @@ def draw(seed: int) -> tuple[Options, list[Step]]:
         asks=more.random() < 0.3,
         grows=more.random() < 0.15,
         briefs=more.random() < 0.15,
+        schedules=wanted["schedules"],
     )
     weights = {kind: weight for kind, weight in FAULTS.items() if random.random() < 0.6}
     steps: list[Step] = []

@@ -33,7 +33,7 @@ from pathlib import Path
 
 from simulation.shell import system_calls
 from simulation.shell.defects import DEFECTS, plant
-from simulation.shell.options import FAULTS, draw
+from simulation.shell.options import FAULTS, draw, wanted
 from simulation.shell.world import World
 from support import ledger
 
@@ -155,11 +155,13 @@ def main() -> int:
     parser.add_argument("--without", default="", help="numbers of faults that are left out, such as 0,3")
     parser.add_argument("--defect", default="", choices=["", *DEFECTS], help="put this one back before")
     parser.add_argument("--having", default="", choices=["", *FAULTS], help="only seeds with this fault")
+    parser.add_argument("--schedules", type=int, default=0, help="recurring messages; makes other runs of the seeds")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--go-on", action="store_true", help="after a failing seed")
     parser.add_argument("--coverage", action="store_true", help="report which branches the runs reach")
     parser.add_argument("--hash", action="store_true", help="print the hash of each trace")
     arguments = parser.parse_args()
+    wanted["schedules"] = arguments.schedules
     if arguments.defect:
         plant(arguments.defect)
     if arguments.seed is not None:
@@ -170,8 +172,7 @@ def main() -> int:
     arcs: dict[str, set[tuple[int, int]]] = {}
     began_s, cpu_s = patches.real_perf_counter(), 0.0
     run = ledger.Run("shell", arguments.first, writes=arguments.ledger)
-    wanted = (seed for seed in count(run.first) if _has(seed, arguments.having))
-    seeds = islice(wanted, arguments.seeds)
+    seeds = islice((seed for seed in count(run.first) if _has(seed, arguments.having)), arguments.seeds)
     with run:
         for outcome in play_all(seeds, processes=arguments.processes):
             reached += outcome.reached

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from portalmq.broker.core.replica.events import Stamp
-from portalmq.broker.core.replica.producers import BATCHES_REMEMBERED, RECENT_MS, SCHEDULE_IDS_FROM, Producers
+from portalmq.broker.core.replica.producers import BATCHES_REMEMBERED, RECENT_MS, Producers
 from portalmq.errors import Backpressure, Fenced, OutOfOrderSequence
+from portalmq.schedule_wire import SCHEDULE_IDS_FROM
 
 
 def with_batches(*batches: tuple[int, int]) -> Producers:
