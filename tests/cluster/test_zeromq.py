@@ -143,13 +143,13 @@ def test_producers_and_consumers_go_on_when_the_server_is_killed_and_started_aga
             def drained() -> bool:
                 message = consumer.consume("jobs")
                 if message is not None:
-                    seen[message.message] = message.deliveries
+                    # A produce that was repeated stores its text twice, and the copy may be delivered once.
+                    seen[message.message] = max(message.deliveries, seen.get(message.message, 0))
                     with contextlib.suppress(MessageNotFound):  # the answer was late, and the delete was repeated
                         consumer.delete(message)
-                return set(acked) <= seen.keys()
+                return set(acked) <= seen.keys() and seen[held.message] >= 2
 
-            wait_until(drained, "every acked message is delivered", DRAIN_WITHIN_S)
-            assert seen[held.message] >= 2, "a message that was delivered and not deleted is delivered again"
+            wait_until(drained, "every acked message, and the one not deleted again, is delivered", DRAIN_WITHIN_S)
 
 
 def test_while_no_broker_answers_requests_are_refused_and_then_served_again(tmp_path: Path):
