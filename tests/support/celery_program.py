@@ -35,23 +35,24 @@ def application(broker: str, notes: Path, **options: Any) -> Celery:
         worker_cancel_long_running_tasks_on_connection_loss=False,
     )
 
-    @app.task(name="note")
-    def note(number: int, takes_s: float = 0.0) -> None:
+    @app.task(name="note", bind=True)
+    def note(self: Task, number: int, takes_s: float = 0.0) -> None:
         time.sleep(takes_s)
-        _append(notes, number)
+        _append(notes, number, self)
 
     @app.task(name="fails_first", bind=True, max_retries=3)
     def fails_first(self: Task, number: int) -> None:
         if self.request.retries < 2:
             raise self.retry(countdown=0.2)
-        _append(notes, number)
+        _append(notes, number, self)
 
     return app
 
 
-def _append(notes: Path, number: int) -> None:
+def _append(notes: Path, number: int, task: Task) -> None:
+    how = "again" if task.request.delivery_info.get("redelivered") else "first"
     line = os.open(notes, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    os.write(line, b"%d\n" % number)
+    os.write(line, f"{number} {how} {task.request.id} {time.time():.3f}\n".encode())
     os.close(line)
 
 
@@ -62,7 +63,16 @@ class Notes:
         self.path = path
 
     def counts(self) -> Counter[int]:
-        return Counter(map(int, self.path.read_text().split())) if self.path.exists() else Counter()
+        return Counter(int(line.split()[0]) for line in self._lines())
+
+    def repeated(self) -> list[str]:
+        """What is known of the tasks that ran more than once: number, delivery, id, time."""
+        counts = self.counts()
+        return [line for line in self._lines() if counts[int(line.split()[0])] > 1]
+
+    def _lines(self) -> list[str]:
+        # The last line may be half written.
+        return self.path.read_text().split("\n")[:-1] if self.path.exists() else []
 
     def wait_for(self, numbers: range, within_s: float) -> Counter[int]:
         wait_until(lambda: self.counts().keys() >= set(numbers), f"tasks {numbers}", within_s)
