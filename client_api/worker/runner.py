@@ -22,7 +22,7 @@ from portalmq import wire
 from portalmq.admin import Admin
 from portalmq.consumer import Consumer
 from portalmq.consumers.acks import stale_among
-from portalmq.errors import PortalMQError, StaleReceipt
+from portalmq.errors import Forbidden, GroupNotFound, PortalMQError, StaleReceipt
 from portalmq.message import Message
 from portalmq.worker.calls import ACK, LOST, Call, Verdict, call_async, call_in_thread
 from portalmq.worker.counts import Counter
@@ -160,12 +160,19 @@ class HandlerRunner:
         return 0 if len(self._unsettled) >= UNSETTLED_MAX else self.concurrency - len(self._calls)
 
     def _prepare(self) -> None:
-        """Give the group its settings, once."""
+        """Give the group its settings, once. Without any, a token that may only consume is enough."""
         if self._is_prepared:
             return
         with self._app.admin() as admin:
-            group = admin.create_group(self.handler.group, **self.handler.settings)
-        self._has_leases = group.config.delivery != "at_most_once"
+            try:
+                if self.handler.settings:
+                    group = admin.create_group(self.handler.group, **self.handler.settings)
+                else:
+                    group = admin.group(self.handler.group)
+                self._has_leases = group.config.delivery != "at_most_once"
+            except (Forbidden, GroupNotFound):
+                if self.handler.settings:
+                    raise
         self._is_prepared = True
 
     def _begin(self, messages: list[Message]) -> None:

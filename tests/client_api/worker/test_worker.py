@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from portalmq import Admin, App, Message, Producer, Reject, Retry
+from portalmq import Admin, App, Forbidden, Message, Producer, Reject, Retry
 from portalmq.testing import InMemoryBroker
 
 WITHIN_S = 30.0
@@ -365,6 +365,26 @@ def test_settings_reach_the_group(app: App, topic: str, admin: Admin) -> None:
         until(lambda: worker.state().is_ready)
     config = admin.group(topic).config
     assert (config.max_deliveries, config.retry_backoff_ms, config.ordering) == (3, (1000, 10500), "key")
+
+
+def test_without_settings_a_token_that_may_consume_is_enough(
+    app: App, topic: str, producer: Producer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise Forbidden("this token may consume")
+
+    handled: list[int] = []
+
+    @app.handler(topic, group=topic)
+    def handle(number: int) -> None:
+        handled.append(number)
+
+    monkeypatch.setattr(Admin, "create_group", refuse)
+    monkeypatch.setattr(Admin, "group", refuse)
+    producer.send(topic, 1)
+    with app.running() as worker:
+        until(lambda: outcomes(worker) == {"acked": 1})
+    assert handled == [1]
 
 
 def test_a_handler_that_exits_does_not_end_the_worker(app: App, topic: str, producer: Producer) -> None:
