@@ -238,8 +238,10 @@ def _(original: Any, self: Any, now_ms: int) -> None:
 
 
 @mutant("prolongs a lease when it is another's turn", 4103, (GroupDelivery, "may_extend"))
-def _(original: Any, self: Any, offset: int, number: int, now_ms: int, *more: Any, by_key: bool) -> bool:
-    return self.holds(offset, number, *more)
+def _(
+    original: Any, self: Any, offset: int, delivery: int, now_ms: int, leader_epoch: int = 0, *, by_key: bool
+) -> bool:
+    return self.holds(offset, delivery, leader_epoch)
 
 
 # --- the outbox ------------------------------------------------------------------------------------------------------

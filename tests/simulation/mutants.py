@@ -58,6 +58,10 @@ RARE = {
         _LEADING,
         "test_a_successor_answers_no_ack_while_its_predecessor_may_deliver",
     ),
+    "prolongs a lease when it is another's turn": (
+        _DELIVERY,
+        "test_an_ended_lease_is_not_extended_in_order_by_key",
+    ),
     "takes an ack for done whose grant is lost": (
         _DELIVERY,
         "test_an_ack_of_a_delayed_message_whose_grant_was_lost_is_recorded",

@@ -19,11 +19,12 @@ from portalmq.broker.cluster.rpc import (
     brokers,
     messages,
     queues,
+    schedules,
     streams,
 )
 from portalmq.errors import Unavailable
 
-FILES = (messages, queues, streams, brokers)
+FILES = (messages, queues, streams, brokers, schedules)
 ROW = re.compile(r"^    (\w+) +(\w+) +([\w\[\]]+)(?: {2,}(.*))?$", re.MULTILINE)
 
 
