@@ -18,10 +18,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache, lru_cache
 from itertools import count
-from typing import Any, Protocol
-from zoneinfo import ZoneInfo, available_timezones
+from typing import TYPE_CHECKING, Any, Protocol
 
 from portalmq.errors import InvalidRequest
+
+if TYPE_CHECKING:  # loaded with the first cron line, as cronsim is: most brokers have none
+    from zoneinfo import ZoneInfo
 
 # Ticks that are later than this are missed ones, even if a broker was up all the time.
 LATE_MS = 600_000
@@ -151,8 +153,7 @@ class BadCronLine(Exception):
 
 
 def _cron(line: str, start: datetime) -> Any:
-    """Return the moments of the line later than `start`. The library is loaded with the first cron line: most brokers
-    have none."""
+    """Return the moments of the line later than `start`."""
     from cronsim import CronSim, CronSimError
 
     try:
@@ -172,12 +173,16 @@ def _cron(line: str, start: datetime) -> Any:
 
 @cache
 def _zones() -> frozenset[str]:
+    from zoneinfo import available_timezones
+
     return frozenset(available_timezones())
 
 
 @lru_cache(maxsize=1_000)
 def cron_line(line: str, timezone: str) -> CronLine:
     """Return the cron line. Raises InvalidRequest for one that is not valid or never ticks, and for an unknown zone."""
+    from zoneinfo import ZoneInfo
+
     if timezone not in _zones():
         raise InvalidRequest(
             f"timezone is {timezone[:100]!r}, but must be a name of the IANA database, as Europe/Berlin"

@@ -19,7 +19,12 @@ def test_every_message_comes_once_and_in_the_order_of_its_key(
 ) -> None:
     ahead: list[int] = []
     run_ahead = Receiver._run_ahead
-    monkeypatch.setattr(Receiver, "_run_ahead", lambda self, asked: (ahead.append(asked), run_ahead(self, asked)))
+
+    async def noted(self: Receiver, asked: int) -> None:
+        ahead.append(asked)
+        await run_ahead(self, asked)
+
+    monkeypatch.setattr(Receiver, "_run_ahead", noted)
     admin = cluster.admin()
     admin.create_topic(topic, partitions=1)
     cluster.wait_in_sync(topic)
