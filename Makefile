@@ -25,7 +25,7 @@ TEST_PROCESSES ?= 4
 # Tests of one file stay together if possible, so that their shared processes start once.
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal
 
-.PHONY: help demo test unit prove ledger chaos standstill simulate simulate-shell mutants crashes up bench bench-spark report lint types format clean
+.PHONY: help demo test unit prove ledger chaos standstill simulate simulate-shell mutants crashes up bench bench-spark report docs release lint types format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -43,6 +43,8 @@ help:
 	@echo "make up        a cluster in the foreground: ZooKeeper and three brokers"
 	@echo "make report    a throughput report: DATA='data/5000 data/5001' are brokers' data directories, OUT=build/report"
 	@echo "make bench     how fast it is here (make bench-spark: how fast Spark reads)"
+	@echo "make docs      the documentation as a site: build/docs/index.html"
+	@echo "make release   wheel and source distribution of VERSION=0.2.0, checked, and a tag; uploads nothing"
 	@echo "make lint      style and types (make types: types alone; make format: mend the style)"
 
 demo: $(READY)
@@ -112,6 +114,14 @@ bench-spark: $(READY)
 report: $(READY)
 	@test -n "$(DATA)" || { echo "DATA is missing: make report DATA='data/5000 data/5001' names brokers' data directories" >&2; exit 2; }
 	@exec $(BIN)/portalmq report $(addprefix --data-dir ,$(DATA)) --out $(OUT)
+
+docs: $(READY)
+	@$(BIN)/python -c "import furo, myst_parser, sphinx" 2>/dev/null || $(INSTALL) -e ".[docs]"
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --fresh-env -c docs . build/docs
+
+release: $(READY)
+	@$(BIN)/python -c "import build, twine" 2>/dev/null || $(INSTALL) -e ".[release]"
+	@exec $(BIN)/python .ci/release.py $(VERSION)
 
 lint: $(READY) types
 	$(BIN)/ruff check .
