@@ -322,6 +322,36 @@ def test_an_address_that_names_nothing_is_a_page_too(pages: Pages, path: str) ->
     pages.until("document.querySelector('main .alert, main .empty')?.innerText.length > 5")
 
 
+# What a cell of a query becomes: text that a spreadsheet would run does not begin as a formula, numbers stay numbers.
+CELLS = {
+    "'=1+1'": "'=1+1",
+    "'+cmd'": "'+cmd",
+    "'-2+3'": "'-2+3",
+    "'@SUM(A1)'": "'@SUM(A1)",
+    "char(9) || '=1'": '"\'\t=1"',
+    "char(13) || '=1'": '"\'\r=1"',
+    "'＝1+1'": "'＝1+1",
+    "'=\"a\";=1'": '"\'=""a"";=1"',
+    "-12.5": "-12.5",
+    "'-12'": "-12",
+    "'+1e3'": "+1e3",
+    "-9007199254740993": "-9007199254740993",
+    "'a-b=c'": "a-b=c",
+    "NULL": "",
+}
+
+
+def test_a_cell_of_a_download_is_no_formula_for_a_spreadsheet(pages: Pages) -> None:
+    sign_in(pages, path="/ui/sql")
+    pages.ask("URL.createObjectURL = (blob) => { window.saved = blob; return '#'; }")
+    pages.fill("[data-query]", "SELECT " + ", ".join(f'{each} AS "@{n}"' for n, each in enumerate(CELLS)))
+    pages.press("Run")
+    pages.press("CSV")
+    names, _, row = pages.until("window.saved?.text()").partition("\r\n")
+    assert names == ",".join(f"'@{n}" for n in range(len(CELLS)))
+    assert row == ",".join(CELLS.values())
+
+
 # Controls that a screen reader could not name.
 WITHOUT_A_NAME = """
 [...document.querySelectorAll("button, a, input, select, textarea")]

@@ -364,6 +364,18 @@ export function Destroy({ label, name, says, act, done }) {
     <//>`;
 }
 
+// Rows as CSV (RFC 4180). Text that a spreadsheet would run as a formula begins with a quote instead; a number stays one.
+const FORMULA = /^[=+\-@\t\r\n\0＝＋－＠]/;
+const NUMBER = /^[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$/i;
+export function csv(rows) {
+  const cell = (value) => {
+    const text = value === null ? "" : typeof value === "object" ? value.base64 : String(value);
+    const safe = FORMULA.test(text) && !NUMBER.test(text) ? `'${text}` : text;
+    return /[",;\t\n\r]/.test(safe) ? `"${safe.replaceAll('"', '""')}"` : safe;
+  };
+  return rows.map((row) => row.map(cell).join(",")).join("\r\n");
+}
+
 export function download(name, text, type) {
   const link = document.createElement("a");
   link.href = URL.createObjectURL(new Blob([text], { type }));

@@ -1,6 +1,6 @@
 // SQL over the segment files of this broker.
 import { useState } from "../vendor/preact-htm.js";
-import { Act, Card, Page, Same, Table, call, download, go, here, html, number, post, useAct, usePlace, withQuery } from "../lib.js";
+import { Act, Card, Page, Same, Table, call, csv, download, go, here, html, number, post, useAct, usePlace, withQuery } from "../lib.js";
 
 const EXAMPLES = [
   ["newest messages of a topic", "SELECT offset, datetime(timestamp_ms / 1000, 'unixepoch') AS at, key, value\nFROM messages\nWHERE topic = 'orders' AND partition = 0\nORDER BY offset DESC LIMIT 20"],
@@ -16,11 +16,6 @@ const TABLES = [
 ];
 
 const shown = (value) => (value === null ? "NULL" : typeof value === "object" ? value.base64 : String(value));
-const csvCell = (value) => {
-  const text = value === null ? "" : typeof value === "object" ? value.base64 : String(value);
-  return /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
-};
-
 export function Sql() {
   const { query } = usePlace();
   const [text, setText] = useState(query.q || EXAMPLES[1][1]);
@@ -43,13 +38,12 @@ export function Sql() {
   const keys = (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) ask(event);
   };
-  const csv = () => [found.columns, ...found.rows].map((row) => row.map(csvCell).join(",")).join("\r\n");
   const json = () => JSON.stringify(found.rows.map((row) => Object.fromEntries(found.columns.map((name, index) => [name, row[index]]))), null, 1);
   return html`<${Page} title="SQL" at=${found?.when}>
     <p class="lead">One SELECT over the segment files of broker ${here.broker}, read-only, in a process of its own. Name a topic and a partition to make it fast.</p>
     <form onSubmit=${ask}><textarea class="mono editor" rows="7" aria-label="Query" value=${text} onInput=${(event) => setText(event.target.value)} onKeyDown=${keys} spellcheck="false" data-query></textarea>
       <div class="row"><${Act} type="submit" class="primary" disabled=${busy}>${busy ? "Runs…" : "Run"}<//><span class="hint"><kbd>Ctrl</kbd> <kbd>Enter</kbd></span>
-        ${found && html`<span class="hint grow">${number(found.rows.length)} ${found.rows.length === 1 ? "row" : "rows"}${found.truncated ? ", there are more" : ""} in ${found.elapsed_ms} ms</span><button type="button" class="quiet" onClick=${() => download("result.csv", csv(), "text/csv")}>CSV</button><button type="button" class="quiet" onClick=${() => download("result.json", json(), "application/json")}>JSON</button>`}
+        ${found && html`<span class="hint grow">${number(found.rows.length)} ${found.rows.length === 1 ? "row" : "rows"}${found.truncated ? ", there are more" : ""} in ${found.elapsed_ms} ms</span><button type="button" class="quiet" onClick=${() => download("result.csv", csv([found.columns, ...found.rows]), "text/csv")}>CSV</button><button type="button" class="quiet" onClick=${() => download("result.json", json(), "application/json")}>JSON</button>`}
       </div></form>
     ${fault && html`<p class="alert" role="alert">${fault}</p>`}
     ${found && html`<${Card} flush><${Table} label="Result" rows=${found.rows} empty="No row." columns=${found.columns.map((name, index) => ({ name, number: typeof found.rows[0]?.[index] === "number", of: (row) => html`<span class=${`mono cut${row[index] === null ? " muted" : ""}`}>${shown(row[index])}</span>` }))} /><//>`}
