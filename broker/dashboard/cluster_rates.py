@@ -3,12 +3,13 @@
     every second, while a page is open:   ask each broker for its newest rows -> sum them -> one event for all pages
 
 Every broker keeps its own rows (messages/rates.py), so the first event of a page has the past too. An event is encoded
-once for all pages. A broker that does not answer is left out of the sum, and shown as not live.
+once for all pages. A second is unknown, and a gap in the charts, while the row of a broker that was there then is
+missing: it does not answer, or is gone and took its rows with it. A broker that was not there is no part of the sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Set
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,9 +25,10 @@ from portalmq.broker.cluster.rpc.brokers import (
     Rate,
     RatesAnswer,
     RatesRequest,
+    Registered,
     TopicRate,
 )
-from portalmq.broker.messages.rates import SECONDS_KEPT
+from portalmq.broker.messages.rates import LAGS_EVERY_S, SECONDS_KEPT
 from portalmq.errors import PortalMQError
 
 TOP = 10
@@ -37,6 +39,9 @@ ANSWER_WITHIN_S = 0.8
 PAST_WITHIN_S = 2.0
 MARKS_SHOWN = 100
 
+# A broker from one start to its end: its id and incarnation.
+Incarnation = tuple[int, int]
+
 _encode = msgspec.json.Encoder().encode
 
 
@@ -45,11 +50,14 @@ class ClusterRates:
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
-        self._rows: dict[int, dict[int, Rate]] = {}
+        self._rows: dict[Incarnation, dict[int, Rate]] = {}
         self._marks: dict[tuple[int, str, str], ClusterMark] = {}
         self._answers: dict[int, RatesAnswer] = {}
         self._greenlet: gevent.Greenlet | None = None
         self._shown = 0
+        # Seconds that were sent as unknown, and those of the rows that came last.
+        self._unknown: set[int] = set()
+        self._came: set[int] = set()
         self._ticked = Event()
         self._asked = Event()
         self._history: tuple[int, bytes] = (0, b"")
@@ -61,9 +69,10 @@ class ClusterRates:
         self.streams += 1
         if self.streams == 1:
             self._rows.clear()
+            self._unknown.clear()
             self._answers.clear()
             self._asked.clear()
-            self._history = (0, b"")
+            self._history, self._shown = (0, b""), 0
             self._greenlet = gevent.spawn(self._run)
         # The second page has a past too, when it comes while the first one's is asked for.
         self._asked.wait(PAST_WITHIN_S)
@@ -82,18 +91,21 @@ class ClusterRates:
         upto = self._upto()
         if self._history[0] == upto:
             return self._history[1]
-        sums = [self._sum(second) for second in range(upto - SECONDS_KEPT + 1, upto + 1)]
-        found = {"rows": [row for row in sums if row is not None], "marks": self._newest_marks(), **self._now()}
+        found = {
+            "rows": self._sums(range(upto - SECONDS_KEPT + 1, upto + 1)),
+            "marks": self._newest_marks(),
+            **self._now(),
+        }
         self._history = (upto, _event("history", found))
         return self._history[1]
 
-    def all(self, **wanted: Any) -> list[RatesAnswer]:
-        """Return the answers of all brokers to one request."""
-        request = RatesRequest(**wanted)
-        others = [each for each in self._broker.mirror.brokers if each != self._broker.broker_id]
-        asked = [gevent.spawn(self._answer_of, each, request) for each in others]
+    def all(self, after: Callable[[int], int] = lambda broker_id: 0, **wanted: Any) -> list[RatesAnswer]:
+        """Return the answers of all brokers to one request. `after` is asked for each broker."""
+        own = self._broker.broker_id
+        others = [each for each in self._broker.mirror.brokers if each != own]
+        asked = [gevent.spawn(self._answer_of, each, RatesRequest(after=after(each), **wanted)) for each in others]
         gevent.joinall(asked)
-        answers = [self._broker.rates.answer(request), *(each.value for each in asked)]
+        answers = [self._broker.rates.answer(RatesRequest(after=after(own), **wanted)), *(each.value for each in asked)]
         return [answer for answer in answers if answer is not None]
 
     # --- each second -------------------------------------------------------------------------------------------------
@@ -112,13 +124,12 @@ class ClusterRates:
         return self._broker.clock.wall_ms() // 1_000 - BEHIND_S
 
     def _ask(self) -> None:
-        shown = [self._rows[each] for each in self._answers]
-        newest = min([max(rows) for rows in shown if rows], default=0)
         after_ms = max([mark.at_ms for mark in self._marks.values()], default=0) - 10_000
-        answers = self.all(after=newest, marks_after_ms=after_ms, top=5 * TOP)
+        answers = self.all(self._newest_of, marks_after_ms=after_ms, top=5 * TOP)
         self._answers = {answer.broker_id: answer for answer in answers}
+        self._came = {row.second for answer in answers for row in answer.rows}
         for answer in answers:
-            rows = self._rows.setdefault(answer.broker_id, {})
+            rows = self._rows.setdefault(incarnation_of(answer), {})
             rows.update((row.second, row) for row in answer.rows)
             for second in sorted(rows)[: max(0, len(rows) - SECONDS_KEPT - 10)]:
                 del rows[second]
@@ -126,6 +137,11 @@ class ClusterRates:
                 # Each broker sees the events of the cluster; those of its own machine only it.
                 if answer.broker_id == self._broker.broker_id or mark.kind == "disk":
                     self._marks[mark.at_ms, mark.kind, mark.text] = mark
+
+    def _newest_of(self, broker_id: int) -> int:
+        """Return the last second whose row of this broker is here; 0 without one."""
+        state = self._broker.mirror.brokers.get(broker_id)
+        return max(self._rows.get((broker_id, state.incarnation), ()), default=0) if state is not None else 0
 
     def _answer_of(self, broker_id: int, request: RatesRequest) -> RatesAnswer | None:
         try:
@@ -135,15 +151,28 @@ class ClusterRates:
 
     def _tick(self) -> None:
         upto = self._upto()
-        sums = [self._sum(second) for second in range(max(self._shown + 1, upto - 5), upto + 1)]
+        kept_from = upto - SECONDS_KEPT
+        new = range(max(self._shown or upto - 6, kept_from) + 1, upto + 1)
+        self._rows = {each: rows for each, rows in self._rows.items() if max(rows, default=0) > kept_from}
+        self._unknown = {second for second in self._unknown if second > kept_from}
+        late = [row for row in self._sums(sorted(self._unknown & self._came)) if len(row) > 1]
         self._shown = upto
-        found = {"rows": [row for row in sums if row is not None], "marks": self._newest_marks(), **self._now()}
+        found = {"rows": [*late, *self._sums(new)], "marks": self._newest_marks(), **self._now()}
         self.event = _event("tick", found)
         ticked, self._ticked = self._ticked, Event()
         ticked.set()
 
-    def _sum(self, second: int) -> list[float] | None:
-        return sum_of([rows[second] for rows in self._rows.values() if second in rows])
+    def _sums(self, seconds: Iterable[int]) -> list[list[float]]:
+        """Return the sum of each second of which anything is known, as sum_of does, and note those that are not."""
+        histories = [answer.registered for answer in self._answers.values()]
+        found = []
+        for second in seconds:
+            rows = {each: own[second] for each, own in self._rows.items() if second in own}
+            there = there_at(histories, second, 1)
+            if rows or there:
+                found.append(sum_of(second, rows, there))
+        self._unknown.update(int(row[0]) for row in found if len(row) == 1)
+        return found
 
     def _newest_marks(self) -> list[ClusterMark]:
         marks = sorted(self._marks.values(), key=lambda mark: mark.at_ms)
@@ -167,12 +196,45 @@ class ClusterRates:
         }
 
 
-def sum_of(rows: list[Rate]) -> list[float] | None:
-    """Return the sum of the rows of all brokers for one second; None without any."""
-    if not rows:
-        return None
-    sums = [round(sum(column), 2) for column in zip(*map(msgspec.structs.astuple, rows), strict=True)]
-    return [rows[0].second, *sums[1:-1], max(row.oldest_ms for row in rows)]
+def incarnation_of(answer: RatesAnswer) -> Incarnation:
+    return answer.broker_id, answer.incarnation
+
+
+def there_at(histories: Iterable[list[Registered]], second: int, length_s: int) -> set[Incarnation] | None:
+    """Return the brokers that were registered at any time in the `length_s` up to `second`, as any of the histories has
+    it; None where none of them goes back so far."""
+    found: set[Incarnation] | None = None
+    for history in histories:
+        begun = [each for each in history if each.second < second]
+        first = next((at for at in range(len(begun) - 1, 0, -1) if begun[at].second < second - length_s), 0)
+        for each in begun[first:]:
+            found = (found or set()).union(each.brokers)
+    return found
+
+
+def sum_of(second: int, rows: dict[Incarnation, Rate], there: Set[Incarnation] | None) -> list[float]:
+    """Return the second and the sum of the rows of all brokers; the second alone where the row of one that was there is
+    missing: what it did is unknown, and not zero."""
+    if there is None or not there <= rows.keys():
+        return [second]
+    sums = [round(sum(column), 2) for column in zip(*map(msgspec.structs.astuple, rows.values()), strict=True)]
+    return [second, *sums[1:-1], max(row.oldest_ms for row in rows.values())]
+
+
+def lags_of(answers: list[RatesAnswer]) -> list[tuple[int, int | None]]:
+    """Return the lag of the group whose series were asked for, each LAGS_EVERY_S; None where a broker that was there
+    then does not answer. A broker reads its lags at times of its own, so its last reading counts."""
+    step = int(LAGS_EVERY_S)
+    answered = {incarnation_of(answer) for answer in answers}
+    histories = [answer.registered for answer in answers]
+    readings = [{second // step * step: lag for second, lag in answer.series} for answer in answers]
+    last = [0] * len(answers)
+    found: list[tuple[int, int | None]] = []
+    for moment in sorted(set().union(*readings)):
+        last = [each.get(moment, before) for each, before in zip(readings, last, strict=True)]
+        there = there_at(histories, moment + step, step)
+        found.append((moment, sum(last) if there is not None and there <= answered else None))
+    return found
 
 
 def topics_of(answers: Iterable[RatesAnswer]) -> dict[str, TopicRate]:

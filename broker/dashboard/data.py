@@ -17,7 +17,16 @@ from portalmq.broker.api.query import Instant, Parameters, TopicName, read_by, w
 from portalmq.broker.api.request_context import RequestContext, answer
 from portalmq.broker.broker import Broker
 from portalmq.broker.core.queue.predicate import parse
-from portalmq.broker.dashboard.cluster_rates import STREAMS_MAX, groups_of, rates_of, sum_of, topics_of
+from portalmq.broker.dashboard.cluster_rates import (
+    STREAMS_MAX,
+    groups_of,
+    incarnation_of,
+    lags_of,
+    rates_of,
+    sum_of,
+    there_at,
+    topics_of,
+)
 from portalmq.broker.dashboard.search import Search, find
 from portalmq.broker.partition.yielding import in_short_turns
 from portalmq.broker.queues.outbox import HEADER_DEAD_REASON
@@ -64,11 +73,15 @@ def events(context: RequestContext, query: Parameters) -> Response:
 
 def minutes(context: RequestContext, query: Parameters) -> Response:
     """Return a row for each minute of the last day."""
-    by_minute: dict[int, list[Any]] = {}
-    for found in rates_of(context.broker).all(minutes=True):
+    answers = rates_of(context.broker).all(minutes=True)
+    by_minute: dict[int, dict[Any, Any]] = {}
+    for found in answers:
         for row in found.rows:
-            by_minute.setdefault(row.second, []).append(row)
-    return answer({"rows": [sum_of(by_minute[minute]) for minute in sorted(by_minute)]})
+            by_minute.setdefault(row.second, {})[incarnation_of(found)] = row
+    histories = [found.registered for found in answers]
+    return answer(
+        {"rows": [sum_of(minute, rows, there_at(histories, minute, 60)) for minute, rows in sorted(by_minute.items())]}
+    )
 
 
 # --- lists -----------------------------------------------------------------------------------------------------------
@@ -161,12 +174,9 @@ def group(context: RequestContext, group: str, query: Parameters) -> Response:
         numbers = by_topic.setdefault(count.topic, Counter())
         for name in ("ready", "in_flight", "scheduled", "dead", "lag"):
             numbers[name] += getattr(count, name)
-    lags: Counter[int] = Counter()
-    for found in rates_of(broker).all(series=group):
-        for second, lag in found.series:
-            lags[second // 5 * 5] += lag
+    lags = lags_of(rates_of(broker).all(series=group))
     rows = [{"topic": topic, **numbers} for topic, numbers in sorted(by_topic.items())]
-    return answer({"topics": rows, "lags": sorted(lags.items()), "at_ms": broker.wall_ms()})
+    return answer({"topics": rows, "lags": lags, "at_ms": broker.wall_ms()})
 
 
 class ClusterQuery(PageQuery):

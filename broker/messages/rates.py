@@ -2,6 +2,7 @@
 
     seconds   SECONDS_KEPT rows, one a second      minutes   MINUTES_KEPT rows, one a minute
     marks     the last MARKS_KEPT events           lags      of the groups on partitions led here, every few seconds
+    registered   the last changes of which brokers there are: who sums rows has to know whose are missing
 
 All is kept in rings of bounded size, whether somebody looks or not, so a page that is opened after an event shows it.
 Counters are read, not counted again. Reading the lags of many groups takes long, so it is done the more rarely the
@@ -16,8 +17,17 @@ from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
 import gevent
+import msgspec
 
-from portalmq.broker.cluster.rpc.brokers import ClusterMark, GroupLagNow, Rate, RatesAnswer, RatesRequest, TopicRate
+from portalmq.broker.cluster.rpc.brokers import (
+    ClusterMark,
+    GroupLagNow,
+    Rate,
+    RatesAnswer,
+    RatesRequest,
+    Registered,
+    TopicRate,
+)
 from portalmq.broker.messages.metrics import Metrics
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.partition import Partition
@@ -28,6 +38,7 @@ from portalmq.control_plane.mirror import Changes, Mirror, PartitionKey
 SECONDS_KEPT = 900
 MINUTES_KEPT = 1_440
 MARKS_KEPT = 200
+REGISTERED_KEPT = 100
 # Groups whose lag is kept as a series; the others have their present lag alone.
 SERIES_MAX = 200
 SERIES_KEPT = 360
@@ -50,6 +61,7 @@ class RatesHost(Protocol):
     """The broker, as this module sees it."""
 
     broker_id: int
+    incarnation: int
     metrics: Metrics
     clock: Clock
 
@@ -78,6 +90,7 @@ class Rates:
         self.seconds: deque[Rate] = deque(maxlen=SECONDS_KEPT)
         self.minutes: deque[Rate] = deque(maxlen=MINUTES_KEPT)
         self.marks: deque[ClusterMark] = deque(maxlen=MARKS_KEPT)
+        self.registered: deque[Registered] = deque(maxlen=REGISTERED_KEPT)
         self.groups: dict[str, GroupLagNow] = {}
         self.series: dict[str, deque[tuple[int, int]]] = {}
         self.topics: dict[str, TopicRate] = {}
@@ -114,16 +127,18 @@ class Rates:
             self.sample()
 
     def sample(self) -> None:
-        """Take a row: what was counted since the one before, per second."""
+        """Take a row for each second since the last one: what was counted since then, per second."""
         now_ms, totals = self._host.clock.wall_ms(), self._totals()
         elapsed_s = (now_ms - self._last_ms) / 1_000
         if elapsed_s < 0.2:
             return  # the clock was put back
-        self.seconds.append(self._row(now_ms // 1_000, self._last, totals, elapsed_s))
+        row = self._row(now_ms // 1_000, self._last, totals, elapsed_s)
+        self.seconds.extend(_repeated(row, self._last_ms // 1_000, 1, SECONDS_KEPT))
         self._last, self._last_ms = totals, now_ms
         minute, before = self._minute
         if now_ms // 60_000 > minute:
-            self.minutes.append(self._row(now_ms // 60_000 * 60, before, totals, 60.0 * (now_ms // 60_000 - minute)))
+            row = self._row(now_ms // 60_000 * 60, before, totals, 60.0 * (now_ms // 60_000 - minute))
+            self.minutes.extend(_repeated(row, 60 * minute, 60, MINUTES_KEPT))
             self._minute = (now_ms // 60_000, totals)
         self._mark_disk(now_ms)
         self._mark_changes(now_ms)
@@ -161,6 +176,9 @@ class Rates:
         mirror = self._host.mirror
         if changes.brokers or changes.everything:
             live = frozenset(mirror.brokers)
+            brokers = sorted((each, state.incarnation) for each, state in mirror.brokers.items())
+            if not self.registered or self.registered[-1].brokers != brokers:
+                self.registered.append(Registered(self._host.clock.wall_ms() // 1_000, brokers))
             for gone in sorted((self._live or live) - live):
                 self.mark("gone", f"broker {gone} is gone")
             for back in sorted(live - (live if self._live is None else self._live)):
@@ -269,7 +287,15 @@ class Rates:
             under_replicated,
             free_bytes,
             is_full,
+            self._host.incarnation,
+            list(self.registered),
         )
+
+
+def _repeated(row: Rate, after: int, step: int, most: int) -> list[Rate]:
+    """Return the row for each `step` of seconds later than `after`, up to its own: the last ones."""
+    first = max(after + step, row.second - (most - 1) * step)
+    return [msgspec.structs.replace(row, second=second) for second in range(first, row.second + 1, step)]
 
 
 def _largest(found: Mapping[str, Any], named: list[str], size: Callable[[Any], float], top: int) -> list[Any]:

@@ -109,6 +109,13 @@ class Rate(msgspec.Struct, array_like=True, frozen=True):
     oldest_ms: int
 
 
+class Registered(msgspec.Struct, array_like=True, frozen=True):
+    """The brokers of the cluster from a second on, each with its incarnation."""
+
+    second: int
+    brokers: list[tuple[int, int]]
+
+
 class ClusterMark(msgspec.Struct, array_like=True, frozen=True):
     """An event that a chart marks."""
 
@@ -149,6 +156,8 @@ class RatesRequest(msgspec.Struct, frozen=True):
 
 
 class RatesAnswer(msgspec.Struct, frozen=True):
+    """Rows have no gaps since this incarnation of the broker began. `registered`: the brokers that it saw, lately."""
+
     broker_id: int
     rows: list[Rate]
     marks: list[ClusterMark]
@@ -160,6 +169,8 @@ class RatesAnswer(msgspec.Struct, frozen=True):
     under_replicated: int
     disk_free_bytes: int
     disk_full: bool
+    incarnation: int = 0
+    registered: list[Registered] = []
 
 
 STANDING = BrokerCall("standing", LogEndRequest, ReplicaLogEnd, timeout_s=5.0)

@@ -36,8 +36,9 @@ function open() {
   source.addEventListener("tick", (event) => {
     heard();
     const found = JSON.parse(event.data);
-    const last = now.rows.length ? now.rows[now.rows.length - 1][0] : 0;
-    const rows = [...now.rows, ...found.rows.filter((row) => row[0] > last)].slice(-KEPT);
+    // A second that was unknown may be known by now.
+    const bySecond = new Map([...now.rows, ...found.rows].map((row) => [row[0], row]));
+    const rows = [...bySecond.values()].sort((one, other) => one[0] - other[0]).slice(-KEPT);
     take({ ...found, rows, state: "live" });
   });
   source.onerror = () => {

@@ -10,9 +10,17 @@ import gevent
 import pytest
 from gevent.event import Event
 
-from portalmq.broker.cluster.rpc.brokers import ClusterMark, GroupLagNow, Rate, RatesAnswer, RatesRequest, TopicRate
+from portalmq.broker.cluster.rpc.brokers import (
+    ClusterMark,
+    GroupLagNow,
+    Rate,
+    RatesAnswer,
+    RatesRequest,
+    Registered,
+    TopicRate,
+)
 from portalmq.broker.dashboard import cluster_rates
-from portalmq.broker.dashboard.cluster_rates import ClusterRates
+from portalmq.broker.dashboard.cluster_rates import ClusterRates, lags_of, there_at
 from portalmq.errors import Unavailable
 
 NOW_S = 1_000_000
@@ -25,20 +33,27 @@ class FakeRates:
         self.broker_id = broker_id
         self.asked: list[RatesRequest] = []
         self.is_gone = False
-        self.upto = NOW_S
+        self.incarnation = 1
+        self.since, self.upto = NOW_S - 50, NOW_S
+        self.registered = [Registered(NOW_S - 51, [(number, 1) for number in (1, 2, 3)])]
+        self.series: list[tuple[int, int]] = []
         self.marks: list[ClusterMark] = []
 
     def answer(self, request: RatesRequest) -> RatesAnswer:
         self.asked.append(request)
-        rows = [Rate(second, self.broker_id, 10, 2, 1, 0, 5, 7) for second in range(NOW_S - 50, self.upto + 1)]
+        rows = [Rate(second, self.broker_id, 10, 2, 1, 0, 5, 7) for second in range(self.since, self.upto + 1)]
         return RatesAnswer(
             self.broker_id,
             [row for row in rows if row.second > request.after],
             self.marks,
             [GroupLagNow("g", 5, 1, 0, self.broker_id)],
             [TopicRate("t", 1.5, 1, 0)],
-            *([], 3, 4, 0, 1 << 30, False),
+            self.series,
+            *(3, 4, 0, 1 << 30, False, self.incarnation, self.registered),
         )
+
+    def saw(self, at: int, *brokers: tuple[int, int]) -> None:
+        self.registered = [*self.registered, Registered(at, list(brokers))]
 
 
 class FakeCluster:
@@ -50,7 +65,7 @@ class FakeCluster:
     def __init__(self) -> None:
         self.each = {number: FakeRates(number) for number in (1, 2, 3)}
         self.rates = self.each[1]
-        self.mirror = SimpleNamespace(brokers=dict.fromkeys(self.each))
+        self.mirror = SimpleNamespace(brokers=self.each)
         self.clock = SimpleNamespace(wall_ms=lambda: self.now_ms)
         self.now_ms = (NOW_S + 2) * 1_000
         self.peers = self
@@ -109,8 +124,105 @@ def test_only_newer_rows_are_asked_for_also_while_a_broker_is_gone(cluster: Fake
     rates.leave()
     assert [request.after for request in cluster.rates.asked] == [0, *range(NOW_S, NOW_S + 4)]
     shown = data_of(rates.event)
-    assert shown["rows"] == [[NOW_S + 4, 3, 20, 4, 2, 0, 10, 7]]
+    assert shown["rows"] == [[NOW_S + 4]], "what the third one does is unknown"
     assert [(broker["live"], broker["answers"]) for broker in shown["brokers"]] == [(True, True)] * 2 + [(False, False)]
+
+
+def each_second(cluster: FakeCluster, rates: ClusterRates, *seconds: int) -> list[Any]:
+    """Let the seconds pass, and return the rows of the last event."""
+    for second in seconds:
+        cluster.now_ms = (second + 2) * 1_000
+        for each in cluster.each.values():
+            each.upto = second
+        rates._ask()
+        rates._tick()
+    return data_of(rates.event)["rows"]
+
+
+def test_the_past_of_a_broker_that_is_gone_is_unknown_and_not_zero(cluster: FakeCluster, rates: ClusterRates) -> None:
+    cluster.mirror.brokers = {number: cluster.each[number] for number in (1, 2)}
+    cluster.each[1].saw(NOW_S - 10, (1, 1), (2, 1))
+    cluster.each[2].saw(NOW_S - 9, (1, 1), (2, 1))
+    rates.enter()
+    rows = data_of(rates.history())["rows"]
+    rates.leave()
+    assert rows[:43] == [[second] for second in range(NOW_S - 50, NOW_S - 7)]
+    assert rows[43:] == [[second, 3, 20, 4, 2, 0, 10, 7] for second in range(NOW_S - 7, NOW_S + 1)]
+
+
+def test_a_broker_whose_past_was_seen_while_it_was_there_is_known(cluster: FakeCluster, rates: ClusterRates) -> None:
+    rates.enter()
+    cluster.mirror.brokers = {number: cluster.each[number] for number in (1, 2)}
+    for number in (1, 2):
+        cluster.each[number].saw(NOW_S, (1, 1), (2, 1))
+    each_second(cluster, rates, NOW_S + 1, NOW_S + 2)
+    rows = data_of(rates.history())["rows"]
+    rates.leave()
+    assert rows[-3:] == [[NOW_S, 6, 30, 6, 3, 0, 15, 7], [NOW_S + 1], [NOW_S + 2, 3, 20, 4, 2, 0, 10, 7]]
+
+
+def test_a_broker_that_started_again_does_not_know_what_it_did_before(
+    cluster: FakeCluster, rates: ClusterRates
+) -> None:
+    cluster.each[2].incarnation, cluster.each[2].since = 2, NOW_S - 4
+    cluster.each[2].registered = [Registered(NOW_S - 5, [(1, 1), (2, 2), (3, 1)])]
+    for number in (1, 3):
+        cluster.each[number].saw(NOW_S - 9, (1, 1), (3, 1))
+        cluster.each[number].saw(NOW_S - 5, (1, 1), (2, 2), (3, 1))
+    rates.enter()
+    rows = data_of(rates.history())["rows"]
+    rates.leave()
+    assert [len(row) > 1 for row in rows[-12:]] == [False] * 4 + [True] * 8
+    assert [row[1] for row in rows[-8:]] == [4, 4, 4, 6, 6, 6, 6, 6]
+
+
+def test_what_a_broker_tells_late_fills_the_gap(cluster: FakeCluster, rates: ClusterRates) -> None:
+    rates.enter()
+    cluster.each[3].is_gone = True
+    assert each_second(cluster, rates, NOW_S + 1, NOW_S + 2) == [[NOW_S + 2]]
+    cluster.each[3].is_gone = False
+    rows = each_second(cluster, rates, NOW_S + 3)
+    rates.leave()
+    assert rows == [[NOW_S + second, 6, 30, 6, 3, 0, 15, 7] for second in (1, 2, 3)]
+    assert cluster.each[3].asked[-1].after == NOW_S
+
+
+def test_what_happened_before_anybody_remembers_is_unknown(cluster: FakeCluster, rates: ClusterRates) -> None:
+    for each in cluster.each.values():
+        each.registered = [Registered(NOW_S - 20, [(number, 1) for number in (1, 2, 3)])]
+    rates.enter()
+    rows = data_of(rates.history())["rows"]
+    rates.leave()
+    assert [len(row) > 1 for row in rows] == [False] * 31 + [True] * 20
+
+
+@pytest.mark.parametrize(
+    ("second", "length_s", "there"),
+    [
+        (100, 1, None),
+        (101, 1, {(1, 1)}),
+        (110, 1, {(1, 1)}),
+        (111, 1, {(1, 1), (2, 1)}),
+        (120, 1, {(1, 1), (2, 1)}),
+        (121, 1, {(1, 1), (2, 1), (2, 2)}),
+        (122, 1, {(2, 2)}),
+        (160, 60, {(1, 1), (2, 1), (2, 2)}),
+        (190, 60, {(2, 2)}),
+    ],
+)
+def test_who_was_there_in_an_interval(second: int, length_s: int, there: set[tuple[int, int]] | None) -> None:
+    history = [Registered(100, [(1, 1)]), Registered(110, [(1, 1), (2, 1)]), Registered(120, [(2, 2)])]
+    assert there_at([history, []], second, length_s) == there
+
+
+def test_lags_are_unknown_where_a_broker_does_not_tell_and_the_last_readings_count(cluster: FakeCluster) -> None:
+    begun = NOW_S // 5 * 5
+    cluster.each[1].series = [(begun, 1), (begun + 5, 2), (begun + 10, 3), (begun + 15, 4)]
+    cluster.each[2].series = [(begun + 1, 10), (begun + 12, 30)]
+    answers = [cluster.each[number].answer(RatesRequest()) for number in (1, 2, 3)]
+    known = [(begun, 11), (begun + 5, 12), (begun + 10, 33), (begun + 15, 34)]
+    assert lags_of(answers) == known
+    assert lags_of(answers[:2]) == [(moment, None) for moment, _ in known]
 
 
 def test_events_are_those_that_this_broker_sees_and_full_disks_of_all(

@@ -263,7 +263,7 @@ class TestEvents:
         fixture.clock.advance(1_000)
         fixture.broker.rates.sample()
         fixture.broker.rates.mark("isr", "something happened")
-        fixture.clock.advance(3_000)
+        fixture.clock.advance(2_000)
         with client.get("/ui/events") as answer:
             assert answer.content_type == wire.EVENT_STREAM
             name, _, text = next(answer.response).decode().partition("\n\n")[2].partition("\n")

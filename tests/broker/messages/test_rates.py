@@ -38,9 +38,30 @@ def test_a_row_is_what_was_counted_since_the_one_before_per_second(fixture: Fixt
     metrics.dead("t", "g", 1)
     fixture.clock.advance(1_000)
     rates.sample()
-    first, second = rates.seconds
+    before, first, second = rates.seconds
     assert (first.published, first.bytes_published, first.delivered, first.acked, first.dead) == (15, 300, 10, 5, 0)
     assert (second.published, second.dead, second.second - first.second) == (0, 1, 1)
+    assert (before.published, before.second) == (15, first.second - 1), "two seconds passed"
+
+
+def test_a_broker_that_stood_still_has_a_row_for_each_second_and_minute(fixture: Fixture, rates: Rates) -> None:
+    fixture.clock.advance(1_000)
+    rates.sample()
+    began = rates.seconds[-1].second
+    fixture.broker.metrics.published("t", 1_200, 20)
+    fixture.clock.advance(120_000)
+    rates.sample()
+    assert [row.second for row in rates.seconds] == list(range(began, began + 121))
+    assert {row.published for row in list(rates.seconds)[1:]} == {10}
+    assert [row.second for row in rates.minutes] == [began // 60 * 60 + 60, began // 60 * 60 + 120]
+
+
+def test_a_clock_that_jumps_far_makes_no_more_rows_than_are_kept(fixture: Fixture, rates: Rates) -> None:
+    fixture.clock.advance(400 * 86_400_000)
+    rates.sample()
+    assert len(rates.seconds) == module.SECONDS_KEPT
+    assert len(rates.minutes) == module.MINUTES_KEPT
+    assert rates.seconds[-1].second == fixture.clock.wall_ms() // 1_000
 
 
 def test_rows_are_bounded_and_minutes_are_kept_longer(fixture: Fixture, rates: Rates) -> None:
@@ -117,6 +138,18 @@ class TestMarks:
             mirror.brokers = {each: BrokerState("u", 1, "s") for each in live}
             rates.on_cluster_changed(Changes(brokers=True))
         assert self.texts(rates) == ["broker 2 is gone", "broker 2 has joined"]
+
+    def test_who_was_registered_is_kept_by_incarnation(self, rates: Rates, mirror: Any, fixture: Fixture) -> None:
+        began = fixture.clock.wall_ms() // 1_000
+        for live in ({1: 1, 2: 1}, {1: 1, 2: 1}, {1: 1}, {1: 1, 2: 2}):
+            mirror.brokers = {each: BrokerState("u", incarnation, "s") for each, incarnation in live.items()}
+            rates.on_cluster_changed(Changes(brokers=True))
+            fixture.clock.advance(1_000)
+        assert [(each.second - began, each.brokers) for each in rates.registered] == [
+            (0, [(1, 1), (2, 1)]),
+            (2, [(1, 1)]),
+            (3, [(1, 1), (2, 2)]),
+        ]
 
     def test_marks_are_bounded(self, rates: Rates) -> None:
         for n in range(module.MARKS_KEPT + 5):

@@ -9,7 +9,8 @@ const BEHIND = [{ label: "not done", colour: "--series-4", fill: true }];
 const RANGES = { "5m": ["5 min", 300], "15m": ["15 min", 900], "24h": ["24 h", 86_400] };
 const KINDS = { "fail-over": "warn", gone: "bad", joined: "good", isr: "warn", disk: "bad" };
 
-// A column for each line; seconds without a row are gaps.
+// A column for each line; seconds without a row are gaps, and so are those that are unknown: rows of the second alone.
+const isKnown = (row) => row?.length > 1;
 function columns(rows, step) {
   const data = [[], [], [], [], []];
   let last = null;
@@ -19,7 +20,7 @@ function columns(rows, step) {
       [1, 2, 3, 4].forEach((index) => data[index].push(null));
     }
     last = row[0];
-    [0, 1, 3, 4, 6].forEach((from, to) => data[to].push(row[from]));
+    [0, 1, 3, 4, 6].forEach((from, to) => data[to].push(row[from] ?? null));
   });
   return data;
 }
@@ -43,7 +44,9 @@ export function Overview() {
   const data = useMemo(() => columns(rows, range === "24h" ? 60 : 1), [rows]);
   const flow = useMemo(() => data.slice(0, 4), [data]);
   const behind = useMemo(() => [data[0], data[4]], [data]);
-  const last = now.rows[now.rows.length - 1];
+  const newest = now.rows[now.rows.length - 1];
+  const last = isKnown(newest) ? newest : undefined;
+  const hasUnknown = rows.some((row) => !isKnown(row) && row[0] > newest?.[0] - RANGES[range][1]);
   const under = now.brokers.reduce((sum, broker) => sum + (broker.under_replicated || 0), 0);
   const span = RANGES[range][1];
   return html`<${Page} title="Overview" at=${now.at_ms && new Date(now.at_ms)} actions=${html`<div class="switch" role="group" aria-label="Time shown">${Object.entries(RANGES).map(([name, [shown]]) => html`<button aria-pressed=${name === range} onClick=${() => setQuery({ range: name === "5m" ? "" : name })}>${shown}</button>`)}</div>`}>
@@ -56,7 +59,7 @@ export function Overview() {
       <${Stat} label="Oldest" value=${last ? duration(last[7]) : "–"} note="not done" />
       <${Stat} label="Partitions" value=${now.offline ? `${number(now.offline)} offline` : under ? number(under) : "all well"} note=${under ? "lack a replica" : "led, in sync"} tone=${now.offline ? "bad" : under ? "warn" : ""} />
     </dl>
-    <${Card} title="Messages a second"><${Chart} label="Messages a second" series=${FLOW} data=${flow} marks=${now.marks} format=${rate} span=${span} /><//>
+    <${Card} title="Messages a second"><${Chart} label="Messages a second" series=${FLOW} data=${flow} marks=${now.marks} format=${rate} span=${span} />${hasUnknown && html`<p class="hint">Gaps: a broker that was there then is gone, or does not answer. What it did is unknown.</p>`}<//>
     <div class="columns">
       <${Card} title="Not done" note="queue groups, read every few seconds"><${Chart} label="Messages not done" series=${BEHIND} data=${behind} marks=${now.marks} format=${short} span=${span} height=${150} /><//>
       <${Card} title="Events">${now.marks.length ? html`<ol class="events" data-events>${now.marks.slice(-8).reverse().map((mark) => html`<li key=${mark[0] + mark[2]}><time>${clock(new Date(mark[0]))}</time><${Tag} tone=${KINDS[mark[1]]}>${mark[1]}<//><span>${mark[2]}</span></li>`)}</ol>` : html`<${Empty}>No fail-over, no full disk, no lost replica since this broker started.<//>`}<//>
