@@ -117,6 +117,7 @@ def peer_calls(wiring: Wiring) -> dict[str, PeerCall]:
     on.watched(streams.COORDINATE, wiring.group_coordinators.answer)
 
     on.leader(schedules.CHANGE_SCHEDULE, wiring.schedules.local_change)
+    on.leader(schedules.LAST_TICKS, wiring.schedules.local_last_ticks, patience_s=0.0)
 
     on.broker(brokers.STANDING, lambda request: answer_log_end(wiring.topics, request))
     on.broker(brokers.STANDINGS, wiring.membership.peer_queries.answer_log_ends)

@@ -108,7 +108,7 @@ def topics(context: RequestContext, query: TopicsQuery) -> Response:
         busiest = topics_of(asked.all(top=PAGE_MAX))
         size = {name: busiest[name].published + busiest[name].delivered for name in names if name in busiest}
         names.sort(key=lambda name: -size.get(name, 0.0))
-    names, shown = _page(names, query)
+    names, shown = page_of(names, query)
     rates = topics_of(asked.all(topics=names))
     rows = [_topic(broker, states[name], rates.get(name)) for name in in_short_turns(names)]
     return answer({**shown, "topics": rows, "at_ms": broker.wall_ms()})
@@ -158,7 +158,7 @@ def groups(context: RequestContext, query: GroupsQuery) -> Response:
         for count in in_short_turns(broker.group_admin.counts([])):
             dead[count.group] += count.dead
         names = sorted([name for name in names if dead[name]], key=lambda name: -dead[name])
-    names, shown = _page(names, query)
+    names, shown = page_of(names, query)
     described = broker.group_admin.describe_some(names)
     rows = [broker.offsets.describe_or(each) if each.mode == "stream" else each for each in described]
     return answer({**shown, "groups": rows, "at_ms": broker.wall_ms()})
@@ -198,7 +198,7 @@ def cluster(context: RequestContext, query: ClusterQuery) -> Response:
             offline += is_offline
             if search in topic.name.lower() and {"all": True, "offline": is_offline}.get(show, is_under):
                 rows.append((topic.name, number, state))
-    rows, shown = _page(rows, query)
+    rows, shown = page_of(rows, query)
     partitions = [_partition(name, number, state) for name, number, state in rows]
     health = broker.health()
     return answer(
@@ -228,7 +228,7 @@ def _partition(topic: str, number: int, state: PartitionState | None) -> dict[st
     }
 
 
-def _page(items: list[Any], query: PageQuery) -> tuple[list[Any], dict[str, int]]:
+def page_of(items: list[Any], query: PageQuery) -> tuple[list[Any], dict[str, int]]:
     page, limit = query.page, query.limit
     shown = {"total": len(items), "page": page, "pages": max(1, -(-len(items) // limit))}
     return items[(page - 1) * limit : page * limit], shown

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from portalmq.broker.api.query import Parameters
 from portalmq.broker.api.route import Route
-from portalmq.broker.dashboard import data, pages
+from portalmq.broker.dashboard import data, pages, schedules
 
 DASHBOARD_ROUTES = (
     Route("GET", "/ui", pages.home, is_open=True),
@@ -20,6 +20,9 @@ DASHBOARD_ROUTES = (
     Route("GET", "/ui/data/groups", data.groups, data.GroupsQuery),
     Route("GET", "/ui/data/groups/<group>", data.group, Parameters),
     Route("GET", "/ui/data/groups/<group>/dead-letters", data.dead_letters, data.ReasonsQuery),
+    Route("GET", "/ui/data/schedules", schedules.schedules, schedules.SchedulesQuery),
+    Route("GET", "/ui/data/schedules/<schedule>", schedules.schedule, Parameters),
+    Route("GET", "/ui/data/ticks", schedules.ticks, schedules.TicksQuery),
     Route("GET", "/ui/data/cluster", data.cluster, data.ClusterQuery),
     Route("GET", "/ui/data/messages", data.messages, data.MessagesQuery),
 )

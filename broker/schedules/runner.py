@@ -228,6 +228,10 @@ class ScheduleRunner:
             self._enter(name, definition)
         self.on_placed([held.value])
 
+    def known(self) -> list[ScheduleState]:
+        """Return the definitions, by name, as this broker has read them."""
+        return [self._definitions[name].held.value for name in sorted(self._definitions)]
+
     def note(self, name: str) -> None:
         """Have a definition read again."""
         self._on_plane_event(schedule_path(name))

@@ -20,8 +20,12 @@ from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, one_by_one
 from portalmq.broker.cluster.rpc import TopicPartition
 from portalmq.broker.cluster.rpc.schedules import (
     CHANGE_SCHEDULE,
+    LAST_TICKS,
+    NOT_COMMITTED,
     ChangedSchedule,
     ChangeSchedule,
+    LastTicks,
+    LastTicksShare,
     ScheduleAction,
 )
 from portalmq.broker.cluster.topics import Topics
@@ -75,10 +79,42 @@ class ScheduleService:
 
     def show(self, name: str) -> ShownSchedule:
         """Raises ScheduleNotFound."""
-        return self._shown(self._found(name).value)
+        return self.shown(self._found(name).value)
 
     def list_all(self) -> list[ShownSchedule]:
-        return [self._shown(held.value) for _, held in in_short_turns(sorted(self._store.all().items()))]
+        return [self.shown(held.value) for _, held in in_short_turns(sorted(self._store.all().items()))]
+
+    def known(self) -> list[ScheduleState]:
+        """Return all schedules by name, without asking the control plane: a change may be known a moment later."""
+        return self._runner.known()
+
+    def last_ticks(self, schedules: list[ScheduleState]) -> dict[str, int]:
+        """Return the last tick of each schedule by its name, as the log of its leader has it: 0 without one. What is
+        not known now is left out: the leader does not answer, or the tick is not committed yet."""
+        by_place: dict[TopicPartition, list[ScheduleState]] = {}
+        for each in schedules:
+            place = TopicPartition(each.spec.topic, each.topic_id, each.partition)
+            by_place.setdefault(place, []).append(each)
+        request = LastTicks(
+            [LastTicksShare(*place, [each.schedule_id for each in those]) for place, those in by_place.items()]
+        )
+        outcomes = self._leaders.call(LAST_TICKS, request, self.local_last_ticks(request), patience_s=0.0)
+        return {
+            each.name: tick_ms
+            for place, ticks in outcomes.items()
+            if not isinstance(ticks, PortalMQError)
+            for each, tick_ms in zip(by_place[place], ticks, strict=True)
+            if tick_ms != NOT_COMMITTED
+        }
+
+    def local_last_ticks(self, request: LastTicks) -> LocalWork[list[int]]:
+        shares = request.by_place()
+
+        def last_ticks(place: TopicPartition) -> list[int]:
+            partition = self._metadata_cache.partition(place)
+            return [_last_tick(partition, schedule_id) for schedule_id in shares[place].ids]
+
+        return one_by_one(last_ticks)
 
     def _found(self, name: str) -> Versioned[ScheduleState]:
         held = self._store.find(name)
@@ -86,7 +122,7 @@ class ScheduleService:
             raise ScheduleNotFound(f"there is no schedule {name!r}")
         return held
 
-    def _shown(self, schedule: ScheduleState) -> ShownSchedule:
+    def shown(self, schedule: ScheduleState) -> ShownSchedule:
         topic = self._topics.get(schedule.spec.topic)
         if schedule.spec.paused or topic is None:
             return ShownSchedule(schedule, None)
@@ -107,21 +143,21 @@ class ScheduleService:
             if self._store.find(name) is None:
                 created = self._create(name, spec)
                 if created is not None:
-                    return self._shown(created), True
+                    return self.shown(created), True
                 continue
             try:
                 found = self._change(name, "put", spec)
             except ScheduleNotFound:
                 continue  # deleted meanwhile
             assert found is not None
-            return self._shown(found), False
+            return self.shown(found), False
         raise Unavailable(f"schedule {name!r} is being changed by others: try again", retry_after_s=BUSY_RETRY_S)
 
     def pause(self, name: str, *, paused: bool) -> ShownSchedule:
         """Raises ScheduleNotFound."""
         found = self._change(name, "pause" if paused else "resume")
         assert found is not None
-        return self._shown(found)
+        return self.shown(found)
 
     def delete(self, name: str) -> None:
         """Raises ScheduleNotFound."""
@@ -293,3 +329,11 @@ class ScheduleService:
                 continue
             except PortalMQError as error:
                 log.warning("schedule %r cannot be moved yet: %s", schedule.name, error)
+
+
+def _last_tick(partition: Partition, schedule_id: int) -> int:
+    producers = partition.replica.producers
+    offset = producers.last_offset_of(schedule_id)
+    if offset is not None and offset >= partition.high_watermark:
+        return NOT_COMMITTED
+    return producers.epoch_of(schedule_id) or 0

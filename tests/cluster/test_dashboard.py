@@ -290,6 +290,47 @@ def test_a_group_is_paused_and_resumed(pages: Pages, broker: BrokerProcess) -> N
     assert not call(broker, "GET", "/v1/groups/holders").get("paused")
 
 
+def test_a_schedule_is_created_looked_at_paused_changed_and_deleted(pages: Pages, broker: BrokerProcess) -> None:
+    sign_in(pages, path="/ui/schedules")
+    pages.press("Create schedule")
+    pages.wait_at("/ui/schedules?new=1")
+    pages.fill("[name=name]", "report")
+    pages.fill("[name=topic]", "reports")
+    pages.fill("[name=cron]", "0 25 * * *")
+    pages.see("which is no cron line")
+    pages.fill("[name=cron]", "*/5 * * * *")
+    pages.fill("[name=timezone]", "Europe/Berlin")
+    pages.until("document.querySelectorAll('[data-ticks] li').length === 5")
+    pages.fill("[name=value]", EXACT)
+    pages.see("schedule create report --topic reports --cron '*/5 * * * *' --timezone Europe/Berlin")
+    pages.press("Create", "[data-define]")
+    pages.wait_at("/ui/schedules/report")
+    pages.see("none yet")
+    made = call(broker, "GET", "/v1/schedules/report")
+    assert (made["cron"], made["timezone"], made["value"]) == ("*/5 * * * *", "Europe/Berlin", json.loads(EXACT))
+
+    pages.press("Pause")
+    pages.see("None while it is paused.")
+    assert call(broker, "GET", "/v1/schedules/report")["paused"]
+    pages.press("Edit")
+    pages.wait_at("/ui/schedules/report?edit=1")
+    pages.fill("[data-define] select", "every")
+    pages.fill("[name=every]", "1s")
+    pages.press("Save")
+    pages.wait_at("/ui/schedules/report")
+    pages.press("Resume")
+    pages.until("/ ago/.test(document.querySelector('.stats').innerText)")
+    assert newest(broker, "reports") == EXACT.encode(), "what is not edited is kept"
+    pages.open("/ui/schedules?search=rep")
+    pages.until("/every 1s/.test(document.querySelector('main tbody tr').innerText)")
+    pages.follow("/ui/schedules/report")
+    pages.press("Delete schedule")
+    pages.fill("[data-confirm]", "report")
+    pages.press("Delete schedule", "dialog[open]")
+    pages.wait_at("/ui/schedules")
+    assert "report" not in {each["name"] for each in call(broker, "GET", "/v1/schedules")["schedules"]}
+
+
 def test_what_destroys_asks_for_the_name(pages: Pages, broker: BrokerProcess) -> None:
     produce(broker, "doomed", {"value": 1})
     sign_in(pages, path="/ui/topics/doomed?tab=settings")
@@ -363,6 +404,7 @@ PLACES = [
     *("/ui/", "/ui/topics", "/ui/topics/seen", "/ui/topics/seen?tab=partitions", "/ui/topics/seen?tab=publish"),
     *("/ui/topics/seen?tab=settings", "/ui/groups", "/ui/groups/seers", "/ui/dead-letters", "/ui/cluster"),
     *("/ui/dead-letters/seers?topic=seen", "/ui/topics/seen/messages/0-1"),
+    *("/ui/schedules", "/ui/schedules?new=1", "/ui/schedules/seer", "/ui/schedules/seer?edit=1"),
     *("/ui/scheduled?topic=seen", "/ui/sql", "/ui/api", "/ui/nowhere"),
 ]
 
@@ -373,6 +415,10 @@ def test_every_page_fits_the_screen_and_has_no_errors(
 ) -> None:
     produce(broker, "seen", {"value": {"text": "x" * 500}, "key": "k" * 200, "headers": {"h": "v" * 300}})
     call(broker, "POST", "/v1/groups/seers/receive", {"topics": ["seen"], "max_messages": 1})
+    spec = {"topic": "seen-often", "cron": "0 6 * * 1-5", "timezone": "America/Argentina/ComodRivadavia"}
+    call(
+        broker, "PUT", "/v1/schedules/seer", {**spec, "value": "v" * 500, "key": "k" * 200, "headers": {"h": "v" * 300}}
+    )
     sign_in(pages)
     for path in PLACES:
         pages.open(path, width=width, dark=dark)

@@ -33,6 +33,7 @@ Calls to the leaders of partitions. A request names partitions; the answer has a
     seek            SeekCall            tuple
     offsets         GroupPositionsCall  GroupPosition
     change_schedule ChangeSchedule      ChangedSchedule     schedules.py, one Result
+    last_ticks      LastTicks           list[int]
 
 Calls to a broker:
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from portalmq.broker.cluster.rpc import ForOne, OneResultCall, Placed
+from portalmq.broker.cluster.rpc import ForOne, ForPlacedShares, OneResultCall, PartitionCall, Placed
 from portalmq.control_plane.schedules import ScheduleSpec, ScheduleState
 
 ScheduleAction = Literal["put", "pause", "resume", "delete", "place"]
@@ -28,4 +28,21 @@ class ChangedSchedule(msgspec.Struct, array_like=True):
     elsewhere: bool = False
 
 
+# Instead of a last tick that is in the leader's log, and may be lost yet.
+NOT_COMMITTED = -1
+
+
+class LastTicksShare(Placed):
+    """The ids of schedules whose ticks go to this partition."""
+
+    ids: list[int]
+
+
+class LastTicks(ForPlacedShares, msgspec.Struct, array_like=True):
+    """Ask for the last tick of each of these schedules: 0 without one."""
+
+    shares: list[LastTicksShare]
+
+
 CHANGE_SCHEDULE = OneResultCall("change_schedule", ChangeSchedule, ChangedSchedule, timeout_s=20.0)
+LAST_TICKS = PartitionCall("last_ticks", LastTicks, list[int], timeout_s=1.0)

@@ -10,6 +10,7 @@ import { Groups } from "./views/groups.js";
 import { Message } from "./views/message.js";
 import { Overview } from "./views/overview.js";
 import { Scheduled } from "./views/scheduled.js";
+import { Schedule, Schedules } from "./views/schedules.js";
 import { Sql } from "./views/sql.js";
 import { Topic } from "./views/topic.js";
 import { Topics } from "./views/topics.js";
@@ -24,6 +25,8 @@ const VIEWS = [
   [/^\/ui\/dead-letters\/?$/, DeadLetters],
   [/^\/ui\/dead-letters\/([^/]+)\/?$/, DeadLetters],
   [/^\/ui\/scheduled\/?$/, Scheduled],
+  [/^\/ui\/schedules\/?$/, Schedules],
+  [/^\/ui\/schedules\/([^/]+)\/?$/, Schedule],
   [/^\/ui\/cluster\/?$/, Cluster],
   [/^\/ui\/sql\/?$/, Sql],
   [/^\/ui\/api\/?$/, Api],
@@ -35,12 +38,13 @@ const MENU = [
   ["Groups", "/ui/groups", "g"],
   ["Dead letters", "/ui/dead-letters", "d"],
   ["Scheduled", "/ui/scheduled", "s"],
+  ["Recurring", "/ui/schedules", "r"],
   ["Cluster", "/ui/cluster", "c"],
   ["SQL", "/ui/sql", "q"],
   ["API", "/ui/api", "a"],
 ];
 
-const KEYS = [["/", "search"], ["g then o, t, g, d, s, c, q, a", "go to a page"], ["?", "these keys"], ["Esc", "close"]];
+const KEYS = [["/", "search"], ["g then o, t, g, d, s, r, c, q, a", "go to a page"], ["?", "these keys"], ["Esc", "close"]];
 
 // Keys: g and a letter go to a page, / goes to the search, ? tells of the keys.
 function useKeys(tell) {

@@ -174,6 +174,9 @@ export const Replicas = ({ of }) => html`<span class="replicas">${of.replicas.ma
 
 // --- publish ------------------------------------------------------------------------------------------------------------
 
+// Headers out of lines such as `trace: 42`.
+export const headersOf = (text) => Object.fromEntries(text.split("\n").map((line) => line.split(/:(.*)/s)).filter(([name, value]) => name.trim() && value !== undefined).map(([name, value]) => [name.trim(), value.trim()]));
+
 function Publish({ topic, partitions }) {
   const [form, setForm] = useState({ value: "", key: "", headers: "", partition: "", delay: "" });
   const [run, busy] = useAct();
@@ -183,7 +186,7 @@ function Publish({ topic, partitions }) {
     const built = {};
     if (isText) built.content_type = "text/plain; charset=utf-8";
     if (form.key) built.key = form.key;
-    const headers = Object.fromEntries(form.headers.split("\n").map((line) => line.split(/:(.*)/s)).filter(([name, value]) => name.trim() && value !== undefined).map(([name, value]) => [name.trim(), value.trim()]));
+    const headers = headersOf(form.headers);
     if (Object.keys(headers).length) built.headers = headers;
     if (form.partition !== "") built.partition = Number(form.partition);
     if (form.delay) built.delay_ms = Math.round(Number(form.delay) * 1000);
