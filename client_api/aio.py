@@ -4,7 +4,8 @@ They have no threads: the decisions (batches, retries, leases) are those of Prod
 suspends the coroutine here (network/either.py). In stream mode AsyncConsumer runs a Consumer with its threads.
 
 Cancelling is safe. A cancelled `send` may or may not be sent, like any message whose outcome was not awaited. Messages
-of a cancelled receive are kept for the next receive; they never count as done.
+of a cancelled receive are kept for the next receive, those of a queue for 5 s at most, and then go back to the group
+uncounted. They never count as done.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import asyncio
 import contextlib
 import inspect
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
@@ -28,7 +28,7 @@ from portalmq.network.forking import reset_in_children
 from portalmq.network.tls import TLS_NAMES, TlsFiles
 from portalmq.producer import Producer
 from portalmq.producers.loop_producer import LoopProducer
-from portalmq.stream_threads import StreamThreads
+from portalmq.stream_threads import StreamThreads, is_of
 from portalmq.transport.calls import CALL_TIMEOUT_S
 from portalmq.transport.loop_transport import LoopTransport
 from portalmq.transport.transport import ClusterOptions, Transport
@@ -148,12 +148,13 @@ class AsyncConsumer(AsyncCloseable):
         if isinstance(self._inner, LoopConsumer):
             self._inner = self._new_inner()
             self._close_if_forgotten()
+        else:
+            self._inner.forget()
         self._forget_received()
 
     def _forget_received(self) -> None:
-        # Messages of a receive whose caller was cancelled; and that receive itself while it continues. One at a time.
-        self._undelivered: deque[Message] = deque()
-        self._receiving: asyncio.Future[list[Message]] | None = None
+        # The receive that goes on if its caller is cancelled. One at a time.
+        self._receiving: asyncio.Future[Any] | None = None
         self._receive_lock = asyncio.Lock()
         # Messages that the user has: all since the latest receive; of a stream the last one of each partition.
         self._handed_out: dict[tuple[str, int, int], Message] = {}
@@ -185,35 +186,36 @@ class AsyncConsumer(AsyncCloseable):
         return await self._receive(lambda: self._inner.start_poll(timeout_s, max_messages), max_messages, timeout_s)
 
     async def _receive(
-        self, start: Callable[[], asyncio.Future[list[Message]]], at_most: int | None, timeout_s: float | None
+        self, start: Callable[[], asyncio.Future[Any]], at_most: int | None, timeout_s: float | None
     ) -> list[Message]:
-        """Return buffered messages, those of a receive whose caller was cancelled, or those of a new receive."""
+        """Return the messages of a receive whose caller was cancelled, or those of a new receive."""
         async with self._receive_lock:
-            while not self._undelivered and not self._closed:
+            while not self._closed:
+                is_new = self._receiving is None
                 if self._receiving is None:
                     if self._is_queue:
                         self._handed_out.clear()  # asking for more acks them
                     self._receiving = start()
-                    if not await self._wait_for(self._receiving, None):
-                        return []
-                elif not await self._wait_for(self._receiving, timeout_s) and self._receiving is not None:
-                    return []  # the earlier receive continues, this caller does not wait for it
-            count = len(self._undelivered) if at_most is None else min(at_most, len(self._undelivered))
-            messages = [self._undelivered.popleft() for _ in range(count)]
-            for message in messages:
-                offset = message.offset if self._is_queue else 0
-                self._handed_out[message.topic, message.partition, offset] = message
-            return messages
+                found = await self._wait_for(self._receiving, None if is_new else timeout_s)
+                if found and (messages := self._inner.take(at_most)):
+                    for message in messages:
+                        offset = message.offset if self._is_queue else 0
+                        self._handed_out[message.topic, message.partition, offset] = message
+                    return messages
+                if self._receiving is not None:  # the earlier receive continues, this caller does not wait for it
+                    break
+                if is_new and not found:
+                    break
+            return []
 
-    async def _wait_for(self, receiving: asyncio.Future[list[Message]], timeout_s: float | None) -> bool:
+    async def _wait_for(self, receiving: asyncio.Future[Any], timeout_s: float | None) -> bool:
         """Wait for a receive, which continues if this is cancelled. Return True if it brought messages. Raises its
         error."""
         await asyncio.wait([receiving], timeout=timeout_s)
         if not receiving.done():
             return False
         self._receiving = None
-        self._undelivered.extend(receiving.result())
-        return bool(self._undelivered)
+        return bool(receiving.result())
 
     # --- settling ----------------------------------------------------------------------------------------------------
 
@@ -252,12 +254,8 @@ class AsyncConsumer(AsyncCloseable):
     async def seek(self, topic: str, to: Any = "earliest", partition: int | None = None) -> None:
         """Move the group to another position in a topic. Messages of the topic from a cancelled receive are dropped."""
         await self._inner.seek(topic, to, partition)
-
-        def is_void(message: Message) -> bool:
-            return message.topic == topic and partition in (None, message.partition)
-
-        self._undelivered = deque(message for message in self._undelivered if not is_void(message))
-        self._handed_out = {place: message for place, message in self._handed_out.items() if not is_void(message)}
+        handed_out = self._handed_out.items()
+        self._handed_out = {place: message for place, message in handed_out if not is_of(message, topic, partition)}
 
     @_with_parameters_of(Consumer.pause)
     async def pause(self, topic: str | None = None, partition: int | None = None) -> None:
@@ -293,9 +291,7 @@ class AsyncConsumer(AsyncCloseable):
             if self._receiving is not None and not self._receive_lock.locked():  # a coroutine that waits for it gets it
                 with contextlib.suppress(PortalMQError):
                     await self._wait_for(self._receiving, CLOSE_TIMEOUT_S)
-            await self._inner.give_back(list(self._undelivered), "the consumer closed before it handled the message")
         finally:
-            self._undelivered.clear()
             self._inner.end()
 
 

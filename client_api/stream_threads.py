@@ -9,6 +9,7 @@ A member has threads anyway, for its heartbeats and fetches.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -33,19 +34,46 @@ class StreamThreads:
         # While brokers are unreachable calls may occupy all settler threads and a queue behind them; close() has its
         # own thread.
         self._closer = LoopThreads("portalmq-async-close", 1)
+        # Messages that are not taken: those of a receive whose caller was cancelled.
+        self._received: deque[Message] = deque()
 
     def __repr__(self) -> str:
         return f"<Async{repr(self._consumer)[1:]}"
 
     def start_next(self) -> asyncio.Future[list[Message]]:
+        """Receive the next message; `take` returns it. It is kept if the caller is cancelled."""
+
         def one() -> list[Message]:
             message = next(self._consumer, None)
             return [] if message is None else [message]
 
-        return self._receiver.start(one)
+        return self._start(one)
 
     def start_poll(self, timeout_s: float, max_messages: int | None) -> asyncio.Future[list[Message]]:
-        return self._receiver.start(lambda: self._consumer.poll(timeout_s, max_messages))
+        return self._start(lambda: self._consumer.poll(timeout_s, max_messages))
+
+    def _start(self, receive: Callable[[], list[Message]]) -> asyncio.Future[list[Message]]:
+        received: asyncio.Future[list[Message]]
+        if self._received:
+            received = asyncio.get_running_loop().create_future()
+            received.set_result(list(self._received))
+        else:
+            received = self._receiver.start(receive)
+            received.add_done_callback(self._keep)
+        return received
+
+    def _keep(self, received: asyncio.Future[list[Message]]) -> None:
+        if not received.cancelled() and received.exception() is None:
+            self._received.extend(received.result())
+
+    def take(self, max_messages: int | None) -> list[Message]:
+        """Return messages that have arrived."""
+        count = len(self._received) if max_messages is None else min(max_messages, len(self._received))
+        return [self._received.popleft() for _ in range(count)]
+
+    def forget(self) -> None:
+        """Drop the messages that have arrived: they are the parent's of this fork."""
+        self._received.clear()
 
     async def _settle(self, do: Callable[[], T]) -> T:
         return await self._settlers.run(do)
@@ -80,6 +108,7 @@ class StreamThreads:
 
     async def seek(self, topic: str, to: Any, partition: int | None) -> None:
         await self._settle(lambda: self._consumer.seek(topic, to, partition))
+        self._received = deque(each for each in self._received if not is_of(each, topic, partition))
 
     async def pause(self, topic: str | None, partition: int | None) -> None:
         await self._settle(lambda: self._consumer.pause(topic, partition))
@@ -98,11 +127,14 @@ class StreamThreads:
     async def close(self, last_answer_s: float) -> None:
         await self._closer.run(self._consumer.close)
 
-    async def give_back(self, messages: Sequence[Message], reason: str) -> None:
-        """A stream group has no leases: what is not committed is read again."""
-
     def end(self) -> None:
         """Let the threads end."""
+        self._received.clear()
         self._receiver.close()
         self._settlers.close()
         self._closer.close()
+
+
+def is_of(message: Message, topic: str, partition: int | None) -> bool:
+    """Return whether a message is of the topic, and of this partition of it (None: of any)."""
+    return message.topic == topic and partition in (None, message.partition)

@@ -117,6 +117,10 @@ class Leases:
             extend_at, spare_at = self._waiting_until - self._visibility_s / 2, self._busy_since + self._hold_back_s
             self._wake_keeper(min(extend_at, spare_at))
 
+    @property
+    def has_waiting(self) -> bool:
+        return bool(self._waiting)
+
     def take(self, at_most: int = 1) -> list[wire.PackMessageOut]:
         """Return the next messages if their leases have time left; they are then in the user's hand."""
         with self._lock:
@@ -172,10 +176,7 @@ class Leases:
     async def _renew_expired(self, receipts: list[str]) -> None:
         """Extend leases that have expired by this clock, where no other consumer has the messages."""
         try:
-            if receipts:
-                await self._calls.extend(receipts, LOOK_TIMEOUT_S)
-        except StaleReceipt as error:
-            await self._mark_lost(stale_among(error, receipts))
+            await self._mark_lost(await self._calls.extend(receipts, LOOK_TIMEOUT_S))
         except PortalMQError as error:
             _log.debug("%d leases could not be checked: %s", len(receipts), error)
 
@@ -438,20 +439,27 @@ class Leases:
             _log.warning("the message in hand took longer than its lease: %d waiting ones are returned", len(receipts))
             await self._give_back_waiting("the consumer is stuck")
             return
-        gone: set[str] = set()
         receipts += in_hand
-        try:
-            await self._calls.extend(receipts)
-        except StaleReceipt as error:
-            gone = stale_among(error, receipts)
-            await self._mark_lost(gone)
-            if self._calls.group_leases is False:
-                gone = set()
+        gone = await self._calls.extend(receipts)
+        await self._mark_lost(gone)
+        if self._calls.group_leases is False:
+            gone = set()
         with self._lock:
             self._waiting = deque(message for message in self._waiting if message.receipt not in gone)
-            self._waiting_until = now + self._visibility_s
-            if in_hand:
-                self._handed_until = self._waiting_until
+            # Messages may have come, and gone into the hand, meanwhile.
+            extended = {*receipts, *self._extended, *self._lost}
+            if extended.issuperset(_receipts_of(self._waiting)):
+                self._waiting_until = now + self._visibility_s
+            if in_hand and extended.issuperset(self._handed):
+                self._handed_until = now + self._visibility_s
+
+    async def renew_waiting(self) -> None:
+        """Extend the leases of messages that may have been leased long ago, before they are handed out."""
+        if await self._calls.group_has_leases():
+            try:
+                await self._keep_waiting(self._clock())
+            except PortalMQError as error:
+                _log.debug("leases of a repeated receive could not be renewed: %s", error)
 
     # --- the end -----------------------------------------------------------------------------------------------------
 

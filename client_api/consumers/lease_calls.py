@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from portalmq import wire
-from portalmq.errors import PortalMQError
+from portalmq.consumers.acks import stale_among
+from portalmq.errors import PortalMQError, StaleReceipt
 from portalmq.message import Message
 from portalmq.network.either import settled
 from portalmq.transport.calls import EitherCalls
@@ -65,8 +66,16 @@ class LeaseCalls:
         request = json_request("POST", wire.group_path(self._group, verb), {"receipts": receipts, **options})
         await settled(self._transport.call(request, timeout_s=self.timeout_s or timeout_s))
 
-    async def extend(self, receipts: list[str], timeout_s: float | None = None) -> None:
-        await self.settle("extend", receipts, {"visibility_timeout_ms": self._visibility_timeout_ms}, timeout_s)
+    async def extend(self, receipts: Sequence[str], timeout_s: float | None = None) -> set[str]:
+        """Extend leases from now on, of any number of messages. Return the receipts of those that are lost."""
+        options, stale = {"visibility_timeout_ms": self._visibility_timeout_ms}, set[str]()
+        for start in range(0, len(receipts), wire.RECEIVE_MESSAGES_MAX):
+            some = list(receipts[start : start + wire.RECEIVE_MESSAGES_MAX])
+            try:
+                await self.settle("extend", some, dict(options), timeout_s)
+            except StaleReceipt as error:
+                stale |= stale_among(error, some)
+        return stale
 
     async def give_back_unseen(self, receipts: list[str], reason: str) -> None:
         """Return messages that were never handed out: this does not count as a delivery."""

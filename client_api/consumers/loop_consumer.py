@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -22,7 +22,6 @@ from portalmq.consumers.lease_calls import (
 )
 from portalmq.consumers.receiver import LAST_ANSWER_S, Receiver, end_receiving
 from portalmq.consumers.subscription import Subscription, only_for_streams
-from portalmq.errors import PortalMQError
 from portalmq.message import Message
 from portalmq.network.either import finish
 from portalmq.network.loop_waits import LoopWaits
@@ -75,20 +74,25 @@ class LoopConsumer:
 
     # --- receiving ---------------------------------------------------------------------------------------------------
 
-    def start_next(self) -> asyncio.Task[list[Message]]:
-        """Receive the next message, or none at the end of the iteration. The task goes on if its caller does not."""
+    def start_next(self) -> asyncio.Task[bool]:
+        """Wait until the next message may be taken; the result is false at the end of the iteration. The task goes on
+        if its caller does not. Messages that are not taken soon go back to the group."""
         return self._start(1, self._idle_timeout_s, ends=True)
 
-    def start_poll(self, timeout_s: float, max_messages: int | None) -> asyncio.Task[list[Message]]:
-        """Receive messages. Raises ValueError for a wrong number."""
+    def start_poll(self, timeout_s: float, max_messages: int | None) -> asyncio.Task[bool]:
+        """Wait until messages may be taken. Raises ValueError for a wrong number."""
         return self._start(self.subscription.at_most(max_messages), timeout_s, ends=False)
 
-    def _start(self, at_most: int, timeout_s: float | None, *, ends: bool) -> asyncio.Task[list[Message]]:
+    def _start(self, at_most: int, timeout_s: float | None, *, ends: bool) -> asyncio.Task[bool]:
         self._loop = asyncio.get_running_loop()
-        receive = self._receiver.next_messages(at_most, timeout_s, self._settler, ends=ends)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        receive = self._receiver.wait_for_messages(at_most, deadline, ends=ends)
         task = asyncio.create_task(receive, name="portalmq-receive")
         task.add_done_callback(_retrieve)
         return task
+
+    def take(self, max_messages: int | None) -> list[Message]:
+        return self._receiver.take(self.subscription.at_most(max_messages), self._settler)
 
     # --- settling ----------------------------------------------------------------------------------------------------
 
@@ -179,12 +183,6 @@ class LoopConsumer:
 
     def _close_now(self) -> None:
         self._waits.spawn("portalmq-close", lambda: self.close(LAST_ANSWER_S))
-
-    async def give_back(self, messages: Sequence[Message], reason: str) -> None:
-        """Return messages that were received and not handed out, after close()."""
-        if self.subscription.manual_ack and messages:  # otherwise close() has returned them
-            with contextlib.suppress(PortalMQError):
-                await self._leases.settle("nack", receipts_of(messages), nack_options(0, reason))
 
     def end(self) -> None:
         """Nothing is left to end."""

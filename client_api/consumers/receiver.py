@@ -62,6 +62,9 @@ class Receiver:
         self._closed = closed
         self._name = f"python-{uuid.uuid4().hex}"
         self._attempts = 0
+        # When this attempt was first sent. If its answer came to a repeat, its leases may be as old as that.
+        self._attempted_at = 0.0
+        self._is_repeated = False
         self._prefetch = Prefetch(subscription.max_messages, time.monotonic)
         self._is_unanswered = False
         self._asked = 0
@@ -73,18 +76,25 @@ class Receiver:
         self, at_most: int, timeout_s: float | None, consumer: Settler, *, ends: bool
     ) -> list[Message]:
         """Return up to `at_most` messages, which `consumer` settles; those before are acked, unless manual_ack is set.
+        With `ends` an empty result ends an iteration."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while await self.wait_for_messages(at_most, deadline, ends=ends):
+            if messages := self.take(at_most, consumer):
+                return messages
+        return []
 
-        `ends`: an empty result ends an iteration, so it must mean that there are none.
+    async def wait_for_messages(self, at_most: int, deadline: float | None, *, ends: bool) -> bool:
+        """Return whether there are messages to take, by the deadline; those before are acked, unless manual_ack is set.
+
+        `ends`: none ends an iteration, so it must mean that there are none.
         """
         if self._subscription.manual_ack:
             self._leases.forget_handed()
         else:
             await self._leases.finish_handed()
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._closed.is_set():
-            messages = self._take(at_most, consumer)
-            if messages:
-                return messages
+            if self._leases.has_waiting:
+                return True
             # The end of an iteration waits as long as messages on their way back might stay leased.
             await self._leases.wait_given_back(self._subscription.visibility_timeout_s if ends else left_s(deadline))
             is_last = deadline is not None and time.monotonic() >= deadline
@@ -98,7 +108,7 @@ class Receiver:
                 continue
             if received is False and is_last:
                 break
-        return []
+        return False
 
     def _may_report_empty(self, error: PortalMQError, *, ends: bool) -> bool:
         """Return whether a receive that failed at its deadline may look like an empty one, since leaders change. The
@@ -112,7 +122,8 @@ class Receiver:
             return now < self._failing_since + (AGAIN_S if reach.is_refused else SILENT_S_MAX)
         return reach.may_report_empty() and now < self._failing_since + CALL_TIMEOUT_S
 
-    def _take(self, at_most: int, consumer: Settler) -> list[Message]:
+    def take(self, at_most: int, consumer: Settler) -> list[Message]:
+        """Return messages that have arrived, which `consumer` settles."""
         topic = self._subscription.topics[0]
         return [message_from_wire(packed, topic, consumer) for packed in self._leases.take(at_most)]
 
@@ -133,6 +144,7 @@ class Receiver:
                 return False
             raise
         self._leases.arrived(received)
+        is_repeated, leased_at = self._is_repeated, self._attempted_at
         count = len(received.messages)
         self._prefetch.received(count)
         if ahead is not None:
@@ -141,7 +153,9 @@ class Receiver:
             if count >= self._asked and await self._may_run_ahead():
                 await self._run_ahead(asked)
         finally:
-            await self._leases.hold(received.messages, None if ahead is None else ahead.sent_at)
+            await self._leases.hold(received.messages, leased_at if is_repeated or ahead is not None else None)
+        if count and is_repeated:
+            await self._leases.renew_waiting()
         return bool(count) or (None if ahead is not None else False)
 
     async def _answer(self, ahead: Ahead | None, asked: int, deadline: float | None) -> wire.PackReceived:
@@ -152,9 +166,7 @@ class Receiver:
                 return await settled(ahead.read(None))
             is_repeat = self._is_unanswered
             if not is_repeat:
-                self._attempts += 1
-            # Until there is an answer: a repeat of this attempt returns the messages that a broker has leased under it.
-            self._is_unanswered = True
+                self._begin_attempt()
             acks = self._leases.take_acks(self._attempt_id)
             return await self._call(asked, deadline, acks, is_repeat=is_repeat)
         except PortalMQError as error:
@@ -203,6 +215,12 @@ class Receiver:
     async def _read(self, call: Answering, timeout_s: float | None) -> wire.PackReceived:
         return self._decoded(await settled(call.answer(timeout_s)))
 
+    def _begin_attempt(self) -> None:
+        """Until there is an answer, a repeat of this attempt returns the messages that a broker has leased under it."""
+        self._attempts += 1
+        self._attempted_at = time.monotonic()
+        self._is_unanswered = True
+
     @property
     def _attempt_id(self) -> str:
         return f"{self._name}-{self._attempts}"
@@ -210,6 +228,7 @@ class Receiver:
     def _decoded(self, answer: HttpAnswer) -> wire.PackReceived:
         received = decode_answer(answer, wire.PackReceived)
         self._is_unanswered = False
+        self._is_repeated = answer.is_repeat
         return received
 
     async def _may_run_ahead(self) -> bool:
@@ -227,8 +246,7 @@ class Receiver:
 
     async def _run_ahead(self, asked: int) -> None:
         """Send the next receive, with the acks known so far. It does not wait at the broker."""
-        self._attempts += 1
-        self._is_unanswered = True
+        self._begin_attempt()
         call: Answering | None = None
         try:
             acks = self._leases.take_acks(self._attempt_id)

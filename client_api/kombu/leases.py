@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Iterable
 
 from portalmq import wire
-from portalmq.consumers.acks import PendingAcks, stale_among
+from portalmq.consumers.acks import PendingAcks
 from portalmq.consumers.lease_calls import LeaseCalls
-from portalmq.errors import PortalMQError, StaleReceipt
+from portalmq.errors import PortalMQError
 from portalmq.network.either import THREADS, finish
 from portalmq.transport.retries import may_repeat
 from portalmq.transport.transport import Transport
@@ -132,11 +132,8 @@ class GroupLeases:
             self._renew_at = now + self._visibility_s / 3 if receipts else math.inf
         for start in range(0, len(receipts), wire.RECEIVE_MESSAGES_MAX):
             some = receipts[start : start + wire.RECEIVE_MESSAGES_MAX]
-            gone: set[str] = set()
             try:
-                finish(self._calls.extend(some, self._visibility_s / 3))
-            except StaleReceipt as error:
-                gone = stale_among(error, some)
+                gone = finish(self._calls.extend(some, self._visibility_s / 3))
             except PortalMQError as error:
                 _log.warning("%d leases could not be renewed, trying again: %s", len(some), error)
                 self._renew_at = min(self._renew_at, self._clock() + min(RETRY_S, self._visibility_s / 6))

@@ -59,11 +59,12 @@ class Fields(dict[str, str]):
 
 
 class HttpAnswer(msgspec.Struct, frozen=True):
-    """A complete HTTP answer; its connection is free again."""
+    """A complete HTTP answer; its connection is free again. `is_repeat`: a try before may have been executed, too."""
 
     status: int
     headers: Fields
     body: bytes
+    is_repeat: bool = False
 
 
 class _Head(NamedTuple):

@@ -176,7 +176,8 @@ class ClusterCalls:
         while True:
             try:
                 try_until = self._clock() + request.try_timeout_s if waits_for_last_try else deadline
-                return await self.attempt(request, try_until, is_first=is_first)
+                answer = await self.attempt(request, try_until, is_first=is_first)
+                return msgspec.structs.replace(answer, is_repeat=True) if is_repeat or was_unknown else answer
             except PortalMQError as error:
                 is_first = False
                 was_unknown = was_unknown or error.outcome == "unknown"
@@ -297,7 +298,7 @@ class ClusterCalls:
         self.cluster_metadata.answered(address)
         self.reachability.answered()
         if answer.status < 300:
-            return answer
+            return msgspec.structs.replace(answer, is_repeat=True) if was_repeated else answer
         refusal = error_of_answer(answer)
         self._learn_from(refusal, address, request)
         if was_repeated and refusal.outcome == "not_applied" and request.method != "GET":
