@@ -15,15 +15,15 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import click
-
 from portalmq.broker.bench.harness import family_of
-from portalmq.broker.bench.measure import Figures, Timed, calibration, combined, in_workers, spread, summary
+from portalmq.broker.bench.measure import Figures, Timed, calibration, cause, combined, in_workers, spread, summary
+from portalmq.broker.bench.report import number as number_of
 from portalmq.broker.bench.systems import BenchClient, Site, System, running
 
 CASES = ("produce", "consume", "wake", "gap")
@@ -40,6 +40,7 @@ SINGLES_PER_S = 20_000
 STAMP = struct.Struct("<Qd")
 
 Begin = Callable[[], object]
+UnderWay = Callable[[Figures], Figures]
 T = TypeVar("T")
 
 
@@ -125,8 +126,8 @@ def _waking(begin: Begin, system: System, topic: str, times: int) -> list[float]
 # --- cases -----------------------------------------------------------------------------------------------------------
 
 
-def measured(system: System, site: Site, plan: CasePlan) -> Iterator[Figures]:
-    """Measure all cases but `gap` on a running system."""
+def measured(system: System, site: Site, plan: CasePlan, under_way: UnderWay) -> Iterator[Figures]:
+    """Measure all cases but `gap` on a running system. Each is told before it begins."""
     which = {"system": system.name, "nodes": system.nodes}
     numbers = itertools.count()
     cases = system.cases.intersection(plan.cases)
@@ -136,20 +137,23 @@ def measured(system: System, site: Site, plan: CasePlan) -> Iterator[Figures]:
         topic, what = f"bench-{next(numbers)}", {"size": size, "batch": batch, "processes": processes}
         system.create(topic)
         if "produce" in cases:
+            case = under_way({**which, "case": "produce", **what})
             sends = (system, topic, size, batch, plan.seconds)
-            yield {**which, "case": "produce", **what, **traffic(site, [producing] * processes, sends, plan.seconds)}
+            yield {**case, **traffic(site, [producing] * processes, sends, plan.seconds)}
         if "consume" in cases:
+            case = under_way({**which, "case": "consume", **what})
             most = SINGLES_PER_S * plan.seconds if batch == 1 else float("inf")
             fill = (system, topic, size, FILL_BATCH, plan.seconds, most)
             in_workers([producing], *fill, within_s=plan.seconds + 60)
             takes = (system, topic, batch, plan.seconds)
-            yield {**which, "case": "consume", **what, **traffic(site, [consuming] * processes, takes, plan.seconds)}
+            yield {**case, **traffic(site, [consuming] * processes, takes, plan.seconds)}
         system.drop(topic)
     if "wake" in cases:
+        case = under_way({**which, "case": "wake", "size": WAKE_BYTES})
         system.create("wake")
         times = max(20, int(plan.seconds / EVERY_S / 2))
         took = in_workers([_sending_now_and_then, _waking], system, "wake", times, within_s=60 + times)
-        yield {**which, "case": "wake", "size": WAKE_BYTES, "messages": times, **spread(took[1])}
+        yield {**case, "messages": times, **spread(took[1])}
         system.drop("wake")
 
 
@@ -165,8 +169,8 @@ def traffic(site: Site, roles: Sequence[Callable[..., Timed]], arguments: tuple[
 Log = list[tuple[int, float]]
 
 
-def gap(system: System, site: Site, sent: signal.Signals, after_s: float) -> Figures:
-    """Send the leader's node a signal under light traffic, and return the longest times without an acknowledgement and
+def gap(system: System, site: Site, sent: signal.Signals, after_s: float) -> Iterator[Figures]:
+    """Send the leader's node a signal under light traffic, and yield the longest times without an acknowledgement and
     without a delivery. A gap that lasts to the end counts too: one of `after_s` means that nothing came back."""
     topic, seconds = "gap", BEFORE_SIGNAL_S + after_s
     system.create(topic)
@@ -175,17 +179,18 @@ def gap(system: System, site: Site, sent: signal.Signals, after_s: float) -> Fig
     within_s = seconds + DRAIN_S + 2 * system.gives_up_after_s
     (began, acked), (_, delivered) = in_workers([_publishing, _taking], *arguments, within_s=within_s)
     numbers = [number for number, _ in delivered]
-    return {
-        "system": system.name,
-        "nodes": system.nodes,
-        "case": "gap",
-        "signal": sent.name,
+    yield {
+        **gap_case(system, sent),
         "publish_gap_s": longest_gap(acked, began, began + seconds),
         "delivery_gap_s": longest_gap(delivered, began, began + seconds),
         "acked": len(acked),
         "lost": len({number for number, _ in acked}.difference(numbers)),
         "duplicates": len(numbers) - len(set(numbers)),
     }
+
+
+def gap_case(system: System, sent: signal.Signals) -> Figures:
+    return {"system": system.name, "nodes": system.nodes, "case": "gap", "signal": sent.name}
 
 
 def longest_gap(log: Log, begin: float, end: float) -> float:
@@ -271,28 +276,75 @@ def _taking(
 def compared(
     systems: Sequence[System], plan: CasePlan, directory: Path, tell: Callable[[str], None]
 ) -> tuple[list[Figures], list[Figures], dict[str, str]]:
-    """Measure every system in each round. Return the results, the calibrations, and the failures by system."""
-    results: list[Figures] = []
-    calibrations: list[Figures] = []
-    failures: dict[str, str] = {}
-
-    def measure(name: str, system: System, measurement: Callable[[System, Site], Iterable[Figures]]) -> None:
-        try:
-            with running(system, directory) as site:
-                for figures in measurement(system, site):
-                    results.append(figures)
-        except (click.ClickException, OSError) as error:
-            failures[name] = str(error)
-
+    """Measure every system in each round, until the end or an interruption. Return the results, the calibrations, and
+    by case why it failed or was cut off, and after how many repetitions."""
+    run = _Run(directory, tell)
     rounds = 0 if set(plan.cases) == {"gap"} else plan.rounds
-    for number, system in itertools.product(range(rounds), systems):
-        calibrations.append({"before": system.name, "round": number, **calibration(directory)})
-        tell(f"round {number + 1} of {plan.rounds}: {system.name}")
-        measure(system.name, system, lambda system, site: measured(system, site, plan))
     able = [system for system in systems if system.nodes > 1 and "gap" in system.cases.intersection(plan.cases)]
-    for number, system, sent in itertools.product(range(plan.kills), able, SIGNALS):
-        tell(f"{sent.name} {number + 1} of {plan.kills}: {system.name}")
-        name = f"{system.name}, {sent.name}"
-        measure(name, system, lambda system, site, sent=sent: [gap(system, site, sent, plan.after_s)])  # type: ignore[misc]
-    calibrations.append({"before": "the end", "round": plan.rounds - 1, **calibration(directory)})
-    return combined(results, KEYS), calibrations, failures
+    try:
+        for number, system in itertools.product(range(rounds), systems):
+            tell(f"round {number + 1} of {rounds}: {system.name}")
+            run.calibrate(system.name, number)
+            run.measure({"system": system.name}, system, rounds, partial(measured, plan=plan, under_way=run.under_way))
+        for number, system, sent in itertools.product(range(plan.kills), able, SIGNALS):
+            tell(f"{sent.name} {number + 1} of {plan.kills}: {system.name}")
+            one = partial(gap, sent=sent, after_s=plan.after_s)
+            for figures in run.measure(gap_case(system, sent), system, plan.kills, one):
+                tell("  " + ", ".join(f"{name} {number_of(figures[name])}" for name in figures if name not in KEYS))
+        run.calibrate("the end", plan.rounds - 1)
+    except KeyboardInterrupt:
+        run.failures = run.failures or {"the run": "interrupted"}
+    return combined(run.results, KEYS), run.calibrations, run.failures
+
+
+class _Run:
+    """What a run has measured so far."""
+
+    def __init__(self, directory: Path, tell: Callable[[str], None]) -> None:
+        self.results: list[Figures] = []
+        self.calibrations: list[Figures] = []
+        self.failures: dict[str, str] = {}
+        self._directory = directory
+        self._tell = tell
+        self._case: Figures = {}
+
+    def under_way(self, case: Figures) -> Figures:
+        """Note which case begins."""
+        self._case = case
+        return case
+
+    def calibrate(self, before: str, number: int) -> None:
+        with self._noting({"system": before}, 1):
+            self.calibrations.append({"before": before, "round": number, **calibration(self._directory)})
+
+    def measure(
+        self, case: Figures, system: System, repetitions: int, measurement: Callable[[System, Site], Iterable[Figures]]
+    ) -> list[Figures]:
+        """Start the system, measure, and return the new results. `case` is under way until the measurement names
+        another. After an error the other systems and rounds go on, not after an interruption."""
+        had = len(self.results)
+        with self._noting(case, repetitions), running(system, self._directory) as site:
+            for figures in measurement(system, site):
+                self.results.append(figures)
+        return self.results[had:]
+
+    @contextmanager
+    def _noting(self, case: Figures, repetitions: int) -> Iterator[None]:
+        self.under_way(case)
+        try:
+            yield
+        except (Exception, KeyboardInterrupt) as error:
+            done = sum(all(each.get(key) == self._case.get(key) for key in KEYS) for each in self.results)
+            when = f" after {done} of {repetitions} repetitions" if "case" in self._case else ""
+            name = case_name(self._case)
+            self.failures[name] = f"{cause(error)}{when}"
+            self._tell(f"  {name}: {self.failures[name]}")
+            if isinstance(error, KeyboardInterrupt):
+                raise
+
+
+def case_name(case: Figures) -> str:
+    """Return the name of a case in lists of failures."""
+    units = {"size": "B", "batch": "a batch", "processes": "proc."}
+    named = [str(case[key]) for key in ("case", "signal") if key in case]
+    return ", ".join([case["system"], *named, *(f"{case[key]} {unit}" for key, unit in units.items() if key in case)])

@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from http.client import HTTPConnection
 from pathlib import Path
 from statistics import mean
@@ -21,7 +22,7 @@ import click
 from portalmq import Admin, Consumer, Producer
 from portalmq.broker.bench import harness
 from portalmq.broker.bench.comparison import Begin, consuming, producing, traffic
-from portalmq.broker.bench.measure import Figures, Timed, in_workers, summary
+from portalmq.broker.bench.measure import Figures, Timed, cause, in_workers, summary
 from portalmq.broker.bench.systems import OneBroker, Site, ThreeBrokers, running
 from portalmq.system import raise_open_files_limit
 
@@ -154,18 +155,28 @@ def _topics(directory: Path, points: Sequence[int], _: float) -> Iterator[Figure
                 create_ms = 1000 * (time.monotonic() - begin) / max(1, count - known)
             known = count
             start_s = _restarted(system, site)
-            with Admin(system.urls) as admin:
-                begin = time.monotonic()
-                admin.metadata()
-                metadata_ms = 1000 * (time.monotonic() - begin)
+            metadata_ms, metadata_bytes = _metadata(system.urls[0])
             yield {
                 "topics": count,
                 "start_s": start_s,
                 "idle_cpu_percent": _idle_cpu_percent(site.pids(), FILES_CLOSED_S),
                 "rss_mb": site.rss_mb(),
                 "metadata_ms": metadata_ms,
+                "metadata_bytes": metadata_bytes,
                 "create_ms": create_ms,
             }
+
+
+def _metadata(url: str) -> tuple[float, int]:
+    """Return how long the metadata of all topics take in milliseconds, and their bytes."""
+    with closing(harness.connection_to(url)) as connection:
+        begin = time.monotonic()
+        connection.request("GET", "/v1/metadata")
+        answer = connection.getresponse()
+        size = len(answer.read())
+        if answer.status != 200:
+            raise click.ClickException(f"the metadata were answered {answer.status}")
+        return 1000 * (time.monotonic() - begin), size
 
 
 def _restarted(system: OneBroker, site: Site) -> float:
@@ -301,9 +312,12 @@ def _partitions(directory: Path, points: Sequence[int], seconds: float) -> Itera
             idle = _idle_cpu_percent(brokers)
             rss_mb = mean(harness.rss_mb(pid) for pid in brokers)
             sent = traffic(site, [producing], (system, "many", SIZE, BATCH, seconds), seconds)
+            single = traffic(site, [producing], (system, "many", SIZE, 1, seconds), seconds)
             yield {
                 "partitions": count,
                 "produce_per_s": sent["per_s"],
+                "send_p50_ms": single["p50_ms"],
+                "send_p99_ms": single["p99_ms"],
                 "idle_cpu_percent": idle,
                 "broker_rss_mb": rss_mb,
                 "create_s": create_s,
@@ -344,7 +358,8 @@ CASES = {
 def grown(
     cases: Sequence[str], points: Sequence[int], seconds: float, directory: Path, tell: Callable[[str], None]
 ) -> tuple[dict[str, list[Figures]], dict[str, str]]:
-    """Measure the cases at these points, or each at its own. Return the figures and the failures by case."""
+    """Measure the cases at these points, or each at its own, until the end or an interruption. Return the figures, and
+    by case why it failed or was cut off, and after how many points."""
     figures: dict[str, list[Figures]] = {}
     failures: dict[str, str] = {}
     for name in cases:
@@ -355,6 +370,9 @@ def grown(
             for taken in case.measure(directory, at, seconds):
                 figures.setdefault(name, []).append(taken)
                 tell(f"{name} {next(iter(taken.values())):,} after {time.monotonic() - begin:.0f} s")
-        except (click.ClickException, OSError) as error:
-            failures[name] = str(error)
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - what is measured may fail in any way
+            failures[name] = f"{cause(error)} after {len(figures.get(name, []))} of {len(at)} points"
+            tell(f"{name}: {failures[name]}")
+            if isinstance(error, KeyboardInterrupt):
+                break
     return figures, failures

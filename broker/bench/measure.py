@@ -88,6 +88,13 @@ def _merged(several: list[Figures], keys: Sequence[str]) -> Figures:
     return figures | {"rounds": len(several)}
 
 
+def cause(error: BaseException) -> str:
+    """Return why a measurement ended before its time."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    return str(error) if isinstance(error, click.ClickException) else f"{type(error).__name__}: {error}"
+
+
 # --- the machine -----------------------------------------------------------------------------------------------------
 
 

@@ -26,7 +26,7 @@ import click
 
 from portalmq.broker.bench import harness
 from portalmq.broker.bench.comparison import Begin
-from portalmq.broker.bench.measure import Figures, in_workers
+from portalmq.broker.bench.measure import Figures, cause, in_workers
 from portalmq.broker.bench.report import Table
 from portalmq.broker.bench.systems import HOST, OneBroker, Site, free_ports, running
 
@@ -189,14 +189,21 @@ def _alone(wheres: dict[str, Where], verb: int) -> dict[str, tuple[float, float]
 # --- the run ---------------------------------------------------------------------------------------------------------
 
 
-def measured(directory: Path, rounds: int) -> dict[str, float]:
-    """Return all figures, each the median over `rounds`."""
-    taken = [_round(directory) for _ in range(rounds)]
-    return {name: median(each[name] for each in taken) for name in taken[0]}
+def measured(directory: Path, rounds: int) -> Figures:
+    """Return all figures, each the median over `rounds`. If a round fails or is cut off, they are those of the rounds
+    before, and `failed` says why."""
+    taken: list[Figures] = []
+    failed: Figures = {}
+    try:
+        for _ in range(rounds):
+            taken.append(_round(directory))
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - what is measured may fail in any way
+        failed = {"failed": {"seeds": f"{cause(error)} after {len(taken)} of {rounds} rounds"}}
+    return {name: median(each[name] for each in taken) for name in (taken[0] if taken else ())} | failed
 
 
-def _round(directory: Path) -> dict[str, float]:
-    figures: dict[str, float] = {}
+def _round(directory: Path) -> Figures:
+    figures: Figures = {}
     system = _BrokerAndMiniQ()
     with running(system, directory):
         for verb, name in enumerate(("put", "take")):
@@ -232,4 +239,5 @@ def tables(figures: Figures) -> list[Table]:
             [[str(clients), *(cell(f"{name}_{role}_{clients}") for role in DOORS)] for clients in CLIENTS],
         )
         for name, title in (("put", "A message in, stored"), ("take", "A message out, and done"))
+        if figures.keys() != {"failed"}
     ]

@@ -102,7 +102,9 @@ def bench(
         markdown_file.write_text(report.as_markdown(tables), "utf-8")
     if growth and plots is not None:
         report.write_plots(found, plots)
-    if found.get("failed"):
+    if failed := found.get("failed"):
+        for what, why in failed.items():
+            _tell(f"{what}: {why}")
         sys.exit(1)
 
 

@@ -39,7 +39,7 @@ def test_a_system_that_fails_is_reported_and_the_others_are_measured(
 
         def start(self, site: Site) -> None: ...
 
-    monkeypatch.setattr(comparison, "measured", lambda system, site, plan: [{"system": system.name, "per_s": 1}])
+    monkeypatch.setattr(comparison, "measured", lambda system, site, plan, under_way: [{"system": system.name}])
     results, calibrations, failures = compared([_Broken(), Good()], PLAN, tmp_path, lambda line: None)
     assert failures == {"broken": "its port is taken"}
     assert [each["system"] for each in results] == ["good"]

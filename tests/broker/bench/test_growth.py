@@ -44,7 +44,7 @@ def test_a_case_that_fails_keeps_its_points_and_the_others_are_measured(
     monkeypatch.setattr(growth, "CASES", cases)
     figures, failures = grown(list(cases), [], 1.0, tmp_path, lambda line: None)
     assert figures == {"a": [{"point": 1, "per_s": 1.0}, {"point": 2, "per_s": 0.5}], "b": [{"point": 1, "per_s": 1.0}]}
-    assert failures == {"b": "too many"}
+    assert failures == {"b": "too many after 1 of 2 points"}
 
 
 @pytest.mark.parametrize("arguments", [["--cases", "gap"], ["--points", "1,2"], ["--points", "x", "--cases", "size"]])
