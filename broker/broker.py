@@ -74,6 +74,7 @@ class Broker(Wiring):
         self.replication.close()
         self.membership.close()
         self.topics.close()
+        self.greenlets.close()
         self.peers.close()
 
     def explain(self, fault: Exception) -> PortalMQError | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gevent import get_hub, spawn
+from gevent import GreenletExit, get_hub, spawn
 from gevent.hub import Waiter
 
 IDLE_MAX = 16
@@ -21,18 +21,26 @@ class KeptGreenlets:
 
     def __init__(self) -> None:
         self._idle: list[Waiter[Work]] = []
+        self._is_closed = False
+
+    def close(self) -> None:
+        """End the idle greenlets; the others end with their work."""
+        self._is_closed = True
+        while self._idle:
+            get_hub().loop.run_callback(self._idle.pop().throw, GreenletExit)
 
     def run(self, work: Work) -> None:
         """Start the work in the next turn of the event loop. Its errors end its greenlet, and are logged by gevent."""
         if self._idle:
             get_hub().loop.run_callback(self._idle.pop().switch, work)
         else:
-            spawn(self._run, work)
+            spawn(self._run, [work])
 
-    def _run(self, work: Work) -> None:
+    def _run(self, first: list[Work]) -> None:
+        work = first.pop()  # gevent keeps what a greenlet is spawned with as long as the greenlet
         while True:
             work()
-            if len(self._idle) >= IDLE_MAX:
+            if self._is_closed or len(self._idle) >= IDLE_MAX:
                 return
             waiter: Waiter[Work] = Waiter()
             self._idle.append(waiter)

@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import time
+from importlib import metadata
 from typing import Any
 
 import gevent
@@ -120,6 +121,16 @@ class BrokerWorker(GeventWorker):  # type: ignore[misc]
             log.info("the system does not end this worker with its arbiter: the worker checks for that itself")
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         super().init_process()
+
+    def patch(self) -> None:
+        """Patch the standard library. For each of its 25 events gevent asks the metadata of all installed packages for
+        subscribers: 0.13 s of processor time where there are a hundred. They are read once."""
+        entry_points = metadata.entry_points
+        metadata.entry_points = entry_points().select
+        try:
+            super().patch()
+        finally:
+            metadata.entry_points = entry_points
 
     def init_signals(self) -> None:
         super().init_signals()

@@ -1,5 +1,7 @@
 """Greenlets that are used again."""
 
+import weakref
+
 import gevent
 from gevent.event import Event
 
@@ -47,3 +49,39 @@ def test_an_error_ends_only_its_own_greenlet(capsys):
     greenlets.run(lambda: seen.append(1))
     gevent.sleep(0.001)
     assert seen == [1]
+
+
+def test_closing_ends_the_greenlets_that_wait_and_those_that_work_when_they_are_done():
+    greenlets, goes_on, seen = KeptGreenlets(), Event(), []
+
+    def noted(do):
+        seen.append(gevent.getcurrent())
+        do()
+
+    greenlets.run(lambda: noted(lambda: None))
+    gevent.sleep(0.001)
+    greenlets.run(lambda: noted(goes_on.wait))
+    greenlets.run(lambda: noted(lambda: None))
+    gevent.sleep(0.001)
+    _, working, idle = seen
+    greenlets.close()
+    gevent.sleep(0.001)
+    assert (idle.dead, working.dead) == (True, False)
+    goes_on.set()
+    working.join(timeout=10)
+    assert working.dead
+
+
+def test_a_greenlet_that_waits_keeps_nothing_of_its_work():
+    greenlets = KeptGreenlets()
+
+    class Kept:
+        def __call__(self):
+            """Do nothing."""
+
+    work = Kept()
+    gone = weakref.ref(work)
+    greenlets.run(work)
+    del work
+    gevent.sleep(0.001)
+    assert gone() is None
