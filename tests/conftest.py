@@ -1,6 +1,10 @@
 """Hooks and settings that all tests share."""
 
+import functools
+import gc
+import re
 import signal
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -21,10 +25,41 @@ STRETCHES_SHOWN = 5
 NOT_UNIT = ("cluster", "spark", "checkout", "prove")
 
 
+@functools.cache
+def holds_units_alone(path: Path) -> bool:
+    """Tell whether neither a file nor the conftest.py beside it names a mark of other tests."""
+    mark = rf"\bmark\.({'|'.join(NOT_UNIT)})\b"
+    beside = path.with_name("conftest.py")
+    return not any(re.search(mark, file.read_text("utf-8")) for file in (path, beside) if file.is_file())
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the files of unit tests where these are not asked for: to import them takes 12 s in each process of the
+    suite."""
+    if "not unit" not in config.option.markexpr or not collection_path.match("test_*.py"):
+        return None
+    return holds_units_alone(collection_path) or None
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark each test that needs nothing but the package and its libraries as `unit`."""
     if not any(item.get_closest_marker(name) for name in NOT_UNIT):
         item.add_marker(pytest.mark.unit)
+    elif holds_units_alone(item.path):
+        raise pytest.UsageError(f"{item.nodeid} has a mark that its file does not name: the suite would leave it out")
+
+
+def pytest_collection_finish() -> None:
+    """Leave what has been imported and collected out of later garbage collections: 7 % of the unit tests' time."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish() -> None:
+    """Leave all that is alive to the end of the process: at its end pytest collects garbage five times, which took 13 s
+    in each of four processes."""
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

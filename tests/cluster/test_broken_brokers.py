@@ -38,6 +38,7 @@ def cluster(shared_cluster):
     return shared_cluster
 
 
+@pytest.mark.prove
 def test_an_emptied_disk_is_filled_again_from_the_others(cluster: Cluster, topic: str):
     cluster.admin().create_topic(topic)
     with loads(cluster.urls, topic=topic) as running:
@@ -181,6 +182,7 @@ def test_clocks_that_jump_an_hour_change_neither_order_nor_leases(cluster: Clust
     assert stamps == sorted(stamps), "timestamps never decrease, at any leader"
 
 
+@pytest.mark.prove
 def test_a_slow_broker_loses_no_message(cluster: Cluster, topic: str):
     """A follower runs in every other tenth of a second, and stays in sync or leaves and rejoins the ISR."""
     cluster.admin().create_topic(topic)

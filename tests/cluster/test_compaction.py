@@ -113,6 +113,7 @@ def removed(cluster: Cluster, topic: str, loads: Sequence[KeyedLoad]) -> int:
     return sum(offset < end and offset not in found for offset in acked) if found else 0
 
 
+@pytest.mark.prove
 def test_live_compaction_under_load_with_leaders_killed(cluster: Cluster, topic: str):
     admin = cluster.admin()
     admin.create_topic(topic, config=CONFIG)

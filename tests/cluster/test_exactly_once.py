@@ -135,5 +135,6 @@ def test_every_output_is_there_once_in_queue_mode(cluster: Cluster, topic: str):
     prove(cluster, topic, "queue")
 
 
+@pytest.mark.prove
 def test_every_output_is_there_once_in_stream_mode(cluster: Cluster, topic: str):
     prove(cluster, topic, "stream")

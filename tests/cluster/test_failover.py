@@ -164,6 +164,7 @@ def let_a_leader_stand_still(cluster: Cluster, topic: str) -> None:
     assert gap <= LONG_SESSION_S + 2.0
 
 
+@pytest.mark.prove
 def test_brokers_restarted_one_after_another_lose_nothing_and_hand_over_quickly(cluster: Cluster, topic: str):
     """SIGTERM hands leadership over before the process ends, so a rolling restart causes only short gaps."""
     cluster.admin().create_topic(topic, partitions=PARTITIONS)
@@ -188,6 +189,7 @@ def test_brokers_restarted_one_after_another_lose_nothing_and_hand_over_quickly(
     assert max(gaps) <= GAP_WORST_S
 
 
+@pytest.mark.prove
 def test_everything_killed_at_once_comes_back_with_everything(cluster: Cluster, topic: str):
     """A power cut: all brokers and ZooKeeper are killed at the same moment."""
     cluster.admin().create_topic(topic, partitions=PARTITIONS)

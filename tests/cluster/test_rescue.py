@@ -62,6 +62,7 @@ def directories(*brokers: BrokerProcess) -> list[str]:
 
 
 class TestAdopting:
+    @pytest.mark.prove
     def test_a_wiped_zookeeper_is_written_back_and_nothing_acknowledged_is_missing(self, tmp_path: Path) -> None:
         with Cluster(tmp_path) as cluster:
             at = ("--zookeeper", cluster.zookeeper.hosts)

@@ -246,6 +246,7 @@ def _check_owners(sights: list[Sight]) -> None:
         assert not twice, twice
 
 
+@pytest.mark.prove
 def test_a_group_reads_on_without_zookeeper(cluster: Cluster, topic: str) -> None:
     """Its members heartbeat, read and commit without interruption: a ZooKeeper outage alone stops no partition."""
     cluster.admin().create_topic(topic, partitions=3)

@@ -140,6 +140,7 @@ def assert_private(terminal: Terminal) -> None:
     assert (terminal.data_dir / "zookeeper.password").stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.prove
 def test_an_older_directory_is_kept_and_made_private(terminal: Terminal) -> None:
     with EmbeddedZooKeeper(terminal.data_dir / "zookeeper") as server:
         anyone = ZooKeeper(server.hosts, session_timeout_s=20)
@@ -252,6 +253,7 @@ def test_status_shows_live_brokers_and_problems(terminal: Terminal) -> None:
         assert again.wait(60) == 0
 
 
+@pytest.mark.prove
 def test_a_supervisor_that_is_killed_leaves_nothing(terminal: Terminal) -> None:
     process = terminal.up("--brokers", "1")
     family = terminal.family()
@@ -262,6 +264,7 @@ def test_a_supervisor_that_is_killed_leaves_nothing(terminal: Terminal) -> None:
     terminal.up("--brokers", "1")
 
 
+@pytest.mark.prove
 def test_down_does_not_signal_another_process_with_a_reused_pid(terminal: Terminal) -> None:
     process = terminal.up("--brokers", "1")
     record = terminal.record()

@@ -60,6 +60,7 @@ def ended(programs: list[Program]) -> Iterator[None]:
             program.process.wait()
 
 
+@pytest.mark.prove
 def test_a_program_from_the_text_loses_nothing_when_a_leader_and_a_consumer_die(cluster: Cluster, tmp_path: Path):
     queues = ("orders", "payments")
     cluster.admin().create_topic("orders")

@@ -90,6 +90,7 @@ def test_a_leader_killed_while_zookeeper_is_gone_is_replaced_once_it_is_back(clu
     check(running, everything_in(cluster.urls, topic))
 
 
+@pytest.mark.prove
 def test_one_of_three_zookeepers_killed_is_not_felt(tmp_path, topic: str):
     with Cluster(tmp_path, zookeepers=3) as cluster:
         cluster.admin().create_topic(topic)

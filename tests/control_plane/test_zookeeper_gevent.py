@@ -25,10 +25,16 @@ sys.exit(pytest.main(sys.argv[1:]))
     ("file", "which"),
     [
         ("tests/contract/test_plane.py", "not standalone"),
-        ("tests/control_plane/test_zookeeper.py", "TestOutcomes or TestTheBell or TestEphemerals or greenlets"),
-        ("tests/control_plane/test_zookeeper.py", "TestSessions or killed_server or closing"),
+        ("tests/control_plane/test_zookeeper.py", "greenlets"),
+        *(
+            pytest.param(file, which, marks=pytest.mark.prove)
+            for file, which in (
+                ("tests/control_plane/test_zookeeper.py", "TestOutcomes or TestTheBell or TestEphemerals"),
+                ("tests/control_plane/test_zookeeper.py", "TestSessions or killed_server or closing"),
+                ("tests/control_plane/test_zookeeper_set_back.py", "TestServersThatForgot or TestServersThatLag"),
+            )
+        ),
         ("tests/control_plane/test_zookeeper_tls.py", "works or many or certificate"),
-        ("tests/control_plane/test_zookeeper_set_back.py", "TestServersThatForgot or TestServersThatLag"),
     ],
 )
 def test_the_plane_works_on_greenlets(file: str, which: str) -> None:

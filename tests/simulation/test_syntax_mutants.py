@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,7 @@ def same(a, b):
 def mutants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[SyntaxMutant]:
     (tmp_path / "replica_of_test.py").write_text(SOURCE, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "replica_of_test", raising=False)
     return mutants_of("replica_of_test")
 
 

@@ -278,6 +278,7 @@ class TestProcesses:
             directory.put("t", *numbered(5))
         return tmp_path / "data"
 
+    @pytest.mark.prove
     def test_the_command_starts_and_ends_spark_and_says_nothing_else(
         self, tmp_path: Path, small: Path, given_java_home: str | None, monkeypatch: pytest.MonkeyPatch
     ) -> None:

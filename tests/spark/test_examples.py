@@ -96,6 +96,7 @@ def expected_averages(broker: BrokerProcess) -> dict[tuple[int, str], tuple[floa
     }
 
 
+@pytest.mark.prove
 def test_each_finished_window_is_written_once_over_several_runs(
     spark: Any, broker: BrokerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

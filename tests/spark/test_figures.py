@@ -107,6 +107,7 @@ def test_a_long_list_is_read_back_from_any_directory_name(
         assert sorted(row["n"] for row in again.collect()) == [0, 1, 2]
 
 
+@pytest.mark.prove
 def test_long_lists_keep_the_busiest_entries_and_sum_up_the_rest(
     spark: SparkSession, story: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

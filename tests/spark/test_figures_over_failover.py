@@ -39,6 +39,7 @@ def take(cluster: Cluster, topic: str, group: str, count: int, mode: str) -> Non
                 break
 
 
+@pytest.mark.prove
 def test_a_report_over_three_brokers_and_a_killed_leader(spark: SparkSession, tmp_path: Path) -> None:
     with Cluster(tmp_path / "cluster") as cluster:
         cluster.admin().create_topic("t", partitions=PARTITIONS)

@@ -57,6 +57,7 @@ class Query:
         self.position = end
 
 
+@pytest.mark.prove
 def test_leaders_are_killed_and_every_message_is_read_once(tmp_path: Path):
     with Cluster(tmp_path) as cluster:
         cluster.admin().create_topic("t", partitions=PARTITIONS)

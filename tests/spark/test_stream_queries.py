@@ -61,6 +61,7 @@ def test_a_crash_in_the_first_batch_does_not_move_its_beginning(spark, data: Pat
     assert rows(spark, tmp_path) == ["0", "1", "2", "3", "4"]
 
 
+@pytest.mark.prove
 def test_removed_unread_messages_are_reported_to_the_user(spark, data: Path, tmp_path: Path):
     given = {"path": str(data), "topic": "t"}
     run(spark, tmp_path, **given, startingOffsets="earliest")

@@ -27,6 +27,7 @@ from types import TracebackType
 from typing import Any
 
 import psutil
+from support.nursery import Child, Nursery
 from support.ports import kept_port, number_of
 from support.stopping import stop
 
@@ -77,7 +78,8 @@ class BrokerProcess:
     """One broker, without ZooKeeper unless `command` says otherwise.
 
     `options` are command-line options, `environment` is added to this process's, and `prelude` is Python that runs
-    first in the process: a test injects a fault there. With `port` 0 the broker chooses one."""
+    first in the process: a test injects a fault there. With `port` 0 the broker chooses one. A test of memory or of the
+    start itself says `is_forked=False`: the process is not forked from one that has imported its modules."""
 
     def __init__(
         self,
@@ -87,6 +89,7 @@ class BrokerProcess:
         environment: dict[str, str] | None = None,
         prelude: str = "",
         port: int | None = None,
+        is_forked: bool = True,
     ) -> None:
         self.directory = directory
         self.data_dir = directory / "data"
@@ -94,11 +97,12 @@ class BrokerProcess:
         self.command = command
         self.environment = environment or {}
         self.prelude = prelude
+        self.is_forked = is_forked
         self.port = port or 0
         self._keeps_port = port != 0
         self._place: socket.socket | None = None
         self.ready_after_s = 0.0
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | Child | None = None
         self._starts = 0
         self._launched_at = 0.0
 
@@ -113,7 +117,7 @@ class BrokerProcess:
     ) -> None:
         self.end()
 
-    def launch(self) -> subprocess.Popen[bytes]:
+    def launch(self) -> subprocess.Popen[bytes] | Child:
         """Start the process without waiting. It binds the port of its first start again."""
         if self._keeps_port:
             self._keep_port()
@@ -121,21 +125,25 @@ class BrokerProcess:
         program = (
             f"{self.prelude}\nfrom portalmq.broker.server.commands import {name}; {name}(prog_name='portalmq {name}')"
         )
-        arguments = [sys.executable, "-c", program, str(self.port), "--data-dir", str(self.data_dir)]
-        arguments += [*more, *self.options]
+        arguments = [str(self.port), "--data-dir", str(self.data_dir), *more, *self.options]
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("PORTALMQ_")}
+        # A prelude may replace what modules take from each other at import.
+        nursery = Nursery.of_this_process() if self.is_forked and not self.prelude else None
         self.directory.mkdir(parents=True, exist_ok=True)
         self._starts += 1
         self._launched_at = time.monotonic()
         with self._log_path().open("wb") as log:
-            self._process = subprocess.Popen(
-                arguments,
-                cwd=self.directory,
-                env=inherited | self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
+            if nursery is not None:
+                self._process = nursery.fork(program, arguments, self.directory, inherited | self.environment, log)
+            else:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", program, *arguments],
+                    cwd=self.directory,
+                    env=inherited | self.environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                )
         return self._process
 
     def _keep_port(self) -> None:
@@ -218,7 +226,7 @@ class BrokerProcess:
         return self._process is not None and self._process.poll() is None
 
     @property
-    def process(self) -> subprocess.Popen[bytes]:
+    def process(self) -> subprocess.Popen[bytes] | Child:
         assert self._process is not None, "the broker was not started"
         return self._process
 

@@ -189,7 +189,7 @@ class Host:
 
 
 class Group:
-    """The replicas of one partition. All are in sync at first, and the first leads."""
+    """The replicas of one partition. All (or `isr`) are in sync at first, and the first leads."""
 
     def __init__(
         self,
@@ -199,6 +199,7 @@ class Group:
         least: int | None = None,
         segment_bytes: int = 1 << 30,
         lag_ms: int = 1_000,
+        isr: tuple[int, ...] | None = None,
     ) -> None:
         self.root = root
         self.clock = BeatenClock()
@@ -213,7 +214,7 @@ class Group:
         self.unusable: dict[int, ReplicaLogEnd] = {}
         ids = tuple(range(1, brokers + 1))
         self.version = 0
-        self.state = PartitionState(1, 1, ids, ids, {n: f"store-{n}" for n in ids}, dict.fromkeys(ids, 1))
+        self.state = PartitionState(1, 1, isr or ids, ids, {n: f"store-{n}" for n in ids}, dict.fromkeys(ids, 1))
         self._beat = gevent.spawn(self._tick)
         for broker_id in ids:
             self.start(broker_id)

@@ -76,6 +76,7 @@ def test_what_cannot_be_measured_is_a_usage_error(arguments: list[str]) -> None:
 
 
 @pytest.mark.cluster
+@pytest.mark.prove
 def test_portalmq_alone_is_measured_in_a_moment(tmp_path: Path) -> None:
     files = ["--json", str(tmp_path / "bench.json"), "--markdown", str(tmp_path / "bench.md")]
     run = CliRunner().invoke(bench, ["--quick", "--systems", "portalmq,sqlite,post", *files])

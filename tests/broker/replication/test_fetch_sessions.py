@@ -40,9 +40,8 @@ WITHIN_S = 50.0
 def group(tmp_path, monkeypatch) -> Iterator[Group]:
     """A leader whose second replica is played by the test."""
     monkeypatch.setattr("portalmq.broker.replication.fetch_server.WAIT_MS_MAX", PARKED_MS)
-    with replicas(tmp_path, 2, least=1) as it:
+    with replicas(tmp_path, 2, least=1, isr=(1,)) as it:
         it.hosts[2].fetchers.close()
-        eventually(lambda: it.state.isr == (1,))
         eventually(lambda: it.leader.serves)
         yield it
 
