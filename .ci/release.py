@@ -158,7 +158,7 @@ def git(root: Path, *arguments: str) -> str:
 
 def run(what: str, *command: str, folder: Path | None = None) -> str:
     """Return what a command printed. Raise ReleaseError if it fails."""
-    done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ReleaseError(f"{what} failed with {done.returncode}:\n{done.stdout}{done.stderr}")
     return done.stdout

@@ -39,7 +39,8 @@ def setup(app: Sphinx) -> None:
 def _make_lists_of_the_index_navigation(app: Sphinx, page: str, text: list[str]) -> None:
     if page == root_doc:
         entries = re.sub(r"^- \[(.+)\]\((.+)\)$", r"\1 <\2>", text[0], flags=re.MULTILINE)
-        text[0] = re.sub(r"^## (.+)\n\n((?:.+\n)+)", "```{toctree}\n:caption: \\1\n\n\\2```\n", entries, flags=re.MULTILINE)
+        tree = "```{toctree}\n:caption: \\1\n\n\\2```\n"
+        text[0] = re.sub(r"^## (.+)\n\n((?:.+\n)+)", tree, entries, flags=re.MULTILINE)
 
 
 def _complete(app: Sphinx, failure: Exception | None) -> None:

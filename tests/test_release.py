@@ -15,7 +15,9 @@ import pytest
 pytestmark = pytest.mark.checkout
 
 ROOT = Path(__file__).parents[1]
-CHANGELOG = "# Changelog\n\n## [Unreleased]\n\n## [0.2.0] - 2026-01-31\n\n### Added\n\n- A thing.\n\n## [0.1.0]\n\n- It.\n"
+CHANGELOG = (
+    "# Changelog\n\n## [Unreleased]\n\n## [0.2.0] - 2026-01-31\n\n### Added\n\n- A thing.\n\n## [0.1.0]\n\n- It.\n"
+)
 
 
 @pytest.fixture(scope="module")
