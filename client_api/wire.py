@@ -406,23 +406,24 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ordering: Literal["none", "key"] = "none"
     # most messages leased at a time; partitions of a topic share it, at least one each. `null` for no limit
     max_in_flight: Positive | None = None
-    # most messages of a key that are leased, or wait for a retry, at a time. Whether a group has this limit is fixed
-    # when it is made; with it, priorities do not count
+    # most messages of a key that are leased, or wait for a retry, at a time. Whether a group has limits for each key is
+    # fixed when it is made; with one, priorities do not count
     max_in_flight_per_key: Positive | None = None
     # most deliveries a second, redeliveries included; partitions of a topic share it. `null` for no limit
     rate_per_s: Annotated[float, msgspec.Meta(gt=0, le=RATE_PER_S_MAX)] | None = None
     # how many deliveries may come at once after a pause, with `rate_per_s`; by default those of a second
     rate_burst: Positive | None = None
+    # most deliveries a second of the messages of a key, redeliveries included. Whether a group has limits for each key
+    # is fixed when it is made; with one, priorities do not count
+    rate_per_s_per_key: Annotated[float, msgspec.Meta(gt=0, le=RATE_PER_S_MAX)] | None = None
+    # how many deliveries of a key may come at once after a pause, with `rate_per_s_per_key`; by default those of a
+    # second
+    rate_burst_per_key: Positive | None = None
 
     @property
     def is_keyed(self) -> bool:
-        """True if a message may have to wait for others of its key."""
-        return self.ordering == "key" or self.max_in_flight_per_key is not None
-
-    @property
-    def in_flight_of_key(self) -> int:
-        """How many messages of a key may be in flight, if the group is keyed."""
-        return 1 if self.ordering == "key" else self.max_in_flight_per_key or 1
+        """True if a message may have to wait because of its key."""
+        return self.ordering == "key" or self.max_in_flight_per_key is not None or self.rate_per_s_per_key is not None
 
 
 class ReceiveRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):

@@ -15,7 +15,8 @@ import gevent
 from portalmq import wire
 from portalmq.broker.core.fold import SpanFold
 from portalmq.broker.core.queue.delivery import GroupDelivery
-from portalmq.broker.core.queue.limits import UNLIMITED, Allowance, limits_of
+from portalmq.broker.core.queue.key_rates import UNLIMITED
+from portalmq.broker.core.queue.limits import Allowance, key_limits_of, limits_of
 from portalmq.broker.core.queue.receipts import ReceiptSigner, receipt_texts
 from portalmq.broker.core.queue.records import (
     Ack,
@@ -168,12 +169,12 @@ class GroupReceiver:
             now_ms = self._clock.now_ms()
             most = min(options.max_messages, FOUND_MAX) if self._ready_messages.lanes() else options.max_messages
             most = min(most, allowed)
-            selection = self._select(now_ms, most, options.max_bytes)
+            selection = self._select(now_ms, most, options.max_bytes, lifts_rates=options.is_move)
             pieces = self._pieces(selection)
             if self._may_exceed(pieces, options.max_bytes):
                 fit = self._fitting(selection, options.max_bytes)
                 if fit < selection.messages:  # a selection of fewer messages begins with the same ones
-                    selection = self._select(now_ms, fit)
+                    selection = self._select(now_ms, fit, lifts_rates=options.is_move)
                     pieces = self._pieces(selection)
             runs = runs_of(pieces)
             if runs:
@@ -207,7 +208,7 @@ class GroupReceiver:
             leases_above,
         )
         try:
-            granted = self._append_grant(grant, selection)
+            granted = self._append_grant(grant, selection, now_ms)
         except PortalMQError:
             gevent.spawn_later(1, self.notify)  # as in _wait_vouched
             raise
@@ -240,12 +241,14 @@ class GroupReceiver:
         """Complete the key order of the group, with a pause after each step, unless the group ends here."""
         self._ready_messages.by_key = True
         while (delivery := self._wakeup.delivery) is not None:
-            width = self.settings().in_flight_of_key
-            if read_keys(delivery, self._ready_messages, self._clock.now_ms(), width=width):
+            limits = key_limits_of(self.settings())
+            if read_keys(delivery, self._ready_messages, self._clock.now_ms(), limits=limits):
                 return
             give_way()
 
-    def _select(self, now_ms: int, max_messages: int, max_bytes: int = NEVER_MS) -> Selection:
+    def _select(
+        self, now_ms: int, max_messages: int, max_bytes: int = NEVER_MS, *, lifts_rates: bool = False
+    ) -> Selection:
         config, wall_ms = self.settings(), self._clock.wall_ms()
         self._ready_messages.by_key = config.is_keyed
         return select(
@@ -260,6 +263,7 @@ class GroupReceiver:
             committed=self.partition.high_watermark,
             cancelled=self.partition.groups.cancelled,
             max_bytes=max_bytes,
+            lifts_rates=lifts_rates,
         )
 
     def _pieces(self, selection: Selection) -> list[tuple[BatchSlice, int, int]]:
@@ -293,10 +297,10 @@ class GroupReceiver:
             messages += handed.end - handed.start
         return messages
 
-    def _append_grant(self, grant: Grant, selection: Selection) -> Pending:
+    def _append_grant(self, grant: Grant, selection: Selection, now_ms: int) -> Pending:
         not_before_ms = selection.not_before_ms
         pending = self.partition.append_group_record(self.group, grant, is_soft=True, not_before_ms=not_before_ms)
-        update_keys(self.delivery, selection)
+        update_keys(self.delivery, selection, now_ms)
         if selection.expired:
             self._metrics.expired(self.partition.topic, self.group, selection.expired)
         return pending
@@ -322,7 +326,7 @@ class GroupReceiver:
             at_ms = delivery.last_active_ms
             gone, held = tuple(selection.gone), tuple(selection.held)
             grant = Grant((), upto, at_ms, at_ms, cursors=selection.lane_positions(), gone=gone, held=held)
-            self._append_grant(grant, selection)
+            self._append_grant(grant, selection, at_ms)  # it delivers nothing
         self._wakeup.arm()
         return upto > before or bool(selection.gone or selection.held or selection.cursors)
 

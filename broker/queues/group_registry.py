@@ -207,7 +207,8 @@ def check_queue(group: GroupState) -> GroupState:
     return group
 
 
-LIMITS = ("max_in_flight", "max_in_flight_per_key", "rate_per_s", "rate_burst")
+KEY_LIMITS = ("max_in_flight_per_key", "rate_per_s_per_key")
+LIMITS = ("max_in_flight", "rate_per_s", "rate_burst", *KEY_LIMITS, "rate_burst_per_key")
 
 
 def check_settings(patch: dict[str, object], held: GroupState | None) -> None:
@@ -231,14 +232,14 @@ def check_settings(patch: dict[str, object], held: GroupState | None) -> None:
             f"group {held.name!r} keeps its ordering {held.config.ordering!r}: messages that it has passed cannot be"
             " reordered. Delete the group first, or use another name"
         )
-    for_key = patch.get("max_in_flight_per_key", held.config.max_in_flight_per_key if held is not None else None)
+    for_key, rate_for_key = (patch.get(name, getattr(held.config, name) if held else None) for name in KEY_LIMITS)
     if ordering == "key" and for_key not in (None, 1):
         raise InvalidRequest("ordering 'key' is one message of a key at a time: leave out max_in_flight_per_key")
-    is_keyed = for_key is not None or ordering == "key"
+    is_keyed = ordering == "key" or for_key is not None or rate_for_key is not None
     if held is not None and held.config.mode == mode and is_keyed != held.config.is_keyed:
         raise InvalidRequest(
-            f"group {held.name!r} was made with{'' if held.config.is_keyed else 'out'} max_in_flight_per_key: messages"
-            " that it has passed cannot be found again. Delete the group first, or use another name"
+            f"group {held.name!r} was made with{'' if held.config.is_keyed else 'out'} {' or '.join(KEY_LIMITS)}:"
+            " messages that it has passed cannot be found again. Delete the group first, or use another name"
         )
     limits = [name for name in LIMITS if patch.get(name) is not None]
     if mode == "stream" and limits:

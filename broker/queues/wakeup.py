@@ -17,6 +17,7 @@ import gevent
 from portalmq.broker.core.queue.delivery import OUTSTANDING_MAX, GroupDelivery
 from portalmq.broker.core.queue.key_order import HELD_MAX
 from portalmq.broker.core.queue.lanes import DELAYED
+from portalmq.broker.core.queue.limits import key_limits_of
 from portalmq.broker.core.queue.selection import has_turn
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.long_poll import Waiter
@@ -107,7 +108,7 @@ class Wakeup:
             return True
         config = self.settings()
         if config.is_keyed:
-            return has_turn(delivery, now_ms, self.partition.high_watermark, config.in_flight_of_key)
+            return has_turn(delivery, now_ms, self.partition.high_watermark, key_limits_of(config))
         return delivery.has_returned(now_ms)
 
     def has_fresh(self, delivery: GroupDelivery) -> bool:
@@ -169,8 +170,12 @@ class Wakeup:
             token_ms = self.token_in_ms()
             if token_ms is not None:
                 waits.append(token_ms)
-            if delivery.keys is not None and not delivery.keys.is_settled:
-                waits.append(SOON_MS)
+            if delivery.keys is not None:
+                if not delivery.keys.is_settled:
+                    waits.append(SOON_MS)
+                key_at_ms = delivery.keys.rates.next_at_ms()
+                if key_at_ms is not None:
+                    waits.append(max(0, key_at_ms - now_ms))
         return min(waits, default=None)
 
     def _disarm(self) -> None:

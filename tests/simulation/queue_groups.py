@@ -204,7 +204,7 @@ class QueueGroups:
             self.host.groups.leases_above,
         )
         self.host.append(group, record, not_before_ms=choice.not_before_ms, delivers=bool(ranges))
-        update_keys(self._delivery(group), choice)
+        update_keys(self._delivery(group), choice, self.node.now_ms)
 
     def pause(self, group: str, number: int, paused: bool, back: Answer) -> None:
         """Pause the group, or resume it. A call that a later one has overtaken changes nothing."""

@@ -130,4 +130,4 @@ def granted(group: GroupDelivery, choice: Selection, now_ms: int, deadline_ms: i
             held=tuple(choice.held),
         )
     )
-    update_keys(group, choice)
+    update_keys(group, choice, now_ms)

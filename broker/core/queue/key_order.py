@@ -4,6 +4,8 @@ first N may be: a limit of the messages in flight of a key, without an order.
     key A    3 leased | 7 held   9 held         3 is leased, so 7 and 9 wait
     key B    5 held                             4 was acked: 5 is next
 
+With a rate for each key (key_rates.py) a message is held, too, until its key has a token.
+
 A message that waits for an earlier one of its key is `held`: the group's cursor has passed it, and a span remembers it.
 The queues are derived from a group's spans and the keys of their messages, so no snapshot holds them. A new leader
 rebuilds them, a few messages at a time (`selection.read_keys`); until they are complete no message is in turn. Keys are
@@ -14,8 +16,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from itertools import islice
 
+from portalmq.broker.core.queue.key_rates import KeyLimits, KeyRates
 from portalmq.broker.core.queue.records import Range
 
 # The most held messages on a partition; the cursor stops there.
@@ -30,6 +34,7 @@ class KeyQueues:
         """`unread` are the ranges to read keys of; `finished_at` is the offset of the last record that finished
         messages."""
         self.width = width
+        self.rates = KeyRates()
         self._keys: dict[int, int] = {}
         self._queues: dict[int, list[int]] = {}
         self._delivered: dict[int, set[int]] = {}  # key -> its unfinished messages that were delivered
@@ -153,13 +158,51 @@ class KeyQueues:
         if at < len(self._freed) and self._freed[at] == offset:
             del self._freed[at]
 
-    def set_width(self, width: int) -> None:
-        """Take that the first `width` messages of a key may be delivered from now on."""
-        if width > self.width:
+    def set_limits(self, limits: KeyLimits, now_ms: int) -> None:
+        """Take the limits that hold for each key from now on."""
+        if limits.width > self.width:
             for queue in self._queues.values():
-                for offset in queue[self.width : width]:
+                for offset in queue[self.width : limits.width]:
                     self.free(offset)
-        self.width = width
+        self.width = limits.width
+        self.rates.set(limits.rate_per_s, limits.burst, now_ms)
+        self.lift_rates(False, now_ms)
+
+    # --- the rate of a key -------------------------------------------------------------------------------------------
+
+    def lift_rates(self, is_lifted: bool, now_ms: int) -> None:
+        """Take whether keys need no tokens, and look again at those that have one now."""
+        self.rates.is_lifted = is_lifted
+        for key in self.rates.due(now_ms):
+            tokens = self.rates.tokens(key, now_ms)
+            held = self._held(key)
+            for offset in islice(held, tokens):
+                self.free(offset)
+            if next(held, None) is not None:
+                self.rates.wait(key, now_ms, tokens + 1)
+
+    def _held(self, key: int) -> Iterator[int]:
+        """Yield the messages of the key that were not delivered, and whose others do not keep them back."""
+        delivered = self._delivered.get(key, ())
+        for offset in islice(self._queues.get(key, ()), self.width):
+            if offset not in delivered:
+                yield offset
+
+    def has_token(self, key: int, now_ms: int) -> bool:
+        """Return whether the rate allows a message of the key; if not, it waits."""
+        if self.rates.tokens(key, now_ms) > 0:
+            return True
+        self.rates.wait(key, now_ms)
+        return False
+
+    def took(self, offset: int, now_ms: int) -> None:
+        """Take a token of its key for the message, which is delivered."""
+        if not self.rates.has_limit:
+            return
+        key = self._keys.get(offset, 0)
+        self.rates.took(key, now_ms)
+        if len(self._queues.get(key, ())) > len(self._delivered.get(key, ())):
+            self.rates.wait(key, now_ms)
 
     def unfinished(self, key: int) -> int:
         """Return how many messages of the key are delivered or held, and unfinished."""

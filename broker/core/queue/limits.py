@@ -12,8 +12,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from portalmq.broker.core.queue.delivery import GroupDelivery
+from portalmq.broker.core.queue.key_rates import UNLIMITED, KeyLimits
+from portalmq.wire import GroupConfig
 
-UNLIMITED = 1 << 62
 TOKEN_MS = 1_000.0
 
 
@@ -37,6 +38,12 @@ def limits_of(
     share = rate_per_s / partitions
     burst = share if rate_burst is None else rate_burst / partitions
     return GroupLimits(in_flight_max, share, max(1.0, burst))
+
+
+def key_limits_of(config: GroupConfig) -> KeyLimits:
+    """Return the limits of each key of a group that has some. A key is in one partition, so nothing is shared out."""
+    width = 1 if config.ordering == "key" else config.max_in_flight_per_key or UNLIMITED
+    return KeyLimits(width, config.rate_per_s_per_key, config.rate_burst_per_key)
 
 
 class Allowance:

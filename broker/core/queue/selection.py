@@ -10,7 +10,8 @@ passes them, or their part of a span is `gone`. A message whose lease ran out tw
 kills its consumer takes no others with it. So is a message on its last delivery if a lease of it ran out.
 
 A group ordered by key, or with a limit for each key (key_order.py), ignores priorities: its lane 0 holds all messages
-that were not delayed. A message of a busy key is held; its turn comes when the earlier ones are finished.
+that were not delayed. A message of a busy key is held; its turn comes when the earlier ones are finished, or when the
+rate of its key allows it.
 
 A group's limits (limits.py) bound how many messages one selection may deliver.
 
@@ -30,6 +31,7 @@ import msgspec
 from portalmq.broker.core.fold import HELD_MS, SpanFold
 from portalmq.broker.core.queue.delivery import EXPIRIES_BEFORE_ALONE, OUTSTANDING_MAX, GroupDelivery
 from portalmq.broker.core.queue.key_order import HELD_MAX, KeyQueues
+from portalmq.broker.core.queue.key_rates import KeyLimits
 from portalmq.broker.core.queue.lanes import DELAYED, PRIORITY_MAX
 from portalmq.broker.core.queue.records import LanePosition, Range
 from portalmq.broker.core.queue.spans import start_of
@@ -42,6 +44,7 @@ KEYS_PER_STEP = 500
 BYTES_AS_A_MESSAGE = 2_048
 FAR_APART = 1_000
 FAR_AS_MESSAGES = 100
+ONE = KeyLimits()
 # The most returned spans that one selection delivers from; the next one continues.
 SPANS_PER_SELECTION = 500
 
@@ -132,6 +135,7 @@ def select(
     committed: int = 0,
     cancelled: Container[int] = (),
     max_bytes: int = NEVER_MS,
+    lifts_rates: bool = False,
 ) -> Selection:
     """Select at most `max_messages`; with 0, only move cursors over what they may pass. Stop once `max_bytes` are
     selected.
@@ -139,34 +143,37 @@ def select(
     Leases end by `now_ms`, messages expire by `wall_ms`. `due_by_ms` is at most `wall_ms`, and all messages due by then
     are readable: a cursor that passes a time passes everything due at it. `committed` is the high watermark: a message
     whose end is not committed keeps the others of its key back. In a group ordered by key nothing is delivered before
-    `read_keys` has read all.
+    `read_keys` has read all. `lifts_rates`: the rates of keys do not count.
     """
     kind = _KeyOrderSelector if by_key else _Selector
     selector = kind(delivery, source, now_ms, wall_ms, due_by_ms, max_messages, max_deliveries, cancelled, max_bytes)
+    if delivery.keys is not None:
+        delivery.keys.lift_rates(lifts_rates, now_ms)
     if not by_key or max_messages == 0 or _knows_turns(delivery, committed):
         selector.run()
     return selector.selection
 
 
-def update_keys(delivery: GroupDelivery, selection: Selection) -> None:
-    """Update the key queues after the Grant of a selection was applied."""
+def update_keys(delivery: GroupDelivery, selection: Selection, now_ms: int) -> None:
+    """Update the key queues after the Grant of a selection was applied; `now_ms` is that of the selection."""
     if delivery.keys is not None:
         for offset, key in selection.keys:
             delivery.keys.add(offset, key)
         for start, end, _, _, _ in selection.delivered:
             for offset in range(start, end):
                 delivery.keys.mark_delivered(offset)
+                delivery.keys.took(offset, now_ms)
 
 
 def read_keys(
-    delivery: GroupDelivery, source: MessageSource, now_ms: int, at_most: int = KEYS_PER_STEP, *, width: int = 1
+    delivery: GroupDelivery, source: MessageSource, now_ms: int, at_most: int = KEYS_PER_STEP, limits: KeyLimits = ONE
 ) -> bool:
     """Read the keys of some unfinished messages of a group ordered by key; return whether all are read now. Changes
-    between two calls reach the queues on their own. `width`: how many messages of a key may be in flight."""
+    between two calls reach the queues on their own. `limits` are those of a key."""
     if delivery.keys is None:
-        delivery.keys = KeyQueues([(0, NEVER_MS)], delivery.finished_at, width)
+        delivery.keys = KeyQueues([(0, NEVER_MS)], delivery.finished_at, limits.width)
     queues = delivery.keys
-    queues.set_width(width)
+    queues.set_limits(limits, now_ms)
     while not queues.is_whole and at_most > 0:
         first, end = queues.unread
         upto, last = end, first
@@ -204,12 +211,12 @@ def _read(
     return end, max(1, worth)
 
 
-def has_turn(delivery: GroupDelivery, now_ms: int, committed: int, width: int = 1) -> bool:
+def has_turn(delivery: GroupDelivery, now_ms: int, committed: int, limits: KeyLimits = ONE) -> bool:
     """Return whether a returned or held message of a group ordered by key may be delivered, or its keys are still to be
     read by the next receive."""
     queues = delivery.keys
     if queues is not None:
-        queues.set_width(width)
+        queues.set_limits(limits, now_ms)
     if queues is None or not queues.is_whole:
         return delivery.held > 0 or delivery.has_returned(now_ms)
     if not _knows_turns(delivery, committed):
@@ -230,6 +237,7 @@ def _spans_in_turn(delivery: GroupDelivery, queues: KeyQueues, now_ms: int) -> I
         msgspec.structs.replace(span, start=offset, end=offset + 1)
         for span in delivery.available(now_ms)
         for offset in range(span.start, span.end)
+        if queues.has_token(queues.key_of(offset), now_ms)
     )
     last = -1
     for span in merge(available, _freed(delivery, queues, now_ms), key=start_of):
@@ -241,9 +249,9 @@ def _spans_in_turn(delivery: GroupDelivery, queues: KeyQueues, now_ms: int) -> I
 def _freed(delivery: GroupDelivery, queues: KeyQueues, now_ms: int) -> Iterator[SpanFold]:
     for offset in tuple(queues.freed):
         span = delivery.at(offset)
-        if span is not None and delivery.is_free(span, now_ms):
+        if span is not None and delivery.is_free(span, now_ms) and queues.has_token(queues.key_of(offset), now_ms):
             yield msgspec.structs.replace(span, start=offset, end=offset + 1)
-        else:  # it comes into turn when its lease or back-off is over
+        else:  # it comes into turn when its lease or back-off is over, or its key has a token
             queues.forget_freed(offset)
 
 
@@ -255,7 +263,9 @@ def _is_in_turn(delivery: GroupDelivery, queues: KeyQueues, offset: int, now_ms:
 
 
 def _running(delivery: GroupDelivery, queues: KeyQueues, key: int, offset: int, now_ms: int) -> int:
-    """Return how many other messages of the key have a lease that runs."""
+    """Return how many other messages of the key have a lease that runs, if their number is limited."""
+    if queues.width >= OUTSTANDING_MAX:
+        return 0
     spans = [delivery.at(other) for other in queues.delivered(key) if other != offset]
     return sum([span is not None and span.leased and span.available_at_ms > now_ms for span in spans])
 
@@ -419,7 +429,7 @@ class _Selector(msgspec.Struct, dict=True):
 
 
 class _KeyOrderSelector(_Selector):
-    """A selection with one message of a key at a time. Runs of messages with keys hold one message each."""
+    """A selection with limits for each key. Runs of messages with keys hold one message each."""
 
     def run(self) -> None:
         lanes = self.source.lanes()
@@ -449,7 +459,7 @@ class _KeyOrderSelector(_Selector):
             again = self.again.get(key, 0)
             if key and again:
                 running = _running(self.delivery, self.queues, key, span.start, self.now_ms)
-                if again + running >= self.queues.width:
+                if again + running >= self.queues.width or again >= self.queues.rates.tokens(key, self.now_ms):
                     continue
             before = len(self.selection.delivered)
             self._take_returned([span])
@@ -462,7 +472,7 @@ class _KeyOrderSelector(_Selector):
         if self.looks_only or self.room <= 0:
             return False
         chosen = self.chosen.get(run.key, 0)
-        if chosen + self.queues.unfinished(run.key) >= self.queues.width:
+        if chosen + self.queues.unfinished(run.key) >= self.queues.width or not self._has_token(run.key, chosen):
             if self.delivery.held + self.held >= HELD_MAX:
                 return False
             held = self.selection.held
@@ -478,3 +488,10 @@ class _KeyOrderSelector(_Selector):
         self.chosen[run.key] = chosen + 1
         self.selection.keys.append((start, run.key))
         return super()._take(run, start, end, lane)
+
+    def _has_token(self, key: int, chosen: int) -> bool:
+        """Return whether the rate allows one more message of the key. Those that are held come before it."""
+        chosen += self.again.get(key, 0)
+        return (
+            self.queues.rates.tokens(key, self.now_ms) > chosen if chosen else self.queues.has_token(key, self.now_ms)
+        )

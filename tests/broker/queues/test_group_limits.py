@@ -12,6 +12,7 @@ from support.domain import HandClock, records, running
 
 from portalmq import Admin, Consumer, InvalidRequest, Message, Producer, wire
 from portalmq.broker.messages.produce import ProduceRequest
+from portalmq.broker.queues.group_registry import LIMITS
 from portalmq.testing import InMemoryBroker
 
 WITHIN_S = 30.0
@@ -175,6 +176,92 @@ def test_a_limit_for_each_key(broker: InMemoryBroker, admin: Admin, topic: str, 
     assert len(parked.woken()) == 1
 
 
+def test_a_rate_for_each_key(broker: InMemoryBroker, admin: Admin, topic: str, consumer: Consumer) -> None:
+    admin.create_group(topic, rate_per_s_per_key=0.01, rate_burst_per_key=2)
+    for key in ("a", None, "b"):
+        send(broker, topic, 4, key=key)
+    first = poll(consumer)
+    assert [(message.key, message.json()) for message in first] == [
+        *((b"a", 0), (b"a", 1), (None, 0), (None, 1), (None, 2), (None, 3), (b"b", 0), (b"b", 1))
+    ]
+    consumer.ack(first)
+    assert poll(consumer) == [], "an ack gives no token"
+    parked = Parked(broker, topic)
+    broker.advance(101)
+    (woken,) = parked.woken()
+    assert (woken.key, woken.json()) == (b"a", 2)
+    assert poll(consumer) == [], "what the other consumer fetched and gave back took the tokens of its keys"
+    broker.advance(1_000)
+    assert [(message.key, message.json()) for message in poll(consumer)] == [(b"a", 2), (b"a", 3), (b"b", 2), (b"b", 3)]
+
+
+def test_a_waiting_receive_wakes_by_itself_when_the_rate_of_a_key_allows_it(
+    broker: InMemoryBroker, admin: Admin, topic: str, consumer: Consumer
+) -> None:
+    admin.create_group(topic, rate_per_s_per_key=5, rate_burst_per_key=1, ordering="key")
+    send(broker, topic, 3, key="a")
+    found = []
+    for _ in range(3):
+        (message,) = consumer.poll(WITHIN_S, 1)
+        consumer.ack(message)
+        found.append(message.json())
+    assert found == [0, 1, 2]
+
+
+def test_a_rate_for_each_key_counts_redeliveries_and_may_change(
+    broker: InMemoryBroker, admin: Admin, topic: str, consumer: Consumer
+) -> None:
+    admin.create_group(topic, rate_per_s_per_key=0.001, rate_burst_per_key=2)
+    send(broker, topic, 2, key="a")
+    consumer.nack(consumer.poll(WITHIN_S, 1))
+    consumer.release(consumer.poll(WITHIN_S, 1))
+    assert poll(consumer) == []
+    send(broker, topic, 1, key="b")
+    assert [message.key for message in poll(consumer)] == [b"b"]
+    parked = Parked(broker, topic)
+    admin.create_group(topic, rate_per_s_per_key=1_000)
+    assert len(parked.woken()) == 1
+
+
+def test_a_rate_for_each_key_with_delivery_at_most_once(
+    broker: InMemoryBroker, admin: Admin, topic: str, consumer: Consumer
+) -> None:
+    admin.create_group(topic, delivery="at_most_once", rate_per_s_per_key=0.01, rate_burst_per_key=1)
+    send(broker, topic, 3, key="a")
+    assert [message.json() for message in poll(consumer)] == [0]
+    assert poll(consumer) == []
+    broker.advance(101)
+    assert [message.json() for message in poll(consumer)] == [1]
+
+
+@pytest.mark.parametrize(
+    "limits", [{"max_in_flight_per_key": 2}, {"rate_per_s_per_key": 0.01, "rate_burst_per_key": 2}]
+)
+def test_delayed_messages_under_a_limit_for_each_key(
+    broker: InMemoryBroker, admin: Admin, topic: str, consumer: Consumer, limits: dict[str, Any]
+) -> None:
+    """Each is delivered once, after it is due, and the limit holds for fresh, delayed and returned ones together."""
+    admin.create_group(topic, **limits)
+    send(broker, topic, 3, key="a", delay_s=40)
+    send(broker, topic, 3, key="a")
+    send(broker, topic, 3, key="b", delay_s=40)
+    found: list[tuple[bytes | None, str]] = []
+    late = 0
+    for round_ in range(60):
+        messages = poll(consumer)
+        for key in (b"a", b"b"):
+            assert sum(message.key == key for message in messages) <= 2
+        if round_ == 1 and messages:
+            consumer.nack(messages[:1])
+            messages = messages[1:]
+        found += [(message.key, message.id) for message in messages]
+        late += sum(message.deliver_at_ms is not None for message in messages)
+        assert late == 0 or round_ * 10_000 >= 40_000
+        consumer.ack(messages)
+        broker.advance(10)
+    assert len(found) == len(set(found)) == 9
+
+
 def test_whether_keys_are_limited_is_fixed(admin: Admin, topic: str) -> None:
     admin.create_group(topic)
     with pytest.raises(InvalidRequest, match="made without max_in_flight_per_key"):
@@ -183,6 +270,11 @@ def test_whether_keys_are_limited_is_fixed(admin: Admin, topic: str) -> None:
     admin.create_group(f"{topic}-limited", max_in_flight_per_key=3, max_deliveries=2)
     with pytest.raises(InvalidRequest, match="made with max_in_flight_per_key"):
         admin.create_group(f"{topic}-limited", max_in_flight_per_key=None)
+    with pytest.raises(InvalidRequest, match="made without max_in_flight_per_key or rate_per_s_per_key"):
+        admin.create_group(topic, rate_per_s_per_key=2)
+    admin.create_group(f"{topic}-limited", rate_per_s_per_key=3, max_in_flight_per_key=None)
+    with pytest.raises(InvalidRequest, match="made with max_in_flight_per_key"):
+        admin.create_group(f"{topic}-limited", rate_per_s_per_key=None)
     with pytest.raises(InvalidRequest, match="one message of a key at a time"):
         admin.create_group(f"{topic}-ordered", ordering="key", max_in_flight_per_key=2)
 
@@ -207,8 +299,15 @@ def test_a_move_passes_the_limit(broker: InMemoryBroker, admin: Admin, topic: st
     assert admin.move(topic, topic, f"{topic}.moved").moved == 20
 
 
+def test_a_move_passes_the_rate_of_a_key(broker: InMemoryBroker, admin: Admin, topic: str, consumer: Consumer) -> None:
+    admin.create_group(topic, rate_per_s_per_key=0.001)
+    send(broker, topic, 20, key="a")
+    assert len(poll(consumer)) == 1
+    assert admin.move(topic, topic, f"{topic}.moved").moved == 19
+
+
 def test_only_queue_groups_have_limits(admin: Admin, topic: str) -> None:
-    for setting in ("max_in_flight", "max_in_flight_per_key", "rate_per_s", "rate_burst"):
+    for setting in LIMITS:
         with pytest.raises(InvalidRequest, match=f"{setting} is for queue groups"):
             admin.create_group(topic, mode="stream", **{setting: 1})
         for wrong in (0, -1, "many"):
@@ -227,3 +326,19 @@ def test_a_restarted_broker_counts_the_leases_in_its_log(tmp_path: Path) -> None
         assert second.broker.receive_handler.receive("g", request, None) == []
         clock.advance(30_001)
         assert [each.offset for each in second.broker.receive_handler.receive("g", request, None)] == [1, 2, 3]
+
+
+def test_a_restarted_broker_gives_each_key_one_burst_more(tmp_path: Path) -> None:
+    clock = HandClock()
+    request = wire.ReceiveRequest(topics=["t"], max_messages=10)
+    found = []
+    with running(tmp_path, clock) as first:
+        first.broker.put_group("g", {"rate_per_s_per_key": 0.1, "rate_burst_per_key": 2})
+        first.broker.produce("t", ProduceRequest(records(*map(str, range(6)), key=b"a")))
+        found += [each.offset for each in first.broker.receive_handler.receive("g", request, None)]
+        assert first.broker.receive_handler.receive("g", request, None) == []
+    with running(tmp_path, clock) as second:
+        found += [each.offset for each in second.broker.receive_handler.receive("g", request, None)]
+        clock.advance(10_001)
+        found += [each.offset for each in second.broker.receive_handler.receive("g", request, None)]
+    assert found == [1, 2, 3, 4, 5], "offsets: the first record begins the leader's epoch"
