@@ -10,8 +10,9 @@ from urllib.parse import quote
 
 import msgspec
 
-from portalmq import history_wire, stream_wire, wire
+from portalmq import stream_wire, wire
 from portalmq.closeable import Closeable
+from portalmq.contract import history
 from portalmq.errors import InvalidRequest, MessageNotFound, OffsetOutOfRange, PortalMQError
 from portalmq.message import Message, RecordMetadata, message_from_json, message_from_wire
 from portalmq.network.http_answer import HttpAnswer
@@ -76,9 +77,9 @@ class MessageLife(NamedTuple):
     the log is known. What records of groups below `incomplete_below` said is not known: they were compacted away."""
 
     message: Message
-    events: list[history_wire.TraceEvent]
-    replicas: history_wire.TraceReplicas
-    as_of: history_wire.AsOf
+    events: list[history.TraceEvent]
+    replicas: history.TraceReplicas
+    as_of: history.AsOf
     incomplete_below: int | None
 
 
@@ -181,10 +182,10 @@ class Admin(ScheduleCalls, Closeable):
         """Return a group's counts, members and settings. Raises GroupNotFound."""
         return self._transport.get(_group(name), wire.GroupDescription)
 
-    def group_at(self, name: str, at: datetime) -> history_wire.PastGroup:
+    def group_at(self, name: str, at: datetime) -> history.PastGroup:
         """Return a group's counts as they were. Raises GroupNotFound; OffsetOutOfRange if the log no longer reaches
         back to that time."""
-        return self._transport.get(_group(name), history_wire.PastGroup, {"at": _rfc3339(at)})
+        return self._transport.get(_group(name), history.PastGroup, {"at": _rfc3339(at)})
 
     def create_group(self, name: str, **config: Any) -> wire.GroupDescription:
         """Create or change a group; `config` has the fields of wire.GroupConfig, for instance
@@ -480,11 +481,11 @@ class Admin(ScheduleCalls, Closeable):
         """Return the life of a message: who got it when, and what became of it. With `local` the broker that answers
         tells it from its own replica, which may follow. Raises MessageNotFound."""
         path = f"/v1/messages/{quote(wire.check_name(topic, 'topic'), safe='')}/{quote(message_id, safe='')}/trace"
-        events: list[history_wire.TraceEvent] = []
+        events: list[history.TraceEvent] = []
         after: int | None = None
         while True:
             query = {"after": after, "local": "true" if local else None}
-            page = self._transport.get(path, history_wire.MessageTrace, query)
+            page = self._transport.get(path, history.MessageTrace, query)
             events += page.events
             if page.next is None:
                 message = message_from_json(page.message)

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from portalmq import wire
-from portalmq.schedule_wire import ScheduleDescription, schedule_path
+from portalmq.contract.schedules import ScheduleDescription, schedule_path
 from portalmq.transport.request import Request, json_request
 from portalmq.transport.transport import Transport
 

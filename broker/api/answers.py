@@ -8,8 +8,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from portalmq import wire
-from portalmq.history_wire import AsOf, TraceEvent, TraceReplicas
-from portalmq.schedule_wire import ScheduleDescription
+from portalmq.contract.history import AsOf, TraceEvent, TraceReplicas
+from portalmq.contract.schedules import ScheduleDescription
 
 
 class Problem(msgspec.Struct):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from portalmq import history_wire, stream_wire, wire
+from portalmq import stream_wire, wire
 from portalmq.broker.api import answers
-from portalmq.schedule_wire import ScheduleDescription, ScheduleRequest
+from portalmq.contract import history
+from portalmq.contract.schedules import ScheduleDescription, ScheduleRequest
 
 _milliseconds: dict[str, Any] = {"type": "integer", "minimum": 0, "maximum": wire.INTEGER_MAX}
 _at: dict[str, Any] = {"anyOf": [{"type": "string", "format": "date-time"}, _milliseconds]}
@@ -217,7 +218,7 @@ EXAMPLES: dict[Any, Any] = {
     answers.GroupList: {"groups": [_group]},
     wire.GroupConfig: {"visibility_timeout_ms": 60_000, "max_deliveries": 3, "start": "latest"},
     wire.GroupDescription: _group,
-    history_wire.PastGroup: {
+    history.PastGroup: {
         "group": "billing",
         "at_ms": 1_774_000_000_000,
         **_past,

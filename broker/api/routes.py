@@ -26,6 +26,8 @@ from portalmq.broker.api import (
 )
 from portalmq.broker.api.query import Parameters
 from portalmq.broker.api.route import Answer, Lines, Link, Route
+from portalmq.contract.history import PastGroup
+from portalmq.contract.schedules import ScheduleDescription, ScheduleRequest
 from portalmq.errors import (
     Fenced,
     Forbidden,
@@ -53,8 +55,6 @@ from portalmq.errors import (
     Unauthorized,
     Unavailable,
 )
-from portalmq.history_wire import PastGroup
-from portalmq.schedule_wire import ScheduleDescription, ScheduleRequest
 
 PLAIN, HTML, SCRIPT = "text/plain", "text/html", "text/javascript"
 

@@ -18,7 +18,7 @@ from portalmq.broker.schedules.definition import spec_of
 from portalmq.broker.schedules.service import ShownSchedule
 from portalmq.broker.schedules.timetable import moment_text
 from portalmq.broker.storage.batch import Record
-from portalmq.schedule_wire import ScheduleDescription, ScheduleRequest
+from portalmq.contract.schedules import ScheduleDescription, ScheduleRequest
 
 
 def list_all(context: RequestContext) -> Response:

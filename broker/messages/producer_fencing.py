@@ -29,10 +29,10 @@ from portalmq.broker.cluster.rpc import PeerCaller
 from portalmq.broker.cluster.rpc.messages import FENCE, Fence, FencingConfirmed
 from portalmq.broker.core.replica.producers import Stamp
 from portalmq.broker.partition.clock import Clock
+from portalmq.contract.schedules import SCHEDULE_IDS_FROM
 from portalmq.control_plane.catalog import PRODUCER_ID_BLOCK, Catalog
 from portalmq.control_plane.plane import PlaneError, PlaneState
 from portalmq.errors import Fenced, InvalidRequest, PortalMQError, Unavailable
-from portalmq.schedule_wire import SCHEDULE_IDS_FROM
 from portalmq.wire import ProducerIdentity
 
 log = logging.getLogger(__name__)

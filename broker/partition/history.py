@@ -21,8 +21,8 @@ from portalmq.broker.partition.partition import Partition
 from portalmq.broker.storage.batch import HOLE, Batch, BatchKind, Record
 from portalmq.broker.storage.errors import OffsetPurged
 from portalmq.broker.storage.log import Log
+from portalmq.contract.history import AsOf, TraceReplicas
 from portalmq.errors import MessageNotFound, OffsetOutOfRange, Unavailable
-from portalmq.history_wire import AsOf, TraceReplicas
 
 # Offsets of one block; some of them are messages, some records.
 BLOCK_OFFSETS = 4_096

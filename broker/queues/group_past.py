@@ -30,9 +30,9 @@ from portalmq.broker.queues.group_admin import GroupAdmin
 from portalmq.broker.queues.groups import Groups
 from portalmq.broker.queues.partition_counts import NOTHING, tallied
 from portalmq.broker.queues.unfinished import PendingMessage, list_unfinished
+from portalmq.contract.history import PastCount, PastGroup
 from portalmq.control_plane.state import PauseState
 from portalmq.errors import InvalidRequest, PortalMQError
-from portalmq.history_wire import PastCount, PastGroup
 
 _COUNTS = ("ready", "in_flight", "scheduled", "dead", "lag")
 

@@ -20,8 +20,8 @@ from portalmq.broker.partition.history import TracedMessage, trace
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.queues.outbox import output_id
 from portalmq.broker.storage.batch import Batch, BatchKind
+from portalmq.contract.history import TraceEvent
 from portalmq.errors import MessageNotFound, PartitionNotFound, PortalMQError, Unavailable
-from portalmq.history_wire import TraceEvent
 
 EVENTS_MAX = 1_000
 # How long one call looks for copies: each search asks all leaders of a topic.

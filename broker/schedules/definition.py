@@ -10,8 +10,8 @@ import msgspec
 from portalmq.broker.cluster.rpc.schedules import ScheduleAction
 from portalmq.broker.schedules.timetable import Interval, Timetable, cron_line, moment_text
 from portalmq.broker.storage.batch import Record
+from portalmq.contract.schedules import HEADER_SCHEDULE, HEADER_TICK, ScheduleRequest
 from portalmq.control_plane.schedules import ScheduleSpec, ScheduleState
-from portalmq.schedule_wire import HEADER_SCHEDULE, HEADER_TICK, ScheduleRequest
 
 
 def spec_of(wanted: ScheduleRequest, message: Record) -> ScheduleSpec:

@@ -36,13 +36,13 @@ from portalmq.broker.partition.yielding import in_short_turns
 from portalmq.broker.schedules.definition import changed, number_for, tick_record, timetable_of
 from portalmq.broker.schedules.runner import ScheduleRunner
 from portalmq.broker.schedules.timetable import cron_line
+from portalmq.contract.schedules import SCHEDULE_BYTES_MAX, SCHEDULE_IDS_FROM, SCHEDULES_MAX
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.plane import Conflict, OutcomeUnknown
 from portalmq.control_plane.schedules import ScheduleSpec, ScheduleState, ScheduleStore
 from portalmq.control_plane.state import PartitionState
 from portalmq.control_plane.tree import Versioned
 from portalmq.errors import InvalidRequest, NotLeader, PortalMQError, ScheduleNotFound, TopicNotFound, Unavailable
-from portalmq.schedule_wire import SCHEDULE_BYTES_MAX, SCHEDULE_IDS_FROM, SCHEDULES_MAX
 
 log = logging.getLogger(__name__)
 

@@ -41,10 +41,10 @@ from portalmq.broker.storage.disk import BROKERS_FILE, DataDirectory, DirectoryI
 from portalmq.broker.storage.errors import CorruptFile, StorageError
 from portalmq.broker.storage.files import write_atomically
 from portalmq.broker.storage.segment import SEGMENT_NAME
+from portalmq.contract.schedules import SCHEDULE_IDS_FROM
 from portalmq.control_plane.assignment import first_for, place
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.state import PartitionState, TopicState
-from portalmq.schedule_wire import SCHEDULE_IDS_FROM
 
 log = logging.getLogger(__name__)
 

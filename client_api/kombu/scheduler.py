@@ -22,9 +22,9 @@ from celery.exceptions import ImproperlyConfigured
 from celery.schedules import crontab, schedule
 
 from portalmq.consumer import Consumer
+from portalmq.contract.schedules import EVERY_MS_MIN
 from portalmq.errors import PortalMQError, ScheduleNotFound, StaleReceipt
 from portalmq.kombu.session import ClusterSession
-from portalmq.schedule_wire import EVERY_MS_MIN
 
 QUEUE = "celery-beat"
 LEASE_S = 10.0

@@ -17,7 +17,7 @@ from portalmq.broker.cluster.rpc import (
     TopicNumbers,
 )
 from portalmq.broker.storage.batch import Record
-from portalmq.history_wire import AsOf, TraceEvent, TraceReplicas
+from portalmq.contract.history import AsOf, TraceEvent, TraceReplicas
 from portalmq.wire import Acks, ProducerStamp
 
 

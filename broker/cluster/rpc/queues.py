@@ -23,7 +23,7 @@ from portalmq.broker.core.queue.records import Output, Range
 from portalmq.broker.partition.answer_size import ANSWER_BYTES_MAX
 from portalmq.broker.partition.long_poll import LeasedMessage
 from portalmq.broker.storage.batch import Record
-from portalmq.history_wire import PastCount
+from portalmq.contract.history import PastCount
 from portalmq.wire import GroupStart
 
 Verb = Literal["ack", "nack", "extend", "release", "reject"]

@@ -38,7 +38,7 @@ from portalmq.broker.core.queue.records import (
     Seek,
     StreamRecord,
 )
-from portalmq.history_wire import TraceEvent
+from portalmq.contract.history import TraceEvent
 
 # Every record that may be about a message.
 MessageRecord = GroupRecord | StreamRecord | Purge | Cancel | Reschedule

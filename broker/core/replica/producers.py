@@ -14,8 +14,8 @@ from __future__ import annotations
 import msgspec
 
 from portalmq.broker.core.fold import ProducerFold
+from portalmq.contract.schedules import SCHEDULE_IDS_FROM
 from portalmq.errors import Backpressure, Fenced, OutOfOrderSequence
-from portalmq.schedule_wire import SCHEDULE_IDS_FROM
 
 BATCHES_REMEMBERED = 16
 # Beyond this number only producers whose last batch is younger than RECENT_MS are remembered: a retry comes sooner.

@@ -35,10 +35,10 @@ from portalmq.broker.server.adoption import (
 from portalmq.broker.storage.disk import BROKERS_FILE, DataDirectory, read_brokers, read_identity
 from portalmq.broker.storage.epochs import EpochFile
 from portalmq.broker.storage.errors import CorruptFile
+from portalmq.contract.schedules import SCHEDULE_IDS_FROM
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.standalone import Standalone
 from portalmq.control_plane.state import BrokerState, PartitionState, TopicState, encode
-from portalmq.schedule_wire import SCHEDULE_IDS_FROM
 
 
 def found(broker_id: int, last_epoch: int = 1, end: int = 10, **fields: object) -> ReplicaFound:

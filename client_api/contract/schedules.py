@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from portalmq.wire_numbers import Name
+from portalmq.contract.numbers import Name
 
 EVERY_MS_MIN = 1_000
 EVERY_MS_MAX = 366 * 24 * 3_600 * 1_000

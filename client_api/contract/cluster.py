@@ -7,8 +7,8 @@ from urllib.parse import quote
 
 import msgspec
 
-from portalmq.wire_decoding import prepare, structs_of
-from portalmq.wire_numbers import NonNegative, WaitMs
+from portalmq.contract.decoding import prepare, structs_of
+from portalmq.contract.numbers import NonNegative, WaitMs
 
 # --- locks -----------------------------------------------------------------------------------------------------------
 

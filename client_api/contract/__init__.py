@@ -1,0 +1,1 @@
+"""Bodies, names and limits of the HTTP contract, by noun. `portalmq.wire` has those that are used most."""
