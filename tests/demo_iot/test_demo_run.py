@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from portalmq import Admin
 from portalmq.demo_iot import readings, report
 from portalmq.demo_iot.ledger import read
 from portalmq.demo_iot.processes import DemoBroker, DemoFailed, ProcessGroup, wait_for
@@ -70,6 +71,9 @@ def test_two_controllers_share_a_topic_and_end_on_sigterm(url: str, tmp_path: Pa
         wait_for(lambda: all(seen()), 60, "one controller gets everything")
         sensor.kill()
         wait_for(is_all_seen, 60, "not every reading came")
+        # A reading is shown before it is acked, and one that is not acked at SIGTERM goes to the other controller.
+        admin = Admin(url)
+        wait_for(lambda: admin.group("controllers").lag == 0, 60, "not every reading is acked")
         for controller in controllers:
             controller.end_well()
         assert max(Counter(chain(*seen())).values()) == 1, "each reading reached one controller"

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from support.disk_paces import SlowDisk
+from support.replicas import eventually
 
 from portalmq.broker.broker import Broker
 from portalmq.broker.messages.metrics import Metrics
@@ -118,6 +119,20 @@ def running(
         yield fixture
     finally:
         fixture.close()
+
+
+def own_turns(fixture: Fixture) -> None:
+    """End the greenlet that publishes schedules, so that `schedule_turn` alone does."""
+    fixture.broker.schedule_runner.close()
+
+
+def schedule_turn(fixture: Fixture) -> None:
+    """Publish what is due, once this broker serves its partitions: a tick that it cannot publish before is skipped when
+    the next one is due."""
+    topics, runner = fixture.broker.topics, fixture.broker.schedule_runner
+    assert topics.wait_settled(60)
+    eventually(lambda: all((each.topic_id, each.number) in runner._led for each in topics.partitions() if each.serves))
+    runner._turn()
 
 
 def records(*values: bytes | str, **more: object) -> list[Record]:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from flask.testing import FlaskClient
-from support.domain import Fixture, HandClock, running
+from support.domain import Fixture, HandClock, own_turns, running, schedule_turn
 from support.replicas import eventually
 
 from portalmq.broker.api.app import create_app
@@ -25,6 +25,7 @@ START_MS = 1_700_000_000_000  # 2023-11-14T22:13:20Z
 @pytest.fixture
 def fixture(tmp_path: Path) -> Iterator[Fixture]:
     with running(tmp_path, HandClock(START_MS)) as started:
+        own_turns(started)
         yield started
 
 
@@ -43,13 +44,13 @@ def get(client: FlaskClient, path: str, **parameters: Any) -> Any:
 
 def put(client: FlaskClient, fixture: Fixture, name: str, **more: Any) -> None:
     assert client.put(f"/v1/schedules/{name}", json={"topic": "t", "value": 1, **more}).status_code == 201
-    fixture.broker.schedule_runner._turn()
+    schedule_turn(fixture)
 
 
 def tick(fixture: Fixture, seconds: int) -> None:
     """Let the time pass, and wait until what is due then is committed."""
     fixture.clock.advance(1_000 * seconds)
-    fixture.broker.schedule_runner._turn()
+    schedule_turn(fixture)
     partition = fixture.broker.topics.get("t").local[0]
     eventually(lambda: partition.high_watermark == partition.replica.next_offset)
 

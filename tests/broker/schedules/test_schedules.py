@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
-import gevent
 import msgspec
 import pytest
-from support.domain import Fixture, HandClock, running
+from support.domain import Fixture, HandClock, own_turns, running, schedule_turn
 from support.replicas import eventually
 
 from portalmq import wire
@@ -18,10 +17,10 @@ from portalmq.broker.core.replica.events import Stamp
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.schedules.timetable import moment_text
 from portalmq.broker.storage.batch import Record
+from portalmq.contract.schedules import SCHEDULE_BYTES_MAX, SCHEDULE_IDS_FROM
 from portalmq.control_plane.plane import OutcomeUnknown
 from portalmq.control_plane.schedules import ScheduleSpec
 from portalmq.errors import InvalidRequest, MessageTooLarge, ScheduleNotFound, TopicNotFound, Unavailable
-from portalmq.schedule_wire import SCHEDULE_BYTES_MAX, SCHEDULE_IDS_FROM
 
 DAY_MS = 86_400_000
 START_MS = 1_700_000_000_000
@@ -36,6 +35,7 @@ def clock() -> HandClock:
 @pytest.fixture
 def fixture(tmp_path: Path, clock: HandClock) -> Iterator[Fixture]:
     with running(tmp_path, clock) as started:
+        own_turns(started)
         yield started
 
 
@@ -44,8 +44,8 @@ def spec(**changes: object) -> ScheduleSpec:
 
 
 def look(fixture: Fixture) -> None:
-    """Have the runner read and publish once, whatever its own greenlet does."""
-    fixture.broker.schedule_runner._turn()
+    """Have the runner read and publish once."""
+    schedule_turn(fixture)
 
 
 def after(fixture: Fixture, seconds: float) -> None:
@@ -325,12 +325,12 @@ def test_many_schedules_at_one_moment_are_published_once_each(fixture: Fixture) 
     assert {each.headers["portalmq-schedule"] for each in records(fixture)} == {f"s{n}" for n in range(300)}
 
 
-def test_the_runner_publishes_by_itself(fixture: Fixture) -> None:
-    fixture.broker.schedules.put("beat", EACH_SECOND)
-    fixture.clock.advance(1_000)
-    fixture.broker.schedule_runner._wake.set()
-    eventually(lambda: ticks(fixture) == [1])
-    gevent.sleep(0)
+def test_the_runner_publishes_by_itself(tmp_path: Path, clock: HandClock) -> None:
+    with running(tmp_path, clock) as fixture:
+        fixture.broker.schedules.put("beat", EACH_SECOND)
+        clock.advance(1_000)
+        fixture.broker.schedule_runner._wake.set()
+        eventually(lambda: ticks(fixture) == [1])
 
 
 def test_the_replaced_entries_of_the_heap_are_bounded(fixture: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:

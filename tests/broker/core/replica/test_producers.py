@@ -6,8 +6,8 @@ import pytest
 
 from portalmq.broker.core.replica.events import Stamp
 from portalmq.broker.core.replica.producers import BATCHES_REMEMBERED, RECENT_MS, Producers
+from portalmq.contract.schedules import SCHEDULE_IDS_FROM
 from portalmq.errors import Backpressure, Fenced, OutOfOrderSequence
-from portalmq.schedule_wire import SCHEDULE_IDS_FROM
 
 
 def with_batches(*batches: tuple[int, int]) -> Producers:
