@@ -1,7 +1,7 @@
 """AsyncProducer and AsyncConsumer: the producer and the consumer for asyncio, with the same names and guarantees.
 
-They have no threads: the decisions (batches, retries, leases) are those of Producer and Consumer, and what waits there
-suspends the coroutine here (network/either.py). In stream mode AsyncConsumer runs a Consumer with its threads.
+They have no threads: the decisions (batches, retries, leases, assignments) are those of Producer and Consumer, and what
+waits there suspends the coroutine here (network/either.py).
 
 Cancelling is safe. A cancelled `send` may or may not be sent, like any message whose outcome was not awaited. Messages
 of a cancelled receive are kept for the next receive, those of a queue for 5 s at most, and then go back to the group
@@ -28,7 +28,7 @@ from portalmq.network.forking import reset_in_children
 from portalmq.network.tls import TLS_NAMES, TlsFiles
 from portalmq.producer import Producer
 from portalmq.producers.loop_producer import LoopProducer
-from portalmq.stream_threads import StreamThreads, is_of
+from portalmq.streams.loop_stream import LoopStream, is_of
 from portalmq.transport.calls import CALL_TIMEOUT_S
 from portalmq.transport.loop_transport import LoopTransport
 from portalmq.transport.transport import ClusterOptions, Transport
@@ -124,32 +124,28 @@ class AsyncConsumer(AsyncCloseable):
     def __init__(self, *topics: str, **options: Any) -> None:
         self._topics = topics
         self._options = _options_of(Consumer.__init__, topics, options)
-        self._inner: LoopConsumer | StreamThreads = self._new_inner()
+        self._inner: LoopConsumer | LoopStream = self._new_inner()
         self._closed = False
         self._forget_received()
         self._close_if_forgotten()
         reset_in_children(self)
 
     def _close_if_forgotten(self) -> None:
-        """Have the messages go back to the group when this object is garbage collected. A stream's consumer sees to it
-        itself."""
-        if isinstance(self._inner, LoopConsumer):
-            weakref.finalize(self, self._inner.close_soon).atexit = False
+        """Have the messages go back to the group when this object is garbage collected."""
+        weakref.finalize(self, self._inner.close_soon).atexit = False
 
-    def _new_inner(self) -> LoopConsumer | StreamThreads:
-        if self._options["mode"] == "stream":
-            return StreamThreads(Consumer(*self._topics, **self._options))
+    def _new_inner(self) -> LoopConsumer | LoopStream:
         options = dict(self._options)
+        kind = LoopStream if options["mode"] == "stream" else LoopConsumer
         cluster, idle_timeout_s = _cluster_of(options, CALL_TIMEOUT_S), options.pop("idle_timeout_s")
-        return LoopConsumer(subscription_of(self._topics, **options), options=cluster, idle_timeout_s=idle_timeout_s)
+        return kind(subscription_of(self._topics, **options), options=cluster, idle_timeout_s=idle_timeout_s)
 
     def _reset_in_child(self) -> None:
-        """Start afresh in the child of a fork. A stream's consumer and its threads reset themselves."""
-        if isinstance(self._inner, LoopConsumer):
-            self._inner = self._new_inner()
-            self._close_if_forgotten()
-        else:
-            self._inner.forget()
+        """Start afresh in the child of a fork: what the parent received stays the parent's."""
+        before, self._inner = self._inner, self._new_inner()
+        if isinstance(before, LoopStream) and isinstance(self._inner, LoopStream):
+            self._inner.begin_in_child(before)
+        self._close_if_forgotten()
         self._forget_received()
 
     def _forget_received(self) -> None:

@@ -31,9 +31,10 @@ from portalmq.consumers.receiver import Receiver, end_receiving
 from portalmq.consumers.subscription import (
     VISIBILITY_TIMEOUT_S,
     Delivery,
+    only_for_queues,
     only_for_streams,
+    seek_position,
     subscription_of,
-    unix_ms,
 )
 from portalmq.message import Message
 from portalmq.network.either import finish
@@ -143,13 +144,10 @@ class Consumer(Closeable):
         their finalizer."""
         self._shut_down.detach()
         was_closed, self._closed = self._closed.is_set(), threading.Event()
-        was_member = self._stream is not None and self._stream.has_begun
+        parent = self._stream
         self._begin()
-        member_id = self._subscription.member_id
-        if member_id is not None and was_member and self._stream is not None:
-            self._stream.refuse(
-                f"the member {member_id!r} is the parent of this process: make a consumer with another member_id"
-            )
+        if parent is not None and self._stream is not None:
+            self._stream.begin_in_child(parent)
         if was_closed:
             self._closed.set()
             if self._stream is not None:
@@ -164,7 +162,9 @@ class Consumer(Closeable):
         """Return the next message; the one before is acked. Waits up to `idle_timeout_s`, then ends the iteration;
         raises Unavailable if no broker answers."""
         if self._stream is not None:
-            message = self._stream.next_message(self._idle_timeout_s, self)
+            message = self._stream.next_of_batch(self)
+            if message is None:
+                message = finish(self._stream.next_message(self._idle_timeout_s, self))
             if message is None:
                 raise StopIteration
             return message
@@ -183,7 +183,7 @@ class Consumer(Closeable):
             raise RuntimeError("the consumer is closed")
         at_most = self._subscription.at_most(max_messages)
         if self._stream is not None:
-            return self._stream.poll(timeout_s, at_most, self)
+            return finish(self._stream.poll(timeout_s, at_most, self))
         return finish(self._receiver.next_messages(at_most, timeout_s, self, ends=False))
 
     # --- settling ----------------------------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ class Consumer(Closeable):
         """
         given = [messages] if isinstance(messages, Message) else list(messages)
         if self._stream is not None:
-            return self._stream.commit_with(given, outputs)
+            return finish(self._stream.commit_with(given, outputs))
         # Before anything can fail: after an error, asking for more must not ack messages without outputs.
         self._leases.forget([message.receipt for message in given if message.receipt is not None])
         return finish(commit_receipts(self._settle_transport, self.group, given, outputs))
@@ -246,7 +246,7 @@ class Consumer(Closeable):
         """Ack all messages that were handed out; durable on return. Raises IllegalGeneration for messages of a
         partition that moved to another member, which receives them again."""
         if self._stream is not None:
-            self._stream.commit()
+            finish(self._stream.commit())
         elif self._subscription.manual_ack:
             raise ValueError("with manual_ack in a queue group, ack the messages")
         else:
@@ -256,7 +256,7 @@ class Consumer(Closeable):
     def commit_finished(self) -> None:
         """Send pending acks, and no acks for messages still in hand; durable on return."""
         if self._stream is not None:
-            self._stream.commit_finished()
+            finish(self._stream.commit_finished())
         else:
             finish(self._leases.commit())
 
@@ -270,20 +270,18 @@ class Consumer(Closeable):
 
         This affects all members of the group: messages that they have read and not committed are discarded.
         """
-        stream = self._streaming("seek")
-        if isinstance(to, datetime):
-            stream.seek(topic, {"at": unix_ms(to)}, partition)
-        else:
-            stream.seek(topic, {"offset": to} if isinstance(to, int) else to, partition)
+        finish(self._streaming("seek").seek(topic, seek_position(to), partition))
 
     def pause(self, topic: str | None = None, partition: int | None = None) -> None:
         """Hand out nothing of a topic, of one of its partitions, or of any topic, until resume(). This member keeps the
         partitions."""
-        self._streaming("pause").pause(self._places(topic, partition))
+        stream = self._streaming("pause")
+        stream.pause(stream.places(topic, partition))
 
     def resume(self, topic: str | None = None, partition: int | None = None) -> None:
         """Undo pause()."""
-        self._streaming("resume").resume(self._places(topic, partition))
+        stream = self._streaming("resume")
+        stream.resume(stream.places(topic, partition))
 
     @property
     def assignment(self) -> list[tuple[str, int]]:
@@ -295,13 +293,6 @@ class Consumer(Closeable):
         """The id of this consumer in its stream group."""
         return self._streaming("member_id").member_id
 
-    def _places(self, topic: str | None, partition: int | None) -> list[tuple[str, int]] | None:
-        if topic is None:
-            return None
-        if partition is not None:
-            return [(topic, partition)]
-        return [place for place in self.assignment if place[0] == topic]
-
     def _streaming(self, what: str) -> StreamMember:
         if self._stream is None:
             raise only_for_streams(what)
@@ -309,9 +300,7 @@ class Consumer(Closeable):
 
     def _check_leases(self, what: str) -> None:
         if self._stream is not None:
-            raise ValueError(
-                f"{what} is for mode='queue': a stream group has no leases, it continues from its committed offsets"
-            )
+            raise only_for_queues(what)
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
@@ -334,7 +323,7 @@ def _shut_down(
     interpreter ends."""
     closed.set()
     if stream is not None:
-        stream.close()
+        finish(stream.close())
         return
     if leases.is_receiving_in_this_thread:
         # A signal handler inside the receive: the receive continues when the handler returns, and releases by itself.

@@ -88,7 +88,7 @@ class LoopConsumer:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         receive = self._receiver.wait_for_messages(at_most, deadline, ends=ends)
         task = asyncio.create_task(receive, name="portalmq-receive")
-        task.add_done_callback(_retrieve)
+        task.add_done_callback(retrieve)
         return task
 
     def take(self, max_messages: int | None) -> list[Message]:
@@ -191,13 +191,14 @@ class LoopConsumer:
 async def shielded(work: Coroutine[Any, Any, T]) -> T:
     """Wait for work that goes on if the caller is cancelled."""
     task = asyncio.create_task(work)
-    task.add_done_callback(_retrieve)
+    task.add_done_callback(retrieve)
     return await asyncio.shield(task)
 
 
-def _retrieve(task: asyncio.Task[Any]) -> None:
+def retrieve(task: asyncio.Task[Any]) -> None:
+    """Take the error of a task, whose caller may be cancelled: otherwise the loop reports it."""
     if not task.cancelled():
-        task.exception()  # otherwise the loop reports it, if a cancelled waiter does not
+        task.exception()
 
 
 class BlockingSettler:

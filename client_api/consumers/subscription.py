@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Literal
+from typing import Any, Literal
 
 from portalmq import wire
 from portalmq.stream_wire import SESSION_TIMEOUT_MS_MAX
@@ -115,3 +115,16 @@ def unix_ms(moment: datetime) -> int:
     if moment.tzinfo is None:
         raise ValueError(f"{moment!r} names no time zone: write datetime.now(timezone.utc), for instance")
     return round(moment.timestamp() * 1000)
+
+
+def only_for_queues(what: str) -> ValueError:
+    return ValueError(
+        f"{what} is for mode='queue': a stream group has no leases, it continues from its committed offsets"
+    )
+
+
+def seek_position(to: Any) -> str | dict[str, int]:
+    """Return the position of a seek in its wire form: of "earliest" or "latest", an offset, or a time."""
+    if isinstance(to, datetime):
+        return {"at": unix_ms(to)}
+    return {"offset": to} if isinstance(to, int) else str(to)

@@ -6,7 +6,6 @@ outputs --commit_with--> one commit  both or neither
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from portalmq import stream_wire as contract
@@ -14,10 +13,10 @@ from portalmq import wire
 from portalmq.consumers.commit import Output, packed, partition_of, send_commit
 from portalmq.errors import IllegalGeneration, OffsetMoved, OffsetOutOfRange, PortalMQError, Unavailable
 from portalmq.message import Message
-from portalmq.network.either import finish
+from portalmq.network.either import Waits, settled
 from portalmq.streams.fetch_buffer import FetchBuffer, PartitionBuffer, TopicPartition
+from portalmq.transport.calls import EitherCalls
 from portalmq.transport.request import json_request
-from portalmq.transport.transport import Transport
 
 
 class OffsetCommitter:
@@ -26,7 +25,13 @@ class OffsetCommitter:
     the member has to ask the coordinator at once."""
 
     def __init__(
-        self, transport: Transport, group: str, member_id: str, buffers: FetchBuffer, on_refused: Callable[[], None]
+        self,
+        transport: EitherCalls,
+        group: str,
+        member_id: str,
+        buffers: FetchBuffer,
+        on_refused: Callable[[], None],
+        waits: Waits,
     ) -> None:
         self.generation = -1
         self._transport = transport
@@ -35,15 +40,15 @@ class OffsetCommitter:
         self._buffers = buffers
         self._on_refused = on_refused
         # One at a time.
-        self._commit_lock = threading.RLock()
+        self._commit_lock = waits.mutex()
 
-    def commit(self, buffers: Sequence[PartitionBuffer], timeout_s: float | None = None) -> None:
+    async def commit(self, buffers: Sequence[PartitionBuffer], timeout_s: float | None = None) -> None:
         """Commit what is done at the leaders; durable on return. Raises IllegalGeneration for partitions that were
         taken away.
 
-        `timeout_s` also bounds the wait for another commit: the member's thread has heartbeats to send.
+        `timeout_s` also bounds the wait for another commit: the member has heartbeats to send.
         """
-        if not self._commit_lock.acquire(timeout=-1 if timeout_s is None else timeout_s):
+        if not await self._commit_lock.acquire(timeout_s):
             raise Unavailable("another commit is on its way")
         try:
             with self._buffers.lock:
@@ -52,18 +57,18 @@ class OffsetCommitter:
                 ]
                 generation = self.generation
             if changed:
-                self._put_offsets(changed, generation, timeout_s)
+                await self._put_offsets(changed, generation, timeout_s)
         finally:
             self._commit_lock.release()
 
-    def _put_offsets(
+    async def _put_offsets(
         self, changed: Sequence[tuple[PartitionBuffer, int]], generation: int, timeout_s: float | None
     ) -> None:
         offsets = [contract.PartitionOffset(*buffer.place, done) for buffer, done in changed]
         body = contract.CommitOffsetsRequest(self._member_id, generation, offsets)
         request = json_request("PUT", wire.group_path(self._group, "offsets"), body, near=changed[0][0].place)
         try:
-            self._transport.call(request, timeout_s=timeout_s)
+            await settled(self._transport.call(request, timeout_s=timeout_s))
         except PortalMQError as error:
             results = error.extra.get("results") or []
             ok = {(each["topic"], each["partition"]) for each in results if each.get("status") == "ok"}
@@ -71,7 +76,7 @@ class OffsetCommitter:
             if isinstance(error, OffsetOutOfRange) and len(changed) > 1:
                 for buffer, done in changed:  # the error may concern any of them: commit each alone
                     if buffer.place not in ok:
-                        self._put_offsets([(buffer, done)], generation, timeout_s)
+                        await self._put_offsets([(buffer, done)], generation, timeout_s)
                 return
             committed = error.extra.get("committed")
             if isinstance(error, OffsetOutOfRange) and isinstance(committed, int):
@@ -88,7 +93,7 @@ class OffsetCommitter:
             for buffer, done in changed:
                 buffer.committed = max(buffer.committed, done)
 
-    def commit_with(self, messages: Sequence[Message], outputs: Iterable[Output]) -> wire.Committed:
+    async def commit_with(self, messages: Sequence[Message], outputs: Iterable[Output]) -> wire.Committed:
         """Commit the offset after these messages of one partition and publish `outputs`, both or neither. Raises
         IllegalGeneration if another member has the partition, OffsetMoved if another offset is committed.
 
@@ -96,7 +101,7 @@ class OffsetCommitter:
         without outputs. After an unknown outcome that offset may be outdated: the next commit names it, and is refused
         with the right one."""
         place, end = partition_of(messages), max(message.offset for message in messages) + 1
-        with self._commit_lock:
+        async with self._commit_lock:
             try:
                 generation, committed = self._check_owned(place, messages)
                 commit = wire.PackCommit(
@@ -105,7 +110,7 @@ class OffsetCommitter:
                     generation=generation,
                     offsets=[wire.InputOffset(*place, end, committed)],
                 )
-                answer = finish(send_commit(self._transport, self._group, place, commit))
+                answer = await send_commit(self._transport, self._group, place, commit)
             except BaseException as error:
                 self._read_from_committed(place, error)
                 raise

@@ -1,10 +1,12 @@
 """The batches that a stream consumer has read ahead, for each assigned partition.
 
-    fetch threads --frames--> PartitionBuffer:
+    fetchers --frames--> PartitionBuffer:
         position .. buffered .. --take--> handed out --finish--> done --> committed
 
 A buffer belongs to one partition and one `since`: if the partition is taken away, or the group moves to another
 position, the buffer is `gone` with its content. Batches are kept encoded, and decoded when they are taken.
+
+Fetchers are threads, or tasks of an event loop (network/either.py).
 """
 
 from __future__ import annotations
@@ -16,14 +18,17 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import msgspec
 
 from portalmq import stream_wire as contract
 from portalmq.errors import PortalMQError
+from portalmq.message import Message
 from portalmq.network.connection import Address
+from portalmq.network.either import THREADS, Either, Waits, settled
+from portalmq.transport.calls import EitherCalls
 from portalmq.transport.request import json_request
-from portalmq.transport.transport import Transport
 
 _log = logging.getLogger("portalmq.consumer")
 
@@ -75,6 +80,58 @@ class DecodedBatch:
     end: int
     next: int = 0
 
+    def hand_out_one(self, consumer: Any) -> Message:
+        """Return the next message."""
+        offset, record = self.records[self.next]
+        self.next += 1
+        buffer = self.buffer
+        buffer.handed = self.end if self.next == len(self.records) else offset + 1
+        return Message(
+            *buffer.place,
+            offset,
+            record.key,
+            record.value,
+            record.headers or {},
+            record.content_type,
+            self.timestamp_ms,
+            0,
+            None,
+            0,
+            record.deliver_at_ms,
+            record.expires_at_ms,
+            record.priority,
+            consumer,
+        )
+
+    def hand_out(self, at_most: int, consumer: Any) -> list[Message]:
+        """Return the next messages."""
+        records = self.records[self.next : self.next + at_most]
+        self.next += len(records)
+        buffer = self.buffer
+        buffer.handed = self.end if self.next == len(self.records) else records[-1][0] + 1
+        topic, partition = buffer.place
+        timestamp_ms = self.timestamp_ms
+        return [
+            Message(
+                topic,
+                partition,
+                offset,
+                record.key,
+                record.value,
+                record.headers or {},
+                record.content_type,
+                timestamp_ms,
+                0,
+                None,
+                0,
+                record.deliver_at_ms,
+                record.expires_at_ms,
+                record.priority,
+                consumer,
+            )
+            for offset, record in records
+        ]
+
 
 def _with_offsets(head: contract.FrameHead, body: bytes, skipped: int) -> list[tuple[int, contract.FrameRecord]]:
     """Return the messages of a batch without the first `skipped`, with their offsets. Compaction leaves nil for a
@@ -89,13 +146,28 @@ def _with_offsets(head: contract.FrameHead, body: bytes, skipped: int) -> list[t
     return list(enumerate(records[skipped:] if skipped else records, first))
 
 
-class FetchBuffer:
-    """Thread-safe; `lock` guards everything, and is notified of arrivals and changes. `mutex` is the lock inside it,
-    which is three times as fast to take."""
+class FetchCalls(EitherCalls, Protocol):
+    """The part of a transport that reading needs."""
 
-    def __init__(self, transport: Transport, wall_ms: Callable[[], int], prefetch_bytes: int = PREFETCH_BYTES) -> None:
-        self.mutex = threading.RLock()
-        self.lock = threading.Condition(self.mutex)
+    def leader_of(self, place: TopicPartition) -> Address | None: ...
+    def leader_reported(self, place: TopicPartition, url: object) -> bool: ...
+    def close(self) -> Either[None]: ...
+
+
+class FetchBuffer:
+    """Thread-safe; `lock` guards everything, and `changed` is notified of arrivals and changes."""
+
+    def __init__(
+        self,
+        transport: FetchCalls,
+        wall_ms: Callable[[], int],
+        prefetch_bytes: int = PREFETCH_BYTES,
+        *,
+        waits: Waits = THREADS,
+    ) -> None:
+        self.lock = threading.RLock()
+        self.changed = waits.condition(self.lock)
+        self._waits = waits
         self.by_partition: dict[TopicPartition, PartitionBuffer] = {}
         self.paused: set[TopicPartition] = set()
         self.closed = False
@@ -122,7 +194,7 @@ class FetchBuffer:
         with self.lock:
             for place in list(places):
                 self._drop(place)
-            self.lock.notify_all()
+            self.changed.notify_all()
 
     def _drop(self, place: TopicPartition) -> None:
         buffer = self.by_partition.pop(place, None)
@@ -135,7 +207,7 @@ class FetchBuffer:
     def close(self) -> None:
         with self.lock:
             self.closed = True
-            self.lock.notify_all()
+            self.changed.notify_all()
 
     # --- handing out -------------------------------------------------------------------------------------------------
 
@@ -185,11 +257,11 @@ class FetchBuffer:
         return max(BUFFER_BYTES_MIN, self._prefetch_bytes // max(1, len(self.by_partition)))
 
     def _wake(self) -> None:
-        """Wake or start a fetch thread, as there may be something to fetch."""
-        self.lock.notify_all()
+        """Wake or start a fetcher, as there may be something to fetch."""
+        self.changed.notify_all()
         if self.by_partition and not self._idle and self._fetchers < FETCHERS_MAX and not self.closed:
             self._fetchers += 1
-            threading.Thread(target=self._fetch, name="portalmq-fetcher", daemon=True).start()
+            self._waits.spawn("portalmq-fetcher", self._fetch)
 
     def _wanted(self, now: float) -> list[PartitionBuffer]:
         """Return what to fetch next: partitions with space in their buffers and one leader."""
@@ -208,8 +280,8 @@ class FetchBuffer:
                 found.append(buffer)
         return found
 
-    def _fetch(self) -> None:
-        """Run a fetch thread, as long as there are partitions to read."""
+    async def _fetch(self) -> None:
+        """Run a fetcher, as long as there are partitions to read."""
         while True:
             with self.lock:
                 buffers = self._wanted(time.monotonic())
@@ -218,8 +290,10 @@ class FetchBuffer:
                         self._fetchers -= 1
                         return
                     self._idle += 1
-                    self.lock.wait(AGAIN_S)
-                    self._idle -= 1
+                    try:
+                        await self.changed.wait(AGAIN_S)
+                    finally:
+                        self._idle -= 1
                     continue
                 for buffer in buffers:
                     buffer.in_flight = True
@@ -227,9 +301,9 @@ class FetchBuffer:
                     self._wake()  # others have another leader
                 asked = [contract.PartitionOffset(*buffer.place, buffer.position) for buffer in buffers]
                 max_bytes = min(contract.FETCH_BYTES, self._partition_bytes_max() * len(buffers))
-            self._send_fetch(buffers, asked, max_bytes)
+            await self._send_fetch(buffers, asked, max_bytes)
 
-    def _send_fetch(
+    async def _send_fetch(
         self, buffers: list[PartitionBuffer], asked: list[contract.PartitionOffset], max_bytes: int
     ) -> None:
         call = json_request(
@@ -241,7 +315,7 @@ class FetchBuffer:
             wait_s=FETCH_WAIT_S,
         )
         try:
-            answer = _decode_answer(self._transport.call(call, timeout_s=FETCH_TIMEOUT_S).body)
+            answer = _decode_answer((await settled(self._transport.call(call, timeout_s=FETCH_TIMEOUT_S))).body)
         except (PortalMQError, msgspec.DecodeError) as error:
             if not self.closed:
                 _log.debug("a fetch is tried again: %s", error)
@@ -254,7 +328,7 @@ class FetchBuffer:
                 fetched = by_partition.get(buffer.place)
                 if fetched is not None and not buffer.gone:
                     self._arrived(buffer, fetched)
-            self.lock.notify_all()
+            self.changed.notify_all()
 
     def _failed(self, buffers: Iterable[PartitionBuffer], seconds: float) -> None:
         with self.lock:

@@ -1,9 +1,11 @@
 """A member of a stream group: it stays in the group, reads the partitions assigned to it, and commits.
 
-    member thread   join -> heartbeat, commit, heartbeat, ...        adopts the coordinator's assignments
-    fetch threads   see fetch_buffer.py
-    user's thread   next_message, poll: asking for more finishes what was handed out before
-    both            commits, see commits.py
+    member      join -> heartbeat, commit, heartbeat, ...        adopts the coordinator's assignments
+    fetchers    see fetch_buffer.py
+    user        next_message, poll: asking for more finishes what was handed out before
+    both        commits, see commits.py
+
+Each is a thread, or a task of one event loop (network/either.py).
 
 The generation of a heartbeat says which partitions this member has released. So it adopts a new assignment only when
 the partitions that it loses are finished: nothing more is handed out, messages in hand are awaited (for a while),
@@ -14,7 +16,6 @@ time.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 import uuid
 from collections.abc import Iterable, Sequence
@@ -33,13 +34,13 @@ from portalmq.errors import (
     Unavailable,
 )
 from portalmq.message import Message
+from portalmq.network.either import THREADS, Waits, settled
 from portalmq.streams.commits import OffsetCommitter
-from portalmq.streams.fetch_buffer import DecodedBatch, FetchBuffer, PartitionBuffer, TopicPartition
-from portalmq.streams.group_calls import CLOSE_WITHIN_S, GroupCalls
+from portalmq.streams.fetch_buffer import DecodedBatch, FetchBuffer, FetchCalls, PartitionBuffer, TopicPartition
+from portalmq.streams.group_calls import CLOSE_WITHIN_S, CoordinatorCalls, GroupCalls
 from portalmq.transport.calls import CALL_TIMEOUT_S
 from portalmq.transport.reachability import FIRST_CONTACT_S, SILENT_S_MAX
 from portalmq.transport.retries import may_repeat
-from portalmq.transport.transport import Transport
 
 _log = logging.getLogger("portalmq.consumer")
 
@@ -58,9 +59,15 @@ class StreamMember:
     """One consumer's membership of a stream group. `reading` fetches, `settle_transport` joins, heartbeats and
     commits."""
 
-    def __init__(self, reading: Transport, settle_transport: Transport, subscription: Subscription) -> None:
+    def __init__(
+        self,
+        reading: FetchCalls,
+        settle_transport: CoordinatorCalls,
+        subscription: Subscription,
+        waits: Waits = THREADS,
+    ) -> None:
         self.member_id = subscription.member_id or f"python-{uuid.uuid4().hex}"
-        self.buffers = FetchBuffer(reading, lambda: time.time_ns() // 1_000_000)
+        self.buffers = FetchBuffer(reading, lambda: time.time_ns() // 1_000_000, waits=waits)
         self._is_static = subscription.member_id is not None
         self._reading = reading
         self._settle_transport = settle_transport
@@ -68,13 +75,16 @@ class StreamMember:
         self._delivery = subscription.delivery
         self._auto = not subscription.manual_ack
         self._session_s = subscription.session_timeout_s
-        self._lock = self.buffers.lock
-        self._wake = threading.Event()
-        self._commits = OffsetCommitter(settle_transport, self._group, self.member_id, self.buffers, self._wake.set)
+        self._lock, self._changed = self.buffers.lock, self.buffers.changed
+        self._waits = waits
+        # Ends the pause before the member's next step.
+        self._turn = waits.condition(self._lock)
+        self._is_woken = False
+        self._commits = OffsetCommitter(settle_transport, self._group, self.member_id, self.buffers, self._wake, waits)
         self._calls = GroupCalls(settle_transport, subscription, self.member_id)
-        self._thread: threading.Thread | None = None
+        self._running: Any = None  # the thread or task
         self._failure: PortalMQError | None = None
-        # The error of the member thread's latest step.
+        # The error of the member's latest step.
         self._last_error: PortalMQError | None = None
         self._joined = False
         self._left = False
@@ -88,20 +98,23 @@ class StreamMember:
         # The batch that is handed out now.
         self._batch: DecodedBatch | None = None
 
-    @property
-    def has_begun(self) -> bool:
-        """True if it has joined the group, or tries to."""
-        return self._thread is not None
+    def begin_in_child(self, parent: StreamMember) -> None:
+        """Take the place of a member that has forked. Under its permanent id it never joins: every read raises."""
+        if self._is_static and parent._running is not None:
+            self._failure = IllegalGeneration(
+                f"the member {self.member_id!r} is the parent of this process: make a consumer with another member_id"
+            )
 
-    def refuse(self, why: str) -> None:
-        """Never join: every read raises this error."""
-        self._failure = IllegalGeneration(why)
+    def _wake(self) -> None:
+        with self._lock:
+            self._is_woken = True
+            self._turn.notify_all()
 
-    # --- handing out (the user's thread) -----------------------------------------------------------------------------
+    # --- handing out -------------------------------------------------------------------------------------------------
 
-    def next_message(self, timeout_s: float | None, consumer: Any) -> Message | None:
-        """Return the next message; the one before is finished. None after `timeout_s`, or once closed."""
-        with self.buffers.mutex:
+    def next_of_batch(self, consumer: Any) -> Message | None:
+        """Return the next message of the batch in progress, if it has one; the one before is finished."""
+        with self._lock:
             batch = self._batch
             if batch is not None:
                 buffer = batch.buffer
@@ -110,25 +123,27 @@ class StreamMember:
                         buffer.done = buffer.handed
                     if batch.next < len(batch.records) and buffer.place not in self.buffers.paused:
                         return self._hand_out(batch, consumer)
-        messages = self._messages(timeout_s, 1, consumer, one=True)
+        return None
+
+    async def next_message(self, timeout_s: float | None, consumer: Any) -> Message | None:
+        """Return the next message; the one before is finished. None after `timeout_s`, or once closed."""
+        messages = await self._messages(timeout_s, 1, consumer, one=True)
         return messages[0] if messages else None
 
     def _hand_out(self, batch: DecodedBatch, consumer: Any) -> Message:
-        offset, record = batch.records[batch.next]
-        batch.next += 1
-        buffer = batch.buffer
-        buffer.handed = batch.end if batch.next == len(batch.records) else offset + 1
+        message = batch.hand_out_one(consumer)
         if self._delivery == "at_most_once":
+            buffer = batch.buffer
             buffer.done = buffer.committed  # the batch was committed before its first message was handed out
-        return _message(buffer.place, offset, record, batch.timestamp_ms, consumer)
+        return message
 
-    def poll(self, timeout_s: float | None, at_most: int, consumer: Any) -> list[Message]:
+    async def poll(self, timeout_s: float | None, at_most: int, consumer: Any) -> list[Message]:
         """Return up to `at_most` messages; those of the poll before are finished. Empty after `timeout_s`."""
         if self.buffers.closed:
             raise RuntimeError("the consumer is closed")
-        return self._messages(timeout_s, at_most, consumer, one=False)
+        return await self._messages(timeout_s, at_most, consumer, one=False)
 
-    def _messages(self, timeout_s: float | None, at_most: int, consumer: Any, *, one: bool) -> list[Message]:
+    async def _messages(self, timeout_s: float | None, at_most: int, consumer: Any, *, one: bool) -> list[Message]:
         self._start()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -147,12 +162,12 @@ class StreamMember:
                     if left_s <= 0 and not (one and self._must_keep_waiting(left_s)):
                         return []
                     left_s = left_s if left_s > 0 else RELEASE_POLL_S
-                    self._lock.wait(min(left_s, WAIT_S))
+                    await self._changed.wait(min(left_s, WAIT_S))
                 self._batch = batch
             if self._delivery == "at_most_once":
                 within_s = None if one or deadline is None else max(WAIT_S, deadline - time.monotonic())
                 try:
-                    if not self._commit_before_handing_out(batch, within_s):
+                    if not await self._commit_before_handing_out(batch, within_s):
                         continue
                 except PortalMQError as error:
                     if (
@@ -167,7 +182,7 @@ class StreamMember:
                     continue
                 if one:
                     return [self._hand_out(batch, consumer)]
-                return self._hand_out_many(batch, at_most, consumer)
+                return batch.hand_out(at_most, consumer)
 
     def _raise_if_silent(self, *, is_over: bool, ends: bool) -> None:
         """Raise Unavailable if no broker answers and the caller would wait for ever, or its time `is_over` and an empty
@@ -196,42 +211,14 @@ class StreamMember:
             return None
         return None if batch.buffer.place in self.buffers.paused else batch
 
-    def _hand_out_many(self, batch: DecodedBatch, at_most: int, consumer: Any) -> list[Message]:
-        records = batch.records[batch.next : batch.next + at_most]
-        batch.next += len(records)
-        buffer = batch.buffer
-        buffer.handed = batch.end if batch.next == len(batch.records) else records[-1][0] + 1
-        topic, partition = buffer.place
-        timestamp_ms = batch.timestamp_ms
-        return [
-            Message(
-                topic,
-                partition,
-                offset,
-                record.key,
-                record.value,
-                record.headers or {},
-                record.content_type,
-                timestamp_ms,
-                0,
-                None,
-                0,
-                record.deliver_at_ms,
-                record.expires_at_ms,
-                record.priority,
-                consumer,
-            )
-            for offset, record in records
-        ]
-
     def _finish_handed(self) -> None:
         if self._auto and self._delivery != "at_most_once":
             for buffer in self.buffers.by_partition.values():
                 buffer.done = buffer.handed
         if self.buffers.by_partition and any(buffer.revoked for buffer in self.buffers.by_partition.values()):
-            self._wake.set()
+            self._wake()
 
-    def _commit_before_handing_out(self, batch: DecodedBatch, within_s: float | None) -> bool:
+    async def _commit_before_handing_out(self, batch: DecodedBatch, within_s: float | None) -> bool:
         """Commit a batch before its first message is handed out (at_most_once); return False if it was refused. Raises
         the error that prevents a commit in time."""
         if batch.buffer.committed >= batch.end:
@@ -239,12 +226,12 @@ class StreamMember:
         with self._lock:
             batch.buffer.done = batch.end
         try:
-            self._commits.commit([batch.buffer], timeout_s=within_s)
+            await self._commits.commit([batch.buffer], timeout_s=within_s)
         except (IllegalGeneration, OffsetOutOfRange):
-            self._wake.set()
+            self._wake()
             with self._lock:
                 self._batch = None
-                self._lock.wait(RELEASE_POLL_S)  # until a heartbeat reports the partition's new owner
+                await self._changed.wait(RELEASE_POLL_S)  # until a heartbeat reports the partition's new owner
             return False
         return True
 
@@ -258,37 +245,37 @@ class StreamMember:
 
     # --- commits -----------------------------------------------------------------------------------------------------
 
-    def commit(self) -> None:
+    async def commit(self) -> None:
         """Commit all that was handed out; durable on return. Raises IllegalGeneration for partitions that were taken
         away."""
         with self._lock:
             for buffer in self.buffers.by_partition.values():
                 buffer.done = buffer.handed
-        self.commit_finished()
+        await self.commit_finished()
 
-    def commit_finished(self) -> None:
+    async def commit_finished(self) -> None:
         """Commit finished messages, not all that was handed out; durable on return. Raises IllegalGeneration."""
         with self._lock:
             buffers = list(self.buffers.by_partition.values())
-        self._commits.commit(buffers)
+        await self._commits.commit(buffers)
 
-    def commit_with(self, messages: Sequence[Message], outputs: Iterable[Output]) -> wire.Committed:
+    async def commit_with(self, messages: Sequence[Message], outputs: Iterable[Output]) -> wire.Committed:
         """Commit the offset after these messages and publish `outputs`, both or neither. After an error the partition
         is read again from the committed offset: asking for more must not commit input without outputs."""
-        return self._commits.commit_with(messages, outputs)
+        return await self._commits.commit_with(messages, outputs)
 
     # --- seek, pause, resume -----------------------------------------------------------------------------------------
 
-    def seek(self, topic: str, to: str | dict[str, int], partition: int | None) -> contract.SeekAnswer:
+    async def seek(self, topic: str, to: str | dict[str, int], partition: int | None) -> contract.SeekAnswer:
         """Move the group to another position; messages that this member has read ahead are discarded."""
         self._start()
-        answer = self._calls.seek(topic, to, partition)
+        answer = await self._calls.seek(topic, to, partition)
         with self._lock:
             self.buffers.drop([place for place in self.buffers.by_partition if place[0] == topic])
             self._released_offsets.clear()
             self._batch = None
             self._not_before = answer.generation
-        self._wake.set()
+        self._wake()
         return answer
 
     def pause(self, places: Iterable[TopicPartition] | None) -> None:
@@ -298,24 +285,31 @@ class StreamMember:
     def resume(self, places: Iterable[TopicPartition] | None) -> None:
         with self._lock:
             self.buffers.paused.difference_update(list(self.buffers.paused) if places is None else list(places))
-            self._lock.notify_all()
+            self._changed.notify_all()
+
+    def places(self, topic: str | None, partition: int | None) -> list[TopicPartition] | None:
+        """Return a partition, or those of the topic that this member has; None for no topic."""
+        if topic is None:
+            return None
+        if partition is not None:
+            return [(topic, partition)]
+        return [place for place in self.assignment() if place[0] == topic]
 
     def assignment(self) -> list[TopicPartition]:
         with self._lock:
             return sorted(place for place, buffer in self.buffers.by_partition.items() if not buffer.revoked)
 
-    # --- the member's thread -----------------------------------------------------------------------------------------
+    # --- the member --------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        if self._thread is None and self._failure is None:
-            self._thread = threading.Thread(target=self._run, name="portalmq-member", daemon=True)
-            self._thread.start()
+        if self._running is None and self._failure is None:
+            self._running = self._waits.spawn("portalmq-member", self._run)
 
-    def _run(self) -> None:
+    async def _run(self) -> None:
         while not self.buffers.closed:
             pause_s = AGAIN_S
             try:
-                pause_s = self._step()
+                pause_s = await self._step()
                 self._last_error = None
             except (Fenced, IllegalGeneration, GroupNotFound) as error:
                 self._drop_membership(error)
@@ -335,37 +329,38 @@ class StreamMember:
                 if self._joined and time.monotonic() > self._answered_at + SESSIONS_WITHOUT_ANSWER * self._session_s:
                     self._drop_membership(error)
             except Exception as fault:
-                self._fail(Unavailable(f"the consumer's member thread failed: {fault!r}", retryable=False))
+                self._fail(Unavailable(f"the consumer's membership failed: {fault!r}", retryable=False))
                 raise
-            self._wake.wait(pause_s)
-            self._wake.clear()
+            with self._lock:
+                await self._turn.wait_for(lambda: self._is_woken, pause_s)
+                self._is_woken = False
 
-    def _step(self) -> float:
+    async def _step(self) -> float:
         """Join or send a heartbeat, adopt the answer, commit. Return the seconds until the next step."""
-        answer = self._calls.heartbeat(self._commits.generation) if self._joined else self._join()
+        answer = await (self._calls.heartbeat(self._commits.generation) if self._joined else self._join())
         self._answered_at = time.monotonic()
         interval_s = answer.heartbeat_interval_ms / 1000
-        adopted = self._adopt(answer)
+        adopted = await self._adopt(answer)
         if adopted is None:
             return RELEASE_POLL_S
         if adopted:
             return 0.0  # report the release at once
-        return min(interval_s, self._commit_done())
+        return min(interval_s, await self._commit_done())
 
-    def _join(self) -> contract.MemberAnswer:
-        self._calls.create_group()
-        answer = self._calls.join()
+    async def _join(self) -> contract.MemberAnswer:
+        await self._calls.create_group()
+        answer = await self._calls.join()
         with self._lock:
             self._joined, is_late = True, self._left
         if is_late:
-            # close() came before the answer, and could not leave. No thread would read what is assigned here.
+            # close() came before the answer, and could not leave. Nobody would read what is assigned here.
             if not self._is_static:
-                self._calls.leave()
+                await self._calls.leave()
             raise Unavailable("the consumer is closed", retryable=False)
         _log.info("joined group %s as %s in generation %d", self._group, self.member_id, answer.generation)
         return answer
 
-    def _adopt(self, answer: contract.MemberAnswer) -> bool | None:
+    async def _adopt(self, answer: contract.MemberAnswer) -> bool | None:
         """Apply this assignment. Return True if partitions were released, None if that has to wait for a message in
         hand; then the old generation stays."""
         if answer.generation < max(self._commits.generation, self._not_before):
@@ -381,7 +376,7 @@ class StreamMember:
             if in_hand and self._auto and time.monotonic() < self._revoked_at + RELEASE_WITHIN_S:
                 return None
         if taken_away:
-            self._commit_revoked(taken_away)
+            await self._commit_revoked(taken_away)
         with self._lock:
             self._released_offsets |= {buffer.place: (buffer.since, buffer.committed) for buffer in taken_away}
             self.buffers.drop([buffer.place for buffer in taken_away])
@@ -401,13 +396,13 @@ class StreamMember:
             _log.info("group %s: generation %d, %d partitions", self._group, answer.generation, len(named))
         return bool(taken_away)
 
-    def _commit_revoked(self, buffers: Sequence[PartitionBuffer]) -> None:
+    async def _commit_revoked(self, buffers: Sequence[PartitionBuffer]) -> None:
         try:
-            self._commits.commit(buffers, timeout_s=self._session_s / 2)
+            await self._commits.commit(buffers, timeout_s=self._session_s / 2)
         except PortalMQError as error:
             _log.warning("group %s: %s; messages of revoked partitions may be delivered twice", self._group, error)
 
-    def _commit_done(self) -> float:
+    async def _commit_done(self) -> float:
         """Commit finished messages once a second. Return the seconds until the next time."""
         now = time.monotonic()
         if now >= self._committed_at + COMMIT_EVERY_S:
@@ -415,7 +410,7 @@ class StreamMember:
             with self._lock:
                 buffers = [buffer for buffer in self.buffers.by_partition.values() if not buffer.revoked]
             try:
-                self._commits.commit(buffers, timeout_s=max(1.0, self._session_s / 4))
+                await self._commits.commit(buffers, timeout_s=max(1.0, self._session_s / 4))
             except (IllegalGeneration, OffsetOutOfRange) as error:
                 _log.info("group %s: %s", self._group, error)
                 return 0.0
@@ -437,11 +432,11 @@ class StreamMember:
     def _fail(self, error: PortalMQError) -> None:
         with self._lock:
             self._failure = error
-            self._lock.notify_all()
+            self._changed.notify_all()
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Commit finished messages and leave; a member with a permanent id keeps its partitions for its session."""
         with self._lock:
             if self._left:
@@ -450,34 +445,13 @@ class StreamMember:
             buffers = list(self.buffers.by_partition.values())
             joined = self._joined
         self.buffers.close()
-        self._reading.close()
-        self._wake.set()
+        await settled(self._reading.close())
+        self._wake()
         if joined:
             try:
-                self._commits.commit(buffers, timeout_s=CLOSE_WITHIN_S)
+                await self._commits.commit(buffers, timeout_s=CLOSE_WITHIN_S)
             except PortalMQError as error:
                 _log.warning("the last messages could not be committed and will be read again: %s", error)
         if joined and not self._is_static:
-            self._calls.leave()
+            await self._calls.leave()
         self._settle_transport.rest()
-
-
-def _message(
-    place: TopicPartition, offset: int, record: contract.FrameRecord, timestamp_ms: int, consumer: Any
-) -> Message:
-    return Message(
-        *place,
-        offset,
-        record.key,
-        record.value,
-        record.headers or {},
-        record.content_type,
-        timestamp_ms,
-        0,
-        None,
-        0,
-        record.deliver_at_ms,
-        record.expires_at_ms,
-        record.priority,
-        consumer,
-    )

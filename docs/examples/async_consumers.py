@@ -1,8 +1,10 @@
-"""Many AsyncConsumers of one group in one event loop: what they cost while they wait, and how soon a message arrives.
+"""Many AsyncConsumers in one event loop: what they cost while they wait, and how soon a message arrives.
 
     python docs/examples/async_consumers.py 1000
+    python docs/examples/async_consumers.py 1000 stream
 
-It uses the broker of PORTALMQ_URL (default: http://localhost:5000), topic and group `async-crowd`. Linux.
+Consumers of one queue group share the messages; each stream consumer has a group of its own, and reads them all. It
+makes a topic at the broker of PORTALMQ_URL (default: http://localhost:5000). Linux.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ import time
 
 from portalmq import AsyncConsumer, AsyncProducer
 
-TOPIC = "async-crowd"
+TOPIC = f"async-crowd-{os.getpid()}"
 IDLE_S = 10.0
-MESSAGES = 200
+ARRIVALS = 200
 
 
 def resident_kib() -> int:
@@ -27,7 +29,7 @@ def resident_kib() -> int:
     return int(line.split()[1])
 
 
-async def main(count: int) -> None:
+async def main(count: int, mode: str) -> None:
     came: asyncio.Queue[float] = asyncio.Queue()
 
     async def consume(consumer: AsyncConsumer) -> None:
@@ -37,11 +39,13 @@ async def main(count: int) -> None:
     async with AsyncProducer() as producer, asyncio.TaskGroup() as tasks:
         await producer.send(TOPIC, str(time.perf_counter()))  # the topic is made at its first use
         before_kib = resident_kib()
-        consumers = [AsyncConsumer(TOPIC, group=TOPIC) for _ in range(count)]
+        group, readers = (TOPIC, 1) if mode == "queue" else (f"{TOPIC}-{{}}", count)
+        consumers = [AsyncConsumer(TOPIC, group=group.format(number), mode=mode) for number in range(count)]
         began = time.perf_counter()
         for consumer in consumers:
             tasks.create_task(consume(consumer))
-        await came.get()
+        for _ in range(readers):
+            await came.get()
         await asyncio.sleep(max(IDLE_S / 2, count / 200))  # all are parked by then
         print(f"consumers {count}, threads {threading.active_count()}, after {time.perf_counter() - began:.1f} s")
         print(f"memory    {(resident_kib() - before_kib) / count:.1f} KiB for each consumer")
@@ -49,9 +53,9 @@ async def main(count: int) -> None:
         await asyncio.sleep(IDLE_S)
         print(f"idle      {(time.process_time() - busy_s) / IDLE_S:.1%} of a core")
         waits_ms = []
-        for _ in range(MESSAGES):
+        while len(waits_ms) < ARRIVALS:
             await producer.send(TOPIC, str(time.perf_counter()))
-            waits_ms.append(await came.get() * 1000)
+            waits_ms += [await came.get() * 1000 for _ in range(readers)]
         quantiles = statistics.quantiles(waits_ms, n=100)
         print(f"latency   p50 {quantiles[49]:.2f} ms, p99 {quantiles[98]:.2f} ms from send() to the consumer")
         began = time.perf_counter()
@@ -61,4 +65,4 @@ async def main(count: int) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("PORTALMQ_URL", "http://localhost:5000")
-    asyncio.run(main(int(sys.argv[1])))
+    asyncio.run(main(int(sys.argv[1]), *sys.argv[2:] or ["queue"]))

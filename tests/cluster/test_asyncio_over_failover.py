@@ -41,19 +41,21 @@ def test_what_was_sent_is_stored_once_and_arrives(cluster: Cluster, topic: str) 
     async def test() -> None:
         sent: list[int] = []
         seen: set[int] = set()
+        read: set[int] = set()
         async with (
             AsyncProducer(cluster.urls) as producer,
             AsyncConsumer(topic, group=topic, bootstrap=cluster.urls, visibility_timeout_s=20) as consumer,
+            AsyncConsumer(topic, group=f"{topic}-stream", bootstrap=cluster.urls, mode="stream") as reader,
         ):
             producing = asyncio.create_task(produce(producer, sent))
-            consuming = asyncio.create_task(consume(consumer, seen))
+            consuming = [asyncio.create_task(consume(consumer, seen)), asyncio.create_task(consume(reader, read))]
             while len(sent) < MESSAGES // 3:
                 assert not producing.done(), producing.exception()
                 await asyncio.sleep(0.01)
             leader = await asyncio.to_thread(cluster.wait_for_leader, topic)
             await asyncio.to_thread(cluster.kill, leader)
-            await asyncio.gather(producing, consuming)
-        assert seen == set(range(MESSAGES))
+            await asyncio.gather(producing, *consuming)
+        assert seen == read == set(range(MESSAGES))
 
     asyncio.run(asyncio.wait_for(test(), WITHIN_S))
     with cluster.admin() as admin:

@@ -259,7 +259,7 @@ def hear_no_more(reading: Consumer) -> None:
     member, is_deaf = reading._stream, threading.Event()
     assert member is not None
 
-    def turn() -> float:
+    async def turn() -> float:
         is_deaf.set()
         return WITHIN_S
 

@@ -21,6 +21,7 @@ from portalmq import (
 )
 from portalmq.consumers.commit import packed
 from portalmq.consumers.subscription import Subscription
+from portalmq.network.either import finish
 from portalmq.stream_wire import AssignedPartition
 from portalmq.streams.member import StreamMember
 from portalmq.transport.transport import Transport
@@ -172,19 +173,19 @@ def test_messages_of_a_partition_that_was_reassigned_are_not_committed() -> None
         transport = Transport(broker.url)
         member = StreamMember(transport, transport, SUBSCRIPTION)
         with pytest.raises(IllegalGeneration, match="comes again"):
-            member.commit_with([message(100)], [])
+            finish(member.commit_with([message(100)], []))
         member.buffers.add([AssignedPartition("t", 0, 150, 5)])
         feed = member.buffers.by_partition["t", 0]
         feed.handed = 250
         for own in ([message(100), message(199)], [message(250)]):
             with pytest.raises(IllegalGeneration, match="comes again"):
-                member.commit_with(own, [])
+                finish(member.commit_with(own, []))
         assert broker.calls_of("POST", COMMIT) == []
         refused = refuse(416, "offset_out_of_range", committed=200)
         broker.script("POST", COMMIT, [refused])
         member.buffers.by_partition["t", 0].handed = 250
         with pytest.raises(OffsetOutOfRange):
-            member.commit_with([message(150)], [])
+            finish(member.commit_with([message(150)], []))
         feed = member.buffers.by_partition["t", 0]
         assert (feed.committed, feed.position) == (200, 200), "an earlier try had done it: it goes on behind that"
         transport.close()
@@ -209,7 +210,7 @@ def test_a_stream_group_is_created_with_its_delivery_by_one_call(status, deliver
         transport = Transport(broker.url)
         member = StreamMember(transport, transport, SUBSCRIPTION)
         with pytest.raises(InvalidRequest) if refused else contextlib.nullcontext():
-            member._calls.create_group()
+            finish(member._calls.create_group())
         made = broker.calls_of("PUT", "/v1/groups/g")
         assert len(made) == calls
         assert made[0].query == {"delivery": "exactly_once"}
@@ -226,7 +227,7 @@ def test_a_member_with_an_outdated_offset_continues_from_the_leaders(known: int)
         member.buffers.by_partition["t", 0].handed = known + 10
         broker.script("POST", COMMIT, [refuse(409, "offset_moved", committed=200)])
         with pytest.raises(OffsetMoved):
-            member.commit_with([Message("t", 0, known, None, b"", {}, wire.BYTES, 0)], [])
+            finish(member.commit_with([Message("t", 0, known, None, b"", {}, wire.BYTES, 0)], []))
         (call,) = broker.calls_of("POST", COMMIT)
         assert msgspec.msgpack.decode(call.body, type=wire.PackCommit).offsets[0].committed == known
         feed = member.buffers.by_partition["t", 0]
@@ -248,7 +249,7 @@ def test_a_stream_member_commits_the_offset_after_its_last_message() -> None:
         member._commits.generation = 3
         member.buffers.add([AssignedPartition("t", 0, 2, 3)])
         member.buffers.by_partition["t", 0].handed = 10
-        done = member.commit_with([message(7), message(4)], [{"topic": "out", "value": b"A"}])
+        done = finish(member.commit_with([message(7), message(4)], [{"topic": "out", "value": b"A"}]))
         assert done.id == "0-9"
         (call,) = broker.calls_of("POST", COMMIT)
         sent = msgspec.msgpack.decode(call.body, type=wire.PackCommit)

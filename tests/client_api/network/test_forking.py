@@ -135,7 +135,7 @@ def test_a_child_that_ends_returns_no_message() -> None:
 
 def test_a_named_member_stays_the_parents() -> None:
     with Consumer("t", group="g", mode="stream", member_id="m", bootstrap="http://127.0.0.1:1") as consumer:
-        consumer._stream._thread = threading.Thread()  # type: ignore[union-attr] - as if it had joined
+        consumer._stream._running = threading.Thread()  # type: ignore[union-attr] - as if it had joined
 
         def child() -> bool:
             with pytest.raises(IllegalGeneration, match="another member_id"):

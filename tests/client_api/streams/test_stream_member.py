@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from http.client import HTTPMessage
 from typing import Any, Literal
 
@@ -13,6 +12,7 @@ from portalmq import stream_wire, wire
 from portalmq.consumers.subscription import Subscription
 from portalmq.errors import Fenced, Unavailable
 from portalmq.network.connection import HttpAnswer
+from portalmq.network.either import finish
 from portalmq.streams.fetch_buffer import DecodedBatch, PartitionBuffer
 from portalmq.streams.member import WAIT_S, StreamMember
 from portalmq.transport.reachability import Reachability
@@ -41,7 +41,7 @@ def test_a_member_with_a_generated_id_rejoins_when_its_duplicate_join_fences_it(
     it = member(member_id)
     batch: list[str] = []
 
-    def turn() -> float:
+    async def turn() -> float:
         batch.append("heartbeat" if it._joined else "join")
         it._joined = True
         if len(batch) == 1:
@@ -50,7 +50,7 @@ def test_a_member_with_a_generated_id_rejoins_when_its_duplicate_join_fences_it(
         return 0.0
 
     monkeypatch.setattr(it, "_step", turn)
-    it._run()
+    finish(it._run())
     assert batch == turns
 
 
@@ -66,7 +66,7 @@ class ClosingWhileJoining:
         answer: object = wire.GroupDescription("g", "stream", [], 0, 0, 0, 0, 0, 0, wire.GroupConfig(mode="stream"))
         if request.method == "POST":
             assert self.member is not None
-            self.member.close()
+            finish(self.member.close())
             answer = stream_wire.MemberAnswer(self.member.member_id, 1, [], 1000)
         return HttpAnswer(200, HTTPMessage(), msgspec.json.encode(answer))
 
@@ -80,7 +80,7 @@ def test_a_consumer_that_is_closed_while_it_joins_leaves_its_partitions_to_other
 ) -> None:
     brokers = ClosingWhileJoining()
     it = brokers.member = member(member_id, brokers)
-    it._run()
+    finish(it._run())
     assert brokers.asked == asked
 
 
@@ -102,11 +102,11 @@ class ChangingLeaders:
 def test_a_poll_whose_messages_are_committed_first_keeps_its_time_while_leaders_change() -> None:
     brokers = ChangingLeaders()
     it = member(None, brokers, "at_most_once")
-    it._thread = threading.current_thread()  # the member has no thread of its own
+    it._running = "elsewhere"  # the member has no thread of its own
     feed = PartitionBuffer(stream_wire.AssignedPartition("t", 0, 0, 1))
     it.buffers.by_partition[feed.place] = feed
     it._batch = DecodedBatch(feed, [(0, stream_wire.FrameRecord(b"a", "text/plain"))], 0, 1)
-    assert it.poll(0.0, 10, None) == []
+    assert finish(it.poll(0.0, 10, None)) == []
     assert brokers.given_s == [WAIT_S]
     brokers.are_back = True
-    assert [message.value for message in it.poll(0.0, 10, None)] == [b"a"]
+    assert [message.value for message in finish(it.poll(0.0, 10, None))] == [b"a"]
