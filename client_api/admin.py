@@ -1,5 +1,5 @@
 """The administrator's client: topics, groups, dead letters, scheduled messages, locks, the cluster, and a read-only
-view of queues; schedules are in schedules.py."""
+view of queues; schedules are in schedules.py, searches in searches.py."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from portalmq.message import Message, RecordMetadata, message_from_json, message
 from portalmq.network.http_answer import HttpAnswer
 from portalmq.network.tls import TlsFiles
 from portalmq.schedules import ScheduleCalls
+from portalmq.searches import SearchCalls
 from portalmq.transport.answers import decode_answer
 from portalmq.transport.request import Request, json_request, with_query
 from portalmq.transport.transport import Bootstrap, Transport
@@ -90,7 +91,7 @@ class _Dropped(msgspec.Struct):
 wire.prepare(_TopicList, _GroupList, _LockList, _DeadPage, _ScheduledPage, _UnfinishedPage, _Dropped)
 
 
-class Admin(ScheduleCalls, Closeable):
+class Admin(ScheduleCalls, SearchCalls, Closeable):
     """A client for administrators. Thread-safe. Every call raises the PortalMQError that the broker answered."""
 
     def __init__(

@@ -28,8 +28,10 @@ from portalmq.broker.dashboard.cluster_rates import (
     topics_of,
 )
 from portalmq.broker.dashboard.search import Search, find
+from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.yielding import in_short_turns
 from portalmq.broker.queues.outbox import HEADER_DEAD_REASON
+from portalmq.broker.queues.partition_counts import delayed_lanes, not_due
 from portalmq.control_plane.state import PartitionState, TopicState
 from portalmq.errors import Backpressure, InvalidRequest
 from portalmq.wire import NonNegative, Positive
@@ -94,7 +96,9 @@ class PageQuery(Parameters):
 
 
 class TopicsQuery(PageQuery):
-    sort: Literal["name", "rate"] = "name"
+    """`scheduled`: only topics with delayed messages on this broker, each with how many are not due."""
+
+    sort: Literal["name", "rate", "scheduled"] = "name"
 
 
 def topics(context: RequestContext, query: TopicsQuery) -> Response:
@@ -108,10 +112,23 @@ def topics(context: RequestContext, query: TopicsQuery) -> Response:
         busiest = topics_of(asked.all(top=PAGE_MAX))
         size = {name: busiest[name].published + busiest[name].delivered for name in names if name in busiest}
         names.sort(key=lambda name: -size.get(name, 0.0))
+    elif query.sort == "scheduled":
+        names = [name for name in in_short_turns(names) if _with_delayed(broker, states[name])]
     names, shown = page_of(names, query)
     rates = topics_of(asked.all(topics=names))
     rows = [_topic(broker, states[name], rates.get(name)) for name in in_short_turns(names)]
+    if query.sort == "scheduled":
+        wall_ms = broker.wall_ms()
+        for row in rows:
+            held = in_short_turns(_with_delayed(broker, states[row["name"]]))
+            row["scheduled"] = sum([not_due(each, wall_ms) for each in held])
     return answer({**shown, "topics": rows, "at_ms": broker.wall_ms()})
+
+
+def _with_delayed(broker: Broker, state: TopicState) -> list[Partition]:
+    """Return the replicas on this broker with delayed messages."""
+    local = [broker.topics.local(state.topic_id, number) for number in range(state.partitions)]
+    return [each for each in local if each is not None and delayed_lanes(each)]
 
 
 def _topic(broker: Broker, state: TopicState, rate: Any) -> dict[str, Any]:

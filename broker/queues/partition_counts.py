@@ -112,6 +112,20 @@ def _fresh(partition: GroupView, delivery: GroupDelivery, wall_ms: int) -> tuple
     return max(0, ready - ahead - cancelled[0]), max(0, scheduled - cancelled[1])
 
 
+def delayed_lanes(partition: GroupView) -> list[int]:
+    """Return the lanes with delayed messages, due ones included."""
+    return [lane for lane in partition.log.lanes.present if lane >= DELAYED]
+
+
+def not_due(partition: GroupView, wall_ms: int) -> int:
+    """Return the number of delayed messages that are due after `wall_ms` and not cancelled."""
+    lanes, start, end = partition.log.lanes, partition.log.log_start_offset, partition.high_watermark
+    delayed = delayed_lanes(partition)
+    waiting = sum([lanes.count(lane, wall_ms + 1, 0, end, start=start) for lane in delayed])
+    cancelled = _cancelled_positions(partition) if waiting else {}
+    return max(0, waiting - sum([due_ms > wall_ms for lane in delayed for due_ms, _ in cancelled.get(lane, ())]))
+
+
 def _place(delivery: GroupDelivery, lane: int) -> tuple[int, int]:
     due_ms, offset = delivery.cursors.get(lane, (0, 0))
     return (due_ms, offset) if lane >= DELAYED else (0, max(offset, delivery.start))

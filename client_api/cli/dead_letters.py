@@ -7,10 +7,9 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
 import click
-import msgspec
 
 from portalmq import wire
-from portalmq.cli.options import duration, future_time, message_ids
+from portalmq.cli.options import duration, future_time, message_ids, where_given
 from portalmq.cli.output import message_row, show_one, show_rows
 from portalmq.cli.session import Session, fields, with_session
 from portalmq.message import Message
@@ -52,22 +51,13 @@ def _number(text: str | None) -> int | None:
     return int(text) if text is not None and text.isascii() and text.isdigit() else None
 
 
-def _where(ctx: click.Context, parameter: click.Parameter, given: str | None) -> dict[str, Any] | None:
-    if given is None:
-        return None
-    try:
-        return msgspec.json.decode(given, type=dict[str, Any])
-    except msgspec.DecodeError as fault:
-        raise click.BadParameter(
-            f'{fault}; write for instance \'{{"value.sensor":{{"eq":1}},"reason":{{"contains":"timeout"}}}}\''
-        ) from None
-
-
 @dead_letter_commands.command()
 @click.argument("group")
 @click.argument("topic")
 @_ids_option
-@click.option("--where", callback=_where, metavar="JSON", help='Only these, e.g. {"reason":{"contains":"timeout"}}.')
+@click.option(
+    "--where", callback=where_given, metavar="JSON", help='Only these, e.g. {"reason":{"contains":"timeout"}}.'
+)
 @click.option("--rate", "rate_per_s", type=click.FloatRange(0, min_open=True), metavar="N", help="At most N a second.")
 @click.option("--dry-run", is_flag=True, help="Count them, and change nothing.")
 @with_session
@@ -131,7 +121,7 @@ def _selection(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--limit", type=click.IntRange(1, wire.BATCH_MESSAGES_MAX), default=1_000, show_default=True,
                      help="At most so many, the next due first."),
         click.option("--all", "everything", is_flag=True, help="All that is scheduled."),
-        click.option("--where", callback=_where, metavar="JSON", help='Only these, e.g. {"value.user":{"eq":7}}.'),
+        click.option("--where", callback=where_given, metavar="JSON", help='Only these, e.g. {"value.user":{"eq":7}}.'),
         click.argument("ids", nargs=-1),
         click.argument("topic"),
     ):  # fmt: skip

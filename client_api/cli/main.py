@@ -21,6 +21,7 @@ from portalmq.cli.locks import lock_commands
 from portalmq.cli.messages import consume, peek, produce, queue
 from portalmq.cli.schedules import schedule_commands
 from portalmq.cli.session import connection_options
+from portalmq.cli.sql import sql
 from portalmq.cli.status import status
 from portalmq.cli.topics import topic_commands
 from portalmq.cli.traces import message_commands
@@ -160,6 +161,7 @@ for _command in (
     dead_letter_commands,
     scheduled_commands,
     schedule_commands,
+    sql,
     lock_commands,
     message_commands,
     status,

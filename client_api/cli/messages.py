@@ -20,7 +20,7 @@ import msgspec
 
 from portalmq import wire
 from portalmq.admin import Admin, Position, Unfinished
-from portalmq.cli.options import duration, future_time, message_headers, past_time
+from portalmq.cli.options import duration, future_time, message_headers, past_time, where_given
 from portalmq.cli.output import message_row, show_one, show_rows, show_value, time_text
 from portalmq.cli.receipts import checksum_to_send, open_receipts, receipt_line
 from portalmq.cli.session import Session, fields, with_session
@@ -301,13 +301,31 @@ def _of_topic(
 @click.option("--partition", type=click.IntRange(0), help="Look into this partition only.")
 @click.option("--offset", type=click.IntRange(0), help="Start at this offset.")
 @click.option("--since", callback=past_time, metavar="TIME", help="Start at a time: RFC 3339, or 15m, 2h, 7d ago.")
+@click.option(
+    "--where", callback=where_given, metavar="JSON",
+    help='Only these, e.g. {"value.total":{"gt":100}}: the newest first, or from --since on.',
+)  # fmt: skip
+@click.option("--newest", is_flag=True, help="The newest first, over all partitions.")
 @with_session
 def peek(
-    session: Session, topic: str, count: int, partition: int | None, offset: int | None, since: datetime | None
+    session: Session,
+    topic: str,
+    count: int,
+    partition: int | None,
+    offset: int | None,
+    since: datetime | None,
+    where: dict[str, Any] | None,
+    newest: bool,
 ) -> None:
     """Show messages of TOPIC with their keys, headers and times. Consumes nothing."""
+    is_search = newest or where is not None
+    if (is_search and offset is not None) or (newest and since is not None):
+        raise click.UsageError("--offset goes with neither --where nor --newest, nor --since with --newest")
     start: Position = "earliest" if offset is None else offset
-    messages = session.admin.peek(topic, partition=partition, offset=start, at=since, limit=count)
+    if not is_search:
+        messages = session.admin.peek(topic, partition=partition, offset=start, at=since, limit=count)
+    else:
+        messages = islice(session.admin.search(topic, where, partition=partition, at=since), count)
     rows = ({**message_row(each), "time": time_text(each.timestamp_ms)} for each in messages)
     show_rows(rows, session.output, ["id", "time", "key", "content_type", "value"])
 

@@ -109,3 +109,15 @@ def config_option(example: str) -> Callable[[Callable[..., Any]], Callable[..., 
     return click.option(
         "-c", "--config", multiple=True, metavar="NAME=VALUE", callback=settings, help=f"A setting, e.g. {example}."
     )
+
+
+def where_given(ctx: click.Context, parameter: click.Parameter, given: str | None) -> dict[str, Any] | None:
+    """Parse a condition on messages; None if there is none."""
+    if given is None:
+        return None
+    try:
+        return msgspec.json.decode(given, type=dict[str, Any])
+    except msgspec.DecodeError as fault:
+        raise click.BadParameter(
+            f'{fault}; write for instance \'{{"value.sensor":{{"eq":1}},"reason":{{"contains":"timeout"}}}}\''
+        ) from None

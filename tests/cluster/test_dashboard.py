@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import base64
 import json
+import shlex
+import subprocess
 import threading
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from support.broker_process import BrokerProcess
 from support.chromium import Chromium
 from support.cluster import Cluster
 from support.pages import Pages, chromium_program
 
 from portalmq import Consumer, Producer
+from portalmq.cli.main import main
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -400,6 +406,17 @@ WITHOUT_A_NAME = """
   .filter((each) => !each.innerText.trim() && !each.getAttribute("aria-label") && !each.labels?.length && !each.title)
   .map((each) => each.outerHTML)
 """
+# Controls and their labels that lie over each other.
+OVERLAPPING = """
+[...document.querySelectorAll("main form label, main form button, main .tools > *")].flatMap((each, at, all) =>
+  all.slice(at + 1).filter((other) => {
+    const [one, two] = [each.getBoundingClientRect(), other.getBoundingClientRect()];
+    if (each.contains(other) || other.contains(each) || !one.width || !two.width) return false;
+    const inside = Math.min(each.scrollWidth - each.clientWidth, 200);
+    const besides = two.left >= one.right + inside - 1 || one.left >= two.right - 1;
+    return !besides && one.top < two.bottom - 1 && two.top < one.bottom - 1;
+  }).map((other) => each.outerHTML.slice(0, 90) + " over " + other.outerHTML.slice(0, 90)))
+"""
 PLACES = [
     *("/ui/", "/ui/topics", "/ui/topics/seen", "/ui/topics/seen?tab=partitions", "/ui/topics/seen?tab=publish"),
     *("/ui/topics/seen?tab=settings", "/ui/groups", "/ui/groups/seers", "/ui/dead-letters", "/ui/cluster"),
@@ -423,11 +440,85 @@ def test_every_page_fits_the_screen_and_has_no_errors(
     for path in PLACES:
         pages.open(path, width=width, dark=dark)
         pages.until("document.querySelector('main h1') && !document.querySelector('main [role=status].empty')")
-        assert pages.ask("document.documentElement.scrollWidth <= innerWidth"), path
+        # A phone widens its window to what it shows: so not innerWidth.
+        assert pages.ask("document.documentElement.scrollWidth") <= width, path
+        assert pages.ask(OVERLAPPING) == [], path
         assert pages.browser.seen.complaints == [], path
         outside = [each for each in pages.browser.seen.requests if not each.startswith((broker.url, "data:"))]
         assert outside == [], path
         assert pages.ask(WITHOUT_A_NAME) == [], path
+
+
+SHOWN = "[...document.querySelectorAll('main .same code, main .hint.mono')].map((each) => each.innerText)"
+# They go on until they are stopped.
+ENDLESS = ("/ui/events", "text/event-stream", "portalmq consume")
+
+
+def test_what_is_below_a_view_does_the_same(pages: Pages, broker: BrokerProcess, tmp_path: Path) -> None:
+    """Each curl and each command of the pages is one that the broker accepts."""
+    produce(broker, "same", {"value": {"n": 1}, "key": "k"}, {"value": "later", "delay_ms": 3_600_000})
+    call(broker, "POST", "/v1/groups/samers/receive", {"topics": ["same"], "max_messages": 1})
+    call(broker, "PUT", "/v1/schedules/same", {"topic": "same-often", "every_ms": 3_600_000, "value": "tick"})
+    (tmp_path / "token").write_text(TOKEN)
+    sign_in(pages)
+    places = (
+        *("/ui/", "/ui/topics", "/ui/topics/same", "/ui/topics/same?tail=1", "/ui/topics/same?partition=0&offset=0"),
+        *(
+            "/ui/topics/same?where=value.n%3D1",
+            "/ui/topics/same?at=2026-01-01T00:00:00Z",
+            "/ui/topics/same?tab=publish",
+        ),
+        *("/ui/topics/same?tab=partitions", "/ui/topics/same?tab=settings", "/ui/topics/same/messages/0-1?edit=1"),
+        *("/ui/groups", "/ui/groups/samers", "/ui/dead-letters", "/ui/dead-letters/samers?topic=same&where=key%3Dk"),
+        *("/ui/scheduled", "/ui/scheduled?topic=same", "/ui/schedules", "/ui/schedules/same", "/ui/cluster", "/ui/sql"),
+    )
+    seen: set[str] = set()
+    for path in places:
+        pages.open(path)
+        pages.until("document.querySelector('main .same code') && !document.querySelector('main [role=status].empty')")
+        commands = [each for each in pages.ask(SHOWN) if each not in seen]
+        assert {each.split()[0] for each in commands} <= {"curl", "portalmq", "echo"}, path
+        for each in commands:
+            if not any(part in each for part in ENDLESS):
+                run_shown(each.replace("TOPIC", "same").replace("FILE", str(tmp_path / "token")))
+        seen.update(commands)
+    assert len(seen) > 40
+
+
+def run_shown(shown: str) -> None:
+    if shown.startswith("curl"):
+        words = [word.replace("$TOKEN", TOKEN) for word in shlex.split(shown)]
+        done = subprocess.run([*words, "-sSf"], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, (shown, done.stderr)
+        return
+    sent, _, command = shown.rpartition(" | ")
+    given = " ".join(shlex.split(sent)[1:]) + "\n" if sent else None
+    result = CliRunner().invoke(main, shlex.split(command)[1:], input=given)
+    assert result.exit_code == 0, (shown, result.output)
+
+
+def test_the_state_of_a_view_is_in_its_address(pages: Pages, broker: BrokerProcess) -> None:
+    produce(broker, "kept", {"value": "before"})
+    call(broker, "POST", "/v1/groups/keepers/receive", {"topics": ["kept"], "max_messages": 1})
+    sign_in(pages, path="/ui/topics/kept")
+    pages.press("Live tail")
+    pages.wait_at("/ui/topics/kept?tail=1")
+    pages.open("/ui/topics/kept?tail=1")
+    pages.until("document.querySelector('[data-tail]')?.innerText.includes('before')")
+    pages.press("Stop tail")
+    pages.wait_at("/ui/topics/kept")
+    pages.open("/ui/topics/kept/messages/0-1?edit=1")
+    pages.until("document.querySelector('[data-value]')?.disabled === false")
+    pages.press("Close")
+    pages.wait_at("/ui/topics/kept/messages/0-1")
+    at_ms = call(broker, "GET", "/ui/data/messages?topic=kept")["at_ms"]
+    moment = datetime.fromtimestamp(at_ms / 1000, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    pages.open(f"/ui/groups/keepers?at={moment}")
+    pages.see("As it was at")
+    shown = pages.until("document.querySelector('input[type=datetime-local]')?.value")
+    assert pages.ask(f"new Date({json.dumps(shown)}).getTime() === Date.parse({json.dumps(moment)})")
+    pages.open("/ui/dead-letters/keepers?topic=kept&where=key%3Dk")
+    pages.until("document.querySelector('[data-redrive]') && document.querySelector('[data-search]').value === 'key=k'")
 
 
 def test_a_killed_leader_is_marked_while_the_overview_is_open(browser: Chromium, cluster: Cluster, topic: str) -> None:

@@ -2,7 +2,7 @@
 import { html, useEffect, useRef } from "./vendor/preact-htm.js";
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const MARKS = { "fail-over": "--mark-leader", gone: "--bad", joined: "--good", isr: "--warn", disk: "--bad" };
+const MARKS = { "fail-over": "--mark-leader", gone: "--bad", joined: "--good", isr: "--warn", disk: "--bad", at: "--muted" };
 
 // Seconds between two times on an axis.
 const STEPS = [1, 5, 15, 30, 60, 120, 300, 600, 900, 1_800, 3_600, 7_200, 14_400, 21_600];

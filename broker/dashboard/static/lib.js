@@ -231,6 +231,25 @@ export function Search({ label, name = "search" }) {
   return html`<input type="search" aria-label=${label} placeholder=${label} value=${text} onInput=${typed} data-search />`;
 }
 
+// The pages of a list that goes on after a place; the place is in the address.
+export function After({ next, name = "after" }) {
+  const { query } = usePlace();
+  if (!query[name] && !next) return null;
+  return html`<nav class="pager" aria-label="Pages"><button disabled=${!query[name]} onClick=${() => setQuery({ [name]: "" }, {})}>First page</button><button disabled=${!next} onClick=${() => setQuery({ [name]: next }, {})}>Next</button></nav>`;
+}
+
+// A field for a moment that is in the address. `clears`: what has no meaning with it.
+export const localTime = (ms) => new Date(ms - new Date(ms).getTimezoneOffset() * 60_000).toISOString().slice(0, 19);
+export function Moment({ label, name = "at", clears = {} }) {
+  const { query } = usePlace();
+  const ms = Date.parse(query[name]);
+  const chosen = (event) => {
+    const date = new Date(event.target.value);
+    setQuery({ ...clears, [name]: Number.isNaN(date.getTime()) ? "" : date.toISOString() });
+  };
+  return html`<label class="inline">${label}<input type="datetime-local" step="1" value=${Number.isNaN(ms) ? "" : localTime(ms)} onChange=${chosen} /></label>`;
+}
+
 // A list to choose from. An option: a text, or [value, text].
 export const Choice = ({ label, value, options, onChange, ...more }) => html`<label class="inline">${label}<select onChange=${(event) => onChange(event.target.value)} ...${more}>${options.map((each) => {
   const [of, says] = Array.isArray(each) ? each : [each, each];
@@ -251,12 +270,14 @@ export function Copy({ text }) {
   return html`<button class="quiet" onClick=${copy} aria-label="Copy">${done ? "copied" : "copy"}</button>`;
 }
 
-// The same as a curl and a portalmq command.
-export function Same({ curl, command }) {
+// The same as a curl and a portalmq command. `before`: what the command reads from.
+function commands({ curl, command, before = "" }) {
   const token = here.hasToken ? ` -H "Authorization: Bearer $TOKEN"` : "";
-  const lines = [curl && `curl${token} ${curl}`, command && `portalmq ${command} --server ${location.origin}${here.hasToken ? " --token-file FILE" : ""}`].filter(Boolean);
-  return html`<section class="same" aria-label="The same as a command"><h2>The same as a command</h2>${lines.map((each) => html`<div><code>${each}</code><${Copy} text=${each} /></div>`)}</section>`;
+  return [curl && `curl${token} ${curl}`, command && `${before}portalmq ${command} --server ${location.origin}${here.hasToken ? " --token-file FILE" : ""}`].filter(Boolean);
 }
+export const Same = (of) => html`<section class="same" aria-label="The same as a command"><h2>The same as a command</h2>${commands(of).map((each) => html`<div><code>${each}</code><${Copy} text=${each} /></div>`)}</section>`;
+// The same, of an act in a view.
+export const Does = (of) => commands(of).map((each) => html`<p class="hint mono">${each}</p>`);
 export const at = (path) => shell(location.origin + path);
 export const post = (path, body, method = "POST") => `-X ${method} ${at(path)}${body === undefined ? "" : ` -H 'Content-Type: application/json' -d ${quoted(JSON.stringify(body))}`}`;
 

@@ -198,6 +198,22 @@ class TestLists:
         assert found["topics"][0]["name"] == "listed-07"
         assert found["topics"][0]["rate"][0] > 0
 
+    def test_topics_with_what_is_scheduled(self, client: FlaskClient, fixture: Fixture) -> None:
+        later = {"value": 1, "delay_ms": 60_000}
+        produce(client, "later-a", later, later, {"value": 2}, {"value": 3, "delay_ms": 90_000, "priority": 3})
+        produce(client, "later-b", {"value": 1})
+        produce(client, "later-c", later)
+        cancelled = client.get("/v1/topics/later-a/scheduled").get_json()["messages"][0]["id"]
+        assert client.delete(f"/v1/topics/later-a/scheduled/{cancelled}").status_code == 204
+
+        def listed() -> list[tuple[str, int]]:
+            found = get(client, "/ui/data/topics", sort="scheduled", search="later-")
+            return [(topic["name"], topic["scheduled"]) for topic in found["topics"]]
+
+        assert listed() == [("later-a", 2), ("later-c", 1)]
+        fixture.clock.advance(60_001)
+        assert listed() == [("later-a", 1), ("later-c", 0)]
+
     def test_groups_with_their_topics_and_lags(self, client: FlaskClient, fixture: Fixture) -> None:
         for topic in ("work-a", "work-b"):
             produce(client, topic, {"value": 1}, {"value": 2}, {"value": 3})

@@ -11,6 +11,6 @@ export function Api() {
     <${Card} title="Try it"><dl class="facts"><dt>Send</dt><dd><code>curl -X POST ${location.origin}/v1/topics/hello/messages -d 'a message'</code></dd>
       <dt>Receive</dt><dd><code>curl -X POST ${location.origin}/v1/groups/me/receive -d '${'{"topics":["hello"],"wait_ms":5000}'}'</code></dd>
       <dt>Follow</dt><dd><code>curl -N -H 'Accept: text/event-stream' ${location.origin}/v1/topics/hello/partitions/0/messages</code></dd></dl><//>
-    <${Same} curl=${at("/openapi.json")} command="status" />
+    <${Same} curl=${at("/openapi.json")} />
   <//>`;
 }

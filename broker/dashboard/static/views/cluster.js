@@ -25,7 +25,7 @@ export function Cluster() {
     ${data ? html`<${Card} flush><${Table} label="Leaders of partitions" rows=${data.partitions} keyOf=${(row) => `${row.topic} ${row.partition}`} empty=${query.show ? "None: all is well." : "There is no partition."} columns=${[
       { name: "Partition", of: (row) => html`<${Link} to=${`/ui/topics/${url(row.topic)}?tab=partitions`}>${row.topic}<//><span class="muted"> ${row.partition}</span>` },
       ...brokers.map((broker) => ({ name: `Broker ${broker}`, of: (row) => html`<${Cell} row=${row} broker=${broker} />` })),
-      { name: "Epoch", number: true, of: (row) => number(row.leader_epoch) },
+      { name: "Epoch", number: true, minor: true, of: (row) => number(row.leader_epoch) },
     ]} /><//><${Pager} found=${data} /><p class="legend"><i class="cell leads"></i>leads <i class="cell in-sync"></i>in sync <i class="cell lacks"></i>not in sync</p>` : html`<${Loading} of=${found} />`}
     <${Same} curl=${at("/v1/metadata")} command="status" />
   <//>`;

@@ -1,6 +1,6 @@
 // Dead letters of a group: by reason, one by one, redrive with a dry run and a rate, drop.
 import { useMemo, useState } from "../vendor/preact-htm.js";
-import { Act, Card, Choice, Destroy, Empty, Fault, Link, Loading, Page, Pager, Same, Table, Tag, at, call, html, messageUrl, moment, number, post, setQuery, shell, url, useAct, useGet, usePlace, valueText, withQuery } from "../lib.js";
+import { Act, After, Card, Choice, Destroy, Does, Empty, Fault, Link, Loading, Page, Pager, Same, Table, Tag, at, call, html, messageUrl, moment, number, post, setQuery, shell, url, useAct, useGet, usePlace, valueText, withQuery } from "../lib.js";
 import { Resend } from "./message.js";
 import { whereOf } from "./topic.js";
 
@@ -43,16 +43,14 @@ function OfGroup({ group }) {
   const crumbs = [["Dead letters", "/ui/dead-letters"]];
   return html`<${Page} title=${group} crumbs=${crumbs} at=${numbers.at}>
     ${!numbers.data ? html`<${Loading} of=${numbers} />` : !topic ? html`<${Empty}>This group has given up no message.<//>` : html`
-      <div class="tools"><${Choice} label="Topic" value=${topic} options=${[...new Set([topic, ...topics.map((each) => each.topic)])]} onChange=${(chosen) => setQuery({ topic: chosen, reason: "" })} />
+      <div class="tools"><${Choice} label="Topic" value=${topic} options=${[...new Set([topic, ...topics.map((each) => each.topic)])]} onChange=${(chosen) => setQuery({ topic: chosen, reason: "", after: "", where: "" })} />
       <${Link} to=${`/ui/groups/${url(group)}`}>the group ${group}<//></div>
-      <${Letters} key=${topic} group=${group} topic=${topic} reason=${query.reason} />`}
+      <${Letters} key=${topic} group=${group} topic=${topic} reason=${query.reason} after=${query.after} />`}
   <//>`;
 }
 
-function Letters({ group, topic, reason }) {
+function Letters({ group, topic, reason, after }) {
   const reasons = useGet(withQuery(`/ui/data/groups/${url(group)}/dead-letters`, { topic }), 5_000);
-  const [pages, setPages] = useState([]);
-  const after = pages[pages.length - 1];
   const path = withQuery(`/v1/groups/${url(group)}/dead-letters`, { topic, limit: 50, after });
   const found = useGet(path, 5_000);
   const [chosen, setChosen] = useState(new Set());
@@ -83,13 +81,14 @@ function Letters({ group, topic, reason }) {
       { name: "Value", wide: true, of: (row) => html`<span class="mono cut">${String(valueText(row)).slice(0, 300)}</span>` },
       { name: html`<span class="hidden">Edit</span>`, of: (row) => html`<${Act} class="quiet" onClick=${() => setEdited(row)}>edit<//>` },
     ]} /><//>
-    ${(pages.length > 0 || found.data.next_after) && html`<nav class="pager" aria-label="Pages"><button disabled=${!pages.length} onClick=${() => setPages(pages.slice(0, -1))}>Previous</button><button disabled=${!found.data.next_after} onClick=${() => setPages([...pages, found.data.next_after])}>Next</button></nav>`}`}
+    <${After} next=${found.data.next_after} />`}
     ${edited && html`<${Resend} key=${edited.id} message=${edited} label=${`Edit ${edited.id} and send the copy`} opened onClose=${() => setEdited(null)} />`}
     <${Same} curl=${at(`/v1/groups/${url(group)}/dead-letters?topic=${url(topic)}`)} command=${`dlq list ${shell(group)} ${shell(topic)}`} />`;
 }
 
 function Redrive({ group, topic, reason, chosen, done }) {
-  const [filter, setFilter] = useState("");
+  const { query } = usePlace();
+  const [filter, setFilter] = useState(query.where || "");
   const [perSecond, setPerSecond] = useState("");
   const [dry, setDry] = useState(null);
   const [run, busy] = useAct();
@@ -119,7 +118,7 @@ function Redrive({ group, topic, reason, chosen, done }) {
   const matched = dry && dry.key === key ? dry.matched : null;
   return html`<${Card} title="Redrive or drop" note=${which}>
     <div class="tools">
-      <input type="search" class="grow mono" aria-label="Only those that match" placeholder="Only those that match: value.order>100  reason~timeout" value=${filter} onInput=${(event) => setFilter(event.target.value)} disabled=${ids.length > 0} spellcheck="false" data-search />
+      <input type="search" class="grow mono" aria-label="Only those that match" placeholder="Only those that match: value.order>100  reason~timeout" value=${filter} onInput=${(event) => setFilter(event.target.value)} onChange=${(event) => setQuery({ where: event.target.value })} disabled=${ids.length > 0} spellcheck="false" data-search />
       <label class="inline">At most<input type="number" min="0" step="any" value=${perSecond} onInput=${(event) => setPerSecond(event.target.value)} placeholder="no limit" />a second</label>
     </div>
     ${wrong && html`<p class="alert" role="alert">${wrong}</p>`}
@@ -133,6 +132,6 @@ function Redrive({ group, topic, reason, chosen, done }) {
         return found;
       }} done=${(found) => `${number(found.dropped)} dropped`} />`}
     </div>
-    ${wanted && html`<p class="hint mono">curl ${post(path, wanted)}</p>`}
+    ${wanted && html`<${Does} curl=${post(path, wanted)} command=${`dlq redrive ${shell(group)} ${shell(topic)}${ids.length ? ` --ids ${ids.join(",")}` : wanted.where ? ` --where ${shell(JSON.stringify(wanted.where))}` : ""}${wanted.rate_per_s ? ` --rate ${wanted.rate_per_s}` : ""}`} />`}
   <//>`;
 }

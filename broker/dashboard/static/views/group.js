@@ -1,7 +1,7 @@
 // One group: its lag, its unfinished messages, its members; pause, seek with a preview, and its past.
 import { useMemo, useState } from "../vendor/preact-htm.js";
 import { Chart } from "../charts.js";
-import { Act, Card, Choice, Destroy, Dialog, Empty, Fault, Link, Loading, Page, Same, Stat, Table, Tag, at, call, duration, go, html, moment, number, post, setQuery, shell, short, url, useAct, useGet, usePlace, withQuery } from "../lib.js";
+import { Act, Card, Choice, Destroy, Dialog, Does, Empty, Fault, Link, Loading, Moment, Page, Same, Stat, Table, Tag, at, call, duration, go, html, moment, number, post, setQuery, shell, short, url, useAct, useGet, usePlace, withQuery } from "../lib.js";
 import { Messages } from "./topic.js";
 
 const LAG = [{ label: "not done", colour: "--series-4", fill: true }];
@@ -24,10 +24,10 @@ export function Group({ names: [group] }) {
         <${Stat} label="Not done" value=${short(data.lag)} note=${data.lag ? `oldest ${duration(data.oldest_unacked_ms)}` : "nothing waits"} />
         ${isQueue ? html`<${Stat} label="Ready" value=${short(data.ready)} /><${Stat} label="In flight" value=${short(data.in_flight)} note="leased" /><${Stat} label="Scheduled" value=${short(data.scheduled)} note="or in back-off" /><${Stat} label="Dead" value=${short(data.dead)} tone=${data.dead ? "warn" : ""} note=${data.dead ? html`<${Link} to=${`/ui/dead-letters/${url(group)}`}>look at them<//>` : "none"} />` : html`<${Stat} label="Members" value=${data.members ? number(data.members.length) : "–"} note="share the partitions" />`}
       </dl>
-      ${isQueue ? html`<${Queue} group=${group} moment_=${moment_} />` : html`<${Stream} group=${group} />`}
+      ${isQueue ? html`<${Queue} group=${group} moment_=${moment_} past=${moment_ && data} />` : html`<${Stream} group=${group} past=${moment_ && data} />`}
       ${data.members?.length > 0 && html`<${Card} title="Members"><ul class="plain mono">${data.members.map((each) => html`<li>${each}</li>`)}</ul><//>`}
       ${data.config && html`<div class="columns">
-        <${Card} title="Settings"><dl class="facts mono">${Object.entries(data.config).map(([name, value]) => html`<dt>${name}</dt><dd>${typeof value === "string" ? value || "none" : JSON.stringify(value)}</dd>`)}</dl><//>
+        <${Card} title="Settings"><dl class="facts mono">${Object.entries(data.config).map(([name, value]) => html`<dt>${name}</dt><dd>${value === null || value === "" ? "none" : typeof value === "string" ? value : JSON.stringify(value)}</dd>`)}</dl><//>
         <${Card} title="What cannot be undone"><p>Deleting a group drops its position, its leases and its dead letters. Messages stay in their topics.</p><${Destroy} label="Delete group" name=${group} says=${`The group ${group} is deleted.`} act=${async () => {
           await call("DELETE", path);
           go("/ui/groups");
@@ -54,6 +54,7 @@ function Pause({ group, paused, reload }) {
   return html`<${Act} onClick=${() => setOpen(true)}>Pause<//><${Dialog} title=${`Pause ${group}`} open=${open} onClose=${() => setOpen(false)}><form onSubmit=${submit}>
     <p>Its receives wait until it is resumed. Leases run out as always; acks work.</p>
     <label>Reason, for others to see<input value=${reason} onInput=${(event) => setReason(event.target.value)} autofocus /></label>
+    <${Does} curl=${post(`/v1/groups/${url(group)}/pause`, { reason })} command=${`group pause ${shell(group)}${reason ? ` --reason ${shell(reason)}` : ""}`} />
     <div class="row end"><button type="button" onClick=${() => setOpen(false)}>Cancel</button><button class="primary" disabled=${busy}>Pause</button></div>
   </form><//>`;
 }
@@ -79,24 +80,29 @@ function Move({ group, topic }) {
     <label>To topic<input value=${to} onInput=${(event) => setTo(event.target.value)} required class="mono" autofocus spellcheck="false" /></label>
     <label>At most<input type="number" min="1" max="10000" value=${limit} onInput=${(event) => setLimit(event.target.value)} /></label>
     <p class="hint">They are done for ${group}, and appended to the other topic.</p>
+    <${Does} curl=${post(`/v1/groups/${url(group)}/move`, wanted)} command=${`move ${shell(topic)} ${to ? shell(to) : "TO_TOPIC"} --group ${shell(group)} --limit ${limit}`} />
     <div class="row end">${dry && html`<${Tag} tone="info">${number(dry.matched)} are ready<//>`}<button type="button" onClick=${close}>Cancel</button><button type="button" disabled=${busy || !to} onClick=${async () => setDry((await ask({ dry_run: true })) || null)}>Dry run</button><button class="primary" disabled=${busy}>Move</button></div>
   </form><//>`;
 }
 
-function TimeTravel() {
-  const chosen = (event) => {
-    const date = new Date(event.target.value);
-    setQuery({ at: Number.isNaN(date.getTime()) ? "" : date.toISOString() });
-  };
-  return html`<label class="inline">As it was at<input type="datetime-local" step="1" onChange=${chosen} /></label>`;
+// The counts of a moment, by topic.
+function byTopic(partitions) {
+  const found = new Map();
+  partitions.forEach((each) => {
+    const sums = found.get(each.topic) || { topic: each.topic, ready: 0, in_flight: 0, scheduled: 0, dead: 0, lag: 0 };
+    ["ready", "in_flight", "scheduled", "dead", "lag"].forEach((name) => (sums[name] += each[name]));
+    found.set(each.topic, sums);
+  });
+  return [...found.values()];
 }
 
 // --- queue groups -------------------------------------------------------------------------------------------------------
 
-function Queue({ group, moment_ }) {
+function Queue({ group, moment_, past }) {
   const { query } = usePlace();
   const numbers = useGet(`/ui/data/groups/${url(group)}`, 5_000);
-  const rows = numbers.data?.topics || [];
+  const rows = past ? byTopic(past.partitions) : numbers.data?.topics || [];
+  const marks = useMemo(() => (moment_ ? [[Date.parse(moment_), "at", "shown", null]] : []), [moment_]);
   const topic = query.topic || rows.find((each) => each.lag)?.topic || rows[0]?.topic;
   const [more, setMore] = useState({ of: "", messages: [], next: undefined });
   const path = topic && withQuery(`/v1/groups/${url(group)}/messages`, { topic, at: moment_, limit: 50 });
@@ -111,7 +117,7 @@ function Queue({ group, moment_ }) {
   });
   const lags = useMemo(() => (numbers.data ? [numbers.data.lags.map(([second]) => second), numbers.data.lags.map(([, lag]) => lag)] : null), [numbers.data]);
   return html`<div class="columns">
-      <${Card} title="Not done" note="half an hour">${lags && lags[0].length > 1 ? html`<${Chart} label="Messages not done" series=${LAG} data=${lags} format=${short} height=${150} />` : html`<${Empty}>The first readings come in a few seconds.<//>`}<//>
+      <${Card} title="Not done" note="half an hour">${lags && lags[0].length > 1 ? html`<${Chart} label="Messages not done" series=${LAG} data=${lags} marks=${marks} format=${short} height=${150} />` : html`<${Empty}>The first readings come in a few seconds.<//>`}<//>
       <${Card} title="Topics" flush><${Table} label="Topics of the group" rows=${rows} keyOf=${(row) => row.topic} empty="It has received from no topic yet." columns=${[
         { name: "Topic", of: (row) => html`<${Link} to=${`/ui/topics/${url(row.topic)}`}>${row.topic}<//>` },
         { name: "Ready", number: true, of: (row) => number(row.ready) },
@@ -121,7 +127,7 @@ function Queue({ group, moment_ }) {
       ]} /><//>
     </div>
     ${topic && html`<div class="tools"><h2>Unfinished messages</h2>
-      <${Choice} label="Topic" value=${topic} options=${rows.map((row) => row.topic)} onChange=${(chosen) => setQuery({ topic: chosen })} /><${TimeTravel} />${!moment_ && html`<${Move} group=${group} topic=${topic} />`}</div>
+      <${Choice} label="Topic" value=${topic} options=${rows.map((row) => row.topic)} onChange=${(chosen) => setQuery({ topic: chosen })} /><${Moment} label="As it was at" />${!moment_ && html`<${Move} group=${group} topic=${topic} />`}</div>
     <${Fault} fault=${found.fault} />
     ${found.data && html`<${Card} flush><${Messages} rows=${messages} empty="All is done." extra=${[
       { name: "State", of: (row) => html`<${Tag} tone=${STATES[row.state]}>${row.state.replaceAll("_", " ")}<//>` },
@@ -132,7 +138,17 @@ function Queue({ group, moment_ }) {
 
 // --- stream groups ------------------------------------------------------------------------------------------------------
 
-function Stream({ group }) {
+function Stream({ group, past }) {
+  if (past) return html`<div class="tools"><${Moment} label="As it was at" /></div><${Card} title="Positions" flush><${Table} label="Positions" rows=${past.partitions} keyOf=${(row) => `${row.topic} ${row.partition}`} empty="It had read no topic yet." columns=${[
+    { name: "Topic", of: (row) => html`<${Link} to=${`/ui/topics/${url(row.topic)}`}>${row.topic}<//>` },
+    { name: "Partition", number: true, of: (row) => row.partition },
+    { name: "Behind", number: true, of: (row) => number(row.lag) },
+    { name: "Since", number: true, of: (row) => (row.lag ? duration(row.oldest_unacked_ms) : "") },
+  ]} /><//>`;
+  return html`<div class="tools"><${Moment} label="As it was at" /></div><${Positions} group=${group} />`;
+}
+
+function Positions({ group }) {
   const found = useGet(`/v1/groups/${url(group)}/offsets`, 2_000);
   const rows = found.data?.offsets || [];
   const topics = [...new Set(rows.map((row) => row.topic))];
@@ -191,5 +207,5 @@ function Seek({ group, topics, rows, reload }) {
       { name: "Then", number: true, of: (row) => number(row.to) },
       { name: "Moves by", number: true, of: (row) => `${row.to > row.from ? "+" : ""}${number(row.to - row.from)}` },
     ]} /><div class="row end"><button type="button" onClick=${() => setPreview(null)}>Leave it</button><${Act} class="primary" disabled=${busy} onClick=${seek}>Seek<//></div></div>`}
-    <p class="hint mono">${shown === "…" ? "" : `curl ${post(path, JSON.parse(shown))}`}</p><//>`;
+    ${shown !== "…" && html`<${Does} curl=${post(path, JSON.parse(shown))} command=${`group seek ${shell(group)} ${shell(form.topic)} --to ${form.to === "offset" ? form.offset : form.to === "at" ? wanted().to.at : form.to}${form.partition === "" ? "" : ` --partition ${form.partition}`}`} />`}<//>`;
 }

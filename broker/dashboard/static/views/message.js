@@ -1,17 +1,18 @@
 // One message: its content, its biography, and a form to send an edited copy.
 import { base64, editable, unpack } from "../exact.js";
 import { useEffect, useState } from "../vendor/preact-htm.js";
-import { Act, Card, Empty, Fault, Link, Loading, Page, Same, Tag, Value, at, call, duration, html, messageUrl, moment, shell, url, useAct, useGet } from "../lib.js";
+import { Act, Card, Does, Empty, Fault, Link, Loading, Page, Same, Tag, Value, at, call, duration, html, messageUrl, moment, post, setQuery, shell, url, useAct, useGet, usePlace } from "../lib.js";
 
 const TONES = { acked: "good", dead: "bad", nacked: "warn", expired: "warn", ttl_expired: "warn", purged: "bad", dropped: "bad", cancelled: "bad", delivered: "info", redriven: "info" };
 
 export function Message({ names: [topic, id] }) {
+  const { query } = usePlace();
   const [partition, offset] = id.split("-");
   const page = useGet(`/v1/topics/${url(topic)}/partitions/${partition}/messages?offset=${offset}&limit=1`);
   const trace = useGet(`/v1/messages/${url(topic)}/${id}/trace`, 3_000);
   const message = page.data?.messages.find((each) => each.offset === Number(offset)) || trace.data?.message;
   const crumbs = [["Topics", "/ui/topics"], [topic, `/ui/topics/${url(topic)}`]];
-  return html`<${Page} title=${id} crumbs=${crumbs} at=${page.at}>
+  return html`<${Page} title=${id} crumbs=${crumbs} at=${trace.at || page.at}>
     ${!message ? (page.data ? html`<${Empty}>There is no message with this id: it was removed, or the offset is a control record.<//>` : html`<${Loading} of=${page} />`) : html`
       <div class="columns wide-first">
         <div>
@@ -29,7 +30,7 @@ export function Message({ names: [topic, id] }) {
             ${message.expires_at_ms ? html`<dt>Expires</dt><dd><time>${moment(message.expires_at_ms)}</time></dd>` : null}
           </dl><//>
           <${Card} title="Headers">${Object.keys(message.headers).length ? html`<dl class="facts mono">${Object.entries(message.headers).map(([name, value]) => html`<dt>${name}</dt><dd>${value}</dd>`)}</dl>` : html`<${Empty}>None.<//>`}<//>
-          <${Resend} message=${message} />
+          <${Resend} message=${message} opened=${!!query.edit} onOpen=${() => setQuery({ edit: 1 })} onClose=${() => setQuery({ edit: "" })} />
         </div>
       </div>`}
     <${Same} curl=${at(`/v1/messages/${url(topic)}/${id}/trace`)} command=${`message trace ${shell(topic)} ${id}`} />
@@ -54,7 +55,7 @@ function Biography({ trace, message }) {
 }
 
 // An edited copy. What is not touched is left out, so that the broker keeps it byte for byte.
-export function Resend({ message, label = "Edit and resend", opened = false, onClose = () => {} }) {
+export function Resend({ message, label = "Edit and resend", opened = false, onOpen = () => {}, onClose = () => {} }) {
   const [open, setOpen] = useState(opened);
   const [original, setOriginal] = useState(null);
   const [value, setValue] = useState("");
@@ -74,13 +75,21 @@ export function Resend({ message, label = "Edit and resend", opened = false, onC
       setValue(made.text);
     });
   }, [open]);
+  const copyOf = () => ({
+    to_topic: to,
+    ...(key === (message.key || "") ? {} : { key: key || null }),
+    ...(original && value !== original.text ? { value_base64: base64(original.bytesOf(value)) } : {}),
+  });
+  let shown = { to_topic: to };
+  try {
+    shown = copyOf();
+  } catch {
+    // what is typed is no JSON yet
+  }
   const submit = async (event) => {
     event.preventDefault();
     const result = await run(async () => {
-      const copy = { to_topic: to };
-      if (key !== (message.key || "")) copy.key = key || null;
-      if (value !== original.text) copy.value_base64 = base64(original.bytesOf(value));
-      return call("POST", `/v1/topics/${url(message.topic)}/messages/${message.id}/copy`, copy);
+      return call("POST", `/v1/topics/${url(message.topic)}/messages/${message.id}/copy`, copyOf());
     }, (made) => `appended as ${made.id} in ${made.topic}`);
     if (result) setSent(result);
   };
@@ -88,12 +97,16 @@ export function Resend({ message, label = "Edit and resend", opened = false, onC
     setOpen(false);
     onClose();
   };
-  if (!open) return html`<${Act} onClick=${() => setOpen(true)} data-edit>${label}<//>`;
+  if (!open) return html`<${Act} onClick=${() => {
+    setOpen(true);
+    onOpen();
+  }} data-edit>${label}<//>`;
   return html`<${Card} title=${label}><form onSubmit=${submit}>
     <label>To topic<input value=${to} onInput=${(event) => setTo(event.target.value)} class="mono" required /></label>
     <label>Key<input value=${key} onInput=${(event) => setKey(event.target.value)} class="mono" placeholder=${message.key_base64 ? "bytes, kept" : "none"} /></label>
     <label>Value<textarea rows="8" class="mono" value=${value} disabled=${!original} onInput=${(event) => setValue(event.target.value)} spellcheck="false" data-value></textarea><span class="hint">${original ? `${original.kind}; ` : ""}headers are kept</span></label>
     <div class="row end"><button type="button" onClick=${close}>Close</button><${Act} type="submit" class="primary" disabled=${busy || !original}>Send copy<//></div>
+    <${Does} curl=${post(`/v1/topics/${url(message.topic)}/messages/${message.id}/copy`, shown)} command=${`copy ${shell(message.topic)} ${message.id}${to === message.topic ? "" : ` --to ${shell(to)}`}${key === (message.key || "") ? "" : ` -k ${shell(key)}`}${original && value !== original.text ? ` --value ${shell(value)}` : ""}`} />
     ${sent && html`<p>Sent: <${Link} to=${messageUrl(sent)}>${sent.topic} ${sent.id}<//></p>`}
   </form><//>`;
 }

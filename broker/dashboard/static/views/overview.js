@@ -46,7 +46,8 @@ export function Overview() {
   const behind = useMemo(() => [data[0], data[4]], [data]);
   const newest = now.rows[now.rows.length - 1];
   const last = isKnown(newest) ? newest : undefined;
-  const hasUnknown = rows.some((row) => !isKnown(row) && row[0] > newest?.[0] - RANGES[range][1]);
+  // One or two are a broker that has just begun.
+  const hasUnknown = rows.filter((row) => !isKnown(row) && row[0] > newest?.[0] - RANGES[range][1]).length > 2;
   const under = now.brokers.reduce((sum, broker) => sum + (broker.under_replicated || 0), 0);
   const span = RANGES[range][1];
   return html`<${Page} title="Overview" at=${now.at_ms && new Date(now.at_ms)} actions=${html`<div class="switch" role="group" aria-label="Time shown">${Object.entries(RANGES).map(([name, [shown]]) => html`<button aria-pressed=${name === range} onClick=${() => setQuery({ range: name === "5m" ? "" : name })}>${shown}</button>`)}</div>`}>

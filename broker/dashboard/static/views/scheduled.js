@@ -1,9 +1,7 @@
 // Messages that are not due yet: run now, move, cancel.
 import { useState } from "../vendor/preact-htm.js";
-import { Act, Card, Destroy, Dialog, Empty, Fault, Link, Page, Same, Table, Tag, at, call, duration, html, messageUrl, moment, number, post, setQuery, shell, url, useAct, useGet, usePlace, valueText, withQuery } from "../lib.js";
+import { Act, After, Card, Destroy, Dialog, Does, Fault, Link, Loading, Page, Pager, Same, Table, Tag, at, call, duration, html, localTime, messageUrl, moment, number, post, setQuery, shell, url, useAct, useGet, usePlace, valueText, withQuery } from "../lib.js";
 import { whereOf } from "./topic.js";
-
-const local = (ms) => new Date(ms - new Date(ms).getTimezoneOffset() * 60_000).toISOString().slice(0, 19);
 
 export function Scheduled() {
   const { query } = usePlace();
@@ -11,21 +9,31 @@ export function Scheduled() {
   const topics = useGet(withQuery("/ui/data/topics", { search: typed, limit: 20 }));
   const show = (event) => {
     event.preventDefault();
-    setQuery({ topic: typed }, {});
+    setQuery({ topic: typed, after: "", where: "" }, {});
   };
   return html`<${Page} title="Scheduled">
     <form class="tools" onSubmit=${show}><label class="inline">Topic<input list="topics" class="mono" value=${typed} onInput=${(event) => setTyped(event.target.value)} data-search autocomplete="off" spellcheck="false" /></label>
       <datalist id="topics">${(topics.data?.topics || []).map((each) => html`<option value=${each.name} />`)}</datalist><button>Show</button></form>
-    ${query.topic ? html`<${OfTopic} key=${query.topic} topic=${query.topic} />` : html`<${Card}><${Empty}>Choose a topic to see its messages that are not due yet.<//>${topics.data?.topics.length > 0 && html`<p class="links">${topics.data.topics.slice(0, 20).map((each) => html`<${Link} to=${`/ui/scheduled?topic=${url(each.name)}`}>${each.name}<//>`)}</p>`}<//>`}
+    ${query.topic ? html`<${OfTopic} key=${query.topic} topic=${query.topic} after=${query.after} />` : html`<${Having} />`}
   <//>`;
 }
 
-function OfTopic({ topic }) {
-  const [pages, setPages] = useState([]);
+// The topics that have some.
+function Having() {
+  const { query } = usePlace();
+  const found = useGet(withQuery("/ui/data/topics", { sort: "scheduled", limit: 20, page: query.page }), 5_000);
+  return html`${found.data ? html`<${Card} title="Topics with delayed messages" note="on this broker" flush><${Table} label="Topics with delayed messages" rows=${found.data.topics} keyOf=${(row) => row.name} empty="No topic on this broker has delayed messages." columns=${[
+      { name: "Topic", of: (row) => html`<${Link} to=${`/ui/scheduled?topic=${url(row.name)}`}>${row.name}<//>` },
+      { name: "Not due yet", number: true, of: (row) => number(row.scheduled) },
+    ]} /><//><${Pager} found=${found.data} />` : html`<${Loading} of=${found} />`}
+    <${Same} curl=${at("/ui/data/topics?sort=scheduled")} command="scheduled list TOPIC" />`;
+}
+
+function OfTopic({ topic, after }) {
   const [moved, setMoved] = useState(null);
   const [run, busy] = useAct();
   const path = `/v1/topics/${url(topic)}/scheduled`;
-  const found = useGet(withQuery(path, { limit: 100, after: pages[pages.length - 1] }), 3_000);
+  const found = useGet(withQuery(path, { limit: 100, after }), 3_000);
   const act = async (does, done) => {
     await run(does, done);
     found.reload();
@@ -47,14 +55,15 @@ function OfTopic({ topic }) {
       { name: "Value", wide: true, of: (row) => html`<span class="mono cut">${String(valueText(row)).slice(0, 300)}</span>` },
       { name: html`<span class="hidden">Acts</span>`, of: (row) => html`<span class="row tight"><${Act} class="quiet" disabled=${busy} onClick=${() => act(() => call("POST", `${path}/${row.id}/run`), `${row.id} is due now`)}>run now<//><${Act} class="quiet" onClick=${() => setMoved(row)}>move<//><${Act} class="quiet bad" disabled=${busy} onClick=${() => act(() => call("DELETE", `${path}/${row.id}`), `${row.id} is cancelled`)}>cancel<//></span>` },
     ]} /><//>
-    ${(pages.length > 0 || found.data.next) && html`<nav class="pager" aria-label="Pages"><button disabled=${!pages.length} onClick=${() => setPages(pages.slice(0, -1))}>Previous</button><button disabled=${!found.data.next} onClick=${() => setPages([...pages, found.data.next])}>Next</button></nav>`}`}
-    <${Dialog} title=${`Move ${moved?.id}`} open=${!!moved} onClose=${() => setMoved(null)}>${moved && html`<form onSubmit=${move}><label>Due<input name="at" type="datetime-local" step="1" required value=${local(moved.deliver_at_ms)} /></label><div class="row end"><button type="button" onClick=${() => setMoved(null)}>Cancel</button><button class="primary" disabled=${busy}>Move</button></div></form>`}<//>
+    <${After} next=${found.data.next} />`}
+    <${Dialog} title=${`Move ${moved?.id}`} open=${!!moved} onClose=${() => setMoved(null)}>${moved && html`<form onSubmit=${move}><label>Due<input name="at" type="datetime-local" step="1" required value=${localTime(moved.deliver_at_ms)} /></label><div class="row end"><button type="button" onClick=${() => setMoved(null)}>Cancel</button><button class="primary" disabled=${busy}>Move</button></div></form>`}<//>
     <${Same} curl=${at(path)} command=${`scheduled list ${shell(topic)}`} />`;
 }
 
 // All that match a filter: run now, move, cancel.
 function Many({ topic, done }) {
-  const [filter, setFilter] = useState("");
+  const { query } = usePlace();
+  const [filter, setFilter] = useState(query.where || "");
   const [due, setDue] = useState("");
   const [dry, setDry] = useState(null);
   const [run, busy] = useAct();
@@ -79,7 +88,7 @@ function Many({ topic, done }) {
   };
   const which = where ? "those that match" : "all";
   return html`<${Card} title="Many at once" note=${which}>
-    <div class="tools"><input type="search" class="grow mono" aria-label="Only those that match" placeholder="Only those that match: key=c-7  value.reminder=true" value=${filter} onInput=${(event) => setFilter(event.target.value)} spellcheck="false" />
+    <div class="tools"><input type="search" class="grow mono" aria-label="Only those that match" placeholder="Only those that match: key=c-7  value.reminder=true" value=${filter} onInput=${(event) => setFilter(event.target.value)} onChange=${(event) => setQuery({ where: event.target.value })} spellcheck="false" />
       <label class="inline">Move to<input type="datetime-local" step="1" value=${due} onInput=${(event) => setDue(event.target.value)} /></label></div>
     ${wrong && html`<p class="alert" role="alert">${wrong}</p>`}
     <div class="row"><${Act} disabled=${busy || wrong} onClick=${() => ask("run", { dry_run: true })}>Dry run<//>
@@ -87,6 +96,6 @@ function Many({ topic, done }) {
       <${Act} class="primary" disabled=${busy || wrong} onClick=${() => ask("run")}>Run ${which} now<//>
       <${Act} disabled=${busy || wrong || !due} onClick=${() => ask("move", { deliver_at_ms: new Date(due).getTime() })}>Move ${which}<//>
       ${!wrong && html`<${Destroy} label=${`Cancel ${which}`} name=${topic} says=${`Scheduled messages of ${topic}, ${which}, are cancelled.`} act=${() => ask("cancel")} />`}</div>
-    <p class="hint mono">curl ${post(`${path}/run`, wanted)}</p>
+    <${Does} curl=${post(`${path}/run`, wanted)} command=${`scheduled run ${shell(topic)} ${where ? `--where ${shell(JSON.stringify(where))}` : "--all"}`} />
   <//>`;
 }

@@ -1,7 +1,7 @@
 // Recurring messages: all schedules, one with its ticks, and a form to define one.
 import { isJson, messageJson } from "../exact.js";
 import { useState } from "../vendor/preact-htm.js";
-import { Act, Card, Choice, Destroy, Empty, Fault, Link, Loading, Page, Pager, Same, Search, Stat, Table, Tag, Value, at, call, duration, go, html, moment, setQuery, shell, url, useAct, useGet, usePlace, valueText, withQuery } from "../lib.js";
+import { Act, Card, Destroy, Empty, Fault, Link, Loading, Page, Pager, Same, Search, Stat, Table, Tag, Value, at, call, duration, go, html, moment, setQuery, shell, url, useAct, useGet, usePlace, valueText, withQuery } from "../lib.js";
 import { headersOf } from "./topic.js";
 
 const HOME = "/ui/schedules";
@@ -143,15 +143,15 @@ function Define({ name, from }) {
     <${Card}><form onSubmit=${save} data-define>
       <div class="row">${!from && html`<label>Name<input name="name" value=${form.name} onInput=${typed("name")} required pattern="[A-Za-z0-9._\\-]{1,190}" autocomplete="off" spellcheck="false" autofocus /></label>`}
         <label>Topic<input name="topic" value=${form.topic} onInput=${typed("topic")} required autocomplete="off" spellcheck="false" /></label></div>
-      <div class="row"><${Choice} label="When" value=${form.by} options=${[["cron", "by a cron line"], ["every", "every"]]} onChange=${(by) => setForm({ ...form, by })} />
-        ${isCron ? html`<label>Minute, hour, day of month, month, day of week<input name="cron" class="mono" value=${form.cron} onInput=${typed("cron")} required placeholder="0 6 * * 1-5" autocomplete="off" spellcheck="false" /></label>
+      <div class="row"><label>When<select name="by" onChange=${typed("by")}>${[["cron", "by a cron line"], ["every", "every"]].map(([by, says]) => html`<option value=${by} selected=${by === form.by}>${says}</option>`)}</select></label>
+        ${isCron ? html`<label>Cron line<input name="cron" class="mono" value=${form.cron} onInput=${typed("cron")} required placeholder="0 6 * * 1-5" title="minute, hour, day of month, month, day of week" autocomplete="off" spellcheck="false" /></label>
         <label>Time zone<input name="timezone" value=${form.timezone} onInput=${typed("timezone")} required list="zones" autocomplete="off" spellcheck="false" /><datalist id="zones">${(Intl.supportedValuesOf?.("timeZone") || []).map((each) => html`<option value=${each} />`)}</datalist></label>` : html`<label>Interval<input name="every" class="mono" value=${form.every} onInput=${typed("every")} required pattern=${"\\s*\\d+(\\.\\d+)?\\s*(ms|s|m|h|d)\\s*"} title="90s, 15m, 2h, 1d" placeholder="15m" autocomplete="off" /></label>`}</div>
       ${isCron && preview.fault && html`<p class="alert" role="alert">${preview.fault.message}</p>`}
       ${isCron && preview.data && html`<div class="preview" role="status"><p class="hint">It would tick at</p><${Ticks} ticks=${preview.data.next_ms} zone=${form.timezone} /></div>`}
       <label>Value<textarea name="value" rows="6" class="mono" value=${form.value ?? (from ? valueText(from) : "")} onInput=${typed("value")} placeholder='{"report": "sales"}' spellcheck="false" disabled=${!!from?.value_base64}></textarea><span class="hint">${from?.value_base64 ? "bytes, which stay as they are" : value.value_json === undefined ? "text" : "JSON"}</span></label>
       <div class="row"><label>Key<input name="key" class="mono" value=${form.key} onInput=${typed("key")} placeholder=${from?.key_base64 ? "bytes, which stay as they are" : "none"} autocomplete="off" /></label></div>
       <label>Headers, one a line<textarea name="headers" rows="2" class="mono" value=${form.headers} onInput=${typed("headers")} placeholder="trace: 42" spellcheck="false"></textarea></label>
-      <div class="row"><label class="inline"><input name="paused" type="checkbox" checked=${form.paused} onChange=${typed("paused")} />Paused: ticks pass without a message</label>
+      <div class="row wraps"><label class="inline"><input name="paused" type="checkbox" checked=${form.paused} onChange=${typed("paused")} />Paused: ticks pass without a message</label>
         <label class="inline"><input name="catch_up" type="checkbox" checked=${form.catch_up} onChange=${typed("catch_up")} />After an outage, publish the last missed tick</label></div>
       <div class="row end"><button type="button" onClick=${() => go(from ? `${HOME}/${url(name)}` : HOME)}>Cancel</button><${Act} type="submit" class="primary" disabled=${busy}>${from ? "Save" : "Create"}<//></div>
     </form><//>

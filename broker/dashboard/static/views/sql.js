@@ -1,6 +1,6 @@
 // SQL over the segment files of this broker.
 import { useState } from "../vendor/preact-htm.js";
-import { Act, Card, Page, Same, Table, call, csv, download, go, here, html, number, post, useAct, usePlace, withQuery } from "../lib.js";
+import { Act, Card, Page, Same, Table, call, csv, download, go, here, html, number, post, shell, useAct, usePlace, withQuery } from "../lib.js";
 
 const EXAMPLES = [
   ["newest messages of a topic", "SELECT offset, datetime(timestamp_ms / 1000, 'unixepoch') AS at, key, value\nFROM messages\nWHERE topic = 'orders' AND partition = 0\nORDER BY offset DESC LIMIT 20"],
@@ -38,7 +38,8 @@ export function Sql() {
   const keys = (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) ask(event);
   };
-  const json = () => JSON.stringify(found.rows.map((row) => Object.fromEntries(found.columns.map((name, index) => [name, row[index]]))), null, 1);
+  const names = () => found.columns.map((name, index) => (found.columns.indexOf(name) < index ? `${name}:${index}` : name));
+  const json = () => JSON.stringify(found.rows.map((row) => Object.fromEntries(names().map((name, index) => [name, row[index]]))), null, 1);
   return html`<${Page} title="SQL" at=${found?.when}>
     <p class="lead">One SELECT over the segment files of broker ${here.broker}, read-only, in a process of its own. Name a topic and a partition to make it fast.</p>
     <form onSubmit=${ask}><textarea class="mono editor" rows="7" aria-label="Query" value=${text} onInput=${(event) => setText(event.target.value)} onKeyDown=${keys} spellcheck="false" data-query></textarea>
@@ -49,6 +50,6 @@ export function Sql() {
     ${found && html`<${Card} flush><${Table} label="Result" rows=${found.rows} empty="No row." columns=${found.columns.map((name, index) => ({ name, number: typeof found.rows[0]?.[index] === "number", of: (row) => html`<span class=${`mono cut${row[index] === null ? " muted" : ""}`}>${shown(row[index])}</span>` }))} /><//>`}
     <div class="columns"><${Card} title="Tables"><dl class="tables">${TABLES.map(([name, columns]) => html`<dt class="mono">${name}</dt><dd class="mono">${columns}</dd>`)}</dl><//>
       <${Card} title="Examples"><ul class="plain">${EXAMPLES.map(([name, example]) => html`<li><button class="link" onClick=${() => setText(example)}>${name}</button></li>`)}</ul><//></div>
-    <${Same} curl=${post("/v1/sql", { query: text })} />
+    <${Same} curl=${post("/v1/sql", { query: text })} command=${`sql ${shell(text)}`} />
   <//>`;
 }

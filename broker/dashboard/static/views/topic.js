@@ -1,7 +1,7 @@
 // One topic: its messages, partitions, settings, and a form to publish.
 import { base64, inexact, isJson, messageJson } from "../exact.js";
 import { useEffect, useMemo, useRef, useState } from "../vendor/preact-htm.js";
-import { Act, Card, Choice, Destroy, Fault, Link, Loading, Page, Same, Stat, Table, Tag, Value, at, bytes, call, download, go, html, messageUrl, moment, number, post, setQuery, shell, url, useAct, useGet, usePlace, valueText, withQuery } from "../lib.js";
+import { Act, Card, Choice, Destroy, Fault, Link, Loading, Moment, Page, Same, Stat, Table, Tag, Value, at, bytes, call, clock, download, go, html, messageUrl, moment, number, post, setQuery, shell, url, useAct, useGet, usePlace, valueText, withQuery } from "../lib.js";
 
 const TABS = [["", "Messages"], ["partitions", "Partitions"], ["publish", "Publish"], ["settings", "Settings"]];
 
@@ -61,7 +61,7 @@ function Browse({ topic, partitions }) {
   const [text, setText] = useState(query.where || "");
   const [wrong, setWrong] = useState(null);
   const [more, setMore] = useState({ of: "", messages: [], next: undefined });
-  const [tail, setTail] = useState(false);
+  const tail = !!query.tail;
   const [where, refused] = useMemo(() => {
     try {
       return [query.where ? JSON.stringify(whereOf(query.where)) : undefined, null];
@@ -93,26 +93,26 @@ function Browse({ topic, partitions }) {
     const page = await call("GET", withQuery("/ui/data/messages", { ...wanted, at: undefined, after: next }));
     setMore({ of: path, messages: [...own.messages, ...page.messages], next: page.next });
   });
-  const since = (event) => {
-    const date = new Date(event.target.value);
-    setQuery({ at: Number.isNaN(date.getTime()) ? "" : date.toISOString(), offset: "" });
-  };
+  const told = found.at && `${number(messages.length)} shown, ${order ? "the oldest" : "the newest"} first, as of ${clock(found.at)}`;
+  const only = `${query.partition ? ` --partition ${query.partition}` : ""}${where ? ` --where ${shell(where)}` : ""}`;
+  const command = tail ? `consume ${shell(topic)}` : `peek ${shell(topic)}${order ? `${after ? ` --offset ${query.offset}` : ` --since ${query.at}`}` : " --newest"}${only} -n 50`;
+  const partitionPath = `/v1/topics/${url(topic)}/partitions/${query.partition || 0}/messages`;
   return html`<form class="tools" onSubmit=${submit} role="search">
       <input type="search" aria-label="Filter" placeholder='Filter: key=a  headers.trace=1  value.total>100  {"value.a": {"exists": true}}' value=${text} onInput=${(event) => setText(event.target.value)} data-search spellcheck="false" class="grow mono" />
       <button>Filter</button>
-      <button type="button" aria-pressed=${tail} class=${tail ? "pressed" : ""} onClick=${() => setTail(!tail)}>${tail ? "Stop tail" : "Live tail"}</button>
+      <button type="button" aria-pressed=${tail} class=${tail ? "pressed" : ""} onClick=${() => setQuery({ tail: tail ? "" : 1 })}>${tail ? "Stop tail" : "Live tail"}</button>
     </form>
     <div class="tools">
       <${Choice} label="Partition" value=${query.partition || ""} options=${[["", "all"], ...[...Array(partitions).keys()].map((each) => [each, each])]} onChange=${(partition) => setQuery({ partition, offset: "" })} />
       <label class="inline">From offset<input type="number" min="0" disabled=${!query.partition} value=${query.offset || ""} placeholder=${query.partition ? "newest" : ""} title=${query.partition ? "" : "Choose a partition first"} onChange=${(event) => setQuery({ offset: event.target.value, at: "" })} /></label>
-      <label class="inline">From time<input type="datetime-local" step="1" onChange=${since} /></label>
+      <${Moment} label="From time" clears=${{ offset: "" }} />
       ${messages.length > 0 && html`<button type="button" class="quiet" onClick=${() => download(`${topic}.json`, `[\n${messages.map(messageJson).join(",\n")}\n]`, "application/json")}>Download JSON</button>`}
     </div>
     ${(wrong || refused) && html`<p class="alert" role="alert">${wrong || refused}</p>`}
     <${Fault} fault=${found.fault} />
     ${refused ? null : tail ? html`<${Tail} topic=${topic} partition=${query.partition} where=${where} />` : found.data ? html`<${Card} flush><${Messages} rows=${messages} empty=${where ? `None of the ${number(found.data.scanned)} messages that were read match.` : "There is no message."} /><//>
-      ${next ? html`<p class="pager"><button disabled=${busy} onClick=${goOn}>${messages.length ? "More" : "Search on"}</button><span>${number(messages.length)} shown, ${order ? "the oldest" : "the newest"} first</span></p>` : html`<p class="pager"><span>${number(messages.length)} shown, ${order ? "the oldest" : "the newest"} first</span></p>`}` : !found.fault && html`<${Loading} of=${found} />`}
-    <${Same} curl=${query.partition ? at(`/v1/topics/${url(topic)}/partitions/${query.partition}/messages${query.offset ? `?offset=${query.offset}` : query.at ? `?at=${query.at}` : ""}`) : `-H 'Accept: application/x-ndjson' ${at(`/v1/topics/${url(topic)}/messages`)}`} command=${tail ? `consume ${shell(topic)}` : `peek ${shell(topic)}${query.partition ? ` --partition ${query.partition}` : ""}${query.offset ? ` --offset ${query.offset}` : ""}${query.at ? ` --since ${query.at}` : ""}`} />`;
+      <p class="pager">${next && html`<button disabled=${busy} onClick=${goOn}>${messages.length ? "More" : "Search on"}</button>`}<button onClick=${found.reload}>Refresh</button><span>${told}</span></p>` : !found.fault && html`<${Loading} of=${found} />`}
+    <${Same} curl=${tail ? `-N -H 'Accept: text/event-stream' ${at(`${partitionPath}?offset=latest`)}` : at(path)} command=${command} />`;
 }
 
 export function Messages({ rows, empty, extra = [] }) {
@@ -194,6 +194,7 @@ function Publish({ topic, partitions }) {
     return messageJson(isText ? built : { ...built, value: 0, value_json: form.value.trim() });
   }, [form]);
   const body = `{"messages":[${message}]}`;
+  const words = ["produce", shell(topic), ...(isText ? [] : ["--ndjson"]), ...(form.key ? ["-k", shell(form.key)] : []), ...Object.entries(headersOf(form.headers)).flatMap(([name, value]) => ["-H", shell(`${name}=${value}`)]), ...(form.partition === "" ? [] : ["--partition", form.partition]), ...(form.delay ? ["--delay", `${form.delay}s`] : [])];
   const submit = async (event) => {
     event.preventDefault();
     const sent = await run(async () => {
@@ -212,7 +213,7 @@ function Publish({ topic, partitions }) {
       <label>Headers, one a line<textarea rows="2" class="mono" value=${form.headers} onInput=${set("headers")} placeholder="trace: 42" spellcheck="false"></textarea></label>
       <div class="row end"><${Act} type="submit" class="primary" disabled=${busy}>Publish<//></div>
     </form><//>
-    <${Same} curl=${`-X POST ${at(`/v1/topics/${url(topic)}/messages`)} -H 'Content-Type: application/vnd.portalmq.batch+json' -d ${shell(body)}`} command=${`produce ${shell(topic)}${form.key ? ` -k ${shell(form.key)}` : ""}`} />`;
+    <${Same} curl=${`-X POST ${at(`/v1/topics/${url(topic)}/messages`)} -H 'Content-Type: application/vnd.portalmq.batch+json' -d ${shell(body)}`} command=${words.join(" ")} before=${`echo ${shell(isText ? form.value : form.value.trim().replaceAll("\n", " "))} | `} />`;
 }
 
 // --- settings -----------------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ export function Topics() {
       { name: "Messages", number: true, of: (row) => number(row.messages) },
       { name: "Size here", number: true, minor: true, of: (row) => bytes(row.size_bytes) },
       { name: "In/s", number: true, of: (row) => rate(row.rate ? row.rate[0] : 0) },
-      { name: "Out/s", number: true, of: (row) => rate(row.rate ? row.rate[1] : 0) },
+      { name: "Out/s", number: true, minor: true, of: (row) => rate(row.rate ? row.rate[1] : 0) },
     ]} /><//><${Pager} found=${data} />` : html`<${Loading} of=${found} />`}
     <${Same} curl=${at("/v1/topics")} command="topic list" />
   <//>`;
