@@ -485,6 +485,27 @@ def test_what_is_below_a_view_does_the_same(pages: Pages, broker: BrokerProcess,
     assert len(seen) > 40
 
 
+def test_a_command_is_one_whatever_the_address_says(pages: Pages, broker: BrokerProcess) -> None:
+    """Who copies it from a page that somebody linked to runs nothing else."""
+    produce(broker, "linked", {"value": 1})
+    call(broker, "POST", "/v1/groups/linked/receive", {"topics": ["linked"], "max_messages": 1})
+    sign_in(pages)
+    more = urllib.parse.quote("1; touch /tmp/x `id` $(id)'", safe="")
+    for path in (
+        f"/ui/topics/linked?at={more}",
+        f"/ui/topics/linked?partition={more}&offset={more}",
+        f"/ui/topics/linked?partition={more}&tail=1",
+        f"/ui/groups/linked?at={more}",
+        f"/ui/sql?q={more}",
+    ):
+        pages.open(path)
+        pages.until("document.querySelector('main .same code')")
+        for each in pages.ask(SHOWN):
+            lexer = shlex.shlex(each, posix=True, punctuation_chars="();<>|&`")
+            lexer.whitespace_split = True
+            assert not {";", "`", "(", ")", "$("} & set(lexer), each
+
+
 def run_shown(shown: str) -> None:
     if shown.startswith("curl"):
         words = [word.replace("$TOKEN", TOKEN) for word in shlex.split(shown)]

@@ -33,7 +33,7 @@ export function Group({ names: [group] }) {
           go("/ui/groups");
         }} done=${`${group} is deleted`} /><//>
       </div>`}`}
-    <${Same} curl=${at(withQuery(path, { at: moment_ }))} command=${`group show ${shell(group)}${moment_ ? ` --at ${moment_}` : ""}`} />
+    <${Same} curl=${at(withQuery(path, { at: moment_ }))} command=${`group show ${shell(group)}${moment_ ? ` --at ${shell(moment_)}` : ""}`} />
   <//>`;
 }
 

@@ -94,9 +94,9 @@ function Browse({ topic, partitions }) {
     setMore({ of: path, messages: [...own.messages, ...page.messages], next: page.next });
   });
   const told = found.at && `${number(messages.length)} shown, ${order ? "the oldest" : "the newest"} first, as of ${clock(found.at)}`;
-  const only = `${query.partition ? ` --partition ${query.partition}` : ""}${where ? ` --where ${shell(where)}` : ""}`;
-  const command = tail ? `consume ${shell(topic)}` : `peek ${shell(topic)}${order ? `${after ? ` --offset ${query.offset}` : ` --since ${query.at}`}` : " --newest"}${only} -n 50`;
-  const partitionPath = `/v1/topics/${url(topic)}/partitions/${query.partition || 0}/messages`;
+  const only = `${query.partition ? ` --partition ${shell(query.partition)}` : ""}${where ? ` --where ${shell(where)}` : ""}`;
+  const command = tail ? `consume ${shell(topic)}` : `peek ${shell(topic)}${order ? `${after ? ` --offset ${shell(query.offset)}` : ` --since ${shell(query.at)}`}` : " --newest"}${only} -n 50`;
+  const partitionPath = `/v1/topics/${url(topic)}/partitions/${url(query.partition || "0")}/messages`;
   return html`<form class="tools" onSubmit=${submit} role="search">
       <input type="search" aria-label="Filter" placeholder='Filter: key=a  headers.trace=1  value.total>100  {"value.a": {"exists": true}}' value=${text} onInput=${(event) => setText(event.target.value)} data-search spellcheck="false" class="grow mono" />
       <button>Filter</button>
@@ -194,7 +194,7 @@ function Publish({ topic, partitions }) {
     return messageJson(isText ? built : { ...built, value: 0, value_json: form.value.trim() });
   }, [form]);
   const body = `{"messages":[${message}]}`;
-  const words = ["produce", shell(topic), ...(isText ? [] : ["--ndjson"]), ...(form.key ? ["-k", shell(form.key)] : []), ...Object.entries(headersOf(form.headers)).flatMap(([name, value]) => ["-H", shell(`${name}=${value}`)]), ...(form.partition === "" ? [] : ["--partition", form.partition]), ...(form.delay ? ["--delay", `${form.delay}s`] : [])];
+  const words = ["produce", shell(topic), ...(isText ? [] : ["--ndjson"]), ...(form.key ? ["-k", shell(form.key)] : []), ...Object.entries(headersOf(form.headers)).flatMap(([name, value]) => ["-H", shell(`${name}=${value}`)]), ...(form.partition === "" ? [] : ["--partition", shell(form.partition)]), ...(form.delay ? ["--delay", shell(`${form.delay}s`)] : [])];
   const submit = async (event) => {
     event.preventDefault();
     const sent = await run(async () => {
