@@ -447,6 +447,11 @@ def test_every_page_fits_the_screen_and_has_no_errors(
         outside = [each for each in pages.browser.seen.requests if not each.startswith((broker.url, "data:"))]
         assert outside == [], path
         assert pages.ask(WITHOUT_A_NAME) == [], path
+        if width == 1280:
+            for other in (700, 1920):
+                pages.browser.resize(other, 900)
+                pages.until(f"innerWidth === {other} && document.documentElement.scrollWidth <= {other}")
+                assert pages.ask(OVERLAPPING) == [], (path, other)
 
 
 SHOWN = "[...document.querySelectorAll('main .same code, main .hint.mono')].map((each) => each.innerText)"

@@ -87,8 +87,7 @@ class Chromium:
 
     def open(self, page: Path | str, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
         """Open a file, or a URL."""
-        phone = width < 600
-        self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone)
+        self.resize(width, height)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setEmulatedMedia", features=[scheme])
         self.seen = Seen()
@@ -100,6 +99,10 @@ class Chromium:
         while self.ask("document.readyState") != "complete":
             assert time.monotonic() < deadline, f"{page} did not load"
         self.ask("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))")
+
+    def resize(self, width: int, height: int) -> None:
+        phone = width < 600
+        self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone)
 
     def ask(self, expression: str) -> Any:
         """Return the value of a JavaScript expression in the page."""
