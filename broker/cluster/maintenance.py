@@ -98,6 +98,7 @@ class Maintenance:
         closed = sum([partition.close_if_idle() for partition in in_short_turns(self._topics.partitions())])
         if closed > REPLICAS_WITH_PATIENCE:
             self._host.pool.apply(return_free_memory)
+        self._topics.note_closed()
 
     def retain(self) -> None:
         if self._host.disk_is_full():

@@ -1,4 +1,5 @@
-"""Opening and rebuilding the replicas of this broker, a few at a time, each in a greenlet.
+"""Opening and rebuilding the replicas of this broker, a few at a time, each in a greenlet; at once those whose files need
+not be opened (storage/closed_replicas.py).
 
 A damaged replica is rebuilt only while another ISR member says that it is whole. Until then an open one serves what can
 be read, and one that cannot be opened stays closed with its files.
@@ -55,8 +56,13 @@ class ReplicaOpener:
         self._slots = BoundedSemaphore(OPENING_AT_A_TIME)
 
     def open_soon(self, topic: Topic, number: int) -> None:
+        """Open a replica, at once if its files need not be opened."""
         key = (topic.state.topic_id, number)
         if key not in self.opening and not self.closed:
+            resumed = self._replicas.resume(topic.state, number)
+            if resumed is not None:
+                self.publish(topic, resumed)
+                return
             self.opening.add(key)
             gevent.spawn(self._open, topic, number)
 

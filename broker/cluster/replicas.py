@@ -12,10 +12,12 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import msgspec
 
@@ -26,6 +28,8 @@ from portalmq.broker.partition.folding import Recovered, recover
 from portalmq.broker.partition.host import PartitionHost
 from portalmq.broker.partition.native import attempt
 from portalmq.broker.partition.partition import Partition
+from portalmq.broker.partition.rest import closed_replica_of, recovered_from, uses_of
+from portalmq.broker.storage.closed_replicas import ClosedReplica, ClosedReplicas
 from portalmq.broker.storage.epochs import EpochFile
 from portalmq.broker.storage.errors import CorruptBatch, CorruptFile, Shortage, faults_of
 from portalmq.broker.storage.files import make_directory, sync_directory, write_atomically
@@ -50,6 +54,20 @@ T = TypeVar("T")
 Opened = tuple[Log, StateFile, Recovered, str]
 
 
+class Rested(NamedTuple):
+    """A partition whose files are closed, how often they had been used, and what is known of it."""
+
+    partition: Partition
+    uses: tuple[int, int]
+    description: bytes
+    closed: ClosedReplica
+
+
+def description_of(topic: TopicState) -> bytes:
+    """Return the content of topic.json."""
+    return encode(topic) + b"\n"
+
+
 def read_topic(folder: Path) -> TopicState | None:
     """Return the topic that a folder describes; None without a readable description of its own."""
     try:
@@ -65,6 +83,7 @@ class Files:
         self.root = data_dir / "partitions"
         self.lost = data_dir / "lost+found"
         self.epochs = EpochFile(data_dir)
+        self.closed = ClosedReplicas(data_dir)
         self._cluster_id = cluster_id
         self._store_uuid = store_uuid
         self._open_files = OpenFiles()
@@ -76,7 +95,7 @@ class Files:
     def describe(self, topic: TopicState) -> None:
         """Write the topic's state beside its partitions, for use without a control plane."""
         folder = self.folder(topic)
-        content = encode(topic) + b"\n"
+        content = description_of(topic)
         path = folder / TOPIC_FILE
         make_directory(folder)
         if not path.exists() or path.read_bytes() != content:
@@ -106,6 +125,40 @@ class Files:
             files.close()
             state_file.close()
             raise
+
+    def resume(self, topic: TopicState, number: int, closed: ClosedReplica) -> Opened | None:
+        """Return what `open` does, without a look at the files; None if what is known of them is not of this replica.
+        Reads no file of the replica."""
+        identity = LogIdentity(self._cluster_id, topic.name, topic.topic_id, number)
+        is_ours = closed.store_uuid.partition("/")[0] == self._store_uuid
+        if closed.identity != identity or not is_ours or closed.topic_crc != zlib.crc32(description_of(topic)):
+            return None
+        directory = self.folder(topic) / str(number)
+        files = Log.resume(
+            directory,
+            closed.segment,
+            identity=identity,
+            segment_bytes=topic.config.segment_bytes,
+            open_files=self._open_files,
+            on_contradiction=lambda: self.closed.forget(*identity.key),
+        )
+        state_file = StateFile(directory, identity=identity, open_files=self._open_files, epochs=self.epochs)
+        state_file.resume(closed.saved)
+        return files, state_file, recovered_from(closed, self.epochs.highest(identity.key)), closed.store_uuid
+
+    def note_closed(self, rested: Sequence[Rested], *, is_ending: bool) -> list[Rested]:
+        """Note replicas whose files are closed; return those that were noted."""
+        notes, noted = {}, []
+        for each in rested:
+            identity = each.closed.identity
+            folder = self.root / f"{identity.topic}@{identity.topic_id}" / str(identity.partition)
+            note = self.closed.mark(each.closed, folder, each.description, is_ending=is_ending)
+            if note is not None and uses_of(each.partition) == each.uses:  # else they may have changed before the look
+                notes[identity.key] = note
+                noted.append(each)
+        if notes:
+            self.closed.put(notes)
+        return noted
 
     def _store_uuid_of(self, directory: Path) -> str:
         make_directory(directory)
@@ -174,6 +227,7 @@ class Files:
             for folder in self._folders_of(topic_id):
                 shutil.rmtree(folder)
         self.epochs.forget(topic_id)
+        self.closed.forget(topic_id)
 
     def folders(self) -> list[Path]:
         """Return the folders of all topics, known or not. Raises StorageError."""
@@ -207,6 +261,10 @@ class Replicas:
         self._host = host
         self.files = files
         self._epoch_writer = EpochWriter(host.pool, files.epochs)
+        # Replicas whose files were closed when the broker ended, until they are begun again.
+        self._closed = files.closed.load()
+        # The uses of the files of each replica when it was noted as closed.
+        self._noted: dict[tuple[str, int], tuple[int, int]] = {}
 
     def describe(self, topic: TopicState) -> None:
         failed = attempt(self._host.pool, _naming_faults, self.files, self.files.describe, topic)
@@ -242,6 +300,37 @@ class Replicas:
         if isinstance(opened, Exception):
             self._host.storage_failed(opened)
             return None
+        return self._partition_of(topic, number, opened)
+
+    def resume(self, topic: TopicState, number: int) -> Partition | None:
+        """Return a replica whose files are closed, and as they were when the broker ended; None for any other. Each is
+        returned once: what is done with its files from then on is not known here."""
+        closed = self._closed.pop((topic.topic_id, number), None)
+        resumed = None if closed is None else self.files.resume(topic, number, closed)
+        if resumed is None:
+            return None
+        partition = self._partition_of(topic, number, resumed)
+        self._noted[topic.topic_id, number] = uses_of(partition)
+        return partition
+
+    def note_closed(self, replicas: Iterable[tuple[TopicState, Partition]], *, is_ending: bool = False) -> None:
+        """Note those whose files are closed and were used since they were noted last: the next start need not open
+        them."""
+        rested = []
+        for topic, partition in replicas:
+            uses, description = uses_of(partition), description_of(topic)
+            if self._noted.get((topic.topic_id, partition.number)) != uses:
+                closed = closed_replica_of(partition, description)
+                if closed is not None:
+                    rested.append(Rested(partition, uses, description, closed))
+        if rested:
+            noted = attempt(self._host.pool, partial(self.files.note_closed, is_ending=is_ending), rested)
+            if isinstance(noted, Exception):
+                log.warning("closed replicas could not be noted: %s", noted)
+            else:
+                self._noted |= {each.closed.identity.key: each.uses for each in noted}
+
+    def _partition_of(self, topic: TopicState, number: int, opened: Opened) -> Partition:
         files, state_file, recovered, store_uuid = opened
         return Partition(
             self._host,

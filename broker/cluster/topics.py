@@ -7,6 +7,7 @@
     <data>/partitions/<topic>@<topic id>/<partition>/     see storage; store.id counts how often the replica was rebuilt
     <data>/lost+found/                                    files of unknown topics, and damaged replicas
     <data>/epochs.sqlite                                  the highest leader epochs that they have seen
+    <data>/closed.sqlite                                  replicas whose files the next start need not open
 
 Nothing is destroyed without authority: a folder is removed only when the control plane says by name and id that its
 topic was deleted. A folder of an unknown topic is moved aside and kept. A replica is visible once fully open.
@@ -14,9 +15,10 @@ topic was deleted. A folder of an unknown topic is moved aside and kept. A repli
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -112,6 +114,11 @@ class Topics:
         """Return all replicas that are open here, leading or not."""
         return [partition for topic in self for partition in tuple(topic.local.values())]
 
+    def note_closed(self, *, is_ending: bool = False) -> None:
+        """Note the replicas whose files are closed, so that the next start need not open them."""
+        held = ((topic.state, partition) for topic in self for partition in tuple(topic.local.values()))
+        self._replicas.note_closed(held if is_ending else in_short_turns(held), is_ending=is_ending)
+
     def local(self, topic_id: str, number: int) -> Partition | None:
         topic = self._by_id.get(topic_id)
         return topic.local.get(number) if topic is not None else None
@@ -139,11 +146,12 @@ class Topics:
         if changes.brokers or changes.everything:
             self._update_brokers(mirror.brokers)
         names = set(mirror.topics) | set(self._topics) if changes.everything else changes.topics
-        for name in in_short_turns(tuple(names)):
-            self._sync_topic(name, mirror.topics.get(name))
         keys = mirror.partitions if changes.everything else changes.partitions
-        for key in in_short_turns(tuple(keys)):
-            self._sync_partition(*key)
+        with _without_collector() if changes.everything else nullcontext():
+            for name in in_short_turns(tuple(names)):
+                self._sync_topic(name, mirror.topics.get(name))
+            for key in in_short_turns(tuple(keys)):
+                self._sync_partition(*key)
         if changes.tombstones or changes.everything:
             for topic_id in mirror.tombstones:
                 self.files.remove(topic_id)
@@ -391,7 +399,20 @@ class Topics:
         self._closed = self._opener.closed = self.files.closed = True
         self.ticker.close()
         gevent.joinall([gevent.spawn(partition.close) for partition in self.partitions()])
+        self.note_closed(is_ending=True)
         self._host.pool.apply(self._replicas.files.epochs.close)
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Keep the garbage collector off while thousands of replicas are made: it would search them again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _partition_state_of(held: Versioned[PartitionState], state: TopicState) -> PartitionStateChanged:

@@ -23,14 +23,15 @@ must not see half of it, and removes, cuts and syncs files without it. No method
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import apsw
 from msgspec.structs import replace
 
 from portalmq.broker.storage.batch import Batch, BatchKind
-from portalmq.broker.storage.errors import LogClosed, Shortage, StorageError, StorageFault, faults_of
+from portalmq.broker.storage.errors import CorruptFile, LogClosed, Shortage, StorageError, StorageFault, faults_of
 from portalmq.broker.storage.fair_lock import FairLock
 from portalmq.broker.storage.files import make_directory, sync_directory
 from portalmq.broker.storage.manifest import Manifest, SealedSegment, entry_of
@@ -38,7 +39,7 @@ from portalmq.broker.storage.open_files import OpenFiles, use_counter
 from portalmq.broker.storage.reading import ReadableLog
 from portalmq.broker.storage.recovery import open_log_files
 from portalmq.broker.storage.schema import PAGE_BYTES, LogIdentity
-from portalmq.broker.storage.segment import COMPACTING, Segment
+from portalmq.broker.storage.segment import COMPACTING, Segment, SegmentFacts
 
 SEGMENT_BYTES = 256 * 1024 * 1024
 # A segment with this many content types is followed by a new one without any: their names are kept in memory.
@@ -75,6 +76,8 @@ class Log(ReadableLog):
         self._parked = self._unchanged = not self._active.is_live
         self._interrupted = False
         self._closed = False
+        # What is to be compared with the file at its first use, and whom to tell if it differs.
+        self._resumed: tuple[SegmentFacts, Callable[[], None]] | None = None
         # Acquired in this order.
         self._sealing, self._writing, self._reading = FairLock(), FairLock(), FairLock()
 
@@ -97,6 +100,33 @@ class Log(ReadableLog):
         log = cls(directory, identity, segments, manifest, segment_bytes, open_files or OpenFiles())
         log._open_files.opening(log)
         return log
+
+    @classmethod
+    def resume(
+        cls,
+        directory: Path,
+        facts: SegmentFacts,
+        *,
+        identity: LogIdentity,
+        segment_bytes: int,
+        open_files: OpenFiles,
+        on_contradiction: Callable[[], None],
+    ) -> Log:
+        """Return a log of one segment with all files closed, which is known by these facts. Its first use opens the
+        file, and raises CorruptFile, after a call of `on_contradiction`, if that tells anything else."""
+        segment = Segment.of(directory, identity, facts)
+        log = cls(
+            directory, identity, [segment], Manifest(directory, identity, exists=False), segment_bytes, open_files
+        )
+        log._unchanged = False
+        log._resumed = facts, on_contradiction
+        return log
+
+    @property
+    def facts(self) -> SegmentFacts | None:
+        """What `resume` needs; None for a log that has more than one segment, or open files."""
+        alone = len(self._segments) == 1 and not self._manifest.entries and not self._interrupted
+        return self._active.facts if alone and self._fault is None and not self.is_open else None
 
     @property
     def checkpoint_due(self) -> bool:
@@ -467,11 +497,22 @@ class Log(ReadableLog):
                 if self._interrupted:
                     self._reopen()
                 if not self._active.is_live:
-                    self._active.open_live()
+                    self._open_active()
                 self._parked = self._interrupted = False
         except StorageFault as fault:
             self._fault = fault
             raise
+
+    def _open_active(self) -> None:
+        try:
+            self._active.open_live()
+            if self._resumed is not None and not self._active.is_as(self._resumed[0]):
+                raise CorruptFile(f"{self._active.path} is not as it was when it was closed")
+        except (StorageError, apsw.Error):
+            if self._resumed is not None:
+                self._resumed[1]()
+            raise
+        self._resumed = None
 
     def _reopen(self) -> None:
         for segment in self._segments:

@@ -62,15 +62,20 @@ class _ManifestFile(LogIdentity, frozen=True):
 class Manifest:
     """The sealed segments of one log. Changes are durable on return; the entries are replaced as a whole."""
 
-    def __init__(self, directory: Path, identity: LogIdentity) -> None:
-        """Read the manifest; it is empty without a file. Raise WrongLog or StorageFault."""
+    def __init__(self, directory: Path, identity: LogIdentity, *, exists: bool = True) -> None:
+        """Read the manifest, unless it is known not to exist; it is empty without a file. Raise WrongLog or
+        StorageFault."""
         self._identity = identity
-        self._path = directory / MANIFEST_NAME
-        content = _content(self._path)
+        self._directory = directory
+        content = _content(self._path) if exists else None
         self._entries = {entry.base_offset: entry for entry in _decoded(content, self._path, identity)}
         # The checksum of the file as it was read or written last.
         self._crc = zlib.crc32(content or b"")
         self._file_has_more = False
+
+    @property
+    def _path(self) -> Path:
+        return self._directory / MANIFEST_NAME
 
     @property
     def entries(self) -> list[SealedSegment]:

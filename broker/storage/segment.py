@@ -15,6 +15,7 @@ from pathlib import Path
 from time import perf_counter
 
 import apsw
+import msgspec
 
 from portalmq.broker.storage.batch import Batch, BatchKind, Record
 from portalmq.broker.storage.compressed_values import accept_compressed, insert_compressed
@@ -54,6 +55,20 @@ def _remove_again(creating: Path, path: Path, folder: int) -> None:
         sync(folder)
     except OSError as error:
         raise StorageFault(f"{path} cannot be removed again: {error}") from error
+
+
+class SegmentFacts(msgspec.Struct, frozen=True, array_like=True):
+    """What a segment is known by without reading it, while it is closed and not sealed."""
+
+    name: str
+    end_offset: int
+    messages_before: int
+    messages_end: int
+    last_timestamp_ms: int
+    log_start_offset: int
+    bytes: int
+    removed: int
+    schema_version: int
 
 
 class Segment(ReadableSegment):
@@ -128,6 +143,23 @@ class Segment(ReadableSegment):
             except BaseException:
                 _remove_again(creating, path, folder)
                 raise
+        return segment
+
+    @property
+    def facts(self) -> SegmentFacts:
+        return SegmentFacts(self.path.name, *[getattr(self, name) for name in SegmentFacts.__struct_fields__[1:]])
+
+    def is_as(self, known: SegmentFacts) -> bool:
+        """Return whether the file holds what was known. It may have grown: files of an earlier release get indexes when
+        they are opened for writing."""
+        return msgspec.structs.replace(self.facts, bytes=known.bytes) == known
+
+    @classmethod
+    def of(cls, directory: Path, identity: LogIdentity, facts: SegmentFacts) -> Segment:
+        """Return a segment that is closed, and was known by these facts when it was open last."""
+        segment = cls(directory / facts.name, identity)
+        for name in SegmentFacts.__struct_fields__[1:]:
+            setattr(segment, name, getattr(facts, name))
         return segment
 
     def open_closed(self) -> bool:

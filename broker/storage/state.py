@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import apsw
+import msgspec
 
 from portalmq.broker.core.fold import PartitionFold, encode_fold
 from portalmq.broker.storage.epochs import EpochFile
@@ -51,6 +52,16 @@ class _Damaged(Exception):
 
 
 _UNREADABLE = (_Damaged, apsw.CorruptError, apsw.NotADBError, apsw.SQLError, KeyError, TypeError, ValueError)
+
+
+class SavedState(msgspec.Struct, frozen=True, array_like=True):
+    """What a closed state file is known by without reading it: the fold in it reaches `applied`. `epoch` is the highest
+    leader epoch in the file, -1 without one."""
+
+    applied: int
+    high_watermark: int
+    digest: bytes
+    epoch: int
 
 
 class StateFile:
@@ -169,6 +180,19 @@ class StateFile:
             self._tables.forget()
             self._saved = {key: meta[key] for key in ("applied", "high_watermark", "digest")}
         return fold, meta["high_watermark"]
+
+    @property
+    def saved(self) -> SavedState | None:
+        """What `resume` needs; None while the file is open, or while it is not known what it has."""
+        known = self._saved
+        if self.is_open or not self._knows_epoch or not {"applied", "high_watermark", "digest"} <= known.keys():
+            return None
+        return SavedState(known["applied"], known["high_watermark"], known["digest"], self._highest_epoch)
+
+    def resume(self, saved: SavedState) -> None:
+        """Take that the file, closed and as it was, has this."""
+        self._note_epoch(saved.epoch)
+        self._saved = {"applied": saved.applied, "high_watermark": saved.high_watermark, "digest": saved.digest}
 
     def repair(self) -> bool:
         """Replace the file if it is not what this process has read or saved, by one that has only the highest epoch.
