@@ -125,7 +125,8 @@ class ScheduleRunner:
             self._entries.pop(name, None)
 
     def on_topic_removed(self, topic: Topic) -> None:
-        self._led = {place: read for place, read in self._led.items() if place[0] != topic.state.topic_id}
+        for number in range(topic.state.partitions):
+            self._led.pop((topic.state.topic_id, number), None)
 
     def on_topics_changed(self, names: Iterable[str]) -> None:
         """Look for schedules whose topic has grown, or was created again."""
@@ -182,9 +183,9 @@ class ScheduleRunner:
         """Read the definitions that changed, and those of partitions led here since they were read."""
         unsure = {
             name
-            for place, first_read in self._led.items()
-            for name in self._by_place.get(place, ())
-            if self._definitions[name].read < first_read and name not in self.frozen
+            for place, names in self._by_place.items()
+            for name in names
+            if self._definitions[name].read < self._led.get(place, 0) and name not in self.frozen
         }
         noted, self._noted = self._noted, set()
         if noted is not None and not noted and not unsure:
