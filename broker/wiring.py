@@ -142,7 +142,7 @@ class Wiring:
         self.metrics = metrics
         self.ready = False
         self._draining = Event()
-        self._in_sync: dict[tuple[str, int], frozenset[int]] = {}
+        self._in_sync: dict[tuple[str, int], tuple[int, ...]] = {}
         self._catalog = catalog
         self._disk = disk
         self._on_fatal = on_fatal
@@ -364,10 +364,10 @@ class Wiring:
         if held is None or held.value.leader != self.broker_id:
             self._in_sync.pop(key, None)
             return
-        after = frozenset(held.value.isr)
-        before = self._in_sync.get(key, after)
+        before, after = self._in_sync.get(key), held.value.isr
         self._in_sync[key] = after
-        self.metrics.in_sync_changed(len(before - after), len(after - before))
+        if before is not None and before != after:
+            self.metrics.in_sync_changed(len(set(before) - set(after)), len(set(after) - set(before)))
 
     def on_leading(self, topic: Topic, partition: Partition) -> None:
         self.metrics.elected()

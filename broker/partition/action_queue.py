@@ -7,7 +7,6 @@ the rest stays queued, and nothing is appended.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable
 
 import gevent
@@ -76,7 +75,8 @@ class ActionQueue:
         self._epochs = epochs
         self._act = act
         self._on_remembered = on_remembered
-        self._actions: deque[Action] = deque()
+        # A list: it is short, and an empty deque would take 0.7 KB of each idle replica.
+        self._actions: list[Action] = []
         self.performing = False
         self.remembering: RememberEpoch | None = None
 
@@ -87,13 +87,13 @@ class ActionQueue:
 
     def drop_appends(self) -> None:
         """Drop appends whose predecessors in the log are gone."""
-        self._actions = deque(action for action in self._actions if not isinstance(action, Append))
+        self._actions = [action for action in self._actions if not isinstance(action, Append)]
 
     def _perform(self) -> None:
         self.performing = True
         try:
             while self._actions:
-                action = self._actions.popleft()
+                action = self._actions.pop(0)
                 if isinstance(action, RememberEpoch):
                     self.remembering = action
                     gevent.spawn(self._remember, action)

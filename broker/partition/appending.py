@@ -224,7 +224,7 @@ class AppendingPartition(ReadablePartition, ABC):
         for head in entry.heads:
             if head.kind == BatchKind.MESSAGES:
                 self.messages_next += head.count
-                self.uncommitted.ends.append((head.end_offset, head.appended_at_ms))
+                self.uncommitted.add_end(head.end_offset, head.appended_at_ms)
         self.changed = self._used = True
         self._writer.put(entry)
 

@@ -7,7 +7,6 @@ once that is answered.
 from __future__ import annotations
 
 import logging
-from collections import deque
 
 import gevent
 
@@ -30,12 +29,12 @@ class IsrUpdates:
 
     def __init__(self, partition: FollowingPartition) -> None:
         self._partition = partition
-        self._waiting: deque[ProposeIsr | Refresh] = deque()
+        self._waiting: list[ProposeIsr | Refresh] = []
         self._greenlet: gevent.Greenlet | None = None
 
     def send(self, update: ProposeIsr | Refresh) -> None:
         if isinstance(update, Refresh):
-            self._waiting = deque(each for each in self._waiting if not isinstance(each, Refresh))
+            self._waiting = [each for each in self._waiting if not isinstance(each, Refresh)]
         self._waiting.append(update)
         if self._greenlet is None and not self._partition.closed:
             self._greenlet = gevent.spawn(self._run)
@@ -43,7 +42,7 @@ class IsrUpdates:
     def _run(self) -> None:
         try:
             while self._waiting and not self._partition.closed:
-                update = self._waiting.popleft()
+                update = self._waiting.pop(0)
                 if isinstance(update, Refresh):
                     self._refresh(update)
                 else:

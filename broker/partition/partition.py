@@ -70,6 +70,29 @@ class Partition(AppendingPartition):
     says why, `rebuild_reason` that they are being replaced.
     """
 
+    # CPython shares the keys of instances with up to 30 attributes; a dict of more takes five times the memory.
+    __slots__ = (
+        "_browsers",
+        "_cache_key",
+        "_is_streamed",
+        "_isr_tracker",
+        "_last_step_ms",
+        "_refused_ms",
+        "_taking_over",
+        "_used",
+        "_writer",
+        "action_queue",
+        "fault",
+        "groups",
+        "isr_updates",
+        "lost",
+        "on_damaged",
+        "on_ordered",
+        "rebuild_reason",
+        "sends_ahead",
+        "store_uuid",
+    )
+
     def __init__(
         self,
         host: PartitionHost,
@@ -154,7 +177,7 @@ class Partition(AppendingPartition):
         self.readable_end = found.readable_end
         self.uncommitted.ends.clear()
         if found.recovered_end > found.readable_end:
-            self.uncommitted.ends.append((found.recovered_end, 0))
+            self.uncommitted.add_end(found.recovered_end, 0)
         self.retention.forget_snapshot()
 
     def _replica_of(self, found: Recovered, highest_epoch: int) -> PartitionReplica:

@@ -32,6 +32,11 @@ SETTLEMENT_KINDS = frozenset(
 StoredAt = tuple[int, bytes | None, int]
 
 
+# Of all that wait for nothing: an empty deque of its own takes 0.7 KB, in each of thousands of idle replicas twice.
+_NO_ENDS: deque[tuple[int, int]] = deque(maxlen=0)
+_NO_PENDING: deque[Pending] = deque(maxlen=0)
+
+
 class Uncommitted:
     """`ends` are the ends of the message batches above the high watermark, rising, with their append times (0: not
     known), waited for or not. `bytes` is what the batches that are waited for occupy in memory. `unsettled` are
@@ -39,9 +44,9 @@ class Uncommitted:
 
     def __init__(self) -> None:
         self.bytes = 0
-        self.ends: deque[tuple[int, int]] = deque()
+        self.ends = _NO_ENDS
         self.unsettled: list[Pending] = []
-        self._pending: deque[Pending] = deque()
+        self._pending = _NO_PENDING
         self._repeats: list[tuple[int, Pending]] = []
         self._ids: dict[bytes, StoredAt] = {}
         self._sought: set[bytes] = set()
@@ -53,10 +58,18 @@ class Uncommitted:
 
     def add(self, pending: Pending) -> None:
         """Add a batch that has its offsets."""
+        if self._pending is _NO_PENDING:
+            self._pending = deque()
         self._pending.append(pending)
         self.bytes += pending.size_bytes
         if pending.batch.kind == BatchKind.MESSAGES:
-            self.ends.append((pending.batch.end_offset, pending.appended_at_ms))
+            self.add_end(pending.batch.end_offset, pending.appended_at_ms)
+
+    def add_end(self, end_offset: int, appended_at_ms: int) -> None:
+        """Add the end of a batch of messages, which no call may wait for."""
+        if self.ends is _NO_ENDS:
+            self.ends = deque()
+        self.ends.append((end_offset, appended_at_ms))
 
     def add_repeat(self, end: int, pending: Pending) -> None:
         """Let a call wait for what another call has appended, up to `end`."""
@@ -104,7 +117,7 @@ class Uncommitted:
     def fail(self, error: PortalMQError) -> None:
         """Raise `error` in all waiting calls. Their records may be in the log and stay there. So the ids of those on
         their way to the disk are kept, in case this replica leads again before they are written."""
-        pending, self._pending = self._pending, deque()
+        pending, self._pending = self._pending, _NO_PENDING
         repeats, self._repeats = self._repeats, []
         unsettled, self.unsettled = self.unsettled, []
         self.bytes = 0

@@ -147,6 +147,8 @@ class TimedCommit(NamedTuple):
 
 
 Entry = Pending | ReplicatedBatches
+# The queue of each partition that has written nothing yet.
+_NOTHING: deque[Entry] = deque(maxlen=0)
 Committed = TimedCommit | StorageError | LogClosed | BadFrame
 
 
@@ -168,7 +170,7 @@ class Writer:
         self._log = log
         self._on_written = on_written
         self._on_refused = on_refused
-        self._queue: deque[Entry] = deque()
+        self._queue = _NOTHING
         self.is_idle = True
         self._lingering: gevent.Greenlet | None = None
         self._idle = Event()
@@ -184,6 +186,8 @@ class Writer:
 
     def put(self, pending: Entry) -> None:
         """Queue the entry that follows the previous one in offsets."""
+        if self._queue is _NOTHING:
+            self._queue = deque()
         self._queue.append(pending)
         self.queued_bytes += pending.size_bytes
         self._idle.clear()

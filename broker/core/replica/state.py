@@ -39,6 +39,21 @@ class ReplicaState:
     this replica leads, `fetch` is set while it waits for its leader's answer.
     """
 
+    # CPython shares the keys of instances with up to 30 attributes; a dict of more takes five times the memory.
+    __slots__ = (
+        "__dict__",
+        "_continues_epoch",
+        "_fetches",
+        "_leader_high_watermark",
+        "_proposal_unknown",
+        "_refresh_wanted",
+        "_refreshed_ms",
+        "_refreshes",
+        "_rejected",
+        "_reshaping",
+        "_resigned",
+    )
+
     def __init__(
         self,
         broker_id: int,
