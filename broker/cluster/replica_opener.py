@@ -1,5 +1,5 @@
-"""Opening and rebuilding the replicas of this broker, a few at a time, each in a greenlet; at once those whose files need
-not be opened (storage/closed_replicas.py).
+"""Opening and rebuilding the replicas of this broker, a few at a time, each in a greenlet. One whose files need not be
+opened begins at once.
 
 A damaged replica is rebuilt only while another ISR member says that it is whole. Until then an open one serves what can
 be read, and one that cannot be opened stays closed with its files.
