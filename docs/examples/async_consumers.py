@@ -21,6 +21,7 @@ from portalmq import AsyncConsumer, AsyncProducer
 TOPIC = f"async-crowd-{os.getpid()}"
 IDLE_S = 10.0
 ARRIVALS = 200
+BEGIN_AT_ONCE = 50
 
 
 def resident_kib() -> int:
@@ -42,9 +43,12 @@ async def main(count: int, mode: str) -> None:
         group, readers = (TOPIC, 1) if mode == "queue" else (f"{TOPIC}-{{}}", count)
         consumers = [AsyncConsumer(TOPIC, group=group.format(number), mode=mode) for number in range(count)]
         began = time.perf_counter()
-        for consumer in consumers:
+        for number, consumer in enumerate(consumers, 1):
             tasks.create_task(consume(consumer))
-        for _ in range(readers):
+            if number % BEGIN_AT_ONCE == 0 and mode == "stream":  # each makes a group and joins it
+                for _ in range(BEGIN_AT_ONCE):
+                    await came.get()
+        for _ in range(1 if mode == "queue" else count % BEGIN_AT_ONCE):
             await came.get()
         await asyncio.sleep(max(IDLE_S / 2, count / 200))  # all are parked by then
         print(f"consumers {count}, threads {threading.active_count()}, after {time.perf_counter() - began:.1f} s")

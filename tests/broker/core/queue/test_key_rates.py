@@ -321,6 +321,8 @@ def test_all_that_a_rate_allows_is_delivered_and_never_more(
             if key:
                 buckets[key].tokens -= 1
                 assert buckets[key].tokens >= 0
+        running = Counter(supply.messages[each].key for each, until in leases.items() if until > now)
+        assert all(count <= width for key, count in running.items() if key)
         passed.update(offsets_of(choice))
         passed.update(offset for start, end, _ in choice.held for offset in range(start, end))
 
