@@ -69,7 +69,8 @@ class Faults:
             self.kill(self.world.nodes[held[0].broker_id])
 
     def crash_all(self) -> None:
-        """A power cut. One disk may have lied about what it had fsynced."""
+        """A power cut. One disk may have lied about what it had fsynced. Its broker's registration ends at once then:
+        with min_insync_replicas 1 an election that trusts it could leave the liar alone in the ISR."""
         world = self.world
         node = world.nodes[self._lies.choice(world.ids)]
         lies = bool(node.disk.batches) and world.is_quiet() and world.may_lose(node)
@@ -78,6 +79,7 @@ class Faults:
         if lies and self._lies.random() < 0.7:
             world.has_lied = True
             world.count("disk lied")
+            world.zookeeper.forget(node)
             world.checker.disk_lost(node.disk)
             node.disk.forget(self._lies.randint(1, 8))
             world.note(node.id, "has forgotten what is behind {}, as {}", node.disk.end, node.store)

@@ -83,6 +83,13 @@ def test_commits_under_two_leases_of_a_message_are_two_commits() -> None:
     assert commit_id_of("key", [first, second]) == commit_id_of("key", [second, first])
 
 
+def test_no_election_trusts_the_old_registration_of_a_disk_that_lied() -> None:
+    """With min_insync_replicas 1 that left the liar alone in the ISR, in seed 328795."""
+    failure, reached = failure_of(328795)
+    assert failure is None
+    assert reached["disk lied"]
+
+
 def test_no_replica_is_lost_for_good_during_an_election() -> None:
     """With min_insync_replicas 1 the election may leave that replica alone in the ISR, and no broker could lead."""
     world = World(7)

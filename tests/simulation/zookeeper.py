@@ -118,6 +118,12 @@ class ZooKeeper:
         session.expired = True
         self.world.after(self.world.random.randint(0, self.outliving_ms), self._remove_ephemerals, session.number)
 
+    def forget(self, node: Node) -> None:
+        """End all sessions of a broker, and its registration with them."""
+        for session in [each for each in self.sessions if each.node is node]:
+            session.expired = True
+            self._remove_ephemerals(session.number)
+
     def _remove_ephemerals(self, number: int) -> None:
         brokers = {id: entry for id, entry in self.tree.brokers.items() if entry[1] != number}
         controller = self.tree.controller

@@ -166,7 +166,7 @@ class Clients:
             if options.compacts and random.random() < 0.1:
                 values, keys = [b""], ["a"]  # a tombstone
             records = [
-                Record(value, key=None if key is None else key.encode(), **self._lane(random))
+                Record(value, key=None if key is None else key.encode(), **self._lane(random), **self._kind(random))
                 for value, key in zip(values, keys, strict=True)
             ]
             packed = compressed(values) if options.compresses and all(values) and random.random() < 0.5 else None
@@ -182,6 +182,32 @@ class Clients:
                 sequence += len(values)
             elif stamp is not None:
                 return  # a refusal that a repeat does not help, or the end: the sequence cannot go on
+
+    def _kind(self, random: Random) -> dict[str, Any]:
+        if not self.world.options.kinds:
+            return {}
+        return {"content_type": random.choice(("application/json", "text/plain", "application/x-own"))}
+
+    def press(self, random: Random, machine: Machine, *, batches: int, size: int) -> None:
+        """Send messages to a leader, each once, without waiting for the ones before."""
+        leads = [key[1] for key, state in self.world.checker.states.items() if state.leader == machine.number]
+        leads = [number for number in sorted(set(leads)) if number < self.world.options.partitions]
+        if not self.has_begun or not leads:
+            return
+        for number in range(batches):
+            values = [f"x{self.loop.now_ns}-{number}-{index}:".encode().ljust(size, b".") for index in range(2)]
+            self.spawn(self._press, random, machine, values, random.choice(leads))
+
+    def _press(self, random: Random, machine: Machine, values: list[bytes], partition: int) -> None:
+        history = self.world.checker.history
+        history.sends(values, (TOPIC, partition), is_once=False)
+        request = ProduceRequest([Record(value, key=b"x") for value in values], partition=partition)
+        self.loop.wait(random.random() * 0.3)
+        try:
+            produced = self.call(random, lambda broker: broker.produce_range(TOPIC, request), machine=machine)
+        except (Unknown, PortalMQError):
+            return
+        self.world.checker.acked(values, partition, produced.base_offset)
 
     def _lane(self, random: Random) -> dict[str, Any]:
         """Return the options of a message: most have none."""
@@ -295,8 +321,11 @@ class Clients:
         for serial in range(6):
             kept += self._receive(random, _wanted(random, name, serial, 300), machine)
             self.loop.wait(random.random() * 0.1)
-        for _ in range(60 if kept else 0):
+        is_rivalled = random.random() < 0.5
+        for serial in range(60 if kept else 0):
             self.loop.wait(0.1)
+            if is_rivalled:
+                self._receive(random, _wanted(random, f"{name}r", serial, VISIBILITY_MS))
             taken = [each for each in kept if history.is_with_another(each, self.loop.now_ns)]
             if taken:
                 self.world.reached["hoarded"] += 1
@@ -421,6 +450,8 @@ class Clients:
         except (Unknown, PortalMQError, TopicNotFound):
             return
         self.world.reached["purged"] += 1
+        for machine in self.world.machines.values() if random.random() < 0.7 else ():
+            self.world.faults.retain_at(machine)  # what is below the new start
 
 
 def _wanted(random: Random, consumer: str, serial: int, visibility_ms: int) -> wire.ReceiveRequest:

@@ -101,6 +101,7 @@ class SimDisk:
         self.order = 0
         self.used = 0
         self.limit: int | None = None
+        self.changes_to_full: int | None = None  # after so many calls there is no room
         self.fsyncs_to_fail = 0
         self.is_dead = False
         self.shared: set[str] = set()
@@ -121,6 +122,10 @@ class SimDisk:
             return
         self.ios += 1
         self.on_io(kind, name)
+        if self.changes_to_full is not None:
+            self.changes_to_full -= 1
+            if self.changes_to_full < 0:
+                self.changes_to_full, self.limit = None, self.used
         if grows > 0 and self.limit is not None and self.used + grows > self.limit:
             raise OSError(errno.ENOSPC, "simulated: no space left", name)
 

@@ -69,13 +69,19 @@ class Faults:
         self._leader(random).end(again_s=random.choice((0.1, 1.0, 4.0)), power=power)
 
     def _lose_grants(self, random: Random, step: Step) -> None:
-        """Cut a leader off from its followers, so that clients get what no other broker knows of, and kill it."""
-        machine = self._leader(random)
+        """Let a leader commit some messages. Then cut it off from its followers, so that clients get what no other
+        broker knows of, and kill it."""
+        clients, machine = self.world.clients, self._leader(random)
         others = [number for number in self.world.machines if number != machine.number]
-        self._sever(random, {pair for each in others for pair in ((machine.number, each), (each, machine.number))})
         power = random if random.random() < 0.3 else None
-        self.world.clients.hoard(random, machine)
-        self._later(random.random() * 0.4, lambda: machine.end(again_s=random.choice((0.1, 1.0, 4.0)), power=power))
+
+        def cut_off() -> None:
+            self._sever(random, {pair for each in others for pair in ((machine.number, each), (each, machine.number))})
+            clients.hoard(random, machine)
+            self._later(random.random() * 0.4, lambda: machine.end(again_s=random.choice((0.1, 1.0, 4.0)), power=power))
+
+        clients.press(random, machine, batches=random.choice((0, 5, 20)), size=20)
+        self._later(0.1 + random.random() * 0.4, cut_off)
 
     def _leader(self, random: Random) -> Machine:
         """Return the machine that leads one of the partitions, or any."""
@@ -176,10 +182,35 @@ class Faults:
         self.world.zookeeper.is_gone = False
 
     def _adopt(self, random: Random, step: Step) -> None:
-        if not self.world.is_adopting and self.world.checker.states:
-            self._note("ZooKeeper has lost everything")
+        """ZooKeeper loses everything, and a file may be damaged before somebody adopts the disks. Sometimes replicas
+        were behind, and all that were not are damaged."""
+        checker = self.world.checker
+        if self.world.is_adopting or not checker.states:
+            return
+        if random.random() < 0.5:
             victim = (self._leader(random) if random.random() < 0.5 else self._any(random)).number
-            adopt(self.world, random, victim if random.random() < 0.8 and not self.world.checker.is_hurt else None)
+            self._lose_control_plane(random, {victim} if random.random() < 0.8 else set())
+            return
+        key = random.choice(sorted(checker.states))
+        state = checker.states[key]
+        least = min(checker.known(key).least, len(state.replicas))
+        behind = [number for number in state.replicas if number != state.leader][: len(state.replicas) - least]
+        others = [*self.world.machines]
+        self._sever(
+            random,
+            {pair for each in behind for to in others for pair in ((each, to), (to, each)) if each != to},
+            at_least_s=self.world.options.lag_ms / 1000 + 2,
+        )
+        self._later(
+            self.world.options.lag_ms / 1000 + random.random() * 2,
+            lambda: self._lose_control_plane(random, set(state.replicas) - set(behind), key),
+        )
+
+    def _lose_control_plane(self, random: Random, damaged: set[int], key: tuple[str, int] | None = None) -> None:
+        if self._healed or self.world.is_adopting:
+            return
+        self._note("ZooKeeper has lost everything")
+        adopt(self.world, random, set() if self.world.checker.is_hurt else damaged, key)
 
     # --- disks and clocks --------------------------------------------------------------------------------------------
 
@@ -203,30 +234,48 @@ class Faults:
             self._later(random.random() * 6, self._make_room, machine)
 
     def _full_at_roll(self, random: Random, step: Step) -> None:
-        """Leave a little room at the moment in which a broker begins its next file of a log. Cut it off until another
-        one leads, or kill the leader of something, so that what could not be written is cut off again."""
+        """Leave a little room at the moment in which a broker begins its next file of a log: any of its writes may be
+        the first that has none. It begins it for a message, or for a compaction. Cut it off until another one leads,
+        before or at that moment, or kill the leader of something, so that what was written is cut off again. Whoever
+        made room may restart the broker."""
         machine = self._leader(random)
         if machine.life is None:
             return
-        disk, left = machine.life.disk, random.choice((random.randint(0, 96 * 1024), random.randint(32, 72) * 1024))
+        what, disk = random.random(), machine.life.disk
+        left = random.choice((random.randint(0, 96 * 1024), random.randint(32, 72) * 1024, None, None))
+        changes = random.randint(0, 8)
         self._note("broker {} will begin its next segment with {} bytes left", machine.number, left)
 
         def begins(name: str) -> None:
             machine.is_hurt = True
-            disk.limit = disk.used + left
+            if left is None:
+                disk.changes_to_full = changes
+            else:
+                disk.limit = disk.used + left
             self.world.reached["full at a roll"] += 1
-            what = random.random()
-            self._later(random.random() * 3 + (3 if what < 0.5 else 0), self._make_room, machine)
-            if what < 0.5:
+            self._later(random.random() * 3 + (3 if what < 0.3 else 0), self._make_room, machine)
+            if what < 0.3:
                 self._cut_off(random, machine, at_least_s=self.world.options.session_s)
-            elif what < 0.8:
+            elif what < 0.5:
                 self._later(random.random(), self._kill_leader, random, step)
+            if random.random() < 0.6:
+                self._later(3 + random.random() * 3, self._restart, machine)
 
         disk.on_segment = begins
+        self.world.clients.press(random, machine, batches=random.choice((3, 6, 12)), size=12_000)
+        if self.world.options.compacts and random.random() < 0.6:
+            self._later(0.2 + random.random(), self._compact_at, machine)
+        elif what >= 0.5:
+            self._cut_off(random, machine, at_least_s=self.world.options.session_s)
+
+    def _restart(self, machine: Machine) -> None:
+        if not self._healed:
+            machine.end(again_s=0.1)
 
     def _make_room(self, machine: Machine) -> None:
         if machine.life is not None:
             machine.life.disk.limit = None
+            machine.life.disk.changes_to_full = None
         if machine._disk is not None:
             machine._disk.limit = None
 
@@ -248,7 +297,7 @@ class Faults:
         if machine.life is not None:
             machine.life.process.wall_ms = machine.wall_ms
         self._note("the clock of broker {} is wrong by {} ms", machine.number, machine.wall_ms)
-        self._later(random.random() * 2, self._retain_at, machine)
+        self._later(random.random() * 2, self.retain_at, machine)
 
     def _replace_disk(self, random: Random, step: Step) -> None:
         """A machine comes back with an empty disk, where no record is lost with it."""
@@ -305,44 +354,54 @@ class Faults:
         world, checker = self.world, self.world.checker
         key = random.choice(sorted(checker.states) or [("", 0)])
         for machine in world.machines.values():
-            disk = machine.life.disk if machine.life is not None else None
-            names = sorted(disk.names) if disk is not None else ()
-            mine = [name for name in names if f"@{key[0]}/{key[1]}/" in name and _SEGMENT.search(name)]
-            if disk is None or not mine or _has_first_page(disk, f"{mine[-1]}-wal"):
-                continue  # the next start would write the page again
-            if not disk.flip(mine[-1], random, below=16):
-                continue
-            self._note("{} on broker {} is damaged", mine[-1], machine.number)
-            checker.known(key).lossy.add(machine.number)
-            checker.known(key).beheaded.add(machine.number)
-            world.is_ruined = machine.is_hurt = True
-            world.reached["ruined"] += 1
+            if machine.life is not None and self.behead(machine, machine.life.disk, key, random):
+                world.is_ruined = True
+                world.reached["ruined"] += 1
         if world.is_ruined:
             for machine in world.machines.values():
                 machine.end(again_s=0.1)
 
+    def behead(self, machine: Machine, disk: SimDisk, key: tuple[str, int], random: Random) -> bool:
+        """Damage the first bytes of the last segment of a replica: it cannot be opened. Return whether it was."""
+        known = self.world.checker.known(key)
+        mine = [name for name in sorted(disk.names) if f"@{key[0]}/{key[1]}/" in name and _SEGMENT.search(name)]
+        if not mine or _has_first_page(disk, f"{mine[-1]}-wal"):
+            return False  # the next start would write the page again
+        if not disk.flip(mine[-1], random, below=16):
+            return False
+        self._note("{} on broker {} is damaged", mine[-1], machine.number)
+        known.lossy.add(machine.number)
+        known.beheaded.add(machine.number)
+        machine.is_hurt = True
+        return True
+
     # --- work that destroys ------------------------------------------------------------------------------------------
 
     def _retain(self, random: Random, step: Step) -> None:
-        self._retain_at(self._any(random))
+        self.retain_at(self._any(random))
 
-    def _retain_at(self, machine: Machine) -> None:
+    def retain_at(self, machine: Machine) -> None:
         life = machine.life
         if life is not None and life.broker is not None:
             self._note("{} runs retention", life.process)
             self.loop.spawn(life.process, self._do, life.broker, life.broker.maintenance.retain)
 
     def _compact(self, random: Random, step: Step) -> None:
-        self._work(random, "compacts", lambda broker: broker.maintenance.compact())
+        self._compact_at(self._leader(random))
+
+    def _compact_at(self, machine: Machine) -> None:
+        self._work(machine, "compacts", lambda broker: broker.maintenance.compact())
 
     def _rest(self, random: Random, step: Step) -> None:
         """Save what is due, and close files that are not in use."""
         self._work(
-            random, "rests", lambda broker: (broker.maintenance.save_state(), broker.maintenance.close_idle_files())
+            self._leader(random),
+            "rests",
+            lambda broker: (broker.maintenance.save_state(), broker.maintenance.close_idle_files()),
         )
 
-    def _work(self, random: Random, what: str, work: Callable[[Broker], object]) -> None:
-        life = self._leader(random).life
+    def _work(self, machine: Machine, what: str, work: Callable[[Broker], object]) -> None:
+        life = machine.life
         if life is None or life.broker is None or not life.broker.ready:
             return
         broker = life.broker
@@ -365,6 +424,7 @@ class Faults:
 
     def heal(self) -> None:
         world = self.world
+        self._healed = True
         self._note("all faults end")
         world.network.heal()
         world.zookeeper.heal()

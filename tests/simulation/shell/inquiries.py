@@ -12,6 +12,7 @@ from simulation.shell.members import STREAM_GROUP
 from simulation.shell.network import NeverGone, Unknown
 
 from portalmq import wire
+from portalmq.broker.storage.sql_query import SqlOrder, run
 from portalmq.errors import GroupNotFound, InvalidRequest, PortalMQError
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ class Inquiries:
             "groups": lambda broker: broker.list_groups(),
             "topic": lambda broker: broker.describe_topic(TOPIC),
             "cluster": lambda broker: (broker.overview.cluster(), broker.overview.metadata(None), broker.health()),
+            "SQL": lambda broker: select(broker, random, offset),
             "offsets": lambda broker: broker.offsets.of(STREAM_GROUP),
         }
         what = random.choice(sorted(questions))
@@ -122,6 +124,27 @@ class Inquiries:
             self._loop.wait(random.random())
             clients.patiently(random, _delete)
             self._world.reached["deleted"] += 1
+
+
+def select(broker: Any, random: Random, offset: int) -> None:
+    """Query the files of a broker by SQL, as the process does that it starts for that."""
+    columns = ("offset, value, content_type", "count(*), max(timestamp_ms)", "*", "topic, partition, key, headers")
+    order = random.choice(("", " ORDER BY offset", " ORDER BY offset DESC"))
+    where = random.choice(("", f"offset >= {offset}", f"topic = 't' AND partition = 0 AND offset <= {offset}",
+                           f"offset = {offset} OR partition = 1", "timestamp_ms > 0", "key = 'a'"))  # fmt: skip
+    query = random.choice(
+        (
+            f"SELECT {random.choice(columns)} FROM messages {where and 'WHERE ' + where}{order}",
+            f"SELECT kind, count(*) FROM batches WHERE base_offset < {offset} GROUP BY kind",
+            "SELECT name, body FROM group_records ORDER BY offset DESC",
+            "DELETE FROM messages",
+            "",
+        )
+    )
+    asked = SqlOrder(query, random.choice((1, PAGE)), 1_000, broker.sql_queries._partitions())
+    answer = run(asked)
+    if answer.refused != ("invalid" if query in ("", "DELETE FROM messages") else ""):
+        raise AssertionError(f"{query!r}: {answer.refused} {answer.detail}")
 
 
 def _delete(broker: Any) -> None:

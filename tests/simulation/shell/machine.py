@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 START_WITHIN_S = 20.0
 RESTART_S = 0.5
 LOW_WATER_BYTES = 64 * 1024
+# Descriptors of one broker, in runs in which it has to close files for others.
+FEW_FILES = 12
 
 
 class FreeSpace:
@@ -111,6 +113,8 @@ class Life:
                 clock=Clock(steady_ns, wall_ns),
             )
         )
+        if world.options.few_files:
+            broker.topics._replicas.files._open_files.budget = FEW_FILES
         broker.peers._pool = SimPool(world, machine, process)
         self.broker = broker
         if not world.options.schedules:  # its reads of the control plane would move all seeds

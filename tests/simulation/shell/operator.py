@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from random import Random
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -15,13 +16,15 @@ from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.plane import PlaneError
 
 if TYPE_CHECKING:
+    from simulation.shell.checker import Key
     from simulation.shell.world import World
 
 CLUSTER = "simulated"
 
 
-def adopt(world: World, random: Random, damaged: int | None) -> None:
-    """End all brokers, lose all that ZooKeeper has, damage a file on one machine perhaps, and adopt the directories.
+def adopt(world: World, random: Random, damaged: Collection[int], key: Key | None = None) -> None:
+    """End all brokers, lose all that ZooKeeper has, damage a file on these machines, and adopt the directories. With
+    `key` that is the last segment of this partition.
 
     Where messages may be lost, the operator is asked, and declines: then the run ends in ruins.
     """
@@ -35,16 +38,18 @@ def adopt(world: World, random: Random, damaged: int | None) -> None:
         known.state = None
     world.checker.history.forget_locks()
     world.checker.history.paused_ns = None  # the control plane has the groups' settings
-    world.loop.spawn(Process("operator"), _adopt, world, random, damaged)
+    world.loop.spawn(Process("operator"), _adopt, world, random, damaged, key)
 
 
-def _adopt(world: World, random: Random, damaged: int | None) -> None:
+def _adopt(world: World, random: Random, damaged: Collection[int], key: Key | None) -> None:
     paths: dict[str, Any] = {}
     for machine in world.machines.values():
         if (disk := machine.read_disk()) is None:
             continue  # it never ran
-        if machine.number == damaged:
+        if machine.number in damaged and key is None:
             world.faults.damage(machine, disk, random)
+        elif machine.number in damaged and key is not None and world.faults.behead(machine, disk, key, random):
+            world.reached["damaged before an adoption"] += 1
         identity = SimpleNamespace(cluster_id=CLUSTER, broker_id=machine.number, store_uuid=machine.store_uuid)
         paths[disk.root.name] = SimpleNamespace(path=disk.root, identity=identity)
     adoption._opened = lambda path, stack: paths[path.name]  # type: ignore[assignment]
@@ -56,7 +61,7 @@ def _adopt(world: World, random: Random, damaged: int | None) -> None:
             for said in adoption.write_back(Catalog(plane), found, accept_loss=False, replace_cluster=True):
                 world.note("operator", "{}", said)
             world.reached["adopted"] += 1
-            world.is_doubtful |= damaged is not None
+            world.is_doubtful |= bool(damaged)
             world.is_adopting = False
         except NotAdopted as refusal:
             world.note("operator", "does not adopt: {}", refusal)

@@ -11,7 +11,7 @@ FAULTS = {
     "power": 4.0,
     "crash_at_io": 5.0,
     "kill_leader": 3.0,
-    "lose_grants": 2.0,
+    "lose_grants": 3.0,
     "kill_controller": 1.5,
     "power_all": 0.7,
     "pause": 4.0,
@@ -19,10 +19,10 @@ FAULTS = {
     "cut": 5.0,
     "isolate": 3.0,
     "zookeeper_gone": 1.0,
-    "adopt": 1.0,
+    "adopt": 1.5,
     "fsync_fails": 1.5,
     "disk_full": 2.0,
-    "full_at_roll": 2.0,
+    "full_at_roll": 3.0,
     "disk_slow": 2.0,
     "stop": 1.5,
     "clock": 1.5,
@@ -75,6 +75,9 @@ class Options:
     asks: bool
     grows: bool
     briefs: bool
+    restarts: bool
+    kinds: bool  # of content
+    few_files: bool
     # Not drawn: recurring messages. With them brokers read definitions, which makes other runs.
     schedules: int = 0
 
@@ -129,15 +132,20 @@ def draw(seed: int) -> tuple[Options, list[Step]]:
         browses=random.random() < 0.3,
         deliveries=random.choice((2, 5, 100)),
         pace_s=random.choice((0.04, 0.08, 0.15)),
-        compacts=random.random() < 0.2,
+        compacts=random.random() < 0.3,
         lanes=more.random() < 0.3,
         compresses=more.random() < 0.3,
         asks=more.random() < 0.3,
         grows=more.random() < 0.15,
         briefs=more.random() < 0.15,
+        restarts=more.random() < 0.4,
+        kinds=more.random() < 0.3,
+        few_files=more.random() < 0.2,
         schedules=wanted["schedules"],
     )
     weights = {kind: weight for kind, weight in FAULTS.items() if random.random() < 0.6}
+    if options.compacts and "compact" in weights:
+        weights["compact"] = 6.0
     steps: list[Step] = []
     at_s = random.random()
     gap_s = random.choice((0.25, 0.5, 1.0))

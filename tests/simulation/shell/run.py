@@ -37,6 +37,8 @@ from simulation.shell.options import FAULTS, draw, wanted
 from simulation.shell.world import World
 from support import ledger
 
+from portalmq import wire
+
 HOME = Path("/dev/shm" if os.path.isdir("/dev/shm") else "/tmp") / f"portalmq-shell-{os.getpid()}"
 
 
@@ -162,6 +164,7 @@ def main() -> int:
     parser.add_argument("--hash", action="store_true", help="print the hash of each trace")
     arguments = parser.parse_args()
     wanted["schedules"] = arguments.schedules
+    wire.prepare()  # once, and not in each of the processes
     if arguments.defect:
         plant(arguments.defect)
     if arguments.seed is not None:

@@ -170,11 +170,22 @@ class World:
         self.clients.stop()
         self._await("all calls of clients ended", lambda: self.clients.idle)
         self._await("all replicas agree", self._agree)
+        if self.options.restarts and not self.is_ruined:
+            self._restart_all()
         if self.is_ruined:
             self.note("world", "ends in ruins")
             return
         self.checker.final()
         self.note("world", "ends well")
+
+    def _restart_all(self) -> None:
+        """Let every broker read its files again: one that is only good for the process that wrote it shows now."""
+        power = self.random if self.random.random() < 0.5 else None
+        for machine in self.machines.values():
+            machine.end(again_s=self.random.random(), power=power)
+        self.reached["restarted at the end"] += 1
+        self._await("all brokers restarted at the end", self._is_whole)
+        self._await("all replicas agree again", self._agree)
 
     def _await(self, what: str, is_so: Callable[[], object]) -> None:
         ends_s = self.now_s + HEALED_WITHIN_S
