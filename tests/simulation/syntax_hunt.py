@@ -255,8 +255,9 @@ class Hunter:
             sys.setprofile(None)
             threading.setprofile(None)
             test.seconds = time.process_time() - began
-            if any(report.failed for report in reports):
-                raise AssertionError(f"{test.item.nodeid} fails without a mutant")
+            failed = [report.longreprtext for report in reports if report.failed]
+            if failed:
+                raise AssertionError(f"{test.item.nodeid} fails without a mutant:\n{failed[0]}")
         return sorted((test for test in tests if test.codes), key=lambda test: test.seconds)
 
     def _is_known(self, mutant: SyntaxMutant) -> bool:

@@ -10,6 +10,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 import apsw
+from gevent.lock import BoundedSemaphore
 from simulation.shell.disk import SimDisk
 from simulation.shell.loop import Process
 from simulation.shell.network import SimPool
@@ -49,6 +50,20 @@ class FreeSpace:
 
     def release(self) -> bool:
         return False
+
+
+def _alone(work: Callable[[], None]) -> Callable[[], None]:
+    """Let `work` be done by one greenlet at a time: faults ask for it too, and a broker has one loop for it."""
+    turn = BoundedSemaphore()
+
+    def call() -> None:
+        if turn.acquire(blocking=False):
+            try:
+                work()
+            finally:
+                turn.release()
+
+    return call
 
 
 class Life:
@@ -115,6 +130,7 @@ class Life:
         )
         if world.options.few_files:
             broker.topics._replicas.files._open_files.budget = FEW_FILES
+        broker.maintenance.compact = _alone(broker.maintenance.compact)  # type: ignore[method-assign]
         broker.peers._pool = SimPool(world, machine, process)
         self.broker = broker
         if not world.options.schedules:  # its reads of the control plane would move all seeds

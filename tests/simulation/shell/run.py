@@ -9,6 +9,7 @@ python -m simulation.shell.run --seeds 500 --coverage   which branches of the sh
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 
@@ -176,8 +177,10 @@ def main() -> int:
     began_s, cpu_s = patches.real_perf_counter(), 0.0
     run = ledger.Run("shell", arguments.first, writes=arguments.ledger)
     seeds = islice((seed for seed in count(run.first) if _has(seed, arguments.having)), arguments.seeds)
-    with run:
+    done = 0
+    with contextlib.suppress(KeyboardInterrupt), run:  # an interrupted run tells of the seeds that it finished
         for outcome in play_all(seeds, processes=arguments.processes):
+            done += 1
             reached += outcome.reached
             cpu_s += outcome.cpu_s
             for file, found in outcome.arcs.items():
@@ -199,7 +202,7 @@ def main() -> int:
     print(", ".join(f"{what} {count}" for what, count in sorted(reached.items())))
     reach.report(arcs)
     took_s = patches.real_perf_counter() - began_s
-    print(f"{len(failed)} of {arguments.seeds} seeds failed, {took_s:.0f} s, {cpu_s:.0f} s of processor time")
+    print(f"{len(failed)} of {done} seeds failed, {took_s:.0f} s, {cpu_s:.0f} s of processor time")
     return 1 if failed else 0
 
 
