@@ -69,6 +69,17 @@ class Sink:
         return self.bodies
 
 
+def test_a_publish_is_one_request(broker: KombuBroker, connection: kombu.Connection) -> None:
+    publish(connection, [1])
+    before = len(broker.calls)
+    with connection.Producer() as producer:
+        for body in range(5):
+            producer.publish(body, routing_key="jobs", serializer="json", retry=True)
+    assert [call.path for call in broker.calls[before:]] == ["/v1/topics/jobs/messages"] * 5
+    connection.close()
+    assert not connection.connected
+
+
 def test_a_queue_is_a_topic_and_a_group_of_its_name(broker: KombuBroker, connection: kombu.Connection) -> None:
     publish(connection, [1, 2, 3])
     sink = Sink(connection, [JOBS])
