@@ -21,11 +21,23 @@ class SendOptions(NamedTuple):
 
 
 def encode(message: Mapping[str, Any], exchange: str, routing_key: str) -> bytes:
-    """Return the value of a message. `exchange` and `routing_key` say where it was published."""
+    """Return the value of a message. `exchange` and `routing_key` say where it was published. Properties that JSON
+    cannot carry are left out, as AMQP leaves out those that it does not know. Raises TypeError for such a header."""
     info = {**message["properties"].get("delivery_info", {}), "exchange": exchange, "routing_key": routing_key}
     properties = {**message["properties"], "delivery_info": info}
-    text: str = dumps({**message, "properties": properties})
+    try:
+        text: str = dumps({**message, "properties": properties})
+    except TypeError:
+        text = dumps({**message, "properties": {name: each for name, each in properties.items() if _is_json(each)}})
     return text.encode()
+
+
+def _is_json(value: object) -> bool:
+    try:
+        dumps(value)
+    except TypeError:
+        return False
+    return True
 
 
 def decode(value: bytes, delivery_tag: int, *, redelivered: bool) -> dict[str, Any]:

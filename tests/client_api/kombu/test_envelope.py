@@ -24,6 +24,14 @@ def test_a_message_comes_back_as_it_was_with_where_it_was_published() -> None:
     assert got == {**sent, "properties": {"delivery_info": info, "delivery_tag": 7}}
 
 
+def test_a_property_that_json_cannot_carry_is_left_out() -> None:
+    got = decode(encode(task(signal=object(), priority=3), "", "q"), 1, redelivered=False)
+    assert got["properties"]["priority"] == 3
+    assert "signal" not in got["properties"]
+    with pytest.raises(TypeError):
+        encode({**task(), "headers": {"signal": object()}}, "", "q")
+
+
 def test_a_message_that_was_delivered_before_says_so() -> None:
     got = decode(encode(task(), "", "q"), 1, redelivered=True)
     assert got["properties"]["delivery_info"]["redelivered"] is True
