@@ -62,12 +62,13 @@ class _RedisClient(BenchClient):
 class Redis(System):
     name, server, library = "redis", "redis-server", "redis"
     promise = "on disk (appendfsync always)"
+    fsync = "always"
     cases = frozenset({"produce", "consume", "wake"})
 
     def start(self, site: Site) -> None:
-        (self._port,) = free_ports(1)
-        durable = ["--appendonly", "yes", "--appendfsync", "always", "--save", ""]
-        where = ["--bind", HOST, "--port", str(self._port), "--dir", str(site.directory)]
+        (self.port,) = free_ports(1)
+        durable = ["--appendonly", "yes", "--appendfsync", self.fsync, "--save", ""]
+        where = ["--bind", HOST, "--port", str(self.port), "--dir", str(site.directory)]
         site.spawn(str(binary(self.server)), *where, *durable)
         site.until(lambda: self.client("").redis.ping())
 
@@ -78,7 +79,7 @@ class Redis(System):
         self.client(topic).redis.delete(topic)
 
     def client(self, topic: str, batch: int = 0, node: int = 0, timeout_s: float = 30.0) -> _RedisClient:
-        return _RedisClient(self._port, topic, batch)
+        return _RedisClient(self.port, topic, batch)
 
 
 # --- RabbitMQ --------------------------------------------------------------------------------------------------------
@@ -150,7 +151,7 @@ class Rabbit(System):
         return os.path.realpath(_rabbit_program("rabbitmqctl")).partition("rabbitmq_server-")[2].partition("/")[0]
 
     def start(self, site: Site) -> None:
-        self._ports = free_ports(2 * self.nodes + 1)
+        self.ports = free_ports(2 * self.nodes + 1)
         self._directory = str(site.directory)
         names = [f"bench{node}@localhost" for node in range(self.nodes)]
         (site.directory / "rabbitmq.conf").write_text(
@@ -158,7 +159,7 @@ class Rabbit(System):
             + "".join(f"cluster_formation.classic_config.nodes.{n} = {name}\n" for n, name in enumerate(names, 1))
         )
         # Otherwise a node starts one that outlives it.
-        site.spawn(str(binary("epmd")), "-port", str(self._ports[-1]), "-address", HOST)
+        site.spawn(str(binary("epmd")), "-port", str(self.ports[-1]), "-address", HOST)
         for node in range(self.nodes):
             (site.directory / f"node{node}").mkdir()
             (site.directory / f"node{node}" / "plugins").write_text("[].")
@@ -181,14 +182,14 @@ class Rabbit(System):
             "RUNNING_UNDER_SYSTEMD": "true",  # the script becomes the server and leaves no shell beside it
             "RABBITMQ_NODENAME": f"bench{node}@localhost",
             "RABBITMQ_NODE_IP_ADDRESS": HOST,
-            "RABBITMQ_NODE_PORT": str(self._ports[node]),
-            "RABBITMQ_DIST_PORT": str(self._ports[self.nodes + node]),
+            "RABBITMQ_NODE_PORT": str(self.ports[node]),
+            "RABBITMQ_DIST_PORT": str(self.ports[self.nodes + node]),
             "RABBITMQ_MNESIA_BASE": base,
             "RABBITMQ_LOG_BASE": base,
             "RABBITMQ_ENABLED_PLUGINS_FILE": f"{base}/plugins",
             "RABBITMQ_CONFIG_FILE": f"{self._directory}/rabbitmq.conf",
             "ERL_EPMD_ADDRESS": HOST,
-            "ERL_EPMD_PORT": str(self._ports[-1]),
+            "ERL_EPMD_PORT": str(self.ports[-1]),
             "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "-kernel inet_dist_use_interface {127,0,0,1}",
         }
 
@@ -207,7 +208,7 @@ class Rabbit(System):
             client.channel.queue_delete(topic)
 
     def client(self, topic: str, batch: int = 0, node: int = 0, timeout_s: float = 30.0) -> _RabbitClient:
-        return _RabbitClient(self._ports[node], topic, batch, timeout_s)
+        return _RabbitClient(self.ports[node], topic, batch, timeout_s)
 
     def leader(self, topic: str) -> int:
         lines = self._ask("list_queues", "name", "leader").splitlines()
@@ -306,14 +307,14 @@ class Nats(System):
         return f"{where}{', on a majority of 3' if self.nodes > 1 else ''}"
 
     def start(self, site: Site) -> None:
-        self._ports = free_ports(2 * self.nodes)
-        routes = ", ".join(f"nats://{HOST}:{port}" for port in self._ports[self.nodes :])
+        self.ports = free_ports(2 * self.nodes)
+        routes = ", ".join(f"nats://{HOST}:{port}" for port in self.ports[self.nodes :])
         for node in range(self.nodes):
             sync = "sync_interval: always, " if self._syncs else ""
-            text = f"server_name: n{node}\nlisten: {HOST}:{self._ports[node]}\n"
+            text = f"server_name: n{node}\nlisten: {HOST}:{self.ports[node]}\n"
             text += f'jetstream {{ {sync}store_dir: "{site.directory}/node{node}", max_file_store: 50GB }}\n'
             if self.nodes > 1:
-                at = self._ports[self.nodes + node]
+                at = self.ports[self.nodes + node]
                 text += f"cluster {{ name: bench, listen: {HOST}:{at}, routes: [{routes}] }}\n"
             (site.directory / f"{node}.conf").write_text(text)
             site.spawn(str(binary(self.server)), "-c", f"{node}.conf")
@@ -344,7 +345,7 @@ class Nats(System):
         self._run(lambda stream: stream.delete_stream(topic))
 
     def client(self, topic: str, batch: int = 0, node: int = 0, timeout_s: float = 30.0) -> _NatsClient:
-        return _NatsClient(self._ports[node], topic, batch, timeout_s)
+        return _NatsClient(self.ports[node], topic, batch, timeout_s)
 
     def leader(self, topic: str) -> int:
         return int(self._run(lambda stream: stream.stream_info(topic)).cluster.leader.removeprefix("n"))

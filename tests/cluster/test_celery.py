@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ pytest.importorskip("celery", reason="the extra `celery` is not installed")
 
 from support.celery_program import Notes, Worker, application
 from support.cluster import Cluster, wait_until
+from support.leader_kills import LeaderKills
 
 _numbers = itertools.count(1)
 WITHIN_S = 90.0
@@ -35,6 +37,10 @@ class Proof:
     def send(self, numbers: range, name: str = "note", **options: object) -> None:
         for number in numbers:
             self.app.send_task(name, [number], **options)
+
+
+def told(counts: Counter[int]) -> str:
+    return f"{sum(1 for runs in counts.values() if runs > 1)} of them ran more than once"
 
 
 @pytest.fixture
@@ -100,4 +106,20 @@ def test_no_task_is_lost_when_workers_are_killed_again_and_again(cluster: Cluste
         worker.kill()
     with proof.worker("-c", "2"):
         counts = proof.notes.wait_for(range(count), 3000)
+    print(f"{kills} kills, {count} tasks, {told(counts)}")
+    assert counts.keys() == set(range(count))
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(3600)
+def test_no_task_is_lost_while_the_leader_is_killed_again_and_again(cluster: Cluster, tmp_path: Path) -> None:
+    proof = Proof(cluster, tmp_path, visibility_timeout=5)
+    count = int(os.environ.get("PORTALMQ_LEADER_KILL_TASKS", "1000"))
+    every_s = float(os.environ.get("PORTALMQ_KILL_EVERY_S", "20"))
+    with proof.worker("-c", "2"), LeaderKills(cluster, every_s, lambda _: cluster.leader(proof.queue_topic)) as kills:
+        for number in range(count):
+            proof.app.send_task("note", [number, 0.02])
+        counts = proof.notes.wait_for(range(count), 3000)
+    print(f"{kills.count} kills, {count} tasks, {told(counts)}")
+    assert kills.count
     assert counts.keys() == set(range(count))

@@ -1,4 +1,4 @@
-"""kombu's own integration tests, from the sdist of the installed version, against a cluster."""
+"""kombu's own integration tests, from the sdist of the installed version, against a cluster, which loses leaders."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import os
 import re
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 
 import pytest
 from support.cluster import Cluster
+from support.leader_kills import LeaderKills
+from support.sdists import unpacked
 
 kombu = pytest.importorskip("kombu", reason="the extra `celery` is not installed")
+
+# Brokers are killed in turn; each leads some of the queues.
+EVERY_S = float(os.environ.get("PORTALMQ_KILL_EVERY_S", "20"))
 
 SUITE = """
 import os
@@ -44,30 +48,14 @@ class TestFailover(common.BaseFailover): pass
 """
 
 
-def sdist(directory: Path) -> Path:
-    """Unpack kombu's sdist there, without building it."""
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-build-isolation"]
-    subprocess.run(
-        [*command, "--no-binary", ":all:", "-d", str(directory), f"kombu=={kombu.__version__}"],
-        check=True,
-        timeout=300,
-    )
-    (archive,) = directory.glob("kombu-*.tar.gz")
-    with tarfile.open(archive) as opened:
-        opened.extractall(directory, filter="data")
-    return next(each for each in directory.iterdir() if each.is_dir())
-
-
-@pytest.mark.prove
-@pytest.mark.timeout(1800)
-def test_kombus_own_integration_tests_pass(cluster: Cluster, tmp_path: Path) -> None:
-    source = sdist(tmp_path)
+def run_suite(cluster: Cluster, directory: Path) -> None:
+    source = unpacked("kombu", kombu.__version__, directory)
     suite = source / "test_on_portalmq.py"
     suite.write_text(SUITE)
     (source / "pytest.ini").write_text("[pytest]\n")
     environment = {
         **os.environ,
-        "KOMBU_BROKER": cluster.urls[0].replace("http", "portalmq"),
+        "KOMBU_BROKER": ";".join(url.replace("http", "portalmq") for url in cluster.urls),
         "PYTHONPATH": str(source),
     }
     run = subprocess.run(
@@ -80,3 +68,17 @@ def test_kombus_own_integration_tests_pass(cluster: Cluster, tmp_path: Path) -> 
     )
     assert run.returncode == 0, run.stdout[-8000:]
     assert re.search(r"4\d passed", run.stdout)
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(1800)
+def test_kombus_own_integration_tests_pass(cluster: Cluster, tmp_path: Path) -> None:
+    run_suite(cluster, tmp_path)
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(1800)
+def test_kombus_own_integration_tests_pass_while_leaders_are_killed(cluster: Cluster, tmp_path: Path) -> None:
+    with LeaderKills(cluster, EVERY_S, lambda number: 1 + number % len(cluster.brokers)) as kills:
+        run_suite(cluster, tmp_path)
+        assert kills.count
