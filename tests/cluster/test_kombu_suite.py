@@ -36,7 +36,7 @@ def invalid_connection():
 
 @pytest.fixture
 def failover_connection():
-    return kombu.Connection(f"portalmq://localhost:9;{URL}", connect_timeout=10)
+    return kombu.Connection(f"portalmq://localhost:9;{URL.split(';')[-1]}", connect_timeout=10)
 
 class TestBasics(common.BasicFunctionality): pass
 class TestExchangeTypes(common.BaseExchangeTypes): pass
