@@ -44,7 +44,10 @@ from portalmq.broker.storage.segment import COMPACTING, Segment, SegmentFacts
 SEGMENT_BYTES = 256 * 1024 * 1024
 # A segment with this many content types is followed by a new one without any: their names are kept in memory.
 CONTENT_TYPES_MAX = 10_000
-# From the first size on a checkpoint is due when no append waits; at the second, append performs it itself.
+# From the first size on, or after so many commits, a checkpoint is due when no append waits; at the second size, append
+# performs it itself. Commits overwrite a write-ahead log that was moved into the database, which spares the file system
+# the sync of a new size with each. The more commits, the rarer is the checkpoint; the fewer, the sooner is it overwritten.
+COMMITS_DUE = 256
 WAL_BYTES_DUE = 16 * 1024 * 1024
 WAL_BYTES_MAX = 64 * 1024 * 1024
 
@@ -131,7 +134,8 @@ class Log(ReadableLog):
     @property
     def checkpoint_due(self) -> bool:
         """True if `checkpoint` should be called once no append waits."""
-        return self._active.wal_pages * PAGE_BYTES >= WAL_BYTES_DUE
+        active = self._active
+        return active.commits >= COMMITS_DUE or active.wal_pages * PAGE_BYTES >= WAL_BYTES_DUE
 
     # --- changes ------------------------------------------------------------------------------------------------
 

@@ -85,7 +85,8 @@ class Segment(ReadableSegment):
         self.last_timestamp_ms = 0
         self.log_start_offset = 0
         self.bytes = 0
-        self.wal_pages = 0
+        # Pages in the write-ahead log, and commits since the last checkpoint, if only of a part.
+        self.wal_pages = self.commits = 0
         self.commit_s = 0.0
         self.settled = False
         self.schema_version: object = SCHEMA_VERSION
@@ -191,7 +192,7 @@ class Segment(ReadableSegment):
             raise
         self._writer = writer
         self.settled = False
-        self.wal_pages = 0
+        self.wal_pages = self.commits = 0
 
     def _set_up(self, writer: apsw.Connection) -> None:
         with opening_errors():
@@ -214,6 +215,7 @@ class Segment(ReadableSegment):
 
     def _committed(self, _connection: apsw.Connection, _database: str, pages: int) -> int:
         self.wal_pages = pages
+        self.commits += 1
         return apsw.SQLITE_OK
 
     def _read_meta(self, connection: apsw.Connection) -> None:
@@ -442,6 +444,7 @@ class Segment(ReadableSegment):
     def checkpoint(self) -> None:
         """Move what it can from the WAL into the database, without waiting."""
         in_wal, moved = self.writer.wal_checkpoint("main", apsw.SQLITE_CHECKPOINT_PASSIVE)
+        self.commits = 0
         if moved == in_wal:
             self.wal_pages = 0  # the next commit starts the WAL from its beginning
 

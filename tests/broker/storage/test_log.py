@@ -3,6 +3,7 @@
 import shutil
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import apsw
 import pytest
@@ -10,6 +11,7 @@ from support.log_files import Writer, everything, numbered, open_log, three_segm
 
 from portalmq.broker.storage.batch import BatchKind, Record
 from portalmq.broker.storage.errors import CorruptBatch, DiskFull, LogClosed, OffsetPurged, StorageFault
+from portalmq.broker.storage.log import COMMITS_DUE
 
 
 def offsets(batches):
@@ -177,6 +179,35 @@ def test_a_checkpoint_is_due_when_the_wal_is_large(tmp_path):
     wal_bytes = (tmp_path / f"{0:020d}.sqlite-wal").stat().st_size
     writer.put(b"1")
     assert (tmp_path / f"{0:020d}.sqlite-wal").stat().st_size == wal_bytes
+
+
+def test_small_commits_overwrite_the_wal_after_a_checkpoint(tmp_path):
+    log = open_log(tmp_path)
+    writer = Writer(log)
+    wal = tmp_path / f"{0:020d}.sqlite-wal"
+    while not log.checkpoint_due:
+        writer.put(b"1")
+    log.checkpoint()
+    assert not log.checkpoint_due
+    size = wal.stat().st_size
+    assert size < 4 * 1024 * 1024
+    for _ in range(COMMITS_DUE - 1):
+        writer.put(b"1")
+    assert not log.checkpoint_due
+    assert wal.stat().st_size == size
+
+
+def test_a_reader_that_blocks_a_checkpoint_does_not_make_each_commit_try_again(tmp_path):
+    log = open_log(tmp_path)
+    writer = Writer(log)
+    writer.put(b"1")
+    with closing(apsw.Connection(str(tmp_path / f"{0:020d}.sqlite"), flags=apsw.SQLITE_OPEN_READONLY)) as reader:
+        reader.execute("BEGIN")
+        reader.execute("SELECT count(*) FROM messages").get  # noqa: B018
+        while not log.checkpoint_due:
+            writer.put(b"1")
+        log.checkpoint()
+        assert not log.checkpoint_due
 
 
 def test_the_wal_is_bounded_without_checkpoints(tmp_path, monkeypatch):
