@@ -109,6 +109,8 @@ class AppendingPartition(ReadablePartition, ABC):
         """Finish an append: wait until the batch is as safe as its acks ask."""
         if pending.acks == "none":
             return -1, 0
+        if not pending.done.is_set():
+            self._writer.write_here()
         pending.wait()
         return pending.base_offset, pending.appended_at_ms
 

@@ -32,7 +32,8 @@ class DiskPace:
         self.writers = 0
         self._paused_until_s = 0.0
 
-    def is_small(self, size_bytes: int, messages: int) -> bool:
+    @staticmethod
+    def is_small(size_bytes: int, messages: int) -> bool:
         """Whether a transaction writes so little that its time is the disk's."""
         return size_bytes <= SMALL_BYTES and messages <= SMALL_MESSAGES
 

@@ -7,6 +7,7 @@ the frames of each new greenlet. A greenlet that was kept costs 2.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from gevent import GreenletExit, get_hub, spawn
 from gevent.hub import Waiter
@@ -14,6 +15,8 @@ from gevent.hub import Waiter
 IDLE_MAX = 16
 
 Work = Callable[[], object]
+# Work that begins in the next turn: the callback that starts it, and the idle greenlet that it is for.
+Start = tuple[Any, "Waiter[Work]"]
 
 
 class KeptGreenlets:
@@ -29,12 +32,23 @@ class KeptGreenlets:
         while self._idle:
             get_hub().loop.run_callback(self._idle.pop().throw, GreenletExit)
 
-    def run(self, work: Work) -> None:
-        """Start the work in the next turn of the event loop. Its errors end its greenlet, and are logged by gevent."""
-        if self._idle:
-            get_hub().loop.run_callback(self._idle.pop().switch, work)
-        else:
+    def run(self, work: Work) -> Start | None:
+        """Start the work in the next turn of the event loop. Its errors end its greenlet, and are logged by gevent.
+        Return what `cancel` takes; None if it cannot be cancelled."""
+        if not self._idle:
             spawn(self._run, [work])
+            return None
+        waiter = self._idle.pop()
+        return get_hub().loop.run_callback(waiter.switch, work), waiter
+
+    def cancel(self, start: Start) -> bool:
+        """Cancel work; return False if it has begun."""
+        callback, waiter = start
+        if not callback.pending:
+            return False
+        callback.stop()
+        self._idle.append(waiter)
+        return True
 
     def _run(self, first: list[Work]) -> None:
         work = first.pop()  # gevent keeps what a greenlet is spawned with as long as the greenlet

@@ -2,8 +2,9 @@
 
     put -> queue -> [checksum, INSERT, COMMIT: one fsync for all that waited] -> on_written
 
-A transaction runs on a native thread; a small one on the event loop while the disk is fast (disk_pace.py). Appends that
-arrive during a transaction, or in the same turn of the event loop, go into one together. Records that no call waits for
+A transaction runs on a native thread; a small one on the event loop while the disk is fast (disk_pace.py), and by the
+call that waits for it if nothing else is ready to run. Appends that arrive during a transaction, or in the same turn of
+the event loop, go into one together. Records that no call waits for
 (a grant) do not start a transaction at once: they wait a few milliseconds for others.
 
 A follower's batches take the same way: one fetch brings one entry of the queue, `ReplicatedBatches`, which is written
@@ -24,7 +25,7 @@ from gevent.event import Event
 from portalmq.broker.core.replica.events import Stamp
 from portalmq.broker.partition.disk_pace import DiskPace
 from portalmq.broker.partition.folding import StateRecord
-from portalmq.broker.partition.greenlets import KeptGreenlets
+from portalmq.broker.partition.greenlets import KeptGreenlets, Start
 from portalmq.broker.partition.native import NativeThreads
 from portalmq.broker.storage.batch import BadFrame, Batch, BatchFrame, FrameHeader, batch_of_frame, frame_of
 from portalmq.broker.storage.errors import LogClosed, Shortage, StorageError
@@ -107,7 +108,7 @@ class Pending:
 
     def wait(self) -> None:
         """Wait until the batch is as safe as its acks ask. Raises its error, or NotCommittedYet after a timeout."""
-        if not self.done.wait(COMMIT_WAIT_S):
+        if not self.done.is_set() and not self.done.wait(COMMIT_WAIT_S):
             raise NotCommittedYet(f"not committed within {COMMIT_WAIT_S:.0f} s")
         if self.error is not None:
             raise self.error
@@ -173,6 +174,7 @@ class Writer:
         self._queue = _NOTHING
         self.is_idle = True
         self._lingering: gevent.Greenlet | None = None
+        self._start: Start | None = None  # of _run, for the next turn
         self._idle = Event()
         self._idle.set()
         self.queued_bytes = 0
@@ -196,7 +198,7 @@ class Writer:
             if pending.is_soft:
                 self._lingering = gevent.spawn_later(SOFT_LINGER_S, self._run)
             else:
-                self._host.greenlets.run(self._run)
+                self._start = self._host.greenlets.run(self._run)
         elif not pending.is_soft:
             self.hurry()
 
@@ -205,10 +207,34 @@ class Writer:
         if self._lingering is not None:
             self._lingering.kill(block=False)
             self._lingering = None
-            self._host.greenlets.run(self._run)
+            self._start = self._host.greenlets.run(self._run)
+
+    def write_here(self) -> None:
+        """Write what was put in this turn now, in the greenlet that is going to wait for it, if that takes no longer
+        than a fast disk, and nothing else is ready to run: greenlets would only be switched."""
+        start, loop = self._start, gevent.get_hub().loop
+        if start is None or loop.pendingcnt or len(loop._callbacks) > 1 or self._host.disk_pace.writers:
+            return
+        taken = list(self._queue)
+        if not _are_small(taken) or not self._may_hold_the_loop(taken) or not self._host.greenlets.cancel(start):
+            return
+        self._start = None
+        try:
+            written = self._committed_at_once(taken)
+            if written is not None:
+                self._queue.clear()
+                self._written(taken, written)
+        except Exception as fault:
+            self._host.storage_failed(fault)
+            raise
+        finally:
+            if self._queue or self._log.checkpoint_due:
+                self._start = self._host.greenlets.run(self._run)
+            else:
+                self._rest()
 
     def _run(self) -> None:
-        self._lingering = None
+        self._lingering = self._start = None
         try:
             while self._queue or self._log.checkpoint_due:
                 if self._queue:
@@ -219,8 +245,11 @@ class Writer:
             self._host.storage_failed(fault)
             raise
         finally:
-            self.is_idle = True
-            self._idle.set()
+            self._rest()
+
+    def _rest(self) -> None:
+        self.is_idle = True
+        self._idle.set()
 
     def take_back(self) -> list[Entry]:
         """Return what is queued, which is not going to be written."""
@@ -245,12 +274,18 @@ class Writer:
             written = self._committed(taken)
         finally:
             pace.writers -= 1
+        self._written(taken, written)
+
+    def _written(self, taken: list[Entry], written: Committed) -> None:
         self.queued_bytes -= sum([entry.size_bytes for entry in taken])
-        if isinstance(written, Shortage | BadFrame):
+        if isinstance(written, TimedCommit):
+            self._host.committed(written.seconds)
+            self._on_written(taken)
+        elif isinstance(written, Shortage | BadFrame):
             taken += self.take_back()
             self._on_refused(taken, written)
             gevent.sleep(REFUSED_PAUSE_S)  # a leader begins its epoch again at once, and the disk is still full
-        elif isinstance(written, StorageError | LogClosed):
+        else:
             failed: PortalMQError = Unavailable("the storage failed while this was written", outcome="unknown")
             if isinstance(written, StorageError):
                 self._host.storage_failed(written)
@@ -259,33 +294,45 @@ class Writer:
             for entry in taken:
                 if isinstance(entry, Pending):
                     entry.finish(failed)
-        else:
-            self._host.committed(written.seconds)
-            self._on_written(taken)
 
     def _committed(self, taken: list[Entry]) -> Committed:
-        """Write the entries, on the event loop if that cannot take long (disk_pace.py), else on a native thread. A
-        leader with followers needs the event loop meanwhile: they write the same batches at this time."""
+        """Write the entries, on the event loop if that cannot take long (disk_pace.py), else on a native thread."""
         pace = self._host.disk_pace
-        is_small = pace.is_small(
-            sum([entry.size_bytes for entry in taken]), sum([entry.message_count for entry in taken])
-        )
-        leads_others = self.has_followers and isinstance(taken[0], Pending)
-        if is_small and not leads_others and pace.is_fast(perf_counter()):
+        is_small = _are_small(taken)
+        if is_small and self._may_hold_the_loop(taken):
             gevent.sleep(0)  # answers that are ready leave before this commit
             if pace.writers == 1:
-                begin = perf_counter()
-                written = _commit(self._log, taken, self.keeps_frames, waits=False)
-                if isinstance(written, TimedCommit):
-                    now_s = perf_counter()
-                    pace.committed(now_s - begin, now_s, on_loop=True)
-                if written is not None:
-                    return written
+                at_once = self._committed_at_once(taken)
+                if at_once is not None:
+                    return at_once
         written = self._host.pool.apply(_commit, (self._log, taken, self.keeps_frames))
         if is_small and isinstance(written, TimedCommit):
             pace.committed(written.commit_s, perf_counter(), on_loop=False)
         assert written is not None
         return written
+
+    def _may_hold_the_loop(self, taken: list[Entry]) -> bool:
+        """Return whether the event loop may commit these few entries. A leader with followers needs it meanwhile: they
+        write the same batches at this time."""
+        leads_others = self.has_followers and isinstance(taken[0], Pending)
+        return not leads_others and self._host.disk_pace.is_fast(perf_counter())
+
+    def _committed_at_once(self, taken: list[Entry]) -> Committed | None:
+        """Write the entries on the event loop. Return None, with nothing written, if the log needs a native thread."""
+        begin = perf_counter()
+        written = _commit(self._log, taken, self.keeps_frames, waits=False)
+        if isinstance(written, TimedCommit):
+            now_s = perf_counter()
+            self._host.disk_pace.committed(now_s - begin, now_s, on_loop=True)
+        return written
+
+
+def _are_small(taken: list[Entry]) -> bool:
+    size_bytes = messages = 0
+    for entry in taken:
+        size_bytes += entry.size_bytes
+        messages += entry.message_count
+    return DiskPace.is_small(size_bytes, messages)
 
 
 def _checkpoint(log: Log) -> bool:

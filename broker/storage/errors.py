@@ -94,28 +94,48 @@ class LogClosed(Unavailable):
         super().__init__("the partition was closed during the request: repeat it", retry_after_s=0.5)
 
 
-@contextmanager
-def faults_of(path: Path) -> Iterator[None]:
+class _Faults:
+    """A context manager; a generator would cost more than the checks around it."""
+
+    __slots__ = ("_path",)
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            found = _fault_of(self._path, error)
+            if found is not None:
+                raise found from error
+
+
+def faults_of(path: Path) -> _Faults:
     """Turn errors of SQLite and the operating system into StorageFault and Shortage, naming `path`."""
-    try:
-        yield
-    except apsw.FullError as error:
-        raise DiskFull(f"{path}: {error}; {MAKE_ROOM}") from error
-    except (apsw.CorruptError, apsw.NotADBError, UnicodeDecodeError) as error:
-        raise CorruptFile(f"{path}: {type(error).__name__}: {error}") from error
-    except apsw.Error as error:
-        if isinstance(error, apsw.CantOpenError):  # SQLite does not say why
-            if no_descriptor_is_left():
-                raise TooManyOpenFiles(f"{path}: {error}; {RAISE_LIMIT}") from error
-            if _no_room_is_left(path):
-                raise DiskFull(f"{path}: {error}; {MAKE_ROOM}") from error
-        raise StorageFault(f"{path}: {type(error).__name__}: {error}") from error
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskFull(f"{path}: {error}; {MAKE_ROOM}") from error
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            raise TooManyOpenFiles(f"{path}: {error}; {RAISE_LIMIT}") from error
-        raise StorageFault(f"{path}: {error}") from error
+    return _Faults(path)
+
+
+def _fault_of(path: Path, error: BaseException) -> StorageError | None:
+    match error:
+        case apsw.FullError():
+            return DiskFull(f"{path}: {error}; {MAKE_ROOM}")
+        case apsw.CorruptError() | apsw.NotADBError() | UnicodeDecodeError():
+            return CorruptFile(f"{path}: {type(error).__name__}: {error}")
+        case apsw.CantOpenError() if no_descriptor_is_left():  # SQLite does not say why
+            return TooManyOpenFiles(f"{path}: {error}; {RAISE_LIMIT}")
+        case apsw.CantOpenError() if _no_room_is_left(path):
+            return DiskFull(f"{path}: {error}; {MAKE_ROOM}")
+        case apsw.Error():
+            return StorageFault(f"{path}: {type(error).__name__}: {error}")
+        case OSError(errno=errno.ENOSPC | errno.EDQUOT):
+            return DiskFull(f"{path}: {error}; {MAKE_ROOM}")
+        case OSError(errno=errno.EMFILE | errno.ENFILE):
+            return TooManyOpenFiles(f"{path}: {error}; {RAISE_LIMIT}")
+        case OSError():
+            return StorageFault(f"{path}: {error}")
+    return None
 
 
 @contextmanager

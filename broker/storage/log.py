@@ -191,8 +191,12 @@ class Log(ReadableLog):
         try:
             if self._parked or self._roll_due or self.checkpoint_due:
                 return False
-            with self._locked_change():
+            self._check_usable()
+            with faults_of(self.directory):
                 return self._append(batches, waits=False)
+        except StorageFault as fault:
+            self._fault = self._fault or fault
+            raise
         finally:
             self._writing.__exit__()
 
@@ -202,7 +206,7 @@ class Log(ReadableLog):
 
     def _append(self, batches: Sequence[Batch], *, waits: bool = True) -> bool:
         self._check_continues(batches)
-        if self._roll_due:
+        if waits and self._roll_due:
             self._roll()
         active = self._active
         if not active.append(batches, waits=waits):

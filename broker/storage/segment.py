@@ -23,7 +23,14 @@ from portalmq.broker.storage.errors import CorruptFile, StorageFault, WrongLog, 
 from portalmq.broker.storage.files import open_directory, unlink_database
 from portalmq.broker.storage.holes import HOLES_DDL, insert_holes, removed_in
 from portalmq.broker.storage.lane_indexes import LANES_DDL, lanes_of
-from portalmq.broker.storage.rows import ContentTypes, insert_batches, insert_messages, preset_content_types
+from portalmq.broker.storage.rows import (
+    ContentTypes,
+    insert_batches,
+    insert_messages,
+    insert_single,
+    is_single,
+    preset_content_types,
+)
 from portalmq.broker.storage.schema import COMPRESSED_VERSION, PAGE_BYTES, SCHEMA_VERSION, SEGMENT_DDL, LogIdentity
 from portalmq.broker.storage.segment_reading import ReadableSegment
 from portalmq.broker.storage.wal import (
@@ -44,6 +51,8 @@ COMPACTING = ".compacting"
 KEYS_NAME = "keys.compacting"
 
 CACHE_KIB = 4_096
+# So many single messages or records are inserted one by one.
+FEW_BATCHES = 4
 
 
 def _remove_again(creating: Path, path: Path, folder: int) -> None:
@@ -361,16 +370,12 @@ class Segment(ReadableSegment):
         if not self._begin(writer, waits=waits):
             return False
         try:
-            insert_batches(writer, batches)
-            removed = insert_holes(writer, batches, self.removed)
-            if compressed:
-                if self.schema_version == SCHEMA_VERSION:
-                    accept_compressed(writer)
-                insert_compressed(writer, compressed)
-            for offset, timestamp_ms, records, are_compressed in _joined(batches):
-                insert_messages(
-                    writer, self._content_types, offset, timestamp_ms, records, are_compressed=are_compressed
-                )
+            removed = self.removed
+            if len(batches) <= FEW_BATCHES and all([is_single(batch) for batch in batches]):
+                for batch in batches:
+                    insert_single(writer, self._content_types, batch)
+            else:
+                removed = self._insert(writer, self._content_types, batches, compressed)
             size = writer.execute("PRAGMA page_count").get * PAGE_BYTES
             begin = perf_counter()
             writer.execute("COMMIT")
@@ -387,6 +392,20 @@ class Segment(ReadableSegment):
         self.last_timestamp_ms = last.appended_at_ms
         self.bytes = size
         return True
+
+    def _insert(
+        self, writer: apsw.Connection, content_types: ContentTypes, batches: Sequence[Batch], compressed: list[Batch]
+    ) -> int:
+        """Insert batches of any kind; return how many messages are missing from the file then."""
+        insert_batches(writer, batches)
+        removed = insert_holes(writer, batches, self.removed)
+        if compressed:
+            if self.schema_version == SCHEMA_VERSION:
+                accept_compressed(writer)
+            insert_compressed(writer, compressed)
+        for offset, timestamp_ms, records, are_compressed in _joined(batches):
+            insert_messages(writer, content_types, offset, timestamp_ms, records, are_compressed=are_compressed)
+        return removed
 
     def _begin(self, writer: apsw.Connection, *, waits: bool) -> bool:
         if waits:

@@ -1,5 +1,6 @@
 """Records come back byte for byte, and people can read them in the file."""
 
+from contextlib import closing
 from itertools import count
 
 import apsw
@@ -11,6 +12,7 @@ from support.log_files import Writer, everything, open_log
 
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.storage.rows import is_text, text_or_blob
+from portalmq.broker.storage.segment import FEW_BATCHES
 
 JSON = "application/json"
 TEXT = "text/plain; charset=utf-8"
@@ -19,6 +21,10 @@ TEXT = "text/plain; charset=utf-8"
 def rows(directory, sql):
     file = next(directory.glob("0*.sqlite"))
     return apsw.Connection(str(file), flags=apsw.SQLITE_OPEN_READONLY).execute(sql).fetchall()
+
+
+def columns_of(directory, table):
+    return [name for _, name, *_ in rows(directory, f"PRAGMA table_info({table})")]
 
 
 some_bytes = st.one_of(st.binary(max_size=40), st.text(max_size=20).map(str.encode), st.just(b"a\0b"), st.just(b""))
@@ -51,6 +57,25 @@ def test_any_record_comes_back_unchanged(tmp_path_factory, batches):
     log.append(sent)
     assert everything(log) == sent
     log.close()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(records, min_size=FEW_BATCHES + 1, max_size=8))
+def test_single_messages_are_stored_as_those_of_a_large_transaction(tmp_path_factory, sent):
+    alone, together = tmp_path_factory.mktemp("alone"), tmp_path_factory.mktemp("together")
+    for directory in (alone, together):
+        with closing(open_log(directory)) as log:
+            writer = Writer(log)
+            batches = [writer.messages_batch([record]) for record in sent]
+            if directory is alone:
+                for batch in batches:
+                    log.append([batch])
+            else:
+                log.append(batches)
+    for table in ("batches", "messages"):
+        columns = ", ".join(f"{name}, typeof({name})" for name in columns_of(alone, table))
+        wanted = f"SELECT {columns} FROM {table} ORDER BY 1"
+        assert rows(alone, wanted) == rows(together, wanted)
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 9, 10, 99, 100, 101, 1_000, 1_234])
