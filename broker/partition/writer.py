@@ -175,6 +175,8 @@ class Writer:
         self.is_idle = True
         self._lingering: gevent.Greenlet | None = None
         self._start: Start | None = None  # of _run, for the next turn
+        # Whether the last transaction had one entry; otherwise others may come in the next turn to share the next.
+        self._was_alone = False
         self._idle = Event()
         self._idle.set()
         self.queued_bytes = 0
@@ -213,7 +215,9 @@ class Writer:
         """Write what was put in this turn now, in the greenlet that is going to wait for it, if that takes no longer
         than a fast disk, and nothing else is ready to run: greenlets would only be switched."""
         start, loop = self._start, gevent.get_hub().loop
-        if start is None or loop.pendingcnt or len(loop._callbacks) > 1 or self._host.disk_pace.writers:
+        if start is None or not self._was_alone or self._host.disk_pace.writers:
+            return
+        if loop.pendingcnt or len(loop._callbacks) > 1:
             return
         taken = list(self._queue)
         if not _are_small(taken) or not self._may_hold_the_loop(taken) or not self._host.greenlets.cancel(start):
@@ -277,6 +281,7 @@ class Writer:
         self._written(taken, written)
 
     def _written(self, taken: list[Entry], written: Committed) -> None:
+        self._was_alone = len(taken) == 1
         self.queued_bytes -= sum([entry.size_bytes for entry in taken])
         if isinstance(written, TimedCommit):
             self._host.committed(written.seconds)

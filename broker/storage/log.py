@@ -45,8 +45,7 @@ SEGMENT_BYTES = 256 * 1024 * 1024
 # A segment with this many content types is followed by a new one without any: their names are kept in memory.
 CONTENT_TYPES_MAX = 10_000
 # From the first size on, or after so many commits, a checkpoint is due when no append waits; at the second size, append
-# performs it itself. Commits overwrite a write-ahead log that was moved into the database, which spares the file system
-# the sync of a new size with each. The more commits, the rarer is the checkpoint; the fewer, the sooner is it overwritten.
+# performs it itself. After a checkpoint, commits overwrite the write-ahead log from its beginning (DESIGN.md).
 COMMITS_DUE = 256
 WAL_BYTES_DUE = 16 * 1024 * 1024
 WAL_BYTES_MAX = 64 * 1024 * 1024

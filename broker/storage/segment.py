@@ -371,7 +371,7 @@ class Segment(ReadableSegment):
             return False
         try:
             removed = self.removed
-            if len(batches) <= FEW_BATCHES and all([is_single(batch) for batch in batches]):
+            if len(batches) <= FEW_BATCHES and all(map(is_single, batches)):
                 for batch in batches:
                     insert_single(writer, self._content_types, batch)
             else:

@@ -6,7 +6,7 @@ chunks, names are tokens without spaces, lines are not folded, and no header tha
 repeated (RFC 9112, section 11.2).
 
 Written by hand, since httptools was not faster with the same checks around it, and accepted a bare LF. Lines are the
-same from request to request of a client, so short ones are parsed once.
+same from request to request of a client, and often the whole head is, so short ones are parsed once.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ FIELDS_MAX = 100
 # The cache has at most so many lines, each at most so long.
 LINES_KEPT = 1024
 LINE_KEPT_BYTES = 160
+# The same of whole heads.
+HEADS_KEPT = 256
+HEAD_KEPT_BYTES = 640
 
 _TOKEN = r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
 # Of the target: the characters of a URI without a fragment. Methods are in capitals.
@@ -64,7 +67,8 @@ class ExpectationFailed(RefusedHead):
 
 
 class RequestHead:
-    """The head of one request. `path` and `headers` are as in HttpRequest; `minor` is that of HTTP/1.x, at most 1."""
+    """The head of a request, or of several that are alike: never change it. `path` and `headers` are as in HttpRequest;
+    `minor` is that of HTTP/1.x, at most 1."""
 
     __slots__ = (
         *("method", "target", "path", "query", "minor", "headers"),
@@ -81,6 +85,11 @@ class RequestHead:
 
 def parse_head(raw: bytes) -> RequestHead:
     """Parse a head without the empty line at its end. Raises RefusedHead."""
+    return _kept_head(raw) if len(raw) <= HEAD_KEPT_BYTES else _kept_head.__wrapped__(raw)
+
+
+@lru_cache(HEADS_KEPT)
+def _kept_head(raw: bytes) -> RequestHead:
     lines = raw.decode("latin-1").split("\r\n")
     if not lines[0] and len(lines) > 1:
         del lines[0]  # one empty line before a request is ignored (RFC 9112, section 2.2)

@@ -53,6 +53,26 @@ def test_small_transactions_are_written_on_the_event_loop_and_large_ones_are_not
         assert len(stored(group.leader)) == SMALL_MESSAGES + 2
 
 
+def test_a_call_that_is_alone_commits_without_a_change_of_greenlets(tmp_path):
+    with on_disk(tmp_path, FastDisk) as group:
+        sent(group.leader, b"the first", b"alone")
+        eventually(lambda: group.leader._writer.is_idle)
+        switched: list[bool] = []
+        gevent.get_hub().loop.run_callback(switched.append, True)
+        sent(group.leader, b"something else is ready to run")
+        assert switched
+        eventually(lambda: group.leader._writer.is_idle)
+        before = on_loop(group)
+        beside = gevent.spawn_later(0, switched.append, False)
+        sent(group.leader, b"nothing else is")
+        assert on_loop(group) == before + 1
+        assert switched == [True]
+        assert group.leader._writer.is_idle
+        beside.join(timeout=60)
+        sent(group.leader, b"the last")
+        assert stored(group.leader)[-2:] == [b"nothing else is", b"the last"]
+
+
 def test_requests_of_the_same_turn_share_a_transaction(tmp_path, monkeypatch):
     with on_disk(tmp_path, FastDisk) as group:
         sent(group.leader, b"begins the epoch")

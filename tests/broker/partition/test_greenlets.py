@@ -19,6 +19,23 @@ def test_work_starts_in_the_next_turn_and_uses_a_greenlet_again():
     assert len(set(seen)) == 1
 
 
+def test_work_is_cancelled_until_it_begins():
+    greenlets, seen = KeptGreenlets(), []
+    assert greenlets.run(lambda: seen.append("by a new greenlet")) is None
+    gevent.sleep(0)
+    gevent.sleep(0)
+    start = greenlets.run(lambda: seen.append("cancelled"))
+    assert start is not None
+    assert greenlets.cancel(start)
+    assert not greenlets.cancel(start)
+    begun = greenlets.run(lambda: seen.append("begun"))
+    gevent.sleep(0)
+    assert begun is not None
+    assert not greenlets.cancel(begun)
+    assert seen == ["by a new greenlet", "begun"]
+    assert len(greenlets._idle) == 1
+
+
 def test_work_that_waits_does_not_delay_other_work():
     greenlets, goes_on, seen = KeptGreenlets(), Event(), []
 
