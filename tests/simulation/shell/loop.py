@@ -165,6 +165,12 @@ class SimLoop:
 
     # --- gevent's interface ------------------------------------------------------------------------------------------
 
+    pendingcnt = 0
+
+    @property
+    def _callbacks(self) -> deque[Callback]:
+        return self.ready
+
     def run_callback(self, callback: Callable[..., Any], *args: Any) -> Callback:
         scheduled = Callback(self.current, callback, args)
         self.ready.append(scheduled)
