@@ -30,6 +30,9 @@ _log = logging.getLogger("portalmq.kombu")
 BULK = 100
 # A free place waits this long for others, so that one receive fills them all.
 LINGER_S = 0.003
+# Several messages that fill no receive are a flow: its next ones gather for this long, so that a receive, which costs
+# the brokers a commit, takes more of them. Messages that come one at a time are not kept waiting.
+GATHER_S = 0.005
 # Failures that a repeat may help are repeated for this long; then kombu connects again.
 FAILING_S_MAX = 60.0
 PAUSE_S = 0.25
@@ -114,8 +117,11 @@ class QueueReader(ReaderThread):
         self._turn = turn
         self._deliver = deliver
         self._receives = Receives(transport, leases.group, topics, visibility_timeout_s, leases.acks)
+        self._flows = False
 
     def read(self) -> None:
+        if self._flows:
+            self.stopped.wait(GATHER_S)
         if not self._places.wait_for_places(self):
             return
         if self._places.is_shared():
@@ -135,6 +141,7 @@ class QueueReader(ReaderThread):
             raise
         self._leases.arrived(received)
         messages = received.messages
+        self._flows = 1 < len(messages) < free
         receipts = [message.receipt for message in messages if message.receipt is not None]
         if not messages:
             return False
