@@ -25,6 +25,7 @@ from portalmq.broker.core.replica.events import EpochNeeded
 from portalmq.broker.partition.folding import GroupsFold
 from portalmq.broker.partition.host import Replica
 from portalmq.broker.partition.native import attempt
+from portalmq.broker.partition.refusals import not_serving_yet
 from portalmq.broker.partition.writer import Pending
 from portalmq.broker.storage.batch import BatchKind
 from portalmq.broker.storage.errors import DAMAGE, OffsetPurged, Shortage, StorageError
@@ -139,8 +140,11 @@ class Retention:
         partition.wait_settled(upto - 1)
 
     def _begin_at(self, upto: int) -> None:
-        """Let the log begin at `upto` on all replicas, which follow the records. Durable here on return."""
+        """Let the log begin at `upto` on all replicas, which follow the records. Durable here on return. Raises
+        Unavailable where this broker was elected again meanwhile: its fold may lack records of the leader before."""
         partition = self._partition
+        if partition.replica.leading and not partition.serves:
+            raise not_serving_yet()
         purge = partition.append_control(BatchKind.PURGE, msgspec.msgpack.encode(Purge(upto)))
         partition.groups.purge(purge.base_offset, upto)
         self.write_state().wait()

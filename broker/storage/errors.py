@@ -34,6 +34,8 @@ SPARE_DESCRIPTORS = 16
 SPARE_BYTES = 64 * 1024
 MAKE_ROOM = "free disk space or lower the retention"
 RAISE_LIMIT = "raise the limit of open files (ulimit -n)"
+# What SQLite says when a statement of ours meets a schema in which a name is another one: a bit of it has flipped.
+SCHEMA_DIFFERS = ("no such column: ", "no such table: ", "table ")
 
 
 class StorageError(Exception):
@@ -45,7 +47,8 @@ class StorageFault(StorageError):
 
 
 class CorruptFile(StorageFault):
-    """SQLite finds the file malformed. Reading it was harmless; writing to it would not be."""
+    """SQLite finds the file malformed, or without the columns that it was made with. Reading it was harmless; writing
+    to it would not be."""
 
 
 class Shortage(StorageError):
@@ -123,6 +126,8 @@ def _fault_of(path: Path, error: BaseException) -> StorageError | None:
             return DiskFull(f"{path}: {error}; {MAKE_ROOM}")
         case apsw.CorruptError() | apsw.NotADBError() | UnicodeDecodeError():
             return CorruptFile(f"{path}: {type(error).__name__}: {error}")
+        case apsw.SQLError() if str(error).startswith(SCHEMA_DIFFERS):
+            return CorruptFile(f"{path}: its schema is damaged: {error}")
         case apsw.CantOpenError() if no_descriptor_is_left():  # SQLite does not say why
             return TooManyOpenFiles(f"{path}: {error}; {RAISE_LIMIT}")
         case apsw.CantOpenError() if _no_room_is_left(path):

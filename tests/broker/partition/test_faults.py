@@ -450,3 +450,18 @@ def test_old_messages_that_a_full_disk_keeps_are_removed_later(fixture, monkeypa
     fixture.broker.maintenance.retain()
     assert partition.log.base_offset > 0
     assert not fixture.faults
+
+
+def test_a_purge_that_waited_while_its_leader_was_elected_again_writes_nothing(fixture, monkeypatch):
+    """The fold of a leader that does not serve yet may lack records of the one before: its STATE would forget them."""
+    send(fixture, "a")
+    partition = fixture.broker.topics.get("t").local[0]
+    end = partition.replica.next_offset
+    with monkeypatch.context() as patch:
+        patch.setattr(partition.retention, "_wait_for_orders", lambda upto: setattr(partition, "serves", False))
+        with pytest.raises(Unavailable):
+            partition.retention.purge(None)
+        assert partition.replica.next_offset == end
+        partition.serves = True
+    partition.retention.purge(None)
+    assert partition.log.log_start_offset == partition.high_watermark - 2

@@ -239,3 +239,17 @@ def test_text_that_is_no_longer_utf_8_is_damage(tmp_path, name):
     path.write_bytes(content.replace(found, b"\xf4" + found[1:]))
     with pytest.raises(CorruptFile):
         everything(open_log(tmp_path / "log"))
+
+
+@pytest.mark.parametrize("column", [b"base_offset", b"kind", b"crc"])
+def test_a_column_that_has_another_name_is_damage(tmp_path, column):
+    """Found by the simulated shell: a flipped bit in the schema ended the broker at each start."""
+    log = open_log(tmp_path / "log")
+    Writer(log).put(b"1")
+    log.close()
+    path = next((tmp_path / "log").glob("0*.sqlite"))
+    content = path.read_bytes()
+    begin = content.index(column, content.index(b"CREATE TABLE batches"))
+    path.write_bytes(content[:begin] + bytes([column[0] ^ 1]) + content[begin + 1 :])
+    with pytest.raises(CorruptFile):
+        everything(open_log(tmp_path / "log"))
