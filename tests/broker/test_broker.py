@@ -168,6 +168,8 @@ def test_acks_leader_is_answered(fixture):
 
 
 def test_many_at_once_share_transactions_and_keep_their_order(fixture):
+    fixture.broker.create_topic("t", wire.CreateTopic())
+    assert fixture.broker.topics.wait_settled(60)  # a send before that is refused, and repeated after the others
     greenlets = [gevent.spawn(send, fixture, str(number)) for number in range(200)]
     gevent.joinall(greenlets, timeout=60, raise_error=True)
     offsets = [greenlet.get()[0].offset for greenlet in greenlets]
