@@ -456,10 +456,12 @@ class ReplicaShell:
             self.disk.saved_high_watermark = min(self.replica.high_watermark, self.disk.end)
 
     def retain(self) -> None:
-        """A leader states in the log how far it may be dropped. Every replica drops the part that a committed STATE
-        record allows, and nothing else."""
+        """A leader that serves states in the log how far it may be dropped; the fold of another one is not whole yet.
+        Every replica drops the part that a committed STATE record allows, and nothing else."""
+        upto = self.disk.start
         if self.replica.leading:
-            upto = self.world.random.randint(self.disk.start, max(self.disk.start, self.replica.high_watermark))
+            upto = self.world.random.randint(upto, max(upto, self.replica.high_watermark))
+        if self.replica.leading and (self.host is None or self.host.serves()):
             if self.host is not None:
                 self.host.purge(upto)
             index = self.disk.index_from(upto + 1) - 1

@@ -90,6 +90,11 @@ def test_no_election_trusts_the_old_registration_of_a_disk_that_lied() -> None:
     assert reached["disk lied"]
 
 
+def test_a_leader_that_does_not_serve_yet_states_no_fold() -> None:
+    """The STATE of one with fetched records still to write made replicas forget a lease, in seed 337403."""
+    assert failure_of(337403)[0] is None
+
+
 def test_no_replica_is_lost_for_good_during_an_election() -> None:
     """With min_insync_replicas 1 the election may leave that replica alone in the ISR, and no broker could lead."""
     world = World(7)
