@@ -38,6 +38,8 @@ PAUSE_S_MAX = 30.0
 TRACEBACK_CHARS_MAX = 32_000
 ERRORS_MAX = 10
 DEFAULT_MAX_DELIVERIES = 5
+# Stands among the worker ids for a process that died before its record of the attempt was sent.
+UNKNOWN_WORKER = "unknown"
 
 
 class TaskWorker:
@@ -168,11 +170,14 @@ class TaskRun:
         self._succeeded(result, returned)
 
     def _earlier(self, value: TaskMessage) -> ResultRecord:
-        """Return what earlier attempts have recorded."""
+        """Return what earlier attempts have recorded. Each delivery counts as an attempt, recorded or not."""
+        earlier = self._message.delivery_count - 1
         found = None
-        if self._message.delivery_count > 1 and self._backend.supports_get_result:
+        if earlier and self._backend.supports_get_result:
             found = self._backend.results.latest(value.id, self._message.timestamp_ms)
-        return found or ResultRecord(status="READY", worker_ids=[])
+        found = found or ResultRecord(status="READY", worker_ids=[])
+        found.worker_ids += [UNKNOWN_WORKER] * (earlier - len(found.worker_ids))
+        return found
 
     def _announce(self) -> Any:
         """Send the record that the task runs; return its future."""

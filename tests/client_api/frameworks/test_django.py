@@ -280,7 +280,7 @@ def test_a_task_of_a_worker_that_vanished_runs_again(shop: Project) -> None:
     shop.broker.advance(31)
     shop.finish(result)
     vanished.close()
-    assert result.return_value[0] == "lost once"
+    assert result.return_value == ["lost once", 2, result.id]
 
 
 def test_a_worker_that_lost_its_lease_overwrites_no_result(shop: Project, admin: Admin) -> None:
