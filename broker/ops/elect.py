@@ -114,7 +114,7 @@ def _elect(
 @click.option("--i-accept-data-loss", "accepted", is_flag=True, help="go on although a directory is missing or damaged")
 @_in_zookeeper
 def adopt(directories: tuple[Path, ...], replace_cluster: bool, accepted: bool, **options: Any) -> None:
-    """Write cluster, topics and partitions into an empty ZooKeeper, from the brokers' data directories.
+    """Write cluster, topics, partitions and schedules into an empty ZooKeeper, from the brokers' data directories.
 
     All brokers have to be stopped. With the directories of all of them no acknowledged message is lost. The settings of
     groups and the names of producers were only in ZooKeeper, and have to be created again.

@@ -101,6 +101,8 @@ class ScheduleRunner:
         self._greenlet: gevent.Greenlet | None = None
         # Called with definitions, to see whether their ticks still go to the right partition.
         self.on_placed: Callable[[list[ScheduleState]], None] = lambda schedules: None
+        # Called after definitions were read.
+        self.on_read: Callable[[], None] = lambda: None
 
     # --- life --------------------------------------------------------------------------------------------------------
 
@@ -206,6 +208,7 @@ class ScheduleRunner:
         for name, held in in_short_turns(list(found.items())):
             if name not in self.frozen:  # its change reads it
                 self.take(name, held, read)
+        self.on_read()
 
     def take(self, name: str, held: Versioned[ScheduleState] | None, read: int | None = None) -> None:
         """Go by this definition from now on. `read` is None for one that this broker has written just now."""

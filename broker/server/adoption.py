@@ -1,8 +1,8 @@
 """Restores a lost control plane from the brokers' data directories (`portalmq adopt`).
 
 ZooKeeper holds the leaders, the ISRs and the topics. The messages are in the data directories, with all that is needed
-to restore the rest: `identity.json` (cluster, broker, store), `brokers.json` (the other brokers), `topic.json` in each
-topic's folder, and in each replica its records with their leader epochs.
+to restore the rest: `identity.json` (cluster, broker, store), `brokers.json` (the other brokers), `schedules.jsonl`,
+`topic.json` in each topic's folder, and in each replica its records with their leader epochs.
 
     new ISR = the replicas with the highest (epoch of the last record, end); no leader: the controller elects one
 
@@ -20,7 +20,10 @@ Otherwise an operator has to accept the loss explicitly.
 The new leader epoch is above every epoch that any replica has seen, so nothing from before is mistaken for current.
 Producer ids continue far above those in the logs: a new producer must not get an old id, which would turn its messages
 into repeats. They begin at the present time in milliseconds at least, because a producer may have its id and no message
-in any log. State that is only in ZooKeeper is not restored: the settings of groups, schedules, the names of producers.
+in any log. State that is only in ZooKeeper is not restored: the settings of groups, the names of producers.
+
+Schedules are those of the latest whole `schedules.jsonl`. It may be older than the last change of a schedule, which may
+have gone to another partition since. So none continues before its last tick in any log: each tick stays one message.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,6 +40,8 @@ import msgspec
 from portalmq import wire
 from portalmq.broker.cluster.exits import EX_CANTCREAT, EX_STORAGE, StartupError
 from portalmq.broker.cluster.replicas import TOPIC_FILE, Files, read_topic
+from portalmq.broker.schedules.saved import SCHEDULES_FILE, SavedSchedules, read_schedules
+from portalmq.broker.schedules.timetable import moment_text
 from portalmq.broker.storage.disk import BROKERS_FILE, DataDirectory, DirectoryInUse, read_brokers, read_identity
 from portalmq.broker.storage.errors import CorruptFile, StorageError
 from portalmq.broker.storage.files import write_atomically
@@ -44,6 +49,8 @@ from portalmq.broker.storage.segment import SEGMENT_NAME
 from portalmq.contract.schedules import SCHEDULE_IDS_FROM
 from portalmq.control_plane.assignment import first_for, place
 from portalmq.control_plane.catalog import Catalog
+from portalmq.control_plane.plane import NodeExists
+from portalmq.control_plane.schedules import ScheduleState, ScheduleStore
 from portalmq.control_plane.state import PartitionState, TopicState
 
 log = logging.getLogger(__name__)
@@ -83,7 +90,7 @@ def known_brokers(data_dir: Path) -> dict[int, str]:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFound:
-    """A replica on a disk. `fault` says why its log may be incomplete."""
+    """A replica on a disk. `fault` says why its log may be incomplete. `last_ticks`: (schedule id, tick)."""
 
     broker_id: int
     store_uuid: str = ""
@@ -91,6 +98,7 @@ class ReplicaFound:
     end: int = 0
     highest_epoch: int = 0
     fault: str = ""
+    last_ticks: tuple[tuple[int, int], ...] = ()
 
 
 def state_of(found: Collection[ReplicaFound]) -> PartitionState:
@@ -127,6 +135,8 @@ class Adoption:
     unlisted: list[str] = field(default_factory=list)  # why nobody lists the cluster's brokers
     undescribed: set[str] = field(default_factory=set)  # ids of topics whose settings are lost
     groups: set[str] = field(default_factory=set)
+    saved: SavedSchedules | None = None  # the latest copy of the schedules
+    damaged: list[str] = field(default_factory=list)  # what is wrong with other copies
     next_producer_id: int = field(default_factory=lambda: time.time_ns() // 1_000_000)
 
     def partitions(self, topic: TopicState) -> list[PartitionState]:
@@ -146,6 +156,23 @@ class Adoption:
             store_uuids={broker_id: self.brokers[broker_id] for broker_id in replicas},
             incarnations={},
         )
+
+    def take_ids(self, ids: Iterable[int]) -> None:
+        """Have new producers begin after these. A schedule's id is made of a producer id."""
+        after = [each % SCHEDULE_IDS_FROM + PRODUCER_IDS_APART for each in ids]
+        self.next_producer_id = max([self.next_producer_id, *after])
+
+    def schedules(self) -> list[ScheduleState]:
+        """Return the schedules of the latest copy, each to continue after its last tick in the logs that are kept."""
+        last_ms: dict[int, int] = {}
+        for found in self.replicas.values():
+            isr = state_of(found).isr
+            for schedule_id, tick_ms in [tick for each in found if each.broker_id in isr for tick in each.last_ticks]:
+                last_ms[schedule_id] = max(tick_ms, last_ms.get(schedule_id, 0))
+        return [
+            msgspec.structs.replace(each, since_ms=max(each.since_ms, last_ms.get(each.schedule_id, 0)))
+            for each in (self.saved.schedules if self.saved else ())
+        ]
 
     def losses(self) -> list[str]:
         """Return the reasons why acknowledged messages may be missing; empty when none can be."""
@@ -190,6 +217,7 @@ def read_directories(directories: Iterable[Path]) -> Adoption:
             except CorruptFile as fault:
                 adoption.unlisted.append(str(fault))
             adoption.brokers[directory.identity.broker_id] = directory.identity.store_uuid
+            _read_schedules(adoption, directory)
         if known:
             adoption.unlisted.clear()
         adoption.missing = {number: url for number, url in sorted(known.items()) if number not in adoption.brokers}
@@ -241,6 +269,18 @@ def _check_same_cluster(opened: list[DataDirectory]) -> None:
         by_broker[identity.broker_id] = directory.path
 
 
+def _read_schedules(adoption: Adoption, directory: DataDirectory) -> None:
+    try:
+        saved = read_schedules(directory.path)
+    except CorruptFile as fault:
+        adoption.damaged.append(str(fault))
+        return
+    if saved is not None:
+        adoption.take_ids([each.schedule_id for each in saved.schedules])
+        if adoption.saved is None or adoption.saved.read_ms < saved.read_ms:
+            adoption.saved = saved
+
+
 def _topic_folders(directory: DataDirectory) -> list[Path]:
     root = directory.path / "partitions"
     return sorted(folder for folder in root.iterdir() if "@" in folder.name) if root.is_dir() else []
@@ -284,12 +324,12 @@ def _read_replica(adoption: Adoption, files: Files, topic: TopicState, number: i
         return ReplicaFound(broker_id, highest_epoch=highest_epoch, fault=f"broker {broker_id}: {fault}")
     try:
         adoption.groups |= recovered.groups.delivery.keys() | recovered.groups.streams.keys()
-        # A schedule's id is made of a producer id.
-        ids = (producer.producer_id % SCHEDULE_IDS_FROM for producer in recovered.producers.snapshot())
-        adoption.next_producer_id = max([adoption.next_producer_id, *(each + PRODUCER_IDS_APART for each in ids)])
+        producers = recovered.producers.snapshot()
+        adoption.take_ids([each.producer_id for each in producers])
+        ticks = tuple((each.producer_id, each.epoch) for each in producers if each.producer_id >= SCHEDULE_IDS_FROM)
         last_epoch = recovered.epochs[-1][0] if recovered.epochs else 0
         lost = f"broker {broker_id}: {recovered.lost}" if recovered.lost else ""
-        return ReplicaFound(broker_id, store_uuid, last_epoch, replica.end_offset, recovered.highest_epoch, lost)
+        return ReplicaFound(broker_id, store_uuid, last_epoch, replica.end_offset, recovered.highest_epoch, lost, ticks)
     finally:
         replica.close()
         state_file.close()
@@ -333,6 +373,7 @@ def write_back(catalog: Catalog, adoption: Adoption, *, accept_loss: bool, repla
         messages.append(
             f"groups {', '.join(sorted(adoption.groups))}: their positions are kept, their settings are defaults"
         )
+    messages += _write_schedules(catalog, adoption)
     return messages + [f"accepted: {loss}" for loss in losses]
 
 
@@ -373,3 +414,14 @@ def _write_topic(catalog: Catalog, topic: TopicState, adoption: Adoption) -> str
     return f"topic {topic.name}: {topic.partitions} partitions" + (
         f", in {lagging} of them replicas that have to catch up" if lagging else ""
     )
+
+
+def _write_schedules(catalog: Catalog, adoption: Adoption) -> list[str]:
+    if adoption.saved is None:
+        return [*adoption.damaged, f"schedules: no directory has a whole {SCHEDULES_FILE}; create them again"]
+    store = ScheduleStore(catalog.plane)
+    schedules = adoption.schedules()
+    for schedule in schedules:
+        with suppress(NodeExists):
+            store.create(schedule)
+    return [*adoption.damaged, f"schedules: {len(schedules)}, as they were at {moment_text(adoption.saved.read_ms)}"]

@@ -274,6 +274,7 @@ class BrokerProcess:
         )
         if self.config.is_clustered:
             broker.membership.on_changed.append(lambda changes: self._remember_brokers())
+            self._save_schedules(broker, catalog)
         self._broker, self._plane = broker, plane
         return create_app(broker, self.config, metrics, self._auth, more=PROTOCOL_ROUTES, pages=DASHBOARD_ROUTES)
 
@@ -309,6 +310,16 @@ class BrokerProcess:
             remember_brokers(self._directory.path, urls)
         except OSError as error:  # the file serves only `portalmq adopt`: go on
             log.warning("the list of the cluster's brokers could not be saved: %s", error)
+
+    def _save_schedules(self, broker: Broker, catalog: Catalog) -> None:
+        from portalmq.broker.schedules.saved import ScheduleSaver
+
+        def is_whole() -> bool:
+            return catalog.find_cluster_id() == self._directory.identity.cluster_id and not catalog.plane.set_back
+
+        saver = ScheduleSaver(self._directory.path, broker.schedules.known, is_whole, broker.clock, broker.pool)
+        broker.schedule_runner.on_read = saver.note
+        saver.start()
 
     def start(self) -> None:
         """Open the replicas and begin to serve. Runs as a greenlet, so /livez already answers."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from datetime import timedelta
 
 import pytest
 from support.broker_process import BrokerProcess
@@ -15,6 +16,7 @@ from support.cluster import Cluster, wait_until
 from support.load import check, everything_in, loads
 
 from portalmq import Consumer
+from portalmq.broker.schedules.saved import read_schedules
 from portalmq.broker.server.adoption import read_directories, write_back
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.zookeeper import ZooKeeper
@@ -130,6 +132,11 @@ def test_brokers_end_when_zookeeper_is_wiped_under_them_and_adopting_brings_all_
     with Cluster(tmp_path) as cluster:
         cluster.admin().create_topic(topic, partitions=3)
         cluster.wait_in_sync(topic)
+        beats = f"{topic}-beats"
+        cluster.admin().create_schedule(beats, beats, "tick", every=timedelta(seconds=1))
+        wait_until(lambda: ticks(cluster, beats), "a first tick")
+        for broker in cluster.brokers.values():
+            wait_until(lambda broker=broker: saved(broker) == [beats], "a copy of the schedule")
         with loads(cluster.urls, topic=topic, partitions=3, pause_s=PAUSE_S) as running:
             for load in running:
                 load.wait_for_acked(200)
@@ -147,6 +154,19 @@ def test_brokers_end_when_zookeeper_is_wiped_under_them_and_adopting_brings_all_
             for load in running:
                 load.wait_for_acked(200)
         check(running, everything_in(cluster.urls, topic))
+        before = len(ticks(cluster, beats))
+        found = wait_until(lambda: len(each := ticks(cluster, beats)) > before + 2 and each, "ticks as before")
+        assert len(set(found)) == len(found)
+
+
+def ticks(cluster: Cluster, topic: str) -> list[str]:
+    with cluster.admin() as admin:
+        return [each.headers["portalmq-tick"] for each in admin.read_all(topic)]
+
+
+def saved(broker: BrokerProcess) -> list[str]:
+    found = read_schedules(broker.data_dir)
+    return [] if found is None else [each.name for each in found.schedules]
 
 
 def test_a_broker_ends_when_zookeeper_is_restored_from_an_older_copy_under_it(tmp_path, topic: str):
