@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,6 +41,19 @@ class TaskConsumer(NamedTuple):
     queue: str
     no_ack: bool
     callback: Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Arrival:
+    """A message in the inbox; one without leases is of a transient queue."""
+
+    channel: Channel
+    queue: str
+    leases: GroupLeases | None
+    message: wire.PackMessageOut
+
+    def __call__(self) -> bool:
+        return self.channel.deliver(self)
 
 
 def is_transient(
@@ -326,6 +340,24 @@ class Channel(virtual.Channel):
             self._changed.notify_all()
         for reader in readers:
             reader.end()
+        if not self.closed:  # else they go back with all the others
+            self._withdraw(queue)
+
+    def _withdraw(self, queue: str) -> None:
+        """Return what waits for a consumer: others may have it now, and a later one here in the order of the queue."""
+
+        def is_withdrawn(entry: Any) -> bool:
+            return entry.channel is self and entry.queue == queue and entry.leases is not None
+
+        withdrawn: list[Any] = self._session.inbox.withdraw(is_withdrawn)
+        with self._changed:
+            self._buffered -= len(withdrawn)
+            self._changed.notify_all()
+        by_leases: dict[GroupLeases, list[str]] = {}
+        for each in withdrawn:
+            by_leases.setdefault(each.leases, []).append(each.message.receipt or "")
+        for leases, receipts in by_leases.items():
+            leases.give_back(receipts, "no consumer is left")
 
     # places for readers
 
@@ -353,11 +385,11 @@ class Channel(virtual.Channel):
         """Put messages into the inbox, in a reader's thread."""
         with self._changed:
             self._buffered += len(messages)
-        for message in messages:
-            self._session.inbox.put(partial(self._deliver, queue, leases, message))
+        self._session.inbox.put([Arrival(self, queue, leases, message) for message in messages])
 
-    def _deliver(self, queue: str, leases: GroupLeases | None, message: wire.PackMessageOut) -> bool:
+    def deliver(self, arrival: Arrival) -> bool:
         """Give a message to a consumer of the queue, in the connection's thread. Return False if it is gone."""
+        queue, leases, message = arrival.queue, arrival.leases, arrival.message
         receipt = message.receipt or ""
         is_held = leases is None or leases.is_held(receipt)
         with self._changed:  # the place that it leaves is the one that it takes
@@ -389,7 +421,7 @@ class Channel(virtual.Channel):
             self._buffered += 1
         again = wire.PackMessageOut(message.partition, message.offset, message.value, message.timestamp_ms)
         again.delivery_count = 2
-        self._session.inbox.put(partial(self._deliver, queue, None, again), first=True)
+        self._session.inbox.put_first(Arrival(self, queue, None, again))
 
     def _taken(self, message: wire.PackMessageOut, held: Held, *, no_ack: bool) -> Any:
         """Return the kombu message, from now on unacked, or acked if the consumer does not ack."""

@@ -10,26 +10,42 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+# A call that delivers one message, and returns False if the message is gone.
+Entry = Callable[[], bool]
 
 
 class Inbox:
-    """Thread-safe. An entry is a call that delivers one message, and returns False if the message is gone."""
+    """Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._entries: deque[Callable[[], bool]] = deque()
+        self._entries: deque[Entry] = deque()
         self._failure: Exception | None = None
         self._pipe: tuple[int, int] | None = None
         self._is_signalled = False
 
-    def put(self, entry: Callable[[], bool], *, first: bool = False) -> None:
+    def put(self, entries: Sequence[Entry]) -> None:
+        """Add entries, all of which the next delivery sees."""
         with self._changed:
-            if first:
-                self._entries.appendleft(entry)
-            else:
-                self._entries.append(entry)
+            self._entries.extend(entries)
             self._signal()
+
+    def put_first(self, entry: Entry) -> None:
+        with self._changed:
+            self._entries.appendleft(entry)
+            self._signal()
+
+    def withdraw(self, is_withdrawn: Callable[[Entry], bool]) -> list[Entry]:
+        """Remove the entries for which this is true, and return them."""
+        with self._changed:
+            withdrawn: list[Entry] = []
+            kept: deque[Entry] = deque()
+            for entry in self._entries:
+                (withdrawn if is_withdrawn(entry) else kept).append(entry)
+            self._entries = kept
+            return withdrawn
 
     def fail(self, error: Exception) -> None:
         """Have the next delivery raise `error`."""

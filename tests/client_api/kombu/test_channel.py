@@ -154,6 +154,32 @@ def test_a_requeued_message_comes_again(broker: KombuBroker, connection: kombu.C
     assert len(broker.done) == 1
 
 
+def test_the_messages_of_one_receive_are_delivered_together(broker: KombuBroker, connection: kombu.Connection) -> None:
+    for count in range(2, 22):
+        publish(connection, range(count))
+        sink = Sink(connection, [JOBS])
+        connection.drain_events(timeout=30)
+        assert sink.bodies == list(range(count))
+        sink.channel.close()
+
+
+def test_what_a_cancelled_consumer_was_not_given_goes_back_and_keeps_its_order(
+    broker: KombuBroker, connection: kombu.Connection
+) -> None:
+    publish(connection, range(3))
+    first = Sink(connection, [JOBS])
+    assert connection.transport.session.inbox.wait(30)
+    first.consumer.cancel()
+    assert broker.held() == 0
+    nacks = [call.json() for call in broker.calls_of("POST", "/v1/groups/jobs/nack")]
+    assert [(len(nack["receipts"]), nack["unseen"]) for nack in nacks] == [(3, True)]
+    with broker.connect() as other:
+        assert json.loads(JOBS(other.default_channel).get(no_ack=True).body) == 0
+    second = Sink(connection, [JOBS])
+    assert second.drain(2) == [1, 2]
+    assert first.bodies == []
+
+
 def test_a_lost_answer_to_a_receive_costs_nothing(broker: KombuBroker, connection: kombu.Connection) -> None:
     publish(connection, range(3))
     broker.script("POST", "/v1/groups/jobs/receive", [lose_answer, refuse(503, "unavailable")])
