@@ -322,7 +322,7 @@ class Wiring:
     def disk_free_bytes(self) -> int:
         return self._disk.free_bytes()
 
-    def partitions_here(self) -> list[Partition]:
+    def partitions_here(self) -> tuple[Partition, ...]:
         return self.topics.partitions()
 
     def release_disk(self) -> bool:

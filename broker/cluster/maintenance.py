@@ -86,7 +86,8 @@ class Maintenance:
                 self._host.storage_failed(fault)
 
     def save_state(self) -> None:
-        for partition in in_short_turns(self._topics.partitions()):
+        unsaved = [each for each in self._topics.partitions() if each.changed or each.retention.is_saving]
+        for partition in in_short_turns(unsaved):
             partition.retention.save_state()
 
     def _close_idle_files_in_time(self) -> None:
@@ -112,9 +113,14 @@ class Maintenance:
                     log.warning("%s will be cleaned later: %s", partition, error)
 
     def compact(self) -> None:
-        for topic in tuple(self._topics):
-            for partition in tuple(topic.local.values()):
-                try:
-                    self._compactor.compact_if_due(partition, keeps_last=topic.state.config.cleanup == "compact")
-                except (PortalMQError, Shortage) as error:
-                    log.warning("%s will be compacted later: %s", partition, error)
+        compacted = [
+            (topic, partition)
+            for topic in self._topics
+            for partition in topic.local.values()
+            if partition.groups.compacted or topic.state.config.cleanup == "compact"
+        ]
+        for topic, partition in compacted:
+            try:
+                self._compactor.compact_if_due(partition, keeps_last=topic.state.config.cleanup == "compact")
+            except (PortalMQError, Shortage) as error:
+                log.warning("%s will be compacted later: %s", partition, error)

@@ -35,8 +35,8 @@ ASK_WITHIN_S = 2.0
 
 @dataclass(eq=False, repr=False)
 class ReplicaOpener:
-    """`is_current` says whether a topic still exists. `publish` gets each replica once it is fully open; `on_changed`
-    is called when an attempt has ended.
+    """`is_current` says whether a topic still exists. `publish` gets each replica once it is fully open, `withdraw`
+    each before it is rebuilt; `on_changed` is called when an attempt has ended.
 
     Invariant: `opening` holds the replicas with a greenlet that opens or moves them, `unusable` those of them that stay
     closed because their files are damaged and no other replica is known to be whole.
@@ -47,6 +47,7 @@ class ReplicaOpener:
     _replicas: Replicas
     is_current: Callable[[Topic], bool]
     publish: Callable[[Topic, Partition], None]
+    withdraw: Callable[[Topic, Partition], None]
     on_changed: Callable[[], None]
 
     def __post_init__(self) -> None:
@@ -149,8 +150,7 @@ class ReplicaOpener:
         partition.rebuild_reason = partition.fault
         self.opening.add(key)  # no other greenlet opens what is about to be moved
         try:
-            if topic.local.get(partition.number) is partition:
-                del topic.local[partition.number]
+            self.withdraw(topic, partition)
             partition.close(saves=False)
             self._replicas.set_aside(topic.state, partition.number)
         finally:

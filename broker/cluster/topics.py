@@ -81,6 +81,8 @@ class Topics:
         self._auto_create = auto_create
         self._default_replication_factor = default_replication_factor
         self._topics: dict[str, Topic] = {}
+        # What partitions() returned; None after a change.
+        self._open: tuple[Partition, ...] | None = None
         self._by_id: dict[str, Topic] = {}
         self._brokers: Mapping[int, tuple[int, str]] = {}
         self._replicas = Replicas(host, Files(data_dir, cluster_id, host.store_uuid))
@@ -90,6 +92,7 @@ class Topics:
             self._replicas,
             is_current=self.holds,
             publish=self._publish,
+            withdraw=self._withdraw,
             on_changed=self._notify_changed,
         )
         self._ending: set[str] = set()
@@ -110,9 +113,11 @@ class Topics:
     def __iter__(self) -> Iterator[Topic]:
         return iter(tuple(self._topics.values()))
 
-    def partitions(self) -> list[Partition]:
+    def partitions(self) -> tuple[Partition, ...]:
         """Return all replicas that are open here, leading or not."""
-        return [partition for topic in self for partition in tuple(topic.local.values())]
+        if self._open is None:
+            self._open = tuple([partition for topic in self for partition in topic.local.values()])
+        return self._open
 
     def note_closed(self, *, is_ending: bool = False) -> None:
         """Note the replicas whose files are closed, so that the next start need not open them."""
@@ -209,6 +214,7 @@ class Topics:
     def _forget(self, topic: Topic) -> None:
         """Drop a topic that is gone from the cluster. Its files stay until a tombstone allows their removal."""
         del self._topics[topic.name]
+        self._open = None
         self._by_id.pop(topic.state.topic_id, None)
         self._ending.add(topic.state.topic_id)
         self._host.on_topic_removed(topic)
@@ -234,10 +240,16 @@ class Topics:
         partition.on_stepped_down = lambda it: self._host.on_stepped_down(topic, it)
         partition.on_damaged = lambda it: self._opener.repair(topic, it)
         topic.local[partition.number] = partition
+        self._open = None
         held = self._host.membership.mirror.partitions.get((topic.state.topic_id, partition.number))
         if held is not None:
             partition.on_partition_state(_partition_state_of(held, topic.state), self._brokers)
         self.on_opened(partition)
+
+    def _withdraw(self, topic: Topic, partition: Partition) -> None:
+        if topic.local.get(partition.number) is partition:
+            del topic.local[partition.number]
+            self._open = None
 
     def _leading(self, topic: Topic, partition: Partition) -> None:
         if partition.serves:

@@ -77,6 +77,11 @@ class Retention:
 
     # --- snapshots ---------------------------------------------------------------------------------------------------
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a snapshot waits until all of it is committed."""
+        return self._snapshot is not None
+
     def save_state(self) -> None:
         """Bring state.sqlite up to the high watermark, when that has moved."""
         self._save()

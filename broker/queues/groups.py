@@ -168,8 +168,9 @@ class Groups(GroupRegistry):
                 yield self.attach(group, partition, topic_id)
 
     def _led(self) -> list[tuple[Partition, str]]:
-        """Return the partitions led here with their topics' ids."""
-        return [(partition, topic.state.topic_id) for topic in self.topics for partition in topic.led()]
+        """Return the partitions led here of topics on which a group has begun, with their ids."""
+        begun = [topic for topic in self.topics if any(each.delivery or each.streams for each in topic.local.values())]
+        return [(each, topic.state.topic_id) for topic in begun for each in topic.led()]
 
     def at(self, group: GroupState, place: TopicPartition) -> GroupPartition:
         """Return the group on a partition that is led here. Raises InvalidRequest when it has not begun there."""

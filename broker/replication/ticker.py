@@ -11,7 +11,7 @@ A follower whose fetch is overdue is gone, slow, or cannot reach this broker. A 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 TICK_S = 0.1
 PARTITIONS_AT_A_TIME = 64
 QUIET_EVERY_TICKS = 3
+# Which partitions need ticks is found out anew for so many a tick: to look at thousands takes its time.
+LOOKED_AT_A_TICK = 1_000
 PROBE_TIMEOUT_S = 0.5
 # The pauses of the scrubber: between two replicas, and between two parts of one, where it rests many times as long as
 # the part took, and no shorter than this after what is read again in every round.
@@ -77,7 +79,7 @@ class Ticker:
     def __init__(
         self,
         host: TickerHost,
-        partitions: Callable[[], Iterable[Partition]],
+        partitions: Callable[[], Sequence[Partition]],
         *,
         polls: Callable[[int], bool] = lambda broker_id: False,
         refuses: Callable[[str], bool] = refuses,
@@ -88,7 +90,8 @@ class Ticker:
         self._refuses = refuses
         self._answered_ms = 0
         self._ticks = 0
-        self._ticked: list[Partition] | None = None
+        self._ticked: list[Partition] = []
+        self._look_at_tick = 0
         self._probing: set[int] = set()
         self._greenlets: list[gevent.Greenlet] = []
 
@@ -115,8 +118,6 @@ class Ticker:
         self._answered_ms = max(answered_ms, self._answered_ms)
         tick = Tick()
         notified = 0
-        if self._ticks % QUIET_EVERY_TICKS == 0:
-            self._ticked = None
         for index, partition in enumerate(self._with_ticks(), self._ticks):
             if partition.closed:
                 continue
@@ -133,9 +134,11 @@ class Ticker:
                 give_way()
 
     def _with_ticks(self) -> list[Partition]:
-        """Return the partitions that need ticks, as they were a moment ago: to look at thousands takes its time."""
-        if self._ticked is None:
-            self._ticked = [partition for partition in self._partitions() if partition.needs_ticks]
+        """Return the partitions that need ticks, as they were a moment ago."""
+        if self._ticks >= self._look_at_tick:
+            partitions = self._partitions()
+            self._ticked = [partition for partition in partitions if partition.needs_ticks]
+            self._look_at_tick = self._ticks + max(QUIET_EVERY_TICKS, len(partitions) // LOOKED_AT_A_TICK)
         return self._ticked
 
     def probe_overdue_followers(self) -> None:
@@ -171,7 +174,7 @@ class Ticker:
         """Check all files, a replica after the other, at a bounded rate: so damage is found that no reader meets, while
         other replicas are whole."""
         while True:
-            for partition in tuple(self._partitions()):
+            for partition in self._partitions():
                 gevent.sleep(SCRUB_EVERY_S)
                 self._scrub_one(partition)
             gevent.sleep(SCRUB_EVERY_S)

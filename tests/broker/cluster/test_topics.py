@@ -120,6 +120,29 @@ def test_files_of_a_deleted_topic_are_removed_and_a_new_topic_of_its_name_is_emp
     assert [stored.record.value for stored in fixture.broker.browser.read_all("t", None)] == [b"new"]
 
 
+def test_the_open_replicas_are_those_of_the_topics_that_exist(fixture):
+    topics = fixture.broker.topics
+
+    def are_listed() -> bool:
+        return [*topics.partitions()] == [each for topic in topics for each in topic.local.values()]
+
+    send(fixture, "old")
+    (old,) = topics.partitions()
+    fixture.broker.delete_topic("t")
+    assert topics.partitions() == ()
+    send(fixture, "new")
+    assert old not in topics.partitions()
+    send(fixture, "another", topic="u")
+    assert are_listed()
+    assert len(topics.partitions()) == 2
+    topic = topics.get("u")
+    rebuilt = topic.local[0]
+    topics._opener._rebuild(topic, rebuilt)
+    assert rebuilt not in topics.partitions()
+    eventually(lambda: 0 in topic.local)
+    assert are_listed()
+
+
 def test_no_file_is_moved_while_the_control_plane_is_unavailable(fixture, tmp_path, monkeypatch):
     fixture.broker.topics.files.set_aside_strays()  # wait for the pass that starts with the broker
     stray = tmp_path / "partitions" / "stray@0123"

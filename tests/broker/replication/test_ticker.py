@@ -73,6 +73,22 @@ def test_a_partition_without_followers_gets_ticks_while_acks_wait_for_the_lease_
         assert not group.leader.needs_ticks
 
 
+@pytest.mark.parametrize(("partitions", "looks"), [(1, 10), (3_000, 10), (6_000, 5), (10_000, 3)])
+def test_of_many_partitions_few_are_looked_at_each_tick(group, partitions, looks):
+    class Idle:
+        seen = 0
+
+        @property
+        def needs_ticks(self) -> bool:
+            Idle.seen += 1
+            return False
+
+    ticker = Ticker(group.hosts[1], lambda: [Idle()] * partitions)
+    for _ in range(30):
+        ticker.tick()
+    assert Idle.seen == looks * partitions
+
+
 def test_partitions_get_the_lease_only_when_it_was_renewed(group, monkeypatch):
     ticker = ticker_of(group)
     group._beat.kill()
