@@ -55,13 +55,19 @@ def _all_text(values: Iterable[bytes]) -> bool:
     return True
 
 
+def content_types_of(connection: apsw.Connection) -> dict[int, str]:
+    """Return the content types of a segment file by their ids. With a flipped bit in its schema they may have none."""
+    found = dict(connection.execute("SELECT id, name FROM content_types"))
+    if not all(isinstance(number, int) and isinstance(name, str) for number, name in found.items()):
+        raise apsw.CorruptError("content types without ids")
+    return found
+
+
 class ContentTypes:
     """The content types of one segment file: name -> (id, whether it is text)."""
 
     def __init__(self, connection: apsw.Connection) -> None:
-        self._known: dict[str, tuple[int, bool]] = {}
-        for number, name in connection.execute("SELECT id, name FROM content_types"):
-            self._known[name] = (number, is_text(name))
+        self._known = {name: (number, is_text(name)) for number, name in content_types_of(connection).items()}
 
     def __len__(self) -> int:
         return len(self._known)

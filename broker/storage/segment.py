@@ -25,6 +25,7 @@ from portalmq.broker.storage.holes import HOLES_DDL, insert_holes, removed_in
 from portalmq.broker.storage.lane_indexes import LANES_DDL, lanes_of
 from portalmq.broker.storage.rows import (
     ContentTypes,
+    content_types_of,
     insert_batches,
     insert_messages,
     insert_single,
@@ -182,7 +183,7 @@ class Segment(ReadableSegment):
             with opening_errors():
                 self._read_meta(reader)
                 self._read_end(reader)
-                self._content_type_names = dict(reader.execute("SELECT id, name FROM content_types"))
+                self._content_type_names = content_types_of(reader)
         except BaseException:
             reader.close(True)
             raise
@@ -288,7 +289,7 @@ class Segment(ReadableSegment):
                     known = (self.messages_before, self.messages_end, self.last_timestamp_ms, self.log_start_offset)
                     self._read_meta(reader)
                     self.messages_before, self.messages_end, self.last_timestamp_ms, self.log_start_offset = known
-                self._content_type_names = dict(reader.execute("SELECT id, name FROM content_types"))
+                self._content_type_names = content_types_of(reader)
             except BaseException:
                 reader.close(True)
                 raise

@@ -16,7 +16,7 @@ from portalmq.broker.storage.batch import HOLE, Batch, BatchKind, Record, checks
 from portalmq.broker.storage.compressed_values import compressed_at, value_at
 from portalmq.broker.storage.errors import CorruptBatch
 from portalmq.broker.storage.holes import removed_below
-from portalmq.broker.storage.rows import BATCH_COLUMNS, MESSAGE_COLUMNS, batch_of, record_of
+from portalmq.broker.storage.rows import BATCH_COLUMNS, MESSAGE_COLUMNS, batch_of, content_types_of, record_of
 from portalmq.broker.storage.wal import connect_beside, connect_locking
 
 # (message id, offset, body hash, time)
@@ -95,7 +95,7 @@ class ReadableSegment(ABC):
             try:
                 records = [record_of(message, names) for message in rows]
             except KeyError:  # a content type added after this connection
-                names = self._content_type_names = dict(self.reader.execute("SELECT id, name FROM content_types"))
+                names = self._content_type_names = content_types_of(self.reader)
                 records = [record_of(message, names) for message in rows]
             if rows and rows[0][0] is None:
                 compressed = compressed_at(self.reader, base_offset)
@@ -156,7 +156,7 @@ class ReadableSegment(ABC):
             return None
         try:
             if row[1] not in self._content_type_names:
-                self._content_type_names = dict(self.reader.execute("SELECT id, name FROM content_types"))
+                self._content_type_names = content_types_of(self.reader)
             record = record_of(row[:-2], self._content_type_names)
             if row[0] is None:
                 record = msgspec.structs.replace(record, value=value_at(self.reader, row[-1], offset))

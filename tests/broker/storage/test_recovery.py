@@ -253,3 +253,16 @@ def test_a_column_that_has_another_name_is_damage(tmp_path, column):
     path.write_bytes(content[:begin] + bytes([column[0] ^ 1]) + content[begin + 1 :])
     with pytest.raises(CorruptFile):
         everything(open_log(tmp_path / "log"))
+
+
+def test_content_types_without_ids_are_damage(tmp_path):
+    """Found by the simulated shell: in a schema without "INTEGER PRIMARY KEY" each append ended the broker."""
+    log = open_log(tmp_path / "log")
+    Writer(log).put(b"1")
+    log.close()
+    path = next((tmp_path / "log").glob("0*.sqlite"))
+    content = path.read_bytes()
+    begin = content.index(b"INTEGER", content.index(b"CREATE TABLE content_types"))
+    path.write_bytes(content[:begin] + b"H" + content[begin + 1 :])
+    with pytest.raises(CorruptFile):
+        open_log(tmp_path / "log")
