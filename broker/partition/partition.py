@@ -42,7 +42,7 @@ from portalmq.broker.partition.serving import LeaderReplication
 from portalmq.broker.partition.uncommitted import Uncommitted
 from portalmq.broker.partition.writer import Entry, Pending, Writer
 from portalmq.broker.partition.yielding import TimeSlice
-from portalmq.broker.storage.errors import DiskFull, Shortage
+from portalmq.broker.storage.errors import DiskFull, Shortage, StorageError
 from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.state import StateFile
 from portalmq.errors import (
@@ -479,7 +479,10 @@ class Partition(AppendingPartition):
             event.set()
         self._writer.wait_idle()
         if saves:
-            self.retention.save_last()
+            try:
+                self.retention.save_last()
+            except StorageError as fault:  # the other file is closed all the same
+                self.host.storage_failed(fault)
         self._on_step_down(None)
         self.reader.forget()
         self.host.pool.apply(self.log.close)  # closing writes: a thousand partitions would block the hub for seconds

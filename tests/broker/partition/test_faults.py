@@ -465,3 +465,19 @@ def test_a_purge_that_waited_while_its_leader_was_elected_again_writes_nothing(f
         partition.serves = True
     partition.retention.purge(None)
     assert partition.log.log_start_offset == partition.high_watermark - 2
+
+
+def test_a_partition_whose_state_cannot_be_saved_closes_its_log_and_ends_the_broker(fixture, monkeypatch):
+    """Found by the simulated shell, by an fsync that failed while a broker was stopped."""
+    send(fixture, "a")
+    partition = fixture.broker.topics.get("t").local[0]
+
+    def fail(*_):
+        raise StorageFault("fsync failed")
+
+    monkeypatch.setattr(partition.state_file, "save", fail)
+    monkeypatch.setattr(partition.state_file, "save_high_watermark", fail)
+    partition.changed = True
+    partition.close()
+    assert len(fixture.faults) == 1
+    assert not partition.log.is_open
