@@ -278,6 +278,7 @@ class Clients:
                 self._commit(random, f"c{number}-{serial}", messages)
             else:
                 verb = self._settle(random, messages, weights)
+            self.loop.wait(random.random() * (self.world.options.idle_s - 0.1))
 
     def _rival(self, number: int, random: Random) -> None:
         """Receive, let the lease end, receive the same messages again, and use the old receipts beside the new ones."""
@@ -304,6 +305,9 @@ class Clients:
 
     def _act_late(self, random: Random, name: str, kept: list[Delivered]) -> None:
         """Use old receipts: their leases may have gone to others."""
+        history, now_ns = self.world.checker.history, self.loop.now_ns
+        taken = [each for each in kept if history.is_with_another(each, now_ns)]
+        kept = taken if taken and random.random() < 0.7 else kept
         messages = random.sample(kept, min(len(kept), 8))
         if random.random() < 0.4:
             self._commit(random, name, messages)
@@ -318,10 +322,13 @@ class Clients:
     def _hoard(self, random: Random, machine: Machine) -> None:
         history, name = self.world.checker.history, f"w{self.loop.now_ns}"
         kept: list[Delivered] = []
-        for serial in range(6):
-            kept += self._receive(random, _wanted(random, name, serial, 300), machine)
+        life = machine.life
+        for serial in range(12):
+            kept += self._receive(random, _wanted(random, name, serial, 300, wait_ms=0), machine)
             self.loop.wait(random.random() * 0.1)
-        is_rivalled = random.random() < 0.5
+            if machine.life is not life:
+                break
+        is_rivalled = random.random() < 0.7
         for serial in range(60 if kept else 0):
             self.loop.wait(0.1)
             if is_rivalled:
@@ -337,7 +344,7 @@ class Clients:
         world, history = self.world, self.world.checker.history
         began_ns = self.loop.now_ns
         try:
-            messages = self.call(random, lambda broker: _receive(broker, wanted), machine=machine)
+            messages = self.call(random, lambda broker: _receive(broker, wanted, machine is None), machine=machine)
         except (Unknown, PortalMQError):
             return []
         world.reached["delivered"] += len(messages)
@@ -454,16 +461,18 @@ class Clients:
             self.world.faults.retain_at(machine)  # what is below the new start
 
 
-def _wanted(random: Random, consumer: str, serial: int, visibility_ms: int) -> wire.ReceiveRequest:
+def _wanted(
+    random: Random, consumer: str, serial: int, visibility_ms: int, wait_ms: int | None = None
+) -> wire.ReceiveRequest:
     return wire.ReceiveRequest(
         topics=[TOPIC],
         max_messages=random.choice((1, 3, 10)),
-        wait_ms=random.choice((0, 500)),
+        wait_ms=random.choice((0, 500)) if wait_ms is None else wait_ms,
         visibility_timeout_ms=visibility_ms,
         consumer=consumer,
         attempt_id=f"{consumer}-{serial}",
     )
 
 
-def _receive(broker: Any, wanted: wire.ReceiveRequest) -> Any:
-    return broker.receive_handler.receive(GROUP, wanted, NeverGone())
+def _receive(broker: Any, wanted: wire.ReceiveRequest, forward: bool) -> Any:
+    return broker.receive_handler.receive(GROUP, wanted, NeverGone(), forward=forward)

@@ -107,8 +107,9 @@ class SimDisk:
         self.shared: set[str] = set()
         self.ios = 0
         self.on_io: Callable[[str, str], None] = lambda kind, name: None
-        # Called once, when a new segment is begun.
+        # Called once, when a log goes on in a new segment, after some others.
         self.on_segment: Callable[[str], None] | None = None
+        self.segments_to_go = 0
         root.mkdir(parents=True)
         disks[root.name] = self
 
@@ -143,9 +144,12 @@ class SimDisk:
         _rename(self.names, naming)  # type: ignore[arg-type]
 
     def create(self, name: str) -> Inode:
-        if self.on_segment is not None and name.endswith(f".sqlite{CREATING}") and not self.is_dead:
-            begins, self.on_segment = self.on_segment, None
-            begins(name)
+        is_rolled = name.endswith(f".sqlite{CREATING}") and not name.endswith(f"/{0:020}.sqlite{CREATING}")
+        if self.on_segment is not None and is_rolled and not self.is_dead:
+            self.segments_to_go -= 1
+            if self.segments_to_go < 0:
+                begins, self.on_segment = self.on_segment, None
+                begins(name)
         self.io("create", name, 1)
         inode = Inode()
         self.named("create", name, inode)

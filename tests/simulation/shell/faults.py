@@ -7,6 +7,7 @@ from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING
 
+from simulation.shell.checker import TOPIC
 from simulation.shell.machine import RESTART_S
 from simulation.shell.operator import adopt
 from simulation.shell.options import Step
@@ -71,6 +72,8 @@ class Faults:
     def _lose_grants(self, random: Random, step: Step) -> None:
         """Let a leader commit some messages. Then cut it off from its followers, so that clients get what no other
         broker knows of, and kill it."""
+        if self._waits_for_a_leader(random, step):
+            return
         clients, machine = self.world.clients, self._leader(random)
         others = [number for number in self.world.machines if number != machine.number]
         power = random if random.random() < 0.3 else None
@@ -78,15 +81,34 @@ class Faults:
         def cut_off() -> None:
             self._sever(random, {pair for each in others for pair in ((machine.number, each), (each, machine.number))})
             clients.hoard(random, machine)
-            self._later(random.random() * 0.4, lambda: machine.end(again_s=random.choice((0.1, 1.0, 4.0)), power=power))
+            self._later(random.random(), lambda: machine.end(again_s=random.choice((0.1, 1.0, 4.0)), power=power))
 
         clients.press(random, machine, batches=random.choice((0, 5, 20)), size=20)
-        self._later(0.1 + random.random() * 0.4, cut_off)
+        self._later(random.random() * 0.4, cut_off)
 
     def _leader(self, random: Random) -> Machine:
-        """Return the machine that leads one of the partitions, or any."""
-        leaders = sorted({state.leader for state in self.world.checker.states.values() if state.leader})
+        """Return the machine that leads one of the partitions, most often of those that clients use, or any."""
+        states = self.world.checker.states
+        leaders = sorted({state.leader for state in states.values() if state.leader})
+        ours = self._leaders_up()
+        if ours and random.random() < 0.7:
+            return random.choice(ours)
         return self.world.machines[random.choice(leaders)] if leaders else self._any(random)
+
+    def _leaders_up(self) -> list[Machine]:
+        """Return the machines that lead what clients use, and run."""
+        checker = self.world.checker
+        keys = [checker.key_of(TOPIC, number) for number in range(self.world.options.partitions)]
+        leaders = [checker.states[key].leader for key in keys if key in checker.states]
+        found = [self.world.machines[leader] for leader in leaders if leader is not None]
+        return [machine for machine in found if machine.broker is not None and machine.broker.ready]
+
+    def _waits_for_a_leader(self, random: Random, step: Step) -> bool:
+        """Whether a fault has to come later, since there is nothing yet that it could hit."""
+        if self._healed or self._leaders_up() or random.random() < 0.1:
+            return False
+        self._later(0.2, lambda: None if self._healed else getattr(self, f"_{step.kind}")(random, step))
+        return True
 
     def _kill_controller(self, random: Random, step: Step) -> None:
         for machine in self.world.machines.values():
@@ -108,8 +130,7 @@ class Faults:
         self._note("{} is stopped", life.process)
 
         def stop() -> None:
-            broker.drain()
-            broker.close()
+            self._close(broker)
             self._note("{} has closed", life.process)
             self.world.reached["stopped in order"] += 1
             if machine.life is life:
@@ -150,11 +171,12 @@ class Faults:
         links = {(source, target)} | ({(target, source)} if random.random() < 0.6 else set())
         self._sever(random, links)
 
-    def _cut_off(self, random: Random, machine: Machine, at_least_s: float) -> None:
-        """Cut all links of a broker, that to ZooKeeper too."""
+    def _depose(self, random: Random, machine: Machine) -> None:
+        """Cut all links of a broker, that to ZooKeeper too, until another one may lead."""
         number = machine.number
         others = [each for each in [*self.world.machines, ZOOKEEPER] if each != number]
-        self._sever(random, {pair for each in others for pair in ((number, each), (each, number))}, at_least_s)
+        links = {pair for each in others for pair in ((number, each), (each, number))}
+        self._sever(random, links, self.world.options.session_s, random.random())
 
     def _isolate(self, random: Random, step: Step) -> None:
         number = self._any(random).number
@@ -163,8 +185,10 @@ class Faults:
             others.remove(ZOOKEEPER)
         self._sever(random, {pair for each in others for pair in ((number, each), (each, number))})
 
-    def _sever(self, random: Random, links: set[tuple[int, int]], at_least_s: float = 0.0) -> None:
-        seconds = at_least_s + random.random() * 3 * self.world.options.session_s
+    def _sever(
+        self, random: Random, links: set[tuple[int, int]], at_least_s: float = 0.0, more_s: float | None = None
+    ) -> None:
+        seconds = at_least_s + (random.random() * 3 * self.world.options.session_s if more_s is None else more_s)
         self._note("cut for {:.2f} s: {}", seconds, sorted(links))
         self.world.network.cut |= links
         self._later(seconds, self._mend, links)
@@ -210,7 +234,24 @@ class Faults:
         if self._healed or self.world.is_adopting:
             return
         self._note("ZooKeeper has lost everything")
-        adopt(self.world, random, set() if self.world.checker.is_hurt else damaged, key)
+        lives = [machine.life for machine in self.world.machines.values() if machine.life is not None]
+        ready = [life for life in lives if life.broker is not None and life.broker.ready]
+        stops = random.random() < 0.5  # somebody stops the brokers in order first
+        for life in ready if stops else ():
+            self.loop.spawn(life.process, self._close, life.broker)
+
+        def go() -> None:
+            if not self._healed and not self.world.is_adopting:
+                adopt(self.world, random, set() if self.world.checker.is_hurt else damaged, key)
+            for life in ready if stops else ():
+                if life.machine.life is life:
+                    life.machine.end(again_s=0.1)
+
+        self._later(0.5 if stops else 0.0, go)
+
+    def _close(self, broker: Broker) -> None:
+        broker.drain()
+        broker.close()
 
     # --- disks and clocks --------------------------------------------------------------------------------------------
 
@@ -238,12 +279,14 @@ class Faults:
         the first that has none. It begins it for a message, or for a compaction. Cut it off until another one leads,
         before or at that moment, or kill the leader of something, so that what was written is cut off again. Whoever
         made room may restart the broker."""
+        if self._waits_for_a_leader(random, step):
+            return
         machine = self._leader(random)
         if machine.life is None:
             return
         what, disk = random.random(), machine.life.disk
         left = random.choice((random.randint(0, 96 * 1024), random.randint(32, 72) * 1024, None, None))
-        changes = random.randint(0, 8)
+        changes = random.randint(0, 9)
         self._note("broker {} will begin its next segment with {} bytes left", machine.number, left)
 
         def begins(name: str) -> None:
@@ -255,18 +298,18 @@ class Faults:
             self.world.reached["full at a roll"] += 1
             self._later(random.random() * 3 + (3 if what < 0.3 else 0), self._make_room, machine)
             if what < 0.3:
-                self._cut_off(random, machine, at_least_s=self.world.options.session_s)
-            elif what < 0.5:
+                self._depose(random, machine)
+            elif what < 0.4:
                 self._later(random.random(), self._kill_leader, random, step)
-            if random.random() < 0.6:
+            if random.random() < 0.3:
                 self._later(3 + random.random() * 3, self._restart, machine)
 
-        disk.on_segment = begins
-        self.world.clients.press(random, machine, batches=random.choice((3, 6, 12)), size=12_000)
+        disk.on_segment, disk.segments_to_go = begins, random.choice((0, 0, 1, 3))
+        self.world.clients.press(random, machine, batches=random.choice((3, 6, 12, 24)), size=12_000)
         if self.world.options.compacts and random.random() < 0.6:
             self._later(0.2 + random.random(), self._compact_at, machine)
-        elif what >= 0.5:
-            self._cut_off(random, machine, at_least_s=self.world.options.session_s)
+        elif what >= 0.4:
+            self._later(random.random() * 0.3, self._depose, random, machine)
 
     def _restart(self, machine: Machine) -> None:
         if not self._healed:

@@ -75,7 +75,7 @@ class SimNetwork:
         def work(is_copy: bool) -> None:
             assert life is not None
             result = serve(life.broker)
-            if not is_copy:
+            if not is_copy and not life.ended:  # it may have crashed in the middle, and run on to its next wait
                 answer(result)
 
         def answer(result: Any, *, refused: bool = False) -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from simulation.shell.world import World
 
 CLUSTER = "simulated"
+OUTPUTS = "out"
 
 
 def adopt(world: World, random: Random, damaged: Collection[int], key: Key | None = None) -> None:
@@ -61,6 +62,8 @@ def _adopt(world: World, random: Random, damaged: Collection[int], key: Key | No
             for said in adoption.write_back(Catalog(plane), found, accept_loss=False, replace_cluster=True):
                 world.note("operator", "{}", said)
             world.reached["adopted"] += 1
+            if all(topic.name != OUTPUTS for topic in found.topics.values()):
+                world.checker.history.forget_outputs()  # the topic was new, and on no disk yet
             world.is_doubtful |= bool(damaged)
             world.is_adopting = False
         except NotAdopted as refusal:

@@ -61,6 +61,7 @@ class Options:
     missed: float
     outliving_s: float
     faults_s: float
+    calm_s: float  # after the faults, before clients end
     producers: int
     consumers: int
     rivals: int
@@ -77,6 +78,7 @@ class Options:
     briefs: bool
     restarts: bool
     kinds: bool  # of content
+    idle_s: float  # of a consumer, between two receives
     few_files: bool
     # Not drawn: recurring messages. With them brokers read definitions, which makes other runs.
     schedules: int = 0
@@ -123,7 +125,7 @@ def draw(seed: int) -> tuple[Options, list[Step]]:
         stale_reads=sometimes(random, 0.4, random.random() * 0.3),
         missed=sometimes(random, 0.3, random.random() * 0.05),
         outliving_s=sometimes(random, 0.3, 1.0),
-        faults_s=random.choice((3.0, 4.0, 6.0)),
+        faults_s=random.choice((3.0, 4.0, 6.0, 8.0)),
         producers=random.choice((1, 2, 3)),
         consumers=random.choice((0, 2, 3, 3)),
         rivals=random.choice((0, 1)),
@@ -138,17 +140,21 @@ def draw(seed: int) -> tuple[Options, list[Step]]:
         asks=more.random() < 0.3,
         grows=more.random() < 0.15,
         briefs=more.random() < 0.15,
-        restarts=more.random() < 0.4,
+        restarts=more.random() < 0.7,
         kinds=more.random() < 0.3,
+        calm_s=more.choice((0.0, 1.0, 3.0)),
+        idle_s=more.choice((0.1, 0.1, 1.0)),
         few_files=more.random() < 0.2,
         schedules=wanted["schedules"],
     )
-    weights = {kind: weight for kind, weight in FAULTS.items() if random.random() < 0.6}
+    # Many kinds at once hide what a few of them do together, again and again.
+    share = random.choice((0.1, 0.2, 0.6))
+    weights = {kind: weight for kind, weight in FAULTS.items() if random.random() < share}
     if options.compacts and "compact" in weights:
         weights["compact"] = 6.0
     steps: list[Step] = []
     at_s = random.random()
-    gap_s = random.choice((0.25, 0.5, 1.0))
+    gap_s = random.choice((0.25, 0.5, 1.0, 2.0))
     while weights and at_s < options.faults_s:
         (kind,) = random.choices(list(weights), list(weights.values()))
         steps.append(Step(at_s, kind, random.getrandbits(32)))

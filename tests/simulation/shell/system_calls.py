@@ -38,6 +38,7 @@ class SimFile(apsw.VFSFile):
             try:
                 held = disk.create(name)
                 if flags[0] & apsw.SQLITE_OPEN_WAL:
+                    REAL_OPEN(disk.root / name, "wb").close()  # it stays where there is no room for the memory
                     disk.share_memory(name)
             except OSError as error:
                 raise apsw.CantOpenError(str(error)) from None

@@ -167,6 +167,7 @@ class World:
             self.note("world", "ends in ruins")
             return
         self._await("every fault healed", self._is_whole)
+        loop.wait(self.options.calm_s)
         self.clients.stop()
         self._await("all calls of clients ended", lambda: self.clients.idle)
         self._await("all replicas agree", self._agree)
