@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from portalmq.broker.partition.yielding import give_way, in_turns
+from portalmq.broker.partition.yielding import TimeSlice, in_turns
 
 REQUEST_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 COMMIT_BUCKETS_S = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
@@ -94,7 +94,7 @@ class Metrics:
         self._of_route: dict[tuple[str, str, int], Histogram] = {}
 
     def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
-        return Counter(f"portalmq_{name}", meaning, labels, registry=self.registry)
+        return _LazyCounter(f"portalmq_{name}", meaning, labels, registry=self.registry)
 
     def _gauge(self, name: str, meaning: str, *labels: str) -> Gauge:
         return Gauge(f"portalmq_{name}", meaning, labels, registry=self.registry)
@@ -198,15 +198,24 @@ def _value(counter: Counter) -> int:
     return int(counter._value.get())  # the library has no public way but to collect all samples
 
 
+class _LazyCounter(Counter):
+    """A counter whose samples are made when they are written: those of ten thousand topics take long."""
+
+    def collect(self) -> list[Metric]:
+        metric = Metric(self._name, self._documentation, self._type)
+        made = (each._replace(name=self._name + each.name) for each in self._samples())
+        metric.samples = made  # type: ignore[assignment]  # only iterated over, once
+        return [metric]
+
+
 class _Paused(Collector):
-    """The families of a registry, with a pause after each few hundred series."""
+    """The families of a registry, with pauses for others between samples."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
 
     def collect(self) -> Iterator[Metric]:
+        turn = TimeSlice()
         for metric in self._registry.collect():
-            if len(metric.samples) > SAMPLES_A_TURN:
-                give_way()
-                metric.samples = in_turns(metric.samples, SAMPLES_A_TURN)  # type: ignore[assignment]  # only iterated over, once
+            metric.samples = turn.paced(metric.samples)  # type: ignore[assignment]  # only iterated over, once
             yield metric

@@ -6,15 +6,17 @@ A new gauge is a field made by `_gauge`, and its value in `gauges_of`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from gevent.lock import BoundedSemaphore
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from portalmq.broker.broker import Broker, is_under_replicated
+from portalmq.broker.partition.yielding import in_short_turns
 from portalmq.broker.storage.disk import DiskGuard
 from portalmq.broker.storage.errors import StorageError
 from portalmq.system import memory_limit_bytes, resident_bytes
@@ -85,17 +87,22 @@ class Gauges:
     cpu_seconds: float = 0.0
 
 
-def _families(kind: type[Any], rows: Iterable[Any], *labels: str) -> Iterator[Metric]:
-    """Yield the gauges of a class: a sample for each row. One without labels and samples is left out."""
+def _families(kind: type[Any], rows: Sequence[Any], *labels: str) -> Iterator[Metric]:
+    """Yield the gauges of a class: a sample for each row, made when it is written. One without labels and samples is
+    left out."""
     for each in fields(kind):
         if "gauge" in each.metadata:
             name, meaning = each.metadata["gauge"]
-            metric = GaugeMetricFamily(name, meaning, labels=labels)
-            for row in rows:
-                if (value := getattr(row, each.name)) is not None:
-                    metric.add_metric([str(getattr(row, label)) for label in labels], value)
-            if labels or metric.samples:
+            if labels or any(getattr(row, each.name) is not None for row in rows):
+                metric = GaugeMetricFamily(name, meaning, labels=labels)
+                metric.samples = _samples(name, each.name, rows, labels)  # type: ignore[assignment]  # iterated over once
                 yield metric
+
+
+def _samples(name: str, of: str, rows: Sequence[Any], labels: tuple[str, ...]) -> Iterator[Sample]:
+    for row in rows:
+        if (value := getattr(row, of)) is not None:
+            yield Sample(name, {label: str(getattr(row, label)) for label in labels}, value)
 
 
 class GaugeCollector(Collector):
@@ -150,24 +157,25 @@ def gauges_of(broker: Broker, disk: DiskGuard, *, connected: bool) -> Gauges:
         age_s = counts["oldest_unacked_ms"] / 1000
         paused = attached.is_paused()
         lags.append(GroupLag(partition.topic, partition.number, attached.group, counts["lag"], age_s, paused))
-    replicas = broker.topics.partitions()
-    partitions = [
-        PartitionGauge(
-            partition.topic,
-            partition.number,
-            partition.replica.leading,
-            partition.log.log_start_offset,
-            partition.high_watermark,
-            is_under_replicated(partition),
-            bool(partition.replica.quarantined),
-            partition.log.end_offset - partition.high_watermark if partition.replica.leading else None,
+    partitions, log_bytes = [], 0
+    for partition in in_short_turns(broker.topics.partitions()):
+        log_bytes += partition.log.size_bytes
+        partitions.append(
+            PartitionGauge(
+                partition.topic,
+                partition.number,
+                partition.replica.leading,
+                partition.log.log_start_offset,
+                partition.high_watermark,
+                is_under_replicated(partition),
+                bool(partition.replica.quarantined),
+                partition.log.end_offset - partition.high_watermark if partition.replica.leading else None,
+            )
         )
-        for partition in replicas
-    ]
     return Gauges(
         lags,
         partitions,
-        {"log": sum([partition.log.size_bytes for partition in replicas])},
+        {"log": log_bytes},
         connected,
         is_controller=broker.membership.is_controller,
         offline_partitions=broker.overview.offline_partitions(),

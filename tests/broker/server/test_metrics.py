@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import gevent
+import pytest
+from prometheus_client import Counter
 from prometheus_client.parser import text_string_to_metric_families
 
-from portalmq.broker.messages.metrics import SAMPLES_A_TURN, Metrics
+from portalmq.broker.messages.metrics import Metrics
+from portalmq.broker.partition import yielding
 from portalmq.broker.server.gauges import KEPT_S, MANY_LAGS, GaugeCollector, Gauges, GroupLag, PartitionGauge
+
+SERIES = 50
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -150,19 +157,35 @@ def test_the_state_of_very_many_groups_is_read_once_a_second():
     assert len(read) == 4
 
 
-def test_other_greenlets_run_while_very_many_series_are_written():
-    metrics, turns = Metrics("0"), []
-    for number in range(SAMPLES_A_TURN):
+def test_other_greenlets_run_while_very_many_series_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples are made one after the other, as they are written."""
+    monkeypatch.setattr(yielding, "TURN_S", 0)
+    metrics, made = Metrics("0"), [0]
+
+    class Row(GroupLag):
+        def __getattribute__(self, name: str) -> Any:
+            made[-1] += name == "lag"
+            return super().__getattribute__(name)
+
+    def children(counter: Counter) -> Any:
+        made[-1] += 1
+        return read(counter)
+
+    read = Counter._child_samples
+    monkeypatch.setattr(Counter, "_child_samples", children)
+    for number in range(SERIES):
         metrics.acked("t", f"g{number}", 1)
+    metrics.registry.register(GaugeCollector(lambda: Gauges([Row("t", 0, f"g{n}", 1, 0.0) for n in range(SERIES)])))
 
     def serve() -> None:
         while True:
             gevent.sleep(0)
-            turns.append(1)
+            made.append(0)
 
     other = gevent.spawn(serve)
-    gevent.sleep(0)
-    turns.clear()
-    assert len([key for key in samples(metrics) if key[0] == "portalmq_messages_acked_total"]) == SAMPLES_A_TURN
-    assert len(turns) >= 5
+    found = samples(metrics)
     other.kill()
+    assert len([key for key in found if key[0] == "portalmq_messages_acked_total"]) == SERIES
+    assert len([key for key in found if key[0] == "portalmq_group_lag_messages"]) == SERIES
+    assert sum(made) > 6 * SERIES
+    assert max(made) <= 3
