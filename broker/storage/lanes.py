@@ -199,12 +199,14 @@ class Lanes:
         return [segment for segment in self._log._segments if self._bits(segment) & (1 << lane)]
 
     def _bits(self, segment: Segment) -> int:
-        if segment.lanes_found is None:
+        bits = segment.lanes
+        if bits is None:
             with self._reader(segment) as reader:
                 if reader is None:
                     return 0
                 segment.lanes_found = lanes_in(reader)
-        return segment.lanes_found | segment.lanes_appended
+            bits = segment.lanes_found | segment.lanes_appended
+        return bits
 
 
 def rows_after(reader: apsw.Connection, lane: int, due_ms: int, offset: int, end: int, limit: int) -> list[Row]:

@@ -79,6 +79,7 @@ class SegmentFacts(msgspec.Struct, frozen=True, array_like=True):
     bytes: int
     removed: int
     schema_version: int
+    lanes: int | None = None
 
 
 class Segment(ReadableSegment):
@@ -101,7 +102,7 @@ class Segment(ReadableSegment):
         self.settled = False
         self.schema_version: object = SCHEMA_VERSION
         # The lanes that occur in it (lanes.py), as bits: those found in the file, None before the first query, and
-        # those appended.
+        # those appended since.
         self.lanes_found: int | None = None
         self.lanes_appended = 0
         self._writer: apsw.Connection | None = None
@@ -150,6 +151,7 @@ class Segment(ReadableSegment):
                 os.rename(creating, path)
                 sync(folder)
                 segment = cls(path, identity)
+                segment.lanes_found = 0
                 segment.open_live()
             except BaseException:
                 _remove_again(creating, path, folder)
@@ -157,13 +159,22 @@ class Segment(ReadableSegment):
         return segment
 
     @property
+    def lanes(self) -> int | None:
+        """The lanes that occur in it; None before the first query of a file that was not created by this process."""
+        return None if self.lanes_found is None else self.lanes_found | self.lanes_appended
+
+    @lanes.setter
+    def lanes(self, bits: int | None) -> None:
+        self.lanes_found, self.lanes_appended = bits, 0
+
+    @property
     def facts(self) -> SegmentFacts:
         return SegmentFacts(self.path.name, *[getattr(self, name) for name in SegmentFacts.__struct_fields__[1:]])
 
     def is_as(self, known: SegmentFacts) -> bool:
-        """Return whether the file holds what was known. It may have grown: files of an earlier release get indexes when
-        they are opened for writing."""
-        return msgspec.structs.replace(self.facts, bytes=known.bytes) == known
+        """Return whether the file holds what was known; its lanes are not read for that. It may have grown: files of an
+        earlier release get indexes when they are opened for writing."""
+        return msgspec.structs.replace(self.facts, bytes=known.bytes, lanes=known.lanes) == known
 
     @classmethod
     def of(cls, directory: Path, identity: LogIdentity, facts: SegmentFacts) -> Segment:
@@ -349,7 +360,7 @@ class Segment(ReadableSegment):
         os.rename(draft, self.path)
         self.removed = removed
         self.bytes = size_bytes
-        self.lanes_found, self.lanes_appended = None, 0
+        self.lanes = None
 
     def remove(self) -> None:
         """Unlink the file, then the files beside it: a leftover -wal would corrupt a new file of the same name."""

@@ -13,13 +13,16 @@ import pytest
 from support.domain import Fixture, HandClock, records, running
 
 from portalmq import wire
+from portalmq.broker.core.queue.lanes import DELAYED
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.partition.folding import Recovered, recover
 from portalmq.broker.partition.rest import recovered_from
 from portalmq.broker.storage import closed_replicas
+from portalmq.broker.storage.batch import Record
 from portalmq.broker.storage.closed_replicas import CLOSED_NAME, ClosedReplica, ClosedReplicas
 from portalmq.broker.storage.errors import CorruptFile
 from portalmq.broker.storage.log import Log
+from portalmq.broker.storage.segment import SegmentFacts
 from portalmq.broker.storage.state import StateFile
 from portalmq.errors import Unavailable
 
@@ -80,6 +83,27 @@ def test_a_start_opens_files_only_at_their_first_use(data_dir, opened):
     with running(data_dir) as again:
         assert values_of(again, "t") == [b"a", b"b", b"d"]
         assert opened == []
+
+
+def test_which_lanes_a_closed_replica_has_is_known_without_its_files(data_dir, opened):
+    with running(data_dir) as before:
+        later = Record(b"x", deliver_at_ms=before.clock.wall_ms() + 60_000)
+        before.broker.produce("later", ProduceRequest([later, Record(b"x", priority=3)]))
+    opened.clear()
+    with running(data_dir) as after:
+        logs = {topic.name: topic.local[0].log for topic in after.broker.topics}
+        lanes = {name: logs[name].lanes.present for name in ("later", "t", "empty")}
+        assert lanes == {"later": {3, DELAYED}, "t": set(), "empty": set()}
+        assert opened == []
+        assert not any(each.is_open for each in logs.values())
+        assert len([*logs["later"].lanes.after(DELAYED, 0, 0, 9)]) == 1
+
+
+def test_a_note_of_an_earlier_release_does_not_tell_the_lanes(data_dir):
+    with running(data_dir) as fixture:
+        facts = fixture.broker.topics.known("u").local[0].log.facts
+    earlier = msgspec.msgpack.encode(msgspec.to_builtins(facts)[:-1])
+    assert msgspec.msgpack.decode(earlier, type=SegmentFacts) == msgspec.structs.replace(facts, lanes=None)
 
 
 def _written_by_another_program(data_dir: Path) -> None:
