@@ -547,6 +547,122 @@ def test_the_state_of_a_view_is_in_its_address(pages: Pages, broker: BrokerProce
     pages.until("document.querySelector('[data-redrive]') && document.querySelector('[data-search]').value === 'key=k'")
 
 
+# Note where the focus is, if that shows; return what no key has reached yet.
+NOT_REACHED = """(() => {
+  const it = document.activeElement;
+  it.reached ||= getComputedStyle(it).outlineStyle !== "none";
+  return [...document.querySelectorAll("a[href], button, input, select, textarea, [tabindex='0']")]
+    .filter((each) => each.checkVisibility() && !each.disabled && !each.closest("dialog:not([open])") && !each.reached)
+    .map((each) => each.outerHTML);
+})()"""
+TABS_MAX = 200
+# A dialog has no content once the page knows that it is closed.
+CLOSED = "![...document.querySelectorAll('dialog')].some((each) => each.open || each.childElementCount)"
+OPENERS = "[...document.querySelectorAll('main [aria-haspopup=dialog]')]"
+# What opens a dialog, by page.
+DIALOGS = {
+    "/ui/topics": ["Create topic"],
+    "/ui/topics/keyed?tab=settings": ["Purge messages", "Delete topic"],
+    "/ui/groups/keyers?topic=keyed": ["Pause", "Move what is ready", "Delete group"],
+    "/ui/dead-letters/keyers?topic=keyed": ["Drop all"],
+    "/ui/scheduled?topic=keyed": ["Cancel all", "move"],
+    "/ui/schedules/keyed": ["Delete schedule"],
+}
+KEYS_TO = {
+    "o": "/ui/",
+    "t": "/ui/topics",
+    "g": "/ui/groups",
+    "d": "/ui/dead-letters",
+    "s": "/ui/scheduled",
+    "r": "/ui/schedules",
+    "c": "/ui/cluster",
+    "q": "/ui/sql",
+    "a": "/ui/api",
+}
+
+
+class TestKeys:
+    @pytest.fixture(autouse=True)
+    def messages(self, pages: Pages, broker: BrokerProcess) -> None:
+        """A topic, and a group that has given up one message of it, and has a delayed one before it."""
+        produce(broker, "keyed", {"value": 1}, {"value": 2, "delay_ms": 3_600_000})
+        call(broker, "PUT", "/v1/groups/keyers", {"max_deliveries": 1})
+        got = call(broker, "POST", "/v1/groups/keyers/receive", {"topics": ["keyed"], "max_messages": 1})["messages"]
+        call(broker, "POST", "/v1/groups/keyers/nack", {"receipts": [each["receipt"] for each in got], "reason": "no"})
+        call(broker, "PUT", "/v1/schedules/keyed", {"topic": "keyed-often", "every_ms": 3_600_000, "value": "tick"})
+        sign_in(pages)
+
+    def test_g_and_a_letter_go_to_a_page(self, pages: Pages) -> None:
+        pages.until("document.querySelector('main h1')")
+        for key, path in KEYS_TO.items():
+            pages.browser.press("g")
+            pages.browser.press(key)
+            pages.wait_at(path)
+            pages.until("document.activeElement === document.querySelector('main h1')")
+
+    def test_a_slash_goes_to_the_search_where_letters_are_text(self, pages: Pages) -> None:
+        for path in ("/ui/topics", "/ui/topics/keyed", "/ui/groups", "/ui/dead-letters/keyers", "/ui/cluster"):
+            pages.open(path)
+            pages.until("document.querySelector('[data-search]')")
+            pages.browser.press("/")
+            assert pages.ask("document.activeElement.matches('[data-search]')"), path
+            for key in "gt?":
+                pages.browser.press(key)
+            assert pages.ask("document.activeElement.value") == "gt?"
+            assert pages.ask("location.pathname") == path
+            assert pages.ask("document.querySelector('dialog[open]') === null")
+
+    def test_a_query_runs_by_ctrl_and_enter(self, pages: Pages) -> None:
+        pages.open("/ui/sql?q=SELECT%20'by'%20||%20'key'")
+        pages.until("document.querySelector('[data-query]')")
+        pages.ask("document.querySelector('[data-query]').focus()")
+        pages.browser.press("Enter", modifiers=2)
+        pages.see("bykey")
+
+    def test_a_question_mark_lists_the_keys(self, pages: Pages) -> None:
+        pages.open("/ui/topics")
+        pages.until("document.querySelector('.switch button')")
+        pages.ask("document.querySelector('.switch button').focus()")
+        pages.browser.press("?")
+        listed = pages.until("document.querySelector('dialog[open] .keys')?.innerText").split()
+        assert set(KEYS_TO) | {"/", "?", "Esc"} <= set(listed)
+        pages.browser.press("Escape")
+        pages.until(f"{CLOSED} && document.activeElement === document.querySelector('.switch button')")
+        pages.browser.press("?")
+        pages.until("document.querySelector('dialog[open] .keys')")
+        pages.browser.press("g")
+        pages.browser.press("c")
+        pages.wait_at("/ui/cluster")
+        pages.until(CLOSED)
+
+    @pytest.mark.parametrize(("path", "names"), DIALOGS.items())
+    def test_escape_closes_a_dialog_and_returns_to_what_opened_it(
+        self, pages: Pages, path: str, names: list[str]
+    ) -> None:
+        pages.open(path)
+        for name in names:
+            pages.until(f"!!(window.opener_ = {OPENERS}.find((each) => each.innerText === {json.dumps(name)}))")
+            pages.ask("opener_.focus()")
+            pages.browser.press("Enter")
+            pages.until("document.querySelector('dialog[open]')?.contains(document.activeElement)")
+            pages.browser.press("Escape")
+            pages.until(f"{CLOSED} && document.activeElement === opener_")
+        assert set(pages.ask(f"{OPENERS}.map((each) => each.innerText)")) == set(names)
+
+    def test_tab_reaches_everything_and_shows_where_it_is(self, pages: Pages) -> None:
+        for path in (
+            *("/ui/", "/ui/topics", "/ui/topics/keyed", "/ui/topics/keyed?tab=publish", "/ui/groups/keyers"),
+            *("/ui/dead-letters/keyers?topic=keyed", "/ui/scheduled?topic=keyed", "/ui/schedules?new=1", "/ui/sql"),
+        ):
+            pages.open(path)
+            pages.until("document.querySelector('main h1') && !document.querySelector('main [role=status].empty')")
+            for _ in range(TABS_MAX):
+                pages.browser.press("Tab")
+                if (left := pages.ask(NOT_REACHED)) == []:
+                    break
+            assert left == [], path
+
+
 def test_a_killed_leader_is_marked_while_the_overview_is_open(browser: Chromium, cluster: Cluster, topic: str) -> None:
     cluster.admin().create_topic(topic, partitions=3)
     leader = cluster.wait_for_leader(topic)

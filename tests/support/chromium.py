@@ -24,6 +24,8 @@ _QUIET = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-component-update"),
     *("--disable-background-networking", "--disable-sync", "--disable-extensions", "--disable-dev-shm-usage"),
 )
+# Those of keys that do something by themselves.
+_CODES = {"Tab": 9, "Enter": 13, "Escape": 27}
 
 
 def find() -> str | None:
@@ -110,9 +112,12 @@ class Chromium:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def press(self, key: str) -> None:
-        self._call("Input.dispatchKeyEvent", type="keyDown", key=key)
-        self._call("Input.dispatchKeyEvent", type="keyUp", key=key)
+    def press(self, key: str, *, modifiers: int = 0) -> None:
+        """Press a key, with the sum of 1 for Alt, 2 for Ctrl, 4 for Meta and 8 for Shift."""
+        pressed: dict[str, Any] = {"key": key, "modifiers": modifiers, "windowsVirtualKeyCode": _CODES.get(key, 0)}
+        typed = {"text": "\r" if key == "Enter" else key} if key == "Enter" or len(key) == 1 else {}
+        self._call("Input.dispatchKeyEvent", type="keyDown", **pressed, **typed)
+        self._call("Input.dispatchKeyEvent", type="keyUp", **pressed)
 
     def point(self, x: float, y: float) -> None:
         self._call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)

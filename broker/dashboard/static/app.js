@@ -1,6 +1,6 @@
 // The frame of all pages: navigation, the address, the state of the stream.
 import { html, render, useEffect, useState } from "./vendor/preact-htm.js";
-import { Empty, Link, Notes, Page, go, here, unescaped, usePlace } from "./lib.js";
+import { Dialog, Empty, Link, Notes, Page, go, here, unescaped, usePlace } from "./lib.js";
 import { useStream } from "./stream.js";
 import { Api } from "./views/api.js";
 import { Cluster } from "./views/cluster.js";
@@ -44,7 +44,7 @@ const MENU = [
   ["API", "/ui/api", "a"],
 ];
 
-const KEYS = [["/", "search"], ["g then o, t, g, d, s, r, c, q, a", "go to a page"], ["?", "these keys"], ["Esc", "close"]];
+const KEYS = [["/", "search"], ...MENU.map(([name, , key]) => [`g ${key}`, name]), ["?", "these keys"], ["Esc", "close"]];
 
 // Keys: g and a letter go to a page, / goes to the search, ? tells of the keys.
 function useKeys(tell) {
@@ -55,6 +55,7 @@ function useKeys(tell) {
       const to = before === "g" && MENU.find(([, , key]) => key === event.key);
       before = event.key;
       if (to) {
+        tell(false);
         go(to[1]);
         before = "";
       } else if (event.key === "/") {
@@ -64,7 +65,6 @@ function useKeys(tell) {
           field.focus();
         }
       } else if (event.key === "?") tell(true);
-      else if (event.key === "Escape") tell(false);
     };
     document.addEventListener("keydown", pressed);
     return () => document.removeEventListener("keydown", pressed);
@@ -101,7 +101,8 @@ function App() {
       </footer>
     </aside>
     <main id="main" key=${path}>${found ? html`<${found[1]} names=${found[0].slice(1).map(unescaped)} />` : html`<${Page} title="Not found"><${Empty}>There is no page at ${unescaped(path)}.<//><//>`}</main>
-    ${keys && html`<div class="keys" role="dialog" aria-label="Keys"><dl>${KEYS.map(([key, says]) => html`<dt><kbd>${key}</kbd></dt><dd>${says}</dd>`)}</dl></div>`}
+    <${Dialog} title="Keys" open=${keys} onClose=${() => showKeys(false)}><dl class="keys">${KEYS.map(([key, says]) => html`<dt>${key.split(" ").map((each) => html`<kbd>${each}</kbd> `)}</dt><dd>${says}</dd>`)}</dl>
+      <form method="dialog" class="row end"><button>Close</button></form><//>
     <${Notes} />`;
 }
 

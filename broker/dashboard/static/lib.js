@@ -375,7 +375,7 @@ export function Destroy({ label, name, says, act, done }) {
     await run(act, done);
     close();
   };
-  return html`<${Act} class="danger" onClick=${() => setOpen(true)}>${label}<//>
+  return html`<${Act} class="danger" aria-haspopup="dialog" onClick=${() => setOpen(true)}>${label}<//>
     <${Dialog} title=${label} open=${open} onClose=${close}>
       <form onSubmit=${submit}>
         <p>${says}</p>

@@ -51,7 +51,7 @@ function Pause({ group, paused, reload }) {
     event.preventDefault();
     change("pause", { reason });
   };
-  return html`<${Act} onClick=${() => setOpen(true)}>Pause<//><${Dialog} title=${`Pause ${group}`} open=${open} onClose=${() => setOpen(false)}><form onSubmit=${submit}>
+  return html`<${Act} aria-haspopup="dialog" onClick=${() => setOpen(true)}>Pause<//><${Dialog} title=${`Pause ${group}`} open=${open} onClose=${() => setOpen(false)}><form onSubmit=${submit}>
     <p>Its receives wait until it is resumed. Leases run out as always; acks work.</p>
     <label>Reason, for others to see<input value=${reason} onInput=${(event) => setReason(event.target.value)} autofocus /></label>
     <${Does} curl=${post(`/v1/groups/${url(group)}/pause`, { reason })} command=${`group pause ${shell(group)}${reason ? ` --reason ${shell(reason)}` : ""}`} />
@@ -76,7 +76,7 @@ function Move({ group, topic }) {
     event.preventDefault();
     if (await ask()) close();
   };
-  return html`<${Act} onClick=${() => setOpen(true)}>Move what is ready<//><${Dialog} title=${`Move what is ready in ${topic}`} open=${open} onClose=${close}><form onSubmit=${submit}>
+  return html`<${Act} aria-haspopup="dialog" onClick=${() => setOpen(true)}>Move what is ready<//><${Dialog} title=${`Move what is ready in ${topic}`} open=${open} onClose=${close}><form onSubmit=${submit}>
     <label>To topic<input value=${to} onInput=${(event) => setTo(event.target.value)} required class="mono" autofocus spellcheck="false" /></label>
     <label>At most<input type="number" min="1" max="10000" value=${limit} onInput=${(event) => setLimit(event.target.value)} /></label>
     <p class="hint">They are done for ${group}, and appended to the other topic.</p>

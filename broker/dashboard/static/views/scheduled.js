@@ -53,7 +53,7 @@ function OfTopic({ topic, after }) {
       { name: "In", number: true, of: (row) => duration(Math.max(0, row.deliver_at_ms - Date.now())) },
       { name: "Key", minor: true, of: (row) => html`<span class="mono cut">${row.key ?? ""}</span>` },
       { name: "Value", wide: true, of: (row) => html`<span class="mono cut">${String(valueText(row)).slice(0, 300)}</span>` },
-      { name: html`<span class="hidden">Acts</span>`, of: (row) => html`<span class="row tight"><${Act} class="quiet" disabled=${busy} onClick=${() => act(() => call("POST", `${path}/${row.id}/run`), `${row.id} is due now`)}>run now<//><${Act} class="quiet" onClick=${() => setMoved(row)}>move<//><${Act} class="quiet bad" disabled=${busy} onClick=${() => act(() => call("DELETE", `${path}/${row.id}`), `${row.id} is cancelled`)}>cancel<//></span>` },
+      { name: html`<span class="hidden">Acts</span>`, of: (row) => html`<span class="row tight"><${Act} class="quiet" disabled=${busy} onClick=${() => act(() => call("POST", `${path}/${row.id}/run`), `${row.id} is due now`)}>run now<//><${Act} class="quiet" aria-haspopup="dialog" onClick=${() => setMoved(row)}>move<//><${Act} class="quiet bad" disabled=${busy} onClick=${() => act(() => call("DELETE", `${path}/${row.id}`), `${row.id} is cancelled`)}>cancel<//></span>` },
     ]} /><//>
     <${After} next=${found.data.next} />`}
     <${Dialog} title=${`Move ${moved?.id}`} open=${!!moved} onClose=${() => setMoved(null)}>${moved && html`<form onSubmit=${move}><label>Due<input name="at" type="datetime-local" step="1" required value=${localTime(moved.deliver_at_ms)} /></label><div class="row end"><button type="button" onClick=${() => setMoved(null)}>Cancel</button><button class="primary" disabled=${busy}>Move</button></div></form>`}<//>

@@ -14,7 +14,7 @@ function Create() {
     const made = await run(() => call("PUT", `/v1/topics/${url(form.get("name"))}`, wanted), `${form.get("name")} is there`);
     if (made) go(`/ui/topics/${url(form.get("name"))}`);
   };
-  return html`<${Act} class="primary" onClick=${() => setOpen(true)}>Create topic<//>
+  return html`<${Act} class="primary" aria-haspopup="dialog" onClick=${() => setOpen(true)}>Create topic<//>
     <${Dialog} title="Create topic" open=${open} onClose=${() => setOpen(false)}><form onSubmit=${submit}>
       <label>Name<input name="name" required pattern="[A-Za-z0-9._\\-]{1,190}" autocomplete="off" spellcheck="false" autofocus /></label>
       <div class="row"><label>Partitions<input name="partitions" type="number" min="1" max="1000" value="1" required /></label>
