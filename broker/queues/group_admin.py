@@ -29,8 +29,8 @@ from portalmq.broker.cluster.rpc.queues import (
 from portalmq.broker.core.fold import PauseFold
 from portalmq.broker.core.queue.records import Pause
 from portalmq.broker.partition.clock import Clock
-from portalmq.broker.partition.yielding import in_short_turns, in_turns
-from portalmq.broker.queues.groups import GROUPS_A_TURN, Groups
+from portalmq.broker.partition.yielding import in_short_turns
+from portalmq.broker.queues.groups import Groups
 from portalmq.control_plane.mirror import Mirror
 from portalmq.control_plane.state import GroupState, PauseState
 from portalmq.errors import PortalMQError, Unavailable
@@ -107,7 +107,7 @@ class GroupAdmin:
 
     def _count_here(self, names: list[str]) -> GroupCounts:
         groups = self._groups
-        named = (each for name in names for each in in_turns(groups.attached(name), GROUPS_A_TURN))
+        named = (each for name in names for each in in_short_turns(groups.attached(name)))
         attached = named if names else groups.all_attached()
         counts: list[GroupCount] = []
         for each in attached:

@@ -31,7 +31,7 @@ from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.long_poll import LongPolls
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.writer import Pending
-from portalmq.broker.partition.yielding import in_short_turns, in_turns
+from portalmq.broker.partition.yielding import in_short_turns
 from portalmq.broker.queues.group_partition import GroupPartition
 from portalmq.broker.queues.group_registry import GroupRegistry
 from portalmq.control_plane.catalog import Catalog
@@ -43,8 +43,6 @@ UNKNOWN_S = 5.0
 UNKNOWN_MAX = 1_000
 # The most groups and topics that are remembered to have begun.
 BEGUN_MAX = 10_000
-# A loop over all groups yields to other greenlets after this many.
-GROUPS_A_TURN = 25
 
 
 class Groups(GroupRegistry):
@@ -162,7 +160,7 @@ class Groups(GroupRegistry):
         """Yield every group on every partition led here where it has begun, with pauses for other greenlets. A group
         that ends during this may be missing or stale."""
         begun = [(partition, topic_id, name) for partition, topic_id in self._led() for name in partition.delivery]
-        for partition, topic_id, name in in_turns(begun, GROUPS_A_TURN):
+        for partition, topic_id, name in in_short_turns(begun):
             group = self.find(name) if partition.serves and name in partition.delivery else None
             if group is not None and name not in self._deleting:
                 yield self.attach(group, partition, topic_id)

@@ -91,7 +91,7 @@ def _fresh(partition: GroupView, delivery: GroupDelivery, wall_ms: int) -> tuple
     end = partition.high_watermark
     first = min(delivery.next, end)
     # The range from lane 0's cursor to the end includes messages of other lanes, which are counted there.
-    ready = log.messages_before(end) - log.messages_before(first)
+    ready = log.messages_before(end) - _messages_before(partition, delivery, first)
     is_near = end - first <= NEAR
     if is_near and lanes.present:
         ready -= lanes.count_others(first, end)
@@ -174,17 +174,53 @@ def _due_ms(place: tuple[int, int]) -> int:
     return place[0]
 
 
+# What was read of a log, and the place where: what is committed does not change but by compaction and purges. So a
+# group that stands still is counted without the log's files, which are closed when there are ten thousand topics.
+_Place = tuple[int, ...]
+_before_of: WeakKeyDictionary[GroupDelivery, tuple[_Place, int]] = WeakKeyDictionary()
+_oldest_of: WeakKeyDictionary[GroupDelivery, tuple[_Place, int]] = WeakKeyDictionary()
+
+
+def _place_of(partition: GroupView, *offsets: int) -> _Place:
+    return (*offsets, partition.log.log_start_offset, partition.log.removed)
+
+
+def _messages_before(partition: GroupView, delivery: GroupDelivery, offset: int) -> int:
+    place = _place_of(partition, offset)
+    known = _before_of.get(delivery)
+    if known is None or known[0] != place:
+        known = _before_of[delivery] = (place, partition.log.messages_before(offset))
+    return known[1]
+
+
 def _oldest_age_ms(
     partition: GroupView, delivery: GroupDelivery, spans: list[SpanFold], wall_ms: int, *, is_fresh: bool
 ) -> int:
     """Return the age of the oldest unfinished message, from when it was first available. Without `is_fresh` the group
     has received every message: after its cursor there are only records of other groups."""
-    ages = [0]
+    if partition.log.lanes.present or delivery.has_ahead or delivery.cursors:
+        oldest_ms = _oldest_ms(partition, delivery, spans, is_fresh=is_fresh)
+    else:
+        first = (spans[0].start, spans[0].end) if spans else (0, 0)
+        place = _place_of(partition, *first, delivery.next if is_fresh else -1)
+        known = _oldest_of.get(delivery)
+        if known is not None and known[0] == place:
+            oldest_ms = known[1]
+        else:
+            oldest_ms = _oldest_ms(partition, delivery, spans, is_fresh=is_fresh)
+            if oldest_ms is not None:
+                _oldest_of[delivery] = (place, oldest_ms)
+    return 0 if oldest_ms is None else max(0, wall_ms - oldest_ms)
+
+
+def _oldest_ms(partition: GroupView, delivery: GroupDelivery, spans: list[SpanFold], *, is_fresh: bool) -> int | None:
+    """Return since when the oldest unfinished message is available; None if none was found."""
+    found: list[int] = []
     end = partition.high_watermark
     for span in _oldest_spans(delivery, spans):
-        ages += [wall_ms - since_ms for since_ms in _since(partition, span.start, span.end)]
+        found += _since(partition, span.start, span.end)
     if not is_fresh:
-        return max(ages)
+        return min(found, default=None)
     first = delivery.next
     if partition.log.lanes.present:
         first = partition.log.lanes.next_plain(first, end, SKIP_MAX)
@@ -196,16 +232,16 @@ def _oldest_age_ms(
             and (record.deliver_at_ms is None or record.deliver_at_ms <= piece.batch.appended_at_ms)
         )
         if next(heads, None) is not None:
-            ages.append(wall_ms - piece.batch.appended_at_ms)
+            found.append(piece.batch.appended_at_ms)
             break
     for lane in partition.log.lanes.present:
         for row in _head(partition, delivery, lane, end):
             if lane >= DELAYED:
-                ages.append(wall_ms - row[0])
+                found.append(row[0])
             else:
-                ages += [wall_ms - since_ms for since_ms in _since(partition, row[1], row[1] + 1)]
+                found += _since(partition, row[1], row[1] + 1)
             break
-    return max(ages)
+    return min(found, default=None)
 
 
 def _oldest_spans(delivery: GroupDelivery, spans: list[SpanFold]) -> list[SpanFold]:

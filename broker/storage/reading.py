@@ -275,12 +275,17 @@ class ReadableLog(ABC):
             offset = self._log_start_offset if offset is None else offset
             return ReplicaStart(*self._used(self._segments[self._position(offset)]).batch_start(offset))
 
+    @property
+    def removed(self) -> int:
+        """How many messages compaction has removed from the files."""
+        return sum([segment.removed for segment in self._segments])
+
     def messages_before(self, offset: int) -> int:
         """Return how many messages this partition holds, or held, below `offset` (any offset), without those that
         compaction removed. The difference between two offsets is exact, for lag."""
         end_offset, messages, _ = self._tail
         if offset >= end_offset:
-            return messages - sum([segment.removed for segment in self._segments])
+            return messages - self.removed
         with self._read():
             position = self._position(offset)
             segment = self._used(self._segments[position])

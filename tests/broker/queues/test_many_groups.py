@@ -8,9 +8,8 @@ from support.domain import records, running
 
 from portalmq import wire
 from portalmq.broker.messages.produce import ProduceRequest
-from portalmq.broker.partition import reader
+from portalmq.broker.partition import reader, yielding
 from portalmq.broker.partition.cache import BatchCache
-from portalmq.broker.queues import groups as groups_module
 from portalmq.broker.server.gauges import gauges_of
 
 GROUPS = 120
@@ -33,8 +32,9 @@ def looks(monkeypatch):
     return seen
 
 
-def receive(broker, group):
-    return broker.receive_handler.receive(group, wire.ReceiveRequest(topics=["t"], wait_ms=0), None)
+def receive(broker, group, most=10):
+    request = wire.ReceiveRequest(topics=["t"], max_messages=most, wait_ms=0)
+    return broker.receive_handler.receive(group, request, None)
 
 
 def with_groups(broker, count):
@@ -81,8 +81,26 @@ def test_the_age_of_a_message_behind_the_records_of_others_is_its_own(tmp_path):
         assert {each.oldest_unacked_ms for each in fixture.broker.list_groups()} == {2_000}
 
 
+def test_a_group_that_stands_still_is_counted_without_files(tmp_path):
+    with running(tmp_path) as fixture:
+        broker = fixture.broker
+        broker.produce("t", ProduceRequest(records("first", "second")))
+        receive(broker, "behind", 1)
+        (message,) = receive(broker, "done", 1)
+        assert broker.settlement.settle("done", [message.receipt]) == [True]
+        counted, log = broker.list_groups(), broker.topics.known("t").local[0].log
+        log.park()
+        fixture.clock.advance(1_000)
+        again = broker.list_groups()
+        assert not log.is_open
+        assert [each.oldest_unacked_ms for each in again] == [each.oldest_unacked_ms + 1_000 for each in counted]
+        assert [(each.ready, each.in_flight) for each in again] == [(1, 1), (1, 0)]
+        broker.produce("t", ProduceRequest(records("third")))
+        assert [(each.ready, each.in_flight) for each in broker.list_groups()] == [(2, 1), (2, 0)]
+
+
 def test_other_greenlets_run_while_all_groups_are_described(broker, monkeypatch):
-    monkeypatch.setattr(groups_module, "GROUPS_A_TURN", 2)
+    monkeypatch.setattr(yielding, "TURN_S", 0)
     with_groups(broker, 12)
     turns = []
 
