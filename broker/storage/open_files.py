@@ -15,8 +15,10 @@ from portalmq.broker.storage.fair_lock import FairLock
 
 # One of SHARE parts of the process's descriptors is for logs and state files.
 SHARE = 3
-# When files must be closed, this part of the budget is freed.
+# When files must be closed, this part of the budget is freed, and not more than so many descriptors: to close a log
+# syncs it, and the event loop may wait for that.
 SPARE = 16
+SPARE_MAX = 32
 ENDLESS = 1_000_000
 
 # Numbers all uses in order, for `last_used`.
@@ -71,7 +73,7 @@ class OpenFiles:
         excess = holder.descriptors + sum([other.descriptors for other in others]) - self.budget
         if excess <= 0:
             return
-        excess += self.budget // SPARE
+        excess += min(self.budget // SPARE, SPARE_MAX)
         for other in sorted(others, key=lambda other: other.last_used):
             if other.try_park():
                 excess -= other.descriptors
