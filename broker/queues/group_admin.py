@@ -107,8 +107,7 @@ class GroupAdmin:
 
     def _count_here(self, names: list[str]) -> GroupCounts:
         groups = self._groups
-        named = (each for name in names for each in in_short_turns(groups.attached(name)))
-        attached = named if names else groups.all_attached()
+        attached = in_short_turns(groups.attached(*names)) if names else groups.all_attached()
         counts: list[GroupCount] = []
         for each in attached:
             partition, found = each.partition, each.counts()

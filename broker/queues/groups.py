@@ -147,13 +147,15 @@ class Groups(GroupRegistry):
         """Return a partition that is led here. Raises NotLeader, Unavailable."""
         return self._metadata_cache.partition(place)
 
-    def attached(self, name: str) -> list[GroupPartition]:
-        """Return the group on the partitions led here where it has begun."""
-        group = self.find(name)
-        if group is None:
-            return [each for key, each in self._attached.items() if key[0] == name]
-        return [
-            self.attach(group, partition, topic_id) for partition, topic_id in self._led() if name in partition.delivery
+    def attached(self, *names: str) -> list[GroupPartition]:
+        """Return these groups on the partitions led here where they have begun."""
+        groups = {name: group for name in names if (group := self.find(name)) is not None}
+        gone = set(names) - groups.keys()
+        return [each for key, each in self._attached.items() if key[0] in gone] + [
+            self.attach(groups[name], partition, topic_id)
+            for partition, topic_id in self._led()
+            for name in partition.delivery
+            if name in groups
         ]
 
     def all_attached(self) -> Iterator[GroupPartition]:
