@@ -79,7 +79,7 @@ export function useGet(path, every = 0) {
 // --- the address ------------------------------------------------------------------------------------------------------
 
 const listeners = new Set();
-const place = () => ({ path: location.pathname, query: Object.fromEntries(new URLSearchParams(location.search)) });
+const place = () => ({ href: location.href, path: location.pathname, query: Object.fromEntries(new URLSearchParams(location.search)) });
 
 export function go(address, { replace = false } = {}) {
   history[replace ? "replaceState" : "pushState"](null, "", address);
@@ -93,9 +93,10 @@ export function go(address, { replace = false } = {}) {
 export function usePlace() {
   const [now, setNow] = useState(place);
   useEffect(() => {
-    const changed = () => setNow(place());
+    const changed = () => setNow((old) => (old.href === location.href ? old : place()));
     listeners.add(changed);
     window.addEventListener("popstate", changed);
+    changed(); // an effect comes later than what it shows: a button of that may have been pressed by now
     return () => {
       listeners.delete(changed);
       window.removeEventListener("popstate", changed);
