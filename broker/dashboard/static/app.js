@@ -102,7 +102,7 @@ function App() {
     </aside>
     <main id="main" key=${path}>${found ? html`<${found[1]} names=${found[0].slice(1).map(unescaped)} />` : html`<${Page} title="Not found"><${Empty}>There is no page at ${unescaped(path)}.<//><//>`}</main>
     <${Dialog} title="Keys" open=${keys} onClose=${() => showKeys(false)}><dl class="keys">${KEYS.map(([key, says]) => html`<dt>${key.split(" ").map((each) => html`<kbd>${each}</kbd> `)}</dt><dd>${says}</dd>`)}</dl>
-      <form method="dialog" class="row end"><button>Close</button></form><//>
+      <form method="dialog"><div class="row end"><button>Close</button></div></form><//>
     <${Notes} />`;
 }
 
