@@ -86,7 +86,7 @@ class Maintenance:
                 self._host.storage_failed(fault)
 
     def save_state(self) -> None:
-        unsaved = [each for each in self._topics.partitions() if each.changed or each.retention.is_saving]
+        unsaved = [each for each in self._topics.partitions() if each.changed or each.retention.unsaved]
         for partition in in_short_turns(unsaved):
             partition.retention.save_state()
 

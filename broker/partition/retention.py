@@ -63,11 +63,13 @@ class RetainedReplica(Replica, Protocol):
 
 
 class Retention:
-    """Invariant: `_snapshot` is a fold that this replica's log contained when it was taken, or None."""
+    """`unsaved` is a snapshot that is saved once all of it is committed, or None.
+
+    Invariant: it is a fold that this replica's log contained when it was taken."""
 
     def __init__(self, partition: RetainedReplica) -> None:
         self._partition = partition
-        self._snapshot: PartitionFold | None = None
+        self.unsaved: PartitionFold | None = None
         self._is_due = False
         # The next part to check, None before a round, which ends where the log ended when it began: a log may grow
         # faster than it is checked.
@@ -77,15 +79,10 @@ class Retention:
 
     # --- snapshots ---------------------------------------------------------------------------------------------------
 
-    @property
-    def is_saving(self) -> bool:
-        """Whether a snapshot waits until all of it is committed."""
-        return self._snapshot is not None
-
     def save_state(self) -> None:
         """Bring state.sqlite up to the high watermark, when that has moved."""
         self._save()
-        if self._partition.changed and self._snapshot is None:
+        if self._partition.changed and self.unsaved is None:
             self._is_due = True
             self.take_snapshot_if_due()
             self._save()
@@ -95,7 +92,7 @@ class Retention:
         the high watermark is, so that readers of the files see all that was acknowledged."""
         self.save_state()
         partition = self._partition
-        if partition.changed or self._snapshot is not None:
+        if partition.changed or self.unsaved is not None:
             known = partition.high_watermark, partition.log.messages_before
             partition.host.pool.apply(_save_high_watermark, (partition.state_file, *known))
 
@@ -107,21 +104,21 @@ class Retention:
         if self._is_due and (self._partition.serves or replica.durable_end == replica.next_offset):
             self._is_due = False
             self._partition.changed = False
-            self._snapshot = self._partition.snapshot()
+            self.unsaved = self._partition.snapshot()
 
     def forget_snapshot(self) -> None:
         """Drop the snapshot: the log was truncated or begun again, and may not contain it."""
-        self._snapshot = None
+        self.unsaved = None
         self._partition.changed = True
 
     def _save(self) -> None:
-        partition, fold = self._partition, self._snapshot
+        partition, fold = self._partition, self.unsaved
         if fold is None or fold.applied > partition.high_watermark:
             return
         arguments = (partition.state_file, fold, partition.high_watermark, partition.log.messages_before)
         saved = partition.host.pool.apply(_save, arguments)
-        if self._snapshot is fold:
-            self._snapshot = None
+        if self.unsaved is fold:
+            self.unsaved = None
             partition.changed = partition.changed or not saved
 
     # --- the log start -----------------------------------------------------------------------------------------------
