@@ -11,12 +11,15 @@ from portalmq.consumers.acks import stale_among
 from portalmq.errors import PortalMQError, StaleReceipt
 from portalmq.message import Message
 from portalmq.network.either import settled
+from portalmq.transport.answers import decode_answer
 from portalmq.transport.calls import EitherCalls
-from portalmq.transport.request import json_request
+from portalmq.transport.request import Request, json_request
 
 _log = logging.getLogger("portalmq.consumer")
 
 LOOK_TIMEOUT_S = 1.0
+# Receives wait for a look at the group, and a broker whose peer stands still answers late.
+GROUP_LOOK_TIMEOUT_S = 0.3
 
 RELEASE_OPTIONS: dict[str, object] = {"unseen": True, "delay_ms": 0}
 
@@ -91,12 +94,12 @@ class LeaseCalls:
             _log.debug("could not return %d messages: %s", len(receipts), error)
 
     async def group_has_leases(self) -> bool | None:
-        """Return whether the group leases messages; None if no broker can answer now."""
+        """Return whether the group leases messages; None if no broker answers in time."""
         if self.group_leases is None:
+            request = Request("GET", wire.group_path(self._group), repeatable=True)
             try:
-                group = await settled(
-                    self._transport.get(wire.group_path(self._group), wire.GroupDescription, timeout_s=LOOK_TIMEOUT_S)
-                )
+                answer = await settled(self._transport.call(request, timeout_s=GROUP_LOOK_TIMEOUT_S))
+                group = decode_answer(answer, wire.GroupDescription)
             except PortalMQError:
                 return None
             self.group_leases = group.config.delivery != "at_most_once"

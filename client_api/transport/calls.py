@@ -133,9 +133,12 @@ class ClusterCalls:
         allow_advertised: bool | None,
         clock: Callable[[], float],
         chance: Callable[[], float],
+        cluster_metadata: ClusterMetadata | None = None,
     ) -> None:
         is_open = advertised_allowed(allow_advertised)
-        self.cluster_metadata = ClusterMetadata(bootstrap, clock, shows_token=token is not None, is_open=is_open)
+        self.cluster_metadata = cluster_metadata or ClusterMetadata(
+            bootstrap, clock, shows_token=token is not None, is_open=is_open
+        )
         if token is not None:
             warn_of_plain_text(self.cluster_metadata.bootstrap)
         self.reachability = Reachability(clock)
@@ -283,11 +286,11 @@ class ClusterCalls:
 
     def _failed(self, address: Address, request: Request, began: float, fault: NotSent | NoAnswer) -> Unavailable:
         """Leave a broker that gave no answer, and return the error to raise."""
-        self.cluster_metadata.mark_unreachable(address)
         if request.topic is not None:
             self._outdated.add(request.topic)
         error = self._unreachable(address, fault)
-        if not self._io.is_closing:
+        if not self._io.is_closing:  # or the end of this client, of which the broker knows nothing
+            self.cluster_metadata.mark_unreachable(address)
             # A long poll is not silence while the broker may wait.
             since = min(began + request.wait_s, self._clock())
             self.reachability.failed(address, self.cluster_metadata.known, error, since)

@@ -16,7 +16,7 @@ from portalmq.network.loop_connection import LoopAnswer, LoopPool
 from portalmq.network.tls import NO_FILES, TlsFiles, context_of
 from portalmq.transport import system_random
 from portalmq.transport.calls import CALL_TIMEOUT_S, ClusterCalls
-from portalmq.transport.cluster_metadata import Bootstrap
+from portalmq.transport.cluster_metadata import Bootstrap, ClusterMetadata
 
 T = TypeVar("T")
 
@@ -71,6 +71,7 @@ class LoopTransport(ClusterCalls):
         context: ssl.SSLContext | None = None,
         clock: Callable[[], float] = time.monotonic,
         chance: Callable[[], float] = system_random.fraction,
+        cluster_metadata: ClusterMetadata | None = None,
     ) -> None:
         """The arguments are those of Transport. `context`: of another transport, in place of one from the files."""
         self._context = context or context_of(tls)
@@ -85,6 +86,7 @@ class LoopTransport(ClusterCalls):
             allow_advertised=allow_advertised,
             clock=clock,
             chance=chance,
+            cluster_metadata=cluster_metadata,
         )
         reset_in_children(self)
 
@@ -93,10 +95,16 @@ class LoopTransport(ClusterCalls):
         self.cluster_metadata.reset_in_child()
 
     def another(self) -> LoopTransport:
-        """Return a transport to the same cluster, with connections of its own."""
+        """Return a transport to the same cluster, with connections of its own, as Transport.another."""
         bootstrap, token, timeout_s, tls, allowed = self._options
         return LoopTransport(
-            bootstrap, token=token, timeout_s=timeout_s, tls=tls, allow_advertised=allowed, context=self._context
+            bootstrap,
+            token=token,
+            timeout_s=timeout_s,
+            tls=tls,
+            allow_advertised=allowed,
+            context=self._context,
+            cluster_metadata=self.cluster_metadata,
         )
 
     async def pause(self, seconds: float) -> None:

@@ -15,7 +15,7 @@ from portalmq.network.http_answer import HttpAnswer
 from portalmq.network.tls import NO_FILES, TlsFiles, context_of
 from portalmq.transport import system_random
 from portalmq.transport.calls import CALL_TIMEOUT_S, BegunCall, ClusterCalls
-from portalmq.transport.cluster_metadata import DEFAULT_URL, Bootstrap, bootstrap_addresses
+from portalmq.transport.cluster_metadata import DEFAULT_URL, Bootstrap, ClusterMetadata, bootstrap_addresses
 from portalmq.transport.request import Request
 
 __all__ = ["CALL_TIMEOUT_S", "DEFAULT_URL", "Bootstrap", "Request", "Transport", "bootstrap_addresses"]
@@ -107,10 +107,11 @@ class Transport:
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], object] | None = None,
         chance: Callable[[], float] = system_random.fraction,
+        cluster_metadata: ClusterMetadata | None = None,
     ) -> None:
         """`timeout_s` bounds a call with all its retries. The environment may name files that `tls` does not.
-        `allow_advertised=False`: over http send the token to named hosts only (PORTALMQ_ALLOW_ADVERTISED=0). The last
-        four arguments are for tests."""
+        `allow_advertised=False`: over http send the token to named hosts only (PORTALMQ_ALLOW_ADVERTISED=0).
+        `cluster_metadata`: that of another transport to the same cluster. The other last arguments are for tests."""
         self.options = ClusterOptions(bootstrap, token, timeout_s, tls, allow_advertised)
         self._pool: Pool = pool or ConnectionPool(tls=context_of(tls))
         self._io = _BlockingIo(self._pool, pause)
@@ -122,6 +123,7 @@ class Transport:
             allow_advertised=allow_advertised,
             clock=clock,
             chance=chance,
+            cluster_metadata=cluster_metadata,
         )
         self.reachability = self.calls.reachability
         reset_in_children(self)
@@ -134,8 +136,9 @@ class Transport:
         self.calls.cluster_metadata.reset_in_child()
 
     def another(self) -> Transport:
-        """Return a transport to the same cluster, with connections of its own."""
-        return Transport(**self.options._asdict())
+        """Return a transport to the same cluster, with connections of its own. What one learns both know: the leaders,
+        and which brokers are silent."""
+        return Transport(**self.options._asdict(), cluster_metadata=self.calls.cluster_metadata)
 
     @property
     def urls(self) -> list[str]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 
+import msgspec
 import pytest
 from support.blocking_leases import Leases
 from support.scripted_broker import ScriptedBroker
 
 from portalmq import Consumer, Unavailable, wire
 from portalmq.consumers.lease import HOLD_BACK_S_MAX
+from portalmq.network.http_answer import Fields, HttpAnswer
 from portalmq.transport.request import Request
 
 
@@ -22,18 +24,19 @@ class Transport:
         self.on_its_way: list[bool] = []
         self.asked = 0
 
-    def get(self, path: str, kind: type, *, timeout_s: float) -> wire.GroupDescription:
-        self.asked += 1
-        if self.fail is not None:
-            raise self.fail
-        return wire.GroupDescription("g", "queue", [], 0, 0, 0, 0, 0, 0, wire.GroupConfig())
-
-    def call(self, request: Request, timeout_s: float | None = None) -> None:
+    def call(self, request: Request, timeout_s: float | None = None) -> HttpAnswer | None:
+        if request.method == "GET":
+            self.asked += 1
+            if self.fail is not None:
+                raise self.fail
+            group = wire.GroupDescription("g", "queue", [], 0, 0, 0, 0, 0, 0, wire.GroupConfig())
+            return HttpAnswer(200, Fields(), msgspec.json.encode(group))
         assert request.path.endswith("/nack")
         assert self.leases is not None
         self.on_its_way.append(not self.leases.wait_given_back(0.0))
         if self.fail is not None:
             raise self.fail
+        return None
 
 
 @pytest.mark.parametrize("fail", [None, Unavailable("gone")])

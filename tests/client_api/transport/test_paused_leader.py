@@ -8,9 +8,12 @@ import msgspec
 import pytest
 
 from portalmq import wire
+from portalmq.consumers.lease_calls import GROUP_LOOK_TIMEOUT_S, LeaseCalls
 from portalmq.errors import Unavailable
 from portalmq.network.connection import Address, NoAnswer, Watch
+from portalmq.network.either import finish
 from portalmq.network.http_answer import Fields, HttpAnswer
+from portalmq.transport.cluster_metadata import ClusterMetadata
 from portalmq.transport.request import Request, json_request
 from portalmq.transport.retries import Backoff
 from portalmq.transport.transport import Transport
@@ -36,8 +39,15 @@ class PausedCluster:
         self.arrived: list[tuple[float, str, str]] = []
         self.empty_after_s = 0.0
 
-    def transport(self, bootstrap: str = f"{ONE},{TWO},{THREE}") -> Transport:
-        return Transport(bootstrap, pool=self, clock=lambda: self.now, pause=self.wait, chance=lambda: 1.0)
+    def transport(self, bootstrap: str = f"{ONE},{TWO},{THREE}", known: ClusterMetadata | None = None) -> Transport:
+        return Transport(
+            bootstrap,
+            pool=self,
+            clock=lambda: self.now,
+            pause=self.wait,
+            chance=lambda: 1.0,
+            cluster_metadata=known,
+        )
 
     def wait(self, seconds: float) -> None:
         self.now += seconds
@@ -124,6 +134,34 @@ def test_a_receive_that_long_had_no_message_asks_rarely_and_follows_later(cluste
     assert cluster.now < NEXT_LEADER_S + 2.5 + 0.1
     asked = [at for at, _, path in cluster.arrived if path == "/v1/metadata" and at >= 0]
     assert len(asked) <= 3
+
+
+def test_another_transport_of_the_client_leaves_the_paused_leader_with_it(cluster: PausedCluster) -> None:
+    transport = cluster.transport()
+    transport.metadata(["t"])
+    another = cluster.transport(known=transport.calls.cluster_metadata)
+    cluster.now = 0.0
+    transport.call(receive(0.5))
+    left_at = cluster.now
+    another.call(json_request("POST", "/v1/groups/g/extend", {}))
+    assert cluster.arrived[-1][1] != ONE
+    assert cluster.now < left_at + 0.35
+
+
+def test_transports_of_one_client_know_the_same() -> None:
+    transport = Transport(ONE)
+    another = transport.another()
+    assert another.calls.cluster_metadata is transport.calls.cluster_metadata
+    another.close()
+    transport.close()
+
+
+def test_a_look_at_the_group_does_not_wait_for_a_broker_that_waits_for_the_leader(cluster: PausedCluster) -> None:
+    transport = cluster.transport()
+    transport.metadata(["t"])
+    cluster.now = 0.0
+    assert finish(LeaseCalls(transport, "g", 30.0).group_has_leases()) is None
+    assert cluster.now <= GROUP_LOOK_TIMEOUT_S + 0.01
 
 
 def test_a_fetch_at_a_leader_that_another_broker_named_follows_too(cluster: PausedCluster) -> None:
