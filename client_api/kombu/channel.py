@@ -23,17 +23,26 @@ from kombu.transport.virtual.base import UNDELIVERABLE_FMT, UndeliverableWarning
 
 from portalmq import wire
 from portalmq.errors import GroupNotFound, TopicNotFound, Unavailable
-from portalmq.kombu.bindings import Binding, matches
+from portalmq.kombu.bindings import Binding
 from portalmq.kombu.envelope import SendOptions, decode, encode, send_options
 from portalmq.kombu.leases import GroupLeases
+from portalmq.kombu.purging import cancel_scheduled, count_ready, purge_ready
 from portalmq.kombu.qos import Held, QoS
-from portalmq.kombu.readers import BULK, LINGER_S, QueueReader, ReaderThread, Receives, Tail, TailReader
+from portalmq.kombu.readers import (
+    BULK,
+    LINGER_S,
+    QueueReader,
+    ReaderThread,
+    Receives,
+    Tail,
+    TailReader,
+    either_wants,
+    is_routed,
+)
 from portalmq.kombu.session import PUBLISH_TIMEOUT_S, ClusterSession
 from portalmq.network.forking import reset_in_children
 from portalmq.producers.batching import SendFuture
 
-SCHEDULED_AT_ONCE = 10_000
-PURGED_AT_ONCE = 1_000
 BUFFERED_MAX = 1_000
 
 
@@ -152,9 +161,9 @@ class Channel(virtual.Channel):
             return
         topic = self._session.prepare_exchange(exchange)
         known = tails.get(exchange)
-        wants = partial(_is_routed, kind, binding.routing_key)
+        wants = partial(is_routed, kind, binding.routing_key)
         if known is not None:
-            known.wants = _either(known.wants, wants)
+            known.wants = either_wants(known.wants, wants)
         else:
             tail = tails[exchange] = Tail(topic, wants)
             tail.read(self._session.calls, 0.0)
@@ -484,46 +493,16 @@ class Channel(virtual.Channel):
         """Return how many messages are ready, as AMQP counts them: neither those in work nor those not due yet."""
         if queue in self._transient:
             return 0
-        return sum(self._ready(group, topic) for group, topic in self._sources(queue))
-
-    def _ready(self, group: str, topic: str) -> int:
-        try:
-            return self._session.admin.queue_counts(group, topic).ready
-        except TopicNotFound:
-            return 0
+        return sum(count_ready(self._session, *source) for source in self._sources(queue))
 
     def _purge(self, queue: str) -> int:
         """Remove the messages that are ready, and those scheduled with an eta. Return their number. Messages in work
         stay: they are acked or come back."""
         if queue in self._transient:
             return 0
-        return sum(self._purge_ready(*source) for source in self._sources(queue)) + self._cancel_scheduled(queue)
-
-    def _purge_ready(self, group: str, topic: str) -> int:
-        left = self._ready(group, topic)  # what arrives meanwhile stays, so that this ends
-        removed = 0
-        receives = Receives(self._session.calls, group, [topic], self._session.options.visibility_timeout_s, None)
-        leases = self._leases_of(group)
-        while left > removed:
-            received = receives.receive(min(left - removed, PURGED_AT_ONCE), 0.0)
-            if not received.messages:
-                break
-            for message in received.messages:
-                leases.ack(message.receipt or "")
-            leases.flush()
-            removed += len(received.messages)
-        return removed
-
-    def _cancel_scheduled(self, queue: str) -> int:
-        topic, removed = self._session.names.topic(queue), 0
-        while True:
-            try:
-                done = self._session.admin.change_scheduled(topic, "cancel", limit=SCHEDULED_AT_ONCE)
-            except TopicNotFound:
-                return removed
-            removed += done.get("cancelled", 0)
-            if not done.get("cancelled"):
-                return removed
+        session = self._session
+        removed = sum(purge_ready(session, self._leases_of(group), topic) for group, topic in self._sources(queue))
+        return removed + cancel_scheduled(session, session.names.topic(queue))
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
@@ -544,19 +523,6 @@ class Channel(virtual.Channel):
         if self.connection is not None:
             self.connection.close_channel(self)
         self.exchange_types = None
-
-
-def _is_routed(kind: str, bound_key: str, message: wire.PackMessageOut) -> bool:
-    if kind == "fanout":
-        return True
-    info = decode(message.value, 0, redelivered=False)["properties"]["delivery_info"]
-    return matches(kind, bound_key, str(info.get("routing_key", "")))
-
-
-def _either(
-    first: Callable[[wire.PackMessageOut], bool], second: Callable[[wire.PackMessageOut], bool]
-) -> Callable[[wire.PackMessageOut], bool]:
-    return lambda message: first(message) or second(message)
 
 
 def _if_there(call: Callable[[str], object], name: str) -> None:

@@ -18,6 +18,8 @@ from typing import Protocol
 from portalmq import wire
 from portalmq.consumers.acks import PendingAcks
 from portalmq.errors import OffsetOutOfRange, PortalMQError, TopicNotFound
+from portalmq.kombu.bindings import matches
+from portalmq.kombu.envelope import decode
 from portalmq.kombu.leases import GroupLeases
 from portalmq.transport.answers import decode_answer
 from portalmq.transport.request import WAIT_S_MIN, Request, json_request, with_query
@@ -218,10 +220,25 @@ class Receives:
             self._transport.metadata(self._topics, deadline=time.monotonic() + LOOK_UP_S_MAX)
 
 
+Wants = Callable[[wire.PackMessageOut], bool]
+
+
+def is_routed(kind: str, bound_key: str, message: wire.PackMessageOut) -> bool:
+    """Return whether a transient queue that is bound with this key gets the message."""
+    if kind == "fanout":
+        return True
+    info = decode(message.value, 0, redelivered=False)["properties"]["delivery_info"]
+    return matches(kind, bound_key, str(info.get("routing_key", "")))
+
+
+def either_wants(first: Wants, second: Wants) -> Wants:
+    return lambda message: first(message) or second(message)
+
+
 class Tail:
     """A position in the topic of an exchange, and which of its messages are for a transient queue."""
 
-    def __init__(self, topic: str, wants: Callable[[wire.PackMessageOut], bool]) -> None:
+    def __init__(self, topic: str, wants: Wants) -> None:
         self.topic = topic
         self.wants = wants
         self.offset: int | str = "latest"
