@@ -39,6 +39,7 @@ MODULES = (
     "portalmq.broker.core.queue.spans",
     "portalmq.broker.core.queue.selection",
     "portalmq.broker.core.queue.key_order",
+    "portalmq.broker.core.queue.key_rates",
     "portalmq.broker.core.queue.receipts",
     "portalmq.broker.core.stream.membership",
     "portalmq.broker.core.stream.offsets",

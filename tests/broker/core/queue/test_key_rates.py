@@ -376,3 +376,20 @@ def test_all_that_a_rate_allows_is_delivered_and_never_more(
                 group = GroupDelivery(group.snapshot())
                 if kept is not None:
                     buckets = {}
+
+
+def test_the_same_limit_again_leaves_waits_as_they_are():
+    rates = KeyRates()
+    rates.set(1.0, 1.0, 0)
+    rates.took(7, 0)
+    rates.wait(7, 0)
+    at_ms = rates.next_at_ms()
+    rates.set(1.0, 1.0, 10)
+    assert rates.next_at_ms() == at_ms
+
+
+def test_without_a_limit_no_key_waits():
+    rates = KeyRates()
+    rates.took(7, 0)
+    rates.wait(7, 0)
+    assert rates.next_at_ms() is None
