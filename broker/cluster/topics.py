@@ -81,7 +81,7 @@ class Topics:
         self._auto_create = auto_create
         self._default_replication_factor = default_replication_factor
         self._topics: dict[str, Topic] = {}
-        # What partitions() returned; None after a change.
+        # What partitions() returned; None after a change of `_topics` or of one of their `local`.
         self._open: tuple[Partition, ...] | None = None
         self._by_id: dict[str, Topic] = {}
         self._brokers: Mapping[int, tuple[int, str]] = {}

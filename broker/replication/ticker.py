@@ -32,6 +32,7 @@ PARTITIONS_AT_A_TIME = 64
 QUIET_EVERY_TICKS = 3
 # Which partitions need ticks is found out anew for so many a tick: to look at thousands takes its time.
 LOOKED_AT_A_TICK = 1_000
+LOOK_EVERY_TICKS_MAX = 10
 PROBE_TIMEOUT_S = 0.5
 # The pauses of the scrubber: between two replicas, and between two parts of one, where it rests many times as long as
 # the part took, and no shorter than this after what is read again in every round.
@@ -138,7 +139,8 @@ class Ticker:
         if self._ticks >= self._look_at_tick:
             partitions = self._partitions()
             self._ticked = [partition for partition in partitions if partition.needs_ticks]
-            self._look_at_tick = self._ticks + max(QUIET_EVERY_TICKS, len(partitions) // LOOKED_AT_A_TICK)
+            pause = min(len(partitions) // LOOKED_AT_A_TICK, LOOK_EVERY_TICKS_MAX)
+            self._look_at_tick = self._ticks + max(QUIET_EVERY_TICKS, pause)
         return self._ticked
 
     def probe_overdue_followers(self) -> None:

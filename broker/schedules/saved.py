@@ -1,7 +1,7 @@
 """schedules.jsonl in the data directory: a copy of all definitions, for `portalmq adopt`.
 
     b94d27b9934d3e08...                     SHA-256 of the lines below
-    1700000000000                           when the definitions were read, in ms
+    1700000000000                           when the definitions were taken from memory, in ms
     {"name": ..., "schedule_id": ...}       a definition: ScheduleState
     ...
 

@@ -360,6 +360,8 @@ def write_back(catalog: Catalog, adoption: Adoption, *, accept_loss: bool, repla
             + "\nName all data directories; or, when there are no others, repeat with --i-accept-data-loss"
         )
     _check_plane(catalog, adoption, replace_cluster=replace_cluster)
+    # Before the id, with which brokers start and save the schedules that they find.
+    about_schedules = _write_schedules(catalog, adoption)
     catalog.replace_cluster_id(adoption.cluster_id)
     catalog.reserve_producer_ids(adoption.next_producer_id)
     for broker_id, store_uuid in sorted(adoption.brokers.items()):
@@ -373,8 +375,7 @@ def write_back(catalog: Catalog, adoption: Adoption, *, accept_loss: bool, repla
         messages.append(
             f"groups {', '.join(sorted(adoption.groups))}: their positions are kept, their settings are defaults"
         )
-    messages += _write_schedules(catalog, adoption)
-    return messages + [f"accepted: {loss}" for loss in losses]
+    return messages + about_schedules + [f"accepted: {loss}" for loss in losses]
 
 
 def _check_plane(catalog: Catalog, adoption: Adoption, *, replace_cluster: bool) -> None:

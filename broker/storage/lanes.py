@@ -205,7 +205,7 @@ class Lanes:
                 if reader is None:
                     return 0
                 segment.lanes_found = lanes_in(reader)
-            bits = segment.lanes_found | segment.lanes_appended
+                bits = segment.lanes_found | segment.lanes_appended
         return bits
 
 

@@ -190,7 +190,7 @@ class Leases:
         self._warn_of_stale(len(lost))
 
     async def group_has_leases(self) -> bool | None:
-        """Return whether the group leases messages; None if no broker can answer now."""
+        """Return whether the group leases messages; None if no broker answers in time."""
         return await self._calls.group_has_leases()
 
     async def begin_receive(self) -> bool:

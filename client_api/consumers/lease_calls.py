@@ -18,8 +18,10 @@ from portalmq.transport.request import Request, json_request
 _log = logging.getLogger("portalmq.consumer")
 
 LOOK_TIMEOUT_S = 1.0
-# Receives wait for a look at the group, and a broker whose peer stands still answers late.
+# Receives wait for a look at the group, and a broker whose peer stands still answers late. The next look may take twice
+# as long, up to the second bound.
 GROUP_LOOK_TIMEOUT_S = 0.3
+GROUP_LOOK_TIMEOUT_S_MAX = 5.0
 
 RELEASE_OPTIONS: dict[str, object] = {"unseen": True, "delay_ms": 0}
 
@@ -62,6 +64,7 @@ class LeaseCalls:
         # Whether the group leases messages at all (None: not known). With at_most_once they are acked at delivery.
         self.group_leases: bool | None = None
         self.timeout_s: float | None = None
+        self._group_look_s = GROUP_LOOK_TIMEOUT_S
 
     async def settle(
         self, verb: Verb, receipts: list[str], options: dict[str, object], timeout_s: float | None = None
@@ -96,11 +99,12 @@ class LeaseCalls:
     async def group_has_leases(self) -> bool | None:
         """Return whether the group leases messages; None if no broker answers in time."""
         if self.group_leases is None:
-            request = Request("GET", wire.group_path(self._group), repeatable=True)
+            request = Request("GET", wire.group_path(self._group), repeatable=True, may_be_slow=True)
             try:
-                answer = await settled(self._transport.call(request, timeout_s=GROUP_LOOK_TIMEOUT_S))
+                answer = await settled(self._transport.call(request, timeout_s=self._group_look_s))
                 group = decode_answer(answer, wire.GroupDescription)
             except PortalMQError:
+                self._group_look_s = min(2 * self._group_look_s, GROUP_LOOK_TIMEOUT_S_MAX)
                 return None
             self.group_leases = group.config.delivery != "at_most_once"
         return self.group_leases

@@ -289,7 +289,8 @@ class ClusterCalls:
         if request.topic is not None:
             self._outdated.add(request.topic)
         error = self._unreachable(address, fault)
-        if not self._io.is_closing:  # or the end of this client, of which the broker knows nothing
+        # Not by the end of this client, of which the broker knows nothing.
+        if not self._io.is_closing and not (request.may_be_slow and isinstance(fault, NoAnswer)):
             self.cluster_metadata.mark_unreachable(address)
             # A long poll is not silence while the broker may wait.
             since = min(began + request.wait_s, self._clock())
@@ -399,7 +400,8 @@ class ClusterCalls:
             answer, _ = await self._exchange(other, request, deadline, forward=True, is_first=False)
             metadata = decode_answer(answer, wire.Metadata) if answer.status < 300 else None
         except (NotSent, NoAnswer):
-            self.cluster_metadata.mark_unreachable(other)
+            if not self._io.is_closing:
+                self.cluster_metadata.mark_unreachable(other)
             return False
         except PortalMQError:
             return False

@@ -22,7 +22,8 @@ WAIT_S_MIN = 0.001
 class Request(msgspec.Struct, frozen=True):
     """One call. `leader_of` is the (topic, partition) that alone it concerns, `near` one whose leader forwards less
     than others; `wait_s` is how long the broker itself may wait before it answers (a long poll). `anywhere`: any broker
-    answers at once, so one that does not is soon left for another."""
+    answers at once, so one that does not is soon left for another. `may_be_slow`: one that does not answer in time is
+    left by no other call, since it may wait for another broker."""
 
     method: str
     path: str
@@ -35,6 +36,7 @@ class Request(msgspec.Struct, frozen=True):
     # Mark the first try, for which the broker need not look for the result of an earlier one.
     marks_first_try: bool = False
     anywhere: bool = False
+    may_be_slow: bool = False
 
     @property
     def topic(self) -> str | None:

@@ -593,6 +593,7 @@ class TestKeys:
         sign_in(pages)
 
     def test_g_and_a_letter_go_to_a_page(self, pages: Pages) -> None:
+        pages.open("/ui/")
         pages.until("document.querySelector('main h1')")
         for key, path in KEYS_TO.items():
             pages.browser.press("g")

@@ -65,7 +65,8 @@ def fill(url: str, topics: int) -> None:
                 for _ in range(2):
                     _answer(connection, "POST", f"/v1/topics/topic-{number:05d}/messages", TEXT)
             for group in range(first, -(-topics // GROUP_TOPICS), 4):
-                names = [f"topic-{GROUP_TOPICS * group + each:05d}" for each in range(min(GROUP_TOPICS, topics))]
+                its = range(GROUP_TOPICS * group, min(GROUP_TOPICS * (group + 1), topics))
+                names = [f"topic-{each:05d}" for each in its]
                 body = json.dumps({"topics": names, "max_messages": 1}).encode()
                 _answer(connection, "POST", f"/v1/groups/group-{group:05d}/receive", body)
 

@@ -73,7 +73,7 @@ def test_a_partition_without_followers_gets_ticks_while_acks_wait_for_the_lease_
         assert not group.leader.needs_ticks
 
 
-@pytest.mark.parametrize(("partitions", "looks"), [(1, 10), (3_000, 10), (6_000, 5), (10_000, 3)])
+@pytest.mark.parametrize(("partitions", "looks"), [(1, 10), (3_000, 10), (6_000, 5), (10_000, 3), (20_000, 3)])
 def test_of_many_partitions_few_are_looked_at_each_tick(group, partitions, looks):
     class Idle:
         seen = 0

@@ -54,6 +54,21 @@ def test_the_latest_copy_counts(tmp_path: Path, catalog: Catalog) -> None:
     assert restored(catalog, *paths) == (messages, schedules), "a repeat changes nothing"
 
 
+def test_schedules_are_back_before_brokers_may_start_and_save_them(
+    tmp_path: Path, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = directory(tmp_path / "1", 1, START_MS, BEAT)
+
+    def interrupted(cluster_id: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(catalog, "replace_cluster_id", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        restored(catalog, path)
+    assert catalog.find_cluster_id() is None
+    assert ScheduleStore(catalog.plane).all()["beat"].value == BEAT
+
+
 def test_a_damaged_copy_is_told_and_another_one_counts(tmp_path: Path, catalog: Catalog) -> None:
     paths = [directory(tmp_path / "1", 1, START_MS, BEAT), directory(tmp_path / "2", 2, START_MS + 1_000)]
     (paths[1] / SCHEDULES_FILE).write_bytes(b"x")

@@ -160,8 +160,12 @@ def test_a_look_at_the_group_does_not_wait_for_a_broker_that_waits_for_the_leade
     transport = cluster.transport()
     transport.metadata(["t"])
     cluster.now = 0.0
-    assert finish(LeaseCalls(transport, "g", 30.0).group_has_leases()) is None
+    calls = LeaseCalls(transport, "g", 30.0)
+    assert finish(calls.group_has_leases()) is None
     assert cluster.now <= GROUP_LOOK_TIMEOUT_S + 0.01
+    assert transport.leader_of(("t", 0)) is not None, "no other call leaves the broker for that"
+    assert finish(calls.group_has_leases()) is None
+    assert cluster.now == pytest.approx(3 * GROUP_LOOK_TIMEOUT_S, abs=0.02), "the next look may take longer"
 
 
 def test_a_fetch_at_a_leader_that_another_broker_named_follows_too(cluster: PausedCluster) -> None:
