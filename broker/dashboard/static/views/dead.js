@@ -28,7 +28,7 @@ function All() {
     ${!found.data ? html`<${Loading} of=${found} />` : html`<${Card} flush><${Table} label="Groups with dead letters" rows=${rows} keyOf=${(row) => row.group} empty="No group has given up a message." columns=${[
       { name: "Group", of: (row) => html`<${Link} to=${`/ui/dead-letters/${url(row.group)}`}>${row.group}<//>` },
       { name: "Dead", number: true, of: (row) => number(row.dead) },
-      { name: "Given up after", number: true, of: (row) => `${row.config.max_deliveries} deliveries` },
+      { name: "Deliveries at most", number: true, of: (row) => number(row.config.max_deliveries) },
       { name: "Copies go to", of: (row) => html`<span class="mono">${row.config.dead_letter_topic || "nowhere"}</span>` },
     ]} /><//><${Pager} found=${found.data} />`}
     <${Same} curl=${at("/v1/groups")} command="group list" />
