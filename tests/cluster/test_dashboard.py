@@ -289,7 +289,7 @@ def test_a_group_is_paused_and_resumed(pages: Pages, broker: BrokerProcess) -> N
     pages.press("Pause")
     pages.fill("dialog input", "the bank is closed")
     pages.press("Pause", "dialog")
-    pages.see("the bank is closed")
+    pages.see(": the bank is closed. Receives wait")
     assert call(broker, "GET", "/v1/groups/holders")["paused"]["reason"] == "the bank is closed"
     pages.press("Resume")
     pages.until("!document.body.innerText.includes('the bank is closed')")
