@@ -99,7 +99,7 @@ def _(original: Any, self: Any, back: Any, result: object) -> Any:
     return original(self, back, result)
 
 
-@mutant("keeps back-offs that another clock began", 823, (GroupDelivery, "take_over"))
+@mutant("keeps back-offs that another clock began", 1827, (GroupDelivery, "take_over"))
 def _(original: Any, self: Any, now_ms: int) -> None:
     backing_off = [span for span in self.spans() if not span.leased]
     original(self, now_ms)
@@ -196,7 +196,7 @@ def _(original: Any, self: Any, start: int, end: int, record: int) -> None:
     self.done(start, end)
 
 
-@mutant("goes on with a key before the purge is committed", 507, (GroupDelivery, "purge"))
+@mutant("goes on with a key before the purge is committed", 3663, (GroupDelivery, "purge"))
 def _(original: Any, self: Any, upto: int, record: int = -1) -> None:
     if self.keys is not None:
         self.keys.done(0, upto)
