@@ -213,8 +213,13 @@ def receive(
 ) -> list[LeasedMessage]:
     """Return messages from any of the sources that `plan` names, in its order; wait up to `wait_s` for the first.
 
+    A client that has closed its connection gets nothing: it may have repeated its attempt at another broker while this
+    process was paused. Without an attempt id it may have closed only its half, and still read.
+
     Raises the error of a source when nothing was found and no time to wait is left; Backpressure.
     """
+    if options.attempt_id is not None and peer is not None and peer.gone():
+        return []
     sources = plan()
     if options.attempt_id is not None and not options.is_first:
         replayed = replay(sources, options.attempt_id, options.leaderships)

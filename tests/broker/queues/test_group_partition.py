@@ -292,6 +292,23 @@ def test_a_client_that_disconnects_as_a_message_arrives_gets_nothing(fixture):
     assert (gone.get(timeout=50), message.delivery_count) == ([], 1)
 
 
+def test_a_client_that_repeats_elsewhere_what_this_broker_reads_only_now_gets_nothing(fixture):
+    """A paused process finds the requests of clients that have gone to another broker in its sockets."""
+    send(fixture, "a")
+    peer = FakePeer()
+    peer.has_gone = True
+    assert receive(fixture, peer=peer, attempt_id="0" * 32, wait_ms=60_000) == []
+    (message,) = receive(fixture)
+    assert message.delivery_count == 1
+
+
+def test_a_client_that_closed_its_half_gets_what_is_there(fixture):
+    send(fixture, "a")
+    peer = FakePeer()
+    peer.has_gone = True
+    assert texts(receive(fixture, peer=peer)) == ["a"]
+
+
 def test_a_nack_wakes_a_sleeper(fixture):
     send(fixture, "a")
     (message,) = receive(fixture)
