@@ -83,6 +83,8 @@ class Topics:
         self._topics: dict[str, Topic] = {}
         # What partitions() returned; None after a change of `_topics` or of one of their `local`.
         self._open: tuple[Partition, ...] | None = None
+        # How many replicas were closed since the start.
+        self.withdrawn = 0
         self._by_id: dict[str, Topic] = {}
         self._brokers: Mapping[int, tuple[int, str]] = {}
         self._replicas = Replicas(host, Files(data_dir, cluster_id, host.store_uuid))
@@ -118,6 +120,13 @@ class Topics:
         if self._open is None:
             self._open = tuple([partition for topic in self for partition in topic.local.values()])
         return self._open
+
+    def led(self) -> list[Partition]:
+        """Return all partitions that this broker leads and serves, in one step: none can move away meanwhile."""
+        partitions, now_ms = self.partitions(), self._host.clock.now_ms()
+        for partition in partitions:
+            partition.check_pause(now_ms)
+        return [partition for partition in partitions if partition.serves]
 
     def note_closed(self, *, is_ending: bool = False) -> None:
         """Note the replicas whose files are closed, so that the next start need not open them."""
@@ -224,6 +233,7 @@ class Topics:
         topic_id = topic.state.topic_id
         try:
             local, topic.local = topic.local, {}
+            self.withdrawn += len(local)
             gevent.joinall([gevent.spawn(partition.close, saves=False) for partition in local.values()])
             while any(key[0] == topic_id for key in self._opener.opening):
                 gevent.sleep(0.05)
@@ -250,6 +260,7 @@ class Topics:
         if topic.local.get(partition.number) is partition:
             del topic.local[partition.number]
             self._open = None
+            self.withdrawn += 1
 
     def _leading(self, topic: Topic, partition: Partition) -> None:
         if partition.serves:

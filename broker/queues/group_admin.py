@@ -230,7 +230,7 @@ class GroupAdmin:
 
     def led(self) -> list[_Where]:
         """Return the partitions led here, in one step: one that moved away during a count would appear as counted."""
-        return [(topic.name, partition.number) for topic in self._groups.topics for partition in topic.led()]
+        return [(partition.topic, partition.number) for partition in self._groups.topics.led()]
 
     def gaps(self, begun: Collection[_Where], led: Collection[_Where]) -> list[_Where]:
         """Return partitions where the group may have begun, and that no leader answered for."""

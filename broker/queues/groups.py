@@ -88,11 +88,11 @@ class Groups(GroupRegistry):
         """End the group durably on all partitions led here; return those on which it had begun. The group cannot be
         used or begin again during this. Raises the error of a partition: the group stays where it has not ended."""
         self.note_ending(group_id)
-        begun = [each for each in self._led() if name in each[0].delivery or name in each[0].streams]
+        begun = [each for each in self.topics.led() if name in each.delivery or name in each.streams]
         ends: list[Pending | None] = []
-        for partition, topic_id in in_short_turns(begun):
+        for partition in in_short_turns(begun):
             ends.append(partition.end_group(name))
-            attached = self._attached.get((name, topic_id, partition.number))
+            attached = self._attached.get((name, partition.topic_id, partition.number))
             if attached is not None:  # no waiter wakes up on an ended group
                 attached.end_waits()
         keys = [key for key in self._attached if key[0] == name]
@@ -103,7 +103,7 @@ class Groups(GroupRegistry):
                 end.wait()
         for key in keys:
             self._detach(key)
-        return [TopicPartition(partition.topic, topic_id, partition.number) for partition, topic_id in begun]
+        return [_place(partition) for partition in begun]
 
     def pause_here(self, name: str, change: Pause) -> tuple[list[TopicPartition], list[TopicPartition]]:
         """Write a pause or a resume on all partitions led here where the group has begun. Return where it is durable,
@@ -111,8 +111,8 @@ class Groups(GroupRegistry):
         waits: list[tuple[TopicPartition, Callable[[], None]]] = []
         done: list[TopicPartition] = []
         missed: list[TopicPartition] = []
-        for partition, topic_id in in_short_turns([each for each in self._led() if name in each[0].delivery]):
-            place = TopicPartition(partition.topic, topic_id, partition.number)
+        for partition in in_short_turns([each for each in self.topics.led() if name in each.delivery]):
+            place = _place(partition)
             delivery = partition.delivery.get(name)
             try:
                 if delivery is not None and delivery.pause.number < change.number:
@@ -152,8 +152,8 @@ class Groups(GroupRegistry):
         groups = {name: group for name in names if (group := self.find(name)) is not None}
         gone = set(names) - groups.keys()
         return [each for key, each in self._attached.items() if key[0] in gone] + [
-            self.attach(groups[name], partition, topic_id)
-            for partition, topic_id in self._led()
+            self.attach(groups[name], partition, partition.topic_id)
+            for partition in self.topics.led()
             for name in partition.delivery
             if name in groups
         ]
@@ -161,16 +161,11 @@ class Groups(GroupRegistry):
     def all_attached(self) -> Iterator[GroupPartition]:
         """Yield every group on every partition led here where it has begun, with pauses for other greenlets. A group
         that ends during this may be missing or stale."""
-        begun = [(partition, topic_id, name) for partition, topic_id in self._led() for name in partition.delivery]
-        for partition, topic_id, name in in_short_turns(begun):
+        begun = [(partition, name) for partition in self.topics.led() for name in partition.delivery]
+        for partition, name in in_short_turns(begun):
             group = self.find(name) if partition.serves and name in partition.delivery else None
             if group is not None and name not in self._deleting:
-                yield self.attach(group, partition, topic_id)
-
-    def _led(self) -> list[tuple[Partition, str]]:
-        """Return the partitions led here of topics on which a group has begun, with their ids."""
-        begun = [topic for topic in self.topics if any(each.delivery or each.streams for each in topic.local.values())]
-        return [(each, topic.state.topic_id) for topic in begun for each in topic.led()]
+                yield self.attach(group, partition, partition.topic_id)
 
     def at(self, group: GroupState, place: TopicPartition) -> GroupPartition:
         """Return the group on a partition that is led here. Raises InvalidRequest when it has not begun there."""
@@ -352,3 +347,7 @@ class Groups(GroupRegistry):
 
     def _local_start(self, group: GroupState, start: wire.GroupStart) -> LocalWork[bool]:
         return one_by_one(lambda place: self.begin_here(group, place, start))
+
+
+def _place(partition: Partition) -> TopicPartition:
+    return TopicPartition(partition.topic, partition.topic_id, partition.number)

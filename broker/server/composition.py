@@ -35,6 +35,7 @@ from portalmq.broker.cluster.exits import (
 from portalmq.broker.cluster.retry_budget import RetryBudget
 from portalmq.broker.partition.yielding import give_way
 from portalmq.broker.server.auth import Auth, auth_from, has_open_zookeeper
+from portalmq.broker.server.collector import FullCollections
 from portalmq.broker.server.config import SECRET_LENGTH_MIN, BrokerConfig, cluster_secret_in
 from portalmq.broker.server.logs import ServerLogger, start_logging
 from portalmq.broker.server.preflight import IdentityRequest, Preflight, zookeeper_of
@@ -326,6 +327,7 @@ class BrokerProcess:
         try:
             self._broker.start(self._patience)
             self._broker.rates.start()
+            FullCollections(lambda: self._broker.topics.withdrawn).start()
         except Exception as fault:  # noqa: BLE001 - any error ends the process with its exit code
             self._end(fault)
         ready = f"PortalMQ broker {self._broker.broker_id} is ready at {self.config.url}"
