@@ -1,27 +1,29 @@
 // Messages that are not due yet: run now, move, cancel.
-import { useState } from "../vendor/preact-htm.js";
+import { useEffect, useState } from "../vendor/preact-htm.js";
 import { Act, After, Card, Destroy, Dialog, Does, Fault, Link, Loading, Page, Pager, Same, Table, Tag, at, call, duration, html, localTime, messageUrl, moment, number, post, setQuery, shell, url, useAct, useGet, usePlace, valueText, withQuery } from "../lib.js";
 import { whereOf } from "./topic.js";
 
 export function Scheduled() {
   const { query } = usePlace();
   const [typed, setTyped] = useState(query.topic || "");
+  const [read, setRead] = useState(null);
   const topics = useGet(withQuery("/ui/data/topics", { search: typed, limit: 20 }));
   const show = (event) => {
     event.preventDefault();
     setQuery({ topic: typed, after: "", where: "" }, {});
   };
-  return html`<${Page} title="Scheduled">
+  return html`<${Page} title="Scheduled" at=${read}>
     <form class="tools" onSubmit=${show}><label class="inline">Topic<input list="topics" class="mono" value=${typed} onInput=${(event) => setTyped(event.target.value)} data-search autocomplete="off" spellcheck="false" /></label>
       <datalist id="topics">${(topics.data?.topics || []).map((each) => html`<option value=${each.name} />`)}</datalist><button>Show</button></form>
-    ${query.topic ? html`<${OfTopic} key=${query.topic} topic=${query.topic} after=${query.after} />` : html`<${Having} />`}
+    ${query.topic ? html`<${OfTopic} key=${query.topic} topic=${query.topic} after=${query.after} onRead=${setRead} />` : html`<${Having} onRead=${setRead} />`}
   <//>`;
 }
 
 // The topics that have some.
-function Having() {
+function Having({ onRead }) {
   const { query } = usePlace();
   const found = useGet(withQuery("/ui/data/topics", { sort: "scheduled", limit: 20, page: query.page }), 5_000);
+  useEffect(() => onRead(found.at), [found.at]);
   return html`${found.data ? html`<${Card} title="Topics with delayed messages" note="on this broker" flush><${Table} label="Topics with delayed messages" rows=${found.data.topics} keyOf=${(row) => row.name} empty="No topic on this broker has delayed messages." columns=${[
       { name: "Topic", of: (row) => html`<${Link} to=${`/ui/scheduled?topic=${url(row.name)}`}>${row.name}<//>` },
       { name: "Not due yet", number: true, of: (row) => number(row.scheduled) },
@@ -29,11 +31,12 @@ function Having() {
     <${Same} curl=${at("/ui/data/topics?sort=scheduled")} command="scheduled list TOPIC" />`;
 }
 
-function OfTopic({ topic, after }) {
+function OfTopic({ topic, after, onRead }) {
   const [moved, setMoved] = useState(null);
   const [run, busy] = useAct();
   const path = `/v1/topics/${url(topic)}/scheduled`;
   const found = useGet(withQuery(path, { limit: 100, after }), 3_000);
+  useEffect(() => onRead(found.at), [found.at]);
   const act = async (does, done) => {
     await run(does, done);
     found.reload();
