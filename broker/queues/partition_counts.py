@@ -23,6 +23,7 @@ from portalmq.broker.partition.folding import GroupsFold
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.past import BothClocks, GroupView
 from portalmq.broker.partition.yielding import in_turns
+from portalmq.broker.queues.delayed_counts import waiting
 from portalmq.broker.storage.lanes import Row
 
 NOTHING = {"ready": 0, "in_flight": 0, "scheduled": 0, "dead": 0, "lag": 0, "oldest_unacked_ms": 0}
@@ -32,6 +33,7 @@ SKIP_MAX = 100_000
 DELAYED_SPANS_MAX = 100
 # A group this near to the end is counted by its own messages, not by all messages of the lanes.
 NEAR = 20_000
+BEGINNING = (0, 0)
 # Spans that are added up before other greenlets run.
 SPANS_A_TURN = 10_000
 
@@ -97,16 +99,16 @@ def _fresh(partition: GroupView, delivery: GroupDelivery, wall_ms: int) -> tuple
         ready -= lanes.count_others(first, end)
     scheduled = 0
     for lane in lanes.present:
-        if not is_near:
-            ready -= lanes.count(lane, 0, first if lane < DELAYED else 0, end, start=first)
         due_ms, offset = _place(delivery, lane)
         if lane < DELAYED:
-            ready += lanes.count(lane, due_ms, offset, end)
+            ready += lanes.count(lane, due_ms, offset, end) - (0 if is_near else lanes.count(lane, 0, first, end))
         else:
-            waiting = lanes.count(lane, due_ms, offset, end, start=delivery.start)
+            if not is_near:
+                ready -= waiting(partition, delivery, "after the cursor", lane, BEGINNING, start=first, end=end)
+            left = waiting(partition, delivery, "left", lane, (due_ms, offset), start=delivery.start, end=end)
             due = lanes.count(lane, due_ms, offset, end, start=delivery.start, until_ms=wall_ms)
             ready += due
-            scheduled += waiting - due
+            scheduled += left - due
     cancelled = _cancelled_before(partition, delivery, wall_ms)
     ahead = delivery.ahead_count
     return max(0, ready - ahead - cancelled[0]), max(0, scheduled - cancelled[1])
@@ -119,11 +121,12 @@ def delayed_lanes(partition: GroupView) -> list[int]:
 
 def not_due(partition: GroupView, wall_ms: int) -> int:
     """Return the number of delayed messages that are due after `wall_ms` and not cancelled."""
-    lanes, start, end = partition.log.lanes, partition.log.log_start_offset, partition.high_watermark
+    start, end = partition.log.log_start_offset, partition.high_watermark
     delayed = delayed_lanes(partition)
-    waiting = sum([lanes.count(lane, wall_ms + 1, 0, end, start=start) for lane in delayed])
-    cancelled = _cancelled_positions(partition) if waiting else {}
-    return max(0, waiting - sum([due_ms > wall_ms for lane in delayed for due_ms, _ in cancelled.get(lane, ())]))
+    owner, after = partition.groups, (wall_ms + 1, 0)
+    left = sum([waiting(partition, owner, "not due", lane, after, start=start, end=end) for lane in delayed])
+    cancelled = _cancelled_positions(partition) if left else {}
+    return max(0, left - sum([due_ms > wall_ms for lane in delayed for due_ms, _ in cancelled.get(lane, ())]))
 
 
 def _place(delivery: GroupDelivery, lane: int) -> tuple[int, int]:

@@ -110,6 +110,41 @@ class Lanes:
                         total += count_after(reader, lane, due_ms, offset, end, start, until_ms)
         return total
 
+    def count_passed(self, lane: int, before: tuple[int, int], after: tuple[int, int], *, start: int, end: int) -> int:
+        """Return how many messages of a delayed lane are at `before` or later, but not at `after` or later, and at
+        offsets in [start, end)."""
+        total = 0
+        for segment in self._having(lane):
+            if segment.base_offset < end and segment.end_offset > start:
+                with self._reader(segment) as reader:
+                    if reader is not None:
+                        found: Any = reader.execute(
+                            "SELECT count(*) FROM messages INDEXED BY messages_by_time"
+                            f" WHERE {DELAYED_MESSAGES} AND priority = ? AND (deliver_at_ms, offset) >= (?, ?)"
+                            " AND deliver_at_ms <= ? AND (deliver_at_ms, offset) < (?, ?)"
+                            " AND offset >= ? AND offset < ?",
+                            (lane % DELAYED, *before, after[0], *after, start, end),
+                        ).get
+                        total += found
+        return total
+
+    def count_among(self, lane: int, position: tuple[int, int], *, start: int, end: int) -> int:
+        """Return how many messages of a delayed lane are at that position or later, and at offsets in [start, end).
+        Reads all messages at these offsets."""
+        total = 0
+        for segment in self._having(lane):
+            if segment.base_offset < end and segment.end_offset > start:
+                with self._reader(segment) as reader:
+                    if reader is not None:
+                        found: Any = reader.execute(
+                            "SELECT count(*) FROM messages WHERE offset >= ? AND offset < ?"
+                            f" AND coalesce({DELAYED_MESSAGES}, 0) AND priority = ?"
+                            " AND (deliver_at_ms, offset) >= (?, ?)",
+                            (start, end, lane % DELAYED, *position),
+                        ).get
+                        total += found
+        return total
+
     def count_others(self, start: int, end: int) -> int:
         """Return how many messages in [start, end) are not of lane 0. Reads all of them."""
         total = 0
