@@ -131,7 +131,10 @@ class Checker:
         held = self._held_at(leading.state.version)
         for member in leading.maximal:
             disk = self.world.nodes[member].disk
-            counted = disk.replica_store if member == shell.node.id else leading.joiner(member)[1]
+            try:
+                counted = disk.replica_store if member == shell.node.id else leading.joiner(member)[1]
+            except KeyError:
+                self.fail("I5", "{} commits to {}, member {} never fetched", shell.node.id, high_watermark, member)
             if disk.replica_store == counted and disk.end < high_watermark:
                 self.fail("I5", "{} commits to {}, member {} has {}", shell.node.id, high_watermark, member, disk.end)
         if high_watermark <= self.high_watermark:
