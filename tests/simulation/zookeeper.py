@@ -119,10 +119,12 @@ class ZooKeeper:
         self.world.after(self.world.random.randint(0, self.outliving_ms), self._remove_ephemerals, session.number)
 
     def forget(self, node: Node) -> None:
-        """End all sessions of a broker, and its registration with them."""
+        """End all sessions of a broker and its registration, one that outlives its session too."""
         for session in [each for each in self.sessions if each.node is node]:
             session.expired = True
             self._remove_ephemerals(session.number)
+        if node.id in self.tree.brokers:
+            self._remove_ephemerals(self.tree.brokers[node.id][1])
 
     def _remove_ephemerals(self, number: int) -> None:
         brokers = {id: entry for id, entry in self.tree.brokers.items() if entry[1] != number}
