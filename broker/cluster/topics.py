@@ -83,8 +83,8 @@ class Topics:
         self._topics: dict[str, Topic] = {}
         # What partitions() returned; None after a change of `_topics` or of one of their `local`.
         self._open: tuple[Partition, ...] | None = None
-        # How many replicas were closed since the start.
-        self.withdrawn = 0
+        # Of replicas, since the start.
+        self.closed_count = 0
         self._by_id: dict[str, Topic] = {}
         self._brokers: Mapping[int, tuple[int, str]] = {}
         self._replicas = Replicas(host, Files(data_dir, cluster_id, host.store_uuid))
@@ -122,7 +122,8 @@ class Topics:
         return self._open
 
     def led(self) -> list[Partition]:
-        """Return all partitions that this broker leads and serves, in one step: none can move away meanwhile."""
+        """Return all partitions that this broker leads and serves, in no order. It is one step: none can move away
+        meanwhile."""
         partitions, now_ms = self.partitions(), self._host.clock.now_ms()
         for partition in partitions:
             partition.check_pause(now_ms)
@@ -233,7 +234,7 @@ class Topics:
         topic_id = topic.state.topic_id
         try:
             local, topic.local = topic.local, {}
-            self.withdrawn += len(local)
+            self.closed_count += len(local)
             gevent.joinall([gevent.spawn(partition.close, saves=False) for partition in local.values()])
             while any(key[0] == topic_id for key in self._opener.opening):
                 gevent.sleep(0.05)
@@ -260,7 +261,7 @@ class Topics:
         if topic.local.get(partition.number) is partition:
             del topic.local[partition.number]
             self._open = None
-            self.withdrawn += 1
+            self.closed_count += 1
 
     def _leading(self, topic: Topic, partition: Partition) -> None:
         if partition.serves:

@@ -213,8 +213,9 @@ def receive(
 ) -> list[LeasedMessage]:
     """Return messages from any of the sources that `plan` names, in its order; wait up to `wait_s` for the first.
 
-    A client that has closed its connection gets nothing: it may have repeated its attempt at another broker while this
-    process was paused. Without an attempt id it may have closed only its half, and still read.
+    With an attempt id, a client whose connection is closed gets nothing: it may have repeated the attempt at another
+    broker while this process was paused. Without one it may have closed only its sending half: it gets what is
+    available now, and does not wait.
 
     Raises the error of a source when nothing was found and no time to wait is left; Backpressure.
     """

@@ -327,7 +327,7 @@ class BrokerProcess:
         try:
             self._broker.start(self._patience)
             self._broker.rates.start()
-            FullCollections(lambda: self._broker.topics.withdrawn).start()
+            FullCollections(self._broker.topics).start()
         except Exception as fault:  # noqa: BLE001 - any error ends the process with its exit code
             self._end(fault)
         ready = f"PortalMQ broker {self._broker.broker_id} is ready at {self.config.url}"

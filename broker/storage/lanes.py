@@ -130,7 +130,7 @@ class Lanes:
 
     def count_among(self, lane: int, position: tuple[int, int], *, start: int, end: int) -> int:
         """Return how many messages of a delayed lane are at that position or later, and at offsets in [start, end).
-        Reads all messages at these offsets."""
+        Reads all messages at these offsets, with their values: about 1 us each."""
         total = 0
         for segment in self._having(lane):
             if segment.base_offset < end and segment.end_offset > start:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 from support.cluster import Cluster, wait_until
+from support.leader_kills import LeaderKills
 from support.ports import kept_ports
 from support.sdists import unpacked
 
@@ -32,6 +33,9 @@ FILES = [
     *("group_chains", "inspect", "loader", "logfile_format", "mem_leak_in_exception_handling", "redis_backend"),
     *("security", "serialization", "tasks", "upgrade", "worker"),
 ]
+KILLED_FILES = ["canvas", "inspect", "tasks", "worker", "beat"]
+# Brokers are killed in turn; each leads some of the queues.
+EVERY_S = float(os.environ.get("PORTALMQ_KILL_EVERY_S", "20"))
 # Tests that cannot pass, and why.
 CANNOT = {
     "test_inspect.py::test_Inspect::test_scheduled": "a task with an eta is with the broker, not with the worker",
@@ -77,6 +81,18 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
 @pytest.mark.parametrize("file", FILES)
 def test_celerys_own_integration_tests_pass(file: str, cluster: Cluster, source: Path, redis: int) -> None:
+    run_file(file, cluster, source, redis)
+
+
+@pytest.mark.parametrize("file", KILLED_FILES)
+def test_they_pass_while_leaders_are_killed(file: str, cluster: Cluster, source: Path, redis: int) -> None:
+    with LeaderKills(cluster, EVERY_S, lambda number: 1 + number % len(cluster.brokers)) as kills:
+        run_file(file, cluster, source, redis)
+    print(f"{kills.count} brokers killed")
+    assert kills.count
+
+
+def run_file(file: str, cluster: Cluster, source: Path, redis: int) -> None:
     environment = {
         **os.environ,
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
