@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -43,6 +43,13 @@ CANNOT = {
         (f"test_tasks.py::test_trace_log_arguments::test_task_{end}" for end in ("success", "failed")),
         "the worker of the suite logs nothing of level INFO: with Redis as the broker they fail alike",
     ),
+}
+# Tests that may fail when a broker is killed during them, and why.
+MAY_FAIL = {
+    f"test_tasks.py::test_task_replacement::test_replaced_task_nesting_{end}": (
+        "it sets what it asserts after delay() has returned: a task whose first answer was lost has run by then"
+    )
+    for end in ("level_0", "level_1", "chord")
 }
 
 pytestmark = [
@@ -87,12 +94,12 @@ def test_celerys_own_integration_tests_pass(file: str, cluster: Cluster, source:
 @pytest.mark.parametrize("file", KILLED_FILES)
 def test_they_pass_while_leaders_are_killed(file: str, cluster: Cluster, source: Path, redis: int) -> None:
     with LeaderKills(cluster, EVERY_S, lambda number: 1 + number % len(cluster.brokers)) as kills:
-        run_file(file, cluster, source, redis)
+        run_file(file, cluster, source, redis, may_fail={*CANNOT, *MAY_FAIL})
     print(f"{kills.count} brokers killed")
     assert kills.count
 
 
-def run_file(file: str, cluster: Cluster, source: Path, redis: int) -> None:
+def run_file(file: str, cluster: Cluster, source: Path, redis: int, may_fail: Collection[str] = CANNOT.keys()) -> None:
     environment = {
         **os.environ,
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
@@ -113,6 +120,6 @@ def run_file(file: str, cluster: Cluster, source: Path, redis: int) -> None:
     )
     print(run.stdout.splitlines()[-1])
     failed = set(re.findall(r"^(?:FAILED|ERROR) t/integration/(\S+)", run.stdout, re.MULTILINE))
-    assert failed <= CANNOT.keys(), run.stdout[-12000:]
+    assert failed <= set(may_fail), run.stdout[-12000:]
     assert run.returncode == (1 if failed else 0), run.stdout[-4000:] + run.stderr[-4000:]
     assert re.search(r"[1-9]\d* passed", run.stdout)

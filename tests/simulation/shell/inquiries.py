@@ -89,17 +89,23 @@ class Inquiries:
         return what, questions[what], (TOPIC, number)
 
     def _pause(self, random: Random) -> None:
-        """Pause the group and resume it. Between the two answers nothing new is delivered."""
+        """Pause the group and resume it. Between the two answers nothing new is delivered, unless an earlier resume was
+        not answered: it may arrive then."""
         history, group = self._world.checker.history, self._group
+        unanswered: list[int] = []
         while not self._clients.stopping:
             self._loop.wait(random.random() * 3)
             try:
                 self._clients.patiently(random, lambda broker: broker.group_admin.pause(group, paused=True))
-                history.paused_ns = self._loop.now_ns
+                history.paused_ns = None if unanswered else self._loop.now_ns
                 self._world.reached["paused"] += 1
                 self._loop.wait(random.random())
                 history.paused_ns = None
-                self._clients.patiently(random, lambda broker: broker.group_admin.pause(group, paused=False))
+                self._clients.patiently(
+                    random,
+                    lambda broker: broker.group_admin.pause(group, paused=False),
+                    lambda: unanswered.append(self._loop.now_ns),
+                )
             except GroupNotFound:
                 continue  # it was only in the control plane, which was lost
 
