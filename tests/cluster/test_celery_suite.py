@@ -49,7 +49,7 @@ MAY_FAIL = {
     f"test_tasks.py::test_task_replacement::test_replaced_task_nesting_{end}": (
         "it sets what it asserts after delay() has returned: a task whose first answer was lost has run by then"
     )
-    for end in ("level_0", "level_1", "chord")
+    for end in ("level_0", "level_1")
 }
 
 pytestmark = [
