@@ -565,7 +565,7 @@ DIALOGS = {
     "/ui/topics/keyed?tab=settings": ["Purge messages", "Delete topic"],
     "/ui/groups/keyers?topic=keyed": ["Pause", "Move what is ready", "Delete group"],
     "/ui/dead-letters/keyers?topic=keyed": ["Drop all"],
-    "/ui/scheduled?topic=keyed": ["Cancel all", "move"],
+    "/ui/scheduled?topic=keyed": ["Cancel all", "Run all now", "move"],
     "/ui/schedules/keyed": ["Delete schedule"],
 }
 KEYS_TO = {

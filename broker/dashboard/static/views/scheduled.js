@@ -96,7 +96,8 @@ function Many({ topic, done }) {
     ${wrong && html`<p class="alert" role="alert">${wrong}</p>`}
     <div class="row"><${Act} disabled=${busy || wrong} onClick=${() => ask("run", { dry_run: true })}>Dry run<//>
       ${dry?.key === key && html`<${Tag} tone="info">${number(dry.matched)} match<//>`}
-      <${Act} class="primary" disabled=${busy || wrong} onClick=${() => ask("run")}>Run ${which} now<//>
+      ${where ? html`<${Act} class="primary" disabled=${busy} onClick=${() => ask("run")}>Run ${which} now<//>`
+        : !wrong && html`<${Destroy} label="Run all now" name=${topic} says=${`All scheduled messages of ${topic} are due now.`} act=${() => ask("run")} />`}
       <${Act} disabled=${busy || wrong || !due} onClick=${() => ask("move", { deliver_at_ms: new Date(due).getTime() })}>Move ${which}<//>
       ${!wrong && html`<${Destroy} label=${`Cancel ${which}`} name=${topic} says=${`Scheduled messages of ${topic}, ${which}, are cancelled.`} act=${() => ask("cancel")} />`}</div>
     <${Does} curl=${post(`${path}/run`, wanted)} command=${`scheduled run ${shell(topic)} ${where ? `--where ${shell(JSON.stringify(where))}` : "--all"}`} />
