@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.domain import records, running
 
 from portalmq import wire
-from portalmq.broker.cluster.exits import StartupError
+from portalmq.broker.cluster.exits import EX_STORAGE, StartupError
 from portalmq.broker.cluster.replicas import Files, read_topic
 from portalmq.broker.cluster.rpc.brokers import ReplicaLogEnd
 from portalmq.broker.cluster.unclean_election import NotElected, choose
@@ -34,7 +34,7 @@ from portalmq.broker.server.adoption import (
 )
 from portalmq.broker.storage.disk import BROKERS_FILE, DataDirectory, read_brokers, read_identity
 from portalmq.broker.storage.epochs import EpochFile
-from portalmq.broker.storage.errors import CorruptFile
+from portalmq.broker.storage.errors import CorruptFile, DiskFull
 from portalmq.contract.schedules import SCHEDULE_IDS_FROM
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.standalone import Standalone
@@ -261,6 +261,17 @@ class TestWritingBack:
             path.write_bytes(b"damaged")
         (state, _) = read_directories([data]).partitions(topic)
         assert (state.isr, state.leader_epoch) == ((), 41)
+
+    def test_a_full_disk_is_no_damage(
+        self, tmp_path: Path, adoption: Adoption, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def open_files(self: Files, *given: object, **named: object) -> None:
+            raise DiskFull("no space left; free disk space or lower the retention")
+
+        monkeypatch.setattr(Files, "open", open_files)
+        with pytest.raises(NotAdopted, match=r"free disk space or lower the retention\. Then adopt again") as refused:
+            read_directories([tmp_path / "data"])
+        assert refused.value.exit_code == EX_STORAGE
 
     def test_topics_groups_ids_and_claims_come_back(self, catalog: Catalog, adoption: Adoption) -> None:
         messages = write_back(catalog, adoption, accept_loss=False, replace_cluster=False)

@@ -36,6 +36,7 @@ from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.writer import Entry, Pending
 from portalmq.broker.storage.batch import Batch, BatchKind
 from portalmq.broker.storage.epochs import GET, EpochFile
+from portalmq.broker.storage.errors import StorageError
 from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.state import StateFile
 from portalmq.broker.storage.wal import connect_final
@@ -326,6 +327,11 @@ class Checker:
         held = self.known(key).of(machine)
         if to < held.watermark:
             self.fail("I8", "broker {} cuts {} to {}, below its high watermark {}", machine, key, to, held.watermark)
+        self.may_be_cut(machine, key, to)
+
+    def may_be_cut(self, machine: int, key: Key, to: int) -> None:
+        """A log was cut, or that failed: a commit that had no room for its fsync may be found after a restart."""
+        held = self.known(key).of(machine)
         held.end = min(held.end, to)
 
     def begun_anew(self, machine: int, key: Key, at: int) -> None:
@@ -504,11 +510,17 @@ def observe(checker: Checker) -> None:
     """Show every partition and every log of this process to the checker."""
     world = checker.world
 
-    def after(owner: Any, name: str, show: Callable[..., object]) -> None:
+    def after(
+        owner: Any, name: str, show: Callable[..., object], failed: Callable[..., object] = lambda *_: None
+    ) -> None:
         original = _ORIGINALS.setdefault((owner, name), getattr(owner, name))
 
         def call(self: Any, *values: Any, **named: Any) -> Any:
-            result = original(self, *values, **named)
+            try:
+                result = original(self, *values, **named)
+            except StorageError:
+                failed(world.loop.current, self, *values)
+                raise
             if not world.loop.current.dead:
                 show(world.loop.current, self, result, *values)
             return result
@@ -548,7 +560,12 @@ def observe(checker: Checker) -> None:
         lambda process, it, result: checker.saved_anew(process, it),
     )
     after(EpochFile, "_replace", lambda process, it, result, epochs: checker.epochs_anew(process, it))
-    after(Log, "truncate", lambda process, log, result, to: checker.cut(number(process), key_of(log), to))
+    after(
+        Log,
+        "truncate",
+        lambda process, log, result, to: checker.cut(number(process), key_of(log), to),
+        lambda process, log, to: checker.may_be_cut(number(process), key_of(log), to),
+    )
     after(Log, "reset", lambda process, log, result, at, *_: checker.begun_anew(number(process), key_of(log), at))
     after(
         Files,

@@ -322,6 +322,14 @@ class Faults:
         if machine._disk is not None:
             machine._disk.limit = None
 
+    def make_room(self) -> bool:
+        """Make room on every disk. Return whether one was full, or nearly."""
+        disks = [machine._disk for machine in self.world.machines.values() if machine._disk is not None]
+        were_full = any(disk.limit is not None or disk.changes_to_full is not None for disk in disks)
+        for disk in disks:
+            disk.limit = disk.changes_to_full = None
+        return were_full
+
     def _disk_slow(self, random: Random, step: Step) -> None:
         machine = self._any(random)
         machine.work_ns = (1_000_000, random.choice((20, 200, 1_000)) * 1_000_000)

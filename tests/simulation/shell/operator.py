@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from simulation.shell.loop import Process
 from simulation.shell.plane import SimPlane
 
+from portalmq.broker.cluster.exits import EX_STORAGE
 from portalmq.broker.server import adoption
 from portalmq.broker.server.adoption import NotAdopted
 from portalmq.control_plane.catalog import Catalog
@@ -68,6 +69,8 @@ def _adopt(world: World, random: Random, damaged: Collection[int], key: Key | No
             world.is_adopting = False
         except NotAdopted as refusal:
             world.note("operator", "does not adopt: {}", refusal)
+            if refusal.exit_code == EX_STORAGE and world.faults.make_room():
+                continue
             world.reached["not adopted"] += 1
             world.is_ruined = True
             return
