@@ -204,8 +204,8 @@ def _may_lack(found: Collection[ReplicaFound], topic: TopicState, *, is_describe
 
 
 def read_directories(directories: Iterable[Path]) -> Adoption:
-    """Return the contents of the data directories, which no broker may be using. Raises NotAdopted: for a full disk too,
-    since a log that has no room to be opened is not damaged."""
+    """Return the contents of the data directories, which no broker may be using. Raises NotAdopted: for a full disk
+    too, since a log that has no room to be opened is not damaged."""
     try:
         return _read_directories(directories)
     except Shortage as shortage:
