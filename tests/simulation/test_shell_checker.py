@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from base64 import urlsafe_b64encode
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,7 +68,15 @@ def anothers_lease(it: History) -> None:
 def extended_lease(it: History) -> None:
     it.delivered(got(5))
     it.extends([receipt(1)], 8 * S)
-    it.extended([receipt(1)], 8 * S)
+    it.extended([receipt(1)], 6 * S, 8 * S)
+    it.delivered(got(7.5, attempt="y", number=1))
+
+
+def lease_extended_once_for_sure(it: History) -> None:
+    it.delivered(got(5))
+    it.extends([receipt(1)], 8 * S)
+    it.extended([receipt(1)], 6 * S, 8 * S)
+    it.extends([receipt(1)], 9 * S)  # without an answer
     it.delivered(got(7.5, attempt="y", number=1))
 
 
@@ -177,6 +186,7 @@ BAD: dict[str, tuple[str, Callable[[History], None]]] = {
     "two leases at a time": ("I12", twice_leased),
     "another's lease": ("I12", anothers_lease),
     "a lease that was extended": ("I12", extended_lease),
+    "a lease that was extended, and may be again": ("I12", lease_extended_once_for_sure),
     "an older receipt counts": ("I12", older_receipt),
     "delivered after its ack": ("I12", after_its_ack),
     "nobody sent it": ("I13", lambda it: stored(it, {0: b"a", 1: b"phantom"})),
@@ -232,6 +242,40 @@ def test_a_lease_whose_grant_the_disk_refused_may_be_given_to_others(is_told_bef
     it.delivered(got(6, attempt="y", number=1)._replace(deadline_ms=1))
     with pytest.raises(Broken, match="I12"):
         it.delivered(got(6.5, attempt="z", number=2))
+
+
+@pytest.mark.parametrize("is_told_before", [True, False])
+def test_a_lease_whose_extend_the_disk_refused_lasts_as_its_grant_says(is_told_before: bool) -> None:
+    def lost() -> History:
+        it = history()
+        it.delivered(got(5)._replace(deadline_ms=7_000))
+        it.extends([receipt(1)], 9 * S)
+        if is_told_before:
+            it.extended([receipt(1)], 6 * S, 9 * S)
+        it.lost_extend(P, 0, 1, 9_000, int(6.2 * S))
+        if not is_told_before:
+            it.extended([receipt(1)], 6 * S, 9 * S)
+        return it
+
+    lost().delivered(got(7, attempt="y", number=1))
+    with pytest.raises(Broken, match="I12"):
+        lost().delivered(got(6.5, attempt="y", number=1))
+    it = lost()
+    it.extends([receipt(1)], int(9.5 * S))
+    it.extended([receipt(1)], int(6.5 * S), int(9.5 * S))
+    with pytest.raises(Broken, match="I12"):
+        it.delivered(got(9, attempt="y", number=1))
+
+
+@pytest.mark.parametrize(("early_ns", "is_whole"), [(900_000, False), (1_100_000, True)])
+def test_a_deadline_leaves_out_less_than_a_millisecond(early_ns: int, is_whole: bool) -> None:
+    it = history()
+    it.delivered(got(5))
+    it.extends([receipt(1)], 8 * S)
+    it.extended([receipt(1)], 6 * S, 8 * S)
+    other = got(7.5, attempt="y", number=1)._replace(got_ns=8 * S - early_ns)
+    with pytest.raises(Broken, match="I12") if is_whole else nullcontext():
+        it.delivered(other)
 
 
 # --- the rules of replicas -------------------------------------------------------------------------------------------

@@ -307,8 +307,11 @@ class Checker:
             record = msgspec.msgpack.decode(entry.batch.body, type=Grant if kind == BatchKind.GRANT else Extend)
             for start, end, *_ in record.ranges:
                 for offset in range(start, end):
-                    place = (partition.topic, partition.number), offset
-                    self.history.lost_grant(*place, entry.batch.leader_epoch, record.deadline_ms)
+                    lease = (partition.topic, partition.number), offset, entry.batch.leader_epoch, record.deadline_ms
+                    if isinstance(record, Extend):
+                        self.history.lost_extend(*lease, self.world.loop.now_ns)
+                    else:
+                        self.history.lost_grant(*lease)
 
     # --- changes of a log --------------------------------------------------------------------------------------------
 

@@ -389,7 +389,7 @@ class Clients:
         if verb == "ack":
             self._done(good)
         elif verb == "extend":
-            history.extended([each.receipt for each in good], began_ns + EXTENDED_MS * 1_000_000)
+            history.extended([each.receipt for each in good], began_ns, began_ns + EXTENDED_MS * 1_000_000)
         return verb
 
     def _done(self, messages: list[Delivered]) -> None:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 _EPOCH = Struct(">I")
 _EPOCH_AT = 26
-# A deadline is in whole milliseconds.
+# A deadline is in whole milliseconds, that of a GRANT and that of an EXTEND: the leader's clock leaves out the rest.
 DEADLINE_NS = 1_000_000
 
 Where = tuple[str, int]  # topic and partition
@@ -71,11 +71,13 @@ class Delivered(NamedTuple):
 
 @dataclass(slots=True)
 class Lease:
-    """It runs until `until_ns` at least, unless its client has ended it."""
+    """It runs until `until_ns` at least, unless its client has ended it. Without the last EXTENDs it runs until
+    `least_ns` at least."""
 
     delivered: Delivered
     epoch: int
     until_ns: int
+    least_ns: int
     released: bool = False
 
 
@@ -113,6 +115,7 @@ class History:
         self._leases: dict[tuple[Where, int], Lease] = {}
         self._by_receipt: dict[str, Lease] = {}
         self._lost_grants: set[tuple[Where, int, int, int]] = set()  # offset, epoch and deadline
+        self._lost_extend_ns: dict[tuple[Where, int, int], int] = {}  # offset and epoch: when the last one was refused
         self._calls_of: dict[frozenset[str], str] = {}
         self._locks: dict[str, Granted] = {}
         # Since when the group is paused for sure.
@@ -189,9 +192,12 @@ class History:
                 self._fail("I12", f"{key} is leased to {message.attempt} while {before.attempt} has it")
             if before.attempt != message.attempt and before.receipt == message.receipt:
                 self._fail("I12", f"{message.attempt} is given the lease of {before.attempt} on {key}")
-        lease = Lease(message, epoch, message.began_ns + message.visibility_ns - DEADLINE_NS)
+        until_ns = message.began_ns + message.visibility_ns - DEADLINE_NS
+        lease = Lease(message, epoch, until_ns, until_ns)
         if held is not None and held.epoch == epoch and held.delivered.attempt == message.attempt:
-            lease.until_ns = min(lease.until_ns, held.until_ns)  # a repeat gets the lease as it is
+            # A repeat gets the lease as it is.
+            lease.until_ns = min(lease.until_ns, held.until_ns)
+            lease.least_ns = min(lease.least_ns, held.least_ns)
         lease.released = (*key, epoch, message.deadline_ms) in self._lost_grants
         self._by_receipt.setdefault(message.receipt, lease)
         if held is None or held.delivered.receipt != message.receipt:
@@ -227,14 +233,16 @@ class History:
         """A client is about to let these leases end at that time, or a little later."""
         for receipt in receipts:
             lease = self._by_receipt[receipt]
-            lease.until_ns = min(lease.until_ns, until_ns)
+            lease.least_ns = min(lease.least_ns, until_ns - DEADLINE_NS)
+            lease.until_ns = min(lease.until_ns, until_ns - DEADLINE_NS)
 
-    def extended(self, receipts: Iterable[str], until_ns: int) -> None:
-        """These were answered as valid."""
+    def extended(self, receipts: Iterable[str], began_ns: int, until_ns: int) -> None:
+        """These were answered as valid. An EXTEND that was refused since the call began may be theirs."""
         for receipt in receipts:
             lease = self._by_receipt[receipt]
-            if self._leases[lease.delivered.where, lease.delivered.offset] is lease:
-                lease.until_ns = until_ns
+            key = lease.delivered.where, lease.delivered.offset
+            if self._leases[key] is lease and self._lost_extend_ns.get((*key, lease.epoch), -1) < began_ns:
+                lease.until_ns = until_ns - DEADLINE_NS
 
     def lost_grant(self, where: Where, offset: int, epoch: int, deadline_ms: int) -> None:
         """A leader's disk had no room for the GRANT, or EXTEND, of this lease: it is lost as by a fail-over, before or
@@ -243,6 +251,15 @@ class History:
         lease = self._leases.get((where, offset))
         if lease is not None and lease.epoch == epoch:
             lease.released |= lease.delivered.deadline_ms == deadline_ms
+
+    def lost_extend(self, where: Where, offset: int, epoch: int, deadline_ms: int, now_ns: int) -> None:
+        """A leader's disk had no room for this EXTEND. It was answered without a wait for the disk, so its client may
+        know it (docs/QUEUES.md, "Delivery modes"): the lease runs as the records before it say. The GRANT holds."""
+        self.lost_grant(where, offset, epoch, deadline_ms)
+        self._lost_extend_ns[where, offset, epoch] = now_ns
+        lease = self._leases.get((where, offset))
+        if lease is not None and lease.epoch == epoch:
+            lease.until_ns = min(lease.until_ns, lease.least_ns)
 
     def done(self, receipts: Iterable[str], now_ns: int) -> None:
         """The acks of these were answered."""
