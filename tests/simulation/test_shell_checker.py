@@ -32,7 +32,7 @@ def fail(rule: str, why: str, cause: object = None) -> None:
 
 
 def receipt(epoch: int, number: int = 0) -> str:
-    head = bytes(26) + epoch.to_bytes(4) + number.to_bytes(15)
+    head = bytes(22) + number.to_bytes(4) + epoch.to_bytes(4) + number.to_bytes(15)
     return urlsafe_b64encode(head + bytes(3)).decode()
 
 
@@ -84,6 +84,26 @@ def older_receipt(it: History) -> None:
     it.delivered(got(5))
     it.delivered(got(6, attempt="y", epoch=2, number=1))
     it.accepted([receipt(1)], int(6.5 * S), int(6.6 * S))
+
+
+def kept_grant(it: History) -> None:
+    """The next leader has the GRANT at offset 7, for its epoch begins above."""
+    it.delivered(got(5))
+    it.delivered(got(7.5, attempt="y", number=1))
+    it.grants(P, 0, 1, 1, 7)
+    it.leads(P, [(1, 0), (2, 8)])
+    it.accepted([receipt(1)], int(8.5 * S), int(8.6 * S))
+
+
+def regranted(it: History) -> None:
+    """The fail-over has lost a GRANT, and the next leader has leased the message again."""
+    it.delivered(got(5))
+    it.delivered(got(7.5, attempt="y", number=1))
+    it.grants(P, 0, 1, 1, 7)
+    it.leads(P, [(1, 0), (2, 7)])
+    it.grants(P, 0, 2, 1, 8)
+    it.delivered(got(8, attempt="z", epoch=2, number=1))
+    it.accepted([receipt(1)], int(8.5 * S), int(8.6 * S))
 
 
 def after_its_ack(it: History) -> None:
@@ -188,6 +208,8 @@ BAD: dict[str, tuple[str, Callable[[History], None]]] = {
     "a lease that was extended": ("I12", extended_lease),
     "a lease that was extended, and may be again": ("I12", lease_extended_once_for_sure),
     "an older receipt counts": ("I12", older_receipt),
+    "an older receipt counts after a fail-over": ("I12", kept_grant),
+    "an older receipt counts after another lease": ("I12", regranted),
     "delivered after its ack": ("I12", after_its_ack),
     "nobody sent it": ("I13", lambda it: stored(it, {0: b"a", 1: b"phantom"})),
     "half of a commit": ("I13", half_a_commit),
@@ -230,6 +252,18 @@ def test_a_good_history_is_let_be() -> None:
     it.locked("l", Granted("a", 5, 0, S, S))
     it.locked("l", Granted("b", 6, 3 * S, 4 * S, S))
     it.stored({P: (0, {0: b"a", 1: b"o", 2: b"p"}), ("d", 0): (0, {0: b"a"})}, dead="d")
+
+
+@pytest.mark.parametrize("epochs", [[(1, 0), (2, 7)], [(1, 0), (2, 3), (4, 9)]])
+def test_an_older_receipt_may_count_after_a_fail_over_that_lost_the_grant(epochs: list[tuple[int, int]]) -> None:
+    it = history()
+    it.leads(P, [(1, 0)])
+    it.delivered(got(5))
+    it.delivered(got(7.5, attempt="y", number=1))
+    it.grants(P, 0, 1, 1, 7)
+    it.leads(P, epochs)
+    it.leads(P, [(1, 0)])  # the former leader does not know of it yet
+    it.accepted([receipt(1)], int(8.5 * S), int(8.6 * S))
 
 
 @pytest.mark.parametrize("is_told_before", [True, False])
@@ -315,7 +349,9 @@ def process(number: int = 1) -> Process:
 def replica(**changes: Any) -> Any:
     it: dict[str, Any] = {"end": 10, "high_watermark": 10, "highest_epoch": 5, "epochs": [(1, 0), (5, 4)], **changes}
     in_sync = SimpleNamespace(
-        state=SimpleNamespace(leader_epoch=5, min_insync_replicas=2), maximal=frozenset(it.get("maximal", (1, 2, 3)))
+        state=SimpleNamespace(leader_epoch=5, min_insync_replicas=2, replicas=(1, 2, 3)),
+        maximal=frozenset(it.get("maximal", (1, 2, 3))),
+        epoch_start=5,
     )
     core = SimpleNamespace(
         in_sync=in_sync, **{name: it[name] for name in ("high_watermark", "highest_epoch", "epochs")}

@@ -237,6 +237,10 @@ class Checker:
             for member in sorted(in_sync.maximal - known.lossy):
                 if known.of(member).end < watermark:
                     self.fail("I5", "{} commits {} of {}, {} has {}", process, watermark, key, member, known.of(member))
+        begun = in_sync.epoch_start
+        # A replica alone may serve before, and has the only log.
+        if begun >= 0 and (begun < watermark or len(in_sync.state.replicas) == 1):
+            self.history.leads((partition.topic, partition.number), partition.replica.epochs)
         state = known.state
         if state is not None and state.leader_epoch == epoch and not set(state.isr) <= in_sync.maximal:
             self.fail("I6", "ISR {} is not within {} of its leader {}", state.isr, set(in_sync.maximal), process)
@@ -297,6 +301,16 @@ class Checker:
         held.epoch = max(held.epoch, epoch)
         path = partition.state_file.path
         self._acted[process.name, path] = max(epoch, self._acted.get((process.name, path), -1))
+
+    def recorded(self, partition: Partition, pending: Pending, group: str, record: object) -> None:
+        """A leader has folded and appended a record of a group, which may not be on its disk yet."""
+        if not isinstance(record, Grant) or record.attempt_id is None or not record.ranges:
+            return
+        where = partition.topic, partition.number
+        epoch, numbers = partition.delivery[group].attempt_leases[record.attempt_id]
+        for (start, end, _), number in zip(record.ranges, numbers, strict=True):
+            for offset in range(start, end):
+                self.history.grants(where, offset, epoch, number, pending.base_offset)
 
     def refused(self, partition: Partition, taken: Sequence[Entry]) -> None:
         """A leader's disk had no room for a transaction."""
@@ -541,6 +555,11 @@ def observe(checker: Checker) -> None:
         Partition,
         "_on_refused",
         lambda process, it, result, taken, why: checker.refused(it, taken),
+    )
+    after(
+        Partition,
+        "append_group_record",
+        lambda process, it, pending, group, record: checker.recorded(it, pending, group, record),
     )
     after(Partition, "__init__", lambda process, it, result, *values: checker.opened(process, it))
     after(

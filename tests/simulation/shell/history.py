@@ -19,18 +19,18 @@ from dataclasses import dataclass, field
 from struct import Struct
 from typing import Any, NamedTuple
 
-_EPOCH = Struct(">I")
-_EPOCH_AT = 26
+_LEASE = Struct(">II")
+_LEASE_AT = 22
 # A deadline is in whole milliseconds, that of a GRANT and that of an EXTEND: the leader's clock leaves out the rest.
 DEADLINE_NS = 1_000_000
 
 Where = tuple[str, int]  # topic and partition
 
 
-def epoch_of(receipt: str) -> int:
-    """Return the leader epoch in a receipt (core/queue/receipts.py)."""
-    (epoch,) = _EPOCH.unpack_from(urlsafe_b64decode(receipt[:60]), _EPOCH_AT)
-    return int(epoch)
+def lease_of(receipt: str) -> tuple[int, int]:
+    """Return the number of the lease in a receipt, and the leader epoch (core/queue/receipts.py)."""
+    number, epoch = _LEASE.unpack_from(urlsafe_b64decode(receipt[:60]), _LEASE_AT)
+    return int(number), int(epoch)
 
 
 @dataclass(slots=True)
@@ -75,6 +75,7 @@ class Lease:
     `least_ns` at least."""
 
     delivered: Delivered
+    number: int
     epoch: int
     until_ns: int
     least_ns: int
@@ -102,6 +103,7 @@ class Place:
     committed_ns: int = 0
     owners: dict[int, str] = field(default_factory=dict)  # of a generation
     claimed: tuple[int, int, str] = (0, 0, "")  # the newest generation, when it was known, its owner
+    epochs: tuple[tuple[int, int], ...] = ()  # see `leads`
 
 
 class History:
@@ -116,6 +118,8 @@ class History:
         self._by_receipt: dict[str, Lease] = {}
         self._lost_grants: set[tuple[Where, int, int, int]] = set()  # offset, epoch and deadline
         self._lost_extend_ns: dict[tuple[Where, int, int], int] = {}  # offset and epoch: when the last one was refused
+        # The offset of the GRANT of a lease, by its message, epoch and number.
+        self._grants: dict[tuple[Where, int, int, int], int] = {}
         self._calls_of: dict[frozenset[str], str] = {}
         self._locks: dict[str, Granted] = {}
         # Since when the group is paused for sure.
@@ -183,7 +187,7 @@ class History:
         is_new = message.receipt not in self._by_receipt
         if is_new and self.paused_ns is not None and self.paused_ns < message.began_ns:
             self._fail("pause", f"{key} is delivered to {message.attempt} while the group is paused")
-        epoch = epoch_of(message.receipt)
+        number, epoch = lease_of(message.receipt)
         held = self._leases.get(key)
         if held is not None and held.epoch == epoch and not held.released:
             before = held.delivered
@@ -193,7 +197,7 @@ class History:
             if before.attempt != message.attempt and before.receipt == message.receipt:
                 self._fail("I12", f"{message.attempt} is given the lease of {before.attempt} on {key}")
         until_ns = message.began_ns + message.visibility_ns - DEADLINE_NS
-        lease = Lease(message, epoch, until_ns, until_ns)
+        lease = Lease(message, number, epoch, until_ns, until_ns)
         if held is not None and held.epoch == epoch and held.delivered.attempt == message.attempt:
             # A repeat gets the lease as it is.
             lease.until_ns = min(lease.until_ns, held.until_ns)
@@ -220,13 +224,14 @@ class History:
                 self._by_receipt[receipt].released = True
 
     def accepted(self, receipts: Iterable[str], began_ns: int, now_ns: int) -> None:
-        """These were answered as valid: none of them is older than a lease that runs."""
+        """These were answered as valid: none of them is older than a lease that runs, unless a fail-over has lost that
+        one: then an older receipt is valid until the message is leased again (QUEUES.md, delivery modes)."""
         for receipt in receipts:
             mine = self._by_receipt[receipt].delivered
             lease = self._leases[mine.where, mine.offset]
             other = lease.delivered
             is_older = mine.attempt != other.attempt and mine.got_ns < other.began_ns and other.got_ns < began_ns
-            if is_older and not lease.released and now_ns < lease.until_ns:
+            if is_older and not lease.released and now_ns < lease.until_ns and not self._is_lost(lease):
                 self._fail("I12", f"{mine.attempt} changes the lease of {other.attempt} on {mine.where}/{mine.offset}")
 
     def extends(self, receipts: Iterable[str], until_ns: int) -> None:
@@ -243,6 +248,26 @@ class History:
             key = lease.delivered.where, lease.delivered.offset
             if self._leases[key] is lease and self._lost_extend_ns.get((*key, lease.epoch), -1) < began_ns:
                 lease.until_ns = until_ns - DEADLINE_NS
+
+    def grants(self, where: Where, offset: int, epoch: int, number: int, at: int) -> None:
+        """A leader appends the GRANT of a lease at an offset of its log."""
+        self._grants[where, offset, epoch, number] = at
+
+    def leads(self, where: Where, epochs: Sequence[tuple[int, int]]) -> None:
+        """A leader has committed its EPOCH_START, or is the only replica. Its log has these epochs and first offsets,
+        its own last. It settles nothing before (rule 4), and all later leaders have its log up to there."""
+        place = self.place(where)
+        if not place.epochs or place.epochs[-1][0] < epochs[-1][0]:
+            place.epochs = tuple(epochs)
+
+    def _is_lost(self, lease: Lease) -> bool:
+        """Whether the log of a later leader has another record, or none, in place of the lease's GRANT."""
+        message = lease.delivered
+        epochs = self.place(message.where).epochs
+        at = self._grants.get((message.where, message.offset, lease.epoch, lease.number))
+        if at is None or not epochs or epochs[-1][0] <= lease.epoch:
+            return False
+        return max((epoch for epoch, start in epochs if start <= at), default=lease.epoch) != lease.epoch
 
     def lost_grant(self, where: Where, offset: int, epoch: int, deadline_ms: int) -> None:
         """A leader's disk had no room for the GRANT, or EXTEND, of this lease: it is lost as by a fail-over, before or
