@@ -135,13 +135,15 @@ def requested(
 ) -> LockOutcome:
     """Return the lock after `owner` requests it. With a `ticket` the owner queues when it cannot have the lock now; the
     ticket replaces the owner's earlier one, at whichever broker that waited. A holder that asks again (its answer was
-    lost) keeps its token.
+    lost) keeps its token. Its ttl never falls: a late copy of an earlier request must not shorten what a later one got.
 
     Raises Backpressure when the queue is full.
     """
     owner_digest = digest_of(owner)
     if lock.owner == owner and remaining_ms(lock, age_ms) > 0:
-        return LockOutcome(msgspec.structs.replace(lock, ttl_ms=ttl_ms, beat=lock.beat + 1), granted=True)
+        return LockOutcome(
+            msgspec.structs.replace(lock, ttl_ms=max(lock.ttl_ms, ttl_ms), beat=lock.beat + 1), granted=True
+        )
     if until_turn_ms(lock, owner_digest, age_ms, live) == 0:
         return LockOutcome(LockState(lock.token + 1, owner, ttl_ms, 0, _behind(lock, owner_digest)), granted=True)
     if ticket is None:
@@ -164,9 +166,10 @@ def _behind(lock: LockState, owner_digest: str) -> tuple[LockTicket, ...]:
 
 
 def renewed(lock: LockState, owner: str, token: int, ttl_ms: int | None) -> LockState:
-    """Return the renewed lock. Raises Fenced for an owner that no longer holds it."""
+    """Return the renewed lock. Its ttl never falls, as in `requested`. Raises Fenced for an owner that no longer holds
+    it."""
     _check_holder(lock, owner, token)
-    return msgspec.structs.replace(lock, ttl_ms=ttl_ms or lock.ttl_ms, beat=lock.beat + 1)
+    return msgspec.structs.replace(lock, ttl_ms=max(lock.ttl_ms, ttl_ms or 0), beat=lock.beat + 1)
 
 
 def released(lock: LockState, owner: str, token: int) -> LockState:

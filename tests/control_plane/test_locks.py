@@ -59,6 +59,11 @@ class TestWhoGetsIt:
         assert outcome.granted
         assert (outcome.state.token, outcome.state.ttl_ms, outcome.state.beat) == (7, 9_000, 1)
 
+    def test_a_late_copy_of_an_earlier_request_does_not_shorten_the_lease(self) -> None:
+        lock = requested(held_by("a"), "a", 500, 100, LIVE, None).state
+        assert (lock.token, lock.ttl_ms, lock.beat) == (7, TTL, 1)
+        assert not requested(lock, "b", TTL, TTL - 1, LIVE, None).granted
+
     def test_a_holder_that_returns_after_its_ttl_gets_a_new_token(self) -> None:
         assert requested(held_by("a"), "a", TTL, TTL, LIVE, None).state.token == 8
 
@@ -119,6 +124,11 @@ class TestTheHolder:
     def test_renewing_raises_the_beat_and_nothing_else(self) -> None:
         lock = held_by("a", ticket("b"))
         assert renewed(lock, "a", 7, None) == msgspec.structs.replace(lock, beat=1)
+
+    def test_a_renewal_may_lengthen_the_ttl_and_a_late_copy_of_one_does_not_shorten_it(self) -> None:
+        lock = renewed(held_by("a"), "a", 7, 9_000)
+        assert (lock.ttl_ms, lock.beat) == (9_000, 1)
+        assert renewed(lock, "a", 7, 500) == msgspec.structs.replace(lock, beat=2)
 
     @pytest.mark.parametrize(("owner", "token"), [("a", 6), ("b", 7), ("a", 8)])
     def test_a_stale_or_foreign_token_is_fenced(self, owner: str, token: int) -> None:
