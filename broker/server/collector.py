@@ -52,7 +52,7 @@ class FullCollections:
         gc.callbacks.append(self.on_collection)
 
     def close(self) -> None:
-        """End the watch, for a process that goes on without a broker."""
+        """End the watch before Python ends: it deletes objects that are set apart only after the modules they use."""
         gc.callbacks.remove(self.on_collection)
         gc.unfreeze()
 

@@ -230,6 +230,7 @@ class BrokerProcess:
         self._patience = RetryBudget(config.zookeeper_wait_s if config.is_clustered else 0.0, tell=_tell_waiting)
         self._broker: Broker
         self._plane: ControlPlane
+        self._collections: FullCollections | None = None
 
     def build(self) -> Flask:
         """Build the broker and its application. The heavy imports are here, so the arbiter stays small."""
@@ -327,7 +328,8 @@ class BrokerProcess:
         try:
             self._broker.start(self._patience)
             self._broker.rates.start()
-            FullCollections(self._broker.topics).start()
+            self._collections = FullCollections(self._broker.topics)
+            self._collections.start()
         except Exception as fault:  # noqa: BLE001 - any error ends the process with its exit code
             self._end(fault)
         ready = f"PortalMQ broker {self._broker.broker_id} is ready at {self.config.url}"
@@ -345,6 +347,8 @@ class BrokerProcess:
         try:
             self._broker.close()
             self._plane.close()
+            if self._collections is not None:
+                self._collections.close()
         except Exception as fault:  # noqa: BLE001 - any error ends the process with its exit code
             self._end(fault)
 
