@@ -113,50 +113,46 @@ class Lanes:
     def count_passed(self, lane: int, before: tuple[int, int], after: tuple[int, int], *, start: int, end: int) -> int:
         """Return how many messages of a delayed lane are at `before` or later, but not at `after` or later, and at
         offsets in [start, end)."""
-        total = 0
-        for segment in self._having(lane):
-            if segment.base_offset < end and segment.end_offset > start:
-                with self._reader(segment) as reader:
-                    if reader is not None:
-                        found: Any = reader.execute(
-                            "SELECT count(*) FROM messages INDEXED BY messages_by_time"
-                            f" WHERE {DELAYED_MESSAGES} AND priority = ? AND (deliver_at_ms, offset) >= (?, ?)"
-                            " AND deliver_at_ms <= ? AND (deliver_at_ms, offset) < (?, ?)"
-                            " AND offset >= ? AND offset < ?",
-                            (lane % DELAYED, *before, after[0], *after, start, end),
-                        ).get
-                        total += found
-        return total
+        return self._counted(
+            self._having(lane),
+            (start, end),
+            "SELECT count(*) FROM messages INDEXED BY messages_by_time"
+            f" WHERE {DELAYED_MESSAGES} AND priority = ? AND (deliver_at_ms, offset) >= (?, ?)"
+            " AND deliver_at_ms <= ? AND (deliver_at_ms, offset) < (?, ?) AND offset >= ? AND offset < ?",
+            (lane % DELAYED, *before, after[0], *after, start, end),
+        )
 
     def count_among(self, lane: int, position: tuple[int, int], *, start: int, end: int) -> int:
         """Return how many messages of a delayed lane are at that position or later, and at offsets in [start, end).
         Reads all messages at these offsets, with their values: about 1 us each."""
-        total = 0
-        for segment in self._having(lane):
-            if segment.base_offset < end and segment.end_offset > start:
-                with self._reader(segment) as reader:
-                    if reader is not None:
-                        found: Any = reader.execute(
-                            "SELECT count(*) FROM messages WHERE offset >= ? AND offset < ?"
-                            f" AND coalesce({DELAYED_MESSAGES}, 0) AND priority = ?"
-                            " AND (deliver_at_ms, offset) >= (?, ?)",
-                            (start, end, lane % DELAYED, *position),
-                        ).get
-                        total += found
-        return total
+        return self._counted(
+            self._having(lane),
+            (start, end),
+            f"SELECT count(*) FROM messages WHERE offset >= ? AND offset < ? AND coalesce({DELAYED_MESSAGES}, 0)"
+            " AND priority = ? AND (deliver_at_ms, offset) >= (?, ?)",
+            (start, end, lane % DELAYED, *position),
+        )
 
     def count_others(self, start: int, end: int) -> int:
         """Return how many messages in [start, end) are not of lane 0. Reads all of them."""
-        total = 0
-        for segment in self._log._segments:
+        return self._counted(
+            self._log._segments,
+            (start, end),
+            "SELECT count(*) FROM messages WHERE offset >= ? AND offset < ?"
+            f" AND (({PRIORITY_MESSAGES}) OR coalesce({DELAYED_MESSAGES}, 0))",
+            (start, end),
+        )
+
+    def _counted(
+        self, segments: Iterable[Segment], offsets: tuple[int, int], query: str, values: tuple[int, ...]
+    ) -> int:
+        """Return the sum of a counting query over those of the segments that have some of the offsets."""
+        total, (start, end) = 0, offsets
+        for segment in segments:
             if segment.base_offset < end and segment.end_offset > start:
                 with self._reader(segment) as reader:
                     if reader is not None:
-                        found: Any = reader.execute(
-                            "SELECT count(*) FROM messages WHERE offset >= ? AND offset < ?"
-                            f" AND (({PRIORITY_MESSAGES}) OR coalesce({DELAYED_MESSAGES}, 0))",
-                            (start, end),
-                        ).get
+                        found: Any = reader.execute(query, values).get
                         total += found
         return total
 
