@@ -55,7 +55,7 @@ class Leases:
         waits: Waits = THREADS,
     ) -> None:
         self._transport = transport
-        self._calls = LeaseCalls(transport, group, visibility_timeout_s)
+        self._calls = LeaseCalls(transport, group, visibility_timeout_s, clock)
         self._visibility_s = visibility_timeout_s
         self._clock = clock
         self._lock = threading.RLock()
@@ -189,9 +189,9 @@ class Leases:
             self._lost.update(lost)
         self._warn_of_stale(len(lost))
 
-    async def group_has_leases(self) -> bool | None:
-        """Return whether the group leases messages; None if no broker answers in time."""
-        return await self._calls.group_has_leases()
+    async def group_has_leases(self, near: tuple[str, int] | None) -> bool | None:
+        """Return what LeaseCalls.group_has_leases returns."""
+        return await self._calls.group_has_leases(near)
 
     async def begin_receive(self) -> bool:
         """Note that this thread begins a receive. Follow it by `take_ahead` and `take_acks`, or by `receive_failed`.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from portalmq import wire
@@ -19,9 +21,10 @@ _log = logging.getLogger("portalmq.consumer")
 
 LOOK_TIMEOUT_S = 1.0
 # Receives wait for a look at the group, and a broker whose peer stands still answers late. The next look may take twice
-# as long, up to the second bound.
+# as long, up to the second bound, and comes after so many times what this one took.
 GROUP_LOOK_TIMEOUT_S = 0.3
-GROUP_LOOK_TIMEOUT_S_MAX = 5.0
+GROUP_LOOK_TIMEOUT_S_MAX = 1.0
+GROUP_LOOK_PAUSE = 10
 
 RELEASE_OPTIONS: dict[str, object] = {"unseen": True, "delay_ms": 0}
 
@@ -57,14 +60,22 @@ def extend_options(visibility_timeout_s: float) -> dict[str, object]:
 class LeaseCalls:
     """Calls with receipts. `timeout_s` bounds those that name no time."""
 
-    def __init__(self, transport: EitherCalls, group: str, visibility_timeout_s: float) -> None:
+    def __init__(
+        self,
+        transport: EitherCalls,
+        group: str,
+        visibility_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._transport = transport
+        self._clock = clock
         self._group = group
         self._visibility_timeout_ms = round(visibility_timeout_s * 1000)
         # Whether the group leases messages at all (None: not known). With at_most_once they are acked at delivery.
         self.group_leases: bool | None = None
         self.timeout_s: float | None = None
         self._group_look_s = GROUP_LOOK_TIMEOUT_S
+        self._look_again_at = -math.inf
 
     async def settle(
         self, verb: Verb, receipts: list[str], options: dict[str, object], timeout_s: float | None = None
@@ -96,15 +107,22 @@ class LeaseCalls:
         except PortalMQError as error:
             _log.debug("could not return %d messages: %s", len(receipts), error)
 
-    async def group_has_leases(self) -> bool | None:
-        """Return whether the group leases messages; None if no broker answers in time."""
-        if self.group_leases is None:
-            request = Request("GET", wire.group_path(self._group), repeatable=True, may_be_slow=True)
-            try:
-                answer = await settled(self._transport.call(request, timeout_s=self._group_look_s))
-                group = decode_answer(answer, wire.GroupDescription)
-            except PortalMQError:
-                self._group_look_s = min(2 * self._group_look_s, GROUP_LOOK_TIMEOUT_S_MAX)
-                return None
-            self.group_leases = group.config.delivery != "at_most_once"
+    async def group_has_leases(self, near: tuple[str, int] | None = None) -> bool | None:
+        """Return whether the group leases messages; None if no broker answers in time, or none did a moment ago. The
+        leader of `near` is asked first."""
+        if self.group_leases is None and self._clock() >= self._look_again_at:
+            await self._look_at_group(near)
         return self.group_leases
+
+    async def _look_at_group(self, near: tuple[str, int] | None) -> None:
+        request = Request("GET", wire.group_path(self._group), repeatable=True, near=near, may_be_slow=True)
+        began = self._clock()
+        try:
+            answer = await settled(self._transport.call(request, timeout_s=self._group_look_s))
+            group = decode_answer(answer, wire.GroupDescription)
+        except PortalMQError:
+            now = self._clock()
+            self._look_again_at = now + GROUP_LOOK_PAUSE * (now - began)
+            self._group_look_s = min(2 * self._group_look_s, GROUP_LOOK_TIMEOUT_S_MAX)
+        else:
+            self.group_leases = group.config.delivery != "at_most_once"

@@ -239,7 +239,7 @@ class Receiver:
             return False
         if not self._prefetch.runs_ahead(min(AHEAD_S, subscription.visibility_timeout_s / 4)):
             return False
-        if not await self._leases.group_has_leases():
+        if not await self._leases.group_has_leases(self._near):
             self._prefetch.came_ahead(0)
             return False
         return True
