@@ -14,7 +14,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -71,12 +70,12 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-@pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    directory = tmp_path_factory.mktemp("redis")
-    log = directory / "redis.log"
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[int]:
+    """An empty Redis for each run: some tests look into its database 0, whatever the URL of the results says."""
+    log = tmp_path / "redis.log"
     with kept_ports(1) as (port,), log.open("wb") as opened:
-        command = [str(REDIS), "--bind", "127.0.0.1", "--port", str(port), "--dir", str(directory), "--save", ""]
+        command = [str(REDIS), "--bind", "127.0.0.1", "--port", str(port), "--dir", str(tmp_path), "--save", ""]
         server = subprocess.Popen(command, stdout=opened)
         try:
             wait_until(lambda: b"Ready to accept" in log.read_bytes(), "Redis is ready")
@@ -105,7 +104,7 @@ def run_file(file: str, cluster: Cluster, source: Path, redis: int, may_fail: Co
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
         "PYTHONPATH": os.pathsep.join([str(source), str(source.parent / "needed")]),
         "TEST_BROKER": ";".join(url.replace("http", "portalmq") for url in cluster.urls),
-        "TEST_BACKEND": f"redis://127.0.0.1:{redis}/{time.monotonic_ns() % 16}",
+        "TEST_BACKEND": f"redis://127.0.0.1:{redis}/0",
         "REDIS_HOST": "127.0.0.1",
         "REDIS_PORT": str(redis),
     }
