@@ -3,6 +3,7 @@ leader's shell and the coordinator. They are hunted in the seeds that have group
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from portalmq.broker.core.fold import SpanFold
 from portalmq.broker.core.queue import delivery
 from portalmq.broker.core.queue.delivery import GroupDelivery
 from portalmq.broker.core.queue.key_order import KeyQueues
+from portalmq.broker.core.queue.key_rates import KeyLimits, KeyRates
 from portalmq.broker.core.queue.records import Cancel, Claim, CommitOffset, Grant, Reschedule
 from portalmq.broker.core.queue.selection import NEVER_MS
 from portalmq.broker.core.queue.spans import GroupSpans
@@ -33,7 +35,7 @@ mutant = partial(any_mutant, has_groups=True)
 # --- receipts and leases ---------------------------------------------------------------------------------------------
 
 
-@mutant("accepts stale receipts", 3, (GroupDelivery, "ackable"))
+@mutant("accepts stale receipts", 7, (GroupDelivery, "ackable"))
 def _(original: Any, self: Any, offsets: Any, *more: Any) -> Any:
     return [True] * len(offsets), list(offsets)
 
@@ -53,7 +55,7 @@ def _(original: Any, self: Any, offsets: Any, *more: Any) -> Any:
     return verdicts, [offset for offset, good in zip(offsets, verdicts, strict=True) if good]
 
 
-@mutant("acks what is dead", 3, (GroupDelivery, "is_dead"))
+@mutant("acks what is dead", 7, (GroupDelivery, "is_dead"))
 def _(original: Any, self: Any, offset: int) -> bool:
     return False
 
@@ -64,7 +66,7 @@ def _(original: Any, self: Any, batch: Any) -> None:
         original(self, batch)
 
 
-@mutant("looks at no lease", 7, (GroupSpans, "_live"))
+@mutant("looks at no lease", 19, (GroupSpans, "_live"))
 def _(original: Any, self: Any, starts: list[int], now_ms: int) -> Any:
     return original(self, starts, now_ms + 200)
 
@@ -99,7 +101,7 @@ def _(original: Any, self: Any, back: Any, result: object) -> Any:
     return original(self, back, result)
 
 
-@mutant("keeps back-offs that another clock began", 1827, (GroupDelivery, "take_over"))
+@mutant("keeps back-offs that another clock began", 955, (GroupDelivery, "take_over"))
 def _(original: Any, self: Any, now_ms: int) -> None:
     backing_off = [span for span in self.spans() if not span.leased]
     original(self, now_ms)
@@ -108,7 +110,7 @@ def _(original: Any, self: Any, now_ms: int) -> None:
         self._insert(span)
 
 
-@mutant("delivers once too often", 3, (queue_groups, "select"))
+@mutant("delivers once too often", 11, (queue_groups, "select"))
 def _(original: Any, *arguments: Any, max_deliveries: int, **named: Any) -> Any:
     return original(*arguments, max_deliveries=max_deliveries + 1, **named)
 
@@ -153,7 +155,7 @@ def _(original: Any, self: Any) -> int:
     return NEVER_MS
 
 
-@mutant("hands out what has expired", 7, (queue_groups, "select"))
+@mutant("hands out what has expired", 11, (queue_groups, "select"))
 def _(original: Any, *arguments: Any, wall_ms: int, **named: Any) -> Any:
     return original(*arguments, wall_ms=wall_ms - 300, **named)
 
@@ -168,7 +170,7 @@ def _(original: Any, self: Any) -> Any:
     return msgspec.structs.replace(original(self), ahead=[])
 
 
-@mutant("snapshots without the cursors of its lanes", 7, (GroupDelivery, "snapshot"))
+@mutant("snapshots without the cursors of its lanes", 11, (GroupDelivery, "snapshot"))
 def _(original: Any, self: Any) -> Any:
     return msgspec.structs.replace(original(self), cursors=[])
 
@@ -186,12 +188,12 @@ def _(original: Any, self: Any, offset: int) -> bool:
     return True
 
 
-@mutant("hands out two of a key", 3, (KeyQueues, "unfinished"))
+@mutant("hands out two of a key", 27, (KeyQueues, "unfinished"))
 def _(original: Any, self: Any, key: int) -> int:
     return 0
 
 
-@mutant("goes on with a key before the ack is committed", 3, (KeyQueues, "finish"))
+@mutant("goes on with a key before the ack is committed", 11, (KeyQueues, "finish"))
 def _(original: Any, self: Any, start: int, end: int, record: int) -> None:
     self.done(start, end)
 
@@ -215,7 +217,7 @@ def _(original: Any, self: Any) -> bool:
     return True
 
 
-@mutant("forgets what is finished while keys are read", 507, (KeyQueues, "finish_unseen"))
+@mutant("forgets what is finished while keys are read", 655, (KeyQueues, "finish_unseen"))
 def _(original: Any, self: Any, record: int) -> None:
     pass
 
@@ -225,7 +227,7 @@ def _(original: Any, self: Any, start: int, end: int) -> None:
     pass
 
 
-@mutant("takes what was redriven out of the book again", 107, (KeyQueues, "read_later"))
+@mutant("takes what was redriven out of the book again", 151, (KeyQueues, "read_later"))
 def _(original: Any, self: Any, start: int, end: int) -> None:
     self._unread.append((start, end))
 
@@ -244,10 +246,31 @@ def _(
     return self.holds(offset, delivery, leader_epoch)
 
 
+@mutant("lets one more of a key out than its limit", 135, (KeyQueues, "set_limits"))
+def _(original: Any, self: Any, limits: KeyLimits, now_ms: int) -> None:
+    original(self, limits._replace(width=limits.width + (limits.width > 1)), now_ms)
+
+
+@mutant("takes no token for a delivery", 107, (KeyRates, "took"))
+def _(original: Any, self: Any, key: int, now_ms: int) -> None:
+    pass
+
+
+@mutant("fills the buckets of keys at each receive", 107, (KeyRates, "tokens"))
+def _(original: Any, self: Any, key: int, now_ms: int) -> int:
+    self._full_at_ms.clear()
+    return int(original(self, key, now_ms))
+
+
+@mutant("never looks again at a key that waits for a token", 103, (KeyRates, "due"))
+def _(original: Any, self: Any, now_ms: int) -> Iterator[int]:
+    return iter(())
+
+
 # --- the outbox ------------------------------------------------------------------------------------------------------
 
 
-@mutant("gives outputs an id of its own epoch", 7, (Outbox, "id_of"))
+@mutant("gives outputs an id of its own epoch", 19, (Outbox, "id_of"))
 def _(original: Any, self: Any, offset: int, number: int) -> Any:
     return (*original(self, offset, number), self.host.epoch)
 
@@ -268,7 +291,7 @@ def _(original: Any, *arguments: Any) -> None:
     pass
 
 
-@mutant("acks the input and forgets the output", 7, (QueueGroups, "commit"))
+@mutant("acks the input and forgets the output", 11, (QueueGroups, "commit"))
 def _(original: Any, self: Any, group: str, receipts: Any, call: str, outputs: int, back: Any) -> None:
     original(self, group, receipts, call, 0, back)
 
@@ -276,7 +299,7 @@ def _(original: Any, self: Any, group: str, receipts: Any, call: str, outputs: i
 # --- streams ---------------------------------------------------------------------------------------------------------
 
 
-@mutant("commits below what is committed", 27, (StreamOffsets, "check_commit"), (StreamOffsets, "apply"))
+@mutant("commits below what is committed", 19, (StreamOffsets, "check_commit"), (StreamOffsets, "apply"))
 def _(original: Any, self: Any, first: Any, *more: Any) -> Any:
     if isinstance(first, CommitOffset):
         self.committed = first.offset
@@ -286,7 +309,7 @@ def _(original: Any, self: Any, first: Any, *more: Any) -> Any:
     return original(self, first, *more)
 
 
-@mutant("lets any generation commit", 27, (StreamOffsets, "check_commit"))
+@mutant("lets any generation commit", 35, (StreamOffsets, "check_commit"))
 def _(original: Any, self: Any, member: str, generation: int, *more: Any) -> bool:
     return original(self, self.member, self.generation, *more)
 

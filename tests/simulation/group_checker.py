@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from simulation.content import Control
     from simulation.disk import Batch
     from simulation.group_host import GroupHost
+    from simulation.group_options import QueueGroup
     from simulation.queue_groups import Receipt
 
     from portalmq.broker.core.stream.events import GroupMembers
@@ -45,6 +46,7 @@ class GroupChecker:
         self._finals: defaultdict[str, dict[int, int]] = defaultdict(dict)  # group -> offset -> epoch that knows
         self._live: defaultdict[tuple[str, int], dict[int, Held]] = defaultdict(dict)
         self._told: dict[tuple[str, int], str] = {}
+        self._tokens: defaultdict[tuple[str, int, int], list[int]] = defaultdict(list)  # times of a key
         self._attempts: defaultdict[tuple[str, str], set[Receipt]] = defaultdict(set)
         self._refused: set[tuple[str, Receipt]] = set()
         self._answered: defaultdict[str, dict[int, int]] = defaultdict(dict)  # group -> offset -> time of the answer
@@ -120,6 +122,9 @@ class GroupChecker:
         for (_, epoch), live in self._live.items():
             if epoch == host.epoch:
                 live.clear()
+        for (_, epoch, _), times in self._tokens.items():
+            if epoch == host.epoch:
+                times.clear()
 
     def handed(
         self,
@@ -172,23 +177,39 @@ class GroupChecker:
                 self.world.count("redelivery")
 
     def _check_key(self, host: GroupHost, model: QueueModel, offset: int, live: dict[int, Held]) -> None:
-        """One message of a key is out at a time, and the earlier ones are done; a delayed one takes its place in the
-        order when it is first delivered, or held."""
-        letter = self.letters[offset]
+        """No more messages of a key are out at a time than its limit says, and they are the first that are not done; a
+        delayed one takes its place in the order when it is first delivered, or held."""
+        letter, name = self.letters[offset], model.config.name
+        width, now_ms = model.config.widest, host.node.now_ms
         is_delayed = model.spot(offset, letter)[0] >= DELAYED
+        out, before = list[int](), list[int]()
         for other, its in self.letters.items():
             if its.mail.key != letter.mail.key or other == offset or other < max(model.start, self.dropped_below()):
                 continue
-            if other in live and live[other][0] > host.node.now_ms:
-                self.fail("I12", "{}: message {} is delivered while {} of its key is", model.config.name, offset, other)
-            if host.epoch < self.world.checker.committed_epoch:
-                continue  # it does not know the records committed in the meantime
+            if other in live and live[other][0] > now_ms:
+                out.append(other)
             if other > offset or model.is_done(other) or its.mail.has_expired(host.node.wall_ms):
                 continue
-            waits_for = model.state.get(other) == "out" or not (is_delayed or model.spot(other, its)[0] >= DELAYED)
-            if waits_for:
-                self.fail("I12", "{}: message {} is delivered before {} of its key, which is {}", model.config.name,
-                          offset, other, model.state.get(other, "fresh"))  # fmt: skip
+            if model.state.get(other) == "out" or not (is_delayed or model.spot(other, its)[0] >= DELAYED):
+                before.append(other)
+        if len(out) >= width:
+            self.fail("I12", "{}: message {} is delivered while {} of its key are", name, offset, out)
+        # Another leader may know less: the records committed in the meantime.
+        if len(before) >= width and host.epoch >= self.world.checker.committed_epoch:
+            states = {other: model.state.get(other, "fresh") for other in before}
+            self.fail("I12", "{}: message {} is delivered before others of its key: {}", name, offset, states)
+        self._check_rate(model.config, host, letter.mail.key)
+
+    def _check_rate(self, config: QueueGroup, host: GroupHost, key: int) -> None:
+        """In no span of time are more messages of a key delivered than its bucket holds and the span fills."""
+        if config.fastest is None:
+            return
+        rate_per_s, burst = config.fastest
+        times = self._tokens[config.name, host.epoch, key]
+        times.append(host.node.now_ms)
+        for number, since_ms in enumerate(reversed(times), 1):
+            if number > burst + (times[-1] - since_ms) * rate_per_s / 1_000 + 0.001:
+                self.fail("I12", "{}: {} messages of key {} in {} ms", config.name, number, key, times[-1] - since_ms)
 
     def repeated(self, host: GroupHost, group: str, attempt: str, receipts: list[Receipt]) -> None:
         """A leader delivers these again to their holder."""

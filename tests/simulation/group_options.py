@@ -6,10 +6,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
+from portalmq.broker.core.queue.key_rates import UNLIMITED, KeyLimits
+
 EVERY = 4
 # Groups are paused, and scheduled messages moved, in the runs of these seeds: remainder 15.
 PAUSED_EVERY = 16
 EVENTS_FACTOR = 4
+LIMITS_CHANGE_EVERY_MS = 3_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,22 @@ class QueueGroup:
     latest: bool
     at_most_once: bool
     has_dead_letters: bool
+    limits: tuple[KeyLimits, ...] = (KeyLimits(),)  # of each key if by_key, in turn
+
+    def limits_at(self, now_ms: int) -> KeyLimits:
+        return self.limits[now_ms // LIMITS_CHANGE_EVERY_MS % len(self.limits)]
+
+    @property
+    def widest(self) -> int:
+        return max(each.width for each in self.limits)
+
+    @property
+    def fastest(self) -> tuple[float, float] | None:
+        """The greatest rate for each second and burst of a key; None if it has none at times."""
+        rates = [each.rate_per_s for each in self.limits if each.rate_per_s is not None]
+        if len(rates) < len(self.limits):
+            return None
+        return max(rates), max([1.0, *[each.burst or rate for each, rate in zip(self.limits, rates, strict=True)]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +72,7 @@ def draw_groups(seed: int) -> GroupOptions | None:
     if not has_groups(seed):
         return None
     random = Random(f"groups of {seed}")
+    limits = _key_limits(Random(f"limits of {seed}"))
 
     def queue(name: str, *, by_key: bool) -> QueueGroup:
         return QueueGroup(
@@ -62,6 +82,7 @@ def draw_groups(seed: int) -> GroupOptions | None:
             latest=random.random() < 0.2,
             at_most_once=random.random() < 0.15,
             has_dead_letters=random.random() < 0.8,
+            limits=limits,
         )
 
     queues = random.choice([("any", "key"), ("any",), ("key",)])
@@ -85,4 +106,18 @@ def draw_groups(seed: int) -> GroupOptions | None:
         attempts=random.choice([0.0, 0.5]),
         takeover=random.choice([0.0, 0.02, 0.2]),
         pauses=seed % PAUSED_EVERY == PAUSED_EVERY - 1,
+    )
+
+
+def _key_limits(random: Random) -> tuple[KeyLimits, ...]:
+    """A third of the groups by key deliver one message of each at a time, in order, at any rate."""
+    if random.random() < 0.35:
+        return (KeyLimits(),)
+    return tuple(
+        KeyLimits(
+            random.choice([1, 2, 3, UNLIMITED]),
+            random.choice([None, 5.0, 20.0]),
+            random.choice([None, 1.0, 3.0]),
+        )
+        for _ in range(random.choice([1, 1, 2, 3]))
     )

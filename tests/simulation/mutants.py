@@ -232,7 +232,7 @@ def _(original: Any, self: Any) -> Any:
     return self.state.isr
 
 
-@mutant("commits with too few in sync", 11, (IsrTracker, "committed_end"))
+@mutant("commits with too few in sync", 3, (IsrTracker, "committed_end"))
 def _(original: Any, self: Any, *more: Any) -> int:
     state = self.state
     self.state = replace(state, min_insync_replicas=0)
@@ -302,7 +302,7 @@ def _(original: Any, self: Any, fetch: core.Fetch, *more: Any) -> bool:
     return original(self, fetch, *more)
 
 
-@mutant("shrinks the ISR below the floor", 1, (IsrTracker, "wanted"))
+@mutant("shrinks the ISR below the floor", 0, (IsrTracker, "wanted"))
 def _(original: Any, self: Any, *more: Any) -> Any:
     state = self.state
     self.state = replace(state, min_insync_replicas=1)
@@ -352,7 +352,7 @@ def _(original: Any, self: Any, now_ms: int) -> bool:
 # --- answers to clients ---------------------------------------------------------------------------------------------
 
 
-@mutant("answers a duplicate before it is committed", 1, (ReplicaShell, "_answer_duplicate"))
+@mutant("answers a duplicate before it is committed", 0, (ReplicaShell, "_answer_duplicate"))
 def _(original: Any, self: Any, submission: Any, base: int) -> None:
     submission.base, submission.repeats = base, True
     self._finish(submission)
@@ -379,7 +379,7 @@ def _(original: Any, self: Any, offset: int) -> Any:
     return self.disk.batches[first : first + 20]
 
 
-@mutant("answers who waits when the offset is another's", 6, (ReplicaShell, "_on_step_down"))
+@mutant("answers who waits when the offset is another's", 5, (ReplicaShell, "_on_step_down"))
 def _(original: Any, self: Any, leader: int | None) -> None:
     pass
 
@@ -387,7 +387,7 @@ def _(original: Any, self: Any, leader: int | None) -> None:
 # --- the control plane -----------------------------------------------------------------------------------------------
 
 
-@mutant("lets its log begin where no record says so", 0, (ReplicaShell, "droppable"))
+@mutant("lets its log begin where no record says so", 2, (ReplicaShell, "droppable"))
 def _(original: Any, self: ReplicaShell) -> int:
     committed = [batch.base for batch in self.disk.batches if batch.end <= self.replica.high_watermark]
     return max(committed, default=0)
@@ -411,7 +411,7 @@ def _(original: Any, held: PartitionState, live: Any) -> bool:
     return False
 
 
-@mutant("gives the number of a lost lease once more", 151, (GroupsFold, "go_on_after"), has_groups=True)
+@mutant("gives the number of a lost lease once more", 535, (GroupsFold, "go_on_after"), has_groups=True)
 def _(original: Any, self: GroupsFold, before: GroupsFold) -> None:
     pass
 

@@ -173,7 +173,8 @@ class QueueGroups:
         wall_ms = self.node.wall_ms
         shelf = Shelf(self.host, by_key=config.by_key)
         if config.by_key:
-            read_keys(self._delivery(group), shelf, self.node.now_ms, KEYS_PER_STEP)
+            limits = config.limits_at(self.world.now)
+            read_keys(self._delivery(group), shelf, self.node.now_ms, KEYS_PER_STEP, limits)
         return select(
             self._delivery(group),
             shelf,

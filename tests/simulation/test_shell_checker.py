@@ -13,6 +13,7 @@ import pytest
 from simulation.shell.checker import Checker, Known
 from simulation.shell.defects import DEFECTS, changed
 from simulation.shell.history import Delivered, Granted, History
+from simulation.shell.limits import Limits
 from simulation.shell.loop import Process
 
 from portalmq.control_plane.plane import Check, Node, Set
@@ -189,6 +190,15 @@ def dead_twice(it: History) -> None:
     it.stored({P: (0, {0: b"a"}), ("d", 0): (0, {0: b"a", 1: b"a"})}, dead="d")
 
 
+def limited(in_flight: int | None, per_key: int | None) -> History:
+    """A group with two leased messages of one key."""
+    it = history()
+    it.limits = Limits(in_flight=in_flight, per_key=per_key, keys={b"a": b"k", b"b": b"k", b"c": b"other"})
+    it.delivered(got(5))
+    it.delivered(got(5, offset=1, value=b"b", attempt="y", number=1))
+    return it
+
+
 BAD: dict[str, tuple[str, Callable[[History], None]]] = {
     "another value at an offset": ("I2", lambda it: it.delivered(got(5, value=b"b"))),
     "an acknowledged message is lost": ("I3", lambda it: stored(it, {1: b"b"})),
@@ -219,6 +229,8 @@ BAD: dict[str, tuple[str, Callable[[History], None]]] = {
     "a refused commit is accepted": ("I15", refused_and_accepted),
     "an accepted commit is refused": ("I15", accepted_and_refused),
     "an old answer": ("I16", lambda it: it.browsed(P, 0, [], 5 * S, S)),
+    "more are out than the group may have": ("limits", lambda it: limited(in_flight=1, per_key=None)),
+    "more are out than a key may have": ("limits", lambda it: limited(in_flight=None, per_key=1)),
     "a fencing token again": ("lock", token_that_falls),
     "two holders of a lock": ("lock", two_holders),
     "a renewal after the next grant": ("lock", outlived_renewal),
@@ -230,6 +242,14 @@ def test_a_bad_history_is_found(name: str) -> None:
     rule, play = BAD[name]
     with pytest.raises(Broken, match=f"^{rule}$"):
         play(history())
+
+
+def test_leases_within_the_limits_are_let_be() -> None:
+    it = limited(in_flight=2, per_key=2)
+    it.releases([receipt(1)])
+    it.delivered(got(6, offset=2, value=b"c", attempt="z", number=2))
+    it.delivered(got(6.5, offset=2, value=b"c", attempt="z", number=2))  # the same attempt again
+    it.delivered(got(9, attempt="w", number=3))  # the leases before are over
 
 
 def test_a_good_history_is_let_be() -> None:

@@ -12,6 +12,7 @@ import gevent
 from simulation.shell.checker import TOPIC
 from simulation.shell.history import Delivered
 from simulation.shell.inquiries import Inquiries
+from simulation.shell.limits import Limits
 from simulation.shell.loop import Process
 from simulation.shell.members import Members
 from simulation.shell.network import NeverGone, Unknown
@@ -134,7 +135,11 @@ class Clients:
                 if not self.world.reached["adopted"]:
                     raise
                 break  # its settings were lost before they were on any disk
-        group = {"start": "earliest", "max_deliveries": options.deliveries}
+        group: dict[str, Any] = {"start": "earliest", "max_deliveries": options.deliveries}
+        history = self.world.checker.history
+        if options.limits:
+            history.limits, history.partitions = Limits(), options.partitions
+            group |= history.limits.first(Random(f"limits {self.world.seed}"))
         self.patiently(random, lambda broker: broker.put_group(GROUP, group))
         self.has_begun = True
         for number in range(options.producers):
@@ -172,6 +177,8 @@ class Clients:
                 Record(value, key=None if key is None else key.encode(), **self._lane(random), **self._kind(random))
                 for value, key in zip(values, keys, strict=True)
             ]
+            if world.checker.history.limits is not None:
+                world.checker.history.limits.keys |= {each.value: each.key for each in records}
             packed = compressed(values) if options.compresses and all(values) and random.random() < 0.5 else None
             stamp = None if identity is None else wire.ProducerStamp(identity.id, identity.epoch, sequence)
             request = ProduceRequest(records, partition=partition, producer=stamp, compressed=packed or b"")

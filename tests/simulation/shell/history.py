@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from struct import Struct
 from typing import Any, NamedTuple
 
+from simulation.shell.limits import Limits
+
 _LEASE = Struct(">II")
 _LEASE_AT = 22
 # A deadline is in whole milliseconds, that of a GRANT and that of an EXTEND: the leader's clock leaves out the rest.
@@ -122,6 +124,9 @@ class History:
         self._grants: dict[tuple[Where, int, int, int], int] = {}
         self._calls_of: dict[frozenset[str], str] = {}
         self._locks: dict[str, Granted] = {}
+        self.limits: Limits | None = None
+        self.partitions = 1  # the fewest of the topic
+        self._out: dict[Where, set[int]] = {}  # messages whose latest lease may run
         # Since when the group is paused for sure.
         self.paused_ns: int | None = None
 
@@ -188,6 +193,8 @@ class History:
         if is_new and self.paused_ns is not None and self.paused_ns < message.began_ns:
             self._fail("pause", f"{key} is delivered to {message.attempt} while the group is paused")
         number, epoch = lease_of(message.receipt)
+        if is_new and self.limits is not None:
+            self._check_limits(self.limits, message, epoch)
         held = self._leases.get(key)
         if held is not None and held.epoch == epoch and not held.released:
             before = held.delivered
@@ -206,6 +213,21 @@ class History:
         self._by_receipt.setdefault(message.receipt, lease)
         if held is None or held.delivered.receipt != message.receipt:
             self._leases[key] = lease
+
+    def _check_limits(self, limits: Limits, message: Delivered, epoch: int) -> None:
+        """A leader counts the leases that it knows of, those that it granted and those of its log."""
+        where, out = message.where, list[bytes]()
+        offsets = self._out.setdefault(where, set())
+        for offset in sorted(offsets):
+            lease = self._leases[where, offset]
+            if lease.released or lease.until_ns <= message.got_ns or (where, offset) in self._acked:
+                offsets.discard(offset)
+            elif lease.epoch == epoch and offset != message.offset:
+                out.append(lease.delivered.value)
+        offsets.add(message.offset)
+        broken = limits.broken(self.partitions, message.value, out)
+        if broken:
+            self._fail("limits", f"{where}/{message.offset} is delivered to {message.attempt}: {broken}")
 
     def is_done(self, message: Delivered) -> bool:
         return (message.where, message.offset) in self._acked

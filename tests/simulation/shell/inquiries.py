@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from itertools import islice
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 from simulation.shell.checker import TOPIC
+from simulation.shell.limits import Limits
 from simulation.shell.members import STREAM_GROUP
 from simulation.shell.network import NeverGone, Unknown
 
 from portalmq import wire
+from portalmq.broker.messages.scheduled import ScheduleChange
 from portalmq.broker.storage.sql_query import SqlOrder, run
 from portalmq.errors import GroupNotFound, InvalidRequest, PortalMQError
 
@@ -19,6 +22,13 @@ if TYPE_CHECKING:
     from simulation.shell.clients import Clients
 
 BRIEF = "brief"
+CONDITIONS: tuple[dict[str, dict[str, object]], ...] = (
+    {"value": {"contains": "p1-"}, "delivery_count": {"gte": 2, "lt": 100}},
+    {"key": {"eq": "a"}, "reason": {"ne": "x"}},
+    {"value.a.b": {"exists": False}, "headers.h": {"exists": False}},
+    {"value.number": {"gt": 1}},
+    {"key": {"lte": "b"}, "value": {"exists": True}},
+)
 PAGE = 20
 PAST_MS = 5_000
 
@@ -37,6 +47,8 @@ class Inquiries:
         if options.asks:
             self._clients.spawn(self._ask, Random(f"inquiries {seed}"))
             self._clients.spawn(self._pause, Random(f"pauses {seed}"))
+        if (limits := self._world.checker.history.limits) is not None:
+            self._clients.spawn(self._limit, limits, Random(f"changes of limits {seed}"))
         if options.grows:
             self._clients.spawn(self._grow, Random(f"growth {seed}"))
         if options.briefs:
@@ -63,6 +75,7 @@ class Inquiries:
         at_ms = self._loop.now_ns // 1_000_000 - random.randint(0, PAST_MS)
         other = random.choice(list(world.machines))
         lists = random.random() < 0.5
+        where = random.choice(CONDITIONS)
         questions: dict[str, Callable[[Any], Any]] = {
             "life": lambda broker: broker.message_traces.trace(TOPIC, number, offset),
             "past": lambda broker: broker.group_past.describe(group, at_ms),
@@ -70,6 +83,12 @@ class Inquiries:
             "scheduled": lambda broker: broker.scheduled_messages.page(TOPIC, limit=PAGE),
             "cancel": lambda broker: broker.scheduled_messages.cancel(TOPIC, number, offset),
             "dead letters": lambda broker: broker.dead_letters.page(group, TOPIC, limit=PAGE, after=None),
+            "dead letters that match": lambda broker: broker.dead_letters.redrive(
+                group, TOPIC, ids=None, where=where, rate_per_s=None, dry_run=True
+            ),
+            "scheduled that match": lambda broker: broker.scheduled_messages.change(
+                TOPIC, ScheduleChange(where=where, limit=PAGE, dry_run=True)
+            ),
             "unfinished": lambda broker: list(islice(broker.unfinished.messages(group, TOPIC), PAGE)),
             "sizes": lambda broker: broker.queue_sizes.look(group, TOPIC),
             "digest": lambda broker: broker.digests.of_replica(
@@ -108,6 +127,14 @@ class Inquiries:
                 )
             except GroupNotFound:
                 continue  # it was only in the control plane, which was lost
+
+    def _limit(self, limits: Limits, random: Random) -> None:
+        while not self._clients.stopping:
+            self._loop.wait(random.random() * 3)
+            settings = limits.later(random)
+            with contextlib.suppress(Unknown, PortalMQError):
+                self._clients.call(random, lambda broker, settings=settings: broker.put_group(self._group, settings))
+                self._world.reached["limits changed"] += 1
 
     def _grow(self, random: Random) -> None:
         """Add a partition, and send to it."""

@@ -40,6 +40,8 @@ def adopt(world: World, random: Random, damaged: Collection[int], key: Key | Non
         known.state = None
     world.checker.history.forget_locks()
     world.checker.history.paused_ns = None  # the control plane has the groups' settings
+    if world.checker.history.limits is not None:
+        world.checker.history.limits.lift()
     world.loop.spawn(Process("operator"), _adopt, world, random, damaged, key)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 Arcs = tuple[int, int]
 
-ROOMS = [f"{Path(__file__).parents[3]}/broker/{room}/*" for room in ("partition", "storage", "cluster")]
+ROOMS = [f"{Path(__file__).parents[3]}/broker/{room}/*" for room in ("core", "partition", "storage", "cluster")]
 measured: Any = None
 if "--coverage" in sys.argv:
     from coverage import Coverage  # type: ignore[import-not-found,unused-ignore]
