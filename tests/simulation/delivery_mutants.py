@@ -101,7 +101,7 @@ def _(original: Any, self: Any, back: Any, result: object) -> Any:
     return original(self, back, result)
 
 
-@mutant("keeps back-offs that another clock began", 955, (GroupDelivery, "take_over"))
+@mutant("keeps back-offs that another clock began", 1535, (GroupDelivery, "take_over"))
 def _(original: Any, self: Any, now_ms: int) -> None:
     backing_off = [span for span in self.spans() if not span.leased]
     original(self, now_ms)
@@ -126,7 +126,7 @@ def _(original: Any, self: Any, group: str, number: int, paused: bool, back: Any
     back(number)
 
 
-@mutant("lets an earlier resume end a pause", 111, (QueueGroups, "pause"))
+@mutant("lets an earlier resume end a pause", 287, (QueueGroups, "pause"))
 def _(original: Any, self: Any, group: str, number: int, paused: bool, back: Any) -> None:
     last = self._delivery(group).pause.number
     original(self, group, max(number, last + 1), paused, back)
@@ -349,6 +349,6 @@ def _(original: Any, self: Any, *more: Any) -> None:
     pass
 
 
-@mutant("seeks in the generation of the claims after it", 391, (GroupCoordinator, "_seek"))
+@mutant("seeks in the generation of the claims after it", 563, (GroupCoordinator, "_seek"))
 def _(original: Any, self: Any, of: Any, seeking: Any, generation: int) -> None:
     original(self, of, seeking, generation + 1)

@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
+from simulation import bounds
 from simulation.checker import Checker, Violation
 from simulation.client import Consumer, Producer
 from simulation.dice import Dice
@@ -37,6 +38,7 @@ class World:
         self.options = draw(seed, events, self.random)
         self.tracing = tracing
         self.trace: deque[str] = deque(maxlen=TRACE_LINES_KEPT)
+        bounds.set_for(seed)
         self.reached: Counter[str] = Counter()
         self.now = 0
         self.events = 0
