@@ -217,10 +217,12 @@ class History:
     def _check_limits(self, limits: Limits, message: Delivered, epoch: int) -> None:
         """A leader counts the leases that it knows of, those that it granted and those of its log."""
         where, out = message.where, list[bytes]()
+        purged = self.place(where).purged
         offsets = self._out.setdefault(where, set())
         for offset in sorted(offsets):
             lease = self._leases[where, offset]
-            if lease.released or lease.until_ns <= message.got_ns or (where, offset) in self._acked:
+            is_gone = offset < purged or (where, offset) in self._acked
+            if is_gone or lease.released or lease.until_ns <= message.got_ns:
                 offsets.discard(offset)
             elif lease.epoch == epoch and offset != message.offset:
                 out.append(lease.delivered.value)
