@@ -190,8 +190,8 @@ class Leases:
         self._warn_of_stale(len(lost))
 
     async def group_has_leases(self, near: tuple[str, int] | None) -> bool | None:
-        """Return what LeaseCalls.group_has_leases returns."""
-        return await self._calls.group_has_leases(near)
+        """Return what LeaseCalls.group_has_leases returns, for a receive that waits for it."""
+        return await self._calls.group_has_leases(near, rarely=True)
 
     async def begin_receive(self) -> bool:
         """Note that this thread begins a receive. Follow it by `take_ahead` and `take_acks`, or by `receive_failed`.

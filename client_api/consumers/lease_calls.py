@@ -20,8 +20,8 @@ from portalmq.transport.request import Request, json_request
 _log = logging.getLogger("portalmq.consumer")
 
 LOOK_TIMEOUT_S = 1.0
-# Receives wait for a look at the group, and a broker whose peer stands still answers late. The next look may take twice
-# as long, up to the second bound, and comes after so many times what this one took.
+# A broker whose peer stands still answers a look at the group late. The next look may take twice as long, up to the
+# second bound. One for which a receive waits comes after so many times what this one took.
 GROUP_LOOK_TIMEOUT_S = 0.3
 GROUP_LOOK_TIMEOUT_S_MAX = 1.0
 GROUP_LOOK_PAUSE = 10
@@ -107,10 +107,10 @@ class LeaseCalls:
         except PortalMQError as error:
             _log.debug("could not return %d messages: %s", len(receipts), error)
 
-    async def group_has_leases(self, near: tuple[str, int] | None = None) -> bool | None:
-        """Return whether the group leases messages; None if no broker answers in time, or none did a moment ago. The
-        leader of `near` is asked first."""
-        if self.group_leases is None and self._clock() >= self._look_again_at:
+    async def group_has_leases(self, near: tuple[str, int] | None = None, *, rarely: bool = False) -> bool | None:
+        """Return whether the group leases messages; None if no broker answers in time, or with `rarely` if none did a
+        moment ago. The leader of `near` is asked first."""
+        if self.group_leases is None and not (rarely and self._clock() < self._look_again_at):
             await self._look_at_group(near)
         return self.group_leases
 
