@@ -286,6 +286,14 @@ def test_an_older_receipt_may_count_after_a_fail_over_that_lost_the_grant(epochs
     it.accepted([receipt(1)], int(8.5 * S), int(8.6 * S))
 
 
+def test_any_receipt_of_a_purged_message_may_count() -> None:
+    it = history()
+    it.delivered(got(5))
+    it.delivered(got(7.5, attempt="y", number=1))
+    it.place(P).purged = 1
+    it.accepted([receipt(1)], 8 * S, 8 * S)
+
+
 @pytest.mark.parametrize("is_told_before", [True, False])
 def test_a_lease_whose_grant_the_disk_refused_may_be_given_to_others(is_told_before: bool) -> None:
     it = history()

@@ -249,9 +249,12 @@ class History:
 
     def accepted(self, receipts: Iterable[str], began_ns: int, now_ns: int) -> None:
         """These were answered as valid: none of them is older than a lease that runs, unless a fail-over has lost that
-        one: then an older receipt is valid until the message is leased again (QUEUES.md, delivery modes)."""
+        one: then an older receipt is valid until the message is leased again (QUEUES.md, delivery modes). Any is valid
+        of a message that was purged."""
         for receipt in receipts:
             mine = self._by_receipt[receipt].delivered
+            if mine.offset < self.place(mine.where).purged:
+                continue
             lease = self._leases[mine.where, mine.offset]
             other = lease.delivered
             is_older = mine.attempt != other.attempt and mine.got_ns < other.began_ns and other.got_ns < began_ns
