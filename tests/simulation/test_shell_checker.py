@@ -91,7 +91,7 @@ def kept_grant(it: History) -> None:
     """The next leader has the GRANT at offset 7, for its epoch begins above."""
     it.delivered(got(5))
     it.delivered(got(7.5, attempt="y", number=1))
-    it.grants(P, 0, 1, 1, 7)
+    it.grants(P, 0, 1, 1, 7, int(7.5 * S))
     it.leads(P, [(1, 0), (2, 8)])
     it.accepted([receipt(1)], int(8.5 * S), int(8.6 * S))
 
@@ -100,9 +100,9 @@ def regranted(it: History) -> None:
     """The fail-over has lost a GRANT, and the next leader has leased the message again."""
     it.delivered(got(5))
     it.delivered(got(7.5, attempt="y", number=1))
-    it.grants(P, 0, 1, 1, 7)
+    it.grants(P, 0, 1, 1, 7, int(7.5 * S))
     it.leads(P, [(1, 0), (2, 7)])
-    it.grants(P, 0, 2, 1, 8)
+    it.grants(P, 0, 2, 1, 8, 8 * S)
     it.delivered(got(8, attempt="z", epoch=2, number=1))
     it.accepted([receipt(1)], int(8.5 * S), int(8.6 * S))
 
@@ -280,10 +280,17 @@ def test_an_older_receipt_may_count_after_a_fail_over_that_lost_the_grant(epochs
     it.leads(P, [(1, 0)])
     it.delivered(got(5))
     it.delivered(got(7.5, attempt="y", number=1))
-    it.grants(P, 0, 1, 1, 7)
+    it.grants(P, 0, 1, 1, 7, int(7.5 * S))
     it.leads(P, epochs)
     it.leads(P, [(1, 0)])  # the former leader does not know of it yet
     it.accepted([receipt(1)], int(8.5 * S), int(8.6 * S))
+
+
+def test_a_lease_runs_from_the_first_copy_of_its_request() -> None:
+    it = history()
+    it.grants(P, 0, 1, 0, 7, 4 * S)
+    it.delivered(got(5))
+    it.delivered(got(6.1, attempt="y", number=1))
 
 
 def test_any_receipt_of_a_purged_message_may_count() -> None:

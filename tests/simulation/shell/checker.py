@@ -310,7 +310,7 @@ class Checker:
         epoch, numbers = partition.delivery[group].attempt_leases[record.attempt_id]
         for (start, end, _), number in zip(record.ranges, numbers, strict=True):
             for offset in range(start, end):
-                self.history.grants(where, offset, epoch, number, pending.base_offset)
+                self.history.grants(where, offset, epoch, number, pending.base_offset, self.world.loop.now_ns)
 
     def refused(self, partition: Partition, taken: Sequence[Entry]) -> None:
         """A leader's disk had no room for a transaction."""

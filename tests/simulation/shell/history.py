@@ -120,8 +120,8 @@ class History:
         self._by_receipt: dict[str, Lease] = {}
         self._lost_grants: set[tuple[Where, int, int, int]] = set()  # offset, epoch and deadline
         self._lost_extend_ns: dict[tuple[Where, int, int], int] = {}  # offset and epoch: when the last one was refused
-        # The offset of the GRANT of a lease, by its message, epoch and number.
-        self._grants: dict[tuple[Where, int, int, int], int] = {}
+        # The offset of the GRANT of a lease, and when it was appended, by its message, epoch and number.
+        self._grants: dict[tuple[Where, int, int, int], tuple[int, int]] = {}
         self._calls_of: dict[frozenset[str], str] = {}
         self._locks: dict[str, Granted] = {}
         self.limits: Limits | None = None
@@ -203,7 +203,9 @@ class History:
                 self._fail("I12", f"{key} is leased to {message.attempt} while {before.attempt} has it")
             if before.attempt != message.attempt and before.receipt == message.receipt:
                 self._fail("I12", f"{message.attempt} is given the lease of {before.attempt} on {key}")
-        until_ns = message.began_ns + message.visibility_ns - DEADLINE_NS
+        # An earlier copy of the request may have been answered, to nobody.
+        _, granted_ns = self._grants.get((*key, epoch, number), (0, message.began_ns))
+        until_ns = min(message.began_ns, granted_ns) + message.visibility_ns - DEADLINE_NS
         lease = Lease(message, number, epoch, until_ns, until_ns)
         if held is not None and held.epoch == epoch and held.delivered.attempt == message.attempt:
             # A repeat gets the lease as it is.
@@ -276,9 +278,9 @@ class History:
             if self._leases[key] is lease and self._lost_extend_ns.get((*key, lease.epoch), -1) < began_ns:
                 lease.until_ns = until_ns - DEADLINE_NS
 
-    def grants(self, where: Where, offset: int, epoch: int, number: int, at: int) -> None:
+    def grants(self, where: Where, offset: int, epoch: int, number: int, at: int, now_ns: int) -> None:
         """A leader appends the GRANT of a lease at an offset of its log."""
-        self._grants[where, offset, epoch, number] = at
+        self._grants[where, offset, epoch, number] = at, now_ns
 
     def leads(self, where: Where, epochs: Sequence[tuple[int, int]]) -> None:
         """A leader has committed its EPOCH_START, or is the only replica. Its log has these epochs and first offsets,
@@ -291,7 +293,7 @@ class History:
         """Whether the log of a later leader has another record, or none, in place of the lease's GRANT."""
         message = lease.delivered
         epochs = self.place(message.where).epochs
-        at = self._grants.get((message.where, message.offset, lease.epoch, lease.number))
+        at, _ = self._grants.get((message.where, message.offset, lease.epoch, lease.number), (None, 0))
         if at is None or not epochs or epochs[-1][0] <= lease.epoch:
             return False
         return max((epoch for epoch, start in epochs if start <= at), default=lease.epoch) != lease.epoch
