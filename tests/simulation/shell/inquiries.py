@@ -76,6 +76,7 @@ class Inquiries:
         other = random.choice(list(world.machines))
         lists = random.random() < 0.5
         where = random.choice(CONDITIONS)
+        matched, rate_per_s = random.choice((where, None)), random.choice((None, 5.0, 1_000.0))
         questions: dict[str, Callable[[Any], Any]] = {
             "life": lambda broker: broker.message_traces.trace(TOPIC, number, offset),
             "past": lambda broker: broker.group_past.describe(group, at_ms),
@@ -86,6 +87,8 @@ class Inquiries:
             "dead letters that match": lambda broker: broker.dead_letters.redrive(
                 group, TOPIC, ids=None, where=where, rate_per_s=None, dry_run=True
             ),
+            "redrive": lambda broker: self._redrive(broker, matched, rate_per_s),
+            "drop": lambda broker: broker.dead_letters.drop(group, TOPIC, ids=None),
             "scheduled that match": lambda broker: broker.scheduled_messages.change(
                 TOPIC, ScheduleChange(where=where, limit=PAGE, dry_run=True)
             ),
@@ -106,6 +109,10 @@ class Inquiries:
         }
         what = random.choice(sorted(questions))
         return what, questions[what], (TOPIC, number)
+
+    def _redrive(self, broker: Any, where: object, rate_per_s: float | None) -> None:
+        self._world.checker.history.redrives += 1
+        broker.dead_letters.redrive(self._group, TOPIC, ids=None, where=where, rate_per_s=rate_per_s, dry_run=False)
 
     def _pause(self, random: Random) -> None:
         """Pause the group and resume it. Between the two answers nothing new is delivered, unless an earlier resume was
