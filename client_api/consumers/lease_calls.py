@@ -76,6 +76,8 @@ class LeaseCalls:
         self.timeout_s: float | None = None
         self._group_look_s = GROUP_LOOK_TIMEOUT_S
         self._look_again_at = -math.inf
+        # A partition whose leader is asked, the last one that was named: another broker may stand still for long.
+        self._near: tuple[str, int] | None = None
 
     async def settle(
         self, verb: Verb, receipts: list[str], options: dict[str, object], timeout_s: float | None = None
@@ -109,13 +111,14 @@ class LeaseCalls:
 
     async def group_has_leases(self, near: tuple[str, int] | None = None, *, rarely: bool = False) -> bool | None:
         """Return whether the group leases messages; None if no broker answers in time, or with `rarely` if none did a
-        moment ago. The leader of `near` is asked first."""
+        moment ago. The leader of `near` is asked first, now and later."""
+        self._near = near or self._near
         if self.group_leases is None and not (rarely and self._clock() < self._look_again_at):
-            await self._look_at_group(near)
+            await self._look_at_group()
         return self.group_leases
 
-    async def _look_at_group(self, near: tuple[str, int] | None) -> None:
-        request = Request("GET", wire.group_path(self._group), repeatable=True, near=near, may_be_slow=True)
+    async def _look_at_group(self) -> None:
+        request = Request("GET", wire.group_path(self._group), repeatable=True, near=self._near, may_be_slow=True)
         began = self._clock()
         try:
             answer = await settled(self._transport.call(request, timeout_s=self._group_look_s))
