@@ -286,6 +286,16 @@ def test_an_older_receipt_may_count_after_a_fail_over_that_lost_the_grant(epochs
     it.accepted([receipt(1)], int(8.5 * S), int(8.6 * S))
 
 
+def test_outputs_may_be_there_twice_when_most_clocks_were_ahead_by_a_window() -> None:
+    it = history()
+    it.calls_commit("c", [b"o"], None)
+    stored = {P: (0, {0: b"a", 1: b"o", 2: b"o"}), ("d", 0): (0, {0: b"a", 1: b"a"})}
+    with pytest.raises(Broken, match="^I"):
+        it.stored(stored, dead="d")
+    it.windows_end = True
+    it.stored(stored, dead="d")
+
+
 def test_a_lease_runs_from_the_first_copy_of_its_request() -> None:
     it = history()
     it.grants(P, 0, 1, 0, 7, 4 * S)

@@ -348,6 +348,9 @@ class Faults:
         if machine.life is not None:
             machine.life.process.wall_ms = machine.wall_ms
         self._note("the clock of broker {} is wrong by {} ms", machine.number, machine.wall_ms)
+        machines = self.world.machines.values()
+        if 2 * sum(each.wall_ms >= DAY_MS for each in machines) > len(machines):
+            self.world.checker.history.windows_end = True
         self._later(random.random() * 2, self.retain_at, machine)
 
     def _replace_disk(self, random: Random, step: Step) -> None:
