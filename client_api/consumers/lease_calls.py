@@ -21,10 +21,12 @@ _log = logging.getLogger("portalmq.consumer")
 
 LOOK_TIMEOUT_S = 1.0
 # A broker whose peer stands still answers a look at the group late. The next look may take twice as long, up to the
-# second bound. One for which a receive waits comes after so many times what this one took.
+# second bound. One for which a receive waits takes no longer than the third, and comes after so many times what the
+# one before took in vain.
 GROUP_LOOK_TIMEOUT_S = 0.3
-GROUP_LOOK_TIMEOUT_S_MAX = 1.0
-GROUP_LOOK_PAUSE = 10
+GROUP_LOOK_TIMEOUT_S_MAX = 5.0
+HURRIED_LOOK_TIMEOUT_S_MAX = 1.0
+HURRIED_LOOK_PAUSE = 10
 
 RELEASE_OPTIONS: dict[str, object] = {"unseen": True, "delay_ms": 0}
 
@@ -76,8 +78,8 @@ class LeaseCalls:
         self.timeout_s: float | None = None
         self._group_look_s = GROUP_LOOK_TIMEOUT_S
         self._look_again_at = -math.inf
-        # A partition whose leader is asked, the last one that was named: another broker may stand still for long.
-        self._near: tuple[str, int] | None = None
+        # A partition whose leader is asked about the group: another broker may stand still for long.
+        self.near: tuple[str, int] | None = None
 
     async def settle(
         self, verb: Verb, receipts: list[str], options: dict[str, object], timeout_s: float | None = None
@@ -109,23 +111,22 @@ class LeaseCalls:
         except PortalMQError as error:
             _log.debug("could not return %d messages: %s", len(receipts), error)
 
-    async def group_has_leases(self, near: tuple[str, int] | None = None, *, rarely: bool = False) -> bool | None:
-        """Return whether the group leases messages; None if no broker answers in time, or with `rarely` if none did a
-        moment ago. The leader of `near` is asked first, now and later."""
-        self._near = near or self._near
-        if self.group_leases is None and not (rarely and self._clock() < self._look_again_at):
-            await self._look_at_group()
+    async def group_has_leases(self, *, hurried: bool = False) -> bool | None:
+        """Return whether the group leases messages; None if no broker answers in time, or if `hurried`, for a receive
+        that waits, none did a moment ago."""
+        if self.group_leases is None and not (hurried and self._clock() < self._look_again_at):
+            await self._look_at_group(min(self._group_look_s, HURRIED_LOOK_TIMEOUT_S_MAX if hurried else math.inf))
         return self.group_leases
 
-    async def _look_at_group(self) -> None:
-        request = Request("GET", wire.group_path(self._group), repeatable=True, near=self._near, may_be_slow=True)
+    async def _look_at_group(self, timeout_s: float) -> None:
+        request = Request("GET", wire.group_path(self._group), repeatable=True, near=self.near, may_be_slow=True)
         began = self._clock()
         try:
-            answer = await settled(self._transport.call(request, timeout_s=self._group_look_s))
+            answer = await settled(self._transport.call(request, timeout_s=timeout_s))
             group = decode_answer(answer, wire.GroupDescription)
         except PortalMQError:
             now = self._clock()
-            self._look_again_at = now + GROUP_LOOK_PAUSE * (now - began)
+            self._look_again_at = now + HURRIED_LOOK_PAUSE * (now - began)
             self._group_look_s = min(2 * self._group_look_s, GROUP_LOOK_TIMEOUT_S_MAX)
         else:
             self.group_leases = group.config.delivery != "at_most_once"

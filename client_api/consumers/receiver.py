@@ -239,7 +239,7 @@ class Receiver:
             return False
         if not self._prefetch.runs_ahead(min(AHEAD_S, subscription.visibility_timeout_s / 4)):
             return False
-        if not await self._leases.group_has_leases(self._near):
+        if not await self._leases.group_has_leases():
             self._prefetch.came_ahead(0)
             return False
         return True
@@ -300,6 +300,7 @@ class Receiver:
             return
         places = [(topic.name, partition.partition) for topic in metadata.topics for partition in topic.partitions]
         self._near = system_random.choice(places) if places else None
+        self._leases.ask_near(self._near)
 
 
 async def end_receiving(receiving: ClosingCalls, leases: Leases, last_answer_s: float) -> None:

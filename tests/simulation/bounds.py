@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 from portalmq.broker.core.queue import selection, spans
 
@@ -17,12 +20,15 @@ SMALL: dict[tuple[Any, str], int] = {
     (selection, "OUTSTANDING_MAX"): 12,
     (selection, "SPANS_PER_SELECTION"): 2,
 }
-LARGE = {each: getattr(*each) for each in SMALL}
 
 
-def set_for(seed: int) -> None:
-    """Make some of the bounds small in a third of the seeds; all others are as they are in a broker."""
+@contextmanager
+def of(seed: int) -> Iterator[None]:
+    """Make some of the bounds small for the block, in a third of the seeds."""
     random = Random(f"bounds of {seed}")
     chance = random.choice([0.0, 0.0, 0.5])
-    for each, small in SMALL.items():
-        setattr(*each, small if random.random() < chance else LARGE[each])
+    with ExitStack() as stack:
+        for each, small in SMALL.items():
+            if random.random() < chance:
+                stack.enter_context(patch.object(*each, small))
+        yield

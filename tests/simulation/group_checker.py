@@ -177,8 +177,8 @@ class GroupChecker:
                 self.world.count("redelivery")
 
     def _check_key(self, host: GroupHost, model: QueueModel, offset: int, live: dict[int, Held]) -> None:
-        """No more messages of a key are out at a time than its limit says, and they are the first that are not done; a
-        delayed one takes its place in the order when it is first delivered, or held."""
+        """No more messages of a key are out at a time than its widest limit says, and they are the first that are not
+        done; a delayed one takes its place in the order when it is first delivered, or held."""
         letter, name = self.letters[offset], model.config.name
         width, now_ms = model.config.widest, host.node.now_ms
         is_delayed = model.spot(offset, letter)[0] >= DELAYED
@@ -201,7 +201,8 @@ class GroupChecker:
         self._check_rate(model.config, host, letter.mail.key)
 
     def _check_rate(self, config: QueueGroup, host: GroupHost, key: int) -> None:
-        """In no span of time are more messages of a key delivered than its bucket holds and the span fills."""
+        """In no span of time are more messages of a key delivered than its bucket holds and the span fills, by the
+        fastest limit."""
         if config.fastest is None:
             return
         rate_per_s, burst = config.fastest

@@ -110,8 +110,8 @@ def draw_groups(seed: int) -> GroupOptions | None:
 
 
 def _key_limits(random: Random) -> tuple[KeyLimits, ...]:
-    """A third of the groups by key deliver one message of each at a time, in order, at any rate."""
-    if random.random() < 0.35:
+    """Half of the groups by key deliver one message of each at a time, in order, at any rate."""
+    if random.random() < 0.5:
         return (KeyLimits(),)
     return tuple(
         KeyLimits(

@@ -290,7 +290,7 @@ def test_outputs_may_be_there_twice_when_most_clocks_were_ahead_by_a_window() ->
     it = history()
     it.calls_commit("c", [b"o"], None)
     stored = {P: (0, {0: b"a", 1: b"o", 2: b"o"}), ("d", 0): (0, {0: b"a", 1: b"a"})}
-    with pytest.raises(Broken, match="^I"):
+    with pytest.raises(Broken):
         it.stored(stored, dead="d")
     it.windows_end = True
     it.stored(stored, dead="d")

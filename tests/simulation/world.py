@@ -38,7 +38,7 @@ class World:
         self.options = draw(seed, events, self.random)
         self.tracing = tracing
         self.trace: deque[str] = deque(maxlen=TRACE_LINES_KEPT)
-        bounds.set_for(seed)
+        self._seed = seed
         self.reached: Counter[str] = Counter()
         self.now = 0
         self.events = 0
@@ -200,6 +200,10 @@ class World:
 
     def run(self) -> None:
         """Inject faults for the given number of events; then heal, and check the recovery. Raises Violation."""
+        with bounds.of(self._seed):
+            self._run()
+
+    def _run(self) -> None:
         last, step = self.options.events, self.step
         while self.events < last:
             step()

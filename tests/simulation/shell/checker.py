@@ -30,7 +30,7 @@ from simulation.shell.loop import Process
 from simulation.shell.schedules import TICKS
 
 from portalmq.broker.cluster.replicas import Files
-from portalmq.broker.core.queue.records import Extend, Grant
+from portalmq.broker.core.queue.records import Extend, Grant, Redrive
 from portalmq.broker.partition.action_queue import ActionQueue
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.writer import Entry, Pending
@@ -304,9 +304,13 @@ class Checker:
 
     def recorded(self, partition: Partition, pending: Pending, group: str, record: object) -> None:
         """A leader has folded and appended a record of a group, which may not be on its disk yet."""
+        where = partition.topic, partition.number
+        if isinstance(record, Redrive):
+            for start, end, _ in record.ranges:
+                for offset in range(start, end):
+                    self.history.redrives(where, offset)
         if not isinstance(record, Grant) or record.attempt_id is None or not record.ranges:
             return
-        where = partition.topic, partition.number
         epoch, numbers = partition.delivery[group].attempt_leases[record.attempt_id]
         for (start, end, _), number in zip(record.ranges, numbers, strict=True):
             for offset in range(start, end):

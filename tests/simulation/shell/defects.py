@@ -1,4 +1,5 @@
-"""Defects that the shell once had, put back one at a time: a simulation that does not find them proves nothing.
+"""Defects that the shell once had, or might have, put in one at a time: a simulation that does not find them proves
+nothing.
 
 Each is a change of the product's text. `plant` fails where the text is not there any more.
 """
@@ -14,6 +15,8 @@ from portalmq.broker.cluster import replica_opener, unclean_election
 from portalmq.broker.cluster.clock_agreement import ClockAgreement
 from portalmq.broker.core.fold import SpanFold
 from portalmq.broker.core.queue.delivery import GroupDelivery
+from portalmq.broker.core.queue.key_order import KeyQueues
+from portalmq.broker.core.queue.limits import Allowance
 from portalmq.broker.partition.isr_updates import IsrUpdates
 from portalmq.broker.partition.retention import Retention
 from portalmq.broker.server.adoption import Adoption
@@ -71,6 +74,12 @@ DEFECTS: dict[str, tuple[Edit, ...]] = {
     ),
     "a truncated write-ahead log comes back": (
         Edit(wal, "_sync_truncation", "sync(descriptor)", "pass"),
+    ),
+    "a group has more in flight than its limit": (
+        Edit(Allowance, "messages", "max(0, self._limits.in_flight_max - delivery.in_flight(now_ms))", "UNLIMITED"),
+    ),
+    "a key has more in flight than its limit": (
+        Edit(KeyQueues, "set_limits", "self.width = limits.width", "self.width = limits.width + 2"),
     ),
 }  # fmt: skip
 

@@ -8,6 +8,8 @@ It is given facts with their times, in nanoseconds; `fail(rule, why)` is called 
     I9   once, at the first offset        I16  no answer from a replica that was deposed long ago
     I10, I11  one owner of a partition in a generation, offsets that never fall, no older generation's commit
     locks     fencing tokens rise, no lock is granted while another holds it
+    limits    no more messages of the group, or of a key, are leased than the widest limit that was asked for
+    pause     nothing new is delivered while the group is paused
 """
 
 from __future__ import annotations
@@ -125,7 +127,7 @@ class History:
         self._calls_of: dict[frozenset[str], str] = {}
         self._locks: dict[str, Granted] = {}
         self.windows_end = False  # most clocks were ahead by a dedup window
-        self.redrives = 0  # that brokers began; each may ask a leader twice
+        self._redrives: Counter[tuple[Where, int]] = Counter()  # records that redrive a message, committed or not
         self.limits: Limits | None = None
         self.partitions = 1  # the fewest of the topic
         self._out: dict[Where, set[int]] = {}  # messages whose latest lease may run
@@ -195,12 +197,11 @@ class History:
         if is_new and self.paused_ns is not None and self.paused_ns < message.began_ns:
             self._fail("pause", f"{key} is delivered to {message.attempt} while the group is paused")
         number, epoch = lease_of(message.receipt)
-        if is_new and self.limits is not None:
-            self._check_limits(self.limits, message, epoch)
         held = self._leases.get(key)
         if held is not None and held.epoch == epoch and not held.released:
             before = held.delivered
-            is_other = before.attempt != message.attempt and before.receipt != message.receipt
+            # An answer may come late, when the next lease was told already.
+            is_other = before.attempt != message.attempt and number > held.number
             if is_other and message.got_ns < held.until_ns:
                 self._fail("I12", f"{key} is leased to {message.attempt} while {before.attempt} has it")
             if before.attempt != message.attempt and before.receipt == message.receipt:
@@ -214,8 +215,10 @@ class History:
             lease.until_ns = min(lease.until_ns, held.until_ns)
             lease.least_ns = min(lease.least_ns, held.least_ns)
         lease.released = (*key, epoch, message.deadline_ms) in self._lost_grants
+        if is_new and self.limits is not None and message.got_ns < lease.until_ns:
+            self._check_limits(self.limits, message, epoch)
         self._by_receipt.setdefault(message.receipt, lease)
-        if held is None or held.delivered.receipt != message.receipt:
+        if held is None or (held.epoch, held.number) < (epoch, number):
             self._leases[key] = lease
 
     def _check_limits(self, limits: Limits, message: Delivered, epoch: int) -> None:
@@ -283,6 +286,10 @@ class History:
     def grants(self, where: Where, offset: int, epoch: int, number: int, at: int, now_ns: int) -> None:
         """A leader appends the GRANT of a lease at an offset of its log."""
         self._grants[where, offset, epoch, number] = at, now_ns
+
+    def redrives(self, where: Where, offset: int) -> None:
+        """A leader appends a record that redrives a dead message."""
+        self._redrives[where, offset] += 1
 
     def leads(self, where: Where, epochs: Sequence[tuple[int, int]]) -> None:
         """A leader has committed its EPOCH_START, or is the only replica. Its log has these epochs and first offsets,
@@ -435,10 +442,13 @@ class History:
                     continue
                 self._reads(where, offset, value)
                 found.setdefault(value, []).append((where, offset))
-        often = [value for value, count in copies.items() if count > 1 + 2 * self.redrives]
+        redriven: Counter[bytes] = Counter()
+        for (where, offset), count in self._redrives.items():
+            redriven[self.place(where).values.get(offset, b"")] += count
+        often = [value for value, count in copies.items() if count > 1 + redriven[value]]
         if often and not self.windows_end:
-            redriven = f" after {self.redrives} redrives" if self.redrives else ""
-            self._fail("I13", f"{often[0][:30]!r} is a dead letter {copies[often[0]]} times{redriven}")
+            times = f"{copies[often[0]]} times, after {redriven[often[0]]} redrives"
+            self._fail("I13", f"{often[0][:30]!r} is a dead letter {times}")
         for value, places in found.items():
             sent = self.sent.get(value)
             if sent is None:

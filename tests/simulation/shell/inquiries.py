@@ -48,7 +48,9 @@ class Inquiries:
             self._clients.spawn(self._ask, Random(f"inquiries {seed}"))
             self._clients.spawn(self._pause, Random(f"pauses {seed}"))
         if (limits := self._world.checker.history.limits) is not None:
-            self._clients.spawn(self._limit, limits, Random(f"changes of limits {seed}"))
+            random = Random(f"changes of limits {seed}")
+            if random.random() < 0.5:  # the rule compares with the widest ones
+                self._clients.spawn(self._limit, limits, random)
         if options.grows:
             self._clients.spawn(self._grow, Random(f"growth {seed}"))
         if options.briefs:
@@ -87,7 +89,9 @@ class Inquiries:
             "dead letters that match": lambda broker: broker.dead_letters.redrive(
                 group, TOPIC, ids=None, where=where, rate_per_s=None, dry_run=True
             ),
-            "redrive": lambda broker: self._redrive(broker, matched, rate_per_s),
+            "redrive": lambda broker: broker.dead_letters.redrive(
+                group, TOPIC, ids=None, where=matched, rate_per_s=rate_per_s, dry_run=False
+            ),
             "drop": lambda broker: broker.dead_letters.drop(group, TOPIC, ids=None),
             "scheduled that match": lambda broker: broker.scheduled_messages.change(
                 TOPIC, ScheduleChange(where=where, limit=PAGE, dry_run=True)
@@ -109,10 +113,6 @@ class Inquiries:
         }
         what = random.choice(sorted(questions))
         return what, questions[what], (TOPIC, number)
-
-    def _redrive(self, broker: Any, where: object, rate_per_s: float | None) -> None:
-        self._world.checker.history.redrives += 1
-        broker.dead_letters.redrive(self._group, TOPIC, ids=None, where=where, rate_per_s=rate_per_s, dry_run=False)
 
     def _pause(self, random: Random) -> None:
         """Pause the group and resume it. Between the two answers nothing new is delivered, unless an earlier resume was
@@ -138,6 +138,8 @@ class Inquiries:
     def _limit(self, limits: Limits, random: Random) -> None:
         while not self._clients.stopping:
             self._loop.wait(random.random() * 3)
+            if self._world.reached["adopted"]:
+                return  # this could make the group anew, with other settings
             settings = limits.later(random)
             with contextlib.suppress(Unknown, PortalMQError):
                 self._clients.call(random, lambda broker, settings=settings: broker.put_group(self._group, settings))
