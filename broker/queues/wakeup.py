@@ -23,6 +23,7 @@ from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.long_poll import Waiter
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.queues.ready_messages import ReadyMessages
+from portalmq.broker.storage.errors import Shortage
 from portalmq.wire import GroupConfig
 
 # The longest delay, without waiters, between the end of a lease and its processing: several are processed together.
@@ -149,10 +150,12 @@ class Wakeup:
         if wait_ms is None:
             return
         at_ms = self._clock.now_ms() + wait_ms
-        if self._timer is not None and self._timer_at_ms <= at_ms:
-            return
+        if self._timer is None or self._timer_at_ms > at_ms:
+            self._set_timer(wait_ms)
+
+    def _set_timer(self, wait_ms: int) -> None:
         self._disarm()
-        self._timer_at_ms = at_ms
+        self._timer_at_ms = self._clock.now_ms() + wait_ms
         self._timer = gevent.spawn_later(wait_ms / 1000, self._fire)
 
     def _wait_ms(self, delivery: GroupDelivery) -> int | None:
@@ -187,5 +190,8 @@ class Wakeup:
         self._timer = None
         if self.delivery is None:
             return
-        self.on_timer()
-        self.notify()
+        try:
+            self.on_timer()
+            self.notify()
+        except Shortage:  # a log at rest cannot be opened now: a receive would be told why
+            self._set_timer(LOOK_AGAIN_MS)

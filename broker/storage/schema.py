@@ -7,6 +7,7 @@ byte in the row. DESIGN.md has the reasons for an ordinary rowid table and pages
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -88,3 +89,16 @@ class LogIdentity(msgspec.Struct, frozen=True):
 
     def as_meta(self) -> dict[str, Any]:
         return msgspec.structs.asdict(self)
+
+
+def is_damage(found: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
+    """Return whether the facts of a file differ from the expected ones as by a flipped bit, and not as those of another
+    log do: one has no value, or only one text differs, in one bit."""
+    differing = [(found[name], value) for name, value in expected.items() if found[name] != value]
+    if any(it is None for it, _ in differing):
+        return True
+    (it, value), *more = differing
+    if more or not isinstance(it, str) or not isinstance(value, str):
+        return False
+    one, other = it.encode(), value.encode()
+    return len(one) == len(other) and sum([(a ^ b).bit_count() for a, b in zip(one, other, strict=True)]) == 1

@@ -32,7 +32,14 @@ from portalmq.broker.storage.rows import (
     is_single,
     preset_content_types,
 )
-from portalmq.broker.storage.schema import COMPRESSED_VERSION, PAGE_BYTES, SCHEMA_VERSION, SEGMENT_DDL, LogIdentity
+from portalmq.broker.storage.schema import (
+    COMPRESSED_VERSION,
+    PAGE_BYTES,
+    SCHEMA_VERSION,
+    SEGMENT_DDL,
+    LogIdentity,
+    is_damage,
+)
 from portalmq.broker.storage.segment_reading import ReadableSegment
 from portalmq.broker.storage.wal import (
     BUSY_TIMEOUT_MS,
@@ -255,6 +262,8 @@ class Segment(ReadableSegment):
         expected = {**self.identity.as_meta(), "base_offset": int(self.path.name[:20])}
         found = {key: meta.get(key) for key in expected}
         if found != expected:
+            if is_damage(found, expected):
+                raise CorruptFile(f"{self.path}: its table meta has {found}: rebuild it from a clean replica")
             raise WrongLog(f"{self.path} belongs to {found}, expected {expected}: move it back to its own directory")
         try:
             self.messages_before = self.messages_end = meta["messages_before"]

@@ -251,12 +251,12 @@ def _(original: Any, self: Any, limits: KeyLimits, now_ms: int) -> None:
     original(self, limits._replace(width=limits.width + (limits.width > 1)), now_ms)
 
 
-@mutant("takes no token for a delivery", 107, (KeyRates, "took"))
+@mutant("takes no token for a delivery", 135, (KeyRates, "took"))
 def _(original: Any, self: Any, key: int, now_ms: int) -> None:
     pass
 
 
-@mutant("fills the buckets of keys at each receive", 107, (KeyRates, "tokens"))
+@mutant("fills the buckets of keys at each receive", 135, (KeyRates, "tokens"))
 def _(original: Any, self: Any, key: int, now_ms: int) -> int:
     self._full_at_ms.clear()
     return int(original(self, key, now_ms))

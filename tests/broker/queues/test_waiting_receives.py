@@ -10,7 +10,10 @@ from support.domain import FakePeer, Fixture, records, running
 
 from portalmq import wire
 from portalmq.broker.messages.produce import ProduceRequest
+from portalmq.broker.queues import wakeup
 from portalmq.broker.queues.settle import SettleRequest
+from portalmq.broker.queues.wakeup import Wakeup
+from portalmq.broker.storage.errors import DiskFull
 from portalmq.errors import Backpressure
 
 
@@ -127,6 +130,25 @@ def test_a_lease_that_ends_wakes_a_sleeper(fixture):
     assert not waiter.ready()
     fixture.clock.advance(50)
     assert texts(waiter.get(timeout=50)) == ["a"]
+
+
+def test_a_wakeup_is_tried_again_when_the_disk_is_full(fixture, monkeypatch):
+    """Found by the simulated shell: the log was at rest, and could not be opened to look for due messages."""
+    send(fixture, "a")
+    receive(fixture, visibility_timeout_ms=50)
+    waiter = park(fixture)
+    notify, faults = Wakeup.notify, [DiskFull("no room")]
+
+    def refused_once(self: Wakeup) -> None:
+        if faults:
+            raise faults.pop()
+        notify(self)
+
+    monkeypatch.setattr(Wakeup, "notify", refused_once)
+    monkeypatch.setattr(wakeup, "LOOK_AGAIN_MS", 10)
+    fixture.clock.advance(50)
+    assert texts(waiter.get(timeout=50)) == ["a"]
+    assert not faults
 
 
 def test_a_wait_that_ends_gives_an_empty_list(fixture):

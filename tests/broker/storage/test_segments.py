@@ -13,6 +13,7 @@ from support.log_files import Writer, everything, numbered, open_log, reading_fr
 
 from portalmq.broker.storage.batch import BatchKind, Record
 from portalmq.broker.storage.errors import CorruptFile, DiskFull, OffsetPurged, StorageFault, faults_of
+from portalmq.broker.storage.schema import LogIdentity
 
 
 def file_of(directory, base_offset):
@@ -33,6 +34,18 @@ def test_a_segment_that_lacks_a_fact_about_itself_is_damaged(tmp_path, name):
     connection.close()
     with pytest.raises(CorruptFile, match=f"has no '{name}'"):
         open_log(tmp_path)
+
+
+@pytest.mark.parametrize("change", ["key = 'topic_if'", "value = 'c' || substr(value, 2)"])
+def test_a_segment_whose_identity_has_a_flipped_bit_is_damaged(tmp_path, change):
+    """Found by `make simulate-shell SEED=1917`, where it ended the broker at each start."""
+    identity = LogIdentity("cluster", "t", "a" * 32, 0)
+    open_log(tmp_path, identity=identity).close()
+    connection = apsw.Connection(str(file_of(tmp_path, 0)))
+    connection.execute(f"UPDATE meta SET {change} WHERE key = 'topic_id'")
+    connection.close()
+    with pytest.raises(CorruptFile, match="rebuild it from a clean replica"):
+        open_log(tmp_path, identity=identity)
 
 
 @pytest.mark.parametrize("version", [0, -1, "x"])

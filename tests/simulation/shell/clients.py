@@ -103,16 +103,14 @@ class Clients:
             raise Unknown(str(fault)) from None
         return result
 
-    def patiently(
-        self, random: Random, work: Callable[[Any], Any], on_unknown: Callable[[], None] = lambda: None
-    ) -> Any:
-        """Repeat a call until it is answered with a result, or with a refusal that a repeat does not help. One that is
-        not answered may be carried out at any later time: that is told to `on_unknown`."""
+    def patiently(self, random: Random, work: Callable[[Any], Any]) -> Any:
+        """Repeat a call until it is answered with a result, or with a refusal that a repeat does not help. Copies of it
+        may be carried out at any later time."""
         while True:
             try:
                 return self.call(random, work)
             except Unknown:
-                on_unknown()
+                pass
             except PortalMQError as error:
                 if not error.retryable:
                     raise

@@ -115,23 +115,28 @@ class Inquiries:
         return what, questions[what], (TOPIC, number)
 
     def _pause(self, random: Random) -> None:
-        """Pause the group and resume it. Between the two answers nothing new is delivered, unless an earlier resume was
-        not answered: it may arrive then."""
+        """Pause the group and resume it. Between the two nothing new is delivered, unless a broker carries out a copy
+        of an earlier resume: one without an answer, or one that the network made."""
         history, group = self._world.checker.history, self._group
-        unanswered: list[int] = []
+        resumes = [0, 0]  # that have begun, and ended
+
+        def resume(broker: Any) -> None:
+            resumes[0] += 1
+            history.paused_ns = None
+            try:
+                broker.group_admin.pause(group, paused=False)
+            finally:
+                resumes[1] += 1
+
         while not self._clients.stopping:
             self._loop.wait(random.random() * 3)
             try:
+                before = resumes[1]
                 self._clients.patiently(random, lambda broker: broker.group_admin.pause(group, paused=True))
-                history.paused_ns = None if unanswered else self._loop.now_ns
+                history.paused_ns = self._loop.now_ns if resumes == [before, before] else None
                 self._world.reached["paused"] += 1
                 self._loop.wait(random.random())
-                history.paused_ns = None
-                self._clients.patiently(
-                    random,
-                    lambda broker: broker.group_admin.pause(group, paused=False),
-                    lambda: unanswered.append(self._loop.now_ns),
-                )
+                self._clients.patiently(random, resume)
             except GroupNotFound:
                 continue  # it was only in the control plane, which was lost
 
