@@ -150,7 +150,7 @@ def _(original: Any, *arguments: Any, due_by_ms: int, **named: Any) -> Any:
     return original(*arguments, due_by_ms=due_by_ms + 100, **named)
 
 
-@mutant("passes a time of which not all is readable", 51, (GroupHost, "readable_by_ms"))
+@mutant("passes a time of which not all is readable", 307, (GroupHost, "readable_by_ms"))
 def _(original: Any, self: Any) -> int:
     return NEVER_MS
 
@@ -344,11 +344,11 @@ def _(original: Any, self: Any, record: Any, offset: int) -> None:
         self.generation = generation
 
 
-@mutant("takes a commit from wherever it begins", 207, (StreamOffsets, "check_begin"))
+@mutant("takes a commit from wherever it begins", 575, (StreamOffsets, "check_begin"))
 def _(original: Any, self: Any, *more: Any) -> None:
     pass
 
 
-@mutant("seeks in the generation of the claims after it", 563, (GroupCoordinator, "_seek"))
+@mutant("seeks in the generation of the claims after it", 107, (GroupCoordinator, "_seek"))
 def _(original: Any, self: Any, of: Any, seeking: Any, generation: int) -> None:
     original(self, of, seeking, generation + 1)

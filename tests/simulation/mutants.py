@@ -411,7 +411,7 @@ def _(original: Any, held: PartitionState, live: Any) -> bool:
     return False
 
 
-@mutant("gives the number of a lost lease once more", 535, (GroupsFold, "go_on_after"), has_groups=True)
+@mutant("gives the number of a lost lease once more", 739, (GroupsFold, "go_on_after"), has_groups=True)
 def _(original: Any, self: GroupsFold, before: GroupsFold) -> None:
     pass
 

@@ -151,6 +151,8 @@ class QueueGroups:
             return
         choice = self._chosen(group, max_messages)
         if not choice.delivered:
+            if choice.gone or choice.held:
+                self._grant(group, choice, now_ms)  # as GroupReceiver: others may be in turn behind them
             back([])
             return
         deadline_ms = now_ms + visibility_ms
