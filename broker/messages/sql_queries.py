@@ -58,7 +58,7 @@ class SqlQueries:
     ) -> SqlRows:
         """Return at most `limit` rows. `make_room` is called with the size of the answer, and may refuse it. Raises
         InvalidRequest for anything but one SELECT, QueryLimit for one that takes too long or too much memory,
-        Backpressure while others run, Unavailable when `peer`, the client, is gone."""
+        Backpressure while others run, Unavailable when `peer`, the client, is gone, or a file cannot be read now."""
         if not self._slots.acquire(blocking=False):
             raise Backpressure(f"{QUERIES_MAX} queries run already: repeat in a moment", retry_after_s=1)
         try:
@@ -72,6 +72,8 @@ class SqlQueries:
         except msgspec.DecodeError:
             # It was killed: by its own limit of processor time or of addresses, or by the system for want of memory.
             raise QueryLimit("the query takes too much time or memory: name a topic and a partition") from None
+        if answer.refused == "unreadable":
+            raise Unavailable(answer.detail, retry_after_s=1)
         if answer.refused:
             raise (QueryLimit if answer.refused == "limit" else InvalidRequest)(answer.detail)
         return answer

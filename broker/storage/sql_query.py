@@ -54,7 +54,8 @@ class SqlOrder(msgspec.Struct):
 
 
 class SqlAnswer(msgspec.Struct, omit_defaults=True):
-    """`refused` is why there is no result: `invalid`, or `limit` for one that would be too expensive."""
+    """`refused` is why there is no result: `invalid`, `limit` for one that would be too expensive, or `unreadable` when
+    a file cannot be read now."""
 
     columns: list[str] = []
     rows: list[list[Any]] = []
@@ -359,6 +360,8 @@ def run(request: SqlOrder) -> SqlAnswer:
         return SqlAnswer(refused="limit", detail=f"{detail}: name a topic and a partition, and a range of offsets")
     except apsw.AuthError:
         return SqlAnswer(refused="invalid", detail="only one SELECT over messages, batches and group_records is run")
+    except (apsw.FullError, apsw.IOError, apsw.CantOpenError, apsw.BusyError) as fault:
+        return SqlAnswer(refused="unreadable", detail=f"a file cannot be read now: {fault}")
     except (apsw.Error, ValueError, OverflowError) as fault:
         return SqlAnswer(refused="invalid", detail=str(fault).removeprefix("SQLError: "))
 

@@ -139,6 +139,15 @@ def test_one_that_dies_is_a_query_that_takes_too_much(fixture: Fixture, monkeypa
         rows(fixture, "SELECT 1")
 
 
+def test_a_file_that_cannot_be_read_now_is_tried_again_later(
+    fixture: Fixture, instead: Callable[[str], list[int]]
+) -> None:
+    instead("""print('{"refused": "unreadable", "detail": "no space left"}')""")
+    with pytest.raises(Unavailable, match="no space left") as caught:
+        rows(fixture, "SELECT 1")
+    assert caught.value.retryable
+
+
 def test_few_run_at_a_time(fixture: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
     queries = fixture.broker.sql_queries
     for _ in range(sql_queries.QUERIES_MAX):

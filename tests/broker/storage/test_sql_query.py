@@ -7,10 +7,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import apsw
 import msgspec
 import pytest
 from support.log_files import Writer, open_log
 
+from portalmq.broker.storage import sql_query
 from portalmq.broker.storage.batch import BatchKind, Record
 from portalmq.broker.storage.schema import LogIdentity
 from portalmq.broker.storage.sql_query import PartitionFiles, SqlAnswer, SqlOrder, run
@@ -210,3 +212,16 @@ def test_a_row_that_is_too_large_is_refused(ask: Ask) -> None:
         ask(f"WITH t AS MATERIALIZED (SELECT printf('%.*c', 1000000, 'x') AS x) SELECT {wide} FROM t").refused
         == "limit"
     )
+
+
+def test_a_file_that_cannot_be_read_now_is_no_fault_of_the_query(
+    partitions: list[PartitionFiles], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by `make simulate-shell SEED=2881`, on a full disk."""
+
+    def full(path: Path) -> None:
+        raise apsw.FullError("no space left")
+
+    monkeypatch.setattr(sql_query, "_reading", full)
+    answer = run(SqlOrder("SELECT count(*) FROM messages", 1, 60_000, partitions))
+    assert (answer.refused, answer.detail) == ("unreadable", "a file cannot be read now: no space left")

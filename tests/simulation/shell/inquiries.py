@@ -193,6 +193,8 @@ def select(broker: Any, random: Random, offset: int) -> None:
     )
     asked = SqlOrder(query, random.choice((1, PAGE)), 1_000, broker.sql_queries._partitions())
     answer = run(asked)
+    if answer.refused == "unreadable":
+        return  # the disk is full, and a log at rest has no room for what SQLite shares between its readers
     if answer.refused != ("invalid" if query in ("", "DELETE FROM messages") else ""):
         raise AssertionError(f"{query!r}: {answer.refused} {answer.detail}")
 
