@@ -194,4 +194,5 @@ class Wakeup:
             self.on_timer()
             self.notify()
         except Shortage:  # a log at rest cannot be opened now: a receive would be told why
-            self._set_timer(LOOK_AGAIN_MS)
+            if not self.closed:
+                self._set_timer(LOOK_AGAIN_MS)

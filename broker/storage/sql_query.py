@@ -302,6 +302,8 @@ def _reading(path: Path) -> Iterator[Any]:
     try:
         connection = apsw.Connection(uri, flags=apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI)
     except apsw.CantOpenError:
+        if path.exists():
+            raise
         yield None
         return
     try:

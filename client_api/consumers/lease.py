@@ -194,8 +194,8 @@ class Leases:
         self._calls.near = place
 
     async def group_has_leases(self) -> bool | None:
-        """Return what LeaseCalls.group_has_leases returns, for a receive that waits for it."""
-        return await self._calls.group_has_leases(hurried=True)
+        """Return what LeaseCalls.group_has_leases returns, for a receive that may go without."""
+        return await self._calls.group_has_leases(hurried=True, rarely=True)
 
     async def begin_receive(self) -> bool:
         """Note that this thread begins a receive. Follow it by `take_ahead` and `take_acks`, or by `receive_failed`.
@@ -459,7 +459,7 @@ class Leases:
 
     async def renew_waiting(self) -> None:
         """Extend the leases of messages that may have been leased long ago, before they are handed out."""
-        if await self.group_has_leases():
+        if await self._calls.group_has_leases(hurried=True):
             try:
                 await self._keep_waiting(self._clock())
             except PortalMQError as error:

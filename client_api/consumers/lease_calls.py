@@ -21,8 +21,8 @@ _log = logging.getLogger("portalmq.consumer")
 
 LOOK_TIMEOUT_S = 1.0
 # A broker whose peer stands still answers a look at the group late. The next look may take twice as long, up to the
-# second bound. One for which a receive waits takes no longer than the third, and comes after so many times what the
-# one before took in vain.
+# second bound. One for which a receive waits takes no longer than the third; one that only decides whether to fetch
+# ahead comes after so many times what the one before took in vain.
 GROUP_LOOK_TIMEOUT_S = 0.3
 GROUP_LOOK_TIMEOUT_S_MAX = 5.0
 HURRIED_LOOK_TIMEOUT_S_MAX = 1.0
@@ -111,10 +111,10 @@ class LeaseCalls:
         except PortalMQError as error:
             _log.debug("could not return %d messages: %s", len(receipts), error)
 
-    async def group_has_leases(self, *, hurried: bool = False) -> bool | None:
-        """Return whether the group leases messages; None if no broker answers in time, or if `hurried`, for a receive
-        that waits, none did a moment ago."""
-        if self.group_leases is None and not (hurried and self._clock() < self._look_again_at):
+    async def group_has_leases(self, *, hurried: bool = False, rarely: bool = False) -> bool | None:
+        """Return whether the group leases messages; None if no broker answers in time, or with `rarely` if none did a
+        moment ago. `hurried`: a receive waits for it."""
+        if self.group_leases is None and not (rarely and self._clock() < self._look_again_at):
             await self._look_at_group(min(self._group_look_s, HURRIED_LOOK_TIMEOUT_S_MAX if hurried else math.inf))
         return self.group_leases
 
@@ -126,7 +126,7 @@ class LeaseCalls:
             group = decode_answer(answer, wire.GroupDescription)
         except PortalMQError:
             now = self._clock()
-            self._look_again_at = now + HURRIED_LOOK_PAUSE * (now - began)
+            self._look_again_at = now + HURRIED_LOOK_PAUSE * min(now - began, HURRIED_LOOK_TIMEOUT_S_MAX)
             self._group_look_s = min(2 * self._group_look_s, GROUP_LOOK_TIMEOUT_S_MAX)
         else:
             self.group_leases = group.config.delivery != "at_most_once"

@@ -225,3 +225,20 @@ def test_a_file_that_cannot_be_read_now_is_no_fault_of_the_query(
     monkeypatch.setattr(sql_query, "_reading", full)
     answer = run(SqlOrder("SELECT count(*) FROM messages", 1, 60_000, partitions))
     assert (answer.refused, answer.detail) == ("unreadable", "a file cannot be read now: no space left")
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_only_a_file_that_is_gone_is_left_out(
+    partitions: list[PartitionFiles], monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    connection = apsw.Connection
+
+    def refused(name: str, **more: int) -> apsw.Connection:
+        if name == ":memory:":
+            return connection(name, **more)
+        raise apsw.CantOpenError("too many open files")
+
+    monkeypatch.setattr(apsw, "Connection", refused)
+    monkeypatch.setattr(Path, "exists", lambda path: is_there)
+    answer = run(SqlOrder("SELECT count(*) FROM messages", 1, 60_000, partitions))
+    assert (answer.refused, answer.rows) == (("unreadable", []) if is_there else ("", [[0]]))

@@ -172,7 +172,7 @@ def test_looks_at_the_group_take_little_time_from_receives(cluster: PausedCluste
     cluster.now, looked_s, longest_s = 0.0, 0.0, 0.0
     while cluster.now < 30.0:
         began = cluster.now
-        assert finish(calls.group_has_leases(hurried=True)) is None, "the broker that is asked first stands still"
+        assert finish(calls.group_has_leases(hurried=True, rarely=True)) is None, "it stands still"
         longest_s = max(longest_s, cluster.now - began)
         looked_s += cluster.now - began
         assert transport.leader_of(("t", 0)) is not None, "no other call leaves the broker for that"
@@ -192,6 +192,11 @@ def test_a_look_at_the_group_that_no_receive_waits_for_takes_its_time(cluster: P
         assert finish(calls.group_has_leases()) is None
         took_s.append(cluster.now - began)
     assert took_s == pytest.approx([0.3, 0.6, 1.2, 2.4, 4.8, GROUP_LOOK_TIMEOUT_S_MAX], rel=0.1)
+    for pause_s, looks in ((0.0, False), (HURRIED_LOOK_PAUSE * HURRIED_LOOK_TIMEOUT_S_MAX, True)):
+        cluster.wait(pause_s)
+        began = cluster.now
+        finish(calls.group_has_leases(hurried=True, rarely=True))
+        assert (cluster.now > began) is looks
 
 
 @pytest.mark.parametrize("hurried", [True, False])
