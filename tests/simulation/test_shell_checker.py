@@ -32,8 +32,8 @@ def fail(rule: str, why: str, cause: object = None) -> None:
     raise Broken(rule)
 
 
-def receipt(epoch: int, number: int = 0) -> str:
-    head = bytes(22) + number.to_bytes(4) + epoch.to_bytes(4) + number.to_bytes(15)
+def receipt(epoch: int, number: int = 0, count: int = 0) -> str:
+    head = bytes(18) + count.to_bytes(4) + number.to_bytes(4) + epoch.to_bytes(4) + number.to_bytes(15)
     return urlsafe_b64encode(head + bytes(3)).decode()
 
 
@@ -301,6 +301,14 @@ def test_a_lease_runs_from_the_first_copy_of_its_request() -> None:
     it.grants(P, 0, 1, 0, 7, 4 * S)
     it.delivered(got(5))
     it.delivered(got(6.1, attempt="y", number=1))
+
+
+def test_two_receipts_of_one_lease_release_it() -> None:
+    it = history()
+    it.delivered(got(5))
+    it.delivered(got(5.2)._replace(receipt=receipt(1, count=3)))
+    it.releases([receipt(1, count=3)])
+    it.delivered(got(6, attempt="y", number=1))
 
 
 def test_any_receipt_of_a_purged_message_may_count() -> None:

@@ -217,7 +217,9 @@ class History:
         lease.released = (*key, epoch, message.deadline_ms) in self._lost_grants
         if is_new and self.limits is not None and message.got_ns < lease.until_ns:
             self._check_limits(self.limits, message, epoch)
-        self._by_receipt.setdefault(message.receipt, lease)
+        # A repeat of a receive has other receipts for the same leases when its messages don't end together any more.
+        told = held if held is not None and (held.epoch, held.number) == (epoch, number) else lease
+        self._by_receipt.setdefault(message.receipt, told)
         if held is None or (held.epoch, held.number) < (epoch, number):
             self._leases[key] = lease
 
