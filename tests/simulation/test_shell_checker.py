@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from simulation.shell.checker import Checker, Known
 from simulation.shell.defects import DEFECTS, changed
+from simulation.shell.history import DEDUP_WINDOW_MS as DAY_MS
 from simulation.shell.history import Delivered, Granted, History
 from simulation.shell.limits import Limits
 from simulation.shell.loop import Process
@@ -286,13 +287,17 @@ def test_an_older_receipt_may_count_after_a_fail_over_that_lost_the_grant(epochs
     it.accepted([receipt(1)], int(8.5 * S), int(8.6 * S))
 
 
-def test_outputs_may_be_there_twice_when_most_clocks_were_ahead_by_a_window() -> None:
+@pytest.mark.parametrize("behind", [False, True])
+def test_outputs_may_be_there_twice_when_most_clocks_were_set_ahead_by_a_window(behind: bool) -> None:
     it = history()
     it.calls_commit("c", [b"o"], None)
     stored = {P: (0, {0: b"a", 1: b"o", 2: b"o"}), ("d", 0): (0, {0: b"a", 1: b"a"})}
     with pytest.raises(Broken):
         it.stored(stored, dead="d")
-    it.windows_end = True
+    it.set_clocks([-DAY_MS if behind else 0, 0, -DAY_MS if behind else DAY_MS])
+    with pytest.raises(Broken):
+        it.stored(stored, dead="d")
+    it.set_clocks([0 if behind else DAY_MS, 0, DAY_MS])
     it.stored(stored, dead="d")
 
 

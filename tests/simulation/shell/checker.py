@@ -36,7 +36,6 @@ from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.writer import Entry, Pending
 from portalmq.broker.storage.batch import Batch, BatchKind
 from portalmq.broker.storage.epochs import GET, EpochFile
-from portalmq.broker.storage.errors import StorageError
 from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.state import StateFile
 from portalmq.broker.storage.wal import connect_final
@@ -351,7 +350,7 @@ class Checker:
         self.may_be_cut(machine, key, to)
 
     def may_be_cut(self, machine: int, key: Key, to: int) -> None:
-        """A log was cut, or that failed: a commit that had no room for its fsync may be found after a restart."""
+        """A log is about to be cut. That may fail or break off, and be found done after a restart."""
         held = self.known(key).of(machine)
         held.end = min(held.end, to)
 
@@ -532,16 +531,13 @@ def observe(checker: Checker) -> None:
     world = checker.world
 
     def after(
-        owner: Any, name: str, show: Callable[..., object], failed: Callable[..., object] = lambda *_: None
+        owner: Any, name: str, show: Callable[..., object], before: Callable[..., object] = lambda *_: None
     ) -> None:
         original = _ORIGINALS.setdefault((owner, name), getattr(owner, name))
 
         def call(self: Any, *values: Any, **named: Any) -> Any:
-            try:
-                result = original(self, *values, **named)
-            except StorageError:
-                failed(world.loop.current, self, *values)
-                raise
+            before(world.loop.current, self, *values)
+            result = original(self, *values, **named)
             if not world.loop.current.dead:
                 show(world.loop.current, self, result, *values)
             return result

@@ -344,13 +344,9 @@ class Faults:
 
     def _clock(self, random: Random, step: Step) -> None:
         machine = self._leader(random) if random.random() < 0.7 else self._any(random)
-        machine.wall_ms = random.choice((-1, 1, 1)) * random.choice((5_000, 3_600_000, DAY_MS, 8 * DAY_MS, 8 * DAY_MS))
-        if machine.life is not None:
-            machine.life.process.wall_ms = machine.wall_ms
+        ahead = random.choice((-1, 1, 1))
+        machine.set_clock(ahead * random.choice((5_000, 3_600_000, DAY_MS, 8 * DAY_MS, 8 * DAY_MS)))
         self._note("the clock of broker {} is wrong by {} ms", machine.number, machine.wall_ms)
-        machines = self.world.machines.values()
-        if 2 * sum(each.wall_ms >= DAY_MS for each in machines) > len(machines):
-            self.world.checker.history.windows_end = True
         self._later(random.random() * 2, self.retain_at, machine)
 
     def _replace_disk(self, random: Random, step: Step) -> None:
@@ -484,13 +480,12 @@ class Faults:
         world.zookeeper.heal()
         for machine in world.machines.values():
             machine.ios_to_crash = None
-            machine.wall_ms = 0
+            machine.set_clock(0)
             self._fast(machine)
             self._make_room(machine)
             if machine.life is None:
                 self._later(0.5, machine.start)
                 continue
-            machine.life.process.wall_ms = 0
             machine.life.disk.fsyncs_to_fail = 0
             self._resume(machine.life)
 

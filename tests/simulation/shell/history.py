@@ -25,6 +25,7 @@ from simulation.shell.limits import Limits
 
 _LEASE = Struct(">II")
 _LEASE_AT = 22
+DEDUP_WINDOW_MS = 86_400_000  # of every topic
 # A deadline is in whole milliseconds, that of a GRANT and that of an EXTEND: the leader's clock leaves out the rest.
 DEADLINE_NS = 1_000_000
 
@@ -126,7 +127,8 @@ class History:
         self._grants: dict[tuple[Where, int, int, int], tuple[int, int]] = {}
         self._calls_of: dict[frozenset[str], str] = {}
         self._locks: dict[str, Granted] = {}
-        self.windows_end = False  # most clocks were ahead by a dedup window
+        self.windows_end = False  # most clocks were set ahead by a dedup window
+        self._clocks_ms = 0  # how wrong most clocks were at least
         self._redrives: Counter[tuple[Where, int]] = Counter()  # records that redrive a message, committed or not
         self.limits: Limits | None = None
         self.partitions = 1  # the fewest of the topic
@@ -288,6 +290,12 @@ class History:
     def grants(self, where: Where, offset: int, epoch: int, number: int, at: int, now_ns: int) -> None:
         """A leader appends the GRANT of a lease at an offset of its log."""
         self._grants[where, offset, epoch, number] = at, now_ns
+
+    def set_clocks(self, wrong_ms: Iterable[int]) -> None:
+        """A clock was set. So much is each of them wrong now."""
+        each_ms = sorted(wrong_ms)
+        self._clocks_ms = min(self._clocks_ms, each_ms[len(each_ms) // 2])
+        self.windows_end |= each_ms[(len(each_ms) - 1) // 2] - self._clocks_ms >= DEDUP_WINDOW_MS
 
     def redrives(self, where: Where, offset: int) -> None:
         """A leader appends a record that redrives a dead message."""

@@ -259,6 +259,12 @@ class Machine:
         self.incarnation = 0
         self.is_claimed = False
 
+    def set_clock(self, wrong_ms: int) -> None:
+        self.wall_ms = wrong_ms
+        if self.life is not None:
+            self.life.process.wall_ms = wrong_ms
+        self.world.checker.history.set_clocks(each.wall_ms for each in self.world.machines.values())
+
     def end(self, *, again_s: float | None, power: Random | None = None) -> None:
         """End the broker at once: nothing of it runs any more. Start the next one after a while."""
         life, loop = self.life, self.world.loop

@@ -33,7 +33,7 @@ def adopt(world: World, random: Random, damaged: Collection[int], key: Key | Non
     power = random if random.random() < 0.5 else None
     for machine in world.machines.values():
         machine.end(again_s=0.5, power=power)
-        machine.wall_ms = 0
+        machine.set_clock(0)
     world.is_adopting = True
     world.zookeeper.lose_everything()
     for known in world.checker.partitions.values():
