@@ -208,13 +208,13 @@ class FollowerReplication:
         done: Callable[[Recovered], None],
     ) -> None:
         partition = self._partition
-        while True:
+        while not partition.closed:
             found = attempt(partition.host.pool, change, partition.log, partition.state_file, *arguments)
-            if partition.closed:
-                return
             if not isinstance(found, Shortage):
                 break
             gevent.sleep(PAUSE_S)
+        if partition.closed:
+            return
         if isinstance(found, CorruptBatch | CorruptFile | ValueError):
             partition.report_damage(str(found))
         elif isinstance(found, Exception):

@@ -3,6 +3,7 @@
 python -m simulation.run --seed 17             one seed, its options, its trace
 python -m simulation.run --seeds 500           seeds 0 to 499
 python -m simulation.run --seeds 500 --first 1000
+python -m simulation.run --seeds 500 --coverage  keep which branches they reach (needs `coverage`)
 python -m simulation.run --seeds 500 --ledger  the next 500 of the ledger, which gets a line
 """
 
@@ -15,6 +16,8 @@ import time
 import traceback
 from collections import Counter
 from multiprocessing import Pool
+
+from simulation import reach  # isort: skip
 
 from simulation.options import FAULTS
 from simulation.world import EVENTS, World
@@ -79,6 +82,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--lines", type=int, help="of the trace, from its end (default: all)")
     parser.add_argument("--go-on", action="store_true", help="after a failing seed")
+    parser.add_argument("--coverage", action="store_true", help="in one process; the shell's --coverage reports it")
     arguments = parser.parse_args()
     if arguments.seed is not None:
         return 0 if replay(arguments.seed, arguments.events, arguments.lines) else 1
@@ -88,7 +92,7 @@ def main() -> int:
     run = ledger.Run("core", arguments.first, writes=arguments.ledger)
     jobs = ((run.first + number, arguments.events) for number in range(arguments.seeds))
     with run, Pool(arguments.processes) as pool:
-        for seed, failure, found in pool.imap_unordered(_run, jobs, chunksize=5):
+        for seed, failure, found in map(_run, jobs) if arguments.coverage else pool.imap_unordered(_run, jobs, 5):
             reached += found
             run.add(seed, counted(found), failed=failure is not None)
             if failure is not None:
@@ -97,6 +101,7 @@ def main() -> int:
                 if not (arguments.go_on or arguments.ledger):
                     pool.terminate()
                     break
+    reach.keep()
     if failed and not arguments.go_on:
         replay(failed[0], arguments.events, LAST_LINES)
     print(", ".join(f"{what} {count}" for what, count in sorted(reached.items())))

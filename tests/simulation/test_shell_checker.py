@@ -188,7 +188,11 @@ def outlived_renewal(it: History) -> None:
 
 
 def dead_twice(it: History) -> None:
-    it.stored({P: (0, {0: b"a"}), ("d", 0): (0, {0: b"a", 1: b"a"})}, dead="d")
+    it.stored({P: (0, {0: b"a"})}, [(P, 0, b"a"), (P, 0, b"a")])
+
+
+def another_letter(it: History) -> None:
+    it.stored({P: (0, {0: b"a"})}, [(P, 0, b"b")])
 
 
 def limited(in_flight: int | None, per_key: int | None) -> History:
@@ -225,6 +229,7 @@ BAD: dict[str, tuple[str, Callable[[History], None]]] = {
     "nobody sent it": ("I13", lambda it: stored(it, {0: b"a", 1: b"phantom"})),
     "half of a commit": ("I13", half_a_commit),
     "a dead letter twice": ("I13", dead_twice),
+    "a dead letter of another value": ("I2", another_letter),
     "a refused message is there": ("I15", refused_value),
     "a refused commit is there": ("I15", refused_commit),
     "a refused commit is accepted": ("I15", refused_and_accepted),
@@ -272,7 +277,7 @@ def test_a_good_history_is_let_be() -> None:
     it.found_committed(P, 5, 4 * S)
     it.locked("l", Granted("a", 5, 0, S, S))
     it.locked("l", Granted("b", 6, 3 * S, 4 * S, S))
-    it.stored({P: (0, {0: b"a", 1: b"o", 2: b"p"}), ("d", 0): (0, {0: b"a"})}, dead="d")
+    it.stored({P: (0, {0: b"a", 1: b"o", 2: b"p"})}, [(P, 0, b"a"), (P, 2, b"p")])
 
 
 @pytest.mark.parametrize("epochs", [[(1, 0), (2, 7)], [(1, 0), (2, 3), (4, 9)]])
@@ -291,14 +296,14 @@ def test_an_older_receipt_may_count_after_a_fail_over_that_lost_the_grant(epochs
 def test_outputs_may_be_there_twice_when_most_clocks_were_set_ahead_by_a_window(behind: bool) -> None:
     it = history()
     it.calls_commit("c", [b"o"], None)
-    stored = {P: (0, {0: b"a", 1: b"o", 2: b"o"}), ("d", 0): (0, {0: b"a", 1: b"a"})}
+    stored = {P: (0, {0: b"a", 1: b"o", 2: b"o"})}, [(P, 0, b"a"), (P, 0, b"a")]
     with pytest.raises(Broken):
-        it.stored(stored, dead="d")
+        it.stored(*stored)
     it.set_clocks([-DAY_MS if behind else 0, 0, -DAY_MS if behind else DAY_MS])
     with pytest.raises(Broken):
-        it.stored(stored, dead="d")
+        it.stored(*stored)
     it.set_clocks([0 if behind else DAY_MS, 0, DAY_MS])
-    it.stored(stored, dead="d")
+    it.stored(*stored)
 
 
 def test_a_lease_runs_from_the_first_copy_of_its_request() -> None:

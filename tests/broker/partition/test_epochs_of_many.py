@@ -4,11 +4,13 @@ alone before its first record."""
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import gevent
 from support.replicas import TOPIC_ID, eventually, replicas, send, values
 
-from portalmq.broker.partition.action_queue import EpochWriter
+from portalmq.broker.core.replica.events import RememberEpoch, Truncate
+from portalmq.broker.partition.action_queue import ActionQueue, EpochWriter
 from portalmq.broker.partition.native import NativeThreads
 from portalmq.broker.storage.epochs import EpochFile, Key
 from portalmq.broker.storage.errors import DiskFull
@@ -105,6 +107,23 @@ def test_a_replica_alone_does_not_serve_before_its_epoch_is_on_disk(tmp_path, mo
             assert partition.replica.leading
             assert not partition.serves
         eventually(lambda: partition.serves)
+
+
+def test_a_replica_that_is_closed_before_its_epoch_is_on_disk_does_nothing_more(tmp_path, monkeypatch):
+    """It could forget the epoch, and another replica of the partition may be open in its place."""
+    monkeypatch.setattr("portalmq.broker.partition.action_queue.REMEMBER_AGAIN_S", 0)
+    performed = list[object]()
+
+    def full(key: Key, epoch: int) -> DiskFull:
+        replica.closed = True
+        return DiskFull("no room")
+
+    replica, epochs = SimpleNamespace(closed=False, topic_id=TOPIC_ID, number=0), SimpleNamespace(save=full)
+    queue = ActionQueue(replica, epochs, performed.append, lambda: performed.append("serves"))
+    queue.performing, queue.remembering, queue._actions = True, RememberEpoch(2), [Truncate(3)]
+    queue._remember(queue.remembering)
+    queue.add([Truncate(2)])
+    assert not performed
 
 
 def test_a_replica_alone_that_was_killed_begins_its_epoch_at_once(tmp_path):

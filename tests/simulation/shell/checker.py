@@ -25,7 +25,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from simulation.shell.history import History
+from simulation.shell.history import History, Where
 from simulation.shell.loop import Process
 from simulation.shell.schedules import TICKS
 
@@ -34,6 +34,7 @@ from portalmq.broker.core.queue.records import Extend, Grant, Redrive
 from portalmq.broker.partition.action_queue import ActionQueue
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.writer import Entry, Pending
+from portalmq.broker.queues.outbox import HEADER_SOURCE_OFFSET, HEADER_SOURCE_PARTITION
 from portalmq.broker.storage.batch import Batch, BatchKind
 from portalmq.broker.storage.epochs import GET, EpochFile
 from portalmq.broker.storage.log import Log
@@ -466,7 +467,8 @@ class Checker:
 
     def final(self) -> None:
         """Compare all logs with each other, and with what the clients were told."""
-        stored: dict[tuple[str, int], tuple[int, dict[int, bytes]]] = {}
+        stored: dict[Where, tuple[int, dict[int, bytes]]] = {}
+        letters = list[tuple[Where, int, bytes]]()
         for (_, number), held in sorted(self.replicas().items()):
             topic = held[0][1].topic
             logs = {broker: _read_all(partition) for broker, partition in held}
@@ -478,9 +480,13 @@ class Checker:
             if topic == TICKS:
                 self.world.clients.recurring.stored(number, next(iter(logs.values())))
                 continue
-            stored[topic, number] = start, _values(next(iter(logs.values())))
+            log = next(iter(logs.values()))
+            if topic == f"{TOPIC}.dlq":
+                letters += _letters(log)
+            else:
+                stored[topic, number] = start, _values(log)
         self.world.clients.recurring.check()
-        self.history.stored(stored, dead=f"{TOPIC}.dlq")
+        self.history.stored(stored, letters)
 
 
 def _epoch_in(path: Path) -> int:
@@ -512,6 +518,17 @@ def _values(log: Sequence[Batch]) -> dict[int, bytes]:
         for index, record in enumerate(batch.records)
         if record.value
     }
+
+
+def _letters(log: Sequence[Batch]) -> list[tuple[Where, int, bytes]]:
+    """Return the dead letters of a log: the partition and the offset that each is a copy from, and its value."""
+    return [
+        ((TOPIC, int(each.headers[HEADER_SOURCE_PARTITION])), int(each.headers[HEADER_SOURCE_OFFSET]), each.value)
+        for batch in log
+        if batch.kind == BatchKind.MESSAGES
+        for each in batch.records
+        if each.value
+    ]
 
 
 def _shape(log: list[Any], start: int) -> list[tuple[Any, ...]]:

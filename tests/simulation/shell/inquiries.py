@@ -16,7 +16,7 @@ from simulation.shell.network import NeverGone, Unknown
 from portalmq import wire
 from portalmq.broker.messages.scheduled import ScheduleChange
 from portalmq.broker.storage.sql_query import SqlOrder, run
-from portalmq.errors import GroupNotFound, InvalidRequest, KeyOrder, PortalMQError
+from portalmq.errors import GroupNotFound, InvalidRequest, KeyOrder, PortalMQError, TopicExists
 
 if TYPE_CHECKING:
     from simulation.shell.clients import Clients
@@ -171,6 +171,8 @@ class Inquiries:
                 clients.patiently(random, lambda broker: broker.create_topic(BRIEF, wanted))
             except InvalidRequest:  # too few brokers are up
                 continue
+            except TopicExists:  # adopted without its settings
+                pass
             self._loop.wait(random.random())
             clients.patiently(random, _delete)
             self._world.reached["deleted"] += 1

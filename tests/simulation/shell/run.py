@@ -17,7 +17,8 @@ if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets is part of a ru
     os.environ["PYTHONHASHSEED"] = "0"
     os.execv(sys.executable, [sys.executable, "-m", "simulation.shell.run", *sys.argv[1:]])
 
-from simulation.shell import reach, patches  # isort: skip
+from simulation import reach  # isort: skip
+from simulation.shell import patches  # isort: skip
 
 import gc
 import pickle

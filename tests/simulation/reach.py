@@ -1,4 +1,7 @@
-"""The branches of the shell that runs reach, for `--coverage`. Imported before the product, whose imports count too."""
+"""The branches that runs reach, for `--coverage`. Imported before the product, whose imports count too.
+
+A run of the core's simulator keeps what it reached in build/; a report of the shell's runs has that in it.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,12 @@ from typing import Any
 
 Arcs = tuple[int, int]
 
-ROOMS = [f"{Path(__file__).parents[3]}/broker/{room}/*" for room in ("core", "partition", "storage", "cluster")]
+HOME = Path(__file__).parents[2]
+ROOMS = [f"{HOME}/broker/{room}/*" for room in ("core", "partition", "storage", "cluster")]
+KEPT = HOME / "build/coverage-of-core"
 measured: Any = None
 if "--coverage" in sys.argv:
-    from coverage import Coverage  # type: ignore[import-not-found,unused-ignore]
+    from coverage import Coverage, CoverageData  # type: ignore[import-not-found,unused-ignore]
 
     measured = Coverage(data_file=None, branch=True, concurrency=["greenlet"], config_file=False, include=ROOMS)
     measured.start()
@@ -27,10 +32,24 @@ def reached() -> dict[str, list[Arcs]]:
     return {file: data.arcs(file) or [] for file in data.measured_files()}
 
 
+def keep() -> None:
+    """Keep what this process has run, for a later report, if that is measured."""
+    if measured is not None:
+        KEPT.unlink(missing_ok=True)
+        KEPT.parent.mkdir(exist_ok=True)
+        core = CoverageData(str(KEPT))
+        core.add_arcs(reached())
+        core.write()
+
+
 def report(arcs: Mapping[str, Iterable[Arcs]]) -> None:
     """Print what the runs have reached, room by room, if that is measured."""
     if measured is not None:
         measured.stop()
         measured.get_data().add_arcs(arcs)
+        if KEPT.exists():
+            core = CoverageData(str(KEPT))
+            core.read()
+            measured.get_data().update(core)
         for room in ROOMS:
             measured.report(include=room, show_missing=True, precision=1)
