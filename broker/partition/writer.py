@@ -245,6 +245,8 @@ class Writer:
                     self._write(self._next_transaction())
                 elif not self._host.pool.apply(_checkpoint, (self._log,)) and not self._queue:
                     break
+        except StorageError as fault:  # of a checkpoint
+            self._host.storage_failed(fault)
         except Exception as fault:  # the waiting calls would wait in vain
             self._host.storage_failed(fault)
             raise

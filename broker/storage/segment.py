@@ -40,6 +40,7 @@ from portalmq.broker.storage.schema import (
     LogIdentity,
     is_damage,
 )
+from portalmq.broker.storage.schema_check import damaged_entries, is_of_a_segment
 from portalmq.broker.storage.segment_reading import ReadableSegment
 from portalmq.broker.storage.wal import (
     BUSY_TIMEOUT_MS,
@@ -61,6 +62,7 @@ KEYS_NAME = "keys.compacting"
 CACHE_KIB = 4_096
 # So many single messages or records are inserted one by one.
 FEW_BATCHES = 4
+REBUILD = "rebuild it from a clean replica"
 
 
 def _remove_again(creating: Path, path: Path, folder: int) -> None:
@@ -250,10 +252,12 @@ class Segment(ReadableSegment):
         try:
             meta = dict(connection.execute("SELECT key, value FROM meta"))
         except apsw.SQLError as error:
+            if is_of_a_segment(connection):
+                raise CorruptFile(f"{self.path}: its schema is damaged: {error}; {REBUILD}") from error
             raise WrongLog(f"{self.path} is not a segment of a log: {error}") from error
         self.schema_version = meta.get("schema_version")
         if not isinstance(self.schema_version, int) or self.schema_version < SCHEMA_VERSION:
-            raise CorruptFile(f"{self.path}: no version wrote this; rebuild it from a clean replica")
+            raise CorruptFile(f"{self.path}: no version wrote this; {REBUILD}")
         if self.schema_version > COMPRESSED_VERSION:
             raise WrongLog(
                 f"{self.path} has schema version {self.schema_version}, this broker reads up to {COMPRESSED_VERSION}:"
@@ -263,16 +267,16 @@ class Segment(ReadableSegment):
         found = {key: meta.get(key) for key in expected}
         if found != expected:
             if is_damage(found, expected):
-                raise CorruptFile(f"{self.path}: its table meta has {found}: rebuild it from a clean replica")
+                raise CorruptFile(f"{self.path}: its table meta has {found}: {REBUILD}")
             raise WrongLog(f"{self.path} belongs to {found}, expected {expected}: move it back to its own directory")
-        try:
-            self.messages_before = self.messages_end = meta["messages_before"]
-            self.last_timestamp_ms = meta["timestamp_before_ms"]
-            self.log_start_offset = meta["log_start_offset"]
-        except KeyError as missing:
-            raise CorruptFile(
-                f"{self.path}: its table meta has no {missing}: rebuild it from a clean replica"
-            ) from None
+        if damaged := damaged_entries(connection, self.schema_version):
+            raise CorruptFile(f"{self.path}: its schema is damaged: {', '.join(damaged)}; {REBUILD}")
+        for name in ("messages_before", "timestamp_before_ms", "log_start_offset"):
+            if not isinstance(meta.get(name), int):
+                raise CorruptFile(f"{self.path}: its table meta has no {name!r}: {REBUILD}")
+        self.messages_before = self.messages_end = meta["messages_before"]
+        self.last_timestamp_ms = meta["timestamp_before_ms"]
+        self.log_start_offset = meta["log_start_offset"]
 
     def _read_end(self, connection: apsw.Connection) -> None:
         row = connection.execute(

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
+from simulation.biographies import Biographies
 from simulation.group_model import Letter, QueueModel, StreamModel
 from simulation.outbox import RESCHEDULED
 
@@ -32,6 +33,7 @@ class GroupChecker:
         self.world = checker.world
         self.fail = checker.fail
         self.letters: dict[int, Letter] = {}
+        self.biographies = Biographies(self)
         self._purged = 0
         self.cancelled: set[int] = set()
         self.queues = {
@@ -58,6 +60,7 @@ class GroupChecker:
     # --- committed records -------------------------------------------------------------------------------------------
 
     def committed(self, batch: Batch, leader_epoch: int) -> None:
+        self.biographies.committed(batch)
         for offset, mail in enumerate(batch.mail, batch.base):
             letter = self.letters[offset] = Letter(mail, batch.head.appended_at_ms, batch.uid)
             for queue in self.queues.values():

@@ -187,6 +187,11 @@ def outlived_renewal(it: History) -> None:
     it.renewed("l", 5, 5 * S)
 
 
+def delivered_in_a_pause(it: History) -> None:
+    it.paused_ns = 4 * S
+    it.delivered(got(5))
+
+
 def dead_twice(it: History) -> None:
     it.stored({P: (0, {0: b"a"})}, [(P, 0, b"a"), (P, 0, b"a")])
 
@@ -228,6 +233,7 @@ BAD: dict[str, tuple[str, Callable[[History], None]]] = {
     "delivered after its ack": ("I12", after_its_ack),
     "nobody sent it": ("I13", lambda it: stored(it, {0: b"a", 1: b"phantom"})),
     "half of a commit": ("I13", half_a_commit),
+    "a delivery while the group is paused": ("pause", delivered_in_a_pause),
     "a dead letter twice": ("I13", dead_twice),
     "a dead letter of another value": ("I2", another_letter),
     "a refused message is there": ("I15", refused_value),
@@ -256,6 +262,14 @@ def test_leases_within_the_limits_are_let_be() -> None:
     it.delivered(got(6, offset=2, value=b"c", attempt="z", number=2))
     it.delivered(got(6.5, offset=2, value=b"c", attempt="z", number=2))  # the same attempt again
     it.delivered(got(9, attempt="w", number=3))  # the leases before are over
+
+
+def test_a_message_that_was_compacted_away_counts_in_no_limit() -> None:
+    it = history()
+    it.limits = Limits(in_flight=1, per_key=1, keys={b"a": b"k", b"b": b"k"})
+    it.delivered(got(5))
+    it.place(P).compacted = 1
+    it.delivered(got(5, offset=1, value=b"b", attempt="y", number=1))
 
 
 def test_a_good_history_is_let_be() -> None:
@@ -311,6 +325,13 @@ def test_a_lease_runs_from_the_first_copy_of_its_request() -> None:
     it.grants(P, 0, 1, 0, 7, 4 * S)
     it.delivered(got(5))
     it.delivered(got(6.1, attempt="y", number=1))
+
+
+def test_a_lease_from_before_the_pause_may_be_told_in_it() -> None:
+    it = history()
+    it.paused_ns = 4 * S
+    it.grants(P, 0, 1, 0, 7, 3 * S)
+    it.delivered(got(5))
 
 
 def test_two_receipts_of_one_lease_release_it() -> None:
@@ -422,6 +443,7 @@ def replica(**changes: Any) -> Any:
     return SimpleNamespace(
         topic="t", topic_id=KEY[0], number=KEY[1], store_uuid="store-1", replica=core,
         state_file=SimpleNamespace(path=Path("b1/state.sqlite")),
+        action_queue=SimpleNamespace(remembering=it.get("remembering")),
         log=SimpleNamespace(end_offset=it["end"]), start=SimpleNamespace(offset=it.get("start", 0)),
     )  # fmt: skip
 
@@ -523,6 +545,11 @@ def test_a_bad_replica_is_found(name: str) -> None:
     rule, play = BAD_REPLICAS[name]
     with pytest.raises(Broken, match=f"^{rule}$"):
         play(checker())
+
+
+def test_a_leader_whose_epoch_is_not_on_disk_leads_nothing() -> None:
+    it = checker()
+    it.stepped(process(), replica(maximal=(1, 2), remembering=object()))
 
 
 def test_good_replicas_are_let_be() -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import heapq
 from collections import Counter, deque
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
-from simulation import bounds
+from simulation import bounds, conditions
 from simulation.checker import Checker, Violation
 from simulation.client import Consumer, Producer
 from simulation.dice import Dice
@@ -215,6 +216,9 @@ class World:
                 raise Violation(f"liveness: {HEALING_MS // 1000} s after all faults: {missing}")
             for _ in range(20):
                 self.step()
+        if wrong := conditions.check(Random(f"conditions {self._seed}")):
+            raise Violation(f"conditions: {wrong}")
+        self.checker.groups.biographies.check(Random(f"biographies {self._seed}"), self.now)
 
     def refuses(self, broker_id: int) -> bool:
         """Return whether another process refuses its peers' connections in its place."""

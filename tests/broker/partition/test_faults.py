@@ -105,6 +105,22 @@ def test_a_checkpoint_without_room_does_not_refuse_committed_records(fixture, mo
     assert texts(receive(fixture, max_messages=10)) == ["a", "b", "c"]
 
 
+def test_a_checkpoint_that_fails_ends_the_broker_once_and_without_a_traceback(fixture, monkeypatch):
+    def fail(segment: Segment) -> None:
+        raise StorageFault("fsync failed")
+
+    unhandled = list[object]()
+    monkeypatch.setattr(gevent.get_hub(), "handle_error", lambda *error: unhandled.append(error))
+    monkeypatch.setattr(Segment, "checkpoint", fail)
+    monkeypatch.setattr("portalmq.broker.storage.log.WAL_BYTES_DUE", 1)
+    send(fixture, "a")
+    eventually(lambda: fixture.faults)
+    partition = fixture.broker.topics.get("t").local[0]
+    eventually(lambda: partition._writer.is_idle)
+    assert len(fixture.faults) == 1
+    assert not unhandled
+
+
 def test_a_saved_state_from_before_the_dropped_segments_is_not_used(tmp_path, monkeypatch):
     monkeypatch.setattr("portalmq.broker.cluster.maintenance.RETAIN_EVERY_S", 3_600.0)  # only this test saves the state
     clock = HandClock()

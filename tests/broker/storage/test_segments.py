@@ -25,12 +25,13 @@ def manifest(directory):
 
 
 @pytest.mark.parametrize("name", ["messages_before", "timestamp_before_ms", "log_start_offset"])
-def test_a_segment_that_lacks_a_fact_about_itself_is_damaged(tmp_path, name):
+@pytest.mark.parametrize("change", ["key = 'other'", "value = 'x'"])
+def test_a_segment_that_lacks_a_fact_about_itself_is_damaged(tmp_path, name, change):
     """Found by `make simulate-shell SEED=3061`: a flipped bit in the name of one."""
     log = open_log(tmp_path)
     log.close()
     connection = apsw.Connection(str(file_of(tmp_path, 0)))
-    connection.execute("UPDATE meta SET key = 'other' WHERE key = ?", (name,))
+    connection.execute(f"UPDATE meta SET {change} WHERE key = ?", (name,))
     connection.close()
     with pytest.raises(CorruptFile, match=f"has no '{name}'"):
         open_log(tmp_path)
@@ -46,6 +47,20 @@ def test_a_segment_whose_identity_has_a_flipped_bit_is_damaged(tmp_path, change)
     connection.close()
     with pytest.raises(CorruptFile, match="rebuild it from a clean replica"):
         open_log(tmp_path, identity=identity)
+
+
+@pytest.mark.parametrize(
+    "text", [b"headers       TEXT", b"value NOT NULL", b"INTEGER PRIMARY KEY,\n    count", b"body_hash "]
+)
+def test_a_segment_with_a_flipped_bit_in_its_schema_is_damaged(tmp_path, text):
+    """Found by `make simulate-shell SEED=8747`: the file could be opened, and each append to it ended the broker."""
+    open_log(tmp_path).close()
+    file = file_of(tmp_path, 0)
+    content = bytearray(file.read_bytes())
+    content[content.index(text)] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CorruptFile, match=r"its schema is damaged.*rebuild it from a clean replica"):
+        open_log(tmp_path)
 
 
 @pytest.mark.parametrize("version", [0, -1, "x"])

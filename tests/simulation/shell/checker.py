@@ -30,7 +30,7 @@ from simulation.shell.loop import Process
 from simulation.shell.schedules import TICKS
 
 from portalmq.broker.cluster.replicas import Files
-from portalmq.broker.core.queue.records import Extend, Grant, Redrive
+from portalmq.broker.core.queue.records import Compact, Extend, Grant, Redrive
 from portalmq.broker.partition.action_queue import ActionQueue
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.writer import Entry, Pending
@@ -218,7 +218,8 @@ class Checker:
         if partition.start.offset > self.history.place((partition.topic, partition.number)).purged:
             self.fail("I14", "{} begins at {} on {}, without a purge", key, partition.start.offset, process)
         in_sync = replica.in_sync
-        if in_sync is not None and not process.dead:
+        # Until its epoch is on disk, a leader does nothing, and a restart may forget it.
+        if in_sync is not None and not process.dead and partition.action_queue.remembering is None:
             self._leads(process, partition, known, in_sync)
 
     def _leads(self, process: Process, partition: Partition, known: Known, in_sync: Any) -> None:
@@ -340,6 +341,9 @@ class Checker:
         for batch in batches:
             if batch.holes or batch.kind == BatchKind.BLANK:
                 continue  # compacted, and copied so
+            if batch.kind == BatchKind.COMPACT:
+                place = self.history.place((known.name, key[1]))
+                place.compacted = max(place.compacted, msgspec.msgpack.decode(batch.body, type=Compact).upto)
             mark = (batch.base_offset, batch.leader_epoch)
             if known.records.setdefault(mark, batch.crc) != batch.crc:
                 self.fail("I2", "{}/{} of epoch {} is another record on broker {}", key, *mark, machine)

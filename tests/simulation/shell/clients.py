@@ -19,6 +19,7 @@ from simulation.shell.network import NeverGone, Unknown
 from simulation.shell.schedules import Recurring
 
 from portalmq import wire
+from portalmq.broker.core.queue.receipts import mark_in
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.queues.commit import OutputMessage
 from portalmq.broker.queues.settle import SettleRequest
@@ -377,6 +378,9 @@ class Clients:
         verb = random.choices(("ack", "nack", "forget", "extend"), weights)[0]
         if verb == "forget":
             return verb
+        if verb == "ack" and messages and self.world.options.by_offset and random.random() < 0.3:
+            self._finish(random, messages)
+            return verb
         receipts = [message.receipt for message in messages]
         settle = SettleRequest(verb, {"nack": random.choice((10, 1_500)), "extend": EXTENDED_MS}.get(verb))  # type: ignore[arg-type]
         history, began_ns = self.world.checker.history, self.loop.now_ns
@@ -396,6 +400,23 @@ class Clients:
         elif verb == "extend":
             history.extended([each.receipt for each in good], began_ns, began_ns + EXTENDED_MS * 1_000_000)
         return verb
+
+    def _finish(self, random: Random, messages: list[Delivered]) -> None:
+        """Ack messages by their offsets, of whoever has them, or of their consumer alone."""
+        history = self.world.checker.history
+        holder = random.choice((None, messages[0].attempt.partition(":")[0]))
+        places = [(each.where[1], each.offset) for each in messages]
+        marks = random.choice(((), [mark_in(each.receipt) for each in messages]))
+        history.ends([(each.where, each.offset) for each in messages])
+        try:
+            verdicts = self.call(
+                random, lambda broker: broker.offset_acks.finish(GROUP, TOPIC, places, marks=marks, holder=holder)
+            )
+        except (Unknown, PortalMQError):
+            return
+        good = [message for message, verdict in zip(messages, verdicts, strict=True) if verdict is True]
+        self.world.reached["acked by offset"] += len(good)
+        self._done(good)
 
     def _done(self, messages: list[Delivered]) -> None:
         for each in messages:
@@ -478,7 +499,7 @@ def _wanted(
         wait_ms=random.choice((0, 500)) if wait_ms is None else wait_ms,
         visibility_timeout_ms=visibility_ms,
         consumer=consumer,
-        attempt_id=f"{consumer}-{serial}",
+        attempt_id=f"{consumer}:{serial}",  # a protocol without receipts knows the holder by it
     )
 
 

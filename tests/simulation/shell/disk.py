@@ -41,14 +41,13 @@ class Inode:
     """A file's durable content, and the changes since, each with its place in the order of the whole disk. `lost` are
     all changes since the first one that a failed fsync dropped: readers see them, the disk has only the synced ones."""
 
-    __slots__ = ("durable", "is_new", "lost", "pending", "size")
+    __slots__ = ("durable", "lost", "pending", "size")
 
     def __init__(self) -> None:
         self.durable = bytearray()
         self.pending: list[tuple[int, Change]] = []
         self.lost: list[Change] = []
         self.size = 0
-        self.is_new = True
 
     def live(self) -> bytearray:
         content = bytearray(self.durable)
@@ -61,7 +60,7 @@ class Inode:
     def copy(self) -> Inode:
         copy = Inode()
         copy.durable, copy.pending, copy.lost = bytearray(self.durable), list(self.pending), list(self.lost)
-        copy.size, copy.is_new = self.size, self.is_new
+        copy.size = self.size
         return copy
 
 
@@ -281,7 +280,6 @@ class SimDisk:
                         _apply(content, _torn(change, random) if kind == "subset" else change)
                 made[id(inode)] = fresh = Inode()
                 fresh.durable = content
-                fresh.is_new = False
                 contents[id(fresh)] = content
             names[name] = made[id(inode)]
         return names, contents

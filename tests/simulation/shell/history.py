@@ -104,6 +104,7 @@ class Place:
     values: dict[int, bytes] = field(default_factory=dict)  # what clients saw at an offset
     watermark: int = 0
     purged: int = 0
+    compacted: int = 0
     committed: int = 0
     committed_ns: int = 0
     owners: dict[int, str] = field(default_factory=dict)  # of a generation
@@ -196,9 +197,11 @@ class History:
         if acked_ns is not None and acked_ns < message.began_ns:
             self._fail("I12", f"{key} is delivered again after its ack")
         is_new = message.receipt not in self._by_receipt
-        if is_new and self.paused_ns is not None and self.paused_ns < message.began_ns:
-            self._fail("pause", f"{key} is delivered to {message.attempt} while the group is paused")
         number, epoch = lease_of(message.receipt)
+        # An earlier copy of the request may have been answered, to nobody.
+        _, granted_ns = self._grants.get((*key, epoch, number), (0, message.began_ns))
+        if is_new and self.paused_ns is not None and self.paused_ns < min(message.began_ns, granted_ns):
+            self._fail("pause", f"{key} is delivered to {message.attempt} while the group is paused")
         held = self._leases.get(key)
         if held is not None and held.epoch == epoch and not held.released:
             before = held.delivered
@@ -208,8 +211,6 @@ class History:
                 self._fail("I12", f"{key} is leased to {message.attempt} while {before.attempt} has it")
             if before.attempt != message.attempt and before.receipt == message.receipt:
                 self._fail("I12", f"{message.attempt} is given the lease of {before.attempt} on {key}")
-        # An earlier copy of the request may have been answered, to nobody.
-        _, granted_ns = self._grants.get((*key, epoch, number), (0, message.began_ns))
         until_ns = min(message.began_ns, granted_ns) + message.visibility_ns - DEADLINE_NS
         lease = Lease(message, number, epoch, until_ns, until_ns)
         if held is not None and held.epoch == epoch and held.delivered.attempt == message.attempt:
@@ -228,11 +229,12 @@ class History:
     def _check_limits(self, limits: Limits, message: Delivered, epoch: int) -> None:
         """A leader counts the leases that it knows of, those that it granted and those of its log."""
         where, out = message.where, list[bytes]()
-        purged = self.place(where).purged
+        place = self.place(where)
+        dropped = max(place.purged, place.compacted)  # what compaction removes is done (docs/COMPACTION.md)
         offsets = self._out.setdefault(where, set())
         for offset in sorted(offsets):
             lease = self._leases[where, offset]
-            is_gone = offset < purged or (where, offset) in self._acked
+            is_gone = offset < dropped or (where, offset) in self._acked
             if is_gone or lease.released or lease.until_ns <= message.got_ns:
                 offsets.discard(offset)
             elif lease.epoch == epoch and offset != message.offset:
@@ -257,6 +259,12 @@ class History:
         for receipt in receipts:
             if receipt in self._by_receipt:
                 self._by_receipt[receipt].released = True
+
+    def ends(self, messages: Iterable[tuple[Where, int]]) -> None:
+        """A client is about to end the leases of these, whoever has them."""
+        for key in messages:
+            if key in self._leases:
+                self._leases[key].released = True
 
     def accepted(self, receipts: Iterable[str], began_ns: int, now_ns: int) -> None:
         """These were answered as valid: none of them is older than a lease that runs, unless a fail-over has lost that

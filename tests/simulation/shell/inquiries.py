@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from base64 import urlsafe_b64encode
 from collections.abc import Callable
 from itertools import islice
 from random import Random
@@ -15,6 +16,7 @@ from simulation.shell.network import NeverGone, Unknown
 
 from portalmq import wire
 from portalmq.broker.messages.scheduled import ScheduleChange
+from portalmq.broker.queues.settle import SettleRequest
 from portalmq.broker.storage.sql_query import SqlOrder, run
 from portalmq.errors import GroupNotFound, InvalidRequest, KeyOrder, PortalMQError, TopicExists
 
@@ -110,6 +112,7 @@ class Inquiries:
             "cluster": lambda broker: (broker.overview.cluster(), broker.overview.metadata(None), broker.health()),
             "SQL": lambda broker: select(broker, random, offset),
             "offsets": lambda broker: broker.offsets.of(STREAM_GROUP),
+            "no receipt": lambda broker: _settle_nothing(broker, random, group),
         }
         what = random.choice(sorted(questions))
         return what, questions[what], (TOPIC, number)
@@ -199,6 +202,14 @@ def select(broker: Any, random: Random, offset: int) -> None:
         return  # the disk is full, and a log at rest has no room for what SQLite shares between its readers
     if answer.refused != ("invalid" if query in ("", "DELETE FROM messages") else ""):
         raise AssertionError(f"{query!r}: {answer.refused} {answer.detail}")
+
+
+def _settle_nothing(broker: Any, random: Random, group: str) -> None:
+    """Ack what is no receipt: it is refused."""
+    text = random.choice(("", "x" * 63, "\xe9" * 64, "=" * 64, urlsafe_b64encode(random.randbytes(48)).decode()))
+    verdicts = broker.settlement.settle(group, [text], SettleRequest("ack", None))
+    if verdicts == [True]:
+        raise AssertionError(f"{text!r} is taken for a receipt")
 
 
 def _delete(broker: Any) -> None:

@@ -69,8 +69,8 @@ class SimFile(apsw.VFSFile):
         assert self._inode is not None
         try:
             self._disk.sync(self._inode, self._name)
-            if self._syncs_name and self._inode.is_new:
-                self._inode.is_new = False
+            if self._syncs_name:  # once, also for a file that was there
+                self._syncs_name = False
                 self._disk.sync_names(parent_of(self._name))
         except OSError as error:
             raise _as_sqlite(error) from None

@@ -17,6 +17,7 @@ from random import Random
 from typing import Any
 
 import gevent
+from simulation import bounds
 from simulation.shell import patches
 from simulation.shell.checker import Checker, Violation, observe
 from simulation.shell.clients import Clients
@@ -26,6 +27,7 @@ from simulation.shell.machine import Machine
 from simulation.shell.network import SimNetwork, probe, refuses
 from simulation.shell.options import draw
 from simulation.shell.plane import ZooKeeper
+from simulation.shell.small import SHELL
 
 from portalmq.broker import wiring
 from portalmq.broker.cluster import membership, replicas, topics
@@ -134,7 +136,8 @@ class World:
     def run(self) -> None:
         try:
             self.loop.spawn(self.loop.world, self._run)
-            self.loop.simulate()
+            with bounds.of(self.seed, SHELL):
+                self.loop.simulate()
         finally:
             self.is_over = True
             shutil.rmtree(self.home, ignore_errors=True)
