@@ -27,7 +27,7 @@ from portalmq.broker.partition.retention import Retention
 from portalmq.broker.partition.serving import LeaderReplication
 from portalmq.broker.partition.writer import Entry, Pending, ReplicatedBatches, Writer
 from portalmq.broker.storage.batch import Batch, BatchKind, Record, frame_of
-from portalmq.errors import Backpressure, NotLeader, PortalMQError, StorageFull
+from portalmq.errors import Backpressure, NotLeader, OutOfOrderSequence, PortalMQError, StorageFull
 from portalmq.wire import Acks
 
 QUEUED_BYTES_MAX = 64 * 1024 * 1024
@@ -170,6 +170,8 @@ class AppendingPartition(ReadablePartition, ABC):
             raise leadership_changing()
         self.step(AppendRequested(pending, size, pending.stamp, is_control, not_before_ms, delivers))
         if pending.error is not None:
+            if isinstance(pending.error, OutOfOrderSequence):  # final, unless a successor has what comes before
+                self.wait_led()
             raise self.located(pending.error)
         return pending
 

@@ -457,6 +457,20 @@ def forgotten_epoch(it: Checker) -> None:
     it.opened(process(), replica())
 
 
+def test_what_a_damaged_file_of_epochs_had_may_be_forgotten_once() -> None:
+    it = checker()
+    it.damaged_epochs(1)
+    it.acts(process(), replica(), 6)
+    it.opened(process(), replica())  # before anybody has read the damage
+    it.acts(process(), replica(), 6)
+    it.opened(process(), replica())
+    it._without_epochs.clear()
+    it.opened(process(), replica())
+    it.acts(process(), replica(), 6)
+    with pytest.raises(Broken, match="I1"):
+        it.opened(process(), replica())
+
+
 def forgotten_at_work(it: Checker) -> None:
     it.stepped(process(), replica())
     it.stepped(process(), replica(highest_epoch=4))

@@ -18,11 +18,20 @@ from support.replicas import eventually
 from portalmq import wire
 from portalmq.broker.core.replica.events import SessionLost
 from portalmq.broker.messages.produce import ProduceRequest
+from portalmq.broker.partition.readable import ReadablePartition
 from portalmq.broker.partition.retention import Retention
 from portalmq.broker.storage.errors import DiskFull, OffsetPurged, StorageFault, WrongLog
 from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.segment import Segment
-from portalmq.errors import Backpressure, OffsetOutOfRange, PortalMQError, RequestInProgress, StorageFull, Unavailable
+from portalmq.errors import (
+    Backpressure,
+    OffsetOutOfRange,
+    OutOfOrderSequence,
+    PortalMQError,
+    RequestInProgress,
+    StorageFull,
+    Unavailable,
+)
 
 
 @pytest.fixture
@@ -351,6 +360,19 @@ def test_appends_during_a_checkpoint_without_room_are_still_written(fixture, mon
         gevent.sleep(0.02)
         release()
         assert late.get(timeout=60)
+
+
+def test_a_gap_in_a_sequence_is_final_only_when_no_successor_can_have_the_batch_before(fixture, monkeypatch):
+    """Found by `make simulate-shell SEED=10375`: a deposed leader refused what its successor appended."""
+    producer = fixture.broker.new_producer(None)
+    stamp = wire.ProducerStamp(producer.id, producer.epoch, 5)
+    with monkeypatch.context() as patch:
+        patch.setattr(ReadablePartition, "wait_led", lambda partition: partition._wait_vouched(lambda: False, 0))
+        with pytest.raises(Unavailable) as unknown:
+            send(fixture, "a", producer=stamp)
+        assert unknown.value.outcome == "not_applied"
+    with pytest.raises(OutOfOrderSequence):
+        send(fixture, "a", producer=stamp)
 
 
 def test_a_retry_after_a_lost_session_finds_a_message_not_yet_on_disk(fixture, monkeypatch):

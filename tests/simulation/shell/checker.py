@@ -109,6 +109,7 @@ class Checker:
         self.world = world
         self.history = History(world.fail, compacts=world.options.compacts)
         self.partitions: dict[Key, Known] = {}
+        self._without_epochs: set[int] = set()  # machines whose epochs.sqlite is damaged
         self._seen: dict[tuple[str, Key, str], Seen] = {}
         self._acted: dict[tuple[str, Path], int] = {}
         self._ids: dict[str, str] = {}  # of topics, by name
@@ -121,7 +122,13 @@ class Checker:
         self.world.fail(rule, why.format(*values))
 
     def known(self, key: Key) -> Known:
-        return self.partitions.setdefault(key, Known())
+        return self.partitions.setdefault(key, Known(doubted=set(self._without_epochs)))
+
+    def damaged_epochs(self, machine: int) -> None:
+        """A bit of a machine's epochs.sqlite has flipped: what is saved there from now on may be lost too."""
+        self._without_epochs.add(machine)
+        for known in self.partitions.values():
+            known.doubted.add(machine)
 
     @property
     def states(self) -> dict[Key, PartitionState]:
@@ -270,7 +277,8 @@ class Checker:
         if end < held.end:
             self.fail("I3", "{} had fsynced {} to {}, and finds {}", process, key, held.end, end)
         if number in known.doubted:
-            known.doubted.discard(number)  # what cannot be read any more is forgotten once
+            if number not in self._without_epochs:
+                known.doubted.discard(number)  # what cannot be read any more is forgotten once
             held.epoch = partition.replica.highest_epoch
         if partition.replica.highest_epoch < held.epoch:
             self.fail("I1", "{} has forgotten epoch {} of {}", process, held.epoch, key)
@@ -286,6 +294,7 @@ class Checker:
 
     def epochs_anew(self, process: Process, epochs: EpochFile) -> None:
         """A damaged epochs.sqlite was written again. It has every epoch that this process acted in."""
+        self._without_epochs.discard(process.number or 0)
         for (name, path), acted in self._acted.items():
             if name == process.name and path.parents[3] == epochs.path.parent:
                 key = (path.parent.parent.name.rpartition("@")[2], int(path.parent.name))

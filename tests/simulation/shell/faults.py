@@ -376,8 +376,7 @@ class Faults:
             machine.is_hurt = True
             self._note("a bit of {} on broker {} flips", EPOCHS_NAME, machine.number)
             self.world.reached["bit flipped in epochs"] += 1
-            for known in self.world.checker.partitions.values():
-                known.doubted.add(machine.number)
+            self.world.checker.damaged_epochs(machine.number)
 
     def damage(self, machine: Machine, disk: SimDisk, random: Random, kind: re.Pattern[str] = _DAMAGED) -> None:
         checker = self.world.checker
