@@ -378,9 +378,11 @@ class Clients:
         verb = random.choices(("ack", "nack", "forget", "extend"), weights)[0]
         if verb == "forget":
             return verb
-        if verb == "ack" and messages and self.world.options.by_offset and random.random() < 0.3:
+        if verb == "ack" and messages and self.world.options.all_verbs and random.random() < 0.3:
             self._finish(random, messages)
             return verb
+        if verb == "nack" and self.world.options.all_verbs:
+            verb = random.choice(("nack", "nack", "release", "reject"))
         receipts = [message.receipt for message in messages]
         settle = SettleRequest(verb, {"nack": random.choice((10, 1_500)), "extend": EXTENDED_MS}.get(verb))  # type: ignore[arg-type]
         history, began_ns = self.world.checker.history, self.loop.now_ns

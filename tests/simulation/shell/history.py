@@ -244,6 +244,10 @@ class History:
         if broken:
             self._fail("limits", f"{where}/{message.offset} is delivered to {message.attempt}: {broken}")
 
+    def receipts(self) -> list[str]:
+        """Return the receipts of the messages that are out."""
+        return [lease.delivered.receipt for lease in self._leases.values()]
+
     def is_done(self, message: Delivered) -> bool:
         return (message.where, message.offset) in self._acked
 

@@ -112,7 +112,7 @@ class Inquiries:
             "cluster": lambda broker: (broker.overview.cluster(), broker.overview.metadata(None), broker.health()),
             "SQL": lambda broker: select(broker, random, offset),
             "offsets": lambda broker: broker.offsets.of(STREAM_GROUP),
-            "no receipt": lambda broker: _settle_nothing(broker, random, group),
+            "no receipt": lambda broker: _settle_nothing(broker, random, group, world.checker.history.receipts()),
         }
         what = random.choice(sorted(questions))
         return what, questions[what], (TOPIC, number)
@@ -204,9 +204,11 @@ def select(broker: Any, random: Random, offset: int) -> None:
         raise AssertionError(f"{query!r}: {answer.refused} {answer.detail}")
 
 
-def _settle_nothing(broker: Any, random: Random, group: str) -> None:
-    """Ack what is no receipt: it is refused."""
+def _settle_nothing(broker: Any, random: Random, group: str, receipts: list[str]) -> None:
+    """Ack what is no receipt, but may have the beginning of one: it is refused."""
     text = random.choice(("", "x" * 63, "\xe9" * 64, "=" * 64, urlsafe_b64encode(random.randbytes(48)).decode()))
+    if receipts and random.random() < 0.5:
+        text = random.choice(receipts)[:60] + "____"
     verdicts = broker.settlement.settle(group, [text], SettleRequest("ack", None))
     if verdicts == [True]:
         raise AssertionError(f"{text!r} is taken for a receipt")

@@ -81,7 +81,7 @@ class Options:
     idle_s: float  # of a consumer, between two receives
     few_files: bool
     limits: bool  # of the queue group
-    by_offset: bool  # some acks have no receipts
+    all_verbs: bool  # releases, rejects, and acks without receipts
     # Not drawn: recurring messages. With them brokers read definitions, which makes other runs.
     schedules: int = 0
 
@@ -148,7 +148,7 @@ def draw(seed: int) -> tuple[Options, list[Step]]:
         idle_s=more.choice((0.1, 0.1, 1.0)),
         few_files=more.random() < 0.2,
         limits=more.random() < 0.3,
-        by_offset=more.random() < 0.3,
+        all_verbs=more.random() < 0.3,
         schedules=wanted["schedules"],
     )
     # Many kinds at once hide what a few of them do together, again and again.
