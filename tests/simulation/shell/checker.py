@@ -344,6 +344,8 @@ class Checker:
     # --- changes of a log --------------------------------------------------------------------------------------------
 
     def appended(self, machine: int, key: Key, batches: Sequence[Batch], end: int) -> None:
+        if key[0] in self._deleted:
+            return  # an adoption may bring it back, where the files of its last epochs are gone
         known = self.known(key)
         known.of(machine).end = end
         known.most[machine] = max(end, known.most.get(machine, 0))
