@@ -150,6 +150,15 @@ class GroupRegistry:
         self._remember(name, group)
         return group
 
+    def hear_of_pause(self, name: str, number: int) -> None:
+        """Read the group again if this broker does not know of the pause, or resume, with that number: partitions where
+        the group begins later follow it. Raises Unavailable."""
+        group = self.find(name)
+        if group is None or group.pause.number < number:
+            group = self._catalog.group_as_it_is(name)
+            if group is not None:
+                self._remember(name, group)
+
     def names(self) -> list[str]:
         names = self._mirror.groups.keys() | self._own.keys()
         return sorted(name for name in names if name not in self._deleting and self.find(name) is not None)

@@ -17,11 +17,12 @@ from simulation.queue_groups import QueueGroups
 from simulation.stream_groups import StreamGroups
 
 from portalmq.broker.core.fold import SpanFold
-from portalmq.broker.core.queue import delivery
+from portalmq.broker.core.queue import biography, delivery
+from portalmq.broker.core.queue.biography import Biography
 from portalmq.broker.core.queue.delivery import GroupDelivery
 from portalmq.broker.core.queue.key_order import KeyQueues
 from portalmq.broker.core.queue.key_rates import KeyLimits, KeyRates
-from portalmq.broker.core.queue.records import Cancel, Claim, CommitOffset, Grant, Reschedule
+from portalmq.broker.core.queue.records import Cancel, Claim, CommitOffset, Grant, Redrive, Reschedule, Seek
 from portalmq.broker.core.queue.selection import NEVER_MS
 from portalmq.broker.core.queue.spans import GroupSpans
 from portalmq.broker.core.stream import offsets as streams
@@ -30,6 +31,26 @@ from portalmq.broker.core.stream.rebalance import Draft
 from portalmq.broker.partition.folding import GroupsFold
 
 mutant = partial(any_mutant, has_groups=True)
+
+
+# --- the lives of messages -------------------------------------------------------------------------------------------
+
+
+@mutant("reads no block of records for what was acked ahead", 7, (biography, "_named"))
+def _(original: Any, record: Any) -> Any:
+    return [(start, end) for start, end, *_ in biography._ranges_of(record)]
+
+
+@mutant("forgets seeks in the life of a message", 19, (Biography, "take"))
+def _(original: Any, self: Any, record: Any, origin: Any) -> None:
+    if not isinstance(record, Seek):
+        original(self, record, origin)
+
+
+@mutant("tells a redriven message as dead", 35, (Biography, "take"))
+def _(original: Any, self: Any, record: Any, origin: Any) -> None:
+    if not isinstance(record, Redrive):
+        original(self, record, origin)
 
 
 # --- receipts and leases ---------------------------------------------------------------------------------------------

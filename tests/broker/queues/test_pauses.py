@@ -9,6 +9,7 @@ from support.outputs import partition_of, receive, send
 from support.replicas import eventually
 
 from portalmq import wire
+from portalmq.broker.cluster.rpc.queues import PauseGroup
 from portalmq.broker.queues.settle import SettleRequest
 from portalmq.control_plane.state import PauseState
 from portalmq.errors import GroupModeMismatch, GroupNotFound
@@ -49,6 +50,22 @@ def test_nothing_is_delivered_until_the_group_is_resumed(fixture):
     assert receive(fixture) == []
     resume(fixture)
     assert texts(receive(fixture)) == ["b"]
+
+
+def test_a_leader_that_is_told_of_a_pause_has_heard_of_it_before_the_control_plane_says_so(fixture):
+    """Found by `make simulate-shell SEED=12927`: the group began afterwards, at a leader whose mirror was behind."""
+    groups = fixture.broker.groups
+    behind = groups.get("g")
+    pause(fixture)
+    change = groups.get("g").pause
+    eventually(lambda: getattr(groups._mirror.groups.get("g"), "pause", None) == change)
+    groups._mirror.groups["g"] = behind
+    groups._own.clear()
+    fixture.broker.group_admin.on_pause(PauseGroup("g", behind.group_id, change.number, 0, True, "", ""))
+    send(fixture, "a")
+    assert receive(fixture) == []
+    resume(fixture)
+    assert texts(receive(fixture)) == ["a"]
 
 
 def test_the_state_shows_since_when_why_and_who_asked(fixture):
