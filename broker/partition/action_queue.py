@@ -104,17 +104,18 @@ class ActionQueue:
 
     def _remember(self, action: RememberEpoch) -> None:
         """Make the epoch durable, then perform what waits for that. A shortage delays it. A replica that is closed
-        meanwhile does nothing more: it could forget the epoch."""
+        before does nothing more: it could forget the epoch."""
         partition = self._partition
         key = (partition.topic_id, partition.number)
-        while (failed := self._epochs.save(key, action.leader_epoch)) is not None:
+        while not partition.closed:
+            failed = self._epochs.save(key, action.leader_epoch)
+            if failed is None:
+                self.remembering = None
+                self._perform()
+                self._on_remembered()
+                return
             if not isinstance(failed, Shortage):
                 partition.host.storage_failed(failed)
                 return
             log.warning("%s cannot remember its leader epoch %d yet: %s", partition, action.leader_epoch, failed)
             gevent.sleep(REMEMBER_AGAIN_S)
-            if partition.closed:
-                return
-        self.remembering = None
-        self._perform()
-        self._on_remembered()

@@ -10,11 +10,13 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+import msgspec
+
 from portalmq import wire
 from portalmq.broker.cluster.capacity import Capacity
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.mirror import Mirror
-from portalmq.control_plane.state import GroupState
+from portalmq.control_plane.state import GroupState, PauseState
 from portalmq.errors import GroupModeMismatch, GroupNotFound, InvalidRequest, Unavailable
 
 # The settings that this broker wrote count for this long; by then the mirror shows them.
@@ -34,6 +36,7 @@ class GroupRegistry:
         self._mirror = mirror
         # The state that this broker wrote or read, what the mirror showed then, and until when the mirror may lag.
         self._own: dict[str, tuple[GroupState | None, GroupState | None, float]] = {}
+        self._heard: dict[str, PauseState] = {}  # by group id: what the mirror may not have yet
         # Groups that this broker is deleting, and the ids of groups that any broker is ending (until when).
         self._deleting: set[str] = set()
         self._ending: dict[str, float] = {}
@@ -59,9 +62,10 @@ class GroupRegistry:
         if own is not None:
             group, shown_then, until = own
             if time.monotonic() < until and shown == shown_then:
-                return group
-            del self._own[name]
-        return shown
+                shown = group
+            else:
+                del self._own[name]
+        return self._with_pause(shown) if self._heard else shown
 
     def find_of(self, name: str, mode: str) -> GroupState | None:
         """Return the group as `find` does. A group of another mode may be an earlier one of the name: ask the control
@@ -150,14 +154,23 @@ class GroupRegistry:
         self._remember(name, group)
         return group
 
-    def hear_of_pause(self, name: str, number: int) -> None:
-        """Read the group again if this broker does not know of the pause, or resume, with that number: partitions where
-        the group begins later follow it. Raises Unavailable."""
-        group = self.find(name)
-        if group is None or group.pause.number < number:
-            group = self._catalog.group_as_it_is(name)
-            if group is not None:
-                self._remember(name, group)
+    def hear_of_pause(self, group_id: str, pause: PauseState) -> None:
+        """Take that the group was paused, or resumed: it counts from now on, even while the mirror is behind."""
+        if len(self._heard) >= REMEMBERED_MAX:
+            del self._heard[next(iter(self._heard))]
+        known = self._heard.get(group_id)
+        if known is None or known.number < pause.number:
+            self._heard[group_id] = pause
+
+    def _with_pause(self, group: GroupState | None) -> GroupState | None:
+        """Return the group with the newest pause that this broker has heard of."""
+        heard = None if group is None else self._heard.get(group.group_id)
+        if group is None or heard is None:
+            return group
+        if heard.number > group.pause.number:
+            return msgspec.structs.replace(group, pause=heard)
+        del self._heard[group.group_id]
+        return group
 
     def names(self) -> list[str]:
         names = self._mirror.groups.keys() | self._own.keys()

@@ -47,7 +47,8 @@ def report(arcs: Mapping[str, Iterable[Arcs]]) -> None:
     if measured is not None:
         measured.stop()
         measured.get_data().add_arcs(arcs)
-        if KEPT.exists():
+        changed_s = max(file.stat().st_mtime for file in (HOME / "broker").rglob("*.py"))
+        if KEPT.exists() and KEPT.stat().st_mtime > changed_s:  # else its line numbers may be wrong
             core = CoverageData(str(KEPT))
             core.read()
             measured.get_data().update(core)

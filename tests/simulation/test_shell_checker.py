@@ -67,6 +67,17 @@ def anothers_lease(it: History) -> None:
     it.delivered(got(6, attempt="y"))
 
 
+def anothers_lease_split(it: History) -> None:
+    it.delivered(got(5))
+    it.delivered(got(6, attempt="y")._replace(receipt=receipt(1, count=3)))
+
+
+def taken_by_offset(it: History) -> None:
+    it.delivered(got(5, attempt="x:1"))
+    it.ends([(P, 0)], "y")
+    it.ended([(P, 0)], "y", 6 * S)
+
+
 def extended_lease(it: History) -> None:
     it.delivered(got(5))
     it.extends([receipt(1)], 8 * S)
@@ -225,6 +236,8 @@ BAD: dict[str, tuple[str, Callable[[History], None]]] = {
     "a commit beyond the high watermark": ("I11", lambda it: it.commits(P, 11)),
     "two leases at a time": ("I12", twice_leased),
     "another's lease": ("I12", anothers_lease),
+    "another's lease, by another receipt": ("I12", anothers_lease_split),
+    "an ack for a holder takes another's message": ("I12", taken_by_offset),
     "a lease that was extended": ("I12", extended_lease),
     "a lease that was extended, and may be again": ("I12", lease_extended_once_for_sure),
     "an older receipt counts": ("I12", older_receipt),
@@ -264,12 +277,15 @@ def test_leases_within_the_limits_are_let_be() -> None:
     it.delivered(got(9, attempt="w", number=3))  # the leases before are over
 
 
-def test_a_message_that_was_compacted_away_counts_in_no_limit() -> None:
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_a_message_that_was_compacted_away_counts_in_no_limit(is_replaced: bool) -> None:
     it = history()
-    it.limits = Limits(in_flight=1, per_key=1, keys={b"a": b"k", b"b": b"k"})
+    it.limits = Limits(in_flight=1, per_key=1, keys={b"a": b"k", b"b": b"k", b"c": b"k" if is_replaced else b"other"})
     it.delivered(got(5))
-    it.place(P).compacted = 1
-    it.delivered(got(5, offset=1, value=b"b", attempt="y", number=1))
+    it.read(P, [(1, b"c")])
+    it.place(P).compacted = 2
+    with nullcontext() if is_replaced else pytest.raises(Broken, match="limits"):
+        it.delivered(got(5, offset=2, value=b"b", attempt="y", number=1))
 
 
 def test_a_good_history_is_let_be() -> None:
@@ -457,7 +473,7 @@ def forgotten_epoch(it: Checker) -> None:
     it.opened(process(), replica())
 
 
-def test_what_a_damaged_file_of_epochs_had_may_be_forgotten_once() -> None:
+def test_what_a_damaged_file_of_epochs_had_may_be_forgotten_until_it_is_whole() -> None:
     it = checker()
     it.damaged_epochs(1)
     it.acts(process(), replica(), 6)

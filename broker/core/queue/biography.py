@@ -126,7 +126,10 @@ class Biography:
             return True
         if any(block.done_low <= order <= block.done_high for order in self._orders):
             return True
-        return any(end > self.offset and not self._passed.get(group) for group, end in block.reached.items())
+        passed = self._passed
+        return any(
+            group not in passed or (end > self.offset and not passed[group]) for group, end in block.reached.items()
+        )
 
     def take(self, record: MessageRecord, origin: RecordOrigin) -> None:
         """Take the next record of the log; one about other messages changes nothing."""
@@ -226,6 +229,8 @@ class Biography:
             self._passed[origin.group] = True
             self._run_out(origin.at_ms)
             self.events.append(_event("acked", origin, consumer=member or None, outputs=outputs))
+        else:
+            self._passed.setdefault(origin.group, False)
 
     def _done(self, order: int, origin: RecordOrigin) -> None:
         ordered = self._orders.pop(order, None)

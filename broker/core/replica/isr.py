@@ -106,7 +106,13 @@ class IsrTracker:
 
     def on_partition_state(self, state: PartitionStateChanged) -> None:
         """Take the control plane's state at a later version, or after a compare-and-set was resolved; no proposal is in
-        flight then."""
+        flight then. Members that left without a proposal of this leader may have lost their logs: they join again by
+        what they fetch from now on."""
+        kept = self.state.isr if self.proposed is None else self.state.isr & self.proposed
+        for member in kept - state.isr:
+            known = self._followers.get(member)
+            if known is not None:
+                known.durable_end, known.in_step, known.poll = -1, False, None
         self.state = state
         self.proposed = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gevent
+import msgspec
 import pytest
 from support.domain import running
 from support.outputs import partition_of, receive, send
@@ -64,6 +65,8 @@ def test_a_leader_that_is_told_of_a_pause_has_heard_of_it_before_the_control_pla
     fixture.broker.group_admin.on_pause(PauseGroup("g", behind.group_id, change.number, 0, True, "", ""))
     send(fixture, "a")
     assert receive(fixture) == []
+    groups._mirror.groups["g"] = msgspec.structs.replace(behind, config=wire.GroupConfig(max_deliveries=7))
+    assert receive(fixture) == [], "a change from before the pause"
     resume(fixture)
     assert texts(receive(fixture)) == ["a"]
 

@@ -345,7 +345,7 @@ class Checker:
 
     def appended(self, machine: int, key: Key, batches: Sequence[Batch], end: int) -> None:
         if key[0] in self._deleted:
-            return  # an adoption may bring it back, where the files of its last epochs are gone
+            return  # an adoption may bring it back, without the files of its last epochs: it is checked no more
         known = self.known(key)
         known.of(machine).end = end
         known.most[machine] = max(end, known.most.get(machine, 0))
@@ -360,14 +360,10 @@ class Checker:
                 self.fail("I2", "{}/{} of epoch {} is another record on broker {}", key, *mark, machine)
 
     def cut(self, machine: int, key: Key, to: int) -> None:
+        """A log is about to be cut. That may fail or break off, and be found done after a restart."""
         held = self.known(key).of(machine)
         if to < held.watermark:
             self.fail("I8", "broker {} cuts {} to {}, below its high watermark {}", machine, key, to, held.watermark)
-        self.may_be_cut(machine, key, to)
-
-    def may_be_cut(self, machine: int, key: Key, to: int) -> None:
-        """A log is about to be cut. That may fail or break off, and be found done after a restart."""
-        held = self.known(key).of(machine)
         held.end = min(held.end, to)
 
     def begun_anew(self, machine: int, key: Key, at: int) -> None:
@@ -424,6 +420,7 @@ class Checker:
 
     def lose(self, machine: int) -> None:
         """The machine has lost what it had, or may have."""
+        self._without_epochs.discard(machine)
         for known in self.partitions.values():
             if known.state is not None and machine in known.state.replicas:
                 known.lossy.add(machine)
@@ -617,8 +614,8 @@ def observe(checker: Checker) -> None:
     after(
         Log,
         "truncate",
-        lambda process, log, result, to: checker.cut(number(process), key_of(log), to),
-        lambda process, log, to: checker.may_be_cut(number(process), key_of(log), to),
+        lambda *_: None,
+        before=lambda process, log, to: checker.cut(number(process), key_of(log), to),
     )
     after(Log, "reset", lambda process, log, result, at, *_: checker.begun_anew(number(process), key_of(log), at))
     after(

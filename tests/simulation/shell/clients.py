@@ -409,7 +409,7 @@ class Clients:
         holder = random.choice((None, messages[0].attempt.partition(":")[0]))
         places = [(each.where[1], each.offset) for each in messages]
         marks = random.choice(((), [mark_in(each.receipt) for each in messages]))
-        history.ends([(each.where, each.offset) for each in messages])
+        history.ends([(each.where, each.offset) for each in messages], holder)
         try:
             verdicts = self.call(
                 random, lambda broker: broker.offset_acks.finish(GROUP, TOPIC, places, marks=marks, holder=holder)
@@ -418,6 +418,7 @@ class Clients:
             return
         good = [message for message, verdict in zip(messages, verdicts, strict=True) if verdict is True]
         self.world.reached["acked by offset"] += len(good)
+        history.ended([(each.where, each.offset) for each in good], holder, self.loop.now_ns)
         self._done(good)
 
     def _done(self, messages: list[Delivered]) -> None:

@@ -209,7 +209,7 @@ class History:
             is_other = before.attempt != message.attempt and number > held.number
             if is_other and message.got_ns < held.until_ns:
                 self._fail("I12", f"{key} is leased to {message.attempt} while {before.attempt} has it")
-            if before.attempt != message.attempt and before.receipt == message.receipt:
+            if before.attempt != message.attempt and number == held.number:
                 self._fail("I12", f"{message.attempt} is given the lease of {before.attempt} on {key}")
         until_ns = min(message.began_ns, granted_ns) + message.visibility_ns - DEADLINE_NS
         lease = Lease(message, number, epoch, until_ns, until_ns)
@@ -230,11 +230,12 @@ class History:
         """A leader counts the leases that it knows of, those that it granted and those of its log."""
         where, out = message.where, list[bytes]()
         place = self.place(where)
-        dropped = max(place.purged, place.compacted)  # what compaction removes is done (docs/COMPACTION.md)
         offsets = self._out.setdefault(where, set())
         for offset in sorted(offsets):
             lease = self._leases[where, offset]
-            is_gone = offset < dropped or (where, offset) in self._acked
+            is_gone = (
+                offset < place.purged or self._is_replaced(limits, place, offset) or (where, offset) in self._acked
+            )
             if is_gone or lease.released or lease.until_ns <= message.got_ns:
                 offsets.discard(offset)
             elif lease.epoch == epoch and offset != message.offset:
@@ -247,6 +248,13 @@ class History:
     def receipts(self) -> list[str]:
         """Return the receipts of the messages that are out."""
         return [lease.delivered.receipt for lease in self._leases.values()]
+
+    @staticmethod
+    def _is_replaced(limits: Limits, place: Place, offset: int) -> bool:
+        """Whether compaction has removed a message, which is done then (docs/COMPACTION.md)."""
+        key = limits.keys.get(place.values.get(offset, b""))
+        later = [value for at, value in place.values.items() if offset < at < place.compacted]
+        return key is not None and any(limits.keys.get(value) == key for value in later)
 
     def is_done(self, message: Delivered) -> bool:
         return (message.where, message.offset) in self._acked
@@ -264,11 +272,21 @@ class History:
             if receipt in self._by_receipt:
                 self._by_receipt[receipt].released = True
 
-    def ends(self, messages: Iterable[tuple[Where, int]]) -> None:
-        """A client is about to end the leases of these, whoever has them."""
+    def ends(self, messages: Iterable[tuple[Where, int]], holder: str | None) -> None:
+        """A client is about to end the leases of these, whoever has them, or those of a holder alone."""
         for key in messages:
-            if key in self._leases:
-                self._leases[key].released = True
+            lease = self._leases.get(key)
+            if lease is not None and (holder is None or lease.delivered.attempt.startswith(f"{holder}:")):
+                lease.released = True
+
+    def ended(self, messages: Iterable[tuple[Where, int]], holder: str | None, now_ns: int) -> None:
+        """These were answered as done. Nobody but the holder had one all the time, if there is a holder."""
+        for key in messages:
+            lease = self._leases.get(key)
+            if holder is None or lease is None or lease.released or now_ns >= lease.until_ns or key in self._acked:
+                continue
+            if not lease.delivered.attempt.startswith(f"{holder}:"):
+                self._fail("I12", f"{key} is acked for {holder!r} while {lease.delivered.attempt} has it")
 
     def accepted(self, receipts: Iterable[str], began_ns: int, now_ns: int) -> None:
         """These were answered as valid: none of them is older than a lease that runs, unless a fail-over has lost that
@@ -433,6 +451,8 @@ class History:
             ends_ns = before.began_ns + before.ttl_ns
             if granted.owner != before.owner and not before.released and granted.got_ns < ends_ns:
                 self._fail("lock", f"{granted.owner} has {name} while {before.owner} holds it")
+            # A release without an answer may arrive later, and ends what the same owner was granted under the token.
+            granted.released |= before.released and (granted.owner, granted.token) == (before.owner, before.token)
         self._locks[name] = granted
 
     def renewed(self, name: str, token: int, began_ns: int) -> None:

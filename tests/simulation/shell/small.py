@@ -7,7 +7,7 @@ from simulation.bounds import CORE, Bounds
 from portalmq.broker.cluster import cold_elections, locks, maintenance, replica_opener
 from portalmq.broker.core.queue import delivery
 from portalmq.broker.messages import scheduled
-from portalmq.broker.partition import appending, cache, following, history, past, readable, reader, serving, writer
+from portalmq.broker.partition import appending, following, history, past, readable, reader, serving, writer
 from portalmq.broker.queues import (
     commit,
     dead_letters,
@@ -70,7 +70,6 @@ SHELL: Bounds = {
     (writer, "COMMIT_MESSAGES_MAX"): 4,
     (serving, "REPLY_OFFSETS_MAX"): 4,
     (following, "LARGE_BYTES"): 64,
-    (cache, "FRAME_BYTES_MAX"): 1_000,
     (readable, "IDS_SOUGHT_AT_ONCE"): 1,
     (reader, "READ_MESSAGES"): 3,
     (reader, "CONTROL_RECORDS_MAX"): 2,

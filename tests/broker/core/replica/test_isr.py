@@ -144,6 +144,7 @@ def test_a_member_on_another_store_leaves_even_when_it_has_everything_again():
     brokers = {**BROKERS, 2: (2, "new")}
     assert insync.wanted(10, brokers, 100) == {1, 3}
     assert insync.renewed(10, brokers, 100) == set()
+    insync.proposed = frozenset({1, 3})
     insync.on_partition_state(word(1, 3))
     assert insync.wanted(10, brokers, 100) == {1, 2, 3}
 
@@ -319,11 +320,27 @@ def test_the_quick_check_agrees_with_the_isr_to_propose():
     assert settled > 20, settled
 
 
+def test_a_member_that_left_by_itself_joins_by_a_later_fetch_alone():
+    """It may have lost its log, under the incarnation of its broker. Found by a simulated shell: a replica that was set
+    aside for its damage, and resigned, was in the ISR again with an empty log."""
+    insync = book(1, 2, 3)
+    for replica in (2, 3):
+        insync.fetched(fetch(replica, 10), 10, 100)
+    insync.on_partition_state(word(1, 2))
+    assert insync.wanted(10, BROKERS, 100) == {1, 2}
+    assert insync.committed_end(10, BROKERS, 100) == 10
+    insync.fetched(fetch(3, 9), 10, 100)
+    assert insync.wanted(10, BROKERS, 100) == {1, 2}
+    insync.fetched(fetch(3, 10), 10, 100)
+    assert insync.wanted(10, BROKERS, 100) == {1, 2, 3}
+
+
 def test_derived_sets_change_with_the_state():
     insync = book(1, 2, 3)
     for replica, durable in ((2, 8), (3, 4)):
         insync.fetched(fetch(replica, durable), 10, 100)
     assert insync.committed_end(10, BROKERS, 100) == 4
+    insync.proposed = frozenset({1, 2})
     insync.on_partition_state(word(1, 2))
     assert insync.committed_end(10, BROKERS, 100) == 8
     insync.proposed = frozenset({1, 2, 3})
