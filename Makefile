@@ -82,14 +82,16 @@ standstill: $(READY)
 # SEED=n: one run with its trace; SEEDS=n: n runs, from FIRST on; EVENTS=n: events of each run before its faults end.
 simulate: $(READY)
 	@cd tests && exec $(CURDIR)/$(BIN)/python -m simulation.run $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),500)) \
-		$(if $(FIRST),--first $(FIRST)) $(if $(EVENTS),--events $(EVENTS)) $(if $(LEDGER),--ledger)
+		$(if $(FIRST),--first $(FIRST)) $(if $(EVENTS),--events $(EVENTS)) $(if $(COVERAGE),--coverage) \
+		$(if $(LEDGER),--ledger)
 
 # WITHOUT=0,3: the run of SEED without these of its faults; DEFECT="...": put a known defect back (shell/defects.py);
-# COVERAGE=1: report what the runs reach (pip install coverage).
+# COVERAGE=1: report what the runs reach, and those of a `make simulate COVERAGE=1` before (pip install coverage).
+# SCHEDULES=n: recurring messages, which make other runs.
 simulate-shell: $(READY)
 	@cd tests && exec $(CURDIR)/$(BIN)/python -m simulation.shell.run $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),100)) \
 		$(if $(FIRST),--first $(FIRST)) $(if $(COVERAGE),--coverage) $(if $(WITHOUT),--without $(WITHOUT)) \
-		$(if $(DEFECT),--defect "$(DEFECT)" --go-on) $(if $(LEDGER),--ledger)
+		$(if $(SCHEDULES),--schedules $(SCHEDULES)) $(if $(DEFECT),--defect "$(DEFECT)" --go-on) $(if $(LEDGER),--ledger)
 
 # Planted by hand, then made from the syntax tree. ONLY="leader" or SECONDS=60: some of the latter, and none of the former.
 mutants: $(READY)

@@ -11,6 +11,7 @@ from unittest.mock import patch
 from portalmq.broker.core import fold
 from portalmq.broker.core.queue import selection, spans
 from portalmq.broker.core.replica import leader
+from portalmq.broker.core.stream import membership
 
 Bounds = Mapping[tuple[Any, str], int]
 
@@ -25,6 +26,7 @@ CORE: Bounds = {
     (selection, "SPANS_PER_SELECTION"): 2,
     (fold, "LARGE_BYTES"): 64,
     (leader, "UNCOMMITTED_MAX"): 20,
+    (membership, "MEMBERS_MAX"): 2,
 }
 
 
