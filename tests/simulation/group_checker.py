@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from simulation.group_options import QueueGroup
     from simulation.queue_groups import Receipt
 
+    from portalmq.broker.core.queue.key_order import KeyQueues
     from portalmq.broker.core.stream.events import GroupMembers
 
 # (end of the lease, its receipt)
@@ -49,6 +50,7 @@ class GroupChecker:
         self._live: defaultdict[tuple[str, int], dict[int, Held]] = defaultdict(dict)
         self._told: dict[tuple[str, int], str] = {}
         self._tokens: defaultdict[tuple[str, int, int], list[int]] = defaultdict(list)  # times of a key
+        self._buckets: dict[str, KeyQueues | None] = {}  # that the times in `_tokens` are of
         self._attempts: defaultdict[tuple[str, str], set[Receipt]] = defaultdict(set)
         self._refused: set[tuple[str, Receipt]] = set()
         self._answered: defaultdict[str, dict[int, int]] = defaultdict(dict)  # group -> offset -> time of the answer
@@ -205,11 +207,17 @@ class GroupChecker:
 
     def _check_rate(self, config: QueueGroup, host: GroupHost, key: int) -> None:
         """In no span of time are more messages of a key delivered than its bucket holds and the span fills, by the
-        fastest limit."""
+        fastest limit. A leader that loses its session and goes on in its epoch begins with full buckets."""
         if config.fastest is None:
             return
         rate_per_s, burst = config.fastest
         times = self._tokens[config.name, host.epoch, key]
+        keys = host.groups.delivery[config.name].keys
+        if self._buckets.get(config.name) is not keys:
+            self._buckets[config.name] = keys
+            for (name, _, _), earlier in self._tokens.items():
+                if name == config.name:
+                    earlier.clear()
         times.append(host.node.now_ms)
         for number, since_ms in enumerate(reversed(times), 1):
             if number > burst + (times[-1] - since_ms) * rate_per_s / 1_000 + 0.001:

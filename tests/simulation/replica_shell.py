@@ -270,13 +270,16 @@ class ReplicaShell:
         self.world.note(self.node.id, "has no room on its disk")
         dropped = [submission for _, submission in self._writing + self._queue]
         dropped += [action.token for action in self._actions if isinstance(action, Append)]
+        for action in self._actions:
+            if isinstance(action, AnswerDuplicate):  # behind an epoch that is not on disk yet
+                self._answer_duplicate(_submission(action.token), action.base_offset)
         self._writing, self._queue = [], []
         sent_end, self.sent_end = self.sent_end, 0
         full, unknown = StorageFull("full"), StorageFull("full", outcome="unknown")
         if self.world.chance(0.5):
             if self.host is not None:
                 self.host.rebuild()
-            self._actions = deque(a for a in self._actions if not isinstance(a, Append | Replicate))
+            self._actions = deque(a for a in self._actions if not isinstance(a, Append | Replicate | AnswerDuplicate))
             self._to_replicate.clear()
             self._tail = self.disk.batches[-1].uid if self.disk.batches else (-1 if self.disk.start else 0)
             # Ahead of other waiting events: one stepped first would be allotted an offset after records that are not

@@ -1,4 +1,4 @@
-"""The life of a message, read block by block. The simulator compares lives with its models, in every seed with groups."""
+"""The life of a message, read block by block. The simulator compares lives with its models in seeds with groups."""
 
 from __future__ import annotations
 
