@@ -237,7 +237,7 @@ class GroupCoordinators:
                 except (NotReached, NotAnswered) as error:
                     # It may be alive: a take-over from a live coordinator is harmless.
                     log.warning("group %r: taking over as coordinator: %s", group.name, error)
-            own = self._take(group)
+            own = self._take(group, where)
         return self._ask(own, call, kind)
 
     def _whereabouts(self, group: GroupState) -> tuple[int, int] | None:
@@ -275,8 +275,9 @@ class GroupCoordinators:
             leader_url=self._mirror.url_of(where[0]),
         )
 
-    def _take(self, group: GroupState) -> Coordinator:
-        """Become the group's coordinator, unless another broker is faster."""
+    def _take(self, group: GroupState, before: tuple[int, int] | None) -> Coordinator:
+        """Become the group's coordinator after `before`. Raises NotLeader if another broker was faster: a call to a
+        silent coordinator takes seconds."""
         if self._closing.is_set():
             raise Unavailable("this broker is shutting down", retry_after_s=0.5)
         self._groups.check_same(group)
@@ -289,6 +290,9 @@ class GroupCoordinators:
             self._taking.discard(group.group_id)
         own = self._own.get(group.group_id)
         if own is None:
+            now = held.value.coordinator if held else None
+            if now is not None and now not in (before, self._me) and self._is_alive(now):
+                raise self._not_coordinator(group, now)
             own = self._own[group.group_id] = Coordinator(
                 group, self._me, self._store, self._claims, self._mirror.topics, self._clock, self._on_resigned
             )
@@ -341,7 +345,7 @@ class GroupCoordinators:
             where = self._look_up(group, sure=True)
             if where != self._me:
                 raise Unavailable(f"broker {self._me[0]} does not coordinate group {group.name!r}", retry_after_s=0.1)
-            own = self._take(group)
+            own = self._take(group, where)
         return self._seek(own, call) if call.verb == "seek" else self._member_answer(own, call)
 
     def _claims(
