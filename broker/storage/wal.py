@@ -31,15 +31,14 @@ def make_durable(connection: apsw.Connection) -> None:
 
     A kill may have come between the write of a commit and its fsync. The log is first written over itself and synced: a
     sync alone writes nothing of what an earlier one failed to write, and a power cut in the middle of the checkpoint
-    needs the log. The checkpoint, which a foreign reader may block, syncs the file, and the log is then durably empty:
-    where an fsync failed before, the disk has an older end of it, which a power cut would bring back.
+    needs the log. The checkpoint, which a foreign reader may block, syncs the file and empties the log. That is not
+    synced: a power cut brings back the log that the file already contains, since SQLite syncs the header of the next
+    one before its frames.
     """
-    log = Path(f"{connection.filename}-wal")
-    _write_again(log)
+    _write_again(Path(f"{connection.filename}-wal"))
     try:
         connection.set_busy_timeout(FOREIGN_READER_WAIT_MS)
         connection.wal_checkpoint("main", apsw.SQLITE_CHECKPOINT_TRUNCATE)
-        _sync_truncation(log)
     except apsw.BusyError:
         pass
     finally:
@@ -53,15 +52,6 @@ def _write_again(log: Path) -> None:
             file.write(part)
         file.flush()
         sync(file.fileno())
-
-
-def _sync_truncation(log: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):  # there was none
-        descriptor = os.open(log, os.O_RDONLY)
-        try:
-            sync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def sync_wal(connection: apsw.Connection) -> None:

@@ -72,9 +72,6 @@ DEFECTS: dict[str, tuple[Edit, ...]] = {
     "a log that is read elsewhere is synced without its lost pages": (
         Edit(wal, "make_durable", "_write_again(log)", "sync_wal(connection)"),
     ),
-    "a truncated write-ahead log comes back": (
-        Edit(wal, "_sync_truncation", "sync(descriptor)", "pass"),
-    ),
     "a group has more in flight than its limit": (
         Edit(Allowance, "messages", "max(0, self._limits.in_flight_max - delivery.in_flight(now_ms))", "UNLIMITED"),
     ),

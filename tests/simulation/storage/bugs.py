@@ -201,11 +201,6 @@ def an_append_that_is_committed_is_refused_for_its_checkpoint() -> list[Patch]:
     return [(log, "suppress", lambda *_: nullcontext())]
 
 
-@bug("reset", _fails("lost sync"))
-def a_stale_write_ahead_log_comes_back() -> list[Patch]:
-    return [(wal, "_sync_truncation", _nothing)]
-
-
 @bug("write-ahead log", _fails("lost sync"))
 def a_checkpoint_reads_a_log_that_is_not_on_disk() -> list[Patch]:
     return [(wal, "_write_again", _nothing)]

@@ -17,7 +17,7 @@ def root(tmp_path):
 
 @SUBJECTS
 def test_every_crash_image_holds_what_was_acknowledged_and_nothing_else(root, subject):
-    outcomes = list(crash(subject, root, seed=7, each=3, share=0.006 if subject is PARTITION else 1.0))
+    outcomes = list(crash(subject, root, seed=7, each=3, share=0.008 if subject is PARTITION else 1.0))
     assert [failure for _, failure in outcomes if failure] == []
     assert {name for name, _ in outcomes} == set(subject.stages)
     assert len(outcomes) >= 50
