@@ -152,6 +152,7 @@ class GroupRegistry:
         self.get_queue(name)
         group = self._catalog.pause_group(name, paused=paused, at_ms=at_ms, reason=reason, by=by)
         self._remember(name, group)
+        self.hear_of_pause(group.group_id, group.pause)
         return group
 
     def hear_of_pause(self, group_id: str, pause: PauseState) -> None:
@@ -169,7 +170,8 @@ class GroupRegistry:
             return group
         if heard.number > group.pause.number:
             return msgspec.structs.replace(group, pause=heard)
-        del self._heard[group.group_id]
+        if group is self._mirror.groups.get(group.name):
+            del self._heard[group.group_id]
         return group
 
     def names(self) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import gevent
 import msgspec
 import pytest
@@ -69,6 +71,17 @@ def test_a_leader_that_is_told_of_a_pause_has_heard_of_it_before_the_control_pla
     assert receive(fixture) == [], "a change from before the pause"
     resume(fixture)
     assert texts(receive(fixture)) == ["a"]
+
+
+def test_the_broker_that_paused_a_group_knows_it_however_late_its_mirror_is(fixture, monkeypatch):
+    groups = fixture.broker.groups
+    behind = groups.get("g")
+    monkeypatch.setattr(groups, "_mirror", SimpleNamespace(groups={"g": behind}))
+    pause(fixture)
+    assert groups.get("g").pause.paused
+    groups._own.clear()  # it is remembered for two seconds
+    send(fixture, "a")
+    assert receive(fixture) == []
 
 
 def test_the_state_shows_since_when_why_and_who_asked(fixture):
