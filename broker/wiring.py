@@ -286,7 +286,7 @@ class Wiring:
         """Schedules: recurring messages."""
         store = ScheduleStore(self._catalog.plane)
         self.schedule_runner = ScheduleRunner(
-            store, self.topics, self.clock, self._backlog.check, self.metrics.published, self.clock_agreement.up_ms
+            store, self.topics, self.clock, self._backlog.check, self.metrics.published, self.clock_agreement
         )
         self.schedules = ScheduleService(
             self.broker_id,

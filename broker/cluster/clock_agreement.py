@@ -12,7 +12,8 @@ A jump is not followed before others confirm it: until then the clock continues 
 (partition/clock.py).
 
 The same answers tell for how long the cluster has been up. A broker that answers is up now, so a broker that asks it
-counts that one's time to its own: the time since when some broker was always up outlasts each of them.
+counts that one's time to its own: the time since when some broker was always up outlasts each of them. A broker that
+has just started does not know it before the others that were registered then have answered, or are registered no more.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ from portalmq.errors import PortalMQError
 log = logging.getLogger(__name__)
 
 ASK_EVERY_S = 2.0
+ASK_AGAIN_S = 0.25
+# A registered broker that cannot be asked for longer is no longer waited for.
+UNHEARD_MAX_MS = 30_000
 
 # A time of day as an offset from the steady clock of this broker: its least and its greatest possible value.
 OffsetRange = tuple[int, int]
@@ -62,7 +66,9 @@ class ClockAgreement:
         self.off_ms = 0
         self.differs = False
         # On this broker's steady clock: since when some broker was always up.
-        self._up_since_ms = clock.now_ms()
+        self._up_since_ms = self._made_ms = clock.now_ms()
+        # Those that were registered when this broker started, and have not answered since.
+        self._unheard: set[int] | None = None
         self._clock = clock
         self._broker_id = broker_id
         self._brokers = brokers
@@ -85,11 +91,16 @@ class ClockAgreement:
         return TimeAnswer(self._clock.machine_ms(), self.up_ms())
 
     def up_ms(self) -> int:
-        """Return for how long some broker was always up."""
+        """Return for how long some broker was always up, as far as this one knows."""
         return self._clock.now_ms() - self._up_since_ms
 
+    @property
+    def is_up_time_known(self) -> bool:
+        """False while another broker may know of a longer time."""
+        return self._unheard is not None and not self._unheard
+
     def _run(self) -> None:
-        while not self._closing.wait(ASK_EVERY_S):
+        while not self._closing.wait(ASK_EVERY_S if self.is_up_time_known else ASK_AGAIN_S):
             try:
                 self.compare()
             except Exception:
@@ -98,8 +109,12 @@ class ClockAgreement:
     def compare(self) -> None:
         """Ask all registered brokers, and set the clock to the time that a majority of those that answer agree on."""
         others = [broker_id for broker_id in self._brokers() if broker_id != self._broker_id]
+        if self._unheard is None:
+            self._unheard = set(others)
         asked = [gevent.spawn(self._ask, broker_id) for broker_id in others]
         gevent.joinall(asked)
+        is_over = self._clock.now_ms() > self._made_ms + UNHEARD_MAX_MS
+        self._unheard = self._unheard & self._brokers().keys() if not is_over else set()
         answers = [greenlet.value for greenlet in asked if greenlet.value is not None]
         own = self._own()
         if own is not None and (answers or not others):
@@ -118,6 +133,8 @@ class ClockAgreement:
         except PortalMQError:
             return None  # unavailable, or of a version without this call
         self._up_since_ms = min(self._up_since_ms, self._clock.now_ms() - answer.up_ms)
+        if self._unheard:
+            self._unheard.discard(broker_id)
         least, most = answer.machine_ms - self._clock.now_ms(), answer.machine_ms - asked_ms
         return (least, most) if most - least <= TOLERANCE_MS else None  # so slow an answer says too little
 

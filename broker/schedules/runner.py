@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import gevent
 from gevent.event import Event
@@ -32,7 +32,7 @@ from portalmq.broker.schedules.timetable import Timetable, due_ticks
 from portalmq.control_plane.plane import PlaneError
 from portalmq.control_plane.schedules import ScheduleState, ScheduleStore, schedule_name_of, schedule_path
 from portalmq.control_plane.tree import Versioned
-from portalmq.errors import NotLeader, PortalMQError, TopicNotFound
+from portalmq.errors import NotLeader, PortalMQError, TopicNotFound, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +48,15 @@ Place = tuple[str, int]
 # Raises Backpressure when too many messages wait in a partition.
 CheckRoom = Callable[[Topic, Partition, int, Stamp | None], None]
 Published = Callable[[str, int, int], None]
+
+
+class UpTime(Protocol):
+    """For how long some broker was always up, and whether this broker knows that by now."""
+
+    @property
+    def is_up_time_known(self) -> bool: ...
+
+    def up_ms(self) -> int: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -75,14 +84,14 @@ class _Entry:
 
 @dataclass(eq=False, repr=False)
 class ScheduleRunner:
-    """One per broker. `up_ms` returns for how long some broker was always up."""
+    """One per broker."""
 
     _store: ScheduleStore
     _topics: Topics
     _clock: Clock
     _check_room: CheckRoom
     _published: Published
-    _up_ms: Callable[[], int]
+    _up_time: UpTime
 
     def __post_init__(self) -> None:
         self.frozen: set[str] = set()
@@ -313,9 +322,11 @@ class ScheduleRunner:
             timetable,
             self._handled_ms(entry),
             now_ms,
-            up_since_ms=now_ms - self._up_ms(),
+            up_since_ms=now_ms - self._up_time.up_ms(),
             catch_up=schedule.spec.catch_up,
         )
+        if due.some_missed and not self._up_time.is_up_time_known:
+            raise Unavailable("other brokers, which may have been up at its last ticks, have not answered yet")
         for tick_ms in due.ticks:
             records = with_default_ttl(topic, [tick_record(schedule, tick_ms)], now_ms)
             size = size_of(topic, records)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from portalmq.broker.cluster.clock_agreement import ClockAgreement, agreement
+from portalmq.broker.cluster.clock_agreement import UNHEARD_MAX_MS, ClockAgreement, agreement
 from portalmq.broker.cluster.rpc.brokers import TimeAnswer
 from portalmq.broker.partition.clock import TOLERANCE_MS, Clock
 from portalmq.control_plane.state import BrokerState
@@ -172,3 +172,39 @@ def test_it_begins_anew_when_all_brokers_were_down():
         cluster.pass_time(500)
     cluster.compare()
     assert {keeper.up_ms() for keeper in cluster.keepers.values()} == {1_000}
+
+
+def test_the_time_is_not_known_before_all_that_were_registered_have_answered_or_are_gone():
+    cluster = Cluster(b1=0, b2=0, b3=0, b4=0)
+    cluster.pass_time(HOUR_MS)
+    started = ClockAgreement(cluster.clocks[1], 1, cluster.brokers, Calls(cluster))
+    assert not started.is_up_time_known, "it has asked nobody"
+    cluster.away = {2, 3}
+    started.compare()
+    assert not started.is_up_time_known
+    assert started.up_ms() == HOUR_MS, "the fourth has answered"
+    cluster.away = {3}
+    started.compare()
+    assert not started.is_up_time_known
+    del cluster.clocks[3]
+    started.compare()
+    assert started.is_up_time_known
+    cluster.away = {2, 4}
+    started.compare()
+    assert started.is_up_time_known, "each has answered once"
+
+
+def test_a_broker_that_never_answers_is_waited_for_for_a_while():
+    cluster = Cluster(b1=0, b2=0)
+    started = cluster.keepers[1]
+    cluster.away = {2}
+    for is_known in (False, True):
+        started.compare()
+        assert started.is_up_time_known is is_known
+        cluster.pass_time(UNHEARD_MAX_MS + 1)
+
+
+def test_a_broker_that_is_alone_knows_it_at_once():
+    cluster = Cluster(b1=0)
+    cluster.compare()
+    assert cluster.keepers[1].is_up_time_known

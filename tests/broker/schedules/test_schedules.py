@@ -15,6 +15,7 @@ from support.replicas import eventually
 from portalmq import wire
 from portalmq.broker.core.replica.events import Stamp
 from portalmq.broker.messages.produce import ProduceRequest
+from portalmq.broker.schedules.runner import RETRY_MS
 from portalmq.broker.schedules.timetable import moment_text
 from portalmq.broker.storage.batch import Record
 from portalmq.contract.schedules import SCHEDULE_BYTES_MAX, SCHEDULE_IDS_FROM
@@ -149,6 +150,23 @@ def test_ticks_missed_while_the_broker_was_down(
         assert ticks(fixture) == expected
         after(fixture, 1)
         assert ticks(fixture) == [*expected, 12]
+
+
+def test_no_tick_is_missed_before_the_other_brokers_have_told_how_long_they_are_up(
+    tmp_path: Path, clock: HandClock
+) -> None:
+    with running(tmp_path, clock) as fixture:
+        fixture.broker.schedules.put("beat", EACH_SECOND)
+        after(fixture, 1)
+    clock.advance(5_500)
+    with running(tmp_path, clock) as fixture:
+        fixture.broker.clock_agreement._unheard = {2}
+        look(fixture)
+        assert ticks(fixture) == [1]
+        fixture.broker.clock_agreement._up_since_ms -= 5_400
+        fixture.broker.clock_agreement._unheard = set()
+        after(fixture, RETRY_MS / 1_000)
+        assert ticks(fixture) == [1, 2, 3, 4, 5, 6]
 
 
 def test_the_last_tick_is_known_long_after_the_dedup_window(tmp_path: Path, clock: HandClock) -> None:
