@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -34,7 +35,7 @@ from portalmq.broker.server.adoption import (
 )
 from portalmq.broker.storage.disk import BROKERS_FILE, DataDirectory, read_brokers, read_identity
 from portalmq.broker.storage.epochs import EpochFile
-from portalmq.broker.storage.errors import CorruptFile, DiskFull
+from portalmq.broker.storage.errors import CorruptFile
 from portalmq.contract.schedules import SCHEDULE_IDS_FROM
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.standalone import Standalone
@@ -262,13 +263,14 @@ class TestWritingBack:
         (state, _) = read_directories([data]).partitions(topic)
         assert (state.isr, state.leader_epoch) == ((), 41)
 
+    @pytest.mark.parametrize("method", ["open", "describe"])
     def test_a_full_disk_is_no_damage(
-        self, tmp_path: Path, adoption: Adoption, monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path, adoption: Adoption, monkeypatch: pytest.MonkeyPatch, method: str
     ) -> None:
-        def open_files(self: Files, *given: object, **named: object) -> None:
-            raise DiskFull("no space left; free disk space or lower the retention")
+        def without_room(self: Files, *given: object, **named: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
 
-        monkeypatch.setattr(Files, "open", open_files)
+        monkeypatch.setattr(Files, method, without_room)
         with pytest.raises(NotAdopted, match=r"free disk space or lower the retention\. Then adopt again") as refused:
             read_directories([tmp_path / "data"])
         assert refused.value.exit_code == EX_STORAGE

@@ -70,7 +70,7 @@ DEFECTS: dict[str, tuple[Edit, ...]] = {
         Edit(IsrUpdates, "_tell", "partition.step(LeaderAnswered", "(lambda _: None)(LeaderAnswered"),
     ),
     "a log that is read elsewhere is synced without its lost pages": (
-        Edit(wal, "make_durable", "_write_again(log)", "sync_wal(connection)"),
+        Edit(wal, "make_durable", '_write_again(Path(f"{connection.filename}-wal"))', "sync_wal(connection)"),
     ),
     "a group has more in flight than its limit": (
         Edit(Allowance, "messages", "max(0, self._limits.in_flight_max - delivery.in_flight(now_ms))", "UNLIMITED"),
