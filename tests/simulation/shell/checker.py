@@ -225,9 +225,13 @@ class Checker:
         if partition.start.offset > self.history.place((partition.topic, partition.number)).purged:
             self.fail("I14", "{} begins at {} on {}, without a purge", key, partition.start.offset, process)
         in_sync = replica.in_sync
+        if in_sync is None or process.dead:
+            return
         # Until its epoch is on disk, a leader does nothing, and a restart may forget it.
-        if in_sync is not None and not process.dead and partition.action_queue.remembering is None:
+        if partition.action_queue.remembering is None:
             self._leads(process, partition, known, in_sync)
+        elif partition.serves:
+            self.fail("I1", "{} serves {} in epoch {}, not on disk", process, key, in_sync.state.leader_epoch)
 
     def _leads(self, process: Process, partition: Partition, known: Known, in_sync: Any) -> None:
         key, watermark = (partition.topic_id, partition.number), partition.replica.high_watermark

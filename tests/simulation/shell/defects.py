@@ -17,7 +17,9 @@ from portalmq.broker.core.fold import SpanFold
 from portalmq.broker.core.queue.delivery import GroupDelivery
 from portalmq.broker.core.queue.key_order import KeyQueues
 from portalmq.broker.core.queue.limits import Allowance
+from portalmq.broker.partition.appending import AppendingPartition
 from portalmq.broker.partition.isr_updates import IsrUpdates
+from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.retention import Retention
 from portalmq.broker.server.adoption import Adoption
 from portalmq.broker.storage import recovery, segment, state, wal
@@ -68,6 +70,10 @@ DEFECTS: dict[str, tuple[Edit, ...]] = {
     ),
     "a leader elected by its own reading does not wait": (
         Edit(IsrUpdates, "_tell", "partition.step(LeaderAnswered", "(lambda _: None)(LeaderAnswered"),
+    ),
+    "a leader serves before its epoch is on disk": (
+        Edit(Partition, "_begin_to_serve", " or self.action_queue.remembering:", ":"),
+        Edit(AppendingPartition, "_submit", "if self.action_queue.remembering is not None:", "if False:"),
     ),
     "a log that is read elsewhere is synced without its lost pages": (
         Edit(wal, "make_durable", '_write_again(Path(f"{connection.filename}-wal"))', "sync_wal(connection)"),
