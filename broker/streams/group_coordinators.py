@@ -205,29 +205,43 @@ class GroupCoordinators:
         forward: bool,
         peer: Peer | None = None,
     ) -> T:
-        """Return the answer of the group's coordinator; look for it again while it changes."""
+        """Return the answer of the group's coordinator; look for it again while it changes. A coordinator that does not
+        answer is asked once, and may have done what it was asked; then there is time for its successor."""
         check_mode(group)
         deadline = time.monotonic() + PATIENCE_S
+        silent: set[tuple[int, int]] = set()
+        is_unknown = False
         while True:
             _check_connected(peer)
             try:
-                return self._try(group, call, kind, forward)
+                return self._try(group, call, kind, forward, silent)
             except (NotLeader, Unavailable) as error:
                 self._in_doubt.add(group.group_id)
                 if not forward and isinstance(error, NotLeader):
                     raise
+                if isinstance(error, NotReached | NotAnswered) and len(silent) == 1:
+                    deadline = time.monotonic() + PATIENCE_S
+                is_unknown = is_unknown or error.outcome == "unknown"
                 if time.monotonic() >= deadline or self._closing.is_set() or not error.retryable:
                     if isinstance(error, NotLeader):
-                        raise Unavailable(error.detail, outcome=error.outcome, retry_after_s=0.2) from error
-                    raise
+                        error = Unavailable(error.detail, retry_after_s=0.2)
+                    error.outcome = "unknown" if is_unknown else "not_applied"
+                    raise error
             gevent.sleep(PAUSE_S)
             self._groups.check_same(group)
 
-    def _try(self, group: GroupState, call: Coordinate, kind: BrokerCall[Coordinate, T], forward: bool) -> T:
+    def _try(
+        self,
+        group: GroupState,
+        call: Coordinate,
+        kind: BrokerCall[Coordinate, T],
+        forward: bool,
+        silent: set[tuple[int, int]],
+    ) -> T:
         own = self._own.get(group.group_id)
         if own is None:
             where = self._whereabouts(group)
-            if where is not None and where != self._me and self._is_alive(where):
+            if where is not None and where != self._me and where not in silent and self._is_alive(where):
                 self._remember(group, where)
                 if not forward:
                     raise self._not_coordinator(group, where)
@@ -236,7 +250,9 @@ class GroupCoordinators:
                     return kind.ask(self._peers, where[0], call, timeout_s=timeout_s)
                 except (NotReached, NotAnswered) as error:
                     # It may be alive: a take-over from a live coordinator is harmless.
-                    log.warning("group %r: taking over as coordinator: %s", group.name, error)
+                    log.warning("group %r: its coordinator will be replaced: %s", group.name, error)
+                    silent.add(where)
+                    raise
             own = self._take(group, where)
         return self._ask(own, call, kind)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.standalone import Standalone
 from portalmq.control_plane.state import BrokerState, GroupState
 from portalmq.control_plane.stream_groups import StreamGroups
-from portalmq.errors import IllegalGeneration, NotLeader
+from portalmq.errors import IllegalGeneration, NotLeader, Unavailable
 
 IDS = (1, 2, 3)
 
@@ -82,6 +83,32 @@ def test_one_that_took_over_meanwhile_is_not_replaced(cluster: Cluster) -> None:
     with pytest.raises(IllegalGeneration):
         cluster.brokers[3].heartbeat("g", "nobody", 1)
     assert cluster.coordinator() == 2
+
+
+def test_its_successor_answers_however_long_the_call_to_it_took(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.brokers[1].leave("g", "nobody")
+    cluster.silent.add(1)
+
+    def take_long() -> None:
+        cluster.brokers[2].leave("g", "nobody")
+        now_s = time.monotonic()
+        monkeypatch.setattr("portalmq.broker.streams.group_coordinators.time.monotonic", lambda: now_s + 15.0)
+
+    cluster.meanwhile = take_long
+    cluster.brokers[3].leave("g", "nobody")
+    assert cluster.coordinator() == 2
+
+
+def test_what_a_silent_coordinator_may_have_done_is_unknown(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("portalmq.broker.streams.group_coordinators.PATIENCE_S", 0.0)
+    cluster.brokers[1].leave("g", "nobody")
+    cluster.silent.add(1)
+    cluster.meanwhile = lambda: cluster.brokers[2].leave("g", "nobody")
+    with pytest.raises(Unavailable) as raised:
+        cluster.brokers[3].leave("g", "nobody")
+    assert raised.value.outcome == "unknown"
 
 
 def test_a_call_without_forwarding_names_the_one_that_took_over(cluster: Cluster) -> None:
