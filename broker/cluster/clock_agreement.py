@@ -13,7 +13,8 @@ A jump is not followed before others confirm it: until then the clock continues 
 
 The same answers tell for how long the cluster has been up. A broker that answers is up now, so a broker that asks it
 counts that one's time to its own: the time since when some broker was always up outlasts each of them. A broker that
-has just started does not know it before the others that were registered then have answered, or are registered no more.
+has just started does not know it before the others that were registered then have answered, or are registered no more,
+or could not be asked for half a minute.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class ClockAgreement:
         self.off_ms = 0
         self.differs = False
         # On this broker's steady clock: since when some broker was always up.
-        self._up_since_ms = self._made_ms = clock.now_ms()
+        self._up_since_ms = self._asked_since_ms = clock.now_ms()
         # Those that were registered when this broker started, and have not answered since.
         self._unheard: set[int] | None = None
         self._clock = clock
@@ -110,10 +111,10 @@ class ClockAgreement:
         """Ask all registered brokers, and set the clock to the time that a majority of those that answer agree on."""
         others = [broker_id for broker_id in self._brokers() if broker_id != self._broker_id]
         if self._unheard is None:
-            self._unheard = set(others)
+            self._unheard, self._asked_since_ms = set(others), self._clock.now_ms()
         asked = [gevent.spawn(self._ask, broker_id) for broker_id in others]
         gevent.joinall(asked)
-        is_over = self._clock.now_ms() > self._made_ms + UNHEARD_MAX_MS
+        is_over = self._clock.now_ms() > self._asked_since_ms + UNHEARD_MAX_MS
         self._unheard = self._unheard & self._brokers().keys() if not is_over else set()
         answers = [greenlet.value for greenlet in asked if greenlet.value is not None]
         own = self._own()

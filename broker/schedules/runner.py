@@ -28,7 +28,7 @@ from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.yielding import in_short_turns
 from portalmq.broker.schedules.definition import tick_record, timetable_of
-from portalmq.broker.schedules.timetable import Timetable, due_ticks
+from portalmq.broker.schedules.timetable import Timetable, due_ticks, misses_any
 from portalmq.control_plane.plane import PlaneError
 from portalmq.control_plane.schedules import ScheduleState, ScheduleStore, schedule_name_of, schedule_path
 from portalmq.control_plane.tree import Versioned
@@ -57,6 +57,16 @@ class UpTime(Protocol):
     def is_up_time_known(self) -> bool: ...
 
     def up_ms(self) -> int: ...
+
+
+class UpTimeUnknown(Unavailable):
+    """Nobody knows yet whether some broker was up at ticks of the schedule."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the other brokers have not told yet for how long they are up, so ticks of the schedule may be missed ones",
+            retry_after_s=1.0,
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -102,6 +112,8 @@ class ScheduleRunner:
         self._led: dict[Place, int] = {}
         self._entries: dict[str, _Entry] = {}
         self._heap: list[tuple[int, int, str, _Entry]] = []
+        # Those that wait until it is known for how long some broker was always up.
+        self._undecided: list[_Entry] = []
         self._order = count()
         self._noted: set[str] | None = None  # None: everything
         self._reads = 0
@@ -177,6 +189,8 @@ class ScheduleRunner:
             wait_s = READ_AGAIN_S
         now_ms = self._clock.wall_ms()
         due: list[_Entry] = []
+        if self._undecided and self._up_time.is_up_time_known:
+            due, self._undecided = self._undecided, []
         while self._heap and self._heap[0][0] <= now_ms:
             _, _, name, entry = heapq.heappop(self._heap)
             if self._entries.get(name) is entry:
@@ -186,6 +200,8 @@ class ScheduleRunner:
         if self._heap:
             until_s = max(0.0, (self._heap[0][0] - self._clock.wall_ms()) / 1_000)
             wait_s = min(LOOK_EVERY_S if wait_s is None else wait_s, until_s)
+        if self._undecided:
+            wait_s = min(LOOK_EVERY_S if wait_s is None else wait_s, RETRY_MS / 1_000)
         return wait_s
 
     # --- definitions -------------------------------------------------------------------------------------------------
@@ -299,6 +315,11 @@ class ScheduleRunner:
         try:
             self.publish(entry.schedule, entry.timetable, entry)
             entry.is_refused = False
+        except UpTimeUnknown as error:
+            if not self._undecided:
+                log.warning("ticks of schedule %r, and perhaps of others, are late: %s", name, error)
+            self._undecided.append(entry)
+            return
         except TopicNotFound:
             self._entries.pop(name, None)  # its place is decided anew when there is such a topic again
             return
@@ -311,22 +332,17 @@ class ScheduleRunner:
 
     def publish(self, schedule: ScheduleState, timetable: Timetable, entry: _Entry | None = None) -> None:
         """Append the ticks that are due. Does not switch greenlets between the look at the log and the append, nor wait
-        for the commit. Raises what the partition refuses them with."""
+        for the commit. Raises what the partition refuses them with; UpTimeUnknown."""
         topic = self._topics.get(schedule.spec.topic)
         if topic is None or topic.state.topic_id != schedule.topic_id:
             raise TopicNotFound(f"topic {schedule.spec.topic!r} was deleted")
         partition = topic.partition(schedule.partition)
         now_ms = self._clock.wall_ms()
         entry = entry or _Entry(schedule, timetable, schedule.since_ms)
-        due = due_ticks(
-            timetable,
-            self._handled_ms(entry),
-            now_ms,
-            up_since_ms=now_ms - self._up_time.up_ms(),
-            catch_up=schedule.spec.catch_up,
-        )
-        if due.some_missed and not self._up_time.is_up_time_known:
-            raise Unavailable("other brokers, which may have been up at its last ticks, have not answered yet")
+        handled_ms, up_since_ms = self._handled_ms(entry), now_ms - self._up_time.up_ms()
+        if not self._up_time.is_up_time_known and misses_any(timetable, handled_ms, now_ms, up_since_ms=up_since_ms):
+            raise UpTimeUnknown
+        due = due_ticks(timetable, handled_ms, now_ms, up_since_ms=up_since_ms, catch_up=schedule.spec.catch_up)
         for tick_ms in due.ticks:
             records = with_default_ttl(topic, [tick_record(schedule, tick_ms)], now_ms)
             size = size_of(topic, records)

@@ -34,7 +34,7 @@ from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.yielding import in_short_turns
 from portalmq.broker.schedules.definition import changed, number_for, tick_record, timetable_of
-from portalmq.broker.schedules.runner import ScheduleRunner
+from portalmq.broker.schedules.runner import ScheduleRunner, UpTimeUnknown
 from portalmq.broker.schedules.timetable import cron_line
 from portalmq.contract.schedules import SCHEDULE_BYTES_MAX, SCHEDULE_IDS_FROM, SCHEDULES_MAX
 from portalmq.control_plane.catalog import Catalog
@@ -281,10 +281,13 @@ class ScheduleService:
 
     def _publish_until_now(self, schedule: ScheduleState, partition: Partition) -> int:
         """Publish the ticks that are due by the definition that ends now, and return when they are committed: no later
-        leader can miss them then. Return the last tick. Ticks that the partition refuses are given up."""
+        leader can miss them then. Return the last tick. Ticks that the partition refuses are given up. Raises
+        UpTimeUnknown."""
         if not schedule.spec.paused:
             try:
                 self._runner.publish(schedule, timetable_of(schedule))
+            except UpTimeUnknown:
+                raise
             except PortalMQError as error:
                 log.warning("late ticks of schedule %r are given up, since it is changed: %s", schedule.name, error)
         producers = partition.replica.producers

@@ -219,12 +219,20 @@ def last_between(timetable: Timetable, after_ms: int, upto_ms: int) -> int | Non
 
 @dataclass(frozen=True, slots=True)
 class DueTicks:
-    """The ticks to publish now, in order. Once they are published, nothing up to `upto_ms` is left to publish.
-    `some_missed`: there were ticks at which no broker was up."""
+    """The ticks to publish now, in order. Once they are published, nothing up to `upto_ms` is left to publish."""
 
     ticks: list[int]
     upto_ms: int
-    some_missed: bool = False
+
+
+def _missed_upto_ms(now_ms: int, up_since_ms: int) -> int:
+    return min(max(up_since_ms, now_ms - LATE_MS) - 1, now_ms)
+
+
+def misses_any(timetable: Timetable, after_ms: int, now_ms: int, *, up_since_ms: int) -> bool:
+    """Return whether there is a missed tick later than `after_ms`."""
+    tick_ms = timetable.next_after(after_ms)
+    return tick_ms is not None and tick_ms <= _missed_upto_ms(now_ms, up_since_ms)
 
 
 def due_ticks(timetable: Timetable, after_ms: int, now_ms: int, *, up_since_ms: int, catch_up: bool) -> DueTicks:
@@ -236,8 +244,7 @@ def due_ticks(timetable: Timetable, after_ms: int, now_ms: int, *, up_since_ms: 
     if after_ms >= now_ms:
         return DueTicks([], after_ms)  # the clock was put back
     ticks: list[int] = []
-    missed: int | None = None
-    missed_upto_ms = min(max(up_since_ms, now_ms - LATE_MS) - 1, now_ms)
+    missed_upto_ms = _missed_upto_ms(now_ms, up_since_ms)
     if after_ms < missed_upto_ms:
         missed = last_between(timetable, after_ms, missed_upto_ms)
         if missed is not None and catch_up:
@@ -246,10 +253,10 @@ def due_ticks(timetable: Timetable, after_ms: int, now_ms: int, *, up_since_ms: 
     while len(ticks) < TICKS_AT_ONCE:
         tick_ms = timetable.next_after(after_ms)
         if tick_ms is None or tick_ms > now_ms:
-            return DueTicks(ticks, now_ms, missed is not None)
+            return DueTicks(ticks, now_ms)
         ticks.append(tick_ms)
         after_ms = tick_ms
-    return DueTicks(ticks, after_ms, missed is not None)
+    return DueTicks(ticks, after_ms)
 
 
 def moment_text(ms: int) -> str:

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,7 +16,6 @@ from support.replicas import eventually
 from portalmq import wire
 from portalmq.broker.core.replica.events import Stamp
 from portalmq.broker.messages.produce import ProduceRequest
-from portalmq.broker.schedules.runner import RETRY_MS
 from portalmq.broker.schedules.timetable import moment_text
 from portalmq.broker.storage.batch import Record
 from portalmq.contract.schedules import SCHEDULE_BYTES_MAX, SCHEDULE_IDS_FROM
@@ -152,6 +152,13 @@ def test_ticks_missed_while_the_broker_was_down(
         assert ticks(fixture) == [*expected, 12]
 
 
+def is_silent(fixture: Fixture, brokers: set[int]) -> None:
+    """Have these brokers registered, without an answer to the question for how long they are up."""
+    agreement: Any = fixture.broker.clock_agreement
+    agreement.compare = lambda: None
+    agreement._unheard = brokers
+
+
 def test_no_tick_is_missed_before_the_other_brokers_have_told_how_long_they_are_up(
     tmp_path: Path, clock: HandClock
 ) -> None:
@@ -160,13 +167,28 @@ def test_no_tick_is_missed_before_the_other_brokers_have_told_how_long_they_are_
         after(fixture, 1)
     clock.advance(5_500)
     with running(tmp_path, clock) as fixture:
-        fixture.broker.clock_agreement._unheard = {2}
+        is_silent(fixture, {2})
         look(fixture)
+        after(fixture, 1)
         assert ticks(fixture) == [1]
+        for change in (
+            lambda: fixture.broker.schedules.put("beat", spec(value=b"new")),
+            lambda: fixture.broker.schedules.pause("beat", paused=True),
+            lambda: fixture.broker.schedules.delete("beat"),
+        ):
+            with pytest.raises(Unavailable, match="have not told yet for how long"):
+                change()
         fixture.broker.clock_agreement._up_since_ms -= 5_400
-        fixture.broker.clock_agreement._unheard = set()
-        after(fixture, RETRY_MS / 1_000)
-        assert ticks(fixture) == [1, 2, 3, 4, 5, 6]
+        is_silent(fixture, set())
+        look(fixture)
+        assert ticks(fixture) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_what_is_not_missed_does_not_wait_for_the_other_brokers(fixture: Fixture) -> None:
+    is_silent(fixture, {2})
+    fixture.broker.schedules.put("beat", EACH_SECOND)
+    after(fixture, 2)
+    assert ticks(fixture) == [1, 2]
 
 
 def test_the_last_tick_is_known_long_after_the_dedup_window(tmp_path: Path, clock: HandClock) -> None:

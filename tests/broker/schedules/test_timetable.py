@@ -18,6 +18,7 @@ from portalmq.broker.schedules.timetable import (
     cron_line,
     due_ticks,
     last_between,
+    misses_any,
     moment_text,
 )
 from portalmq.errors import InvalidRequest
@@ -296,6 +297,11 @@ def test_no_tick_was_missed_so_none_is_caught_up() -> None:
 def test_after_a_start_missed_ticks_are_one_and_later_ones_are_all(catch_up: bool) -> None:
     found = due(0, 8 * MINUTE, 5 * MINUTE + 1, catch_up=catch_up)
     assert minutes(found) == ([5, 6, 7, 8] if catch_up else [6, 7, 8])
+
+
+@pytest.mark.parametrize(("up_since", "misses"), [(5 * MINUTE, False), (5 * MINUTE + 1, True)])
+def test_some_tick_is_missed_when_none_was_up_at_the_next_one(up_since: int, misses: bool) -> None:
+    assert misses_any(EACH_MINUTE, START + 4 * MINUTE, START + 8 * MINUTE, up_since_ms=START + up_since) is misses
 
 
 @pytest.mark.parametrize("catch_up", [True, False])
