@@ -209,7 +209,7 @@ class GroupAdmin:
     def on_pause(self, call: PauseGroup) -> EndedGroup:
         self._check_same(call.group, call.group_id)
         pause = PauseState(call.number, call.paused, call.at_ms, call.reason, call.by)
-        self._groups.hear_of_pause(call.group_id, pause)
+        self._groups.hear_of_pause(call.group, call.group_id, pause)
         return self._pause_here(call)
 
     def _check_same(self, name: str, group_id: str) -> None:

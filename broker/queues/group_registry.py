@@ -36,7 +36,7 @@ class GroupRegistry:
         self._mirror = mirror
         # The state that this broker wrote or read, what the mirror showed then, and until when the mirror may lag.
         self._own: dict[str, tuple[GroupState | None, GroupState | None, float]] = {}
-        self._heard: dict[str, PauseState] = {}  # by group id: what the mirror may not have yet
+        self._heard: dict[tuple[str, str], PauseState] = {}  # by name and group id: what the mirror may not have yet
         # Groups that this broker is deleting, and the ids of groups that any broker is ending (until when).
         self._deleting: set[str] = set()
         self._ending: dict[str, float] = {}
@@ -152,26 +152,25 @@ class GroupRegistry:
         self.get_queue(name)
         group = self._catalog.pause_group(name, paused=paused, at_ms=at_ms, reason=reason, by=by)
         self._remember(name, group)
-        self.hear_of_pause(group.group_id, group.pause)
+        self.hear_of_pause(name, group.group_id, group.pause)
         return group
 
-    def hear_of_pause(self, group_id: str, pause: PauseState) -> None:
+    def hear_of_pause(self, name: str, group_id: str, pause: PauseState) -> None:
         """Take that the group was paused, or resumed: it counts from now on, even while the mirror is behind."""
+        known = self._heard.pop((name, group_id), pause)
         if len(self._heard) >= REMEMBERED_MAX:
             del self._heard[next(iter(self._heard))]
-        known = self._heard.get(group_id)
-        if known is None or known.number < pause.number:
-            self._heard[group_id] = pause
+        self._heard[name, group_id] = pause if pause.number > known.number else known
 
     def _with_pause(self, group: GroupState | None) -> GroupState | None:
         """Return the group with the newest pause that this broker has heard of."""
-        heard = None if group is None else self._heard.get(group.group_id)
+        heard = None if group is None else self._heard.get((group.name, group.group_id))
         if group is None or heard is None:
             return group
         if heard.number > group.pause.number:
             return msgspec.structs.replace(group, pause=heard)
         if group is self._mirror.groups.get(group.name):
-            del self._heard[group.group_id]
+            del self._heard[group.name, group.group_id]
         return group
 
     def names(self) -> list[str]:
