@@ -43,7 +43,7 @@ from portalmq.broker.cluster.replicas import TOPIC_FILE, Files, read_topic
 from portalmq.broker.schedules.saved import SCHEDULES_FILE, SavedSchedules, read_schedules
 from portalmq.broker.schedules.timetable import moment_text
 from portalmq.broker.storage.disk import BROKERS_FILE, DataDirectory, DirectoryInUse, read_brokers, read_identity
-from portalmq.broker.storage.errors import CorruptFile, Shortage, StorageError, faults_of
+from portalmq.broker.storage.errors import CorruptFile, Shortage, StorageError
 from portalmq.broker.storage.files import write_atomically
 from portalmq.broker.storage.segment import SEGMENT_NAME
 from portalmq.contract.schedules import SCHEDULE_IDS_FROM
@@ -205,11 +205,13 @@ def _may_lack(found: Collection[ReplicaFound], topic: TopicState, *, is_describe
 
 def read_directories(directories: Iterable[Path]) -> Adoption:
     """Return the contents of the data directories, which no broker may be using. Raises NotAdopted: for a full disk
-    too, since a log that has no room to be opened is not damaged."""
+    and a directory that cannot be written too, since a log that cannot be opened for that is not damaged."""
     try:
         return _read_directories(directories)
     except Shortage as shortage:
         raise NotAdopted(f"{shortage}. Then adopt again", EX_STORAGE) from None
+    except OSError as fault:
+        raise NotAdopted(f"{fault}. Nothing is adopted: mend that, and adopt again", EX_STORAGE) from None
 
 
 def _read_directories(directories: Iterable[Path]) -> Adoption:
@@ -326,8 +328,7 @@ def _read_topic(adoption: Adoption, files: Files, broker_id: int, folder: Path) 
 def _read_replica(adoption: Adoption, files: Files, topic: TopicState, number: int, broker_id: int) -> ReplicaFound:
     try:
         describes = topic.topic_id not in adoption.undescribed
-        with faults_of(files.folder(topic)):
-            replica, state_file, recovered, store_uuid = files.open(topic, number, describes=describes)
+        replica, state_file, recovered, store_uuid = files.open(topic, number, describes=describes)
     except Shortage:
         raise
     except StorageError as fault:

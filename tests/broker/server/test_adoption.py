@@ -35,7 +35,7 @@ from portalmq.broker.server.adoption import (
 )
 from portalmq.broker.storage.disk import BROKERS_FILE, DataDirectory, read_brokers, read_identity
 from portalmq.broker.storage.epochs import EpochFile
-from portalmq.broker.storage.errors import CorruptFile
+from portalmq.broker.storage.errors import CorruptFile, DiskFull
 from portalmq.contract.schedules import SCHEDULE_IDS_FROM
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.standalone import Standalone
@@ -263,15 +263,21 @@ class TestWritingBack:
         (state, _) = read_directories([data]).partitions(topic)
         assert (state.isr, state.leader_epoch) == ((), 41)
 
+    @pytest.mark.parametrize(
+        "fault",
+        [DiskFull("no room"), OSError(errno.ENOSPC, "No space left"), OSError(errno.EACCES, "Permission denied")],
+    )
     @pytest.mark.parametrize("method", ["open", "describe"])
-    def test_a_full_disk_is_no_damage(
-        self, tmp_path: Path, adoption: Adoption, monkeypatch: pytest.MonkeyPatch, method: str
+    def test_a_full_disk_is_no_damage_and_no_permission_is_none(
+        self, tmp_path: Path, adoption: Adoption, monkeypatch: pytest.MonkeyPatch, fault: Exception, method: str
     ) -> None:
-        def without_room(self: Files, *given: object, **named: object) -> None:
-            raise OSError(errno.ENOSPC, "No space left on device")
+        def fails(self: Files, *given: object, **named: object) -> None:
+            raise fault
 
-        monkeypatch.setattr(Files, method, without_room)
-        with pytest.raises(NotAdopted, match=r"free disk space or lower the retention\. Then adopt again") as refused:
+        monkeypatch.setattr(Files, method, fails)
+        with pytest.raises(
+            NotAdopted, match=rf"{str(fault).replace('[', '.').replace(']', '.')}\. .*adopt again"
+        ) as refused:
             read_directories([tmp_path / "data"])
         assert refused.value.exit_code == EX_STORAGE
 
