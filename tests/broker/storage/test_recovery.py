@@ -109,12 +109,12 @@ def test_open_makes_recovered_frames_durable_even_when_a_reader_blocks_the_check
 
 
 def test_a_log_that_a_power_cut_brings_back_changes_nothing(tmp_path, monkeypatch):
-    """Open empties the write-ahead log, which it synced before, not after."""
+    """Open syncs the write-ahead log before it empties it, not after."""
     log = open_log(tmp_path / "log")
     sent = [Writer(log).put(b"1")]
     image = crash_image(tmp_path / "log", tmp_path / "image")
     (wal,) = image.glob("*-wal")
-    on_disk = []
+    found, on_disk = wal.read_bytes(), []
 
     def note(descriptor: int) -> None:
         assert os.readlink(f"/proc/self/fd/{descriptor}") == str(wal)
@@ -124,6 +124,7 @@ def test_a_log_that_a_power_cut_brings_back_changes_nothing(tmp_path, monkeypatc
         patch.setattr("portalmq.broker.storage.wal.sync", note)
         open_log(image)
     assert wal.stat().st_size == 0
+    assert on_disk == [found]
     cut = crash_image(image, tmp_path / "cut")
     (cut / wal.name).write_bytes(on_disk.pop())
     log = open_log(cut)

@@ -36,7 +36,7 @@ class Edit(NamedTuple):
 
 DEFECTS: dict[str, tuple[Edit, ...]] = {
     "one wrong clock decides what is old": (
-        Edit(ClockAgreement, "start", "self.compare()", "return"),
+        Edit(ClockAgreement, "compare", "agreed if agreed is not None else self._before(own)", "own[0]"),
         Edit(Retention, "retain", "self._age.time_ms(log_ms, now_ms, clock.wall_ms(), oldest_ms)", "clock.wall_ms()"),
         Edit(Retention, "retain", "min(age_ms, now_ms) - group_expiry_ms", "age_ms - group_expiry_ms"),
     ),
