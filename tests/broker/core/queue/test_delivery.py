@@ -401,6 +401,14 @@ def test_the_next_wakeup_is_the_earliest_end_of_a_lease_or_back_off():
     assert group.next_wakeup_ms() == 100
 
 
+def test_a_loaded_group_has_in_flight_what_is_under_a_lease():
+    group = new_group()
+    grant(group, (0, 5, 1), lease=100)
+    group.apply(Nack(((0, 2, 200),), 10))
+    for each in (group, GroupDelivery(group.snapshot())):
+        assert [each.in_flight(now_ms) for now_ms in (99, 100)] == [3, 0]
+
+
 def test_a_new_leader_shortens_leases_that_its_clock_would_prolong():
     group = new_group()
     grant(group, (0, 1, 1), now=1_000_000, lease=100)
