@@ -11,18 +11,20 @@ import os
 from pathlib import Path
 
 from portalmq.broker.storage.errors import CorruptFile
-from portalmq.broker.storage.files import sync_directory
+from portalmq.broker.storage.files import BESIDE, sync_directory
 from portalmq.broker.storage.manifest import MANIFEST_NAME, Manifest
 from portalmq.broker.storage.schema import LogIdentity
 from portalmq.broker.storage.segment import COMPACTING, CREATING, KEYS_NAME, SEGMENT_NAME, Segment
 
 
-def remove_leftovers(directory: Path) -> None:
-    """Remove what an interrupted creation, removal or manifest left behind; what is gone stays so."""
+def remove_leftovers(directory: Path, manifest: Manifest) -> None:
+    """Remove what an interrupted creation, removal, sealing or manifest left behind; what is gone stays so."""
     names = {entry.name for entry in os.scandir(directory)}
+    # A sealed segment stands alone: SQLite would undo the end of its sealing with a journal that is still there.
+    with_others = names - {entry.file for entry in manifest.entries}
     for name in names:
         main, _, suffix = name.partition(".sqlite")
-        orphan = suffix in ("-wal", "-shm", "-journal") and f"{main}.sqlite" not in names
+        orphan = suffix in BESIDE and f"{main}.sqlite" not in with_others
         draft = name.startswith(MANIFEST_NAME) and name.endswith(".new")
         unfinished = suffix.partition("-")[0] in (CREATING, COMPACTING) or name.startswith(KEYS_NAME)
         if unfinished or draft or (orphan and SEGMENT_NAME.match(f"{main}.sqlite")):
@@ -34,8 +36,8 @@ def remove_leftovers(directory: Path) -> None:
 def open_log_files(directory: Path, identity: LogIdentity) -> tuple[list[Segment], Manifest]:
     """Return the segments of the log in `directory`, oldest first, and the manifest. Create the log if there is
     none."""
-    remove_leftovers(directory)
     manifest = Manifest(directory, identity)
+    remove_leftovers(directory, manifest)
     return open_segments(directory, identity, manifest), manifest
 
 

@@ -166,6 +166,19 @@ def test_leftovers_are_removed_and_unknown_files_stay(tmp_path):
     assert all((tmp_path / name).exists() for name in strangers)
 
 
+@pytest.mark.parametrize("suffix", ["-journal", "-wal", "-shm"])
+def test_nothing_stays_beside_a_sealed_segment(tmp_path, suffix):
+    """Found by a crash image: the manifest was on disk, and the removal of the journal was not."""
+    log, sent = three_segments(tmp_path)
+    log.seal(90)
+    log.close()
+    leftover = tmp_path / f"{0:020d}.sqlite{suffix}"
+    leftover.write_bytes(b"rubbish")
+    log = open_log(tmp_path)
+    assert everything(log) == sent
+    assert not leftover.exists()
+
+
 def test_a_new_segment_never_meets_an_old_wal_of_its_name(tmp_path):
     log, sent = three_segments(tmp_path)
     crash_image(tmp_path, tmp_path.with_name("other"))
