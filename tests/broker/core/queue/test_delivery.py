@@ -215,6 +215,17 @@ def test_no_receipt_from_before_a_redrive_counts_after_it_even_with_a_higher_num
     assert GroupDelivery(group.snapshot()).ackable([0], 5, leader_epoch=1) == ([False], [])
 
 
+def test_the_receipt_of_a_lease_after_a_redrive_counts_when_the_message_was_given_back():
+    group = new_group()
+    group.apply(Grant(((0, 1, 1),), 1, 0, 10), 0, leader_epoch=1)
+    group.apply(Dead(((0, 1, 1),), 20), 1, leader_epoch=1)
+    group.apply(Redrive(((0, 1, 30),), 30), 2, leader_epoch=1)
+    group.apply(Grant(((0, 1, 1),), 1, 30, 40), 3, leader_epoch=1)
+    group.apply(Nack(((0, 1, 35),), 35), 4, leader_epoch=1)
+    assert group.ackable([0], 2, leader_epoch=1) == ([True], [0])
+    assert group.ackable([0], 1, leader_epoch=1) == ([False], [])
+
+
 def test_a_receipt_whose_grant_was_lost_counts_after_an_unseen_return_of_the_lease_before():
     group = new_group()
     group.apply(Grant(((0, 1, 1),), 1, 0, 10), 0, leader_epoch=1)
