@@ -135,7 +135,10 @@ class Checker:
         return {key: known.state for key, known in self.partitions.items() if known.state is not None}
 
     def key_of(self, topic: str, number: int) -> Key | None:
-        return next((key for key, known in self.partitions.items() if known.name == topic and key[1] == number), None)
+        """Return the key of a partition that was opened. The topic may be a new one: an adoption knows no topic that is
+        on no disk yet."""
+        named = [key for key, known in self.partitions.items() if known.name == topic and key[1] == number]
+        return next((key for key in named if key[0] == self._ids.get(topic, key[0])), None)
 
     # --- the tree ----------------------------------------------------------------------------------------------------
 
