@@ -459,7 +459,7 @@ def replica(**changes: Any) -> Any:
     return SimpleNamespace(
         topic="t", topic_id=KEY[0], number=KEY[1], store_uuid="store-1", replica=core,
         state_file=SimpleNamespace(path=Path("b1/state.sqlite")),
-        action_queue=SimpleNamespace(remembering=it.get("remembering")), serves=it.get("serves", True),
+        action_queue=SimpleNamespace(remembering=it.get("remembering")),
         log=SimpleNamespace(end_offset=it["end"]), start=SimpleNamespace(offset=it.get("start", 0)),
     )  # fmt: skip
 
@@ -554,7 +554,10 @@ BAD_REPLICAS: dict[str, tuple[str, Callable[[Checker], None]]] = {
     "a high watermark beyond a member": ("I5", lambda it: it.stepped(process(), replica(end=11, high_watermark=11))),
     "an ISR that its leader does not count": ("I6", lambda it: it.stepped(process(), replica(maximal=(1, 2)))),
     "an ISR below the floor": ("I6", lambda it: it.changed(KEY, state(isr=(1, 2)), state(isr=(1,)))),
-    "served before its epoch is on disk": ("I1", lambda it: it.stepped(process(), replica(remembering=object()))),
+    "served before its epoch is on disk": (
+        "I1",
+        lambda it: it.begins_to_serve(process(), replica(remembering=object())),
+    ),
     "adopted without all": ("I7", adopted_without_all),
     "joined without all": ("I7", lambda it: it.changed(KEY, state(isr=(1, 2)), joined(it))),
     "cut below the high watermark": ("I8", lambda it: it.cut(2, KEY, 9)),
@@ -580,7 +583,7 @@ def test_a_bad_replica_is_found(name: str) -> None:
 
 def test_a_leader_whose_epoch_is_not_on_disk_leads_nothing() -> None:
     it = checker()
-    it.stepped(process(), replica(maximal=(1, 2), remembering=object(), serves=False))
+    it.stepped(process(), replica(maximal=(1, 2), remembering=object()))
 
 
 def test_good_replicas_are_let_be() -> None:

@@ -228,13 +228,14 @@ class Checker:
         if partition.start.offset > self.history.place((partition.topic, partition.number)).purged:
             self.fail("I14", "{} begins at {} on {}, without a purge", key, partition.start.offset, process)
         in_sync = replica.in_sync
-        if in_sync is None or process.dead:
-            return
         # Until its epoch is on disk, a leader does nothing, and a restart may forget it.
-        if partition.action_queue.remembering is None:
+        if in_sync is not None and not process.dead and partition.action_queue.remembering is None:
             self._leads(process, partition, known, in_sync)
-        elif partition.serves:
-            self.fail("I1", "{} serves {} in epoch {}, not on disk", process, key, in_sync.state.leader_epoch)
+
+    def begins_to_serve(self, process: Process, partition: Partition) -> None:
+        if partition.action_queue.remembering is not None:
+            key, epoch = (partition.topic_id, partition.number), partition.replica.highest_epoch
+            self.fail("I1", "{} begins to serve {}, and epoch {} is not on disk", process, key, epoch)
 
     def _leads(self, process: Process, partition: Partition, known: Known, in_sync: Any) -> None:
         key, watermark = (partition.topic_id, partition.number), partition.replica.high_watermark
@@ -587,6 +588,7 @@ def observe(checker: Checker) -> None:
         return process.number or 0
 
     after(Partition, "step", lambda process, it, result, event: checker.stepped(process, it))
+    after(Partition, "_serve", lambda process, it, result: checker.begins_to_serve(process, it))
     after(
         Partition,
         "_on_refused",
