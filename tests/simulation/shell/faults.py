@@ -347,6 +347,8 @@ class Faults:
         ahead = random.choice((-1, 1, 1))
         machine.set_clock(ahead * random.choice((5_000, 3_600_000, DAY_MS, 8 * DAY_MS, 8 * DAY_MS)))
         self._note("the clock of broker {} is wrong by {} ms", machine.number, machine.wall_ms)
+        if ahead > 0:  # retention would run at some time before the clock is put right
+            self._later(random.random() / 2, self.retain_at, machine)
         self._later(random.random() * 2, self.retain_at, machine)
 
     def _replace_disk(self, random: Random, step: Step) -> None:
