@@ -26,6 +26,7 @@ import apsw
 import msgspec
 
 from portalmq import sql
+from portalmq.broker.storage.errors import SCHEMA_DIFFERS
 
 MEMORY_BYTES = 256 * 1024 * 1024
 # Python and SQLite need some address space beside what a query may use.
@@ -33,6 +34,8 @@ ADDRESS_SPACE_BYTES = 2 * 1024 * 1024 * 1024
 ANSWER_BYTES_MAX = 16 * 1024 * 1024
 QUERY_BYTES_MAX = 100_000
 STEPS_A_CHECK = 20_000
+# Of a file, and no fault of the query.
+_UNREADABLE = (apsw.FullError, apsw.IOError, apsw.CantOpenError, apsw.BusyError, apsw.CorruptError, apsw.NotADBError)
 _READING = (apsw.SQLITE_SELECT, apsw.SQLITE_READ, apsw.SQLITE_FUNCTION, apsw.SQLITE_RECURSIVE)
 
 
@@ -280,7 +283,12 @@ def _rows_in(
             continue
         with _reading(path) as connection:
             if connection is not None:
-                yield from connection.execute(query, values)
+                try:
+                    yield from connection.execute(query, values)
+                except apsw.SQLError as error:
+                    if str(error).startswith(SCHEMA_DIFFERS):
+                        raise apsw.CorruptError(f"its schema is damaged: {error}") from error
+                    raise
 
 
 def _may_match(table: _Table, tests: list[tuple[str, int, Any]], begin: int, end: int) -> bool:
@@ -362,7 +370,7 @@ def run(request: SqlOrder) -> SqlAnswer:
         return SqlAnswer(refused="limit", detail=f"{detail}: name a topic and a partition, and a range of offsets")
     except apsw.AuthError:
         return SqlAnswer(refused="invalid", detail="only one SELECT over messages, batches and group_records is run")
-    except (apsw.FullError, apsw.IOError, apsw.CantOpenError, apsw.BusyError) as fault:
+    except _UNREADABLE as fault:
         return SqlAnswer(refused="unreadable", detail=f"a file cannot be read now: {fault}")
     except (apsw.Error, ValueError, OverflowError) as fault:
         return SqlAnswer(refused="invalid", detail=str(fault).removeprefix("SQLError: "))

@@ -227,6 +227,24 @@ def test_a_file_that_cannot_be_read_now_is_no_fault_of_the_query(
     assert (answer.refused, answer.detail) == ("unreadable", "a file cannot be read now: no space left")
 
 
+@pytest.mark.parametrize("text", [b"messages_with_type AS", b"SELECT m.offset", b"group_name TEXT", b"TABLE meta"])
+def test_a_damaged_file_is_no_fault_of_the_query(tmp_path: Path, text: bytes) -> None:
+    """Found by `make simulate-shell SEED=18827`: a flipped bit in the schema."""
+    log = open_log(tmp_path)
+    log.append([Writer(log).control_batch(BatchKind.NACK, NACK, "g")])
+    found = PartitionFiles("t", 0, str(tmp_path), 0, log.end_offset)
+    log.close()
+    (file,) = tmp_path.glob("0*.sqlite")
+    content = bytearray(file.read_bytes())
+    content[content.index(text) + 2] ^= 1
+    file.write_bytes(content)
+    answers = [
+        run(SqlOrder(f"SELECT * FROM {table}", 1, 60_000, [found])) for table in ("messages", "batches", "group_records")
+    ]
+    assert answers[2].refused == "unreadable", answers[2]
+    assert {answer.refused for answer in answers} <= {"", "unreadable"}
+
+
 @pytest.mark.parametrize("is_there", [True, False])
 def test_only_a_file_that_is_gone_is_left_out(
     partitions: list[PartitionFiles], monkeypatch: pytest.MonkeyPatch, is_there: bool
