@@ -53,6 +53,8 @@ class ReplicaOpener:
     def __post_init__(self) -> None:
         self.opening: set[PartitionKey] = set()
         self.unusable: dict[PartitionKey, ReplicaLogEnd] = {}
+        # Those of them whose files can be opened, and not written.
+        self._unwritable: set[PartitionKey] = set()
         self.closed = False
         self._slots = BoundedSemaphore(OPENING_AT_A_TIME)
 
@@ -85,6 +87,7 @@ class ReplicaOpener:
         finally:
             self.opening.discard(key)
             self.unusable.pop(key, None)
+            self._unwritable.discard(key)
             self.on_changed()
 
     def _is_wanted(self, topic: Topic, number: int) -> bool:
@@ -99,6 +102,10 @@ class ReplicaOpener:
             elsewhere = self._is_whole_elsewhere(key)
             if elsewhere is False or (elsewhere is None and known.fault):
                 return None
+            if key in self._unwritable:
+                if not self._replicas.set_aside(topic.state, number):
+                    return None
+                self._unwritable.discard(key)
         opened = self._replicas.open(topic.state, number, lambda: self._is_whole_elsewhere(key))
         if isinstance(opened, Partition):
             return opened
@@ -138,10 +145,26 @@ class ReplicaOpener:
         """Rebuild a damaged replica once another one is known to be whole. Until then it serves what can be read."""
         key = (topic.state.topic_id, partition.number)
         while not self.closed and topic.local.get(partition.number) is partition:
-            if not self._is_alone(key) and self._is_whole_elsewhere(key):
+            is_whole = not self._is_alone(key) and self._is_whole_elsewhere(key)
+            if is_whole and topic.local.get(partition.number) is partition:
                 self._rebuild(topic, partition)
                 return
             gevent.sleep(ASK_AGAIN_S)
+
+    def close_damaged(self, topic: Topic, partition: Partition, fault: str) -> None:
+        """Close a replica whose files cannot be written. It is begun again once another one is known to be whole."""
+        key = (topic.state.topic_id, partition.number)
+        if self.closed or topic.local.get(partition.number) is not partition:
+            return
+        log.critical("%s is damaged, and cannot be written: it is closed, with its files: %s", partition, fault)
+        partition.rebuild_reason = fault
+        self.opening.add(key)
+        self._unwritable.add(key)
+        self.unusable[key] = ReplicaLogEnd("", self._host.incarnation, 0, 0, 0, fault=fault)
+        self.withdraw(topic, partition)
+        partition.close(saves=False)
+        self.on_changed()
+        self._open(topic, partition.number)
 
     def _rebuild(self, topic: Topic, partition: Partition) -> None:
         """Set a damaged replica aside. An empty one, of another store, resigns and copies the leader's log."""

@@ -250,6 +250,7 @@ class Topics:
         partition.on_leading = lambda it: self._leading(topic, it)
         partition.on_stepped_down = lambda it: self._host.on_stepped_down(topic, it)
         partition.on_damaged = lambda it: self._opener.repair(topic, it)
+        partition.on_unwritable = lambda it, fault: self._opener.close_damaged(topic, it, fault)
         topic.local[partition.number] = partition
         self._open = None
         held = self._host.membership.mirror.partitions.get((topic.state.topic_id, partition.number))

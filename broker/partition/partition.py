@@ -42,11 +42,12 @@ from portalmq.broker.partition.serving import LeaderReplication
 from portalmq.broker.partition.uncommitted import Uncommitted
 from portalmq.broker.partition.writer import Entry, Pending, Writer
 from portalmq.broker.partition.yielding import TimeSlice
-from portalmq.broker.storage.errors import DiskFull, Shortage, StorageError
+from portalmq.broker.storage.errors import CorruptFile, DiskFull, Shortage, StorageError
 from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.state import StateFile
 from portalmq.errors import (
     NotLeader,
+    Unavailable,
 )
 
 log = logging.getLogger(__name__)
@@ -66,8 +67,8 @@ class Partition(AppendingPartition):
     `streams` those of its stream groups.
 
     `serves`: it leads, and knows all that was committed before its epoch. `on_leading` and `on_stepped_down` are called
-    when that changes, each in a greenlet of its own, in order; `on_damaged` when its files should be replaced. `fault`
-    says why, `rebuild_reason` that they are being replaced.
+    when that changes, each in a greenlet of its own, in order; `on_damaged` when its files should be replaced, and
+    `on_unwritable` when it has to be closed before that. `fault` says why, `rebuild_reason` that they are being replaced.
     """
 
     # CPython shares the keys of instances with up to 30 attributes; a dict of more takes five times the memory.
@@ -123,6 +124,7 @@ class Partition(AppendingPartition):
         self.on_leading: Callable[[Partition], None] = lambda partition: None
         self.on_stepped_down: Callable[[Partition], None] = lambda partition: None
         self.on_damaged: Callable[[Partition], None] = lambda partition: None
+        self.on_unwritable: Callable[[Partition, str], None] = lambda partition, fault: None
         # Called when an order to append something elsewhere (groups.outbox) may be committed.
         self.on_ordered: Callable[[], None] = lambda: None
         self.changed = False
@@ -131,7 +133,7 @@ class Partition(AppendingPartition):
         self.fault = ""
         self.closed = False
         self._cache_key = next(_numbers)
-        self._writer = Writer(host, log, self._on_written, self._on_refused)
+        self._writer = Writer(host, log, self._on_written, self._on_refused, self._on_unwritable)
         self.reader = Reader(
             log, host.cache, self._cache_key, host.storage_failed, lambda fault: self.report_damage(str(fault))
         )
@@ -388,6 +390,13 @@ class Partition(AppendingPartition):
             self._go_on_with(found, sent_end)
         for pending in refused:  # a follower may write, and later lead with, what it was sent
             pending.finish(refusal_of(shortage, "unknown" if pending.base_offset < sent_end else "not_applied"))
+
+    def _on_unwritable(self, taken: list[Entry], fault: CorruptFile) -> None:
+        """Refuse what is not written, now that a page of the log's file is damaged. Parts of it may be found later."""
+        for entry in taken:
+            if isinstance(entry, Pending):
+                entry.finish(Unavailable(f"a file is damaged on this broker: {fault}", outcome="unknown"))
+        gevent.spawn(self.on_unwritable, self, str(fault))
 
     def _read_again(self, taken: list[Entry]) -> Recovered | None:
         """Return what the log adds up to; None when the partition is closed. While the files cannot be opened, new

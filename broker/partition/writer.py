@@ -28,7 +28,7 @@ from portalmq.broker.partition.folding import StateRecord
 from portalmq.broker.partition.greenlets import KeptGreenlets, Start
 from portalmq.broker.partition.native import NativeThreads
 from portalmq.broker.storage.batch import BadFrame, Batch, BatchFrame, FrameHeader, batch_of_frame, frame_of
-from portalmq.broker.storage.errors import LogClosed, Shortage, StorageError
+from portalmq.broker.storage.errors import CorruptFile, LogClosed, Shortage, StorageError
 from portalmq.broker.storage.log import Log
 from portalmq.errors import PortalMQError, Unavailable
 from portalmq.wire import Acks
@@ -155,7 +155,8 @@ Committed = TimedCommit | StorageError | LogClosed | BadFrame
 
 class Writer:
     """The queue of one partition's log. `on_written` gets what a transaction committed; `on_refused` gets what the disk
-    had no room for, or unreadable data from a leader, together with all that was queued behind it.
+    had no room for, or unreadable data from a leader, together with all that was queued behind it; `on_unwritable`
+    what met a damaged page of the file, and all that comes later.
 
     Invariant: a greenlet runs, or lingers, exactly while something is queued or being written: not `is_idle`.
     """
@@ -166,11 +167,14 @@ class Writer:
         log: Log,
         on_written: Callable[[list[Entry]], None],
         on_refused: Callable[[list[Entry], Exception], None],
+        on_unwritable: Callable[[list[Entry], CorruptFile], None],
     ) -> None:
         self._host = host
         self._log = log
         self._on_written = on_written
         self._on_refused = on_refused
+        self._on_unwritable = on_unwritable
+        self._damage: CorruptFile | None = None  # then nothing is written any more
         self._queue = _NOTHING
         self.is_idle = True
         self._lingering: gevent.Greenlet | None = None
@@ -215,7 +219,7 @@ class Writer:
         """Write what was put in this turn now, in the greenlet that is going to wait for it, if that takes no longer
         than a fast disk, and nothing else is ready to run: greenlets would only be switched."""
         start, loop = self._start, gevent.get_hub().loop
-        if start is None or not self._was_alone or self._host.disk_pace.writers:
+        if start is None or not self._was_alone or self._host.disk_pace.writers or self._damage is not None:
             return
         if loop.pendingcnt or len(loop._callbacks) > 1:
             return
@@ -232,7 +236,7 @@ class Writer:
             self._host.storage_failed(fault)
             raise
         finally:
-            if self._queue or self._log.checkpoint_due:
+            if self._queue or (self._log.checkpoint_due and self._damage is None):
                 self._start = self._host.greenlets.run(self._run)
             else:
                 self._rest()
@@ -240,8 +244,10 @@ class Writer:
     def _run(self) -> None:
         self._lingering = self._start = None
         try:
-            while self._queue or self._log.checkpoint_due:
-                if self._queue:
+            while self._queue or (self._log.checkpoint_due and self._damage is None):
+                if self._damage is not None:
+                    self._on_unwritable(self.take_back(), self._damage)
+                elif self._queue:
                     self._write(self._next_transaction())
                 elif not self._host.pool.apply(_checkpoint, (self._log,)) and not self._queue:
                     break
@@ -292,6 +298,9 @@ class Writer:
             taken += self.take_back()
             self._on_refused(taken, written)
             gevent.sleep(REFUSED_PAUSE_S)  # a leader begins its epoch again at once, and the disk is still full
+        elif isinstance(written, CorruptFile):
+            self._damage = written
+            self._on_unwritable(taken + self.take_back(), written)
         else:
             failed: PortalMQError = Unavailable("the storage failed while this was written", outcome="unknown")
             if isinstance(written, StorageError):

@@ -31,7 +31,7 @@ import apsw
 from msgspec.structs import replace
 
 from portalmq.broker.storage.batch import Batch, BatchKind
-from portalmq.broker.storage.errors import CorruptFile, LogClosed, Shortage, StorageError, StorageFault, faults_of
+from portalmq.broker.storage.errors import LogClosed, Shortage, StorageError, StorageFault, faults_of
 from portalmq.broker.storage.fair_lock import FairLock
 from portalmq.broker.storage.files import make_directory, sync_directory
 from portalmq.broker.storage.manifest import Manifest, SealedSegment, entry_of
@@ -115,7 +115,7 @@ class Log(ReadableLog):
         on_contradiction: Callable[[], None],
     ) -> Log:
         """Return a log of one segment with all files closed, which is known by these facts. Its first use opens the
-        file, and raises CorruptFile, after a call of `on_contradiction`, if that tells anything else."""
+        file, and raises StorageFault, after a call of `on_contradiction`, if that tells anything else."""
         segment = Segment.of(directory, identity, facts)
         log = cls(
             directory, identity, [segment], Manifest(directory, identity, exists=False), segment_bytes, open_files
@@ -514,7 +514,7 @@ class Log(ReadableLog):
         try:
             self._active.open_live()
             if self._resumed is not None and not self._active.is_as(self._resumed[0]):
-                raise CorruptFile(f"{self._active.path} is not as it was when it was closed")
+                raise StorageFault(f"{self._active.path} is not as it was when it was closed")
         except (StorageError, apsw.Error):
             if self._resumed is not None:
                 self._resumed[1]()

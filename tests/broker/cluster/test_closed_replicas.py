@@ -21,7 +21,7 @@ from portalmq.broker.partition.rest import recovered_from
 from portalmq.broker.storage import closed_replicas
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.storage.closed_replicas import CLOSED_NAME, ClosedReplica, ClosedReplicas
-from portalmq.broker.storage.errors import CorruptFile
+from portalmq.broker.storage.errors import StorageFault
 from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.segment import SegmentFacts
 from portalmq.broker.storage.state import StateFile
@@ -203,7 +203,7 @@ def test_a_file_that_contradicts_its_note_is_not_used_and_the_next_start_goes_by
     with running(data_dir) as wrong:
         with pytest.raises(Unavailable):
             send(wrong, "t", "d")
-        assert any(isinstance(fault, CorruptFile) for fault in wrong.faults), wrong.faults
+        assert any(isinstance(fault, StorageFault) for fault in wrong.faults), wrong.faults
     assert opened == []
     with running(data_dir) as after:
         assert opened == ["t"]

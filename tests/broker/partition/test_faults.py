@@ -20,7 +20,7 @@ from portalmq.broker.core.replica.events import SessionLost
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.partition.readable import ReadablePartition
 from portalmq.broker.partition.retention import Retention
-from portalmq.broker.storage.errors import DiskFull, OffsetPurged, StorageFault, WrongLog
+from portalmq.broker.storage.errors import CorruptFile, DiskFull, OffsetPurged, StorageFault, WrongLog
 from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.segment import Segment
 from portalmq.errors import (
@@ -279,6 +279,33 @@ def test_a_storage_fault_is_raised_as_a_public_error(fixture, monkeypatch):
         send(fixture, "b", idempotency_key="k")
     assert isinstance(fixture.broker.explain(fault.value), Unavailable)
     assert len(fixture.faults) == 1, "the broker ends"
+
+
+def test_a_damaged_page_that_an_append_meets_closes_its_partition_alone(tmp_path, monkeypatch):
+    """Found by `make simulate-shell SEED=18584`: it ended the broker, at each start."""
+    with running(tmp_path) as fixture:
+        send(fixture, "a")
+        fixture.broker.create_topic("u", wire.CreateTopic(partitions=1))
+        partition = fixture.broker.topics.get("t").partition(0)
+
+        def damaged(*_, **__):
+            raise CorruptFile("0.sqlite: CorruptError: database disk image is malformed")
+
+        for name in ("append", "append_at_once"):
+            monkeypatch.setattr(partition.log, name, damaged)
+        with pytest.raises(Unavailable, match="a file is damaged on this broker") as refused:
+            send(fixture, "b")
+        assert refused.value.outcome == "unknown"
+        eventually(lambda: partition.closed)
+        with pytest.raises(Unavailable):
+            send(fixture, "c")
+        fixture.broker.produce("u", ProduceRequest(records("d")))
+        key = (partition.topic_id, 0)
+        assert "malformed" in fixture.broker.topics._opener.unusable[key].fault
+        assert fixture.faults == []
+    with running(tmp_path) as after:
+        send(after, "e")
+        assert texts(receive(after)) == ["a", "e"], "the file is as it was"
 
 
 def test_errors_of_storage_are_raised_as_public_errors(fixture):
