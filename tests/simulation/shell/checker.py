@@ -455,7 +455,10 @@ class Checker:
         return all(state.leader and len(state.isr) == len(state.replicas) for state in states.values())
 
     def has_damage(self) -> bool:
-        return any(each.fault for held in self.replicas().values() for _, each in held)
+        """Whether a replica, open or kept closed, is said to be damaged."""
+        brokers = [machine.broker for machine in self.world.machines.values() if machine.broker is not None]
+        closed = any(it.fault for broker in brokers for it in broker.topics._opener.unusable.values())
+        return closed or any(each.fault for held in self.replicas().values() for _, each in held)
 
     def agree(self) -> bool:
         """Whether all replicas of each partition know that everything is committed, and the outboxes are empty."""
