@@ -68,7 +68,8 @@ class Partition(AppendingPartition):
 
     `serves`: it leads, and knows all that was committed before its epoch. `on_leading` and `on_stepped_down` are called
     when that changes, each in a greenlet of its own, in order; `on_damaged` when its files should be replaced, and
-    `on_unwritable` when it has to be closed before that. `fault` says why, `rebuild_reason` that they are being replaced.
+    `on_unwritable` when it has to be closed before that. `fault` says why, `rebuild_reason` that they are being
+    replaced.
     """
 
     # CPython shares the keys of instances with up to 30 attributes; a dict of more takes five times the memory.

@@ -238,9 +238,8 @@ def test_a_damaged_file_is_no_fault_of_the_query(tmp_path: Path, text: bytes) ->
     content = bytearray(file.read_bytes())
     content[content.index(text) + 2] ^= 1
     file.write_bytes(content)
-    answers = [
-        run(SqlOrder(f"SELECT * FROM {table}", 1, 60_000, [found])) for table in ("messages", "batches", "group_records")
-    ]
+    tables = ("messages", "batches", "group_records")
+    answers = [run(SqlOrder(f"SELECT * FROM {table}", 1, 60_000, [found])) for table in tables]
     assert answers[2].refused == "unreadable", answers[2]
     assert {answer.refused for answer in answers} <= {"", "unreadable"}
 
