@@ -210,7 +210,7 @@ class GroupCoordinators:
         check_mode(group)
         deadline = time.monotonic() + PATIENCE_S
         silent: set[tuple[int, int]] = set()
-        is_unknown = False
+        is_unknown = was_silent = False
         while True:
             _check_connected(peer)
             try:
@@ -219,8 +219,8 @@ class GroupCoordinators:
                 self._in_doubt.add(group.group_id)
                 if not forward and isinstance(error, NotLeader):
                     raise
-                if isinstance(error, NotReached | NotAnswered) and len(silent) == 1:
-                    deadline = time.monotonic() + PATIENCE_S
+                if silent and not was_silent:
+                    was_silent, deadline = True, time.monotonic() + PATIENCE_S
                 is_unknown = is_unknown or error.outcome == "unknown"
                 if time.monotonic() >= deadline or self._closing.is_set() or not error.retryable:
                     if isinstance(error, NotLeader):

@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
+import gevent
 import pytest
 from support.domain import HandClock
 
@@ -109,6 +110,21 @@ def test_what_a_silent_coordinator_may_have_done_is_unknown(cluster: Cluster, mo
     with pytest.raises(Unavailable) as raised:
         cluster.brokers[3].leave("g", "nobody")
     assert raised.value.outcome == "unknown"
+
+
+def test_a_call_ends_when_its_successor_gets_no_answers_either(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("portalmq.broker.streams.group_coordinators.PATIENCE_S", 0.2)
+    cluster.brokers[1].leave("g", "nobody")
+    cluster.silent.add(1)
+
+    def no_answer(*_: object) -> NoReturn:
+        raise NotAnswered("the leader of a partition")
+
+    monkeypatch.setattr(cluster.brokers[3], "_ask", no_answer)
+    with gevent.Timeout(60), pytest.raises(NotAnswered):
+        cluster.brokers[3].leave("g", "nobody")
 
 
 def test_a_call_without_forwarding_names_the_one_that_took_over(cluster: Cluster) -> None:
