@@ -309,7 +309,10 @@ class ScheduleRunner:
 
     def _publish_or_retry(self, entry: _Entry) -> None:
         name = entry.schedule.name
-        if self._entries.get(name) is not entry or name in self.frozen:
+        if self._entries.get(name) is not entry:
+            return
+        if name in self.frozen:  # the change may turn out to be none
+            self._put(name, entry, self._clock.wall_ms() + RETRY_MS)
             return
         not_before_ms = 0
         try:

@@ -16,6 +16,7 @@ from support.replicas import eventually
 from portalmq import wire
 from portalmq.broker.core.replica.events import Stamp
 from portalmq.broker.messages.produce import ProduceRequest
+from portalmq.broker.schedules.runner import RETRY_MS
 from portalmq.broker.schedules.timetable import moment_text
 from portalmq.broker.storage.batch import Record
 from portalmq.contract.schedules import SCHEDULE_BYTES_MAX, SCHEDULE_IDS_FROM
@@ -182,6 +183,17 @@ def test_no_tick_is_missed_before_the_other_brokers_have_told_how_long_they_are_
         is_silent(fixture, set())
         look(fixture)
         assert ticks(fixture) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_tick_that_is_due_during_a_change_that_is_none_is_published_after_it(fixture: Fixture) -> None:
+    fixture.broker.schedules.put("beat", EACH_SECOND)
+    look(fixture)
+    fixture.broker.schedule_runner.frozen.add("beat")
+    after(fixture, 1)
+    assert ticks(fixture) == []
+    fixture.broker.schedule_runner.frozen.remove("beat")
+    after(fixture, RETRY_MS / 1_000)
+    assert ticks(fixture) == [1]
 
 
 def test_what_is_not_missed_does_not_wait_for_the_other_brokers(fixture: Fixture) -> None:
