@@ -20,7 +20,7 @@ from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.refusals import refusal_of
 from portalmq.broker.partition.yielding import in_short_turns
 from portalmq.broker.peer_dispatch import PeerCall, peer_calls
-from portalmq.broker.storage.errors import CorruptBatch, OffsetPurged, Shortage, StorageFault, WrongLog
+from portalmq.broker.storage.errors import CorruptBatch, CorruptFile, OffsetPurged, Shortage, StorageFault, WrongLog
 from portalmq.broker.wiring import Wiring
 from portalmq.errors import NotFound, OffsetOutOfRange, PortalMQError, TopicNotFound, Unavailable
 
@@ -90,7 +90,7 @@ class Broker(Wiring):
                 return refusal_of(fault, "unknown")
             case OffsetPurged():
                 return OffsetOutOfRange(str(fault), outcome="unknown", log_start_offset=fault.log_start_offset)
-            case CorruptBatch() | WrongLog():
+            case CorruptBatch() | CorruptFile() | WrongLog():
                 return Unavailable(f"a file is damaged on this broker: {fault}", outcome="unknown")
             case StorageFault():
                 self.storage_failed(fault)

@@ -184,6 +184,8 @@ class Retention:
         failed = self._advance(upto)
         if isinstance(failed, Shortage):
             self._partition.groups.moves.insert(0, (0, upto))  # again, when the high watermark moves next
+        elif isinstance(failed, DAMAGE):
+            self._partition.report_damage(str(failed))
         elif failed is not None and not isinstance(failed, Unavailable):
             self._partition.host.storage_failed(failed)
 

@@ -251,7 +251,10 @@ class Writer:
                     self._write(self._next_transaction())
                 elif not self._host.pool.apply(_checkpoint, (self._log,)) and not self._queue:
                     break
-        except StorageError as fault:  # of a checkpoint, or when the log is read again after a refusal
+        except CorruptFile as fault:  # of a checkpoint, or when the log is read again after a refusal
+            self._damage = fault
+            self._on_unwritable(self.take_back(), fault)
+        except StorageError as fault:
             self._host.storage_failed(fault)
         except Exception as fault:  # the waiting calls would wait in vain
             self._host.storage_failed(fault)

@@ -31,7 +31,7 @@ import apsw
 from msgspec.structs import replace
 
 from portalmq.broker.storage.batch import Batch, BatchKind
-from portalmq.broker.storage.errors import LogClosed, Shortage, StorageError, StorageFault, faults_of
+from portalmq.broker.storage.errors import CorruptFile, LogClosed, Shortage, StorageError, StorageFault, faults_of
 from portalmq.broker.storage.fair_lock import FairLock
 from portalmq.broker.storage.files import make_directory, sync_directory
 from portalmq.broker.storage.manifest import Manifest, SealedSegment, entry_of
@@ -169,7 +169,8 @@ class Log(ReadableLog):
         if self._closed:
             raise LogClosed
         if self._fault is not None:
-            raise StorageFault(f"{self.directory} had a fault before: {self._fault}; restart the broker")
+            kind = CorruptFile if isinstance(self._fault, CorruptFile) else StorageFault
+            raise kind(f"{self.directory} had a fault before: {self._fault}; restart the broker")
 
     def append(self, batches: Sequence[Batch]) -> None:
         """Append all of `batches` or none, in one transaction; durable on return.

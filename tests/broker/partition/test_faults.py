@@ -281,18 +281,24 @@ def test_a_storage_fault_is_raised_as_a_public_error(fixture, monkeypatch):
     assert len(fixture.faults) == 1, "the broker ends"
 
 
-def test_a_damaged_page_that_an_append_meets_closes_its_partition_alone(tmp_path, monkeypatch):
-    """Found by `make simulate-shell SEED=18584`: it ended the broker, at each start."""
+@pytest.mark.parametrize("is_met_before", [False, True])
+def test_a_damaged_page_that_an_append_meets_closes_its_partition_alone(tmp_path, monkeypatch, is_met_before):
+    """Found by `make simulate-shell SEED=18584`: it ended the broker, at each start. The log knows of the damage when
+    another change has met it."""
     with running(tmp_path) as fixture:
         send(fixture, "a")
         fixture.broker.create_topic("u", wire.CreateTopic(partitions=1))
         partition = fixture.broker.topics.get("t").partition(0)
+        fault = CorruptFile("0.sqlite: CorruptError: database disk image is malformed")
 
         def damaged(*_, **__):
-            raise CorruptFile("0.sqlite: CorruptError: database disk image is malformed")
+            raise fault
 
-        for name in ("append", "append_at_once"):
-            monkeypatch.setattr(partition.log, name, damaged)
+        if is_met_before:
+            partition.log._fault = fault
+        else:
+            for name in ("append", "append_at_once"):
+                monkeypatch.setattr(partition.log, name, damaged)
         with pytest.raises(Unavailable, match="a file is damaged on this broker") as refused:
             send(fixture, "b")
         assert refused.value.outcome == "unknown"
@@ -303,9 +309,22 @@ def test_a_damaged_page_that_an_append_meets_closes_its_partition_alone(tmp_path
         key = (partition.topic_id, 0)
         assert "malformed" in fixture.broker.topics._opener.unusable[key].fault
         assert fixture.faults == []
-    with running(tmp_path) as after:
-        send(after, "e")
-        assert texts(receive(after)) == ["a", "e"], "the file is as it was"
+
+
+def test_a_damaged_page_that_a_purge_meets_does_not_end_the_broker(fixture, monkeypatch):
+    send(fixture, "a")
+    partition = fixture.broker.topics.get("t").partition(0)
+
+    def damaged(*_):
+        raise CorruptFile("0.sqlite: CorruptError: database disk image is malformed")
+
+    monkeypatch.setattr(partition.log, "advance_log_start", damaged)
+    with pytest.raises(CorruptFile) as raised:
+        fixture.broker.browser.purge("t", partition=None, before_offset=None)
+    told = fixture.broker.explain(raised.value)
+    assert isinstance(told, Unavailable)
+    assert told.outcome == "unknown"
+    assert fixture.faults == []
 
 
 def test_errors_of_storage_are_raised_as_public_errors(fixture):
