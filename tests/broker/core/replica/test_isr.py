@@ -335,6 +335,17 @@ def test_a_member_that_left_by_itself_joins_by_a_later_fetch_alone():
     assert insync.wanted(10, BROKERS, 100) == {1, 2, 3}
 
 
+def test_a_member_that_was_removed_as_it_stopped_joins_by_the_fetch_of_its_next_life():
+    """The leader hears of the removal after that fetch, which goes on waiting. Found by a simulated shell: on an idle
+    partition the member never joined."""
+    insync = book(1, 2, 3)
+    insync.state = replace(insync.state, incarnations={1: 1, 2: 1, 3: 1})
+    insync.fetched(fetch(2, 10), 10, 100)
+    insync.fetched(fetch(3, 10, incarnation=2), 10, 100)
+    insync.on_partition_state(word(1, 2))
+    assert insync.wanted(10, {**BROKERS, 3: (2, "c")}, 100) == {1, 2, 3}
+
+
 def test_derived_sets_change_with_the_state():
     insync = book(1, 2, 3)
     for replica, durable in ((2, 8), (3, 4)):
