@@ -366,6 +366,19 @@ def test_any_receipt_of_a_purged_message_may_count() -> None:
     it.accepted([receipt(1)], 8 * S, 8 * S)
 
 
+@pytest.mark.parametrize("clock_ms", [0, DAY_MS])
+def test_any_receipt_of_an_outdated_message_counts_once_a_clock_was_ahead(clock_ms: int) -> None:
+    it = history()
+    it.delivered(got(5))
+    it.delivered(got(7.5, attempt="y", number=1))
+    it.set_clocks([0, 0, clock_ms])
+    with pytest.raises(Broken):
+        it.accepted([receipt(1)], 8 * S, 8 * S)
+    it.outdates(P, 0)
+    with nullcontext() if clock_ms else pytest.raises(Broken):
+        it.accepted([receipt(1)], 8 * S, 8 * S)
+
+
 @pytest.mark.parametrize("is_told_before", [True, False])
 def test_a_lease_whose_grant_the_disk_refused_may_be_given_to_others(is_told_before: bool) -> None:
     it = history()

@@ -327,7 +327,12 @@ class Checker:
             for start, end, _ in record.ranges:
                 for offset in range(start, end):
                     self.history.redrives(where, offset)
-        if not isinstance(record, Grant) or record.attempt_id is None or not record.ranges:
+        if not isinstance(record, Grant):
+            return
+        for start, end in record.gone:
+            for offset in range(start, end):
+                self.history.outdates(where, offset)
+        if record.attempt_id is None or not record.ranges:
             return
         epoch, numbers = partition.delivery[group].attempt_leases[record.attempt_id]
         for (start, end, _), number in zip(record.ranges, numbers, strict=True):

@@ -397,7 +397,7 @@ class Faults:
             else:
                 known = checker.known(key)
                 known.lossy.add(machine.number)
-                known.damaged[machine.number] = known.of(machine.number).store
+                known.damaged[machine.number] = known.of(machine.number).store or machine.store_uuid  # not opened yet
 
     def _ruin(self, random: Random, step: Step) -> None:
         """Damage all replicas of a partition alike, as a bad library does, and kill all brokers. The run cannot end

@@ -130,6 +130,8 @@ class History:
         self._locks: dict[str, Granted] = {}
         self.windows_end = False  # most clocks were set ahead by a dedup window
         self._clocks_ms = 0  # how wrong most clocks were at least
+        self._is_ahead = False  # a clock was set ahead
+        self._outdated: set[tuple[Where, int]] = set()  # messages whose time to live ended after a delivery
         self._redrives: Counter[tuple[Where, int]] = Counter()  # records that redrive a message, committed or not
         self.limits: Limits | None = None
         self.partitions = 1  # the fewest of the topic
@@ -291,10 +293,12 @@ class History:
     def accepted(self, receipts: Iterable[str], began_ns: int, now_ns: int) -> None:
         """These were answered as valid: none of them is older than a lease that runs, unless a fail-over has lost that
         one: then an older receipt is valid until the message is leased again (QUEUES.md, delivery modes). Any is valid
-        of a message that was purged."""
+        of a message that was purged, or whose time to live ended, which a clock that was set ahead lets end in a
+        lease."""
         for receipt in receipts:
             mine = self._by_receipt[receipt].delivered
-            if mine.offset < self.place(mine.where).purged:
+            is_outdated = self._is_ahead and (mine.where, mine.offset) in self._outdated
+            if is_outdated or mine.offset < self.place(mine.where).purged:
                 continue
             lease = self._leases[mine.where, mine.offset]
             other = lease.delivered
@@ -321,9 +325,14 @@ class History:
         """A leader appends the GRANT of a lease at an offset of its log."""
         self._grants[where, offset, epoch, number] = at, now_ns
 
+    def outdates(self, where: Where, offset: int) -> None:
+        """A leader appends a GRANT that gives up a message after a delivery."""
+        self._outdated.add((where, offset))
+
     def set_clocks(self, wrong_ms: Iterable[int]) -> None:
         """A clock was set. So much is each of them wrong now."""
         each_ms = sorted(wrong_ms)
+        self._is_ahead |= each_ms[-1] > 0
         self._clocks_ms = min(self._clocks_ms, each_ms[len(each_ms) // 2])
         self.windows_end |= each_ms[(len(each_ms) - 1) // 2] - self._clocks_ms >= DEDUP_WINDOW_MS
 
