@@ -309,7 +309,7 @@ class Faults:
         if self.world.options.compacts and random.random() < 0.6:
             self._later(0.2 + random.random(), self._compact_at, machine)
         elif what >= 0.4:
-            self._later(random.random() * 0.3, self._depose, random, machine)
+            self._later(random.choice((0.0, random.random() * 0.3)), self._depose, random, machine)
 
     def _restart(self, machine: Machine) -> None:
         if not self._healed:
@@ -343,13 +343,27 @@ class Faults:
             machine.life.process.work_ns = machine.work_ns
 
     def _clock(self, random: Random, step: Step) -> None:
-        machine = self._leader(random) if random.random() < 0.7 else self._any(random)
+        """Set a clock. One that is set ahead is most often of a leader whose log has just rolled, and retention runs
+        before it is put right."""
         ahead = random.choice((-1, 1, 1))
-        machine.set_clock(ahead * random.choice((5_000, 3_600_000, DAY_MS, 8 * DAY_MS, 8 * DAY_MS)))
+        if ahead > 0 and self._waits_for_a_leader(random, step):
+            return
+        machine = self._leader(random) if random.random() < 0.7 else self._any(random)
+        wrong_ms = ahead * random.choice((5_000, 3_600_000, DAY_MS, 8 * DAY_MS, 8 * DAY_MS))
+        batches = random.choice((0, 4, 8))
+        if ahead > 0 and batches:
+            self.world.clients.press(random, machine, batches=batches, size=12_000)
+            self._later(0.5 + random.random() / 2, self._set_clock, machine, wrong_ms)
+        else:
+            self._set_clock(machine, wrong_ms)
+        for _ in range(2):
+            self._later(random.random() * 2, self.retain_at, machine)
+
+    def _set_clock(self, machine: Machine, wrong_ms: int) -> None:
+        if self._healed:
+            return
+        machine.set_clock(wrong_ms)
         self._note("the clock of broker {} is wrong by {} ms", machine.number, machine.wall_ms)
-        if ahead > 0:  # retention would run at some time before the clock is put right
-            self._later(random.random() / 2, self.retain_at, machine)
-        self._later(random.random() * 2, self.retain_at, machine)
 
     def _replace_disk(self, random: Random, step: Step) -> None:
         """A machine comes back with an empty disk, where no record is lost with it."""
