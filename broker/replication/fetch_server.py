@@ -47,6 +47,8 @@ HW_LINGER_MS = 100
 WAIT_MS_MAX = 5_000
 REPLY_BYTES_MAX = 64 * 1024 * 1024
 SHARE_BYTES_MIN = 64 * 1024
+# How many requests of a session, at least, may arrive after a later one.
+OVERTAKEN_MAX = 8
 
 
 class ReplicationHost(Protocol):
@@ -117,6 +119,7 @@ class FetchSession:
         self.number = number
         self.knows_compressed = knows_compressed
         self.turn = 0
+        self._overtaken: set[int] = set()  # earlier turns that have not arrived
         self.poll = Poll(clock.now_ms(), NEVER_MS)
         self.fetches: dict[PartitionKey, SessionFetch] = {}
         self.ready: dict[SessionFetch, None] = {}
@@ -126,6 +129,21 @@ class FetchSession:
         self.polls = 0
         self.ended = False
         self._clock = clock
+
+    def take_turn(self, turn: int) -> None:
+        """Begin a turn, and end the poll of the earlier one."""
+        self._overtaken.update(range(max(self.turn + 1, turn - OVERTAKEN_MAX), turn))
+        self.turn = turn
+        self.wakeup.set()
+
+    def was_overtaken(self, turn: int) -> bool:
+        """Whether a request of an earlier turn arrives only now. Else it is a copy: the answer to the first may be
+        lost, and with it the answers to fetches that the follower will not repeat, so it has to begin anew."""
+        try:
+            self._overtaken.remove(turn)
+        except KeyError:
+            return False
+        return True
 
     def mark_ready(self, pending: SessionFetch) -> None:
         if pending.is_waiting:
@@ -189,9 +207,8 @@ class FetchServer:
         if session is None:
             return self._encode_answer(False)
         if request.turn <= session.turn:
-            return self._encode_answer(True)
-        session.turn = request.turn
-        session.wakeup.set()  # ends the poll of the earlier turn
+            return self._encode_answer(session.was_overtaken(request.turn))
+        session.take_turn(request.turn)
         for key in request.left:  # first: the request renews what it does not leave
             session.forget(key)
         session.poll.heard_ms = self._host.clock.now_ms()

@@ -139,6 +139,16 @@ def test_a_late_request_is_ignored(group):
     assert only(ask(group, request(4))).echo.number == 2
 
 
+def test_a_copy_of_a_request_whose_answer_may_be_lost_begins_the_session_anew(group):
+    base, _ = send(group.leader, "a")
+    assert only(ask(group, request(1, asked(base)))).frames
+    assert not ask(group, request(1, asked(base))).known
+    ask(group, request(3))
+    assert ask(group, request(2)).known, "it was overtaken"
+    assert not ask(group, request(2)).known
+    assert not ask(group, request(3)).known
+
+
 def test_a_fetch_that_is_repeated_is_answered_once(group):
     base, _ = send(group.leader, "a")
     assert only(ask(group, request(1, asked(base)))).frames
