@@ -101,11 +101,10 @@ class Digests:
 
     def _told(self, partition: Partition, fault: Exception) -> str:
         """Return the description of damage, which is noted. Raises PortalMQError for other faults."""
-        if isinstance(fault, DAMAGE):
-            partition.report_damage(str(fault))
-            return str(fault)
         if isinstance(fault, PortalMQError):
             raise fault
         if not isinstance(fault, Shortage | OffsetPurged):
-            partition.host.storage_failed(fault)
+            partition.storage_failed(fault)
+        if isinstance(fault, DAMAGE):
+            return str(fault)
         raise Unavailable(f"broker {self._broker_id} cannot read its files now: {fault}") from fault

@@ -7,7 +7,8 @@ A replica whose maintenance fails does not delay the others, and is tried again 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,8 +20,9 @@ from portalmq.broker.cluster.replicas import REPLICAS_WITH_PATIENCE
 from portalmq.broker.cluster.topics import Topics
 from portalmq.broker.partition.compaction import Compactor
 from portalmq.broker.partition.native import NativeThreads
+from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.yielding import in_short_turns
-from portalmq.broker.storage.errors import Shortage
+from portalmq.broker.storage.errors import DAMAGE, Shortage
 from portalmq.errors import PortalMQError
 from portalmq.system import return_free_memory
 
@@ -35,6 +37,17 @@ CLOSE_IDLE_EVERY_S = 15.0
 # is not opened each time.
 PATIENCE = 4
 GROUP_EXPIRY_MS = 7 * wire.DAY_MS
+
+
+@contextmanager
+def attempt_on(partition: Partition, done: str) -> Iterator[None]:
+    """Log what keeps a replica from being `done`, so that it delays no other, and report damage of its files."""
+    try:
+        yield
+    except DAMAGE as fault:
+        partition.report_damage(str(fault))
+    except (PortalMQError, Shortage) as error:
+        log.warning("%s will be %s later: %s", partition, done, error)
 
 
 class MaintenanceHost(Protocol):
@@ -88,7 +101,8 @@ class Maintenance:
     def save_state(self) -> None:
         unsaved = [each for each in self._topics.partitions() if each.changed or each.retention.unsaved]
         for partition in in_short_turns(unsaved):
-            partition.retention.save_state()
+            with attempt_on(partition, "saved"):
+                partition.retention.save_state()
 
     def _close_idle_files_in_time(self) -> None:
         self._idle_turns += 1
@@ -96,7 +110,10 @@ class Maintenance:
             self.close_idle_files()
 
     def close_idle_files(self) -> None:
-        closed = sum([partition.close_if_idle() for partition in in_short_turns(self._topics.partitions())])
+        closed = 0
+        for partition in in_short_turns(self._topics.partitions()):
+            with attempt_on(partition, "closed"):
+                closed += partition.close_if_idle()
         if closed > REPLICAS_WITH_PATIENCE:
             self._host.pool.apply(return_free_memory)
         self._topics.note_closed()
@@ -107,10 +124,8 @@ class Maintenance:
         for topic in self._topics:
             config = topic.state.config
             for partition in in_short_turns(tuple(topic.local.values())):
-                try:
+                with attempt_on(partition, "cleaned"):
                     partition.retention.retain(config.retention_ms, config.retention_bytes, GROUP_EXPIRY_MS)
-                except (PortalMQError, Shortage) as error:  # a failure does not delay the other partitions
-                    log.warning("%s will be cleaned later: %s", partition, error)
 
     def compact(self) -> None:
         compacted = [
@@ -120,7 +135,5 @@ class Maintenance:
             if partition.groups.compacted or topic.state.config.cleanup == "compact"
         ]
         for topic, partition in compacted:
-            try:
+            with attempt_on(partition, "compacted"):
                 self._compactor.compact_if_due(partition, keeps_last=topic.state.config.cleanup == "compact")
-            except (PortalMQError, Shortage) as error:
-                log.warning("%s will be compacted later: %s", partition, error)

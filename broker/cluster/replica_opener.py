@@ -161,10 +161,12 @@ class ReplicaOpener:
         self.opening.add(key)
         self._unwritable.add(key)
         self.unusable[key] = ReplicaLogEnd("", self._host.incarnation, 0, 0, 0, fault=fault)
-        self.withdraw(topic, partition)
-        partition.close(saves=False)
-        self.on_changed()
-        self._open(topic, partition.number)
+        try:
+            self.withdraw(topic, partition)
+            partition.close(saves=False)
+        finally:
+            self.on_changed()
+            self._open(topic, partition.number)
 
     def _rebuild(self, topic: Topic, partition: Partition) -> None:
         """Set a damaged replica aside. An empty one, of another store, resigns and copies the leader's log."""

@@ -35,7 +35,7 @@ from portalmq.broker.partition.native import attempt
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.storage.batch import BatchKind
 from portalmq.broker.storage.compaction import Compaction, CompactionOrder, first_kept_ms
-from portalmq.broker.storage.errors import DAMAGE, OffsetPurged, Shortage
+from portalmq.broker.storage.errors import OffsetPurged, Shortage
 from portalmq.broker.storage.log import Log
 from portalmq.errors import Unavailable
 
@@ -184,12 +184,10 @@ class Compactor:
         found = attempt(self._host.pool, work, *arguments)
         if not isinstance(found, Exception):
             return found
-        if isinstance(found, DAMAGE):
-            partition.report_damage(str(found))
-        elif isinstance(found, Shortage):
+        if isinstance(found, Shortage):
             log.warning("%s cannot be compacted: %s", partition, found)
         elif not isinstance(found, OffsetPurged | Unavailable):  # purged or closed in between
-            self._host.storage_failed(found)
+            partition.storage_failed(found)
         return None
 
 

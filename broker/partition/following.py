@@ -32,7 +32,7 @@ from portalmq.broker.partition.host import FollowedPartition, Replica
 from portalmq.broker.partition.native import attempt
 from portalmq.broker.partition.writer import ReplicatedBatches
 from portalmq.broker.storage.batch import BadFrame, BatchFrame, BatchKind, FrameHeader, verified_header
-from portalmq.broker.storage.errors import CorruptBatch, CorruptFile, Shortage
+from portalmq.broker.storage.errors import Shortage
 from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.reading import ReplicaStart
 from portalmq.broker.storage.state import StateFile
@@ -215,10 +215,10 @@ class FollowerReplication:
             gevent.sleep(PAUSE_S)
         if partition.closed:
             return
-        if isinstance(found, CorruptBatch | CorruptFile | ValueError):
+        if isinstance(found, ValueError):
             partition.report_damage(str(found))
         elif isinstance(found, Exception):
-            partition.host.storage_failed(found)
+            partition.storage_failed(found)
         else:
             partition.install(found)
             done(found)

@@ -116,3 +116,7 @@ class Replica(Protocol):
     def report_damage(self, reason: str) -> None:
         """Note a damaged file. The replica's files are replaced, or it stops for good."""
         ...
+
+    def storage_failed(self, fault: Exception) -> None:
+        """Report damage. Any other fault ends the broker."""
+        ...

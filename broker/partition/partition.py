@@ -42,7 +42,7 @@ from portalmq.broker.partition.serving import LeaderReplication
 from portalmq.broker.partition.uncommitted import Uncommitted
 from portalmq.broker.partition.writer import Entry, Pending, Writer
 from portalmq.broker.partition.yielding import TimeSlice
-from portalmq.broker.storage.errors import CorruptFile, DiskFull, Shortage, StorageError
+from portalmq.broker.storage.errors import DAMAGE, DiskFull, Shortage, StorageError
 from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.state import StateFile
 from portalmq.errors import (
@@ -374,6 +374,13 @@ class Partition(AppendingPartition):
         log.critical("%s is damaged: %s", self, reason)
         gevent.spawn(self.on_damaged, self)
 
+    def storage_failed(self, fault: Exception) -> None:
+        """Report damage of this replica's files. Any other fault is one of the disk, and ends the broker."""
+        if isinstance(fault, DAMAGE):
+            self.report_damage(str(fault))
+        else:
+            self.host.storage_failed(fault)
+
     # --- results of the writer ---------------------------------------------------------------------------------------
 
     def _on_refused(self, taken: list[Entry], why: Exception) -> None:
@@ -383,7 +390,11 @@ class Partition(AppendingPartition):
             log.warning("%s: a transaction was refused: %s", self, why)
             self._refused_ms = now_ms
         shortage = why if isinstance(why, Shortage) else DiskFull(str(why))
-        found = self._read_again(taken)
+        try:
+            found = self._read_again(taken)
+        except DAMAGE as fault:
+            self._writer.give_up(taken, fault)
+            return
         sent_end, self.serving.sent_end = self.serving.sent_end, 0
         refused = {entry for entry in taken if isinstance(entry, Pending)}
         self.uncommitted.refuse(refused, refusal_of(shortage, "unknown"))
@@ -392,7 +403,7 @@ class Partition(AppendingPartition):
         for pending in refused:  # a follower may write, and later lead with, what it was sent
             pending.finish(refusal_of(shortage, "unknown" if pending.base_offset < sent_end else "not_applied"))
 
-    def _on_unwritable(self, taken: list[Entry], fault: CorruptFile) -> None:
+    def _on_unwritable(self, taken: list[Entry], fault: StorageError) -> None:
         """Refuse what is not written, now that a page of the log's file is damaged. Parts of it may be found later."""
         for entry in taken:
             if isinstance(entry, Pending):
@@ -492,7 +503,7 @@ class Partition(AppendingPartition):
             try:
                 self.retention.save_last()
             except StorageError as fault:  # the other file is closed all the same
-                self.host.storage_failed(fault)
+                self.storage_failed(fault)
         self._on_step_down(None)
         self.reader.forget()
         self.host.pool.apply(self.log.close)  # closing writes: a thousand partitions would block the hub for seconds

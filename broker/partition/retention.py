@@ -28,7 +28,7 @@ from portalmq.broker.partition.native import attempt
 from portalmq.broker.partition.refusals import not_serving_yet
 from portalmq.broker.partition.writer import Pending
 from portalmq.broker.storage.batch import BatchKind
-from portalmq.broker.storage.errors import DAMAGE, OffsetPurged, Shortage, StorageError
+from portalmq.broker.storage.errors import OffsetPurged, Shortage, StorageError
 from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.reading import ReplicaStart
 from portalmq.broker.storage.state import StateFile
@@ -184,10 +184,8 @@ class Retention:
         failed = self._advance(upto)
         if isinstance(failed, Shortage):
             self._partition.groups.moves.insert(0, (0, upto))  # again, when the high watermark moves next
-        elif isinstance(failed, DAMAGE):
-            self._partition.report_damage(str(failed))
         elif failed is not None and not isinstance(failed, Unavailable):
-            self._partition.host.storage_failed(failed)
+            self._partition.storage_failed(failed)
 
     def _advance(self, upto: int) -> Exception | None:
         partition = self._partition
@@ -230,12 +228,8 @@ class Retention:
             self._moved(self._on_files(partition.log.replica_start))
 
     def _on_files(self, work: Callable[P, T], *arguments: P.args, **more: P.kwargs) -> T:
-        """Return the result of `work` on a native thread. Raises its error; Unavailable for a damaged file, which is
-        noted."""
+        """Return the result of `work` on a native thread. Raises its error."""
         found = attempt(self._partition.host.pool, work, *arguments, **more)
-        if isinstance(found, DAMAGE):
-            self._partition.report_damage(str(found))
-            raise Unavailable(f"a file is damaged on this broker: {found}") from found
         if isinstance(found, Exception):
             raise found
         return found
@@ -312,11 +306,8 @@ class Retention:
         return found
 
     def _failed(self, found: Exception) -> None:
-        partition = self._partition
-        if isinstance(found, DAMAGE):
-            partition.report_damage(str(found))
-        elif not isinstance(found, OffsetPurged | Shortage | Unavailable):  # dropped, begun again or closed in between
-            partition.host.storage_failed(found)
+        if not isinstance(found, OffsetPurged | Shortage | Unavailable):  # dropped, begun again or closed in between
+            self._partition.storage_failed(found)
 
 
 # --- on native threads ------------------------------------------------------------------------------------------------

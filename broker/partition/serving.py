@@ -14,7 +14,7 @@ from typing import Protocol
 from portalmq.broker.core.replica.events import Fetch, FetchReceived, Poll, Rejected, Reply, ReplyFetch
 from portalmq.broker.partition.host import Replica
 from portalmq.broker.storage.batch import BatchFrame, frame_of
-from portalmq.broker.storage.errors import DAMAGE, OffsetPurged, Shortage, StorageError
+from portalmq.broker.storage.errors import OffsetPurged, Shortage, StorageError
 from portalmq.broker.storage.log import Log
 from portalmq.errors import Unavailable
 
@@ -179,11 +179,8 @@ class LeaderReplication:
             return None
         if partition.replica.highest_epoch != epoch:
             return None  # the log may have been truncated since: nothing that was read may enter the cache
-        if isinstance(read, DAMAGE):
-            partition.report_damage(str(read))
-            return None
         if isinstance(read, Exception):
-            partition.host.storage_failed(read)
+            partition.storage_failed(read)
             return None
         for base_offset, end_offset, frame in read:
             partition.host.cache.put_frame(self._cache_key, base_offset, end_offset, frame)

@@ -28,7 +28,7 @@ from portalmq.broker.partition.folding import StateRecord
 from portalmq.broker.partition.greenlets import KeptGreenlets, Start
 from portalmq.broker.partition.native import NativeThreads
 from portalmq.broker.storage.batch import BadFrame, Batch, BatchFrame, FrameHeader, batch_of_frame, frame_of
-from portalmq.broker.storage.errors import CorruptFile, LogClosed, Shortage, StorageError
+from portalmq.broker.storage.errors import DAMAGE, LogClosed, Shortage, StorageError
 from portalmq.broker.storage.log import Log
 from portalmq.errors import PortalMQError, Unavailable
 from portalmq.wire import Acks
@@ -167,14 +167,14 @@ class Writer:
         log: Log,
         on_written: Callable[[list[Entry]], None],
         on_refused: Callable[[list[Entry], Exception], None],
-        on_unwritable: Callable[[list[Entry], CorruptFile], None],
+        on_unwritable: Callable[[list[Entry], StorageError], None],
     ) -> None:
         self._host = host
         self._log = log
         self._on_written = on_written
         self._on_refused = on_refused
         self._on_unwritable = on_unwritable
-        self._damage: CorruptFile | None = None  # then nothing is written any more
+        self._damage: StorageError | None = None  # then nothing is written any more
         self._queue = _NOTHING
         self.is_idle = True
         self._lingering: gevent.Greenlet | None = None
@@ -246,14 +246,13 @@ class Writer:
         try:
             while self._queue or (self._log.checkpoint_due and self._damage is None):
                 if self._damage is not None:
-                    self._on_unwritable(self.take_back(), self._damage)
+                    self.give_up([], self._damage)
                 elif self._queue:
                     self._write(self._next_transaction())
                 elif not self._host.pool.apply(_checkpoint, (self._log,)) and not self._queue:
                     break
-        except CorruptFile as fault:  # of a checkpoint, or when the log is read again after a refusal
-            self._damage = fault
-            self._on_unwritable(self.take_back(), fault)
+        except DAMAGE as fault:  # of a checkpoint
+            self.give_up([], fault)
         except StorageError as fault:
             self._host.storage_failed(fault)
         except Exception as fault:  # the waiting calls would wait in vain
@@ -265,6 +264,11 @@ class Writer:
     def _rest(self) -> None:
         self.is_idle = True
         self._idle.set()
+
+    def give_up(self, taken: list[Entry], damage: StorageError) -> None:
+        """Write nothing more: neither these entries nor what is queued."""
+        self._damage = damage
+        self._on_unwritable(taken + self.take_back(), damage)
 
     def take_back(self) -> list[Entry]:
         """Return what is queued, which is not going to be written."""
@@ -301,9 +305,8 @@ class Writer:
             taken += self.take_back()
             self._on_refused(taken, written)
             gevent.sleep(REFUSED_PAUSE_S)  # a leader begins its epoch again at once, and the disk is still full
-        elif isinstance(written, CorruptFile):
-            self._damage = written
-            self._on_unwritable(taken + self.take_back(), written)
+        elif isinstance(written, DAMAGE):
+            self.give_up(taken, written)
         else:
             failed: PortalMQError = Unavailable("the storage failed while this was written", outcome="unknown")
             if isinstance(written, StorageError):

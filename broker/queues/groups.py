@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 
 from portalmq import wire
@@ -34,6 +34,7 @@ from portalmq.broker.partition.writer import Pending
 from portalmq.broker.partition.yielding import in_short_turns
 from portalmq.broker.queues.group_partition import GroupPartition
 from portalmq.broker.queues.group_registry import GroupRegistry
+from portalmq.broker.storage.errors import DAMAGE, Shortage
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.mirror import Changes, Mirror
 from portalmq.control_plane.state import GroupState
@@ -275,8 +276,12 @@ class Groups(GroupRegistry):
         """Remove messages that expired unread from the counts of all groups."""
         for key, attached in in_short_turns(tuple(self._attached.items())):
             if self._attached.get(key) is attached:
-                with suppress(PortalMQError):  # another broker may lead it now; else the next sweep repeats it
+                try:
                     attached.sweep()
+                except DAMAGE as fault:
+                    attached.partition.report_damage(str(fault))
+                except (PortalMQError, Shortage):  # another broker may lead it now; else the next sweep repeats it
+                    continue
 
     def _now(self, group: GroupState) -> GroupState:
         """Return the group with its current settings; `group` when it is deleted."""

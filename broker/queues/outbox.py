@@ -198,7 +198,7 @@ class Outbox:
                     pause_s = PAUSE_FIRST_S
                     continue
                 if isinstance(failed, StorageFault):
-                    self._partition.host.storage_failed(failed)
+                    self._partition.storage_failed(failed)
                     return
                 self._log_failure(failed)
                 asked_s = failed.retry_after_s if isinstance(failed, PortalMQError) else None

@@ -124,7 +124,7 @@ def _fault_of(path: Path, error: BaseException) -> StorageError | None:
     match error:
         case apsw.FullError():
             return DiskFull(f"{path}: {error}; {MAKE_ROOM}")
-        case apsw.CorruptError() | apsw.NotADBError() | UnicodeDecodeError():
+        case apsw.CorruptError() | apsw.NotADBError() | UnicodeDecodeError() | apsw.ConstraintError():
             return CorruptFile(f"{path}: {type(error).__name__}: {error}")
         case apsw.SQLError() if str(error).startswith(SCHEMA_DIFFERS):
             return CorruptFile(f"{path}: its schema is damaged: {error}")

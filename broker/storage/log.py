@@ -535,6 +535,9 @@ class Log(ReadableLog):
                 self._closed = True
                 if self._fault is None:
                     self._close_files()
+                elif isinstance(self._fault, CorruptFile):  # the broker goes on, after any other it ends
+                    for segment in self._segments:
+                        segment.abandon()
                 self._open_files.closed(self)
 
     def _close_files(self) -> None:

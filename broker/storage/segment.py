@@ -345,6 +345,12 @@ class Segment(ReadableSegment):
             writer.set_wal_hook(None)
             writer.close(True)
 
+    def abandon(self) -> None:
+        """Close both connections and write nothing: what is in the write-ahead log stays there for the next open."""
+        if self._writer is not None:
+            self._writer.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 1)
+        self.close()
+
     def settle(self) -> bool:
         """Make the file final: no WAL, mode 0444. Return False, with nothing changed, if another process reads it."""
         writer = self.writer

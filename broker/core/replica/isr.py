@@ -107,11 +107,14 @@ class IsrTracker:
     def on_partition_state(self, state: PartitionStateChanged) -> None:
         """Take the control plane's state at a later version, or after a compare-and-set was resolved; no proposal is in
         flight then. Members that left without a proposal of this leader may have lost their logs: they join again by
-        what they fetch from now on, or in a later life: a fetch of that may wait already, and no other may come."""
+        what they fetch from now on, or by a fetch of a later life that waits already, since no other may come."""
         kept = self.state.isr if self.proposed is None else self.state.isr & self.proposed
         for member in kept - state.isr:
             known, recorded = self._followers.get(member), self._life_in_sync(member)
-            if known is not None and (recorded[0] < 0 or life_of(known.incarnation, known.store_uuid) <= recorded):
+            if known is None:
+                continue
+            is_later = recorded[0] >= 0 and recorded < life_of(known.incarnation, known.store_uuid)
+            if not is_later or known.poll is None:
                 known.durable_end, known.in_step, known.poll = -1, False, None
         self.state = state
         self.proposed = None

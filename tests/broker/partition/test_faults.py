@@ -20,9 +20,11 @@ from portalmq.broker.core.replica.events import SessionLost
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.partition.readable import ReadablePartition
 from portalmq.broker.partition.retention import Retention
+from portalmq.broker.queues.group_receiver import GroupReceiver
 from portalmq.broker.storage.errors import CorruptFile, DiskFull, OffsetPurged, StorageFault, WrongLog
 from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.segment import Segment
+from portalmq.broker.storage.state import StateFile
 from portalmq.errors import (
     Backpressure,
     OffsetOutOfRange,
@@ -44,8 +46,8 @@ def send(fixture: Fixture, *values: str, **more):
     return fixture.broker.produce("t", ProduceRequest(records(*values), acks=more.pop("acks", "all"), **more))
 
 
-def receive(fixture: Fixture, **more):
-    return fixture.broker.receive_handler.receive("g", wire.ReceiveRequest(["t"], **more), None)
+def receive(fixture: Fixture, *, topic: str = "t", **more):
+    return fixture.broker.receive_handler.receive("g", wire.ReceiveRequest([topic], **more), None)
 
 
 def texts(messages) -> list[str]:
@@ -309,6 +311,73 @@ def test_a_damaged_page_that_an_append_meets_closes_its_partition_alone(tmp_path
         key = (partition.topic_id, 0)
         assert "malformed" in fixture.broker.topics._opener.unusable[key].fault
         assert fixture.faults == []
+
+
+def malformed(*_, **__):
+    raise CorruptFile("0.sqlite: CorruptError: database disk image is malformed")
+
+
+@pytest.mark.parametrize("task", ["save_state", "retain", "sweep", "close_idle_files"])
+def test_a_damaged_page_that_maintenance_meets_is_reported_and_delays_no_other_partition(fixture, monkeypatch, task):
+    """It ended the broker, again and again after each start."""
+    fixture.broker.create_topic("u", wire.CreateTopic(partitions=1))
+    for topic in "tu":
+        fixture.broker.produce(topic, ProduceRequest(records("a", expires_at_ms=1 << 42)))
+        receive(fixture, topic=topic)
+    damaged, other = (fixture.broker.topics.get(topic).partition(0) for topic in "tu")
+    done: list[object] = []
+    owner, method = {
+        "save_state": (StateFile, "save"),
+        "retain": (Log, "seal"),
+        "sweep": (GroupReceiver, "sweep"),
+        "close_idle_files": (Log, "park"),
+    }[task]
+    before = getattr(owner, method)
+
+    def meets(it, *arguments, **more):
+        if it in (damaged.log, damaged.state_file) or getattr(it, "partition", None) is damaged:
+            malformed()
+        done.append(it)
+        return before(it, *arguments, **more)
+
+    for partition in (damaged, other):
+        partition.wait_committed(partition.replica.next_offset - 1)
+        partition.log.roll()
+    if task == "close_idle_files":
+        fixture.broker.maintenance.save_state()
+        fixture.broker.maintenance.close_idle_files()
+    monkeypatch.setattr(owner, method, meets)
+    getattr(fixture.broker.maintenance, task)()
+    assert "malformed" in damaged.fault
+    assert other.fault == ""
+    assert done
+    assert fixture.faults == []
+
+
+def test_a_damaged_page_that_the_last_save_meets_does_not_end_the_broker(fixture, monkeypatch):
+    send(fixture, "a")
+    partition = fixture.broker.topics.get("t").partition(0)
+    monkeypatch.setattr(partition.state_file, "save", malformed)
+    partition.close()
+    assert fixture.faults == []
+    assert not partition.log.is_open
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_damage_that_is_met_after_a_full_disk_closes_its_partition_alone(fixture, monkeypatch, is_alone):
+    """When the log is read again. `is_alone`: in the greenlet of the call that waits for it."""
+    send(fixture, "a")
+    partition = fixture.broker.topics.get("t").partition(0)
+    refuse(monkeypatch, fixture, 0)
+    monkeypatch.setattr(partition.log, "append_at_once", partition.log.append)
+    monkeypatch.setattr("portalmq.broker.partition.partition.recover", malformed)
+    calls = [gevent.spawn(send, fixture, value) for value in ("b" if is_alone else "bcd")]
+    for call in calls:
+        with pytest.raises(Unavailable, match="a file is damaged on this broker") as refused:
+            call.get(timeout=60)
+        assert refused.value.outcome == "unknown"
+    eventually(lambda: partition.closed)
+    assert fixture.faults == []
 
 
 def test_a_damaged_page_that_a_purge_meets_does_not_end_the_broker(fixture, monkeypatch):

@@ -1,16 +1,18 @@
 """A log: appends, reads, and queries of its metadata."""
 
+import os
 import shutil
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 
 import apsw
 import pytest
 from support.log_files import Writer, everything, numbered, open_log, three_segments
 
 from portalmq.broker.storage.batch import BatchKind, Record
-from portalmq.broker.storage.errors import CorruptBatch, DiskFull, LogClosed, OffsetPurged, StorageFault
+from portalmq.broker.storage.errors import CorruptBatch, CorruptFile, DiskFull, LogClosed, OffsetPurged, StorageFault
 from portalmq.broker.storage.log import COMMITS_DUE
 
 
@@ -110,6 +112,25 @@ def test_after_a_fault_nothing_is_written(tmp_path, monkeypatch):
     with pytest.raises(StorageFault, match="restart"):
         Writer(log).put(b"2")
     assert everything(log) == [first]
+
+
+def test_a_log_that_met_damage_closes_its_files_and_writes_nothing_more(tmp_path, monkeypatch):
+    log = open_log(tmp_path)
+    Writer(log).put(b"1")
+
+    def fail(self, batches, *, waits):
+        raise apsw.CorruptError("database disk image is malformed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("portalmq.broker.storage.segment.Segment.append", fail)
+        with pytest.raises(CorruptFile):
+            log.append([Writer(log).messages_batch([b"2"])])
+    before = {each.name: each.read_bytes() for each in tmp_path.iterdir() if not each.name.endswith("-shm")}
+    log.close()
+    assert {each.name: each.read_bytes() for each in tmp_path.iterdir() if not each.name.endswith("-shm")} == before
+    assert any(name.endswith("-wal") for name in before)
+    opened = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    assert not [path for path in opened if path.startswith(str(tmp_path))]
 
 
 def test_a_closed_log_raises_log_closed(tmp_path):

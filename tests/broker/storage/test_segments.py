@@ -382,7 +382,8 @@ def test_every_error_of_sqlite_has_its_class(tmp_path):
     for error, expected in (
         (apsw.FullError("full"), DiskFull),
         (apsw.IOError("io"), StorageFault),
-        (apsw.CorruptError("corrupt"), StorageFault),
+        (apsw.CorruptError("corrupt"), CorruptFile),
+        (apsw.ConstraintError("UNIQUE constraint failed: messages.offset"), CorruptFile),
         (apsw.NotADBError("not a db"), StorageFault),
         (OSError(28, "no space"), DiskFull),
         (OSError(122, "quota"), DiskFull),

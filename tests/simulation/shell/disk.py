@@ -20,6 +20,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from portalmq.broker.storage.schema import PAGE_BYTES
 from portalmq.broker.storage.segment import CREATING
 
 SECTOR = 512
@@ -197,22 +198,27 @@ class SimDisk:
                 left.append((order, naming))
         self.namings = left
 
-    def flip(self, name: str, random: Random, *, below: int | None = None) -> bool:
-        """Flip a bit, on the disk and in the page cache, among the first bytes with `below`. Return False for an empty
-        file, and one with unsynced writes."""
+    def flip(self, name: str, random: Random, *, below: int | None = None, spoils_page: bool = False) -> bool:
+        """Flip a bit, on the disk and in the page cache, among the first bytes with `below`; or spoil the page that has
+        it, unless that is the first. Return False for an empty file, and one with unsynced writes."""
         inode = self.names.get(name)
         if inode is None or inode.pending or inode.lost or not inode.durable:
             return False
         at = random.randrange(len(inode.durable) if below is None else below)
         while not inode.durable[at] and random.random() < 0.95:  # most of a file is empty
             at = random.randrange(len(inode.durable) if below is None else below)
-        inode.durable[at] ^= 1 << random.randrange(8)
+        begin = at - at % PAGE_BYTES
+        if spoils_page and 0 < begin <= len(inode.durable) - PAGE_BYTES:
+            after = random.choice((bytes(PAGE_BYTES), random.randbytes(PAGE_BYTES)))
+        else:
+            begin, after = at, bytes([inode.durable[at] ^ 1 << random.randrange(8)])
+        inode.durable[begin : begin + len(after)] = after
         path = self.root / name
         mode = path.stat().st_mode
         path.chmod(0o600)
         with REAL_OPEN(path, "r+b", buffering=0) as file:
-            file.seek(at)
-            file.write(inode.durable[at : at + 1])
+            file.seek(begin)
+            file.write(after)
         path.chmod(mode)
         return True
 

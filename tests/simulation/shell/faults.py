@@ -370,6 +370,8 @@ class Faults:
         machine = self._any(random)
         if machine.life is None or not self.world.checker.may_lose(machine.number):
             return
+        if any(each.disks and each.life is None for each in self.world.machines.values()):
+            return  # a new topic may still be given to the store that is gone, and to this one
         self._note("the disk of broker {} is replaced", machine.number)
         self.world.reached["disk replaced"] += 1
         self.world.checker.lose(machine.number)
@@ -389,7 +391,6 @@ class Faults:
         that cannot be read may be forgotten, as far as no log and no state.sqlite has them."""
         machine = self._any(random)
         if machine.life is not None and machine.life.disk.flip(EPOCHS_NAME, random):
-            machine.is_hurt = True
             self._note("a bit of {} on broker {} flips", EPOCHS_NAME, machine.number)
             self.world.reached["bit flipped in epochs"] += 1
             self.world.checker.damaged_epochs(machine.number)
@@ -400,10 +401,9 @@ class Faults:
         if not names:
             return
         name = random.choice(names)
-        if disk.flip(name, random):
+        if disk.flip(name, random, spoils_page=random.random() < 0.5):
             _, folder, number, file = name.split("/")
             key = folder.rpartition("@")[2], int(number)
-            machine.is_hurt = True
             self._note("a bit of {} on broker {} flips", name, machine.number)
             self.world.reached["bit flipped in " + ("state" if file.startswith("state") else "log")] += 1
             if file.startswith("state"):
@@ -439,7 +439,6 @@ class Faults:
         self._note("{} on broker {} is damaged", mine[-1], machine.number)
         known.lossy.add(machine.number)
         known.beheaded.add(machine.number)
-        machine.is_hurt = True
         return True
 
     # --- work that destroys ------------------------------------------------------------------------------------------
