@@ -104,6 +104,36 @@ def test_bit_flips_at_rest_are_detected_without_a_reader(cluster: Cluster, topic
     cluster.kill(damaged)  # the next test starts it with the usual interval
 
 
+def spoil_the_last_page(file: Path) -> None:
+    """Write zeros over the page of the newest messages: the next append reads it, and nothing else has to."""
+    leaves = "FROM dbstat WHERE name = 'messages' AND pagetype = 'leaf' ORDER BY path DESC LIMIT 1"
+    last = read_one(file, f"SELECT pageno {leaves}")
+    assert last
+    with file.open("r+b") as content:
+        content.seek((last - 1) * PAGE_BYTES)
+        content.write(bytes(PAGE_BYTES))
+
+
+def test_a_damaged_page_that_an_append_meets_ends_no_broker(cluster: Cluster, topic: str):
+    running = loaded(cluster, topic)
+    leader = cluster.wait_for_leader(topic)
+    damaged = next(broker_id for broker_id in cluster.running if broker_id != leader)
+    cluster.brokers[damaged].stop()
+    home: Path = cluster.brokers[damaged].data_dir
+    (file,) = segments_of(partition_of(home, topic))
+    spoil_the_last_page(file)
+    cluster.start(damaged)
+    worker = cluster.brokers[damaged].worker
+    with loads(cluster.urls, ["after"], topic=topic) as more:
+        more[0].wait_for_acked(50)
+    running += more
+    wait_until(lambda: is_rebuilt(cluster, home, topic, end_of(running)), "a new replica is in place", 60)
+    assert cluster.brokers[damaged].worker == worker
+    assert "is damaged, and cannot be written: it is closed" in cluster.brokers[damaged].stderr()
+    serve_all_from(cluster, damaged, topic)
+    check(running, everything_in(cluster.brokers[damaged].url, topic))
+
+
 def saved_high_watermark(folder: Path) -> int:
     return read_one(folder / "state.sqlite", "SELECT value FROM meta WHERE key = 'high_watermark'") or 0
 
