@@ -429,6 +429,7 @@ class Partition(AppendingPartition):
         # An EPOCH_START that waits for a durable epoch followed what is gone: the core asks for it again.
         self.action_queue.drop_appends()
         self.step(core.Truncated(self.log.end_offset, found.producers, sent_end))
+        self.on_ordered()  # the end of an order may be among what was refused
 
     # --- the high watermark ------------------------------------------------------------------------------------------
 

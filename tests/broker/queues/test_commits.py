@@ -403,6 +403,30 @@ def test_a_purge_waits_for_open_outputs(fixture, monkeypatch):
     assert there(fixture) == ["A"]
 
 
+def test_an_order_whose_end_the_disk_refuses_is_processed_again_without_new_messages(fixture, monkeypatch):
+    """Found by `make simulate-shell SEED=32191`: it stayed open, and retention and purges waited for it."""
+    send(fixture, "a")
+    messages = receive(fixture, 1)
+    refused: list[int] = []
+
+    def refusing(append):
+        def attempt(batches, **more):
+            if not refused and any(batch.kind == BatchKind.DONE for batch in batches):
+                refused.append(batches[0].base_offset)
+                raise DiskFull("no room")
+            return append(batches, **more)
+
+        return attempt
+
+    log = partition_of(fixture).log
+    for name in ("append", "append_at_once"):
+        monkeypatch.setattr(log, name, refusing(getattr(log, name)))
+    commit(fixture, messages, outputs("A"))
+    eventually(lambda: refused)
+    eventually(lambda: not partition_of(fixture).groups.outbox)
+    assert there(fixture) == ["A"]
+
+
 def test_retention_keeps_messages_that_the_outbox_reads(fixture):
     send(fixture, "a")
     messages = receive(fixture)
