@@ -91,6 +91,7 @@ class Broker(Wiring):
             case OffsetPurged():
                 return OffsetOutOfRange(str(fault), outcome="unknown", log_start_offset=fault.log_start_offset)
             case CorruptBatch() | CorruptFile() | WrongLog():
+                self.topics.report_damage(fault)
                 return Unavailable(f"a file is damaged on this broker: {fault}", outcome="unknown")
             case StorageFault():
                 self.storage_failed(fault)

@@ -180,5 +180,5 @@ class ReplicaOpener:
             self._replicas.set_aside(topic.state, partition.number)
         finally:
             self.opening.discard(key)
-        if self.is_current(topic):
-            self.open_soon(topic, partition.number)
+            if self.is_current(topic):
+                self.open_soon(topic, partition.number)

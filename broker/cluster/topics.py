@@ -121,6 +121,14 @@ class Topics:
             self._open = tuple([partition for topic in self for partition in topic.local.values()])
         return self._open
 
+    def report_damage(self, fault: Exception) -> None:
+        """Note damage that a call has met in a file of a replica here."""
+        path: Path | None = getattr(fault, "path", None)
+        places = () if path is None else (path, path.parent)
+        for partition in self.partitions() if places else ():
+            if partition.log.directory in places:
+                partition.report_damage(str(fault))
+
     def led(self) -> list[Partition]:
         """Return all partitions that this broker leads and serves, in no order. It is one step: none can move away
         meanwhile."""

@@ -507,5 +507,7 @@ class Partition(AppendingPartition):
                 self.storage_failed(fault)
         self._on_step_down(None)
         self.reader.forget()
-        self.host.pool.apply(self.log.close)  # closing writes: a thousand partitions would block the hub for seconds
+        is_damaged = bool(self.fault or self.rebuild_reason)
+        # Closing writes: a thousand partitions would block the hub for seconds.
+        self.host.pool.apply(self.log.close, (), {"is_damaged": is_damaged})
         self.host.pool.apply(self.state_file.close)  # a check of the file may hold it

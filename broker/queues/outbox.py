@@ -34,7 +34,7 @@ from portalmq.broker.cluster.topics import Topics
 from portalmq.broker.core.queue.records import Commit, Dead, Done, Reschedule
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.storage.batch import Batch, BatchKind, Record
-from portalmq.broker.storage.errors import StorageError, StorageFault
+from portalmq.broker.storage.errors import DAMAGE, StorageError, StorageFault
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.plane import PlaneError
 from portalmq.errors import Backpressure, InvalidRequest, PortalMQError, TopicExists, TopicNotFound, Unavailable
@@ -197,7 +197,7 @@ class Outbox:
                 if failed is None:
                     pause_s = PAUSE_FIRST_S
                     continue
-                if isinstance(failed, StorageFault):
+                if isinstance(failed, (StorageFault, *DAMAGE)):
                     self._partition.storage_failed(failed)
                     return
                 self._log_failure(failed)

@@ -23,7 +23,7 @@ from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.long_poll import Waiter
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.queues.ready_messages import ReadyMessages
-from portalmq.broker.storage.errors import Shortage
+from portalmq.broker.storage.errors import DAMAGE, Shortage, StorageError
 from portalmq.wire import GroupConfig
 
 # The longest delay, without waiters, between the end of a lease and its processing: several are processed together.
@@ -89,12 +89,25 @@ class Wakeup:
 
     def notify(self) -> None:
         """Wake one waiter, unless it is awake already: messages may be available."""
+        try:
+            self._notify()
+        except (Shortage, *DAMAGE) as fault:
+            self._look_again(fault)
+
+    def _notify(self) -> None:
         if not self._waiters or not self.has_messages():
             self.arm()
             return
         first = next(iter(self._waiters))
         if not first.woken:
             first.wake()
+
+    def _look_again(self, fault: StorageError) -> None:
+        """Try later: a log at rest cannot be opened now, and a receive would be told why; or a file is damaged."""
+        if not isinstance(fault, Shortage):
+            self.partition.report_damage(str(fault))
+        if not self.closed:
+            self._set_timer(LOOK_AGAIN_MS)
 
     def has_messages(self) -> bool:
         return self.has_available() and not self.is_paused() and self.allowed() > 0
@@ -192,7 +205,6 @@ class Wakeup:
             return
         try:
             self.on_timer()
-            self.notify()
-        except Shortage:  # a log at rest cannot be opened now: a receive would be told why
-            if not self.closed:
-                self._set_timer(LOOK_AGAIN_MS)
+            self._notify()
+        except (Shortage, *DAMAGE) as fault:
+            self._look_again(fault)

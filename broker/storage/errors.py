@@ -34,8 +34,9 @@ SPARE_DESCRIPTORS = 16
 SPARE_BYTES = 64 * 1024
 MAKE_ROOM = "free disk space or lower the retention"
 RAISE_LIMIT = "raise the limit of open files (ulimit -n)"
-# What SQLite says when a statement of ours meets a schema in which a name is another one: a bit of it has flipped.
-SCHEMA_DIFFERS = ("no such column: ", "no such table: ", "table ")
+# What SQLite says when a statement of ours meets a schema in which a name is another one, or of another format: a bit
+# of it has flipped.
+SCHEMA_DIFFERS = ("no such column: ", "no such table: ", "table ", "unsupported file format")
 
 
 class StorageError(Exception):
@@ -48,7 +49,9 @@ class StorageFault(StorageError):
 
 class CorruptFile(StorageFault):
     """SQLite finds the file malformed, or without the columns that it was made with. Reading it was harmless; writing
-    to it would not be."""
+    to it would not be. `path` is the file or its directory."""
+
+    path: Path | None = None
 
 
 class Shortage(StorageError):
@@ -111,6 +114,9 @@ class _Faults:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
             found = _fault_of(self._path, error)
+            damaged = error if found is None else found
+            if isinstance(damaged, CorruptFile):
+                damaged.path = damaged.path or self._path
             if found is not None:
                 raise found from error
 

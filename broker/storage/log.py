@@ -528,16 +528,16 @@ class Log(ReadableLog):
         self._open_sealed.clear()
         self._begin_with(*open_log_files(self.directory, self.identity))
 
-    def close(self) -> None:
-        """Close the log for good. After a fault nothing is flushed: the next open reads what is there."""
+    def close(self, *, is_damaged: bool = False) -> None:
+        """Close the log for good. After a fault or damage nothing is flushed: the next open reads what is there."""
         with self._sealing, self._writing, self._reading:
             if not self._closed:
                 self._closed = True
-                if self._fault is None:
-                    self._close_files()
-                elif isinstance(self._fault, CorruptFile):  # the broker goes on, after any other it ends
+                if is_damaged or isinstance(self._fault, CorruptFile):  # the broker goes on, after any other it ends
                     for segment in self._segments:
                         segment.abandon()
+                elif self._fault is None:
+                    self._close_files()
                 self._open_files.closed(self)
 
     def _close_files(self) -> None:

@@ -236,6 +236,8 @@ class Segment(ReadableSegment):
             writer.execute("PRAGMA cell_size_check = ON")
             if (mode, writer.execute("PRAGMA synchronous").get) != ("wal", 2):
                 raise StorageFault(f"{self.path}: SQLite refused WAL with synchronous=FULL (a network file system?)")
+            if writer.readonly("main") and os.access(self.path, os.W_OK):
+                raise CorruptFile(f"{self.path}: its header says that a later SQLite wrote it; {REBUILD}")
             self._read_meta(writer)
             make_durable(writer)
             writer.execute(LANES_DDL)  # files of an earlier release lack them
@@ -347,9 +349,10 @@ class Segment(ReadableSegment):
 
     def abandon(self) -> None:
         """Close both connections and write nothing: what is in the write-ahead log stays there for the next open."""
-        if self._writer is not None:
-            self._writer.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 1)
-        self.close()
+        with contextlib.suppress(apsw.Error):  # closing finds no more than is known
+            if self._writer is not None:
+                self._writer.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 1)
+            self.close()
 
     def settle(self) -> bool:
         """Make the file final: no WAL, mode 0444. Return False, with nothing changed, if another process reads it."""

@@ -51,7 +51,9 @@ class _Damaged(Exception):
     """The file is not, or no longer, the state of this log."""
 
 
-_UNREADABLE = (_Damaged, apsw.CorruptError, apsw.NotADBError, apsw.SQLError, KeyError, TypeError, ValueError)
+# What SQLite says of a file with a damaged page, header, row or schema.
+_BROKEN = (_Damaged, apsw.CorruptError, apsw.NotADBError, apsw.SQLError, apsw.ReadOnlyError, apsw.ConstraintError)
+_UNREADABLE = (*_BROKEN, KeyError, TypeError, ValueError)
 
 
 class SavedState(msgspec.Struct, frozen=True, array_like=True):
@@ -323,7 +325,7 @@ class StateFile:
         with faults_of(self.path):
             try:
                 self._write(self._open(), write, durable)
-            except (_Damaged, apsw.CorruptError, apsw.NotADBError, apsw.SQLError, UnicodeDecodeError):
+            except (*_BROKEN, UnicodeDecodeError):
                 self._start_over()
                 self._write(self._open(), write, durable)
 

@@ -105,7 +105,7 @@ def test_bit_flips_at_rest_are_detected_without_a_reader(cluster: Cluster, topic
 
 
 def spoil_the_last_page(file: Path) -> None:
-    """Write zeros over the page of the newest messages: the next append reads it, and nothing else has to."""
+    """Write zeros over the page of the newest messages: the next append reads it, or the scrub is faster."""
     leaves = "FROM dbstat WHERE name = 'messages' AND pagetype = 'leaf' ORDER BY path DESC LIMIT 1"
     last = read_one(file, f"SELECT pageno {leaves}")
     assert last
@@ -129,7 +129,7 @@ def test_a_damaged_page_that_an_append_meets_ends_no_broker(cluster: Cluster, to
     running += more
     wait_until(lambda: is_rebuilt(cluster, home, topic, end_of(running)), "a new replica is in place", 60)
     assert cluster.brokers[damaged].worker == worker
-    assert "is damaged, and cannot be written: it is closed" in cluster.brokers[damaged].stderr()
+    assert "is damaged" in cluster.brokers[damaged].stderr()
     serve_all_from(cluster, damaged, topic)
     check(running, everything_in(cluster.brokers[damaged].url, topic))
 

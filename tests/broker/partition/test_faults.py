@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
+import apsw
 import gevent
 import pytest
 from support.domain import Fixture, HandClock, records, running
@@ -18,10 +19,11 @@ from support.replicas import eventually
 from portalmq import wire
 from portalmq.broker.core.replica.events import SessionLost
 from portalmq.broker.messages.produce import ProduceRequest
+from portalmq.broker.partition.long_poll import Waiter
 from portalmq.broker.partition.readable import ReadablePartition
 from portalmq.broker.partition.retention import Retention
 from portalmq.broker.queues.group_receiver import GroupReceiver
-from portalmq.broker.storage.errors import CorruptFile, DiskFull, OffsetPurged, StorageFault, WrongLog
+from portalmq.broker.storage.errors import CorruptFile, DiskFull, OffsetPurged, StorageFault, WrongLog, faults_of
 from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.segment import Segment
 from portalmq.broker.storage.state import StateFile
@@ -352,6 +354,30 @@ def test_a_damaged_page_that_maintenance_meets_is_reported_and_delays_no_other_p
     assert other.fault == ""
     assert done
     assert fixture.faults == []
+
+
+@pytest.mark.parametrize("is_timer", [True, False])
+def test_a_damaged_page_that_a_wake_up_meets_is_reported(fixture, monkeypatch, is_timer):
+    """Found by `make simulate-shell SEED=32570`: the greenlet that wakes waiting receives ended."""
+    send(fixture, "a")
+    receive(fixture)
+    partition = fixture.broker.topics.get("t").partition(0)
+    (source,) = (each for each in fixture.broker.groups._attached.values() if each.partition is partition)
+    monkeypatch.setattr(source._wakeup, "on_timer" if is_timer else "has_messages", malformed)
+    source._wakeup._waiters[Waiter()] = None
+    source._wakeup._fire() if is_timer else source.notify()
+    assert "malformed" in partition.fault
+    assert source._wakeup._timer is not None
+    source._wakeup._waiters.clear()
+
+
+def test_a_damaged_page_that_a_call_meets_is_reported(fixture):
+    send(fixture, "a")
+    partition = fixture.broker.topics.get("t").partition(0)
+    with pytest.raises(CorruptFile) as raised, faults_of(partition.log.directory):
+        raise apsw.CorruptError("database disk image is malformed")
+    assert isinstance(fixture.broker.explain(raised.value), Unavailable)
+    assert "malformed" in partition.fault
 
 
 def test_a_damaged_page_that_the_last_save_meets_does_not_end_the_broker(fixture, monkeypatch):

@@ -3,9 +3,11 @@
 import hashlib
 import json
 import os
+import shutil
 import sqlite3
 import stat
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 
 import apsw
 import pytest
@@ -72,6 +74,29 @@ def test_a_segment_of_no_version_is_damaged(tmp_path, version):
     connection.close()
     with pytest.raises(CorruptFile, match="no version wrote this"):
         open_log(tmp_path)
+
+
+def test_no_flipped_bit_of_its_header_is_a_fault_of_the_disk(tmp_path):
+    """A file that looks as if a later SQLite wrote it, or read-only, ended the broker at each start."""
+    log = open_log(tmp_path / "whole")
+    Writer(log).put(b"1")
+    log.close()
+    whole = file_of(tmp_path / "whole", 0).read_bytes()
+    damaged = 0
+    for at, bit in product(range(16, 64), (1, 6)):
+        directory = tmp_path / "flipped"
+        directory.mkdir()
+        content = bytearray(whole)
+        content[at] ^= 1 << bit
+        file_of(directory, 0).write_bytes(content)
+        try:
+            log = open_log(directory)
+            Writer(log).put(b"2")
+            log.close()
+        except CorruptFile:
+            damaged += 1
+        shutil.rmtree(directory)
+    assert damaged > 20
 
 
 # --- sealing ----------------------------------------------------------------------------------------------------------

@@ -285,6 +285,25 @@ def test_the_highest_epoch_outlives_a_file_whose_fold_is_damaged(tmp_path):
     assert again.load() == (fold_of_two_groups(), 96)
 
 
+@pytest.mark.parametrize("damage", ["a row that has moved", "a header of a later SQLite"])
+def test_what_cannot_be_written_over_is_replaced(tmp_path, damage):
+    state = StateFile(tmp_path, identity=IDENTITY)
+    state.save_highest_epoch(7)
+    state.save(PartitionFold(applied=5), 5)
+    if damage == "a row that has moved":
+        with closing(apsw.Connection(str(state.path))) as connection:
+            connection.execute("INSERT INTO outbox VALUES ('', 0, 5, 'g')")
+    else:
+        state.park()
+        with state.path.open("r+b") as file:
+            file.seek(18)
+            file.write(b"\x42")
+    state.save(PartitionFold(applied=7, outbox=[(6, "g")]), 6)
+    assert state.load() == (PartitionFold(applied=7, outbox=[(6, "g")]), 6)
+    assert state.highest_epoch() == 7
+    state.close()
+
+
 @pytest.mark.parametrize("text", [b"digest", b"schema_version"])
 def test_a_text_that_is_no_utf_8_costs_the_saved_fold_alone(tmp_path, text):
     state = StateFile(tmp_path, identity=IDENTITY)

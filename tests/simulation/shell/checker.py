@@ -329,9 +329,10 @@ class Checker:
                     self.history.redrives(where, offset)
         if not isinstance(record, Grant):
             return
-        for start, end in record.gone:
-            for offset in range(start, end):
-                self.history.outdates(where, offset)
+        if any(machine.wall_ms > 0 for machine in self.world.machines.values()):
+            for start, end in record.gone:
+                for offset in range(start, end):
+                    self.history.outdates(where, offset)
         if record.attempt_id is None or not record.ranges:
             return
         epoch, numbers = partition.delivery[group].attempt_leases[record.attempt_id]
@@ -346,6 +347,9 @@ class Checker:
             if kind not in (BatchKind.GRANT, BatchKind.EXTEND):
                 continue
             record = msgspec.msgpack.decode(entry.batch.body, type=Grant if kind == BatchKind.GRANT else Extend)
+            for start, end in record.gone if isinstance(record, Grant) else ():
+                for offset in range(start, end):
+                    self.history.lost_outdated((partition.topic, partition.number), offset)
             for start, end, *_ in record.ranges:
                 for offset in range(start, end):
                     lease = (partition.topic, partition.number), offset, entry.batch.leader_epoch, record.deadline_ms

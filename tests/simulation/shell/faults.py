@@ -353,17 +353,17 @@ class Faults:
         batches = random.choice((0, 4, 8))
         if ahead > 0 and batches:
             self.world.clients.press(random, machine, batches=batches, size=12_000)
-            self._later(0.5 + random.random() / 2, self._set_clock, machine, wrong_ms)
+            self._later(0.5 + random.random() / 2, self._set_clock, random, machine, wrong_ms)
         else:
-            self._set_clock(machine, wrong_ms)
-        for _ in range(2):
-            self._later(random.random() * 2, self.retain_at, machine)
+            self._set_clock(random, machine, wrong_ms)
 
-    def _set_clock(self, machine: Machine, wrong_ms: int) -> None:
+    def _set_clock(self, random: Random, machine: Machine, wrong_ms: int) -> None:
         if self._healed:
             return
         machine.set_clock(wrong_ms)
         self._note("the clock of broker {} is wrong by {} ms", machine.number, machine.wall_ms)
+        for _ in range(2):
+            self._later(random.random() * 2, self.retain_at, machine)
 
     def _replace_disk(self, random: Random, step: Step) -> None:
         """A machine comes back with an empty disk, where no record is lost with it."""

@@ -130,8 +130,8 @@ class History:
         self._locks: dict[str, Granted] = {}
         self.windows_end = False  # most clocks were set ahead by a dedup window
         self._clocks_ms = 0  # how wrong most clocks were at least
-        self._is_ahead = False  # a clock was set ahead
-        self._outdated: set[tuple[Where, int]] = set()  # messages whose time to live ended after a delivery
+        # Messages whose time to live ended after a delivery, on a clock that was set ahead.
+        self._outdated: set[tuple[Where, int]] = set()
         self._redrives: Counter[tuple[Where, int]] = Counter()  # records that redrive a message, committed or not
         self.limits: Limits | None = None
         self.partitions = 1  # the fewest of the topic
@@ -297,8 +297,7 @@ class History:
         lease."""
         for receipt in receipts:
             mine = self._by_receipt[receipt].delivered
-            is_outdated = self._is_ahead and (mine.where, mine.offset) in self._outdated
-            if is_outdated or mine.offset < self.place(mine.where).purged:
+            if (mine.where, mine.offset) in self._outdated or mine.offset < self.place(mine.where).purged:
                 continue
             lease = self._leases[mine.where, mine.offset]
             other = lease.delivered
@@ -326,13 +325,16 @@ class History:
         self._grants[where, offset, epoch, number] = at, now_ns
 
     def outdates(self, where: Where, offset: int) -> None:
-        """A leader appends a GRANT that gives up a message after a delivery."""
+        """A leader appends a GRANT that gives up a message after a delivery, while a clock is ahead."""
         self._outdated.add((where, offset))
+
+    def lost_outdated(self, where: Where, offset: int) -> None:
+        """A disk refuses that GRANT."""
+        self._outdated.discard((where, offset))
 
     def set_clocks(self, wrong_ms: Iterable[int]) -> None:
         """A clock was set. So much is each of them wrong now."""
         each_ms = sorted(wrong_ms)
-        self._is_ahead |= each_ms[-1] > 0
         self._clocks_ms = min(self._clocks_ms, each_ms[len(each_ms) // 2])
         self.windows_end |= each_ms[(len(each_ms) - 1) // 2] - self._clocks_ms >= DEDUP_WINDOW_MS
 
