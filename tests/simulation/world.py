@@ -155,14 +155,15 @@ class World:
         """Return whether a clean in-sync replica is left.
 
         Of the recorded ISR fewer than min_insync may be lost at once: an election trusts the ephemerals of the others,
-        and removes lost members down to that number.
+        and removes lost members down to that number. While a change is under way it may bring this one in.
         """
         held = self.zookeeper.tree.partition
         if node.alive and node.shell.isr_changing:
             return False
-        clean = {member for member in held.isr if self.is_clean(member, held)}
+        members = {*held.isr} if self.is_quiet() else {*held.isr, node.id}
+        clean = {member for member in members if self.is_clean(member, held)}
         if node.id in clean:
-            lost = len(held.isr) - len(clean) + 1
+            lost = len(members) - len(clean) + 1
             if lost >= max(2, min_insync(held, self.options.min_insync)):
                 return False
         return any(not self.nodes[member].disk.flipped for member in clean - {node.id})

@@ -176,7 +176,9 @@ class ZooKeeper:
         lost = not self.reachable(session.node) or world.random.random() < self.connection_loss / 2
         if lost:
             result = Failure.LOST
-        session.answered_ms = max(session.answered_ms, world.now + world.network.delay()) + 1
+        # A client that hears nothing for two thirds of its session's time ends the connection.
+        delay = min(world.network.delay(), world.options.session_ms * 2 // 3)
+        session.answered_ms = max(session.answered_ms, world.now + delay) + 1
         world.after(session.answered_ms - world.now, session.node.hear, session.life, answer, result)
 
     def _apply(self, session: Session, request: Request, what: str) -> Tree | Failure:
