@@ -385,6 +385,8 @@ class Faults:
             self.damage(machine, machine.life.disk, random, _STATE)
         elif machine.life is not None and self.world.checker.may_lose(machine.number):
             self.damage(machine, machine.life.disk, random)
+            if random.random() < 0.5:  # the pages in its memory are whole
+                self._later(random.random(), self._restart, machine)
 
     def _flip_epochs(self, random: Random, step: Step) -> None:
         """Damage the file of all epochs of a broker. The process that has read it still knows them; after its end those
@@ -400,7 +402,8 @@ class Faults:
         names = sorted(name for name in disk.names if name.startswith("partitions/") and kind.search(name))
         if not names:
             return
-        name = random.choice(names)
+        segments = [name for name in names if _SEGMENT.search(name)]
+        name = random.choice(segments if segments and random.random() < 0.7 else names)
         if disk.flip(name, random, spoils_page=random.random() < 0.5):
             _, folder, number, file = name.split("/")
             key = folder.rpartition("@")[2], int(number)
