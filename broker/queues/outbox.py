@@ -50,6 +50,8 @@ OUTPUT_BATCH_BYTES_MAX = 1024 * 1024
 PARTITIONS_AT_ONCE = 16
 PAUSE_FIRST_S = 0.05
 PAUSE_MAX_S = 5.0
+# Before an order whose DONE the disk has refused is finished again.
+REFUSED_PAUSE_S = 1.0
 LOGGED_EVERY_S = 60.0
 # The most open commits of a partition, and the bytes of their outputs; above this new ones are refused.
 OPEN_COMMITS_MAX = 1_000
@@ -126,7 +128,8 @@ class Outbox:
 
     Invariant: at most one greenlet processes them. `_sizes` are the bytes of open commits by offset. `_appended` are
     the ids of messages already appended for unfinished orders: an order that waits for one partition longer than the
-    dedup window of another appends nothing twice.
+    dedup window of another appends nothing twice. `_done_at` has the offset of the DONE of each order that was finished
+    last: the disk may refuse it.
     """
 
     def __init__(self, topic: Topic, partition: Partition, destinations: OutputTopics, slots: BoundedSemaphore) -> None:
@@ -136,6 +139,7 @@ class Outbox:
         self._slots = slots
         self._sizes: dict[int, int] = {}
         self._appended: dict[int, set[bytes]] = {}
+        self._done_at: dict[int, int] = {}
         self._worker: gevent.Greenlet | None = None
         self._ended = False
         self._logged_at = -LOGGED_EVERY_S
@@ -193,6 +197,8 @@ class Outbox:
         pause_s = PAUSE_FIRST_S
         try:
             while orders := self._orders(ORDERS_AT_ONCE):
+                if self._forget_finished():
+                    gevent.sleep(REFUSED_PAUSE_S)
                 failed = self._try(orders)
                 if failed is None:
                     pause_s = PAUSE_FIRST_S
@@ -238,11 +244,23 @@ class Outbox:
     def _done(self, finished: list[tuple[int, str]]) -> None:
         """Write DONE for orders whose messages are all appended."""
         for offset, group in finished:
+            at = -1
             if offset in self._partition.groups.outbox:
-                self._partition.append_group_record(group, Done(offset), is_soft=True)
+                at = self._partition.append_group_record(group, Done(offset), is_soft=True).base_offset
+            self._done_at[offset] = at
             self._sizes.pop(offset, None)
-            self._appended.pop(offset, None)
         finished.clear()
+
+    def _forget_finished(self) -> bool:
+        """Forget what was appended for orders whose DONE is committed. Return whether the disk has refused one: its
+        order is open again, and its messages are there."""
+        refused = self._done_at.keys() & self._partition.groups.outbox.keys()
+        committed = [at for at, done in self._done_at.items() if done < self._partition.high_watermark]
+        for offset in refused.union(committed):
+            del self._done_at[offset]
+            if offset not in refused:
+                self._appended.pop(offset, None)
+        return bool(refused)
 
     def _messages_of(self, offset: int, group: str, batch: _OutputBatch) -> Iterator[tuple[str, int | None, Record]]:
         """Yield what the record at `offset` orders: topic, wanted partition, record with its id."""
@@ -322,7 +340,7 @@ class Outbox:
                     number = stable_partition(topic, record, wanted)
                     shares.setdefault(number, []).append(record)
                     orders.setdefault(number, []).append((order, message_id))
-            errors = self._destinations.copies(topic, shares) if shares else {}
+            errors = self._destinations.append(topic, shares) if shares else {}
             for number in shares.keys() - errors.keys():
                 for order, message_id in orders[number]:
                     self._appended.setdefault(order, set()).add(message_id)
@@ -369,6 +387,15 @@ class OutputTopics:
     _catalog: Catalog
     # Appends records with message ids, by partition; returns the errors of the partitions that failed.
     copies: Callable[[Topic, dict[int, list[Record]]], dict[int, PortalMQError]]
+
+    def append(self, topic: Topic, shares: dict[int, list[Record]]) -> dict[int, PortalMQError]:
+        """Append records by partition; return the errors of the partitions that failed. Raises Unavailable where a file
+        of the topic is damaged here."""
+        try:
+            return self.copies(topic, shares)
+        except DAMAGE as fault:
+            self._topics.report_damage(fault)
+            raise Unavailable(f"a file of topic {topic.name!r} is damaged on this broker: {fault}") from fault
 
     def get_or_create(self, name: str) -> Topic:
         """Return the topic; create a missing one if topics are created by use. Raises TopicNotFound."""

@@ -106,7 +106,8 @@ class Wakeup:
         """Try later: a log at rest cannot be opened now, and a receive would be told why; or a file is damaged."""
         if not isinstance(fault, Shortage):
             self.partition.report_damage(str(fault))
-        if not self.closed:
+        is_sooner = self._timer is not None and self._timer_at_ms <= self._clock.now_ms() + LOOK_AGAIN_MS
+        if not self.closed and not is_sooner:
             self._set_timer(LOOK_AGAIN_MS)
 
     def has_messages(self) -> bool:

@@ -86,7 +86,9 @@ class OffsetPurged(StorageError):
 
 
 class WrongLog(StorageError):
-    """The file is not part of the log that is being opened."""
+    """The file is not part of the log that is being opened. `path` is its directory."""
+
+    path: Path | None = None
 
 
 # Errors of a file that was intact when the log was opened, and is damaged or replaced.
@@ -115,7 +117,7 @@ class _Faults:
         if error is not None:
             found = _fault_of(self._path, error)
             damaged = error if found is None else found
-            if isinstance(damaged, CorruptFile):
+            if isinstance(damaged, CorruptFile | WrongLog):
                 damaged.path = damaged.path or self._path
             if found is not None:
                 raise found from error

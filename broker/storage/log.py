@@ -535,7 +535,8 @@ class Log(ReadableLog):
                 self._closed = True
                 if is_damaged or isinstance(self._fault, CorruptFile):  # the broker goes on, after any other it ends
                     for segment in self._segments:
-                        segment.abandon()
+                        with suppress(apsw.Error):  # it finds no more than is known
+                            segment.abandon()
                 elif self._fault is None:
                     self._close_files()
                 self._open_files.closed(self)

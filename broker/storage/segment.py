@@ -63,6 +63,13 @@ CACHE_KIB = 4_096
 # So many single messages or records are inserted one by one.
 FEW_BATCHES = 4
 REBUILD = "rebuild it from a clean replica"
+WAL_WRITE_VERSION = 2
+
+
+def _write_version(path: Path) -> int:
+    """Return who may write the file, by its header: a SQLite that knows this version."""
+    with path.open("rb") as file:
+        return file.read(19)[18]
 
 
 def _remove_again(creating: Path, path: Path, folder: int) -> None:
@@ -236,8 +243,10 @@ class Segment(ReadableSegment):
             writer.execute("PRAGMA cell_size_check = ON")
             if (mode, writer.execute("PRAGMA synchronous").get) != ("wal", 2):
                 raise StorageFault(f"{self.path}: SQLite refused WAL with synchronous=FULL (a network file system?)")
-            if writer.readonly("main") and os.access(self.path, os.W_OK):
-                raise CorruptFile(f"{self.path}: its header says that a later SQLite wrote it; {REBUILD}")
+            if writer.readonly("main"):
+                if _write_version(self.path) > WAL_WRITE_VERSION:
+                    raise CorruptFile(f"{self.path}: its header says that a later SQLite wrote it; {REBUILD}")
+                raise apsw.CantOpenError(f"{self.path} could be opened for reading alone")
             self._read_meta(writer)
             make_durable(writer)
             writer.execute(LANES_DDL)  # files of an earlier release lack them
@@ -349,10 +358,9 @@ class Segment(ReadableSegment):
 
     def abandon(self) -> None:
         """Close both connections and write nothing: what is in the write-ahead log stays there for the next open."""
-        with contextlib.suppress(apsw.Error):  # closing finds no more than is known
-            if self._writer is not None:
-                self._writer.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 1)
-            self.close()
+        if self._writer is not None:
+            self._writer.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 1)
+        self.close()
 
     def settle(self) -> bool:
         """Make the file final: no WAL, mode 0444. Return False, with nothing changed, if another process reads it."""

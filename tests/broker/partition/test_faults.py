@@ -367,7 +367,10 @@ def test_a_damaged_page_that_a_wake_up_meets_is_reported(fixture, monkeypatch, i
     source._wakeup._waiters[Waiter()] = None
     source._wakeup._fire() if is_timer else source.notify()
     assert "malformed" in partition.fault
-    assert source._wakeup._timer is not None
+    timer = source._wakeup._timer
+    assert timer is not None
+    source.notify()
+    assert source._wakeup._timer is timer, "new messages do not put it off"
     source._wakeup._waiters.clear()
 
 

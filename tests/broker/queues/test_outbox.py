@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+import apsw
 import gevent
 import msgspec
 import pytest
@@ -16,7 +17,7 @@ from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.queues import outbox
 from portalmq.broker.queues.commit import OutputMessage
 from portalmq.broker.storage.batch import BatchKind, Record
-from portalmq.broker.storage.errors import DiskFull
+from portalmq.broker.storage.errors import DiskFull, faults_of
 from portalmq.errors import (
     Backpressure,
     StorageFull,
@@ -162,14 +163,23 @@ def test_a_purge_waits_for_open_outputs(fixture, monkeypatch):
 
 
 def test_an_order_whose_end_the_disk_refuses_is_processed_again_without_new_messages(fixture, monkeypatch):
-    """Found by `make simulate-shell SEED=32191`: it stayed open, and retention and purges waited for it."""
+    """Found by `make simulate-shell SEED=32191`: it stayed open, and retention and purges waited for it. What it
+    ordered is not appended again, however long the disk is full."""
+    monkeypatch.setattr(outbox, "REFUSED_PAUSE_S", 0.02)
     send(fixture, "a")
     messages = receive(fixture, 1)
     refused: list[int] = []
+    copies, asked = fixture.broker.outboxes._destinations.copies, []
+
+    def counted(topic, shares):
+        asked.append(shares)
+        return copies(topic, shares)
+
+    monkeypatch.setattr(fixture.broker.outboxes._destinations, "copies", counted)
 
     def refusing(append):
         def attempt(batches, **more):
-            if not refused and any(batch.kind == BatchKind.DONE for batch in batches):
+            if len(refused) < 3 and any(batch.kind == BatchKind.DONE for batch in batches):
                 refused.append(batches[0].base_offset)
                 raise DiskFull("no room")
             return append(batches, **more)
@@ -180,9 +190,28 @@ def test_an_order_whose_end_the_disk_refuses_is_processed_again_without_new_mess
     for name in ("append", "append_at_once"):
         monkeypatch.setattr(log, name, refusing(getattr(log, name)))
     commit(fixture, messages, outputs("A"))
-    eventually(lambda: refused)
-    eventually(lambda: not partition_of(fixture).groups.outbox)
+    eventually(lambda: len(refused) == 3 and not partition_of(fixture).groups.outbox)
+    assert len(asked) == 1
     assert there(fixture) == ["A"]
+
+
+def test_damage_of_the_destination_is_its_own(fixture, monkeypatch):
+    send(fixture, "a")
+    fixture.broker.create_topic("out", wire.CreateTopic(partitions=1))
+    destination = fixture.broker.topics.get("out").partition(0)
+    copies = fixture.broker.outboxes._destinations.copies
+
+    def damaged(*_):
+        with faults_of(destination.log.directory):
+            raise apsw.CorruptError("database disk image is malformed")
+
+    monkeypatch.setattr(fixture.broker.outboxes._destinations, "copies", damaged)
+    commit(fixture, receive(fixture, 1), outputs("A"))
+    eventually(lambda: "malformed" in destination.fault)
+    assert partition_of(fixture).fault == ""
+    monkeypatch.setattr(fixture.broker.outboxes._destinations, "copies", copies)
+    eventually(lambda: there(fixture) == ["A"])
+    assert fixture.faults == []
 
 
 def test_retention_keeps_messages_that_the_outbox_reads(fixture):
