@@ -137,14 +137,14 @@ def test_a_wakeup_is_tried_again_when_the_disk_is_full(fixture, monkeypatch):
     send(fixture, "a")
     receive(fixture, visibility_timeout_ms=50)
     waiter = park(fixture)
-    notify, faults = Wakeup.notify, [DiskFull("no room")]
+    notify, faults = Wakeup._notify, [DiskFull("no room")]
 
     def refused_once(self: Wakeup) -> None:
         if faults:
             raise faults.pop()
         notify(self)
 
-    monkeypatch.setattr(Wakeup, "notify", refused_once)
+    monkeypatch.setattr(Wakeup, "_notify", refused_once)
     monkeypatch.setattr(wakeup, "LOOK_AGAIN_MS", 10)
     fixture.clock.advance(50)
     assert texts(waiter.get(timeout=50)) == ["a"]
