@@ -83,13 +83,19 @@ def serve_all_from(cluster: Cluster, broker_id: int, topic: str) -> None:
         cluster.start(other)
 
 
+def stopped_follower(cluster: Cluster, topic: str) -> tuple[int, Path, Path]:
+    """Stop a broker that does not lead. Return its id, its data directory, and the topic's only segment there."""
+    leader = cluster.wait_for_leader(topic)
+    follower = next(broker_id for broker_id in cluster.running if broker_id != leader)
+    cluster.brokers[follower].stop()
+    home: Path = cluster.brokers[follower].data_dir
+    (file,) = segments_of(partition_of(home, topic))
+    return follower, home, file
+
+
 def test_bit_flips_at_rest_are_detected_without_a_reader(cluster: Cluster, topic: str, monkeypatch: pytest.MonkeyPatch):
     running = loaded(cluster, topic)
-    leader = cluster.wait_for_leader(topic)
-    damaged = next(broker_id for broker_id in cluster.running if broker_id != leader)
-    cluster.brokers[damaged].stop()
-    home: Path = cluster.brokers[damaged].data_dir
-    (file,) = segments_of(partition_of(home, topic))
+    damaged, home, file = stopped_follower(cluster, topic)
     content = bytearray(file.read_bytes())
     pages = range(16 * PAGE_BYTES, len(content), PAGE_BYTES)
     assert len(pages) > 10
@@ -116,11 +122,7 @@ def spoil_the_last_page(file: Path) -> None:
 
 def test_a_damaged_page_in_the_way_of_appends_ends_no_broker(cluster: Cluster, topic: str):
     running = loaded(cluster, topic)
-    leader = cluster.wait_for_leader(topic)
-    damaged = next(broker_id for broker_id in cluster.running if broker_id != leader)
-    cluster.brokers[damaged].stop()
-    home: Path = cluster.brokers[damaged].data_dir
-    (file,) = segments_of(partition_of(home, topic))
+    damaged, home, file = stopped_follower(cluster, topic)
     spoil_the_last_page(file)
     cluster.start(damaged)
     worker = cluster.brokers[damaged].worker

@@ -18,12 +18,7 @@ from portalmq.broker.queues import outbox
 from portalmq.broker.queues.commit import OutputMessage
 from portalmq.broker.storage.batch import BatchKind, Record
 from portalmq.broker.storage.errors import DiskFull, faults_of
-from portalmq.errors import (
-    Backpressure,
-    StorageFull,
-    TopicNotFound,
-    Unavailable,
-)
+from portalmq.errors import Backpressure, StorageFull, TopicNotFound, Unavailable
 
 
 @pytest.fixture
