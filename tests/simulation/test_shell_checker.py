@@ -350,6 +350,15 @@ def test_a_lease_from_before_the_pause_may_be_told_in_it() -> None:
     it.delivered(got(5))
 
 
+def test_a_lock_granted_before_zookeeper_lost_it_is_told_later() -> None:
+    it = history()
+    it.forget_locks(6 * S)
+    it.locked("lock", Granted("x", 1, 5 * S, 7 * S, S))
+    it.locked("lock", Granted("y", 1, 8 * S, 9 * S, S))
+    with pytest.raises(Broken, match="lock"):
+        it.locked("lock", Granted("x", 1, 10 * S, 11 * S, S))
+
+
 def test_two_receipts_of_one_lease_release_it() -> None:
     it = history()
     it.delivered(got(5))
@@ -613,6 +622,14 @@ def test_good_replicas_are_let_be() -> None:
     it.partitions[KEY].lossy.add(3)
     it.set_aside(3, KEY)
     it.opened(process(3), replica(end=0))
+
+
+def test_a_member_whose_log_was_damaged_while_it_joined_may_set_it_aside() -> None:
+    it = checker()
+    it.partitions[KEY].lossy.add(3)
+    it.partitions[KEY].beheaded.add(3)
+    it.changed(KEY, state(isr=(1, 2)), state())
+    it.set_aside(3, KEY)
 
 
 @pytest.mark.parametrize("name", DEFECTS)

@@ -128,6 +128,7 @@ class History:
         self._grants: dict[tuple[Where, int, int, int], tuple[int, int]] = {}
         self._calls_of: dict[frozenset[str], str] = {}
         self._locks: dict[str, Granted] = {}
+        self._locks_lost_ns = -1
         self.windows_end = False  # most clocks were set ahead by a dedup window
         self._clocks_ms = 0  # how wrong most clocks were at least
         # Messages whose time to live ended after a delivery, on a clock that was set ahead.
@@ -449,11 +450,14 @@ class History:
 
     # --- locks -------------------------------------------------------------------------------------------------------
 
-    def forget_locks(self) -> None:
-        """ZooKeeper has lost them."""
+    def forget_locks(self, now_ns: int) -> None:
+        """ZooKeeper has lost them: tokens begin again, and what was granted before may be told later."""
         self._locks.clear()
+        self._locks_lost_ns = now_ns
 
     def locked(self, name: str, granted: Granted) -> None:
+        if granted.began_ns < self._locks_lost_ns:
+            return
         before = self._locks.get(name)
         if before is not None:
             least = before.token + (granted.owner != before.owner)  # the same owner may ask again

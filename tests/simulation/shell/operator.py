@@ -38,7 +38,7 @@ def adopt(world: World, random: Random, damaged: Collection[int], key: Key | Non
     world.zookeeper.lose_everything()
     for known in world.checker.partitions.values():
         known.state = None
-    world.checker.history.forget_locks()
+    world.checker.history.forget_locks(world.loop.now_ns)
     world.checker.history.paused_ns = None  # the control plane has the groups' settings
     if world.checker.history.limits is not None:
         world.checker.history.limits.lift()
