@@ -439,7 +439,7 @@ def test_a_deadline_leaves_out_less_than_a_millisecond(early_ns: int, is_whole: 
 def checker() -> Checker:
     """Three brokers, of which 1 leads the partition and all are in sync, with ten records."""
     world: Any = SimpleNamespace(
-        options=SimpleNamespace(compacts=False, replication=3),
+        options=SimpleNamespace(compacts=False, partitions=1, replication=3),
         zookeeper=SimpleNamespace(on_changed=[], on_commit=[]),
         fail=fail,
         note=lambda *_: None,

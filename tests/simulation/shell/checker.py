@@ -109,6 +109,7 @@ class Checker:
         self.world = world
         self.history = History(world.fail, compacts=world.options.compacts)
         self.partitions: dict[Key, Known] = {}
+        self.partitions_least = world.options.partitions  # that a whole cluster has
         self._without_epochs: set[int] = set()  # machines whose epochs.sqlite is damaged
         self._seen: dict[tuple[str, Key, str], Seen] = {}
         self._acted: dict[tuple[str, Path], int] = {}
@@ -459,7 +460,7 @@ class Checker:
         if not all(machine.broker is not None and machine.broker.ready for machine in machines):
             return False
         states = self.states
-        if len(states) < self.world.options.partitions:
+        if len(states) < self.partitions_least:
             return False
         return all(state.leader and len(state.isr) == len(state.replicas) for state in states.values())
 

@@ -7,6 +7,7 @@ from random import Random
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from simulation.shell.checker import TOPIC
 from simulation.shell.loop import Process
 from simulation.shell.plane import SimPlane
 
@@ -65,6 +66,9 @@ def _adopt(world: World, random: Random, damaged: Collection[int], key: Key | No
             for said in adoption.write_back(Catalog(plane), found, accept_loss=False, replace_cluster=True):
                 world.note("operator", "{}", said)
             world.reached["adopted"] += 1
+            for topic_id in found.undescribed:  # a partition that no disk has a file of is no partition any more
+                if (topic := found.topics[topic_id]).name == TOPIC:
+                    world.checker.partitions_least = min(world.checker.partitions_least, topic.partitions)
             if all(topic.name != OUTPUTS for topic in found.topics.values()):
                 world.checker.history.forget_outputs()  # the topic was new, and on no disk yet
             world.is_doubtful |= bool(damaged)
