@@ -18,7 +18,8 @@ of a broker, which is not its client's life, and hands it to clients that are go
 Tokens only rise: a new holder gets the last token plus one. To remove an unused lock raises the floor to its token in
 the same commit; a lock that is created starts above the floor. A node that is created again starts at version 0, so its
 version does not tell it from the one that was judged: each commit checks that the floor has not moved since before that
-read. (Floors rarely rise; the version last seen is cached.)
+read. (Floors rarely rise; the version last seen is cached.) An adoption, which finds no tokens on any disk, raises the
+floor to the time in milliseconds.
 
 Everything above `LockTable` is pure. The theory of fencing: Kleppmann, "How to do distributed locking" (2016).
 """
@@ -334,6 +335,25 @@ class LockTable(Tree):
             return list(unused)
 
         return self._retry_conflicts("unused locks", attempt)
+
+    def reserve_tokens(self, upto: int) -> None:
+        """Never issue a token up to this one again. A lock with a lower one keeps its owner, and that
+        owner's token is stale."""
+
+        def reserve() -> None:
+            floor = self._floor()
+            if floor.value.token < upto:
+                self._floor_seen = None
+                self.plane.commit(Set(LOCK_FLOOR, state.encode(LockFloor(upto)), floor.version))
+
+        def raise_lock() -> None:
+            if (held := self.read(name)) is not None and held.value.token < upto:
+                raised = msgspec.structs.replace(held.value, token=upto)
+                self.plane.commit(Set(lock_path(name), state.encode(raised), held.version))
+
+        self._retry_conflicts("the floor of tokens", reserve)
+        for name in self.names():
+            self._retry_conflicts(f"lock {name!r}", raise_lock)
 
     def _set(self, name: str, held: VersionedLock, after: LockState, observe: Observe, floor_version: int) -> None:
         """Commit the new state. `floor_version` was read before `held` was."""

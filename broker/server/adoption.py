@@ -49,6 +49,7 @@ from portalmq.broker.storage.segment import SEGMENT_NAME
 from portalmq.contract.schedules import SCHEDULE_IDS_FROM
 from portalmq.control_plane.assignment import first_for, place
 from portalmq.control_plane.catalog import Catalog
+from portalmq.control_plane.locks import LockTable
 from portalmq.control_plane.plane import NodeExists
 from portalmq.control_plane.schedules import ScheduleState, ScheduleStore
 from portalmq.control_plane.state import PartitionState, TopicState
@@ -138,6 +139,8 @@ class Adoption:
     saved: SavedSchedules | None = None  # the latest copy of the schedules
     damaged: list[str] = field(default_factory=list)  # what is wrong with other copies
     next_producer_id: int = field(default_factory=lambda: time.time_ns() // 1_000_000)
+    # No file has the fencing tokens of locks. A lock passes on less than once a millisecond.
+    last_token: int = field(default_factory=lambda: time.time_ns() // 1_000_000)
 
     def partitions(self, topic: TopicState) -> list[PartitionState]:
         """Return the state of each partition. One that is in no directory, never opened or lost, begins empty."""
@@ -376,6 +379,7 @@ def write_back(catalog: Catalog, adoption: Adoption, *, accept_loss: bool, repla
     about_schedules = _write_schedules(catalog, adoption)
     catalog.replace_cluster_id(adoption.cluster_id)
     catalog.reserve_producer_ids(adoption.next_producer_id)
+    LockTable(catalog.plane).reserve_tokens(adoption.last_token)
     for broker_id, store_uuid in sorted(adoption.brokers.items()):
         catalog.claim_broker_id(store_uuid, broker_id)
     topics = sorted(adoption.topics.values(), key=lambda topic: topic.name)

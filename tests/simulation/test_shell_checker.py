@@ -354,9 +354,21 @@ def test_a_lock_granted_before_zookeeper_lost_it_is_told_later() -> None:
     it = history()
     it.forget_locks(6 * S)
     it.locked("lock", Granted("x", 1, 5 * S, 7 * S, S))
-    it.locked("lock", Granted("y", 1, 8 * S, 9 * S, S))
+    it.locked("lock", Granted("y", 9, 8 * S, 9 * S, S))
     with pytest.raises(Broken, match="lock"):
-        it.locked("lock", Granted("x", 1, 10 * S, 11 * S, S))
+        it.locked("lock", Granted("x", 9, 10 * S, 11 * S, S))
+
+
+@pytest.mark.parametrize("told_s", [4, 7])
+def test_tokens_rise_though_zookeeper_lost_the_locks(told_s: int) -> None:
+    it = history()
+    if told_s < 6:
+        it.locked("lock", Granted("x", 4, 3 * S, told_s * S, S))
+    it.forget_locks(6 * S)
+    if told_s > 6:
+        it.locked("lock", Granted("x", 4, 3 * S, told_s * S, S))
+    with pytest.raises(Broken, match="lock"):
+        it.locked("lock", Granted("y", 4, 8 * S, 9 * S, S))
 
 
 def test_two_receipts_of_one_lease_release_it() -> None:

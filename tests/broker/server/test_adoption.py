@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,8 +39,10 @@ from portalmq.broker.storage.epochs import EpochFile
 from portalmq.broker.storage.errors import CorruptFile, DiskFull
 from portalmq.contract.schedules import SCHEDULE_IDS_FROM
 from portalmq.control_plane.catalog import Catalog
+from portalmq.control_plane.locks import LockOutcome, LockTable
 from portalmq.control_plane.standalone import Standalone
 from portalmq.control_plane.state import BrokerState, PartitionState, TopicState, encode
+from portalmq.errors import Fenced
 
 
 def found(broker_id: int, last_epoch: int = 1, end: int = 10, **fields: object) -> ReplicaFound:
@@ -292,6 +295,23 @@ class TestWritingBack:
         assert all(state.leader_epoch >= 2 for state in states)
         assert list(catalog.groups()) == ["g"]
         assert catalog.next_producer(None).id > PRODUCER_IDS_APART
+
+    def test_fencing_tokens_rise_over_adoptions(self, tmp_path: Path, catalog: Catalog, adoption: Adoption) -> None:
+        locks = LockTable(catalog.plane)
+
+        def ask(name: str, owner: str) -> LockOutcome:
+            return locks.ask(name, owner, 1_000, lambda *_: 0, {})
+
+        tokens = [ask("held", "a").state.token]
+        for name in "first", "second":
+            adoption = replace(adoption, last_token=adoption.last_token + 1_000)
+            write_back(catalog, adoption, accept_loss=False, replace_cluster=False)
+            with pytest.raises(Fenced):
+                locks.renew("held", "a", tokens[-1], None, lambda *_: 0)
+            assert not ask("held", "b").granted  # its ttl runs
+            tokens.append(ask("held", "a").state.token)
+            assert ask(name, "b").state.token > tokens[-1] > tokens[-2]
+        assert tokens[1] > 1_000 * 10**9
 
     def test_the_ids_of_producers_stay_below_those_of_schedules(self, tmp_path: Path) -> None:
         with running(tmp_path / "other") as fixture:

@@ -129,6 +129,7 @@ class History:
         self._calls_of: dict[frozenset[str], str] = {}
         self._locks: dict[str, Granted] = {}
         self._locks_lost_ns = -1
+        self._tokens: dict[str, int] = {}  # the greatest from before
         self.windows_end = False  # most clocks were set ahead by a dedup window
         self._clocks_ms = 0  # how wrong most clocks were at least
         # Messages whose time to live ended after a delivery, on a clock that was set ahead.
@@ -451,13 +452,18 @@ class History:
     # --- locks -------------------------------------------------------------------------------------------------------
 
     def forget_locks(self, now_ns: int) -> None:
-        """ZooKeeper has lost them: tokens begin again, and what was granted before may be told later."""
+        """ZooKeeper has lost them. Tokens go on rising. What was granted before may be told later."""
+        for name, granted in self._locks.items():
+            self._tokens[name] = max(granted.token, self._tokens.get(name, 0))
         self._locks.clear()
         self._locks_lost_ns = now_ns
 
     def locked(self, name: str, granted: Granted) -> None:
         if granted.began_ns < self._locks_lost_ns:
+            self._tokens[name] = max(granted.token, self._tokens.get(name, 0))
             return
+        if granted.token <= (last := self._tokens.get(name, 0)):
+            self._fail("lock", f"the token of {name} was {last} before ZooKeeper lost it, and is {granted.token}")
         before = self._locks.get(name)
         if before is not None:
             least = before.token + (granted.owner != before.owner)  # the same owner may ask again
