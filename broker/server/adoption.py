@@ -375,11 +375,11 @@ def write_back(catalog: Catalog, adoption: Adoption, *, accept_loss: bool, repla
             + "\nName all data directories; or, when there are no others, repeat with --i-accept-data-loss"
         )
     _check_plane(catalog, adoption, replace_cluster=replace_cluster)
-    # Before the id, with which brokers start and save the schedules that they find.
+    # Before the id, with which brokers start, give out tokens, and save the schedules that they find.
+    LockTable(catalog.plane).reserve_tokens(adoption.last_token)
     about_schedules = _write_schedules(catalog, adoption)
     catalog.replace_cluster_id(adoption.cluster_id)
     catalog.reserve_producer_ids(adoption.next_producer_id)
-    LockTable(catalog.plane).reserve_tokens(adoption.last_token)
     for broker_id, store_uuid in sorted(adoption.brokers.items()):
         catalog.claim_broker_id(store_uuid, broker_id)
     topics = sorted(adoption.topics.values(), key=lambda topic: topic.name)
