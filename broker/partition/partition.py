@@ -116,6 +116,7 @@ class Partition(AppendingPartition):
         self.number = number
         self.log = log
         self.state_file = state_file
+        found = recovered or recover(log, state_file)
         self.store_uuid = store_uuid or host.store_uuid
         self.dedup_window_ms = dedup_window_ms
         self.min_insync_replicas = min_insync_replicas
@@ -153,7 +154,6 @@ class Partition(AppendingPartition):
         self._refused_ms = 0
         self._last_step_ms = host.clock.now_ms()
         self.groups = GroupsFold()
-        found = recovered or recover(log, state_file)
         self.lost = found.lost
         self.install(found)
         self.changed = not found.is_saved

@@ -75,7 +75,8 @@ class Retention:
         # faster than it is checked.
         self._scrub_at: int | None = None
         self._scrub_until = 0
-        self._age = Age(partition.log.last_timestamp_ms, partition.host.clock.now_ms())
+        log_ms, saved_ms = partition.log.last_timestamp_ms, partition.state_file.age_ms
+        self._age = Age(log_ms, partition.host.clock.now_ms(), saved_ms)
 
     # --- snapshots ---------------------------------------------------------------------------------------------------
 
@@ -115,8 +116,9 @@ class Retention:
         partition, fold = self._partition, self.unsaved
         if fold is None or fold.applied > partition.high_watermark:
             return
-        arguments = (partition.state_file, fold, partition.high_watermark, partition.log.messages_before)
-        saved = partition.host.pool.apply(_save, arguments)
+        self._age_ms()
+        known = (partition.high_watermark, partition.log.messages_before, self._age.reached_ms)
+        saved = partition.host.pool.apply(_save, (partition.state_file, fold, *known))
         if self.unsaved is fold:
             self.unsaved = None
             partition.changed = partition.changed or not saved
@@ -210,12 +212,10 @@ class Retention:
         are too old or too much and that no active group still needs. Its followers follow, without using their own
         clocks."""
         partition = self._partition
-        clock, log_ms = partition.host.clock, partition.replica.last_timestamp_ms
-        now_ms = clock.now_ms()
+        log_ms, now_ms = partition.replica.last_timestamp_ms, partition.host.clock.now_ms()
         if partition.log.sealed_upto < partition.log.active_base_offset:
             self._on_files(partition.log.seal, partition.high_watermark)
-        oldest_ms = next((each.last_timestamp_ms for each in partition.log.sealed_segments), None)
-        age_ms = self._age.time_ms(log_ms, now_ms, clock.wall_ms(), oldest_ms)
+        age_ms = self._age_ms()
         partition.replica.producers.expire(min(age_ms, log_ms) - partition.dedup_window_ms)
         if partition.serves:
             upto = partition.log.retention_candidate(age_ms, retention_ms, retention_bytes)
@@ -226,6 +226,13 @@ class Retention:
         if self._would_drop(start):
             self._on_files(partition.log.drop_segments_below, start)
             self._moved(self._on_files(partition.log.replica_start))
+
+    def _age_ms(self) -> int:
+        """Return the time that ages are measured against."""
+        partition = self._partition
+        clock = partition.host.clock
+        oldest_ms = next((each.last_timestamp_ms for each in partition.log.sealed_segments), None)
+        return self._age.time_ms(partition.replica.last_timestamp_ms, clock.now_ms(), clock.wall_ms(), oldest_ms)
 
     def _on_files(self, work: Callable[P, T], *arguments: P.args, **more: P.kwargs) -> T:
         """Return the result of `work` on a native thread. Raises its error."""
@@ -314,11 +321,15 @@ class Retention:
 
 
 def _save(
-    state_file: StateFile, fold: PartitionFold, high_watermark: int, messages_before: Callable[[int], int]
+    state_file: StateFile,
+    fold: PartitionFold,
+    high_watermark: int,
+    messages_before: Callable[[int], int],
+    age_ms: int,
 ) -> bool:
     """Return whether there was room."""
     try:
-        state_file.save(fold, high_watermark, messages_before)
+        state_file.save(fold, high_watermark, messages_before, age_ms=age_ms)
     except Shortage:
         return False
     return True

@@ -58,12 +58,13 @@ _UNREADABLE = (*_BROKEN, KeyError, TypeError, ValueError)
 
 class SavedState(msgspec.Struct, frozen=True, array_like=True):
     """What a closed state file is known by without reading it: the fold in it reaches `applied`. `epoch` is the highest
-    leader epoch in the file, -1 without one."""
+    leader epoch in the file, -1 without one; `age_ms` as in StateFile."""
 
     applied: int
     high_watermark: int
     digest: bytes
     epoch: int
+    age_ms: int = 0
 
 
 class StateFile:
@@ -96,6 +97,8 @@ class StateFile:
         self._is_durable = False
         # What else of the table `meta` this process has read or saved.
         self._saved: dict[str, Any] = {}
+        # The time that the log's age had reached at the last save that says so (core/replica/age.py), 0 without one.
+        self.age_ms = 0
 
     # --- saving and loading -------------------------------------------------------------------------------------
 
@@ -106,9 +109,11 @@ class StateFile:
         messages_before: Callable[[int], int] | None = None,
         *,
         durable: bool = False,
+        age_ms: int = 0,
     ) -> None:
-        """Replace what is saved. `messages_before` (Log.messages_before) makes the lag in the view `lag` exact.
-        Atomic; fsynced only if `durable`: otherwise an older save may be found after a power cut."""
+        """Replace what is saved. `messages_before` (Log.messages_before) makes the lag in the view `lag` exact. The age
+        is kept where `age_ms` is 0. Atomic; fsynced only if `durable`: otherwise an older save may be found after a
+        power cut."""
         epoch = -1
         meta = {
             "applied": fold.applied,
@@ -118,6 +123,8 @@ class StateFile:
             "high_watermark_crc": _crc_of(high_watermark),
             "digest": hash_of_bytes(encode_fold(fold)),
         }
+        if age_ms:
+            meta |= {"age_ms": age_ms, "age_ms_crc": _crc_of(age_ms)}
 
         def write(connection: apsw.Connection) -> None:
             nonlocal epoch
@@ -134,6 +141,7 @@ class StateFile:
                 self._transaction(write, durable=durable)
                 self._saved = meta
                 self._highest_epoch = epoch
+                self.age_ms = age_ms or self.age_ms
 
     def save_high_watermark(self, high_watermark: int, messages_before: Callable[[int], int]) -> None:
         """Raise the high watermark of the saved fold. Do nothing if there is none, or its high watermark is higher.
@@ -169,6 +177,7 @@ class StateFile:
                 with self._to_read() as connection:
                     meta = dict(connection.execute("SELECT key, value FROM meta"))
                     self._note_epoch(meta.get("highest_leader_epoch"))
+                    self.age_ms = _age_of(meta)
                     if "applied" not in meta:
                         return None
                     fold = read_bare_fold(connection, meta)
@@ -189,11 +198,13 @@ class StateFile:
         known = self._saved
         if self.is_open or not self._knows_epoch or not {"applied", "high_watermark", "digest"} <= known.keys():
             return None
-        return SavedState(known["applied"], known["high_watermark"], known["digest"], self._highest_epoch)
+        fold = known["applied"], known["high_watermark"], known["digest"]
+        return SavedState(*fold, self._highest_epoch, self.age_ms)
 
     def resume(self, saved: SavedState) -> None:
         """Take that the file, closed and as it was, has this."""
         self._note_epoch(saved.epoch)
+        self.age_ms = saved.age_ms
         self._saved = {"applied": saved.applied, "high_watermark": saved.high_watermark, "digest": saved.digest}
 
     def repair(self) -> bool:
@@ -437,6 +448,12 @@ def _is_intact(fold: PartitionFold, meta: dict[str, Any]) -> bool:
     wrote no checksum."""
     is_right = meta.get("high_watermark_crc") in (None, _crc_of(meta["high_watermark"]))
     return is_right and bool(hash_of_bytes(encode_fold(fold)) == meta["digest"])
+
+
+def _age_of(meta: dict[str, Any]) -> int:
+    """Return the saved age, 0 without one. One that does not match its checksum counts as lost."""
+    age_ms = meta.get("age_ms", 0)
+    return age_ms if isinstance(age_ms, int) and meta.get("age_ms_crc") == _crc_of(age_ms) else 0
 
 
 def _crc_of(number: int) -> int:

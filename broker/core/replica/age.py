@@ -4,6 +4,7 @@ its age is gone on every replica.
 The least of three times counts: the log's own time (the stamp of its last append, advanced by a monotonic clock while
 nothing is appended), the time of day, and a limit: within an hour of running no log ages by more than a day. So a wrong
 time of day makes nothing old while the log does not follow it, and leaves hours to correct it when the log does.
+A restart goes on from the time that was saved: the stamp of the last append may be wrong.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ class Age:
     time of day bounds an answer and is not remembered, so one reading of a slow clock delays nothing.
     """
 
-    def __init__(self, log_ms: int, now_ms: int) -> None:
+    def __init__(self, log_ms: int, now_ms: int, saved_ms: int = 0) -> None:
+        """`saved_ms` is what `reached_ms` was before a restart, 0 where that is not known."""
         self._log_ms = log_ms
         self._appended_ms = now_ms
-        self._time_ms = log_ms
+        self._time_ms = min(saved_ms, log_ms) or log_ms
         self._asked_ms = now_ms
 
     def time_ms(self, log_ms: int, now_ms: int, wall_ms: int, oldest_ms: int | None = None) -> int:
@@ -35,3 +37,8 @@ class Age:
         self._time_ms = min(log_ms + now_ms - self._appended_ms, limit_ms)
         self._asked_ms = now_ms
         return min(self._time_ms, wall_ms)
+
+    @property
+    def reached_ms(self) -> int:
+        """The time that the last call reached, to be saved."""
+        return self._time_ms

@@ -654,7 +654,7 @@ def test_a_partition_whose_state_cannot_be_saved_closes_its_log_and_ends_the_bro
     send(fixture, "a")
     partition = fixture.broker.topics.get("t").local[0]
 
-    def fail(*_):
+    def fail(*_, **__):
         raise StorageFault("fsync failed")
 
     monkeypatch.setattr(partition.state_file, "save", fail)

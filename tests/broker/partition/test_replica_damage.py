@@ -570,7 +570,7 @@ def test_a_state_file_that_cannot_be_written_again_is_a_fault_of_the_disk(tmp_pa
         group.leader.retention.save_state()
         (group.leader.log.directory / "state.sqlite").write_bytes(b"spoilt")
 
-        def save(self, *_arguments):
+        def save(self, *_arguments, **_more):
             raise StorageFault("the disk failed")
 
         with monkeypatch.context() as patch:

@@ -446,6 +446,40 @@ def test_the_high_watermark_rises_without_a_new_fold_and_never_falls(tmp_path):
     assert (lag["high_watermark"], lag["never_delivered"]) == (50, 24)
 
 
+def test_the_age_is_kept_by_saves_that_do_not_know_it(tmp_path):
+    state = StateFile(tmp_path, identity=IDENTITY)
+    state.save(PartitionFold(applied=1), 1, age_ms=1_700_000_000_000)
+    state.save(PartitionFold(applied=2), 2)
+    state.forget()
+    after = StateFile(tmp_path, identity=IDENTITY)
+    assert after.load() is None
+    assert after.age_ms == 1_700_000_000_000
+
+
+@pytest.mark.parametrize("meddling", ["value = value + 1", "value = CAST(value AS TEXT)", "value = 0"])
+def test_a_damaged_age_does_not_count(tmp_path, meddling):
+    state = StateFile(tmp_path, identity=IDENTITY)
+    state.save(PartitionFold(applied=1), 1, age_ms=1_700_000_000_000)
+    state.park()
+    with closing(apsw.Connection(str(state.path))) as connection:
+        connection.execute(f"UPDATE meta SET {meddling} WHERE key = 'age_ms'")
+    assert not state.is_sound()
+    after = StateFile(tmp_path, identity=IDENTITY)
+    assert after.load() == (PartitionFold(applied=1), 1)
+    assert after.age_ms == 0
+
+
+def test_a_closed_file_is_resumed_with_its_age(tmp_path):
+    state = StateFile(tmp_path, identity=IDENTITY)
+    state.save(PartitionFold(applied=1), 1, age_ms=1_700_000_000_000)
+    state.highest_epoch()
+    state.park()
+    assert state.saved is not None
+    after = StateFile(tmp_path, identity=IDENTITY)
+    after.resume(state.saved)
+    assert after.age_ms == 1_700_000_000_000
+
+
 def test_the_view_of_streams_shows_their_lag_in_messages(tmp_path):
     log = open_log(tmp_path)
     writer = Writer(log)

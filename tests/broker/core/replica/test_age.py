@@ -49,3 +49,15 @@ def test_a_new_log_whose_later_part_follows_a_wrong_clock_ages_from_its_first_pa
     age, wrong_ms = Age(0, START_MS), START_MS + 8 * DAY_MS
     assert age.time_ms(wrong_ms, START_MS + 10, wrong_ms, START_MS) == START_MS + 10 * DAYS_AN_HOUR
     assert age.time_ms(wrong_ms, START_MS + HOUR_MS, wrong_ms, START_MS) == START_MS + DAY_MS
+
+
+def test_a_restart_goes_on_from_the_saved_time():
+    """Found by `make simulate-shell SEED=43944`."""
+    age, wrong_ms = Age(START_MS, START_MS), START_MS + 8 * DAY_MS
+    assert age.time_ms(wrong_ms, START_MS + 1_000, wrong_ms) == age.reached_ms == START_MS + 24_000
+    after = Age(wrong_ms, START_MS + 2_000, age.reached_ms)
+    assert after.time_ms(wrong_ms, START_MS + 3_000, wrong_ms) == START_MS + 48_000
+
+
+def test_a_saved_time_beyond_the_last_append_does_not_count():
+    assert Age(START_MS, START_MS, START_MS + DAY_MS).time_ms(START_MS, START_MS, START_MS + DAY_MS) == START_MS

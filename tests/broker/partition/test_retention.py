@@ -1,0 +1,75 @@
+"""Retention by age over restarts: the age of a log goes on from where it was, whatever the last appends are stamped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.domain import Fixture, HandClock, records, running
+
+from portalmq import wire
+from portalmq.broker.messages.produce import ProduceRequest
+
+HOUR_MS = 3_600_000
+DAY_MS = 24 * HOUR_MS
+
+
+def fill(fixture: Fixture, batches: int = 8) -> None:
+    for _ in range(batches):
+        fixture.broker.produce("t", ProduceRequest(records(*["x" * 20_000] * 20)))
+
+
+def log_start(fixture: Fixture) -> int:
+    fixture.broker.maintenance.retain()
+    (partition,) = fixture.broker.topics.get("t").local.values()
+    assert partition.log.sealed_segments
+    return partition.log.log_start_offset
+
+
+def filled(fixture: Fixture) -> None:
+    config = {"segment_bytes": 1024 * 1024, "retention_ms": 7 * DAY_MS}
+    fixture.broker.create_topic("t", wire.CreateTopic(config=config))
+    fill(fixture)
+    assert log_start(fixture) == 0
+    fixture.broker.maintenance.save_state()
+
+
+@pytest.mark.parametrize("is_mended", [False, True])
+def test_messages_that_a_wrong_clock_stamped_make_nothing_old_after_a_restart(tmp_path: Path, is_mended: bool) -> None:
+    """Found by `make simulate-shell SEED=43944`."""
+    clock = HandClock()
+    with running(tmp_path, clock) as before:
+        filled(before)
+        clock.day_ms += 8 * DAY_MS
+        fill(before)
+        assert log_start(before) == 0
+    clock.day_ms -= 8 * DAY_MS if is_mended else 0
+    with running(tmp_path, clock) as after:
+        fill(after)
+        assert log_start(after) == 0
+        clock.advance(HOUR_MS)
+        assert log_start(after) == 0
+
+
+def test_messages_of_before_a_restart_are_old_in_time(tmp_path: Path) -> None:
+    clock = HandClock()
+    with running(tmp_path, clock) as before:
+        filled(before)
+    clock.advance(8 * DAY_MS)
+    with running(tmp_path, clock) as after:
+        fill(after)
+        assert log_start(after) == 0
+        clock.advance(8 * HOUR_MS)
+        assert log_start(after) > 0
+
+
+def test_without_the_state_file_ages_go_on_from_the_last_append(tmp_path: Path) -> None:
+    clock = HandClock()
+    with running(tmp_path, clock) as before:
+        filled(before)
+        clock.advance(8 * DAY_MS)
+        fill(before, 1)
+    for path in tmp_path.glob("partitions/*/*/state.sqlite*"):
+        path.unlink()
+    with running(tmp_path, clock) as after:
+        assert log_start(after) > 0
