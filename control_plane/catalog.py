@@ -98,40 +98,36 @@ class Catalog(ClusterNodes):
             factor = _replication_factor(request, config, len(brokers), default_replication_factor)
             topic = TopicState(name, self._unique(), partitions, partitions, factor, config)
             tried.add(topic.topic_id)
-            # The topic's own node comes last: until then the partitions are invisible, and `sweep` may remove them.
-            # Version 1 tells the home created here from one that a later commit would create implicitly after a sweep.
-            home = state.topic_partitions_path(topic.topic_id)
-            self._commit_in_parts(
-                [Create(home), Set(home, name.encode(), 0), *self._new_partitions(topic, brokers, since=0)],
-                guard=[Check(home, 1)],
-                last=[Create(state.topic_path(name), state.encode(topic))],
-            )
+            self._write_topic(topic, self._new_partitions(topic, brokers, since=0))
             return topic, True
 
         return self._retry_conflicts(f"topic {name!r}", create)
 
     def restore_topic(self, topic: TopicState, partitions: Sequence[PartitionState]) -> bool:
-        """Write a topic back as it was, with these partitions. Return False when it exists already.
+        """Write a topic back as it was, with these partitions. Return False when it existed before.
 
         Raises TopicExists when another topic has its name.
         """
+        tried = False
 
         def restore() -> bool:
+            nonlocal tried
             existing = self.find_topic(topic.name)
+            if existing is None and self._stop_creation(topic.topic_id):  # an interrupted attempt may still come
+                existing = self.find_topic(topic.name)
+                if existing is None:
+                    self._remove_all(state.topic_partitions_path(topic.topic_id))
             if existing is not None:
                 if existing.topic_id != topic.topic_id:
                     raise TopicExists(f"another topic is named {topic.name!r}")
-                return False
-            self._remove_all(state.topic_partitions_path(topic.topic_id))  # left by an interrupted attempt
-            self._commit_in_parts(
+                return tried
+            tried = True
+            self._write_topic(
+                topic,
                 [
-                    Create(state.topic_partitions_path(topic.topic_id), topic.name.encode()),
-                    *(
-                        Create(state.partition_path(topic.topic_id, number), state.encode(partition))
-                        for number, partition in enumerate(partitions)
-                    ),
+                    Create(state.partition_path(topic.topic_id, number), state.encode(partition))
+                    for number, partition in enumerate(partitions)
                 ],
-                last=[Create(state.topic_path(topic.name), state.encode(topic))],
             )
             return True
 
@@ -215,10 +211,7 @@ class Catalog(ClusterNodes):
         found = self.strays()
         strays = sorted(found if strays is None else found.intersection(strays))
         for topic_id in strays:
-            # A creation in progress checks this version in its last commit, which now fails.
-            held = self.plane.get(state.topic_partitions_path(topic_id))
-            if held is not None:
-                self.plane.commit(Set(held.path, held.data, held.version))
+            self._stop_creation(topic_id)
         strays = sorted(set(strays) - self.topic_ids()) if strays else []
         for topic_id in strays:
             self._remove_all(state.topic_partitions_path(topic_id))
@@ -424,6 +417,25 @@ class Catalog(ClusterNodes):
             self.plane.commit(*before, *ops[:room])
             ops, before = ops[room:], guard
         self.plane.commit(*before, *ops, *last)
+
+    def _write_topic(self, topic: TopicState, partitions: list[Op]) -> None:
+        """Create the topic with these partitions. Its own node comes last: until then the partitions are invisible, and
+        `sweep` may remove them. Version 1 tells the home created here from one that a later commit would create
+        implicitly after a sweep."""
+        home = state.topic_partitions_path(topic.topic_id)
+        self._commit_in_parts(
+            [Create(home), Set(home, topic.name.encode(), 0), *partitions],
+            guard=[Check(home, 1)],
+            last=[Create(state.topic_path(topic.name), state.encode(topic))],
+        )
+
+    def _stop_creation(self, topic_id: str) -> bool:
+        """Change the version that a creation in progress checks in its last commit, which now fails. Return False where
+        nothing is there of the topic's partitions."""
+        held = self.plane.get(state.topic_partitions_path(topic_id))
+        if held is not None:
+            self.plane.commit(Set(held.path, held.data, held.version))
+        return held is not None
 
     def _remove_all(self, path: str) -> None:
         """Remove a node and its children."""

@@ -201,6 +201,25 @@ class TestCreatingTopics:
         assert len(catalog.partitions(topic)) == 150
 
 
+class TestRestoringTopics:
+    """`portalmq adopt` writes topics back."""
+
+    @pytest.mark.parametrize("late_by", range(8))
+    @pytest.mark.parametrize(("partitions", "late"), [(1, "/topics/t"), (150, "/partitions/id"), (150, "/topics/t")])
+    def test_a_commit_that_comes_late_costs_no_partition(
+        self, plane: Interrupted, catalog: Catalog, partitions: int, late: str, late_by: int
+    ) -> None:
+        """Found by `make simulate-shell SEED=56798`: the attempt after it removed the partitions of the first."""
+        topic = state.TopicState("t", "id", partitions, partitions, 1, wire.TopicConfig())
+        plane.late, plane.late_by = late, late_by
+        assert catalog.restore_topic(topic, [state.PartitionState(1, 1, (1,), (1,), {}, {})] * partitions)
+        for _ in range(late_by + 1):
+            plane.sync()
+        assert catalog.topics() == {"t": topic}
+        assert len(catalog.partitions(topic)) == partitions
+        assert not catalog.restore_topic(topic, [state.PartitionState(1, 1, (1,), (1,), {}, {})] * partitions)
+
+
 class TestAlteringTopics:
     def test_settings_change_and_others_stay(self, catalog: Catalog) -> None:
         create(catalog, config={"retention_ms": 5})
