@@ -75,8 +75,9 @@ class Retention:
         # faster than it is checked.
         self._scrub_at: int | None = None
         self._scrub_until = 0
-        log_ms, saved_ms = partition.log.last_timestamp_ms, partition.state_file.age_ms
-        self._age = Age(log_ms, partition.host.clock.now_ms(), saved_ms)
+        log_ms = partition.log.last_timestamp_ms
+        begin_ms = partition.state_file.age_ms or partition.log.oldest_timestamp_ms
+        self._age = Age(log_ms, partition.host.clock.now_ms(), begin_ms)
 
     # --- snapshots ---------------------------------------------------------------------------------------------------
 
@@ -231,8 +232,8 @@ class Retention:
         """Return the time that ages are measured against."""
         partition = self._partition
         clock = partition.host.clock
-        oldest_ms = next((each.last_timestamp_ms for each in partition.log.sealed_segments), None)
-        return self._age.time_ms(partition.replica.last_timestamp_ms, clock.now_ms(), clock.wall_ms(), oldest_ms)
+        log_ms, oldest_ms = partition.replica.last_timestamp_ms, partition.log.oldest_timestamp_ms
+        return self._age.time_ms(log_ms, clock.now_ms(), clock.wall_ms(), oldest_ms)
 
     def _on_files(self, work: Callable[P, T], *arguments: P.args, **more: P.kwargs) -> T:
         """Return the result of `work` on a native thread. Raises its error."""

@@ -129,6 +129,11 @@ class ReadableLog(ABC):
         return self._manifest.entries
 
     @property
+    def oldest_timestamp_ms(self) -> int:
+        """The stamp of the last batch in the oldest segment, or before it where that is empty; 0 without any."""
+        return self._segments[0].last_timestamp_ms
+
+    @property
     def sealed_upto(self) -> int:
         """The offset below which all segments are sealed."""
         upto = self.base_offset

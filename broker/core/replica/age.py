@@ -4,7 +4,8 @@ its age is gone on every replica.
 The least of three times counts: the log's own time (the stamp of its last append, advanced by a monotonic clock while
 nothing is appended), the time of day, and a limit: within an hour of running no log ages by more than a day. So a wrong
 time of day makes nothing old while the log does not follow it, and leaves hours to correct it when the log does.
-A restart goes on from the time that was saved: the stamp of the last append may be wrong.
+A restart goes on from the time that was saved, and where none was, from the oldest messages: the stamp of the last
+append may be wrong.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ class Age:
     time of day bounds an answer and is not remembered, so one reading of a slow clock delays nothing.
     """
 
-    def __init__(self, log_ms: int, now_ms: int, saved_ms: int = 0) -> None:
-        """`saved_ms` is what `reached_ms` was before a restart, 0 where that is not known."""
+    def __init__(self, log_ms: int, now_ms: int, begin_ms: int) -> None:
+        """`begin_ms` is what `reached_ms` was before a restart. It counts up to `log_ms`, the last append's stamp."""
         self._log_ms = log_ms
         self._appended_ms = now_ms
-        self._time_ms = min(saved_ms, log_ms) or log_ms
+        self._time_ms = min(begin_ms, log_ms)
         self._asked_ms = now_ms
 
-    def time_ms(self, log_ms: int, now_ms: int, wall_ms: int, oldest_ms: int | None = None) -> int:
+    def time_ms(self, log_ms: int, now_ms: int, wall_ms: int, oldest_ms: int = 0) -> int:
         """Return the time that ages are measured against. `log_ms` is the stamp of the last append (0 without any),
         `now_ms` a clock that never jumps, `wall_ms` the time of day. A log that was empty before ages from `oldest_ms`
         on, a stamp near its beginning: the time of day may have jumped since."""

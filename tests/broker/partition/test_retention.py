@@ -63,7 +63,8 @@ def test_messages_of_before_a_restart_are_old_in_time(tmp_path: Path) -> None:
         assert log_start(after) > 0
 
 
-def test_without_the_state_file_ages_go_on_from_the_last_append(tmp_path: Path) -> None:
+def test_without_the_state_file_ages_go_on_from_the_oldest_messages(tmp_path: Path) -> None:
+    """Found by `make simulate-shell SEED=57283`: a power cut had taken the file, and a clock was days ahead."""
     clock = HandClock()
     with running(tmp_path, clock) as before:
         filled(before)
@@ -72,4 +73,22 @@ def test_without_the_state_file_ages_go_on_from_the_last_append(tmp_path: Path) 
     for path in tmp_path.glob("partitions/*/*/state.sqlite*"):
         path.unlink()
     with running(tmp_path, clock) as after:
+        assert log_start(after) == 0
+        clock.advance(8 * HOUR_MS)
         assert log_start(after) > 0
+
+
+def test_a_segment_that_is_rolled_and_not_sealed_tells_where_a_log_begins(tmp_path: Path) -> None:
+    """Found by `make simulate-shell SEED=57283`."""
+    clock = HandClock()
+    with running(tmp_path, clock) as before:
+        before.broker.create_topic("t", wire.CreateTopic(config={"retention_ms": 7 * DAY_MS}))
+        fill(before, 1)
+        before.broker.pool.apply(before.broker.topics.get("t").partition(0).log.roll)
+        clock.day_ms += 8 * DAY_MS
+        fill(before, 1)
+    for path in tmp_path.glob("partitions/*/*/state.sqlite*"):
+        path.unlink()
+    with running(tmp_path, clock) as after:
+        fill(after, 1)
+        assert log_start(after) == 0
