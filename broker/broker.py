@@ -17,7 +17,7 @@ from portalmq.broker.cluster.routing import NoSuchPartition
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.partition.long_poll import Peer
 from portalmq.broker.partition.partition import Partition
-from portalmq.broker.partition.refusals import refusal_of
+from portalmq.broker.partition.refusals import answer_to
 from portalmq.broker.partition.yielding import in_short_turns
 from portalmq.broker.peer_dispatch import PeerCall, peer_calls
 from portalmq.broker.storage.errors import CorruptBatch, CorruptFile, OffsetPurged, Shortage, StorageFault, WrongLog
@@ -87,12 +87,12 @@ class Broker(Wiring):
                 except PortalMQError as unsure:
                     return unsure
             case Shortage():
-                return refusal_of(fault, "unknown")
+                return answer_to(fault)
             case OffsetPurged():
                 return OffsetOutOfRange(str(fault), outcome="unknown", log_start_offset=fault.log_start_offset)
             case CorruptBatch() | CorruptFile() | WrongLog():
                 self.topics.report_damage(fault)
-                return Unavailable(f"a file is damaged on this broker: {fault}", outcome="unknown")
+                return answer_to(fault)
             case StorageFault():
                 self.storage_failed(fault)
                 return Unavailable("the storage failed", outcome="unknown")

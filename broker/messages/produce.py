@@ -32,9 +32,11 @@ from portalmq.broker.messages.idempotency import (
 )
 from portalmq.broker.partition.native import decompressed
 from portalmq.broker.partition.partition import Partition
+from portalmq.broker.partition.refusals import answer_to
 from portalmq.broker.partition.writer import NotCommittedYet, Pending
 from portalmq.broker.partition.yielding import in_short_turns
 from portalmq.broker.storage.batch import Record, compressed_body, records_of_compressed, with_values
+from portalmq.broker.storage.errors import DAMAGE, Shortage, StorageError
 from portalmq.errors import InvalidRequest, MessageTooLarge, NotLeader, PortalMQError, Unavailable
 from portalmq.wire import INTEGER_MAX, Acks, Produced, ProducedRange, ProducerStamp
 
@@ -197,6 +199,13 @@ def _finish_append(entry: _PendingShare, options: _AppendOptions) -> AppendResul
     return AppendResult(-1, 0, [places[rank] for rank in sorted(places)])
 
 
+def _storage_refusal(partition: Partition, fault: StorageError) -> PortalMQError:
+    """Report damage. Return the public error for one partition: what was appended to the others is told."""
+    if not isinstance(fault, Shortage):
+        partition.storage_failed(fault)
+    return answer_to(fault)
+
+
 # --- appending anywhere ----------------------------------------------------------------------------------------------
 
 
@@ -248,11 +257,15 @@ class _ProduceWork:
                 )
             except PortalMQError as error:
                 outcomes[place] = error
+            except (Shortage, *DAMAGE) as fault:
+                outcomes[place] = _storage_refusal(partition, fault)
         for place, entry in in_short_turns(entries.items()):
             try:
                 outcomes[place] = _finish_append(entry, self.options)
             except PortalMQError as error:
                 outcomes[place] = error
+            except (Shortage, *DAMAGE) as fault:
+                outcomes[place] = _storage_refusal(entry.partition, fault)
             else:
                 published += len(entry.records)
                 published_bytes += sum([len(record.value) for record in entry.records])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from portalmq.broker.storage.errors import Shortage, TooManyOpenFiles
+from portalmq.broker.storage.errors import Shortage, StorageError, TooManyOpenFiles
 from portalmq.errors import Outcome, PortalMQError, StorageFull, Unavailable
 
 DISK_FULL = "the broker's disk is full: free space or add disk, then repeat"
@@ -14,6 +14,13 @@ def refusal_of(shortage: Shortage, outcome: Outcome = "not_applied") -> PortalMQ
     if isinstance(shortage, TooManyOpenFiles):
         return Unavailable(NO_DESCRIPTOR, outcome=outcome, retry_after_s=1)
     return StorageFull(DISK_FULL, outcome=outcome, retry_after_s=5)
+
+
+def answer_to(fault: StorageError) -> PortalMQError:
+    """Return the public error for a shortage or damage that a change has met: it may be applied."""
+    if isinstance(fault, Shortage):
+        return refusal_of(fault, "unknown")
+    return Unavailable(f"a file is damaged on this broker: {fault}", outcome="unknown")
 
 
 def not_serving_yet() -> Unavailable:

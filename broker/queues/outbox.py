@@ -340,7 +340,7 @@ class Outbox:
                     number = stable_partition(topic, record, wanted)
                     shares.setdefault(number, []).append(record)
                     orders.setdefault(number, []).append((order, message_id))
-            errors = self._destinations.append(topic, shares) if shares else {}
+            errors = self._destinations.copies(topic, shares) if shares else {}
             for number in shares.keys() - errors.keys():
                 for order, message_id in orders[number]:
                     self._appended.setdefault(order, set()).add(message_id)
@@ -387,15 +387,6 @@ class OutputTopics:
     _catalog: Catalog
     # Appends records with message ids, by partition; returns the errors of the partitions that failed.
     copies: Callable[[Topic, dict[int, list[Record]]], dict[int, PortalMQError]]
-
-    def append(self, topic: Topic, shares: dict[int, list[Record]]) -> dict[int, PortalMQError]:
-        """Append records by partition; return the errors of the partitions that failed. Raises Unavailable where a file
-        of the topic is damaged here."""
-        try:
-            return self.copies(topic, shares)
-        except DAMAGE as fault:
-            self._topics.report_damage(fault)
-            raise Unavailable(f"a file of topic {topic.name!r} is damaged on this broker: {fault}") from fault
 
     def get_or_create(self, name: str) -> Topic:
         """Return the topic; create a missing one if topics are created by use. Raises TopicNotFound."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 from support.domain import running
+from support.replicas import eventually
 
 from portalmq import wire
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.storage.batch import Record
-from portalmq.errors import InvalidRequest
+from portalmq.broker.storage.errors import CorruptFile
+from portalmq.errors import InvalidRequest, Unavailable
 
 
 @pytest.fixture
@@ -64,3 +66,22 @@ def test_a_topic_that_keeps_the_last_message_of_each_key_takes_none_without_a_ke
     assert stored(fixture) == []
     send(fixture, Record(b"a", key=b"k"), Record(b"", key=b"k"), Record(b"b", key=b""), way=way)
     assert len(stored(fixture)) == 3
+
+
+def test_a_damaged_partition_refuses_its_own_messages_of_a_batch(fixture, monkeypatch):
+    fixture.broker.create_topic("u", wire.CreateTopic(partitions=2))
+    damaged = fixture.broker.topics.get("u").partition(0)
+
+    def malformed(*_, **__):
+        raise CorruptFile("0.sqlite: CorruptError: database disk image is malformed")
+
+    for name in ("append", "append_at_once"):
+        monkeypatch.setattr(damaged.log, name, malformed)
+    request = ProduceRequest([Record(b"a"), Record(b"b")], partitions=[0, 1])
+    refused, appended = fixture.broker.produce("u", request)
+    assert isinstance(refused, Unavailable)
+    assert refused.outcome == "unknown"
+    assert isinstance(appended, wire.Produced)
+    assert appended.partition == 1
+    eventually(lambda: damaged.closed)
+    assert fixture.faults == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from random import Random
 
-import apsw
 import gevent
 import msgspec
 import pytest
@@ -17,7 +16,7 @@ from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.queues import outbox
 from portalmq.broker.queues.commit import OutputMessage
 from portalmq.broker.storage.batch import BatchKind, Record
-from portalmq.broker.storage.errors import DiskFull, faults_of
+from portalmq.broker.storage.errors import CorruptFile, DiskFull, TooManyOpenFiles
 from portalmq.errors import Backpressure, StorageFull, TopicNotFound, Unavailable
 
 
@@ -190,22 +189,27 @@ def test_an_order_whose_end_the_disk_refuses_is_processed_again_without_new_mess
     assert there(fixture) == ["A"]
 
 
-def test_damage_of_the_destination_is_its_own(fixture, monkeypatch):
+@pytest.mark.parametrize("damaged", [0, 1])
+@pytest.mark.parametrize("fault", [CorruptFile("malformed"), TooManyOpenFiles("none left")])
+def test_a_damaged_partition_repeats_no_output_in_its_siblings(fixture, monkeypatch, damaged, fault):
+    """Until the damage is mended the order is tried again, at last after the siblings have forgotten its ids."""
     send(fixture, "a")
-    fixture.broker.create_topic("out", wire.CreateTopic(partitions=1))
-    destination = fixture.broker.topics.get("out").partition(0)
-    copies = fixture.broker.outboxes._destinations.copies
+    fixture.broker.create_topic("out", wire.CreateTopic(partitions=2))
+    asked: list[int] = []
 
-    def damaged(*_):
-        with faults_of(destination.log.directory):
-            raise apsw.CorruptError("database disk image is malformed")
+    def fail(*_):
+        asked.append(fixture.clock.advance(2 * wire.DAY_MS))
+        raise fault
 
-    monkeypatch.setattr(fixture.broker.outboxes._destinations, "copies", damaged)
-    commit(fixture, receive(fixture, 1), outputs("A"))
-    eventually(lambda: "malformed" in destination.fault)
+    monkeypatch.setattr(partition_of(fixture, "out", damaged).log, "find_message_id", fail)
+    monkeypatch.setattr(outbox, "PAUSE_MAX_S", 0.01)
+    both = outputs("A", partition=damaged) + outputs("B", partition=1 - damaged)
+    commit(fixture, receive(fixture, 1), both)
+    eventually(lambda: len(asked) > 3)
+    assert len(partition_of(fixture).groups.outbox) == 1
+    assert there(fixture) == ["B"]
+    assert ("malformed" in partition_of(fixture, "out", damaged).fault) == isinstance(fault, CorruptFile)
     assert partition_of(fixture).fault == ""
-    monkeypatch.setattr(fixture.broker.outboxes._destinations, "copies", copies)
-    eventually(lambda: there(fixture) == ["A"])
     assert fixture.faults == []
 
 
