@@ -38,7 +38,7 @@ DEFECTS: dict[str, tuple[Edit, ...]] = {
     "one wrong clock decides what is old": (
         Edit(ClockAgreement, "compare", "self._clock.agreed_ms = ", "_ = "),
         Edit(ClockAgreement, "compare", "self._note(own, is_split=agreed is None)", "pass"),
-        Edit(Retention, "retain", "self._age.time_ms(log_ms, now_ms, clock.wall_ms(), oldest_ms)", "clock.wall_ms()"),
+        Edit(Retention, "_age_ms", "wall_ms(), oldest_ms)", "wall_ms(), oldest_ms) and clock.wall_ms()"),
         Edit(Retention, "retain", "min(age_ms, now_ms) - group_expiry_ms", "age_ms - group_expiry_ms"),
     ),
     "a roll that fails half way leaves its file": (
