@@ -93,6 +93,7 @@ class Catalog(ClusterNodes):
                 existing = held.value
                 if existing.topic_id not in tried:
                     _check_alike(existing, request)
+                    self._check_newest(state.topic_path(name), held)
                 return existing, existing.topic_id in tried
             partitions = request.partitions or 1
             factor = _replication_factor(request, config, len(brokers), default_replication_factor)
@@ -149,7 +150,9 @@ class Catalog(ClusterNodes):
                 topic, partitions=partitions, config=_topic_config(topic.config, request.config)
             )
             _check_min_insync(altered.config, altered.replication_factor)
-            if altered != topic:
+            if altered == topic:
+                self._check_newest(state.topic_path(name), held)
+            else:
                 self._commit_in_parts(
                     self._new_partitions(altered, brokers, since=topic.partitions),
                     last=[Set(state.topic_path(name), state.encode(altered), held.version)],
@@ -264,6 +267,19 @@ class Catalog(ClusterNodes):
         """Return the group, created with the default settings when it is missing."""
         return self.find_group(name) or self.put_group(name, {})[0]
 
+    def restore_group(self, name: str, pause: state.PauseState) -> None:
+        """Write a group back, with the default settings where it is missing, and with this pause or resume unless there
+        is a later one."""
+
+        def restore() -> None:
+            path = state.group_path(name)
+            held = self._read(path, GroupState)
+            group = held.value if held else GroupState(name, wire.GroupConfig(), self._unique())
+            if held is None or group.pause.number < pause.number:
+                self._write(path, msgspec.structs.replace(group, pause=pause), held)
+
+        self._retry_conflicts(f"group {name!r}", restore)
+
     def put_group(
         self, name: str, patch: dict[str, Any], initial: dict[str, Any] | None = None
     ) -> tuple[GroupState, bool]:
@@ -286,7 +302,9 @@ class Catalog(ClusterNodes):
                     f"group {name!r} works in {held.value.config.mode} mode and keeps it: "
                     f"delete it first, or take another name"
                 )
-            if group != held.value:
+            if group == held.value:
+                self._check_newest(path, held)
+            else:
                 self.plane.commit(Set(path, state.encode(group), held.version))
             return group, False
 
@@ -303,6 +321,7 @@ class Catalog(ClusterNodes):
                 raise GroupNotFound(f"there is no group {name!r}")
             last = held.value.pause
             if paused and last.paused:
+                self._check_newest(path, held)
                 return held.value
             # above the numbers of an earlier group of this name too
             change = state.PauseState(max(last.number + 1, at_ms), paused, at_ms, reason, by)

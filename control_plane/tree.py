@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from portalmq.control_plane import state
-from portalmq.control_plane.plane import Conflict, ControlPlane, Create, OutcomeUnknown, PlaneUnavailable, Set
+from portalmq.control_plane.plane import Check, Conflict, ControlPlane, Create, OutcomeUnknown, PlaneUnavailable, Set
 from portalmq.errors import PortalMQError, Unavailable
 
 ATTEMPTS = 16
@@ -86,6 +86,11 @@ class Tree:
             self.confirm()
             held = self._read(path, kind)
         return held
+
+    def _check_newest(self, path: str, held: Versioned[Any]) -> None:
+        """Raise a Conflict unless the node is as it was read: a server that lags may have answered, and a change that
+        seems to be made already may have been undone since."""
+        self.plane.commit(Check(path, held.version))
 
     def _write(self, path: str, value: msgspec.Struct, held: Versioned[Any] | None) -> None:
         """Write the node: over what was read of it as `held`, or anew."""

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 from support.interrupted import Interrupted
@@ -437,6 +439,43 @@ class TestServersThatLag:
         assert create(catalog, partitions=3)[1]
         plane.lagging = {node.path: node for node in before if node is not None}
         assert catalog.put_group("g", {"mode": "queue"})[1]
+
+    def test_what_was_changed_back_is_changed_again(self, plane: Interrupted, catalog: Catalog) -> None:
+        """Found by `make simulate-shell SEED=59270`: a pause was answered, and the group was not paused."""
+        create(catalog)
+        catalog.put_group("g", {})
+
+        def lag(name: str, changes: list[Callable[[], object]]) -> None:
+            """Carry out the changes; then read what the first of them wrote."""
+            changes[0]()
+            before = plane.get(name)
+            changes[1]()
+            plane.lagging = {name: before}
+
+        group, topic = state.group_path("g"), state.topic_path("t")
+        lag(group, [partial(catalog.pause_group, "g", paused=it, at_ms=1) for it in (True, False)])
+        catalog.pause_group("g", paused=True, at_ms=2)
+        plane.sync()
+        assert catalog.group("g").pause.paused
+        limits = [{"max_in_flight": it} for it in (5, 6)]
+        lag(group, [partial(catalog.put_group, "g", it) for it in limits])
+        catalog.put_group("g", limits[0])
+        plane.sync()
+        assert catalog.group("g").config.max_in_flight == 5
+        alters = [wire.AlterTopic(config={"retention_ms": it}) for it in (5, 6)]
+        lag(topic, [partial(catalog.alter_topic, "t", it, brokers=ONE) for it in alters])
+        catalog.alter_topic("t", alters[0], brokers=ONE)
+        plane.sync()
+        assert catalog.topic("t").config.retention_ms == 5
+
+    def test_a_topic_that_was_just_deleted_is_created(self, plane: Interrupted, catalog: Catalog) -> None:
+        create(catalog)
+        before = plane.get(state.topic_path("t"))
+        catalog.delete_topic("t", now_ms=0)
+        plane.lagging = {state.topic_path("t"): before}
+        topic, created = create(catalog)
+        assert created
+        assert catalog.topics() == {"t": topic}
 
     def test_a_refusal_that_cannot_be_confirmed_is_reported_as_unavailable(
         self, plane: Interrupted, catalog: Catalog, monkeypatch: pytest.MonkeyPatch

@@ -12,8 +12,8 @@ from portalmq.control_plane.standalone import Standalone
 
 class Interrupted(Standalone):
     """A plane whose next commits can meet another client's commit first, or lose their requests or answers. `session`
-    is the session of the caller. Until the next sync, reads return `lagging`, as from a server that lags behind. The
-    next commit of the node `late` has no answer, and is applied after `late_by` more calls."""
+    is the session of the caller. Until the next sync or commit, reads return `lagging`, as from a server that lags
+    behind. The next commit of the node `late` has no answer, and is applied after `late_by` more calls."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -56,6 +56,7 @@ class Interrupted(Standalone):
 
     def commit(self, *ops: Op) -> list[int]:
         self.commits += 1
+        self.lagging.clear()
         if self.meanwhile:
             self.meanwhile.pop(0)()
         self._called()
