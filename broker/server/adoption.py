@@ -20,7 +20,8 @@ Otherwise an operator has to accept the loss explicitly.
 The new leader epoch is above every epoch that any replica has seen, so nothing from before is mistaken for current.
 Producer ids continue far above those in the logs: a new producer must not get an old id, which would turn its messages
 into repeats. They begin at the present time in milliseconds at least, because a producer may have its id and no message
-in any log. State that is only in ZooKeeper is not restored: the settings of groups, the names of producers.
+in any log. Groups come back as paused as they were, and a later change has a higher number. State
+that is only in ZooKeeper is not restored: the settings of groups, the names of producers.
 
 Schedules are those of the latest whole `schedules.jsonl`. It may be older than the last change of a schedule, which may
 have gone to another partition since. So none continues before its last tick in any log: each tick stays one message.
@@ -40,6 +41,7 @@ import msgspec
 from portalmq import wire
 from portalmq.broker.cluster.exits import EX_CANTCREAT, EX_STORAGE, StartupError
 from portalmq.broker.cluster.replicas import TOPIC_FILE, Files, read_topic
+from portalmq.broker.partition.folding import GroupsFold
 from portalmq.broker.schedules.saved import SCHEDULES_FILE, SavedSchedules, read_schedules
 from portalmq.broker.schedules.timetable import moment_text
 from portalmq.broker.storage.disk import BROKERS_FILE, DataDirectory, DirectoryInUse, read_brokers, read_identity
@@ -52,7 +54,7 @@ from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.locks import LockTable
 from portalmq.control_plane.plane import NodeExists
 from portalmq.control_plane.schedules import ScheduleState, ScheduleStore
-from portalmq.control_plane.state import PartitionState, TopicState
+from portalmq.control_plane.state import PartitionState, PauseState, TopicState
 
 log = logging.getLogger(__name__)
 
@@ -135,12 +137,19 @@ class Adoption:
     missing: dict[int, str] = field(default_factory=dict)
     unlisted: list[str] = field(default_factory=list)  # why nobody lists the cluster's brokers
     undescribed: set[str] = field(default_factory=set)  # ids of topics whose settings are lost
-    groups: set[str] = field(default_factory=set)
+    groups: dict[str, PauseState] = field(default_factory=dict)  # with the last pause or resume
     saved: SavedSchedules | None = None  # the latest copy of the schedules
     damaged: list[str] = field(default_factory=list)  # what is wrong with other copies
     next_producer_id: int = field(default_factory=lambda: time.time_ns() // 1_000_000)
     # No file has the fencing tokens of locks. A lock passes on less than once a millisecond.
     last_token: int = field(default_factory=lambda: time.time_ns() // 1_000_000)
+
+    def take_groups(self, fold: GroupsFold) -> None:
+        for name in fold.streams:
+            self.groups.setdefault(name, PauseState())
+        for name, delivery in fold.delivery.items():
+            last = PauseState(*msgspec.structs.astuple(delivery.pause))
+            self.groups[name] = max(self.groups.get(name, last), last, key=lambda pause: pause.number)
 
     def partitions(self, topic: TopicState) -> list[PartitionState]:
         """Return the state of each partition. One that is in no directory, never opened or lost, begins empty."""
@@ -338,7 +347,7 @@ def _read_replica(adoption: Adoption, files: Files, topic: TopicState, number: i
         highest_epoch = files.epochs.highest((topic.topic_id, number))
         return ReplicaFound(broker_id, highest_epoch=highest_epoch, fault=f"broker {broker_id}: {fault}")
     try:
-        adoption.groups |= recovered.groups.delivery.keys() | recovered.groups.streams.keys()
+        adoption.take_groups(recovered.groups)
         producers = recovered.producers.snapshot()
         adoption.take_ids([each.producer_id for each in producers])
         ticks = tuple((each.producer_id, each.epoch) for each in producers if each.producer_id >= SCHEDULE_IDS_FROM)
@@ -385,12 +394,11 @@ def write_back(catalog: Catalog, adoption: Adoption, *, accept_loss: bool, repla
     topics = sorted(adoption.topics.values(), key=lambda topic: topic.name)
     written = [_write_topic(catalog, topic, adoption) for topic in topics]
     for name in sorted(adoption.groups):
-        catalog.ensure_group(name)
+        catalog.restore_group(name, adoption.groups[name])
     messages = [f"cluster {adoption.cluster_id}, brokers {', '.join(map(str, sorted(adoption.brokers)))}", *written]
     if adoption.groups:
-        messages.append(
-            f"groups {', '.join(sorted(adoption.groups))}: their positions are kept, their settings are defaults"
-        )
+        names = ", ".join(sorted(adoption.groups))
+        messages.append(f"groups {names}: their positions and pauses are kept, their settings are defaults")
     return messages + about_schedules + [f"accepted: {loss}" for loss in losses]
 
 

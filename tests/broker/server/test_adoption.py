@@ -296,6 +296,31 @@ class TestWritingBack:
         assert list(catalog.groups()) == ["g"]
         assert catalog.next_producer(None).id > PRODUCER_IDS_APART
 
+    @pytest.mark.parametrize("paused", [True, False])
+    def test_groups_stay_paused_or_not_and_a_later_change_counts(
+        self, tmp_path: Path, catalog: Catalog, paused: bool
+    ) -> None:
+        """Found by `make simulate-shell SEED=52038`: a clock had been a day ahead, and a pause did not count."""
+        with running(tmp_path / "data") as before:
+            before.broker.create_topic("t", wire.CreateTopic())
+            assert not before.broker.receive_handler.receive("g", wire.ReceiveRequest(["t"]), None)
+            before.clock.day_ms += wire.DAY_MS
+            for wanted in [not paused, paused]:
+                before.broker.group_admin.pause("g", paused=wanted, reason=f"{wanted}", by="me")
+            cluster_id = before.broker.cluster_id
+            (delivery,) = (each.delivery["g"] for each in before.broker.topics.partitions())
+        identity = f'{{"cluster_id": "{cluster_id}", "broker_id": 1, "store_uuid": "store"}}'
+        (tmp_path / "data" / "identity.json").write_text(identity)
+        adoption = read_directories([tmp_path / "data"])
+        for _ in range(2):
+            write_back(catalog, adoption, accept_loss=False, replace_cluster=False)
+            pause = catalog.group("g").pause
+            assert (pause.paused, pause.number, pause.reason) == (paused, delivery.pause.number, f"{paused}")
+        later = catalog.pause_group("g", paused=not paused, at_ms=1_700_000_000_000).pause
+        assert delivery.is_paused(later.number, later.paused) is not paused
+        write_back(catalog, adoption, accept_loss=False, replace_cluster=False)
+        assert catalog.group("g").pause == later
+
     def test_fencing_tokens_rise_over_adoptions(self, tmp_path: Path, catalog: Catalog, adoption: Adoption) -> None:
         locks = LockTable(catalog.plane)
 

@@ -141,6 +141,11 @@ class History:
         # Since when the group is paused for sure.
         self.paused_ns: int | None = None
 
+    @property
+    def has_delivered(self) -> bool:
+        """Whether any message was delivered: the group is in a log then."""
+        return bool(self._by_receipt)
+
     def place(self, where: Where) -> Place:
         return self.places.setdefault(where, Place())
 

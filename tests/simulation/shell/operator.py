@@ -40,7 +40,8 @@ def adopt(world: World, random: Random, damaged: Collection[int], key: Key | Non
     for known in world.checker.partitions.values():
         known.state = None
     world.checker.history.forget_locks(world.loop.now_ns)
-    world.checker.history.paused_ns = None  # the control plane has the groups' settings
+    if not world.checker.history.has_delivered:
+        world.checker.history.paused_ns = None  # the group is in the control plane alone
     if world.checker.history.limits is not None:
         world.checker.history.limits.lift()
     world.loop.spawn(Process("operator"), _adopt, world, random, damaged, key)
