@@ -51,6 +51,8 @@ class GroupReceiver:
     """Receives of one group on one partition, while it is led here: leases, waiting receives, dead letters."""
 
     is_remote = False
+    # The record that lets the group begin, until it is known to be committed.
+    begun: Pending | None = None
     _was_limited = False
 
     def __init__(

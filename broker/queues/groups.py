@@ -313,13 +313,17 @@ class Groups(GroupRegistry):
         self.long_polls.move(topics)
 
     def begin_here(self, group: GroupState, place: TopicPartition, start: wire.GroupStart) -> bool:
-        """Let the group begin on a partition led here, durably; return False when it had begun already."""
+        """Let the group begin on a partition led here, durably; return False when it had begun already, or another
+        call lets it begin: that is waited for. A start that is lost would let it begin elsewhere."""
         partition = self.partition(place)
         self.check_same(group)
-        if group.name in partition.delivery:
-            return False
-        self.attach(group, partition, place.topic_id).start_at(start).wait()
-        return True
+        attached, has_begun = self.attach(group, partition, place.topic_id), group.name in partition.delivery
+        if not has_begun:
+            attached.begun = attached.start_at(start)
+        if attached.begun is not None:
+            attached.begun.wait()
+            attached.begun = None
+        return not has_begun
 
     def check_growth(self, topic: Topic, partitions: int | None) -> None:
         """Raise KeyOrder when partitions would be added to a topic that a group reads in the order of keys: messages of

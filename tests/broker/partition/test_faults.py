@@ -164,6 +164,23 @@ def test_a_saved_state_from_before_the_dropped_segments_is_not_used(tmp_path, mo
         assert receive(after, max_messages=100) == []
 
 
+def test_a_group_has_begun_for_nobody_before_its_start_is_on_disk(fixture, monkeypatch):
+    """Found by `make simulate SEED=704555`: a second receive got a message, the leader was lost with the start, and the
+    group began later, at messages after it."""
+    send(fixture, "a")
+    fixture.broker.put_group("g", {"start": "latest"})
+    group = fixture.broker.groups.get("g")
+    topic = fixture.broker.topics.get("t")
+    with held(monkeypatch, topic.partition(0).log, "append") as release:
+        begins = [gevent.spawn(fixture.broker.groups.begin, group, topic) for _ in range(2)]
+        gevent.joinall(begins, timeout=0.1)
+        assert "g" in topic.partition(0).delivery
+        assert not any(begin.ready() for begin in begins)
+        release()
+        gevent.joinall(begins, timeout=10)
+    assert all(begin.successful() for begin in begins)
+
+
 def test_a_deletion_that_the_disk_refuses_leaves_a_group_that_can_be_used_and_deleted(fixture, monkeypatch):
     fixture.broker.create_topic("t", wire.CreateTopic(partitions=2))
     for number in (0, 1):
