@@ -219,7 +219,7 @@ def _(original: Any, self: Any, start: int, end: int, record: int) -> None:
     self.done(start, end)
 
 
-@mutant("goes on with a key before the purge is committed", 3663, (GroupDelivery, "purge"))
+@mutant("goes on with a key before the purge is committed", 3467, (GroupDelivery, "purge"))
 def _(original: Any, self: Any, upto: int, record: int = -1) -> None:
     if self.keys is not None:
         self.keys.done(0, upto)

@@ -4,6 +4,7 @@ which is appended and answered when it is committed (except a grant, which is no
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -113,6 +114,8 @@ class QueueGroups:
         self.host = host
         self.world = host.world
         self.node = host.node
+        # The receives that wait for the start of a group, as Groups.begin_here has them.
+        self._beginning: dict[str, list[Callable[[PortalMQError | None], None]]] = {}
 
     def _delivery(self, group: str) -> GroupDelivery:
         delivery = self.host.groups.delivery.get(group)
@@ -123,6 +126,10 @@ class QueueGroups:
     def _when_committed(self, back: Answer, result: object) -> Callable[[PortalMQError | None], None]:
         return lambda error: back(error or result)
 
+    def _begun(self, group: str, error: PortalMQError | None) -> None:
+        for answer in self._beginning.pop(group):
+            answer(error)
+
     # --- receive -----------------------------------------------------------------------------------------------------
 
     def receive(self, group: str, max_messages: int, visibility_ms: int, attempt: str | None, back: Answer) -> None:
@@ -131,8 +138,12 @@ class QueueGroups:
         if delivery is None:
             first = max(self.host.shell.disk.start, self.host.groups.purged_upto)
             start = self.host.high_watermark if config.latest else first
-            self.host.append(group, GroupStart(start, self.node.now_ms), self._when_committed(back, []))
+            self.host.append(group, GroupStart(start, self.node.now_ms), partial(self._begun, group))
+            self._beginning[group] = []
+        if group in self._beginning:
+            self._beginning[group].append(self._when_committed(back, []))
             return
+        assert delivery is not None
         now_ms = self.node.now_ms
         if not self.host.shell.replica.may_deliver(self.world.now):
             raise Unavailable("this leader may not deliver")
@@ -222,6 +233,7 @@ class QueueGroups:
     def _weigh(self, group: str, receipts: list[Receipt]) -> tuple[list[bool], list[int]]:
         """Return which receipts count, and the messages of those that may be unfinished."""
         delivery = self._delivery(group)
+        self._check_epochs(receipts)
         verdicts: list[bool] = []
         unfinished: list[int] = []
         for receipt in receipts:
@@ -230,6 +242,11 @@ class QueueGroups:
             unfinished += more
         self.world.checker.groups.accepted(self.host, group, receipts, verdicts)
         return verdicts, sorted(set(unfinished))
+
+    def _check_epochs(self, receipts: list[Receipt]) -> None:
+        """As GroupPartition: what the log of an earlier leader lacks tells nothing."""
+        if any(receipt.leader_epoch > self.host.epoch for receipt in receipts):
+            raise Unavailable("there is a later leader")
 
     def _finished(self, group: str, offsets: list[int]) -> tuple[tuple[Range, ...], tuple[LanePosition, ...]]:
         delivery = self._delivery(group)
@@ -257,6 +274,7 @@ class QueueGroups:
 
     def _held(self, group: str, receipts: list[Receipt], *, extends: bool = False) -> list[bool]:
         delivery, now_ms = self._delivery(group), self.node.now_ms
+        self._check_epochs(receipts)
         by_key = self.world.queue_groups[group].by_key
         verdicts = [
             delivery.may_extend(receipt.offset, receipt.lease, now_ms, receipt.leader_epoch, by_key=by_key)

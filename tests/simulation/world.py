@@ -294,8 +294,9 @@ class World:
 
     def _awaits_an_operator(self, held: PartitionState) -> bool:
         """Only one copy is guaranteed (min_insync 1), an election trusted an ephemeral and left one replica in the ISR,
-        and its disk is lost: clean copies elsewhere are no longer in sync."""
-        if any(self.is_clean(member, held) for member in held.isr) or min_insync(held, self.options.min_insync) > 1:
+        and its disk is lost, or it is left dead: clean copies elsewhere are no longer in sync."""
+        back = [member for member in held.isr if self.nodes[member] is not self.left_dead]
+        if any(self.is_clean(member, held) for member in back) or min_insync(held, self.options.min_insync) > 1:
             return False
         self.count("awaits an operator")
         return True
