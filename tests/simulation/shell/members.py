@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -57,10 +58,12 @@ class Members:
             name = f"{member}-{lives}"
             request = contract.JoinRequest([TOPIC], name, SESSION_MS)
             began_ns = self._loop.now_ns
-            join = self._call(
-                random,
-                lambda broker, request=request: broker.group_coordinators.join(STREAM_GROUP, request, NeverGone()),
-            )
+            join = None
+            with suppress(IllegalGeneration):  # a copy of an earlier call to leave came meanwhile
+                join = self._call(
+                    random,
+                    lambda broker, request=request: broker.group_coordinators.join(STREAM_GROUP, request, NeverGone()),
+                )
             if join is None:
                 self._loop.wait(0.1 + random.random() * 0.3)
                 continue
