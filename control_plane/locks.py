@@ -347,7 +347,7 @@ class LockTable(Tree):
                 self.plane.commit(Set(LOCK_FLOOR, state.encode(LockFloor(upto)), floor.version))
 
         def raise_lock() -> None:
-            if (held := self.read(name)) is not None and held.value.token < upto:
+            if (held := self.read_many([name]).get(name)) is not None and held.value.token < upto:
                 raised = msgspec.structs.replace(held.value, token=upto)
                 self.plane.commit(Set(lock_path(name), state.encode(raised), held.version))
 

@@ -141,7 +141,7 @@ class Adoption:
     saved: SavedSchedules | None = None  # the latest copy of the schedules
     damaged: list[str] = field(default_factory=list)  # what is wrong with other copies
     next_producer_id: int = field(default_factory=lambda: time.time_ns() // 1_000_000)
-    # No file has the fencing tokens of locks. A lock passes on less than once a millisecond.
+    # No file has the fencing tokens of locks. A lock passes on less than once a millisecond, of any clock in the logs.
     last_token: int = field(default_factory=lambda: time.time_ns() // 1_000_000)
 
     def take_groups(self, fold: GroupsFold) -> None:
@@ -348,6 +348,7 @@ def _read_replica(adoption: Adoption, files: Files, topic: TopicState, number: i
         return ReplicaFound(broker_id, highest_epoch=highest_epoch, fault=f"broker {broker_id}: {fault}")
     try:
         adoption.take_groups(recovered.groups)
+        adoption.last_token = max(adoption.last_token, replica.last_timestamp_ms)
         producers = recovered.producers.snapshot()
         adoption.take_ids([each.producer_id for each in producers])
         ticks = tuple((each.producer_id, each.epoch) for each in producers if each.producer_id >= SCHEDULE_IDS_FROM)

@@ -316,6 +316,8 @@ def _startup_errors() -> Iterator[None]:
 
 def _cluster_of(catalog: Catalog, question: IdentityRequest) -> str:
     """Return the cluster id. A new directory joins ZooKeeper's cluster; one with an id must match it."""
+    from portalmq.control_plane.locks import LockTable
+
     found, held = catalog.find_cluster_id(), question.held
     if held is None:
         return found or catalog.cluster_id()
@@ -326,7 +328,13 @@ def _cluster_of(catalog: Catalog, question: IdentityRequest) -> str:
             "it held is lost, write it back from the data directories with `portalmq adopt`",
             EX_CANTCREAT,
         )
-    found = found or catalog.cluster_id(held.cluster_id)
+    if (
+        found is None
+    ):  # an emptied ZooKeeper, which may have given out numbers: they go on from the time, as adopted ones
+        now_ms = time.time_ns() // 1_000_000
+        LockTable(catalog.plane).reserve_tokens(now_ms)
+        catalog.reserve_producer_ids(now_ms)
+        found = catalog.cluster_id(held.cluster_id)
     if found != held.cluster_id:
         raise StartupError(
             f"the data directory is of cluster {held.cluster_id}, and ZooKeeper of cluster {found}: name the right "

@@ -25,7 +25,7 @@ from portalmq.control_plane.locks import (
     requested,
     until_turn_ms,
 )
-from portalmq.control_plane.plane import DATA_BYTES_MAX, Delete
+from portalmq.control_plane.plane import DATA_BYTES_MAX, Create, Delete
 from portalmq.control_plane.state import encode
 from portalmq.errors import Backpressure, Fenced, LockNotFound
 
@@ -289,6 +289,15 @@ class TestTheTable:
         setattr(plane, lost, 1)
         taken = table.ask("l", "b", TTL, seen, LIVE, ticket=ticket("b")).state
         assert (taken.owner, taken.token, taken.queue) == ("b", 2, ())
+
+    def test_tokens_are_reserved_beside_a_lock_that_cannot_be_read(
+        self, plane: Interrupted, table: LockTable, seen: Seen
+    ) -> None:
+        table.ask("l", "a", TTL, seen, LIVE)
+        plane.commit(Create("/locks/broken", b"{"), Create("/locks/not.a=name", b""))
+        table.reserve_tokens(100)
+        assert table.ask("l", "a", TTL, seen, LIVE).state.token == 100
+        assert table.ask("m", "a", TTL, seen, LIVE).state.token == 101
 
     def test_a_concurrent_renewal_wins_over_a_judgement_of_expiry(
         self, plane: Interrupted, table: LockTable, seen: Seen

@@ -338,6 +338,17 @@ class TestWritingBack:
             assert ask(name, "b").state.token > tokens[-1] > tokens[-2]
         assert tokens[1] > 1_000 * 10**9
 
+    def test_tokens_rise_where_the_clock_is_behind_what_the_logs_have(self, tmp_path: Path) -> None:
+        ahead_ms = 4_000_000_000_000
+        with running(tmp_path / "data") as before:
+            before.broker.create_topic("t", wire.CreateTopic())
+            before.clock.day_ms = ahead_ms
+            before.broker.produce("t", ProduceRequest(records("a")))
+            cluster_id = before.broker.cluster_id
+        identity = f'{{"cluster_id": "{cluster_id}", "broker_id": 1, "store_uuid": "store"}}'
+        (tmp_path / "data" / "identity.json").write_text(identity)
+        assert read_directories([tmp_path / "data"]).last_token >= ahead_ms
+
     def test_the_ids_of_producers_stay_below_those_of_schedules(self, tmp_path: Path) -> None:
         with running(tmp_path / "other") as fixture:
             cluster_id = fixture.broker.cluster_id

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from portalmq.broker.server.preflight import IdentityAnswer, IdentityRequest, Pr
 from portalmq.broker.storage.disk import StoreIdentity
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.embedded import EmbeddedZooKeeper
+from portalmq.control_plane.locks import LockTable
 from portalmq.control_plane.plane import PlaneRefused
 from portalmq.control_plane.standalone import Standalone
 from portalmq.control_plane.state import CLUSTER_SECRET, RECEIPT_KEY, BrokerState
@@ -96,6 +98,14 @@ class TestKnownDirectories:
     def test_a_directory_without_messages_keeps_its_cluster(self, catalog: Catalog) -> None:
         assert joined(catalog, question("kept", 3), None) == IdentityAnswer("kept", 3)
         assert catalog.find_cluster_id() == "kept"
+
+    def test_a_directory_without_messages_repeats_no_number_that_an_emptied_zookeeper_gave_out(
+        self, catalog: Catalog
+    ) -> None:
+        before_ms = time.time_ns() // 1_000_000
+        joined(catalog, question("kept", 3), None)
+        assert LockTable(catalog.plane).ask("l", "a", 1_000, lambda *_: 0, {}).state.token > before_ms
+        assert catalog.next_producer(None).id >= before_ms
 
     def test_the_old_disk_of_a_broker_takes_its_id_back(self, catalog: Catalog) -> None:
         cluster_id = joined(catalog, question(store="old"), 1).cluster_id
