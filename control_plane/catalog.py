@@ -21,6 +21,7 @@ from portalmq.control_plane.plane import (
     ControlPlane,
     Create,
     Delete,
+    Node,
     NodeExists,
     Op,
     Set,
@@ -113,11 +114,11 @@ class Catalog(ClusterNodes):
 
         def restore() -> bool:
             nonlocal tried
-            existing = self.find_topic(topic.name)
-            if existing is None and self._stop_creation(topic.topic_id):  # an interrupted attempt may still come
-                existing = self.find_topic(topic.name)
+            existing, home = self.find_topic(topic.name), None
+            if existing is None and (home := self._stop_creation(topic.topic_id)) is not None:
+                existing = self.find_topic(topic.name)  # the attempt that was interrupted may have come just now
                 if existing is None:
-                    self._remove_all(state.topic_partitions_path(topic.topic_id))
+                    self._remove(self.plane.get_children(state.topic_partitions_path(topic.topic_id)))
             if existing is not None:
                 if existing.topic_id != topic.topic_id:
                     raise TopicExists(f"another topic is named {topic.name!r}")
@@ -129,6 +130,7 @@ class Catalog(ClusterNodes):
                     Create(state.partition_path(topic.topic_id, number), state.encode(partition))
                     for number, partition in enumerate(partitions)
                 ],
+                home,
             )
             return True
 
@@ -437,33 +439,36 @@ class Catalog(ClusterNodes):
             ops, before = ops[room:], guard
         self.plane.commit(*before, *ops, *last)
 
-    def _write_topic(self, topic: TopicState, partitions: list[Op]) -> None:
+    def _write_topic(self, topic: TopicState, partitions: list[Op], stopped: int | None = None) -> None:
         """Create the topic with these partitions. Its own node comes last: until then the partitions are invisible, and
-        `sweep` may remove them. Version 1 tells the home created here from one that a later commit would create
-        implicitly after a sweep."""
+        `sweep` may remove them. `stopped` is the version of the home of a creation that was stopped; without one it is
+        made, and version 1 tells it from one that a later commit would create implicitly after a sweep."""
         home = state.topic_partitions_path(topic.topic_id)
+        made = [Create(home), Set(home, topic.name.encode(), 0)] if stopped is None else [Check(home, stopped)]
         self._commit_in_parts(
-            [Create(home), Set(home, topic.name.encode(), 0), *partitions],
-            guard=[Check(home, 1)],
+            [*made, *partitions],
+            guard=[Check(home, 1 if stopped is None else stopped)],
             last=[Create(state.topic_path(topic.name), state.encode(topic))],
         )
 
-    def _stop_creation(self, topic_id: str) -> bool:
-        """Change the version that a creation in progress checks in its last commit, which now fails. Return False where
-        nothing is there of the topic's partitions."""
+    def _stop_creation(self, topic_id: str) -> int | None:
+        """Change the version that a creation in progress checks in its last commit, which now fails. Return the new
+        one; None where nothing is there of the topic's partitions."""
         held = self.plane.get(state.topic_partitions_path(topic_id))
-        if held is not None:
-            self.plane.commit(Set(held.path, held.data, held.version))
-        return held is not None
+        return None if held is None else self.plane.commit(Set(held.path, held.data, held.version))[0]
 
     def _remove_all(self, path: str) -> None:
         """Remove a node and its children."""
 
         def remove() -> None:
-            doomed = [*self.plane.get_children(path), self.plane.get(path)]
-            self._commit_in_parts([Delete(node.path, node.version) for node in doomed if node is not None])
+            self._remove([*self.plane.get_children(path), self.plane.get(path)])
 
         self._retry_conflicts(path, remove)
+
+    def _remove(self, nodes: Sequence[Node | None]) -> None:
+        doomed: list[Op] = [Delete(node.path, node.version) for node in nodes if node is not None]
+        if doomed:
+            self._commit_in_parts(doomed)
 
 
 def _patched(config: state.ConfigT, patch: dict[str, Any]) -> state.ConfigT:

@@ -206,19 +206,26 @@ class TestCreatingTopics:
 class TestRestoringTopics:
     """`portalmq adopt` writes topics back."""
 
-    @pytest.mark.parametrize("late_by", range(8))
-    @pytest.mark.parametrize(("partitions", "late"), [(1, "/topics/t"), (150, "/partitions/id"), (150, "/topics/t")])
+    @pytest.mark.parametrize("late_by", range(20))
+    @pytest.mark.parametrize(
+        ("partitions", "late"),
+        [(1, "/topics/t"), *((150, f"/{it}") for it in ("partitions/id", "topics/t")), (350, "/topics/t")],
+    )
     def test_a_commit_that_comes_late_costs_no_partition(
         self, plane: Interrupted, catalog: Catalog, partitions: int, late: str, late_by: int
     ) -> None:
         """Found by `make simulate-shell SEED=56798`: the attempt after it removed the partitions of the first."""
         topic = state.TopicState("t", "id", partitions, partitions, 1, wire.TopicConfig())
         plane.late, plane.late_by = late, late_by
+        seen: list[int] = []
+        look = super(Interrupted, plane).get_children  # which lets no time pass
+        plane.watch(lambda _path: seen.extend(len(look("/partitions/id")) for _ in look(state.TOPICS)))
         assert catalog.restore_topic(topic, [state.PartitionState(1, 1, (1,), (1,), {}, {})] * partitions)
         for _ in range(late_by + 1):
             plane.sync()
         assert catalog.topics() == {"t": topic}
         assert len(catalog.partitions(topic)) == partitions
+        assert set(seen) <= {partitions}, "the topic appeared before all of its partitions"
         assert not catalog.restore_topic(topic, [state.PartitionState(1, 1, (1,), (1,), {}, {})] * partitions)
 
 
