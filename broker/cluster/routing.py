@@ -26,6 +26,7 @@ from gevent.event import Event
 
 from portalmq.broker.cluster.peers import NotAnswered
 from portalmq.broker.cluster.rpc import Outcomes, PartitionCall, PartitionRequest, PeerCaller, TopicPartition
+from portalmq.broker.partition.refusals import FaultyFiles
 from portalmq.broker.partition.writer import NotCommittedYet
 from portalmq.broker.partition.yielding import in_short_turns
 from portalmq.control_plane.state import TopicState
@@ -312,7 +313,7 @@ class LeaderRouter:
     def _may_mend(self, outcome: object, forward: bool, repeatable: bool) -> bool:
         if not isinstance(outcome, NotLeader | Unavailable) or not outcome.retryable:
             return False
-        if isinstance(outcome, NotCommittedYet):
+        if isinstance(outcome, NotCommittedYet | FaultyFiles):
             return False
         if outcome.outcome != "not_applied" and not repeatable:
             return False

@@ -5,6 +5,11 @@ from __future__ import annotations
 from portalmq.broker.storage.errors import Shortage, StorageError, TooManyOpenFiles
 from portalmq.errors import Outcome, PortalMQError, StorageFull, Unavailable
 
+
+class FaultyFiles(Unavailable):
+    """A file is damaged, or no descriptor is left: a repeated call here would only meet that again."""
+
+
 DISK_FULL = "the broker's disk is full: free space or add disk, then repeat"
 NO_DESCRIPTOR = "the broker has no file descriptor left: raise its limit of open files (ulimit -n), then repeat"
 
@@ -12,7 +17,7 @@ NO_DESCRIPTOR = "the broker has no file descriptor left: raise its limit of open
 def refusal_of(shortage: Shortage, outcome: Outcome = "not_applied") -> PortalMQError:
     """Return the public error for `shortage`, for a call with that outcome."""
     if isinstance(shortage, TooManyOpenFiles):
-        return Unavailable(NO_DESCRIPTOR, outcome=outcome, retry_after_s=1)
+        return FaultyFiles(NO_DESCRIPTOR, outcome=outcome, retry_after_s=1)
     return StorageFull(DISK_FULL, outcome=outcome, retry_after_s=5)
 
 
@@ -20,7 +25,7 @@ def answer_to(fault: StorageError) -> PortalMQError:
     """Return the public error for a shortage or damage that a change has met: it may be applied."""
     if isinstance(fault, Shortage):
         return refusal_of(fault, "unknown")
-    return Unavailable(f"a file is damaged on this broker: {fault}", outcome="unknown")
+    return FaultyFiles(f"a file is damaged on this broker: {fault}", outcome="unknown")
 
 
 def not_serving_yet() -> Unavailable:
