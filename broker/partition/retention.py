@@ -20,7 +20,7 @@ from portalmq.broker.core.fold import PartitionFold, encode_fold
 from portalmq.broker.core.queue.delivery import GroupDelivery
 from portalmq.broker.core.queue.lanes import DELAYED
 from portalmq.broker.core.queue.records import Purge
-from portalmq.broker.core.replica.age import Age
+from portalmq.broker.core.replica.age import Age, SavedAge
 from portalmq.broker.core.replica.events import EpochNeeded
 from portalmq.broker.partition.folding import GroupsFold
 from portalmq.broker.partition.host import Replica
@@ -75,9 +75,9 @@ class Retention:
         # faster than it is checked.
         self._scrub_at: int | None = None
         self._scrub_until = 0
-        log_ms = partition.log.last_timestamp_ms
-        begin_ms = partition.state_file.age_ms or partition.log.oldest_timestamp_ms
-        self._age = Age(log_ms, partition.host.clock.now_ms(), begin_ms)
+        clock, saved = partition.host.clock, partition.state_file.age
+        begin_ms = SavedAge(*saved).after_stop(clock.wall_ms()) if saved else partition.log.oldest_timestamp_ms
+        self._age = Age(partition.log.last_timestamp_ms, clock.now_ms(), begin_ms)
 
     # --- snapshots ---------------------------------------------------------------------------------------------------
 
@@ -118,7 +118,8 @@ class Retention:
         if fold is None or fold.applied > partition.high_watermark:
             return
         self._age_ms()
-        known = (partition.high_watermark, partition.log.messages_before, self._age.reached_ms)
+        age = SavedAge(self._age.reached_ms, partition.host.clock.wall_ms())
+        known = (partition.high_watermark, partition.log.messages_before, age)
         saved = partition.host.pool.apply(_save, (partition.state_file, fold, *known))
         if self.unsaved is fold:
             self.unsaved = None
@@ -326,11 +327,11 @@ def _save(
     fold: PartitionFold,
     high_watermark: int,
     messages_before: Callable[[int], int],
-    age_ms: int,
+    age: SavedAge,
 ) -> bool:
     """Return whether there was room."""
     try:
-        state_file.save(fold, high_watermark, messages_before, age_ms=age_ms)
+        state_file.save(fold, high_watermark, messages_before, age=age)
     except Shortage:
         return False
     return True

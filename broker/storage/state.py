@@ -46,6 +46,9 @@ from portalmq.broker.storage.wal import (
 STATE_NAME = "state.sqlite"
 STATE_SCHEMA_VERSION = 6
 
+# The time that ages of messages are measured by, and the time of day then (core/replica/age.py).
+Age = tuple[int, int]
+
 
 class _Damaged(Exception):
     """The file is not, or no longer, the state of this log."""
@@ -58,13 +61,13 @@ _UNREADABLE = (*_BROKEN, KeyError, TypeError, ValueError)
 
 class SavedState(msgspec.Struct, frozen=True, array_like=True):
     """What a closed state file is known by without reading it: the fold in it reaches `applied`. `epoch` is the highest
-    leader epoch in the file, -1 without one; `age_ms` as in StateFile."""
+    leader epoch in the file, -1 without one; `age` as in StateFile."""
 
     applied: int
     high_watermark: int
     digest: bytes
     epoch: int
-    age_ms: int = 0
+    age: Age | None = None
 
 
 class StateFile:
@@ -97,8 +100,8 @@ class StateFile:
         self._is_durable = False
         # What else of the table `meta` this process has read or saved.
         self._saved: dict[str, Any] = {}
-        # The time that the log's age had reached at the last save that says so (core/replica/age.py), 0 without one.
-        self.age_ms = 0
+        # As of the last save that has it; None without one.
+        self.age: Age | None = None
 
     # --- saving and loading -------------------------------------------------------------------------------------
 
@@ -109,10 +112,10 @@ class StateFile:
         messages_before: Callable[[int], int] | None = None,
         *,
         durable: bool = False,
-        age_ms: int = 0,
+        age: Age | None = None,
     ) -> None:
         """Replace what is saved. `messages_before` (Log.messages_before) makes the lag in the view `lag` exact. The age
-        is kept where `age_ms` is 0. Atomic; fsynced only if `durable`: otherwise an older save may be found after a
+        is kept where `age` is None. Atomic; fsynced only if `durable`: otherwise an older save may be found after a
         power cut."""
         epoch = -1
         meta = {
@@ -123,8 +126,8 @@ class StateFile:
             "high_watermark_crc": _crc_of(high_watermark),
             "digest": hash_of_bytes(encode_fold(fold)),
         }
-        if age_ms:
-            meta |= {"age_ms": age_ms, "age_ms_crc": _crc_of(age_ms)}
+        if age is not None:
+            meta |= {"age_ms": age[0], "age_wall_ms": age[1], "age_crc": _crc_of(*age)}
 
         def write(connection: apsw.Connection) -> None:
             nonlocal epoch
@@ -141,7 +144,7 @@ class StateFile:
                 self._transaction(write, durable=durable)
                 self._saved = meta
                 self._highest_epoch = epoch
-                self.age_ms = age_ms or self.age_ms
+                self.age = age or self.age
 
     def save_high_watermark(self, high_watermark: int, messages_before: Callable[[int], int]) -> None:
         """Raise the high watermark of the saved fold. Do nothing if there is none, or its high watermark is higher.
@@ -177,7 +180,7 @@ class StateFile:
                 with self._to_read() as connection:
                     meta = dict(connection.execute("SELECT key, value FROM meta"))
                     self._note_epoch(meta.get("highest_leader_epoch"))
-                    self.age_ms = _age_of(meta)
+                    self.age = _age_of(meta)
                     if "applied" not in meta:
                         return None
                     fold = read_bare_fold(connection, meta)
@@ -199,12 +202,12 @@ class StateFile:
         if self.is_open or not self._knows_epoch or not {"applied", "high_watermark", "digest"} <= known.keys():
             return None
         fold = known["applied"], known["high_watermark"], known["digest"]
-        return SavedState(*fold, self._highest_epoch, self.age_ms)
+        return SavedState(*fold, self._highest_epoch, self.age)
 
     def resume(self, saved: SavedState) -> None:
         """Take that the file, closed and as it was, has this."""
         self._note_epoch(saved.epoch)
-        self.age_ms = saved.age_ms
+        self.age = saved.age
         self._saved = {"applied": saved.applied, "high_watermark": saved.high_watermark, "digest": saved.digest}
 
     def repair(self) -> bool:
@@ -450,14 +453,15 @@ def _is_intact(fold: PartitionFold, meta: dict[str, Any]) -> bool:
     return is_right and bool(hash_of_bytes(encode_fold(fold)) == meta["digest"])
 
 
-def _age_of(meta: dict[str, Any]) -> int:
-    """Return the saved age, 0 without one. One that does not match its checksum counts as lost."""
-    age_ms = meta.get("age_ms", 0)
-    return age_ms if isinstance(age_ms, int) and meta.get("age_ms_crc") == _crc_of(age_ms) else 0
+def _age_of(meta: dict[str, Any]) -> Age | None:
+    """Return the saved age, None without one. One that does not match its checksum counts as lost."""
+    age = (meta.get("age_ms", 0), meta.get("age_wall_ms", 0))
+    is_whole = all(isinstance(each, int) for each in age) and meta.get("age_crc") == _crc_of(*age)
+    return age if is_whole else None
 
 
-def _crc_of(number: int) -> int:
-    return zlib.crc32(b"%d" % number)
+def _crc_of(*numbers: int) -> int:
+    return zlib.crc32(b" ".join([b"%d" % number for number in numbers]))
 
 
 def _highest_epoch(connection: apsw.Connection) -> int:

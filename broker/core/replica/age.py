@@ -4,13 +4,28 @@ its age is gone on every replica.
 The least of three times counts: the log's own time (the stamp of its last append, advanced by a monotonic clock while
 nothing is appended), the time of day, and a limit: within an hour of running no log ages by more than a day. So a wrong
 time of day makes nothing old while the log does not follow it, and leaves hours to correct it when the log does.
-A restart goes on from the time that was saved, and where none was, from the oldest messages: the stamp of the last
-append may be wrong.
+A restart goes on from the time that was saved, advanced by at most a day of the time of day that has passed since, so
+that a broker which runs for minutes a day keeps up; where none was saved, from the oldest messages. The stamp of the
+last append may be wrong.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 DAYS_AN_HOUR = 24
+STOPPED_MS_MAX = 24 * 3_600_000
+
+
+class SavedAge(NamedTuple):
+    """The time that ages are measured by, as it was at a save, and the time of day then."""
+
+    time_ms: int
+    wall_ms: int
+
+    def after_stop(self, wall_ms: int) -> int:
+        """Return the time to begin with at this time of day."""
+        return self.time_ms + min(max(0, wall_ms - self.wall_ms), STOPPED_MS_MAX)
 
 
 class Age:
@@ -21,7 +36,7 @@ class Age:
     """
 
     def __init__(self, log_ms: int, now_ms: int, begin_ms: int) -> None:
-        """`begin_ms` is what `reached_ms` was before a restart. It counts up to `log_ms`, the last append's stamp."""
+        """`begin_ms` is the time to begin with. It counts up to `log_ms`, the last append's stamp."""
         self._log_ms = log_ms
         self._appended_ms = now_ms
         self._time_ms = min(begin_ms, log_ms)

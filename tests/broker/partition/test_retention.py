@@ -63,6 +63,20 @@ def test_messages_of_before_a_restart_are_old_in_time(tmp_path: Path) -> None:
         assert log_start(after) > 0
 
 
+def test_a_broker_that_runs_for_minutes_a_day_keeps_up(tmp_path: Path) -> None:
+    clock = HandClock()
+    with running(tmp_path, clock) as first:
+        filled(first)
+    for day in range(1, 12):
+        clock.advance(DAY_MS - HOUR_MS // 6)
+        with running(tmp_path, clock) as again:
+            fill(again, 1)
+            clock.advance(HOUR_MS // 6)
+            start = log_start(again)
+            again.broker.maintenance.save_state()
+        assert (start > 0) == (day >= 8), day
+
+
 def test_without_the_state_file_ages_go_on_from_the_oldest_messages(tmp_path: Path) -> None:
     """Found by `make simulate-shell SEED=57283`: a power cut had taken the file, and a clock was days ahead."""
     clock = HandClock()

@@ -22,12 +22,14 @@ from portalmq.broker.core.fold import (
     StreamFold,
     encode_fold,
 )
+from portalmq.broker.core.replica.age import SavedAge
 from portalmq.broker.storage.batch import BatchKind
 from portalmq.broker.storage.errors import DiskFull
 from portalmq.broker.storage.schema import LogIdentity
 from portalmq.broker.storage.state import StateFile
 
 LATER_MS = 9_000_000_000_000
+AGE = SavedAge(1_700_000_000_000, 1_700_000_001_000)
 
 
 def fold_of_two_groups():
@@ -448,36 +450,36 @@ def test_the_high_watermark_rises_without_a_new_fold_and_never_falls(tmp_path):
 
 def test_the_age_is_kept_by_saves_that_do_not_know_it(tmp_path):
     state = StateFile(tmp_path, identity=IDENTITY)
-    state.save(PartitionFold(applied=1), 1, age_ms=1_700_000_000_000)
+    state.save(PartitionFold(applied=1), 1, age=AGE)
     state.save(PartitionFold(applied=2), 2)
     state.forget()
     after = StateFile(tmp_path, identity=IDENTITY)
     assert after.load() is None
-    assert after.age_ms == 1_700_000_000_000
+    assert after.age == AGE
 
 
 @pytest.mark.parametrize("meddling", ["value = value + 1", "value = CAST(value AS TEXT)", "value = 0"])
 def test_a_damaged_age_does_not_count(tmp_path, meddling):
     state = StateFile(tmp_path, identity=IDENTITY)
-    state.save(PartitionFold(applied=1), 1, age_ms=1_700_000_000_000)
+    state.save(PartitionFold(applied=1), 1, age=AGE)
     state.park()
     with closing(apsw.Connection(str(state.path))) as connection:
         connection.execute(f"UPDATE meta SET {meddling} WHERE key = 'age_ms'")
     assert not state.is_sound()
     after = StateFile(tmp_path, identity=IDENTITY)
     assert after.load() == (PartitionFold(applied=1), 1)
-    assert after.age_ms == 0
+    assert after.age is None
 
 
 def test_a_closed_file_is_resumed_with_its_age(tmp_path):
     state = StateFile(tmp_path, identity=IDENTITY)
-    state.save(PartitionFold(applied=1), 1, age_ms=1_700_000_000_000)
+    state.save(PartitionFold(applied=1), 1, age=AGE)
     state.highest_epoch()
     state.park()
     assert state.saved is not None
     after = StateFile(tmp_path, identity=IDENTITY)
     after.resume(state.saved)
-    assert after.age_ms == 1_700_000_000_000
+    assert after.age == AGE
 
 
 def test_the_view_of_streams_shows_their_lag_in_messages(tmp_path):

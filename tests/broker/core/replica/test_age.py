@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from portalmq.broker.core.replica.age import DAYS_AN_HOUR, Age
+from portalmq.broker.core.replica.age import DAYS_AN_HOUR, Age, SavedAge
 
 HOUR_MS = 3_600_000
 DAY_MS = 24 * HOUR_MS
@@ -57,6 +57,15 @@ def test_a_restart_goes_on_from_the_saved_time():
     assert age.time_ms(wrong_ms, START_MS + 1_000, wrong_ms) == age.reached_ms == START_MS + 24_000
     after = Age(wrong_ms, START_MS + 2_000, age.reached_ms)
     assert after.time_ms(wrong_ms, START_MS + 3_000, wrong_ms) == START_MS + 48_000
+
+
+def test_a_stop_counts_for_a_day_at_most_and_a_jump_of_the_clock_once():
+    saved = SavedAge(START_MS, START_MS + HOUR_MS)
+    assert saved.after_stop(START_MS + 3 * HOUR_MS) == START_MS + 2 * HOUR_MS
+    assert saved.after_stop(START_MS + 80 * DAY_MS) == START_MS + DAY_MS
+    assert saved.after_stop(START_MS - DAY_MS) == START_MS
+    jumped = SavedAge(START_MS + DAY_MS, START_MS + 80 * DAY_MS)
+    assert jumped.after_stop(START_MS + 80 * DAY_MS + 5) == START_MS + DAY_MS + 5
 
 
 def test_a_saved_time_beyond_the_last_append_does_not_count():
