@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from simulation.shell.checker import Checker, Known
+from simulation.shell.checker import Checker, Known, leaps
 from simulation.shell.defects import DEFECTS, changed
 from simulation.shell.history import DEDUP_WINDOW_MS as DAY_MS
 from simulation.shell.history import Delivered, Granted, History
@@ -647,3 +647,9 @@ def test_a_member_whose_log_was_damaged_while_it_joined_may_set_it_aside() -> No
 @pytest.mark.parametrize("name", DEFECTS)
 def test_the_text_that_a_defect_replaces_is_in_the_product(name: str) -> None:
     assert changed(name)
+
+
+def test_a_log_leaps_where_its_time_was_put_ahead_by_a_window():
+    """Found by `make simulate-shell SEED=63981`: its outputs were forgotten then."""
+    for stamps, expected in ([1, 5, DAY_MS], False), ([1, 5, DAY_MS + 5], True), ([], False):
+        assert leaps([SimpleNamespace(appended_at_ms=each) for each in stamps]) == expected

@@ -25,7 +25,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from simulation.shell.history import History, Where
+from simulation.shell.history import DEDUP_WINDOW_MS, History, Where
 from simulation.shell.loop import Process
 from simulation.shell.schedules import TICKS
 
@@ -514,6 +514,7 @@ class Checker:
                 self.world.clients.recurring.stored(number, next(iter(logs.values())))
                 continue
             log = next(iter(logs.values()))
+            self.history.windows_end |= topic != TOPIC and leaps(log)
             if topic == f"{TOPIC}.dlq":
                 letters += _letters(log)
             else:
@@ -541,6 +542,12 @@ def _read_all(partition: Partition) -> list[Batch]:
         found += batches
         at = batches[-1].end_offset
     return found
+
+
+def leaps(log: Sequence[Batch]) -> bool:
+    """Return whether the time by which the leaders of a log went was put ahead by a dedup window: a broker that is the
+    first one goes by its own clock until it learns the right time."""
+    return any(after.appended_at_ms - before.appended_at_ms >= DEDUP_WINDOW_MS for before, after in pairwise(log))
 
 
 def _values(log: Sequence[Batch]) -> dict[int, bytes]:
