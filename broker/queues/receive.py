@@ -261,10 +261,11 @@ class ReceiveHandler:
         for topic in topics:
             for partition in topic.led():
                 place = place_of(topic.state, partition.number)
-                if group.name not in partition.delivery:
-                    if group.config.start != "earliest":
-                        has_begun = False
-                        continue
+                is_known = group.name in partition.delivery
+                if not is_known and group.config.start != "earliest":
+                    has_begun = False
+                    continue
+                if not is_known or self._groups.attach(group, partition, place.topic_id).begun is not None:
                     try:
                         self._groups.begin_here(group, place, "earliest")
                     except (NotLeader, Unavailable):

@@ -181,6 +181,19 @@ def test_a_group_has_begun_for_nobody_before_its_start_is_on_disk(fixture, monke
     assert all(begin.successful() for begin in begins)
 
 
+def test_nothing_is_delivered_before_the_start_of_the_group_is_on_disk(fixture, monkeypatch):
+    """Found by `make simulate-shell SEED=66024`: the start was lost with the leader, and a commit was refused for good,
+    with "the group has ended", of which a copy was carried out later."""
+    send(fixture, "a", "b")
+    with held(monkeypatch, fixture.broker.topics.get("t").partition(0).log, "append") as release:
+        receives = [gevent.spawn(receive, fixture, max_messages=1) for _ in range(2)]
+        gevent.joinall(receives, timeout=0.1)
+        assert not any(each.ready() for each in receives)
+        release()
+        gevent.joinall(receives, timeout=10)
+    assert sorted(texts(messages) for each in receives for messages in [each.get()]) == [["a"], ["b"]]
+
+
 def test_a_deletion_that_the_disk_refuses_leaves_a_group_that_can_be_used_and_deleted(fixture, monkeypatch):
     fixture.broker.create_topic("t", wire.CreateTopic(partitions=2))
     for number in (0, 1):
