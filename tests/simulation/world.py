@@ -302,9 +302,9 @@ class World:
         return True
 
     def _acknowledged(self) -> int:
-        """Return how many batches clients know to be stored. On a network that stays rough it is what brokers have
-        answered: that may take longer than a client waits."""
-        return len(self.checker.acked) if self.options.after == "rough" else self.acked
+        """Return how many batches clients know to be stored. On a network that stays rough those count, too, that
+        brokers have answered: an answer may come after its client has given up."""
+        return self.acked + (len(self.checker.acked) if self.options.after == "rough" else 0)
 
     def _unsettled(self, node: Node) -> str | None:
         """Return the group work that existed when the faults ended and is unfinished."""
