@@ -118,7 +118,8 @@ class Retention:
         if fold is None or fold.applied > partition.high_watermark:
             return
         self._age_ms()
-        age = SavedAge(self._age.reached_ms, partition.host.clock.wall_ms())
+        reached_ms = self._age.reached_ms  # 0 before the first append
+        age = SavedAge(reached_ms, partition.host.clock.wall_ms()) if reached_ms else None
         known = (partition.high_watermark, partition.log.messages_before, age)
         saved = partition.host.pool.apply(_save, (partition.state_file, fold, *known))
         if self.unsaved is fold:
@@ -327,7 +328,7 @@ def _save(
     fold: PartitionFold,
     high_watermark: int,
     messages_before: Callable[[int], int],
-    age: SavedAge,
+    age: SavedAge | None,
 ) -> bool:
     """Return whether there was room."""
     try:

@@ -8,6 +8,7 @@ import pytest
 from support.domain import Fixture, HandClock, records, running
 
 from portalmq import wire
+from portalmq.broker.core.replica.age import Age
 from portalmq.broker.messages.produce import ProduceRequest
 
 HOUR_MS = 3_600_000
@@ -75,6 +76,22 @@ def test_a_broker_that_runs_for_minutes_a_day_keeps_up(tmp_path: Path) -> None:
             start = log_start(again)
             again.broker.maintenance.save_state()
         assert (start > 0) == (day >= 8), day
+
+
+def test_a_log_that_was_saved_before_its_first_append_ages_from_that(tmp_path: Path) -> None:
+    clock = HandClock()
+    with running(tmp_path, clock) as before:
+        before.broker.create_topic("t", wire.CreateTopic(config={"segment_bytes": 1024 * 1024}))
+        (partition,) = before.broker.topics.get("t").local.values()
+        partition.retention._age = Age(0, clock.now_ms(), 0)  # as of a log that is begun again
+        partition.replica.last_timestamp_ms = 0
+        partition.retention.forget_snapshot()
+        before.broker.maintenance.save_state()
+        assert partition.state_file.age is None
+    with running(tmp_path, clock) as after:
+        fill(after)
+        (partition,) = after.broker.topics.get("t").local.values()
+        assert partition.retention._age_ms() == clock.wall_ms()
 
 
 def test_without_the_state_file_ages_go_on_from_the_oldest_messages(tmp_path: Path) -> None:
