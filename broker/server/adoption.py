@@ -20,8 +20,8 @@ Otherwise an operator has to accept the loss explicitly.
 The new leader epoch is above every epoch that any replica has seen, so nothing from before is mistaken for current.
 Producer ids continue far above those in the logs: a new producer must not get an old id, which would turn its messages
 into repeats. They begin at the present time in milliseconds at least, because a producer may have its id and no message
-in any log. Groups come back as paused as they were, and a later change has a higher number. State
-that is only in ZooKeeper is not restored: the settings of groups, the names of producers.
+in any log. Groups come back as paused as they were, and a later change has a higher number. State that is only in
+ZooKeeper is not restored: the settings of groups, the names of producers.
 
 Schedules are those of the latest whole `schedules.jsonl`. It may be older than the last change of a schedule, which may
 have gone to another partition since. So none continues before its last tick in any log: each tick stays one message.

@@ -328,9 +328,7 @@ def _cluster_of(catalog: Catalog, question: IdentityRequest) -> str:
             "it held is lost, write it back from the data directories with `portalmq adopt`",
             EX_CANTCREAT,
         )
-    if (
-        found is None
-    ):  # an emptied ZooKeeper, which may have given out numbers: they go on from the time, as adopted ones
+    if found is None:  # an emptied ZooKeeper may have given out numbers: they go on from the time, as in an adoption
         now_ms = time.time_ns() // 1_000_000
         LockTable(catalog.plane).reserve_tokens(now_ms)
         catalog.reserve_producer_ids(now_ms)

@@ -27,6 +27,12 @@ def log_start(fixture: Fixture) -> int:
     return partition.log.log_start_offset
 
 
+def check_old_in_hours(fixture: Fixture) -> None:
+    assert log_start(fixture) == 0
+    fixture.clock.advance(8 * HOUR_MS)
+    assert log_start(fixture) > 0
+
+
 def filled(fixture: Fixture) -> None:
     config = {"segment_bytes": 1024 * 1024, "retention_ms": 7 * DAY_MS}
     fixture.broker.create_topic("t", wire.CreateTopic(config=config))
@@ -59,9 +65,7 @@ def test_messages_of_before_a_restart_are_old_in_time(tmp_path: Path) -> None:
     clock.advance(8 * DAY_MS)
     with running(tmp_path, clock) as after:
         fill(after)
-        assert log_start(after) == 0
-        clock.advance(8 * HOUR_MS)
-        assert log_start(after) > 0
+        check_old_in_hours(after)
 
 
 def test_a_broker_that_runs_for_minutes_a_day_keeps_up(tmp_path: Path) -> None:
@@ -104,9 +108,7 @@ def test_without_the_state_file_ages_go_on_from_the_oldest_messages(tmp_path: Pa
     for path in tmp_path.glob("partitions/*/*/state.sqlite*"):
         path.unlink()
     with running(tmp_path, clock) as after:
-        assert log_start(after) == 0
-        clock.advance(8 * HOUR_MS)
-        assert log_start(after) > 0
+        check_old_in_hours(after)
 
 
 def test_a_segment_that_is_rolled_and_not_sealed_tells_where_a_log_begins(tmp_path: Path) -> None:
