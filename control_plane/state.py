@@ -36,6 +36,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from portalmq.errors import InvalidRequest
 from portalmq.wire import GroupConfig, TopicConfig
 
 CLUSTER_ID = "/cluster_id"
@@ -277,5 +278,10 @@ ConfigT = TypeVar("ConfigT", TopicConfig, GroupConfig)
 
 
 def patched(config: ConfigT, patch: dict[str, Any]) -> ConfigT:
-    """Return `config` with the settings of `patch` replaced. Raises msgspec.ValidationError for a wrong one."""
-    return msgspec.convert({**msgspec.to_builtins(config), **patch}, type(config))
+    """Return `config` with the settings of `patch` replaced. Raises InvalidRequest for a wrong one."""
+    try:
+        return msgspec.convert({**msgspec.to_builtins(config), **patch}, type(config))
+    except msgspec.ValidationError as fault:
+        known = [field.encode_name for field in msgspec.structs.fields(config)]
+        advice = "" if patch.keys() <= set(known) else f"; the settings are {', '.join(known)}"
+        raise InvalidRequest(f"config: {fault}{advice}") from None

@@ -228,6 +228,26 @@ class TestRestoringTopics:
         assert set(seen) <= {partitions}, "the topic appeared before all of its partitions"
         assert not catalog.restore_topic(topic, [state.PartitionState(1, 1, (1,), (1,), {}, {})] * partitions)
 
+    @pytest.mark.parametrize("before", range(5))
+    def test_a_sweep_of_an_earlier_attempt_removes_nothing_that_a_later_one_restores(
+        self, plane: Interrupted, catalog: Catalog, before: int
+    ) -> None:
+        topic = state.TopicState("t", "id", 300, 300, 1, wire.TopicConfig())
+        partitions = [state.PartitionState(1, 1, (1,), (1,), {}, {})] * 300
+        left = [Create(state.partition_path("id", number), state.encode(partitions[0])) for number in range(250)]
+        plane.commit(Create("/partitions/id"))
+        for op in left:
+            plane.commit(op)
+        restored: list[bool] = []
+        plane.meanwhile = [lambda: None] * before + [
+            lambda: restored.append(Catalog(plane).restore_topic(topic, partitions))
+        ]
+        catalog.sweep()
+        if not restored:
+            plane.meanwhile.pop()()
+        assert restored == [True]
+        assert len(catalog.partitions(catalog.topic("t"))) == 300
+
 
 class TestAlteringTopics:
     def test_settings_change_and_others_stay(self, catalog: Catalog) -> None:

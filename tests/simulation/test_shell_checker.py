@@ -17,6 +17,7 @@ from simulation.shell.history import Delivered, Granted, History
 from simulation.shell.limits import Limits
 from simulation.shell.loop import Process
 
+from portalmq.broker.server.adoption import ReplicaFound
 from portalmq.control_plane.plane import Check, Node, Set
 from portalmq.control_plane.state import CONTROLLER_EPOCH, PARTITIONS, PartitionState, encode
 
@@ -605,6 +606,14 @@ BAD_REPLICAS: dict[str, tuple[str, Callable[[Checker], None]]] = {
 def joined(it: Checker) -> PartitionState:
     it.partitions[KEY].held[3].end = 9
     return state()
+
+
+def test_an_adoption_may_find_more_than_a_broker_had_fsynced() -> None:
+    """Seed 66733: the broker ended for a failed fsync, and its records outlived it."""
+    it = checker()
+    it.partitions[KEY].held[3].end = 9
+    it.read_by_adoption({KEY: [ReplicaFound(3, end=10)]})
+    it.changed(KEY, state(isr=(1, 2)), state())
 
 
 @pytest.mark.parametrize("name", BAD_REPLICAS)

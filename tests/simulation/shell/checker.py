@@ -16,7 +16,7 @@ had when it was opened.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -53,6 +53,8 @@ from portalmq.control_plane.state import (
 
 if TYPE_CHECKING:
     from simulation.shell.world import World
+
+    from portalmq.broker.server.adoption import ReplicaFound
 
 TOPIC = "t"
 Key = tuple[str, int]  # topic id and partition
@@ -292,6 +294,13 @@ class Checker:
         if partition.replica.highest_epoch < held.epoch:
             self.fail("I1", "{} has forgotten epoch {} of {}", process, held.epoch, key)
         held.end = end
+
+    def read_by_adoption(self, replicas: Mapping[Key, Iterable[ReplicaFound]]) -> None:
+        """An adoption opened the logs, which makes them durable: what a broker had not fsynced when it ended too."""
+        for key, found in replicas.items():
+            for each in found:
+                held = self.known(key).of(each.broker_id)
+                held.end = max(each.end, held.end)
 
     def saved_anew(self, process: Process, state_file: StateFile) -> None:
         """A damaged state.sqlite was written again. It has the epoch that this process acted in, or its broker has."""

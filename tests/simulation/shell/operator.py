@@ -64,6 +64,7 @@ def _adopt(world: World, random: Random, damaged: Collection[int], key: Key | No
         try:
             plane.start()
             found = adoption.read_directories([each.path for each in paths.values()])
+            world.checker.read_by_adoption(found.replicas)
             for said in adoption.write_back(Catalog(plane), found, accept_loss=False, replace_cluster=True):
                 world.note("operator", "{}", said)
             world.reached["adopted"] += 1
