@@ -24,6 +24,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import apsw
 
@@ -89,6 +90,15 @@ class WrongLog(StorageError):
     """The file is not part of the log that is being opened. `path` is its directory."""
 
     path: Path | None = None
+
+
+def integers(path: Path, row: tuple[Any, ...]) -> tuple[int, ...]:
+    """Return the row of `path`. Raise CorruptFile where a column has no integer: a bit of the row's header has flipped.
+    For rows that are read without their batch, whose checksum would tell."""
+    for value in row:
+        if type(value) is not int:
+            raise CorruptFile(f"{path}: a row is damaged: {value!r} is no integer")
+    return row
 
 
 # Errors of a file that was intact when the log was opened, and is damaged or replaced.

@@ -7,11 +7,13 @@ reading the messages. A file that compaction has not touched has an empty table 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import apsw
 
 from portalmq.broker.storage.batch import Batch
+from portalmq.broker.storage.errors import integers
 
 HOLES_DDL = """
 CREATE TABLE IF NOT EXISTS holes (
@@ -22,12 +24,12 @@ CREATE TABLE IF NOT EXISTS holes (
 """
 
 
-def removed_in(connection: apsw.Connection) -> int:
-    """Return how many messages are missing from the file."""
+def removed_in(connection: apsw.Connection, path: Path) -> int:
+    """Return how many messages are missing from the file. Raises CorruptFile."""
     if connection.execute("SELECT count(*) FROM sqlite_schema WHERE name = 'holes'").get == 0:
         return 0
-    found: Any = connection.execute("SELECT removed + removed_before FROM holes ORDER BY base_offset DESC LIMIT 1").get
-    return 0 if found is None else int(found)
+    found: Any = connection.execute("SELECT removed, removed_before FROM holes ORDER BY base_offset DESC LIMIT 1").get
+    return 0 if found is None else integers(path, found)[0] + found[1]
 
 
 def insert_holes(connection: apsw.Connection, batches: Iterable[Batch], removed_before: int) -> int:
@@ -44,8 +46,8 @@ def insert_holes(connection: apsw.Connection, batches: Iterable[Batch], removed_
     return removed_before
 
 
-def removed_below(connection: apsw.Connection, offset: int) -> int:
-    """Return how many messages below `offset` are missing from the file, which has holes."""
+def removed_below(connection: apsw.Connection, offset: int, path: Path) -> int:
+    """Return how many messages below `offset` are missing from the file, which has holes. Raises CorruptFile."""
     row: Any = connection.execute(
         "SELECT h.base_offset, b.count, h.removed, h.removed_before FROM holes AS h"
         " JOIN batches AS b ON b.base_offset = h.base_offset"
@@ -54,10 +56,10 @@ def removed_below(connection: apsw.Connection, offset: int) -> int:
     ).fetchone()
     if row is None:
         return 0
-    base_offset, count, removed, removed_before = row
+    base_offset, count, removed, removed_before = integers(path, row)
     if offset >= base_offset + count:
-        return int(removed_before + removed)
+        return removed_before + removed
     there: Any = connection.execute(
         "SELECT count(*) FROM messages WHERE offset >= ? AND offset < ?", (base_offset, offset)
     ).get
-    return int(removed_before + (offset - base_offset) - there)
+    return removed_before + offset - base_offset - int(there)

@@ -24,10 +24,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import apsw
 
 from portalmq.broker.core.queue.lanes import DELAYED, LANES, lane_position
+from portalmq.broker.storage.errors import integers
 from portalmq.broker.storage.lane_indexes import DELAYED_MESSAGES, EXPIRING, PRIORITY_MESSAGES, lanes_in
 from portalmq.broker.storage.segment import Segment
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from portalmq.broker.storage.batch import Record
 
 # Rows read at a time: a receive of the usual size.
@@ -91,7 +94,7 @@ class Lanes:
             with self._reader(segment) as reader:
                 if reader is None:
                     return
-                page = rows_after(reader, lane, due_ms, offset, end, rows)
+                page = [_checked(segment.path, row) for row in rows_after(reader, lane, due_ms, offset, end, rows)]
             yield from page
             if len(page) < rows:
                 return
@@ -171,7 +174,9 @@ class Lanes:
                         " WHERE offset IN (SELECT value FROM carray(?))",
                         (apsw.carray(array("q", own), flags=apsw.SQLITE_CARRAY_INT64),),
                     )
-                    found += [lane_position(*row) for row in rows]
+                    for row in rows:
+                        integers(segment.path, row if row[2] is not None else (*row[:2], row[3]))
+                        found.append(lane_position(*row))
         return found
 
     def message(self, offset: int) -> tuple[int, int, Record] | None:
@@ -238,6 +243,11 @@ class Lanes:
                 segment.lanes_found = lanes_in(reader)
                 bits = segment.lanes_found | segment.lanes_appended
         return bits
+
+
+def _checked(path: Path, row: Row) -> Row:
+    integers(path, row[:2] if row[2] is None else row[:3])
+    return row
 
 
 def rows_after(reader: apsw.Connection, lane: int, due_ms: int, offset: int, end: int, limit: int) -> list[Row]:

@@ -19,7 +19,7 @@ import msgspec
 
 from portalmq.broker.storage.batch import Batch, BatchKind, Record
 from portalmq.broker.storage.compressed_values import accept_compressed, insert_compressed
-from portalmq.broker.storage.errors import CorruptFile, StorageFault, WrongLog, opening_errors
+from portalmq.broker.storage.errors import CorruptFile, StorageFault, WrongLog, integers, opening_errors
 from portalmq.broker.storage.files import open_directory, unlink_database
 from portalmq.broker.storage.holes import HOLES_DDL, insert_holes, removed_in
 from portalmq.broker.storage.lane_indexes import LANES_DDL, lanes_of
@@ -291,14 +291,16 @@ class Segment(ReadableSegment):
 
     def _read_end(self, connection: apsw.Connection) -> None:
         row = connection.execute(
-            "SELECT base_offset + count, messages_before + iif(kind = 0, count, 0), appended_at_ms FROM batches"
+            "SELECT base_offset, count, messages_before, kind, appended_at_ms FROM batches"
             " ORDER BY base_offset DESC LIMIT 1"
         ).fetchone()
         if row is None:
             self.end_offset, self.messages_end = self.base_offset, self.messages_before
         else:
-            self.end_offset, self.messages_end, self.last_timestamp_ms = row
-        self.removed = removed_in(connection)
+            base_offset, count, messages_before, kind, self.last_timestamp_ms = integers(self.path, row)
+            self.end_offset = base_offset + count
+            self.messages_end = messages_before + (count if kind == BatchKind.MESSAGES else 0)
+        self.removed = removed_in(connection, self.path)
         self.bytes = connection.execute("PRAGMA page_count").get * PAGE_BYTES
 
     @property
@@ -513,7 +515,7 @@ class Segment(ReadableSegment):
         """Return the latest append or delivery time of a message in this settled segment. Reads the file."""
         with contextlib.closing(self._connect_to_read()) as connection:
             delivered = connection.execute("SELECT coalesce(max(deliver_at_ms), 0) FROM messages").get
-        return max(self.last_timestamp_ms, int(delivered))
+        return max(self.last_timestamp_ms, *integers(self.path, (delivered,)))
 
 
 def _joined(batches: Sequence[Batch]) -> Iterator[tuple[int, int, Sequence[Record], bool]]:

@@ -14,7 +14,7 @@ import msgspec
 
 from portalmq.broker.storage.batch import HOLE, Batch, BatchKind, Record, checksum
 from portalmq.broker.storage.compressed_values import compressed_at, value_at
-from portalmq.broker.storage.errors import CorruptBatch
+from portalmq.broker.storage.errors import CorruptBatch, integers
 from portalmq.broker.storage.holes import removed_below
 from portalmq.broker.storage.rows import BATCH_COLUMNS, MESSAGE_COLUMNS, batch_of, content_types_of, record_of
 from portalmq.broker.storage.wal import connect_beside, connect_locking
@@ -203,7 +203,7 @@ class ReadableSegment(ABC):
             " WHERE base_offset >= ? AND kind = 0 AND producer_id IS NOT NULL ORDER BY base_offset LIMIT ?",
             (offset, limit),
         )
-        return [batch_of(row[:-1], row[-1]) for row in rows]
+        return [batch_of(integers(self.path, row)[:-1], row[-1]) for row in rows]
 
     def message_runs(self, start: int, end: int, limit: int) -> list[tuple[int, int]]:
         """Return up to `limit` of the message batches that overlap [start, end), as (base offset, end offset)."""
@@ -214,12 +214,12 @@ class ReadableSegment(ABC):
         if self.removed:
             return self._runs_of_rows(first, end, limit)
         rows: Any = self.reader.execute(
-            "SELECT base_offset, base_offset + count FROM batches"
+            "SELECT base_offset, count FROM batches"
             " WHERE base_offset >= (SELECT max(base_offset) FROM batches WHERE base_offset <= ?)"
             " AND base_offset < ? AND kind = 0 ORDER BY base_offset LIMIT ?",
             (first, end, limit),
         )
-        return list(rows)
+        return [(offset, offset + count) for offset, count in (integers(self.path, row) for row in rows)]
 
     def _runs_of_rows(self, start: int, end: int, limit: int) -> list[tuple[int, int]]:
         runs: list[tuple[int, int]] = []
@@ -234,7 +234,7 @@ class ReadableSegment(ABC):
 
     def removed_below(self, offset: int) -> int:
         """Return how many messages below `offset` compaction has removed from this segment."""
-        return removed_below(self.reader, offset) if self.removed else 0
+        return removed_below(self.reader, offset, self.path) if self.removed else 0
 
     def messages_below(self, offset: int) -> int:
         """Return how many messages were ever appended below `offset`, which is in this segment."""
@@ -245,8 +245,8 @@ class ReadableSegment(ABC):
         ).fetchone()
         if row is None:
             return self.messages_before
-        base_offset, count, messages_before, kind = row
-        return int(messages_before) + (min(offset - base_offset, count) if kind == BatchKind.MESSAGES else 0)
+        base_offset, count, messages_before, kind = integers(self.path, row)
+        return messages_before + (min(offset - base_offset, count) if kind == BatchKind.MESSAGES else 0)
 
     def batch_start(self, offset: int) -> tuple[int, int, int]:
         """Return (base offset, messages before, time of the batch before) of the batch that holds `offset`, or
@@ -257,19 +257,20 @@ class ReadableSegment(ABC):
             (offset,),
         ).fetchone()
         base_offset, messages_before = row or (offset, self.messages_below(offset))
-        before_ms = self.reader.execute(
+        before_ms: Any = self.reader.execute(
             "SELECT appended_at_ms FROM batches WHERE base_offset < ? ORDER BY base_offset DESC LIMIT 1", (base_offset,)
         ).get
         if before_ms is None:
             before_ms = self.reader.execute("SELECT value FROM meta WHERE key = 'timestamp_before_ms'").get
+        integers(self.path, (base_offset, messages_before, before_ms))
         return base_offset, messages_before, before_ms
 
     def is_batch_boundary(self, offset: int) -> bool:
         """Return whether no batch of this segment straddles `offset`."""
-        end = self.reader.execute(
-            "SELECT base_offset + count FROM batches WHERE base_offset < ? ORDER BY base_offset DESC LIMIT 1", (offset,)
-        ).get
-        return end is None or end <= offset
+        row = self.reader.execute(
+            "SELECT base_offset, count FROM batches WHERE base_offset < ? ORDER BY base_offset DESC LIMIT 1", (offset,)
+        ).fetchone()
+        return row is None or sum(integers(self.path, row)) <= offset
 
     def message_of_id(self, message_id: bytes, since_ms: int) -> tuple[int, bytes | None, int] | None:
         row = self.reader.execute(
@@ -277,7 +278,10 @@ class ReadableSegment(ABC):
             " ORDER BY offset DESC LIMIT 1",
             (message_id, since_ms),
         ).fetchone()
-        return None if row is None else (row[0], row[1], row[2])
+        if row is None:
+            return None
+        found_at, timestamp_ms = integers(self.path, row[::2])
+        return found_at, row[1], timestamp_ms
 
     def messages_of_ids(
         self, message_ids: Sequence[bytes], since_ms: int
@@ -314,7 +318,7 @@ class ReadableSegment(ABC):
             ).fetchone()
             if row is None:
                 raise CorruptBatch(self.path, middle, "its header is missing")
-            base_offset, count, appended_at_ms = row
+            base_offset, count, appended_at_ms = integers(self.path, row)
             if appended_at_ms >= timestamp_ms:
                 high = base_offset
             else:

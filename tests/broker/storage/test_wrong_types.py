@@ -1,0 +1,151 @@
+"""A bit that flips in the header of a row makes NULL, a text or a blob of a number. No checksum is compared where a row
+is read alone, so each read has to say itself that the file is damaged."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import apsw
+import pytest
+from support.compressed import reading_records, with_compressed_values
+from support.log_files import IDENTITY, Writer, open_log
+
+from portalmq.broker.core.fold import PartitionFold, encode_fold
+from portalmq.broker.core.queue.lanes import DELAYED
+from portalmq.broker.partition.folding import recover
+from portalmq.broker.storage.batch import BatchKind, Record
+from portalmq.broker.storage.compaction import Compaction, CompactionOrder
+from portalmq.broker.storage.errors import DAMAGE
+from portalmq.broker.storage.log import Log
+from portalmq.broker.storage.state import StateFile
+
+COLUMNS = {
+    "batches": ("count", "messages_before", "kind", "leader_epoch", "producer_id", "sequence", "appended_at_ms", "crc"),
+    "messages": (
+        *("key", "value", "content_type", "headers", "timestamp_ms", "deliver_at_ms", "expires_at_ms", "priority"),
+        *("message_id", "body_hash"),
+    ),
+    "records": ("kind", "group_name", "body"),
+    "content_types": ("name",),
+    "holes": ("removed", "removed_before"),
+    "compressed_values": ("codec", "size", "data"),
+    "meta": ("value",),
+}
+VALUES = {"null": None, "text": "x", "blob": b"\xff", "real": 1.5}
+IDS = [b"id-%d" % number for number in range(20)]
+SECOND = 20
+
+READS: dict[str, Callable[[Log, int], Any]] = {
+    "read": lambda log, offset: log.read(offset, max_messages=4),
+    "read to copy": lambda log, offset: log.read_to_copy(offset, max_bytes=100, below=1 << 40),
+    "message runs": lambda log, offset: log.message_runs(offset, offset + 10, 10),
+    "replica start": lambda log, offset: log.replica_start(offset),
+    "messages before": lambda log, offset: log.messages_before(offset),
+    "message id": lambda log, offset: [log.find_message_id(each, 0) for each in IDS],
+    "message ids": lambda log, offset: [log.find_message_ids(IDS, 0, below) for below in (None, SECOND)],
+    "time": lambda log, offset: log.offset_for_time(1_000 + offset),
+    "control records": lambda log, offset: list(log.control_records(offset)),
+    "group records": lambda log, offset: list(log.group_records("g", offset, offset + 20)),
+    "blank": lambda log, offset: log.has_blank(offset, offset + 20),
+    "producers": lambda log, offset: list(log.producer_batches(offset)),
+    "state": lambda log, offset: log.newest_state(offset),
+    "message": lambda log, offset: log.lanes.message(offset),
+    "lanes": lambda log, offset: log.lanes.present,
+    "a lane": lambda log, offset: [list(log.lanes.after(each, 0, offset, 1 << 40)) for each in (3, DELAYED)],
+    "counts": lambda log, offset: [log.lanes.count(each, 0, offset, 1 << 40) for each in (3, DELAYED)],
+    "others": lambda log, offset: log.lanes.count_others(offset, offset + 20),
+    "positions": lambda log, offset: log.lanes.lane_positions(range(offset, offset + 20)),
+    "first segment": lambda log, offset: log.lanes.first_segment_after(DELAYED, 0, offset, 1 << 40),
+    "next plain": lambda log, offset: log.lanes.next_plain(offset, 1 << 40, 100),
+    "scrub": lambda log, offset: log.scrub(offset, 1 << 20),
+    "retention": lambda log, offset: log.retention_candidate(1 << 50, 1, 1),
+    "bytes": lambda log, offset: log.bytes_from(offset),
+    "recovery": lambda log, offset: recover(log, StateFile(log.directory, identity=IDENTITY)) if not offset else None,
+}
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A log of two segments, each with messages of all kinds, control records, and compressed values."""
+    directory = tmp_path_factory.mktemp("log")
+    log = open_log(directory)
+    for segment in range(2):
+        writer = Writer(log, at_ms=1_000 + log.end_offset)
+        writer.put(Record(b"an older value", key=b"k"), Record(b"another", key=b"k"))
+        writer.put(b"plain", Record(b"{}", "application/json", key=b"k", headers={"a": "b"}))
+        numbered = [Record(b"v", message_id=IDS[10 * segment + each], body_hash=bytes(8)) for each in range(3)]
+        log.append([writer.messages_batch(numbered, stamp=(7, 0, 0))])
+        writer.put_control(BatchKind.STATE, encode_fold(PartitionFold()))
+        writer.put(Record(b"due", deliver_at_ms=9_000), Record(b"p", priority=3), Record(b"e", expires_at_ms=9_000))
+        log.append([with_compressed_values(writer.messages_batch(reading_records(4)))])
+        writer.put_control(BatchKind.EPOCH_START)
+        writer.put(b"last")
+        if not segment:
+            log.roll()
+            log.seal(log.end_offset)
+            with closing(Compaction(log, CompactionOrder(log.end_offset, 0, 1_000_000, ()))) as work:
+                while work.step():
+                    pass
+    log.close()
+    assert not _unexpected(directory)
+    return directory
+
+
+def spoil(file: Path, table: str, column: str, where: str, value: object) -> None:
+    """Store a value of another type, as no statement of the broker could."""
+    os.chmod(file, 0o640)
+    with closing(apsw.Connection(str(file))) as connection:
+        connection.execute("PRAGMA synchronous = OFF")
+        connection.execute("PRAGMA writable_schema = ON")
+        before = connection.execute("SELECT rowid, sql FROM sqlite_schema WHERE sql IS NOT NULL").fetchall()
+        connection.execute("UPDATE sqlite_schema SET sql = replace(sql, 'NOT NULL', '') WHERE type = 'table'")
+    with closing(apsw.Connection(str(file))) as connection:
+        connection.execute("PRAGMA synchronous = OFF")
+        rows = f"(SELECT {where} FROM {table} WHERE {column} IS NOT NULL)"
+        key = "key" if table == "meta" else "rowid"
+        connection.execute(f"UPDATE {table} SET {column} = ? WHERE {key} = {rows}", (value,))
+        assert connection.changes() or table == "holes", (table, column)
+        connection.execute("PRAGMA writable_schema = ON")
+        connection.executemany("UPDATE sqlite_schema SET sql = ? WHERE rowid = ?", [(sql, row) for row, sql in before])
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize(("table", "column"), [(table, each) for table, some in COLUMNS.items() for each in some])
+def test_a_read_of_a_value_of_another_type_reports_damage(
+    tmp_path: Path, filled: Path, table: str, column: str, value: str
+) -> None:
+    key = "key" if table == "meta" else "rowid"
+    wrong: list[str] = []
+    for file in sorted(filled.glob("0*.sqlite")):
+        for row in (f"min({key})", f"max({key})"):
+            copy = shutil.copytree(filled, tmp_path / f"{file.stem}-{row}")
+            spoil(copy / file.name, table, column, row, VALUES[value])
+            wrong += [f"{row} of {file.name}: {what}" for what in _unexpected(copy)]
+    assert not wrong, "\n".join(wrong)
+
+
+def _unexpected(directory: Path) -> list[str]:
+    """Return the errors of opening the log and of its reads that do not say that a file is damaged."""
+    found: list[str] = []
+    try:
+        log = open_log(directory)
+    except DAMAGE:
+        return []
+    except Exception as error:  # noqa: BLE001 - told
+        return [f"opening: {error!r}"]
+    with closing(log):
+        for name, read in READS.items():
+            for offset in range(0, log.end_offset, 5):
+                try:
+                    read(log, offset)
+                except DAMAGE:
+                    pass
+                except Exception as error:  # noqa: BLE001 - told
+                    found.append(f"{name} at {offset}: {error!r}")
+    return found
