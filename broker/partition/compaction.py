@@ -211,8 +211,8 @@ def _prepare(files: Log, upto: int, high_watermark: int) -> bool:
 
 def _first_message_ms(files: Log, offset: int) -> int | None:
     """Return when the first message from `offset` on was appended."""
-    runs = files.message_runs(offset, files.end_offset, 1)
-    return files.read(runs[0][0], max_messages=1)[0].appended_at_ms if runs else None
+    found = files.next_message(offset, files.end_offset)
+    return None if found is None else files.read(found, max_messages=1)[0].appended_at_ms
 
 
 def _newest_order(files: Log, high_watermark: int, taken_back: tuple[tuple[int, int], ...]) -> CompactionOrder | None:

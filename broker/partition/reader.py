@@ -154,21 +154,21 @@ class Reader:
     def _next_message(self, offset: int, end: int) -> int:
         """Return the offset of the first message in [offset, end), or `end`. Only what is on disk is searched."""
         with self._telling_faults():
-            runs = self._log.message_runs(offset, end, 1)
-            return runs[0][0] if runs else max(offset, min(end, self._log.end_offset))
+            found = self._log.next_message(offset, end)
+            return max(offset, min(end, self._log.end_offset)) if found is None else found
         return end
 
     def _read(self, offset: int, end: int) -> Batch | None:
         """Read the batch of the first message in [offset, end) from disk, with some that follow it."""
         batches: list[Batch] = []
         with self._telling_faults():
-            runs = self._log.message_runs(offset, end, 1)
-            if not runs:
+            found = self._log.next_message(offset, end)
+            if found is None:
                 return None
-            held = self._cache.find(self._key, runs[0][0])
+            held = self._cache.find(self._key, found)
             if held is not None:  # behind control records that are not
                 return held
-            batches = _read_batches(self._log, runs[0][0], end)
+            batches = _read_batches(self._log, found, end)
         self._keep(batches)
         return batches[0] if batches else None
 
@@ -228,7 +228,7 @@ def _read_batches(log: Log, offset: int, end: int) -> list[Batch]:
 
 def _read_if_whole(log: Log, offset: int, end: int) -> list[Batch]:
     try:
-        runs = log.message_runs(offset, end, 1)
-        return _read_batches(log, runs[0][0], end) if runs else []
+        found = log.next_message(offset, end)
+        return [] if found is None else _read_batches(log, found, end)
     except (StorageError, Unavailable):
         return []

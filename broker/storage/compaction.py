@@ -39,7 +39,7 @@ import msgspec
 
 from portalmq.broker.storage.batch import HOLE, Batch, BatchKind, Record, checksum
 from portalmq.broker.storage.compressed_values import copy_compressed
-from portalmq.broker.storage.errors import CorruptBatch, StorageFault, faults_of
+from portalmq.broker.storage.errors import CorruptBatch, StorageFault, faults_of, integers
 from portalmq.broker.storage.fair_lock import FairLock
 from portalmq.broker.storage.files import sha256_of
 from portalmq.broker.storage.holes import HOLES_DDL, insert_holes
@@ -371,7 +371,7 @@ def first_kept_ms(log: Log, upto: int, at_ms: int, ids_before_ms: int) -> int:
                 raise
             found = None  # its file was dropped
         if found is not None:
-            return int(found)
+            return integers(log.directory / entry.file, (found,))[0]
     return NEVER_MS
 
 

@@ -252,26 +252,21 @@ class ReadableLog(ABC):
                             return found
         return found
 
-    def message_runs(self, start: int, end: int, limit: int) -> list[tuple[int, int]]:
-        """Return the ranges of message offsets within [start, end), merged, with at most `limit` messages in all."""
-        runs: list[tuple[int, int]] = []
+    def next_message(self, start: int, end: int) -> int | None:
+        """Return the offset of the first message in [start, end); None without any. What is passed over is checked: a
+        message whose row is lost would be delivered to nobody. Raises CorruptBatch."""
+        found: int | None = None
         with self._read():
-            start = max(start, self._log_start_offset)
-            end = min(end, self.end_offset)
+            start, end = max(start, self._log_start_offset), min(end, self.end_offset)
             for segment in self._segments[self._position(start) :]:
-                if segment.base_offset >= end or limit <= 0:
+                if found is not None or segment.base_offset >= end or start >= end:
                     break
-                for base_offset, batch_end in self._used(segment).message_runs(start, end, limit):
-                    first = max(base_offset, start)
-                    last = min(batch_end, end, first + limit)
-                    limit -= last - first
-                    if runs and runs[-1][1] == first:
-                        runs[-1] = (runs[-1][0], last)
-                    else:
-                        runs.append((first, last))
-                    if limit <= 0:
-                        break
-        return runs
+                found = self._used(segment).next_message(start, end)
+            upto = end if found is None else found
+            if start < upto and self._messages_before(start) != self._messages_before(upto):
+                path = self._segments[self._position(start)].path
+                raise CorruptBatch(path, start, f"messages below {upto} are missing")
+        return found
 
     def replica_start(self, offset: int | None = None) -> ReplicaStart:
         """Return the start of the batch that holds `offset` (the log start, if None): a batch is copied as a whole. It
@@ -292,10 +287,14 @@ class ReadableLog(ABC):
         if offset >= end_offset:
             return messages - self.removed
         with self._read():
-            position = self._position(offset)
-            segment = self._used(self._segments[position])
-            removed = sum([each.removed for each in self._segments[:position]]) + segment.removed_below(offset)
-            return segment.messages_below(offset) - removed
+            return self._messages_before(offset)
+
+    def _messages_before(self, offset: int) -> int:
+        """Do the same with the read lock held, and below the end."""
+        position = self._position(offset)
+        segment = self._used(self._segments[position])
+        removed = sum([each.removed for each in self._segments[:position]]) + segment.removed_below(offset)
+        return segment.messages_below(offset) - removed
 
     def find_message_id(self, message_id: bytes, since_ms: int) -> tuple[int, bytes | None, int] | None:
         """Return (offset, body hash, append time) of the newest message with this id appended at or after

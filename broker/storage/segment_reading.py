@@ -20,7 +20,7 @@ from portalmq.broker.storage.rows import BATCH_COLUMNS, MESSAGE_COLUMNS, batch_o
 from portalmq.broker.storage.wal import connect_beside, connect_locking
 
 # (message id, offset, body hash, time)
-_decode_ids = msgspec.json.Decoder(list[tuple[str, int, str | None, int]]).decode
+_decode_ids = msgspec.json.Decoder(list[tuple[str, int, str | None, int | None]]).decode
 
 
 class ReadableSegment(ABC):
@@ -41,17 +41,28 @@ class ReadableSegment(ABC):
 
     def batches(self, offset: int, below: int) -> Generator[Batch]:
         """Yield whole, verified batches in order, from the one that contains `offset` to the last that starts below
-        `below`. Lazy: rows are read as batches are taken."""
+        `below`. Lazy: rows are read as batches are taken. No batch may be missing between them: no checksum tells."""
+        start = following = max(offset, self.base_offset)
         with contextlib.ExitStack() as cursors:  # an open cursor would pin the WAL
             headers = cursors.enter_context(contextlib.closing(self._headers(offset, below)))
             messages: Iterator[Any] | None = None
             for row in headers:
+                base_offset, count = integers(self.path, row[:2])
+                self._check_reaches(base_offset, following)
+                following = base_offset + count
+                self._check_reaches(start + 1, following)
                 if row[3] != BatchKind.MESSAGES:
                     yield self._control_batch(row)
                     continue
                 if messages is None:
                     messages = cursors.enter_context(contextlib.closing(self._messages(row[0])))
                 yield self._message_batch(row, messages)
+        self._check_reaches(min(below, self.end_offset), following)
+
+    def _check_reaches(self, offset: int, end: int) -> None:
+        """Raise CorruptBatch where batches up to `end` do not reach `offset`."""
+        if end < offset:
+            raise CorruptBatch(self.path, end, "it is missing")
 
     def _headers(self, offset: int, below: int) -> apsw.Cursor:
         reader = self.reader
@@ -165,12 +176,19 @@ class ReadableSegment(ABC):
             raise CorruptBatch(self.path, offset, f"unreadable: {error}") from error
 
     def control_batches(self, offset: int, limit: int) -> list[Batch]:
-        """Return up to `limit` verified control records from `offset` on, without reading the messages between them."""
-        rows = self.reader.execute(
+        """Return up to `limit` verified control records from `offset` on, without reading the messages between them.
+        None may be missing: offsets without a message have one, unless compaction has emptied it."""
+        offset, end = max(offset, self.base_offset), self.end_offset
+        rows: Any = self.reader.execute(
             f"SELECT {BATCH_COLUMNS}, b.crc, r.group_name, r.body FROM records AS r CROSS JOIN batches AS b"
-            " ON b.base_offset = r.offset WHERE r.offset >= ? ORDER BY r.offset LIMIT ?",
-            (offset, limit),
-        )
+            " ON b.base_offset = r.offset WHERE r.offset >= ? AND r.offset < ? ORDER BY r.offset LIMIT ?",
+            (offset, end, limit),
+        ).fetchall()
+        if len(rows) == limit:
+            end = rows[-1][0] + 1
+        without_message = end - offset - (self.messages_below(end) - self.messages_below(offset))
+        if without_message != len(rows) and without_message != len(rows) + self._blanks(offset, end):
+            raise CorruptBatch(self.path, offset, f"control records below {end} are missing")
         return [self._checked(batch_of(row[:9], row[9], group=row[10], body=row[11])) for row in rows]
 
     def group_batches(self, group: str, start: int, end: int) -> list[Batch]:
@@ -190,11 +208,23 @@ class ReadableSegment(ABC):
         ).get
         return found is not None
 
+    def _blanks(self, start: int, end: int) -> int:
+        found: Any = self.reader.execute(
+            "SELECT count(*) FROM batches WHERE base_offset >= ? AND base_offset < ? AND kind = ?",
+            (start, end, BatchKind.BLANK),
+        ).get
+        return int(found)
+
     def newest_control(self, kind: int, below: int) -> Batch | None:
         row = self.reader.execute(
             "SELECT offset FROM records WHERE kind = ? AND offset < ? ORDER BY offset DESC LIMIT 1", (kind, below)
         ).fetchone()
-        return self.control_batches(row[0], 1)[0] if row else None
+        if row is None:
+            return None
+        found = self.control_batches(row[0], 1)
+        if [(batch.base_offset, batch.kind) for batch in found] != [(row[0], kind)]:
+            raise CorruptBatch(self.path, row[0], "its record contradicts it")
+        return found[0]
 
     def producer_headers(self, offset: int, limit: int) -> list[Batch]:
         """Return up to `limit` batches of idempotent producers from `offset` on, without their records."""
@@ -205,32 +235,13 @@ class ReadableSegment(ABC):
         )
         return [batch_of(integers(self.path, row)[:-1], row[-1]) for row in rows]
 
-    def message_runs(self, start: int, end: int, limit: int) -> list[tuple[int, int]]:
-        """Return up to `limit` of the message batches that overlap [start, end), as (base offset, end offset)."""
-        # Seek the first message: after many acks it can be far after `start`.
-        first = self.reader.execute("SELECT offset FROM messages WHERE offset >= ? LIMIT 1", (start,)).get
-        if first is None or first >= end:
-            return []
-        if self.removed:
-            return self._runs_of_rows(first, end, limit)
-        rows: Any = self.reader.execute(
-            "SELECT base_offset, count FROM batches"
-            " WHERE base_offset >= (SELECT max(base_offset) FROM batches WHERE base_offset <= ?)"
-            " AND base_offset < ? AND kind = 0 ORDER BY base_offset LIMIT ?",
-            (first, end, limit),
-        )
-        return [(offset, offset + count) for offset, count in (integers(self.path, row) for row in rows)]
-
-    def _runs_of_rows(self, start: int, end: int, limit: int) -> list[tuple[int, int]]:
-        runs: list[tuple[int, int]] = []
-        for (offset,) in self.reader.execute(
-            "SELECT offset FROM messages WHERE offset >= ? AND offset < ? ORDER BY offset LIMIT ?", (start, end, limit)
-        ):
-            if runs and runs[-1][1] == offset:
-                runs[-1] = (runs[-1][0], offset + 1)
-            else:
-                runs.append((offset, offset + 1))
-        return runs
+    def next_message(self, start: int, end: int) -> int | None:
+        """Return the offset of the first message in [start, end); None without any. Control records are skipped by the
+        index: after many acks it can be far after `start`."""
+        found: Any = self.reader.execute(
+            "SELECT offset FROM messages WHERE offset >= ? ORDER BY offset LIMIT 1", (start,)
+        ).get
+        return found if found is not None and found < end else None
 
     def removed_below(self, offset: int) -> int:
         """Return how many messages below `offset` compaction has removed from this segment."""
@@ -244,8 +255,10 @@ class ReadableSegment(ABC):
             (offset,),
         ).fetchone()
         if row is None:
+            self._check_reaches(offset, self.base_offset)
             return self.messages_before
         base_offset, count, messages_before, kind = integers(self.path, row)
+        self._check_reaches(offset, base_offset + count)
         return messages_before + (min(offset - base_offset, count) if kind == BatchKind.MESSAGES else 0)
 
     def batch_start(self, offset: int) -> tuple[int, int, int]:
@@ -274,14 +287,13 @@ class ReadableSegment(ABC):
 
     def message_of_id(self, message_id: bytes, since_ms: int) -> tuple[int, bytes | None, int] | None:
         row = self.reader.execute(
-            "SELECT offset, body_hash, timestamp_ms FROM messages WHERE message_id = ? AND timestamp_ms >= ?"
-            " ORDER BY offset DESC LIMIT 1",
-            (message_id, since_ms),
+            "SELECT offset, body_hash, timestamp_ms FROM messages WHERE message_id = ? ORDER BY offset DESC LIMIT 1",
+            (message_id,),
         ).fetchone()
         if row is None:
             return None
-        found_at, timestamp_ms = integers(self.path, row[::2])
-        return found_at, row[1], timestamp_ms
+        offset, timestamp_ms = integers(self.path, row[::2])
+        return (offset, row[1], timestamp_ms) if timestamp_ms >= since_ms else None
 
     def messages_of_ids(
         self, message_ids: Sequence[bytes], since_ms: int
@@ -294,15 +306,16 @@ class ReadableSegment(ABC):
         found: dict[bytes, tuple[int, bytes | None, int]] = {}
         rows: Any = self.reader.execute(
             "SELECT json_group_array(json_array(hex(m.message_id), m.offset, iif(m.body_hash IS NULL, NULL,"
-            " hex(m.body_hash)), m.timestamp_ms)) FROM carray(?) AS sought"
-            " CROSS JOIN messages AS m INDEXED BY messages_by_message_id ON m.message_id = sought.value"
-            " WHERE m.timestamp_ms >= ?",
-            (apsw.carray(tuple(message_ids)), since_ms),
+            " hex(m.body_hash)), iif(typeof(m.timestamp_ms) = 'integer', m.timestamp_ms, NULL)))"
+            " FROM carray(?) AS sought"
+            " CROSS JOIN messages AS m INDEXED BY messages_by_message_id ON m.message_id = sought.value",
+            (apsw.carray(tuple(message_ids)),),
         ).get
         for id_hex, offset, hash_hex, timestamp_ms in _decode_ids(rows):
             message_id = bytes.fromhex(id_hex)
-            if message_id not in found or offset > found[message_id][0]:
-                found[message_id] = (offset, None if hash_hex is None else bytes.fromhex(hash_hex), timestamp_ms)
+            (at_ms,) = integers(self.path, (timestamp_ms,))
+            if at_ms >= since_ms and (message_id not in found or offset > found[message_id][0]):
+                found[message_id] = (offset, None if hash_hex is None else bytes.fromhex(hash_hex), at_ms)
         return found
 
     def offset_for_time(self, timestamp_ms: int) -> int:
@@ -319,6 +332,7 @@ class ReadableSegment(ABC):
             if row is None:
                 raise CorruptBatch(self.path, middle, "its header is missing")
             base_offset, count, appended_at_ms = integers(self.path, row)
+            self._check_reaches(middle + 1, base_offset + count)
             if appended_at_ms >= timestamp_ms:
                 high = base_offset
             else:

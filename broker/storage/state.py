@@ -151,8 +151,7 @@ class StateFile:
         The fold itself stays: it reaches an offset below in any case."""
 
         def write(connection: apsw.Connection) -> None:
-            known = dict(connection.execute("SELECT key, value FROM meta WHERE key = 'high_watermark'"))
-            if known and known["high_watermark"] < high_watermark:
+            if any(known < high_watermark for known in _integers_in_meta(connection, "high_watermark")):
                 before = messages_before(high_watermark)
                 self._put_meta(
                     connection,
@@ -179,7 +178,7 @@ class StateFile:
             try:
                 with self._to_read() as connection:
                     meta = dict(connection.execute("SELECT key, value FROM meta"))
-                    self._note_epoch(meta.get("highest_leader_epoch"))
+                    self._note_epoch(meta.get("highest_leader_epoch", -1))
                     self.age = _age_of(meta)
                     if "applied" not in meta:
                         return None
@@ -296,9 +295,11 @@ class StateFile:
     def _epoch_of_broker(self) -> int:
         return -1 if self._epochs is None else self._epochs.highest(self.identity.key)
 
-    def _note_epoch(self, found: int | None) -> None:
-        """Note the highest epoch of the file, where all that was read is on disk."""
-        self._highest_epoch = max(self._highest_epoch, -1 if found is None else found)
+    def _note_epoch(self, found: object) -> None:
+        """Note the highest epoch of the file, where all that was read is on disk. Raise _Damaged if it is no number."""
+        if not isinstance(found, int):
+            raise _Damaged
+        self._highest_epoch = max(self._highest_epoch, found)
         self._knows_epoch = True
 
     @property
@@ -438,7 +439,7 @@ class StateFile:
                 meta = dict(connection.execute("SELECT key, value FROM meta"))
                 is_ours = self.identity.as_meta().items() <= meta.items()
                 return _highest_epoch(connection) if is_ours else -1
-        except (apsw.Error, TypeError, ValueError):
+        except (_Damaged, apsw.Error, TypeError, ValueError):
             return -1
 
     @staticmethod
@@ -465,5 +466,12 @@ def _crc_of(*numbers: int) -> int:
 
 
 def _highest_epoch(connection: apsw.Connection) -> int:
-    found = connection.execute("SELECT value FROM meta WHERE key = 'highest_leader_epoch'").get
-    return -1 if found is None else int(found)
+    return max([-1, *_integers_in_meta(connection, "highest_leader_epoch")])
+
+
+def _integers_in_meta(connection: apsw.Connection, key: str) -> list[int]:
+    """Return the value of a key, in a list; an empty one without it. Raise _Damaged for what is no integer."""
+    found = [value for (value,) in connection.execute("SELECT value FROM meta WHERE key = ?", (key,))]
+    if not all(type(value) is int for value in found):
+        raise _Damaged
+    return found

@@ -71,6 +71,14 @@ def found(log):
     }
 
 
+def offsets(log):
+    """Return the offsets of all messages in the log, each found behind the one before."""
+    found = [-1]
+    while (following := log.next_message(found[-1] + 1, log.end_offset)) is not None:
+        found.append(following)
+    return found[1:]
+
+
 def three_values(directory) -> Log:
     """Return a log of two rolled segments and an active one: a and b in the first, a in the second, b in the third."""
     log = open_log(directory)
@@ -237,8 +245,7 @@ def test_records_of_groups_lose_their_content_and_keep_their_offsets(tmp_path):
 def test_counts_runs_and_times_are_right_with_holes(tmp_path):
     log = three_values(tmp_path)
     compact(log, order(8))
-    assert log.message_runs(0, 9, 100) == [(1, 3), (5, 9)]
-    assert log.message_runs(0, 9, 1) == [(1, 2)]
+    assert [log.next_message(offset, 9) for offset in range(10)] == [1, 1, 2, 5, 5, 5, 6, 7, 8, None]
     assert [log.messages_before(offset) - log.messages_before(0) for offset in range(10)] == [
         0, 0, 1, 2, 2, 2, 3, 4, 5, 6,
     ]  # fmt: skip
@@ -382,7 +389,7 @@ def test_reading_empty_batches_is_bounded(tmp_path):
     log.roll()
     compact(log, order(501))
     assert len(log.read(0, max_messages=100)) == 100
-    assert log.message_runs(0, 501, 10) == [(500, 501)]
+    assert log.next_message(0, 501) == 500
     frames = [frame_of(batch) for batch in log.read(0)]
     assert [is_all_holes(frame, verified_header(frame)) for frame in frames] == [True] * 500 + [False]
 
@@ -659,7 +666,7 @@ def test_any_compacted_log_agrees_with_the_model(tmp_path_factory, todo):
             log = open_log(directory)
         assert found(log) == {offset: message[:2] for offset, message in model.there.items()}
         assert log.messages_before(log.end_offset) - log.messages_before(0) == len(model.there)
-        assert sum(end - start for start, end in log.message_runs(0, log.end_offset, 10_000)) == len(model.there)
+        assert offsets(log) == sorted(model.there)
     if last.upto:
         late.roll()
         compact(late, last)

@@ -356,7 +356,7 @@ def test_reads_go_on_while_another_thread_appends(tmp_path):
         while not appending.done():
             end = log.end_offset
             assert sum(batch.count for batch in log.read(max(0, end - 200), below=end)) >= min(end, 200)
-            assert sum(b - a for a, b in log.message_runs(0, end, 1_000_000)) == log.messages_before(end) == end
+            assert log.messages_before(end) == end
         appending.result()
     assert sum(batch.count for batch in everything(log)) == 3_000
 
@@ -380,17 +380,14 @@ def log_with_controls(directory):
     return log
 
 
-def test_message_runs_are_the_offsets_of_messages_merged(tmp_path):
+def test_the_next_message_is_found_behind_control_records(tmp_path):
     log = log_with_controls(tmp_path)
-    assert log.message_runs(0, 12, 100) == [(1, 4), (6, 10), (11, 12)]
-    assert log.message_runs(2, 9, 100) == [(2, 4), (6, 9)]
-    assert log.message_runs(0, 12, 5) == [(1, 4), (6, 8)]
-    assert log.message_runs(0, 12, 1) == [(1, 2)]
-    assert log.message_runs(4, 6, 100) == log.message_runs(12, 99, 100) == log.message_runs(3, 3, 9) == []
-    assert log.message_runs(0, 12, 0) == []
-    assert log.message_runs(5, 999, 100) == [(6, 10), (11, 12)]
+    next_messages = [log.next_message(offset, 12) for offset in range(13)]
+    assert next_messages == [1, 1, 2, 3, 6, 6, 6, 7, 8, 9, 11, 11, None]
+    assert log.next_message(4, 6) is log.next_message(12, 99) is log.next_message(3, 3) is None
+    assert log.next_message(5, 999) == 6
     log.advance_log_start(7)
-    assert log.message_runs(0, 12, 100) == [(7, 10), (11, 12)]
+    assert log.next_message(0, 12) == 7
 
 
 def test_messages_before_is_exact_at_every_offset(tmp_path):
