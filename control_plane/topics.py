@@ -89,7 +89,7 @@ class TopicNodes(ClusterNodes):
             if existing is None and (home := self._stop_creation(topic.topic_id)) is not None:
                 existing = self.find_topic(topic.name)  # the attempt that was interrupted may have come just now
                 if existing is None:
-                    self._remove(self.plane.get_children(state.topic_partitions_path(topic.topic_id)))
+                    self._remove_partitions(topic.topic_id, home)
             if existing is not None:
                 if existing.topic_id != topic.topic_id:
                     raise TopicExists(f"another topic is named {topic.name!r}")
@@ -279,12 +279,18 @@ class TopicNodes(ClusterNodes):
             held = self.plane.get(home)
             if held is None or held.version != version:
                 return held is None
-            doomed: list[Op] = [Delete(node.path, node.version) for node in self.plane.get_children(home)]
-            is_same = Check(home, version)
-            self._commit_in_parts([is_same, *doomed], guard=[is_same], last=[Delete(home, version)])
+            self._remove_partitions(topic_id, version, last=[Delete(home, version)])
             return True
 
         return self._retry_conflicts(home, remove)
+
+    def _remove_partitions(self, topic_id: str, version: int, last: Sequence[Op] = ()) -> None:
+        """Remove the partitions of a topic whose home has this version. Each commit checks it: one that comes late must
+        not remove what was written since."""
+        home = state.topic_partitions_path(topic_id)
+        is_same = Check(home, version)
+        doomed: list[Op] = [Delete(node.path, node.version) for node in self.plane.get_children(home)]
+        self._commit_in_parts([is_same, *doomed], guard=[is_same], last=last)
 
     def _remove_all(self, path: str) -> None:
         """Remove a node and its children."""

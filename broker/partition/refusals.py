@@ -7,7 +7,8 @@ from portalmq.errors import Outcome, PortalMQError, StorageFull, Unavailable
 
 
 class FaultyFiles(Unavailable):
-    """A file is damaged, or no descriptor is left: a repeated call here would only meet that again."""
+    """A file is damaged, or no descriptor is left. A repeated call would meet that again, until another broker leads: a
+    client repeats it."""
 
 
 DISK_FULL = "the broker's disk is full: free space or add disk, then repeat"

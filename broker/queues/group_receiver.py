@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import count
+from time import monotonic
 
 import gevent
 
@@ -37,13 +38,15 @@ from portalmq.broker.queues.delivery_batch import DEAD_A_RECORD, Run, dead_lette
 from portalmq.broker.queues.ready_messages import ReadyMessages
 from portalmq.broker.queues.wakeup import Wakeup
 from portalmq.control_plane.state import GroupState
-from portalmq.errors import PortalMQError, Unavailable
+from portalmq.errors import NotLeader, PortalMQError, Unavailable
 from portalmq.wire import GroupConfig
 
 # A cursor that has passed this many offsets of other lanes is written to the log.
 PASSED_MAX = 10_000
 # The most messages of a receive where some have a priority or a delay: each one is found and read separately.
 FOUND_MAX = 500
+# A start is committed within milliseconds, unless a disk or a follower is slow.
+BEGUN_WITHIN_S = 1.0
 EXHAUSTED = "max_deliveries: the last lease ended without an ack"
 
 
@@ -51,8 +54,9 @@ class GroupReceiver:
     """Receives of one group on one partition, while it is led here: leases, waiting receives, dead letters."""
 
     is_remote = False
-    # The record that lets the group begin, until it is known to be committed.
+    # The record that lets the group begin, until it is known to be committed; and until when a receive waits for it.
     begun: Pending | None = None
+    _begun_by_s = 0.0
     _was_limited = False
 
     def __init__(
@@ -141,8 +145,8 @@ class GroupReceiver:
 
     # --- receive -----------------------------------------------------------------------------------------------------
 
-    def start_at(self, start: wire.GroupStart) -> Pending:
-        """Begin on this partition, at an offset that the group's first use fixes. Return the pending record."""
+    def start_at(self, start: wire.GroupStart) -> None:
+        """Begin on this partition, at an offset that the group's first use fixes. See `begun`."""
         offset, end = self.partition.log.log_start_offset, self.partition.high_watermark
         # The log start moves some time after a purge; the group must not begin with purged messages.
         offset = max(offset, self.partition.groups.purged_upto)
@@ -151,7 +155,8 @@ class GroupReceiver:
         elif start == "latest":
             offset = end
         record = GroupStart(offset, self._clock.now_ms())
-        return self.partition.append_group_record(self.group, record)
+        self.begun = self.partition.append_group_record(self.group, record)
+        self._begun_by_s = monotonic() + BEGUN_WITHIN_S
 
     def take(self, options: ReceiveOptions) -> list[LeasedMessage]:
         """Lease available messages: at most `max_messages` and `max_bytes`, or one larger message. With at_most_once
@@ -226,10 +231,27 @@ class GroupReceiver:
             self.partition.append_group_record(self.group, Ack(done, now_ms)).wait()
         return delivered
 
+    def wait_begun(self, within_s: float | None = None) -> None:
+        """Wait until the group's start here is committed: were it lost, the group would begin elsewhere, and what had
+        been delivered would be unknown. Raises its error; Unavailable after `within_s`, or else as any append."""
+        begun = self.begun
+        if begun is not None:
+            if within_s is not None and not begun.done.is_set() and not begun.done.wait(within_s):
+                raise Unavailable(f"the start of group {self.group!r} is not committed yet", retry_after_s=0.2)
+            begun.wait()
+            self.begun = None
+
+    def wait_begun_soon(self) -> None:
+        """Do the same for a receive that may go on without this partition: all wait for one short time. Raises what the
+        group's limits refuse."""
+        with suppress(NotLeader, Unavailable):  # then `take` refuses
+            self.wait_begun(max(0.0, self._begun_by_s - monotonic()))
+
     def _wait_vouched(self, *, patient: bool = True) -> None:
-        """Wait until the followers vouch for this leader. Raises Unavailable when that takes too long, or when the
-        group ends here during the wait."""
+        """Wait until the followers vouch for this leader. Raises Unavailable when that takes too long, when the start
+        of the group is not committed, or when the group ends here during the wait."""
         try:
+            self.wait_begun(0)
             self.partition.wait_vouched(patient=patient)
         except PortalMQError:
             gevent.spawn_later(1, self.notify)  # a waiter was woken in vain
@@ -387,6 +409,8 @@ class GroupReceiver:
 
     def replay(self, attempt_id: str) -> list[LeasedMessage] | None:
         """Return the messages that the first receive with this attempt id still holds; None for an unknown id."""
+        if self.begun is not None and not self.begun.done.is_set():
+            return None  # nothing was handed out yet
         self._wait_vouched()
         delivery = self.partition.delivery.get(self.group)
         spans = delivery.replay(attempt_id, self._clock.now_ms()) if delivery is not None else None

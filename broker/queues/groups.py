@@ -315,15 +315,19 @@ class Groups(GroupRegistry):
     def begin_here(self, group: GroupState, place: TopicPartition, start: wire.GroupStart) -> bool:
         """Let the group begin on a partition led here, durably; return False when it had begun already, or another
         call lets it begin: that is waited for. A start that is lost would let it begin elsewhere."""
+        has_begun = group.name in self.partition(place).delivery
+        self.start_here(group, place, start).wait_begun()
+        return not has_begun
+
+    def start_here(self, group: GroupState, place: TopicPartition, start: wire.GroupStart) -> GroupPartition:
+        """Return the group on a partition led here, after the append of its start if it has not begun there: whoever
+        hands messages out waits until that is committed."""
         partition = self.partition(place)
         self.check_same(group)
-        attached, has_begun = self.attach(group, partition, place.topic_id), group.name in partition.delivery
-        if not has_begun:
-            attached.begun = attached.start_at(start)
-        if attached.begun is not None:
-            attached.begun.wait()
-            attached.begun = None
-        return not has_begun
+        attached = self.attach(group, partition, place.topic_id)
+        if group.name not in partition.delivery:
+            attached.start_at(start)
+        return attached
 
     def check_growth(self, topic: Topic, partitions: int | None) -> None:
         """Raise KeyOrder when partitions would be added to a topic that a group reads in the order of keys: messages of

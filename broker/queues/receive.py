@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 import gevent
@@ -255,22 +256,22 @@ class ReceiveHandler:
 
     def _local_sources(self, group: GroupState, topics: Sequence[Topic]) -> tuple[list[GroupPartition], bool]:
         """Return the group on the partitions led here, and True if it has begun on all of them. A partition that
-        refuses its begin is left out: its leadership is moving."""
+        refuses its begin is left out."""
         found: list[GroupPartition] = []
         has_begun = True
         for topic in topics:
             for partition in topic.led():
                 place = place_of(topic.state, partition.number)
-                is_known = group.name in partition.delivery
-                if not is_known and group.config.start != "earliest":
+                if group.name in partition.delivery:
+                    found.append(self._groups.attach(group, partition, place.topic_id))
+                elif group.config.start != "earliest":
                     has_begun = False
-                    continue
-                if not is_known or self._groups.attach(group, partition, place.topic_id).begun is not None:
-                    try:
-                        self._groups.begin_here(group, place, "earliest")
-                    except (NotLeader, Unavailable):
-                        continue
-                found.append(self._groups.attach(group, partition, place.topic_id))
+                else:
+                    with suppress(NotLeader, Unavailable):
+                        found.append(self._groups.start_here(group, place, "earliest"))
+        for source in found:
+            if source.begun is not None:
+                source.wait_begun_soon()
         return found, has_begun
 
     def _remote_source(self, broker_id: int, group: GroupState, topics: tuple[str, ...]) -> RemoteGroup:

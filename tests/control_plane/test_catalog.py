@@ -232,12 +232,7 @@ class TestRestoringTopics:
     def test_a_sweep_of_an_earlier_attempt_removes_nothing_that_a_later_one_restores(
         self, plane: Interrupted, catalog: Catalog, before: int
     ) -> None:
-        topic = state.TopicState("t", "id", 300, 300, 1, wire.TopicConfig())
-        partitions = [state.PartitionState(1, 1, (1,), (1,), {}, {})] * 300
-        left = [Create(state.partition_path("id", number), state.encode(partitions[0])) for number in range(250)]
-        plane.commit(Create("/partitions/id"))
-        for op in left:
-            plane.commit(op)
+        topic, partitions = left_by_an_attempt(plane)
         restored: list[bool] = []
         plane.meanwhile = [lambda: None] * before + [
             lambda: restored.append(Catalog(plane).restore_topic(topic, partitions))
@@ -246,7 +241,28 @@ class TestRestoringTopics:
         if not restored:
             plane.meanwhile.pop()()
         assert restored == [True]
-        assert len(catalog.partitions(catalog.topic("t"))) == 300
+        assert len(catalog.partitions(topic)) == 300
+
+    @pytest.mark.parametrize("late_by", range(20))
+    @pytest.mark.parametrize("late", ["/partitions/id/0", "/partitions/id/249"])
+    def test_a_removal_that_comes_late_removes_nothing_that_was_restored(
+        self, plane: Interrupted, catalog: Catalog, late: str, late_by: int
+    ) -> None:
+        topic, partitions = left_by_an_attempt(plane)
+        plane.late, plane.late_by = late, late_by
+        assert catalog.restore_topic(topic, partitions)
+        for _ in range(late_by + 1):
+            plane.sync()
+        assert len(catalog.partitions(topic)) == 300
+
+
+def left_by_an_attempt(plane: Interrupted) -> tuple[state.TopicState, list[state.PartitionState]]:
+    """Return a topic of 300 partitions; of an attempt to restore it 250 are there."""
+    partitions = [state.PartitionState(1, 1, (1,), (1,), {}, {})] * 300
+    plane.commit(Create("/partitions/id"))
+    for number in range(250):
+        plane.commit(Create(state.partition_path("id", number), state.encode(partitions[0])))
+    return state.TopicState("t", "id", 300, 300, 1, wire.TopicConfig()), partitions
 
 
 class TestAlteringTopics:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from _queue import SimpleQueue
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import apsw
 import gevent
 import pytest
 from support.domain import Fixture, HandClock, records, running
+from support.held import held
 from support.replicas import eventually
 
 from portalmq import wire
@@ -54,25 +53,6 @@ def receive(fixture: Fixture, *, topic: str = "t", **more):
 
 def texts(messages) -> list[str]:
     return [message.record.value.decode() for message in messages]
-
-
-@contextmanager
-def held(monkeypatch: pytest.MonkeyPatch, owner: object, method: str) -> Iterator[Callable[[], None]]:
-    """Hold calls of `method` on a native thread until the yielded function is called or the block ends."""
-    gate: SimpleQueue[None] = SimpleQueue()
-    original = getattr(owner, method)
-
-    def waiting(*args, **more):
-        gate.get()
-        gate.put(None)
-        return original(*args, **more)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, method, waiting)
-        try:
-            yield lambda: gate.put(None)
-        finally:
-            gate.put(None)
 
 
 def refuse(patch: pytest.MonkeyPatch, fixture: Fixture, number: int) -> None:
@@ -162,36 +142,6 @@ def test_a_saved_state_from_before_the_dropped_segments_is_not_used(tmp_path, mo
     with running(tmp_path / "data", clock) as after:
         assert after.broker.describe_group("g").lag == 0
         assert receive(after, max_messages=100) == []
-
-
-def test_a_group_has_begun_for_nobody_before_its_start_is_on_disk(fixture, monkeypatch):
-    """Found by `make simulate SEED=704555`: a second receive got a message, the leader was lost with the start, and the
-    group began later, at messages after it."""
-    send(fixture, "a")
-    fixture.broker.put_group("g", {"start": "latest"})
-    group = fixture.broker.groups.get("g")
-    topic = fixture.broker.topics.get("t")
-    with held(monkeypatch, topic.partition(0).log, "append") as release:
-        begins = [gevent.spawn(fixture.broker.groups.begin, group, topic) for _ in range(2)]
-        gevent.joinall(begins, timeout=0.1)
-        assert "g" in topic.partition(0).delivery
-        assert not any(begin.ready() for begin in begins)
-        release()
-        gevent.joinall(begins, timeout=10)
-    assert all(begin.successful() for begin in begins)
-
-
-def test_nothing_is_delivered_before_the_start_of_the_group_is_on_disk(fixture, monkeypatch):
-    """Found by `make simulate-shell SEED=66024`: the start was lost with the leader, and a commit was refused for good,
-    with "the group has ended", of which a copy was carried out later."""
-    send(fixture, "a", "b")
-    with held(monkeypatch, fixture.broker.topics.get("t").partition(0).log, "append") as release:
-        receives = [gevent.spawn(receive, fixture, max_messages=1) for _ in range(2)]
-        gevent.joinall(receives, timeout=0.1)
-        assert not any(each.ready() for each in receives)
-        release()
-        gevent.joinall(receives, timeout=10)
-    assert sorted(texts(messages) for each in receives for messages in [each.get()]) == [["a"], ["b"]]
 
 
 def test_a_deletion_that_the_disk_refuses_leaves_a_group_that_can_be_used_and_deleted(fixture, monkeypatch):
