@@ -122,7 +122,7 @@ def _(original: Any, self: Any, back: Any, result: object) -> Any:
     return original(self, back, result)
 
 
-@mutant("keeps back-offs that another clock began", 1535, (GroupDelivery, "take_over"))
+@mutant("keeps back-offs that another clock began", 2223, (GroupDelivery, "take_over"))
 def _(original: Any, self: Any, now_ms: int) -> None:
     backing_off = [span for span in self.spans() if not span.leased]
     original(self, now_ms)

@@ -125,7 +125,7 @@ def _(original: Any, self: Any, reply: core.Diverging) -> Any:
     return [core.Truncate(min(reply.end, self.next_offset))]
 
 
-@mutant("takes answers of an epoch that is over", 763, (ReplicaState, "_learn_epoch"))
+@mutant("takes answers of an epoch that is over", 1254, (ReplicaState, "_learn_epoch"))
 def _(original: Any, self: Any, epoch: int) -> Any:
     fetch = self.fetch
     actions = original(self, epoch)

@@ -63,7 +63,9 @@ class Outbox:
         needed = list(self.host.groups.outbox)
         for offset in self.host.groups.outbox:
             record = self.host.record_at(offset)
-            if isinstance(record, Dead | Reschedule):
+            if record is None:  # it is not written yet
+                needed.append(0)
+            elif isinstance(record, Dead | Reschedule):
                 needed += [start for start, *_ in record.ranges]
         return needed
 

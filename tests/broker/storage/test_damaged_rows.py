@@ -6,8 +6,9 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import apsw
@@ -213,3 +214,33 @@ def test_a_state_file_with_a_value_of_another_type_is_written_anew(
         saved = state.load()
         assert saved is not None
         assert saved[1] == 8
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_flipped_bit_changes_no_batch_that_is_read(tmp_path: Path, filled: Path, seed: int) -> None:
+    reads = ("read", "read to copy", "control records")
+    with closing(open_log(shutil.copytree(filled, tmp_path / "whole"))) as log:
+        end = log.end_offset
+        whole = {(name, offset): READS[name](log, offset) for name in reads for offset in range(0, end, 5)}
+    chance = Random(seed)
+    wrong: list[str] = []
+    for number in range(25):
+        copy = shutil.copytree(filled, tmp_path / str(number))
+        file = chance.choice(sorted(copy.glob("0*.sqlite")))
+        content = bytearray(file.read_bytes())
+        at, bit = chance.choice([at for at, value in enumerate(content) if value]), chance.randrange(8)
+        content[at] ^= 1 << bit
+        os.chmod(file, 0o640)
+        file.write_bytes(content)
+        place = f"bit {bit} at {at} of {file.name}"
+        wrong += [f"{place}: {what}" for what in _unexpected(copy)]
+        try:
+            log = open_log(copy)
+        except DAMAGE:
+            continue
+        with closing(log):
+            for (name, offset), right in whole.items() if log.end_offset == end else ():
+                with suppress(*DAMAGE):
+                    if READS[name](log, offset) != right:
+                        wrong.append(f"{place}: {name} at {offset} differs")
+    assert not wrong, "\n".join(wrong)
