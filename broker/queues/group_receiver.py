@@ -156,6 +156,7 @@ class GroupReceiver:
             offset = end
         record = GroupStart(offset, self._clock.now_ms())
         self.begun = self.partition.append_group_record(self.group, record)
+        self.begun.done.rawlink(lambda _: self.notify())
         self._begun_by_s = monotonic() + BEGUN_WITHIN_S
 
     def take(self, options: ReceiveOptions) -> list[LeasedMessage]:
@@ -239,7 +240,13 @@ class GroupReceiver:
             if within_s is not None and not begun.done.is_set() and not begun.done.wait(within_s):
                 raise Unavailable(f"the start of group {self.group!r} is not committed yet", retry_after_s=0.2)
             begun.wait()
-            self.begun = None
+            if self.begun is begun:  # or the group ended, and begins again
+                self.begun = None
+
+    @property
+    def is_beginning(self) -> bool:
+        """Whether the group's start here is not committed yet: nothing is handed out."""
+        return self.begun is not None and not self.begun.done.is_set()
 
     def wait_begun_soon(self) -> None:
         """Do the same for a receive that may go on without this partition: all wait for one short time. Raises what the
@@ -409,8 +416,8 @@ class GroupReceiver:
 
     def replay(self, attempt_id: str) -> list[LeasedMessage] | None:
         """Return the messages that the first receive with this attempt id still holds; None for an unknown id."""
-        if self.begun is not None and not self.begun.done.is_set():
-            return None  # nothing was handed out yet
+        if self.is_beginning:
+            return None
         self._wait_vouched()
         delivery = self.partition.delivery.get(self.group)
         spans = delivery.replay(attempt_id, self._clock.now_ms()) if delivery is not None else None

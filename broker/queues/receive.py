@@ -75,8 +75,8 @@ class ReceiveHandler:
     ) -> list[LeasedMessage]:
         """Lease messages; wait for the first one up to the request's `wait_ms`.
 
-        An empty answer without a wait means that every partition's leader has nothing; after a wait, that every
-        partition with a leader has nothing. Else raises Unavailable. Without `forward`, raises NotLeader when nothing
+        An empty answer without a wait means that every partition's leader has nothing; after a wait, that no partition
+        whose leader answers has anything. Else raises Unavailable. Without `forward`, raises NotLeader when nothing
         is led here. To be checked again if the answer is not sent at once: `leaderships`.
         """
         leaderships = leaderships or Leaderships()
@@ -325,7 +325,7 @@ class ReceiveHandler:
     def await_messages(self, call: Interest, peer: Peer | None) -> Interested:
         """Wait until messages are available. Nothing is leased: the other broker may receive them then."""
         sources, has_begun = self._sources_of(call)
-        if not has_begun or any(source.has_messages() for source in sources):
+        if not has_begun or _any_ready(sources):
             return Interested(True)
         waiter = Waiter(call.topics, is_interest=True)
         long_polls = self._groups.long_polls
@@ -340,7 +340,7 @@ class ReceiveHandler:
             long_polls.leave(waiter)
             for source in sources:
                 source.leave(waiter)
-        is_ready = not waiter.cancelled and any(source.has_messages() for source in sources)
+        is_ready = not waiter.cancelled and _any_ready(sources)
         if is_ready:
             gevent.spawn_later(INTEREST_GRACE_S, _notify, sources)
         else:
@@ -357,6 +357,10 @@ class ReceiveHandler:
         if not sources and has_begun:
             raise NotLeader(f"broker {self._groups.leaders.broker_id} leads nothing of {', '.join(call.topics)[:200]}")
         return sources, has_begun
+
+
+def _any_ready(sources: Sequence[GroupPartition]) -> bool:
+    return any(source.has_messages() and not source.is_beginning for source in sources)
 
 
 def _notify(sources: Sequence[Source]) -> None:

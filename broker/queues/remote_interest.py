@@ -76,6 +76,7 @@ class RemoteGroup:
 
     def take(self, options: ReceiveOptions) -> list[LeasedMessage]:
         self._ready = False
+        self._was_empty = True  # if it refuses too, it is asked again after a pause
         try:
             received = self._call(RECEIVE, options)
         finally:

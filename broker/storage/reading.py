@@ -228,10 +228,10 @@ class ReadableLog(ABC):
     def _read_batches(
         self, offset: int, max_messages: int | None, max_bytes: int | None, below: int | None, *, is_copy: bool
     ) -> list[Batch]:
-        below = min(self.end_offset, self.end_offset if below is None else below)
         found: list[Batch] = []
         messages = size = 0
         with self._read():
+            below = self.end_offset if below is None else min(below, self.end_offset)  # it may just have been truncated
             start = self.base_offset if is_copy else self._log_start_offset
             if offset < start:
                 raise OffsetPurged(offset, start)
@@ -287,10 +287,10 @@ class ReadableLog(ABC):
         if offset >= end_offset:
             return messages - self.removed
         with self._read():
-            return self._messages_before(offset)
+            return self._messages_before(min(offset, self.end_offset))
 
     def _messages_before(self, offset: int) -> int:
-        """Do the same with the read lock held, and below the end."""
+        """Do the same with the read lock held, and not above the end."""
         position = self._position(offset)
         segment = self._used(self._segments[position])
         removed = sum([each.removed for each in self._segments[:position]]) + segment.removed_below(offset)
@@ -371,6 +371,8 @@ class ReadableLog(ABC):
         end_offset = self.end_offset
         while offset < end_offset:
             with self._read():
+                if offset >= self.end_offset:  # truncated meanwhile
+                    return
                 position = self._position(offset)
                 segment = self._segments[position]
                 batches = fetch(self._used(segment), offset)
@@ -384,8 +386,8 @@ class ReadableLog(ABC):
 
     def newest_control(self, kind: BatchKind, below: int | None = None) -> Batch | None:
         """Return the newest control record of that kind (below `below`), verified."""
-        below = self.end_offset if below is None else below
         with self._read():
+            below = self.end_offset if below is None else min(below, self.end_offset)
             for segment in reversed(self._segments):
                 if segment.base_offset < below:
                     found = self._used(segment).newest_control(kind, below)

@@ -269,7 +269,7 @@ class ReadableSegment(ABC):
             " ORDER BY base_offset DESC LIMIT 1",
             (offset,),
         ).fetchone()
-        base_offset, messages_before = row or (offset, self.messages_below(offset))
+        base_offset, messages_before = row or (offset, self.messages_below(min(offset, self.end_offset)))
         before_ms: Any = self.reader.execute(
             "SELECT appended_at_ms FROM batches WHERE base_offset < ? ORDER BY base_offset DESC LIMIT 1", (base_offset,)
         ).get

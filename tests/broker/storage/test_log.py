@@ -380,6 +380,37 @@ def log_with_controls(directory):
     return log
 
 
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda log: log.read(60),
+        lambda log: log.read_to_copy(60, max_bytes=1_000, below=100),
+        lambda log: log.next_message(60, 100),
+        lambda log: log.messages_before(60),
+        lambda log: log.replica_start(60),
+        lambda log: list(log.control_records(60)),
+        lambda log: log.newest_state(100),
+        lambda log: log.scrub(60, 1_000),
+    ],
+)
+@pytest.mark.parametrize("to_offset", [50, 60])
+def test_a_read_beside_a_truncation_finds_no_damage(tmp_path, read, to_offset):
+    log = open_log(tmp_path)
+    writer = Writer(log)
+    for _ in range(10):
+        writer.put(*numbered(10))
+    before = log._read
+
+    def truncated_first():
+        log._read = before
+        log.truncate(to_offset)
+        return before()
+
+    log._read = truncated_first
+    read(log)
+    assert log.end_offset == to_offset
+
+
 def test_the_next_message_is_found_behind_control_records(tmp_path):
     log = log_with_controls(tmp_path)
     next_messages = [log.next_message(offset, 12) for offset in range(13)]

@@ -125,6 +125,8 @@ class Members:
             if grant is None:
                 loop.wait(0.1 + random.random() * 0.5)
                 continue
+            if loop.now_ns - began_ns >= ttl_ms * 1_000_000:
+                continue  # the answer came after its time: `Lock.acquire` asks again
             token = grant.fencing_token
             self._world.reached["locked"] += 1
             self._world.note("client", "{} holds the lock with token {}", owner, token)
