@@ -156,7 +156,7 @@ class GroupReceiver:
             offset = end
         record = GroupStart(offset, self._clock.now_ms())
         self.begun = self.partition.append_group_record(self.group, record)
-        self.begun.done.rawlink(lambda _: self.notify())
+        self.begun.done.rawlink(lambda _: gevent.spawn(self.notify))
         self._begun_by_s = monotonic() + BEGUN_WITHIN_S
 
     def take(self, options: ReceiveOptions) -> list[LeasedMessage]:
