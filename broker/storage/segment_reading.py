@@ -47,10 +47,10 @@ class ReadableSegment(ABC):
             headers = cursors.enter_context(contextlib.closing(self._headers(offset, below)))
             messages: Iterator[Any] | None = None
             for row in headers:
-                base_offset, count = integers(self.path, row[:2])
-                self._check_reaches(base_offset, following)
+                base_offset, count = row[0], row[1]
+                if type(count) is not int or base_offset > following or base_offset + count <= start:
+                    raise CorruptBatch(self.path, following, "it is missing, or its header is damaged")
                 following = base_offset + count
-                self._check_reaches(start + 1, following)
                 if row[3] != BatchKind.MESSAGES:
                     yield self._control_batch(row)
                     continue
