@@ -270,17 +270,19 @@ class GroupChecker:
     # --- answers to clients -----------------------------------------------------------------------------------------
 
     def settled(self, group: str, receipts: list[Receipt], verdicts: list[bool], *, by_commit: bool = False) -> None:
-        """A client's acks succeed. An ack of a message that has expired is fine, a commit is not."""
+        """A client's acks succeed. An ack of a message that has expired or was cancelled is fine, a commit is not."""
         model = self.queues[group]
-        good_states = ("acked",) if by_commit else ("acked", "expired", "dropped")
+        good_states = ("acked",) if by_commit else ("acked", "expired", "dropped", "cancelled")
         for receipt, good in zip(receipts, verdicts, strict=True):
             if not good:
                 self._refused.add((group, receipt))
                 continue
             self._answered[group].setdefault(receipt.offset, self.world.now)
-            if model.state.get(receipt.offset) not in good_states and receipt.offset >= self.dropped_below():
-                self.fail("I13", "{}: the ack of {} is answered, and it is {}", group, receipt.offset,
-                          model.state.get(receipt.offset, "fresh"))  # fmt: skip
+            # One that was delivered is cancelled where its grant was lost and the next leader's clock is behind.
+            fresh = "cancelled" if receipt.offset in self.cancelled else "fresh"
+            state = model.state.get(receipt.offset, fresh)
+            if state not in good_states and receipt.offset >= self.dropped_below():
+                self.fail("I13", "{}: the ack of {} is answered, and it is {}", group, receipt.offset, state)
 
     def refused(self, group: str, call: str) -> None:
         """A client's commit call, repeated or not, is refused: it must have no effect later either."""

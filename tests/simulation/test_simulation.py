@@ -96,6 +96,13 @@ def test_a_leader_that_does_not_serve_yet_states_no_fold() -> None:
     assert failure_of(337403)[0] is None
 
 
+def test_a_message_may_be_cancelled_after_it_was_delivered() -> None:
+    """Its grant was lost, and by the clock of the next leader it was still scheduled. A late ack of it is answered."""
+    failure, reached = failure_of(1_018_123)
+    assert failure is None
+    assert reached["Cancel"]
+
+
 def test_no_replica_is_lost_for_good_during_an_election() -> None:
     """With min_insync_replicas 1 the election may leave that replica alone in the ISR, and no broker could lead."""
     world = World(7)
