@@ -186,6 +186,8 @@ class Reader:
     def forget(self) -> None:
         """Forget what was read before: the files have changed."""
         self._forgotten += 1
+        self._checked.clear()
+        self._checked_messages = 0
         self._cache.drop(self._key)
 
     def _keep(self, batches: list[Batch]) -> None:

@@ -155,9 +155,15 @@ class GroupReceiver:
         elif start == "latest":
             offset = end
         record = GroupStart(offset, self._clock.now_ms())
-        self.begun = self.partition.append_group_record(self.group, record)
-        self.begun.done.rawlink(lambda _: gevent.spawn(self.notify))
+        begun = self.begun = self.partition.append_group_record(self.group, record)
+        begun.done.rawlink(lambda _: gevent.spawn(self._on_begun, begun))
         self._begun_by_s = monotonic() + BEGUN_WITHIN_S
+
+    def _on_begun(self, begun: Pending) -> None:
+        if begun.error is None:
+            self.notify()
+        else:  # the waiters let it begin again: nothing here would wake them
+            self._wakeup.move()
 
     def take(self, options: ReceiveOptions) -> list[LeasedMessage]:
         """Lease available messages: at most `max_messages` and `max_bytes`, or one larger message. With at_most_once

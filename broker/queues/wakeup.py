@@ -66,6 +66,10 @@ class Wakeup:
         self.closed = True
         self.partition.on_readable.remove(self.notify)
         self._disarm()
+        self.move()
+
+    def move(self) -> None:
+        """Let all waiters look for their sources again."""
         for waiter in tuple(self._waiters):
             waiter.move()
 

@@ -177,7 +177,8 @@ class ReadableSegment(ABC):
 
     def control_batches(self, offset: int, limit: int) -> list[Batch]:
         """Return up to `limit` verified control records from `offset` on, without reading the messages between them.
-        None may be missing: offsets without a message have one, unless compaction has emptied it."""
+        None may be missing: offsets without a message have one, unless compaction has emptied it. Of those that it has
+        emptied, only a copy that was replicated so has a row here."""
         offset, end = max(offset, self.base_offset), self.end_offset
         rows: Any = self.reader.execute(
             f"SELECT {BATCH_COLUMNS}, b.crc, r.group_name, r.body FROM records AS r CROSS JOIN batches AS b"
@@ -187,7 +188,8 @@ class ReadableSegment(ABC):
         if len(rows) == limit:
             end = rows[-1][0] + 1
         without_message = end - offset - (self.messages_below(end) - self.messages_below(offset))
-        if without_message != len(rows) and without_message != len(rows) + self._blanks(offset, end):
+        full = sum(row[3] != BatchKind.BLANK for row in rows)
+        if without_message != full and without_message != full + self._blanks(offset, end):
             raise CorruptBatch(self.path, offset, f"control records below {end} are missing")
         return [self._checked(batch_of(row[:9], row[9], group=row[10], body=row[11])) for row in rows]
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from _queue import SimpleQueue
 from collections.abc import Iterator
 from pathlib import Path
 
 import gevent
 import pytest
+from gevent.event import Event
 from support.domain import Fixture, records, running
 from support.held import held
 
 from portalmq import wire
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.queues import group_receiver
+from portalmq.broker.queues.wakeup import Wakeup
+from portalmq.broker.storage.errors import DiskFull
 from portalmq.errors import Unavailable
 
 
@@ -81,3 +85,28 @@ def test_a_start_that_is_not_committed_keeps_no_messages_of_other_partitions_wai
         began = gevent.spawn(receive, fixture, max_messages=9, wait_ms=60_000)
         gevent.idle()
     assert len(texts(began.get(timeout=30))) + len(texts(receive(fixture, max_messages=9))) == 4
+
+
+def test_a_waiting_receive_begins_again_after_its_start_is_refused(fixture, monkeypatch):
+    """A full disk refused it, after the receive had given up waiting for it."""
+    fixture.broker.create_topic("t", wire.CreateTopic(partitions=1))
+    partition = fixture.broker.topics.get("t").partition(0)
+    monkeypatch.setattr(group_receiver, "BEGUN_WITHIN_S", 0.0)
+    append, parked, refuse = partition.log.append, Event(), SimpleQueue()
+
+    def refused(batches):
+        refuse.get()
+        monkeypatch.setattr(partition.log, "append", append)
+        raise DiskFull("no room")
+
+    park = Wakeup.park
+    monkeypatch.setattr(Wakeup, "park", lambda *waiter: (park(*waiter), parked.set()))
+    monkeypatch.setattr(partition.log, "append", refused)
+    with gevent.Timeout(10):
+        receiving = gevent.spawn(receive, fixture, wait_ms=60_000)
+        parked.wait()
+        assert "g" in partition.delivery
+        refuse.put(None)
+        partition._writer.wait_idle()
+        send(fixture, "a")
+        assert texts(receiving.get()) == ["a"]

@@ -231,6 +231,35 @@ def test_records_of_groups_lose_their_content_and_keep_their_offsets(tmp_path):
     assert [batch_of_frame(frame, verified_header(frame)) for frame in frames] == everything(copy)
 
 
+def test_emptied_records_that_were_copied_and_others_are_read_together(tmp_path):
+    """A copy has rows of records that were emptied before it began, and none of those that it emptied itself."""
+    log = open_log(tmp_path / "leader")
+    copy = open_log(tmp_path / "follower")
+
+    def write(start: int) -> None:
+        writer = Writer(log)
+        log.append([writer.control_batch(BatchKind.ACK, b"body", "g")])
+        put(log, (b"k", b"%d" % start))
+        copy.append([batch_of_frame(frame, verified_header(frame)) for frame in map(frame_of, log.read(start))])
+
+    def compact_both() -> None:
+        for each in (log, copy) if copy.end_offset else (log,):
+            each.roll()
+            compact(each, msgspec.structs.replace(order(each.end_offset), blanks=True))
+
+    Writer(log).put_control(BatchKind.ACK, b"body", "g")
+    put(log, (b"k", b"0"))
+    compact_both()
+    copy.append([batch_of_frame(frame, verified_header(frame)) for frame in map(frame_of, everything(log))])
+    write(2)
+    compact_both()
+    write(4)
+    for each in (log, copy):
+        for offset in range(5):
+            kept = [batch.base_offset for batch in each.control_records(offset) if batch.kind == BatchKind.ACK]
+            assert kept == [4], "the others are emptied"
+
+
 # --- readers ----------------------------------------------------------------------------------------------------------
 
 
