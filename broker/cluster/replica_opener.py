@@ -106,7 +106,9 @@ class ReplicaOpener:
                 if not self._replicas.set_aside(topic.state, number):
                     return None
                 self._unwritable.discard(key)
-        opened = self._replicas.open(topic.state, number, lambda: self._is_whole_elsewhere(key))
+        held = self._host.membership.mirror.partitions.get(key)
+        is_joining = None if held is None else self._host.broker_id not in held.value.store_uuids
+        opened = self._replicas.open(topic.state, number, lambda: self._is_whole_elsewhere(key), is_joining=is_joining)
         if isinstance(opened, Partition):
             return opened
         if opened is not None and known is None:

@@ -5,6 +5,9 @@ followed by "/1", "/2", ... for each time that the replica was begun again with 
 number is in `store.id` in the partition's folder, which is written before anything else. A folder without a log takes
 the next number after those of its predecessors in lost+found. So no crash between the two makes an emptied replica look
 complete.
+
+`joining` is in the folder of a replica that was added and was never in sync: while it is, no acknowledged message needs
+that copy, and `portalmq adopt` does not count it.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, ParamSpec, TypeVar
 
+import gevent
 import msgspec
 
 from portalmq.broker.cluster.rpc.brokers import ReplicaLogEnd
@@ -44,6 +48,7 @@ log = logging.getLogger(__name__)
 
 TOPIC_FILE = "topic.json"
 STORE_FILE = "store.id"
+JOINING_FILE = "joining"
 
 # Up to so many replicas keep files open that they do not use. Of more of them these would take too much memory: a
 # seventh of a megabyte each if they were only read, else half a megabyte.
@@ -101,12 +106,15 @@ class Files:
         if not path.exists() or path.read_bytes() != content:
             write_atomically(path, content)
 
-    def open(self, topic: TopicState, number: int, *, describes: bool = True) -> Opened:
-        """Return the log of a replica, its state file, what was recovered, and its store uuid. Raises StorageError."""
+    def open(self, topic: TopicState, number: int, *, describes: bool = True, is_joining: bool | None = None) -> Opened:
+        """Return the log of a replica, its state file, what was recovered, and its store uuid. `is_joining` is noted,
+        unless it is None. Raises StorageError."""
         if describes:
             self.describe(topic)
         directory = self.folder(topic) / str(number)
         store_uuid = self._store_uuid_of(directory)
+        if is_joining is not None:
+            self.note_joining(topic, number, is_joining)
         identity = LogIdentity(self._cluster_id, topic.name, topic.topic_id, number)
         files = Log.open(
             directory, identity=identity, segment_bytes=topic.config.segment_bytes, open_files=self._open_files
@@ -159,6 +167,17 @@ class Files:
         if notes:
             self.closed.put(notes)
         return noted
+
+    def is_joining(self, topic: TopicState, number: int) -> bool:
+        """Return whether the replica was never in sync, as far as was noted."""
+        return (self.folder(topic) / str(number) / JOINING_FILE).exists()
+
+    def note_joining(self, topic: TopicState, number: int, is_joining: bool) -> None:
+        path = self.folder(topic) / str(number) / JOINING_FILE
+        if not is_joining:
+            path.unlink(missing_ok=True)
+        elif not path.exists():
+            write_atomically(path, b"")
 
     def _store_uuid_of(self, directory: Path) -> str:
         make_directory(directory)
@@ -265,6 +284,8 @@ class Replicas:
         self._closed = files.closed.load()
         # The uses of the files of each replica when it was noted as closed.
         self._noted: dict[tuple[str, int], tuple[int, int]] = {}
+        # Replicas whose files say that they were never in sync.
+        self.joining: set[tuple[str, int]] = set()
 
     def describe(self, topic: TopicState) -> None:
         failed = attempt(self._host.pool, _naming_faults, self.files, self.files.describe, topic)
@@ -272,15 +293,22 @@ class Replicas:
             log.warning("%s of topic %r is not up to date: %s", TOPIC_FILE, topic.name, failed)
 
     def open(
-        self, topic: TopicState, number: int, is_whole_elsewhere: Callable[[], bool | None]
+        self,
+        topic: TopicState,
+        number: int,
+        is_whole_elsewhere: Callable[[], bool | None],
+        *,
+        is_joining: bool | None = None,
     ) -> Partition | ReplicaLogEnd | None:
-        """Return the replica, created when there is none; None while the disk has no room for it.
+        """Return the replica, created when there is none; None while the disk has no room for it. `is_joining`: it was
+        never in sync; None where that is not known.
 
         A replica with damaged files, or without records that it knew to be committed, is set aside and begun again
         when another ISR member says that it is whole. Otherwise its files stay, it stays closed, and its log end is
         returned, which says why. The only member of the ISR opens with what it has, if that can be read.
         """
-        opened = attempt(self._host.pool, _naming_faults, self.files, self.files.open, topic, number)
+        opening = partial(self.files.open, topic, number, is_joining=is_joining)
+        opened = attempt(self._host.pool, _naming_faults, self.files, opening)
         closed = self._unusable(opened)
         if closed is not None:
             elsewhere = is_whole_elsewhere()
@@ -293,14 +321,23 @@ class Replicas:
                 self._close(opened)
                 if not self.set_aside(topic, number):
                     return None
-                opened = attempt(self._host.pool, _naming_faults, self.files, self.files.open, topic, number)
+                opened = attempt(self._host.pool, _naming_faults, self.files, opening)
         if isinstance(opened, Shortage):
             log.warning("partition %d of topic %r cannot be opened yet: %s", number, topic.name, opened)
             return None
         if isinstance(opened, Exception):
             self._host.storage_failed(opened)
             return None
+        if is_joining:
+            self.joining.add((topic.topic_id, number))
         return self._partition_of(topic, number, opened)
+
+    def note_joined(self, topic: TopicState, number: int) -> None:
+        """Note that a replica has come in sync. If that fails, it is done when its files are opened next."""
+        self.joining.discard((topic.topic_id, number))
+        gevent.spawn(
+            attempt, self._host.pool, _naming_faults, self.files, self.files.note_joining, topic, number, False
+        )
 
     def resume(self, topic: TopicState, number: int) -> Partition | None:
         """Return a replica whose files are closed, and as they were when the broker ended; None for any other. Each is

@@ -14,8 +14,9 @@ records may come back: no client has an outcome for them.
 
 This needs every replica: a missing or damaged one could be the longest. So a broker in `brokers.json` whose directory
 is not given stops the adoption. A damaged replica stops it too, unless committed records must be on others: fewer
-replicas are damaged than had to hold a record before it was acknowledged, and as many whole ones hold the same.
-Otherwise an operator has to accept the loss explicitly.
+replicas are damaged than had to hold a record before it was acknowledged, and as many whole ones hold the same. A
+replica that was added and was never in sync (`joining`) did not have to. Otherwise an operator has to accept the loss
+explicitly.
 
 The new leader epoch is above every epoch that any replica has seen, so nothing from before is mistaken for current.
 Producer ids continue far above those in the logs: a new producer must not get an old id, which would turn its messages
@@ -93,7 +94,8 @@ def known_brokers(data_dir: Path) -> dict[int, str]:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFound:
-    """A replica on a disk. `fault` says why its log may be incomplete. `last_ticks`: (schedule id, tick)."""
+    """A replica on a disk. `fault` says why its log may be incomplete. `last_ticks`: (schedule id, tick). `is_joining`:
+    it was never in sync, as far as its broker knew."""
 
     broker_id: int
     store_uuid: str = ""
@@ -102,18 +104,20 @@ class ReplicaFound:
     highest_epoch: int = 0
     fault: str = ""
     last_ticks: tuple[tuple[int, int], ...] = ()
+    is_joining: bool = False
 
 
 def state_of(found: Collection[ReplicaFound]) -> PartitionState:
     """Return the state of a partition with these replicas, damaged ones excluded. An empty ISR: none can be trusted."""
     whole = sorted((each for each in found if not each.fault), key=lambda each: each.broker_id)
     newest = max(((each.last_epoch, each.end) for each in whole), default=(0, 0))
+    isr = tuple(each.broker_id for each in whole if (each.last_epoch, each.end) == newest)
     return PartitionState(
         leader=None,
         leader_epoch=1 + max((each.highest_epoch for each in found), default=0),
-        isr=tuple(each.broker_id for each in whole if (each.last_epoch, each.end) == newest),
+        isr=isr,
         replicas=tuple(sorted(each.broker_id for each in found)),
-        store_uuids={each.broker_id: each.store_uuid for each in whole},
+        store_uuids={each.broker_id: each.store_uuid for each in whole if each.broker_id in isr or not each.is_joining},
         incarnations={},
     )
 
@@ -210,7 +214,7 @@ def _may_lack(found: Collection[ReplicaFound], topic: TopicState, *, is_describe
     are lost, a single one may have been enough."""
     damaged = sum(bool(each.fault) for each in found)
     whole = [(each.last_epoch, each.end) for each in found if not each.fault]
-    replicas = max(len(found), topic.replication_factor)
+    replicas = max(1, max(len(found), topic.replication_factor) - sum(each.is_joining for each in found))
     least = min(replicas, topic.config.min_insync_replicas or replicas // 2 + 1) if is_described else 1
     return damaged > 0 and (damaged >= least or whole.count(max(whole)) < least)
 
@@ -338,6 +342,7 @@ def _read_topic(adoption: Adoption, files: Files, broker_id: int, folder: Path) 
 
 
 def _read_replica(adoption: Adoption, files: Files, topic: TopicState, number: int, broker_id: int) -> ReplicaFound:
+    is_joining = files.is_joining(topic, number)
     try:
         describes = topic.topic_id not in adoption.undescribed
         replica, state_file, recovered, store_uuid = files.open(topic, number, describes=describes)
@@ -345,7 +350,8 @@ def _read_replica(adoption: Adoption, files: Files, topic: TopicState, number: i
         raise
     except StorageError as fault:
         highest_epoch = files.epochs.highest((topic.topic_id, number))
-        return ReplicaFound(broker_id, highest_epoch=highest_epoch, fault=f"broker {broker_id}: {fault}")
+        told = f"broker {broker_id}: {fault}"
+        return ReplicaFound(broker_id, highest_epoch=highest_epoch, fault=told, is_joining=is_joining)
     try:
         adoption.take_groups(recovered.groups)
         adoption.last_token = max(adoption.last_token, replica.last_timestamp_ms)
@@ -354,7 +360,8 @@ def _read_replica(adoption: Adoption, files: Files, topic: TopicState, number: i
         ticks = tuple((each.producer_id, each.epoch) for each in producers if each.producer_id >= SCHEDULE_IDS_FROM)
         last_epoch = recovered.epochs[-1][0] if recovered.epochs else 0
         lost = f"broker {broker_id}: {recovered.lost}" if recovered.lost else ""
-        return ReplicaFound(broker_id, store_uuid, last_epoch, replica.end_offset, recovered.highest_epoch, lost, ticks)
+        place = last_epoch, replica.end_offset, recovered.highest_epoch
+        return ReplicaFound(broker_id, store_uuid, *place, lost, ticks, is_joining)
     finally:
         replica.close()
         state_file.close()

@@ -43,6 +43,11 @@ def test_each_tick_is_published_once_over_many_seeds() -> None:
     assert "0 of 1000 seeds failed" in simulated("--first", "1000", "--seeds", "1000", "--schedules", "6")
 
 
+def test_an_adoption_does_not_count_on_replicas_that_were_never_in_sync() -> None:
+    """One replica alone had what was committed, and was damaged before the next adoption."""
+    assert ": held" in simulated("--seed", "78685")
+
+
 def test_a_trace_tells_what_happens() -> None:
     trace = simulated("--seed", "2")
     for part in ("starts", "is ready", "all faults end", "faults_s:", ": held"):

@@ -21,6 +21,7 @@ from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.storage.log import Log
 from portalmq.control_plane import state
 from portalmq.control_plane.catalog import Versioned
+from portalmq.control_plane.mirror import Changes
 from portalmq.control_plane.plane import PlaneUnavailable
 from portalmq.control_plane.standalone import Standalone
 from portalmq.control_plane.state import TopicState
@@ -286,6 +287,23 @@ def test_an_emptied_replica_killed_before_it_creates_its_log_does_not_look_compl
     files.set_aside(TOPIC, 0)
     (files.folder(TOPIC) / "0").mkdir()  # here the broker was killed
     assert open_and_close(files) == "store/1"
+
+
+def test_a_replica_is_noted_as_joining_until_it_is_in_sync(fixture, tmp_path):
+    fixture.broker.create_topic("t", wire.CreateTopic(partitions=1))
+    topics, marker = fixture.broker.topics, folder_of(tmp_path) / "0" / "joining"
+    topic = topics.get("t")
+    assert not marker.exists()
+    partition = topic.local.pop(0)
+    partition.close()
+    replicas = topics._replicas
+    for is_joining in (True, None):
+        opened = replicas.open(topic.state, 0, lambda: False, is_joining=is_joining)
+        assert marker.exists()
+        opened.close()
+    topics.sync(Changes(partitions={(topic.state.topic_id, 0)}))
+    eventually(lambda: topic.local.get(0) is not None and not marker.exists())
+    assert replicas.joining == set()
 
 
 def test_a_damaged_partition_without_another_replica_is_kept_closed_and_the_others_are_served(tmp_path):
