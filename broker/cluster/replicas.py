@@ -6,8 +6,8 @@ number is in `store.id` in the partition's folder, which is written before anyth
 the next number after those of its predecessors in lost+found. So no crash between the two makes an emptied replica look
 complete.
 
-`joining` is in the folder of a replica that was added and was never in sync: while it is, no acknowledged message needs
-that copy, and `portalmq adopt` does not count it.
+`joining` is in the folder of a replica that was added, or begun again, and has not been in sync since: it may lack what
+is acknowledged, and `portalmq adopt` does not count on it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from portalmq.broker.storage.open_files import OpenFiles
 from portalmq.broker.storage.schema import LogIdentity
 from portalmq.broker.storage.segment import SEGMENT_NAME
 from portalmq.broker.storage.state import StateFile
-from portalmq.control_plane.state import TopicState, decode_topic, encode
+from portalmq.control_plane.state import PartitionState, TopicState, decode_topic, encode
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +66,23 @@ class Rested(NamedTuple):
     uses: tuple[int, int]
     description: bytes
     closed: ClosedReplica
+
+
+class Standing(NamedTuple):
+    """What the control plane has of a replica: the store uuid that was in sync last, and whether it is now."""
+
+    store_uuid: str
+    is_in_sync: bool
+
+    def is_joining(self, store_uuid: str) -> bool | None:
+        """Return whether the replica of this store has yet to come in sync; None for one that has been before."""
+        if self.store_uuid != store_uuid:
+            return True
+        return False if self.is_in_sync else None
+
+
+def standing_of(held: PartitionState, broker_id: int) -> Standing:
+    return Standing(held.store_uuids.get(broker_id, ""), broker_id in held.isr)
 
 
 def description_of(topic: TopicState) -> bytes:
@@ -93,6 +110,8 @@ class Files:
         self._store_uuid = store_uuid
         self._open_files = OpenFiles()
         self._opened = 0
+        # The replicas that were opened and are marked as joining.
+        self.joining: set[tuple[str, int]] = set()
 
     def folder(self, topic: TopicState) -> Path:
         return self.root / f"{topic.name}@{topic.topic_id}"
@@ -106,15 +125,19 @@ class Files:
         if not path.exists() or path.read_bytes() != content:
             write_atomically(path, content)
 
-    def open(self, topic: TopicState, number: int, *, describes: bool = True, is_joining: bool | None = None) -> Opened:
-        """Return the log of a replica, its state file, what was recovered, and its store uuid. `is_joining` is noted,
-        unless it is None. Raises StorageError."""
+    def open(
+        self, topic: TopicState, number: int, *, describes: bool = True, standing: Standing | None = None
+    ) -> Opened:
+        """Return the log of a replica, its state file, what was recovered, and its store uuid. By its standing it is
+        marked as joining, or no longer. Raises StorageError."""
         if describes:
             self.describe(topic)
         directory = self.folder(topic) / str(number)
         store_uuid = self._store_uuid_of(directory)
-        if is_joining is not None:
-            self.note_joining(topic, number, is_joining)
+        if standing is not None:
+            self._mark(directory, standing.is_joining(store_uuid))
+        if self.is_joining(topic, number):
+            self.joining.add((topic.topic_id, number))
         identity = LogIdentity(self._cluster_id, topic.name, topic.topic_id, number)
         files = Log.open(
             directory, identity=identity, segment_bytes=topic.config.segment_bytes, open_files=self._open_files
@@ -169,14 +192,21 @@ class Files:
         return noted
 
     def is_joining(self, topic: TopicState, number: int) -> bool:
-        """Return whether the replica was never in sync, as far as was noted."""
+        """Return whether the replica is marked as joining."""
         return (self.folder(topic) / str(number) / JOINING_FILE).exists()
 
-    def note_joining(self, topic: TopicState, number: int, is_joining: bool) -> None:
-        path = self.folder(topic) / str(number) / JOINING_FILE
-        if not is_joining:
+    def note_joined(self, topic: TopicState, number: int, store_uuid: str) -> None:
+        """Note that the replica of this store is in sync. It may have been begun again since."""
+        directory = self.folder(topic) / str(number)
+        if self._store_uuid_in(directory) == store_uuid:
+            self._mark(directory, False)
+
+    @staticmethod
+    def _mark(directory: Path, is_joining: bool | None) -> None:
+        path = directory / JOINING_FILE
+        if is_joining is False:
             path.unlink(missing_ok=True)
-        elif not path.exists():
+        elif is_joining and not path.exists():
             write_atomically(path, b"")
 
     def _store_uuid_of(self, directory: Path) -> str:
@@ -186,6 +216,9 @@ class Files:
             rebuilds = max([0, *(self._rebuilds_upto(place) + 1 for place in self._predecessors(directory))])
             if rebuilds:
                 write_atomically(path, f"{rebuilds}\n".encode())
+        return self._store_uuid_in(directory)
+
+    def _store_uuid_in(self, directory: Path) -> str:
         rebuilds = self._rebuilds_of(directory)
         return f"{self._store_uuid}/{rebuilds}" if rebuilds else self._store_uuid
 
@@ -284,8 +317,6 @@ class Replicas:
         self._closed = files.closed.load()
         # The uses of the files of each replica when it was noted as closed.
         self._noted: dict[tuple[str, int], tuple[int, int]] = {}
-        # Replicas whose files say that they were never in sync.
-        self.joining: set[tuple[str, int]] = set()
 
     def describe(self, topic: TopicState) -> None:
         failed = attempt(self._host.pool, _naming_faults, self.files, self.files.describe, topic)
@@ -298,16 +329,15 @@ class Replicas:
         number: int,
         is_whole_elsewhere: Callable[[], bool | None],
         *,
-        is_joining: bool | None = None,
+        standing: Standing | None = None,
     ) -> Partition | ReplicaLogEnd | None:
-        """Return the replica, created when there is none; None while the disk has no room for it. `is_joining`: it was
-        never in sync; None where that is not known.
+        """Return the replica, created when there is none; None while the disk has no room for it.
 
         A replica with damaged files, or without records that it knew to be committed, is set aside and begun again
         when another ISR member says that it is whole. Otherwise its files stay, it stays closed, and its log end is
         returned, which says why. The only member of the ISR opens with what it has, if that can be read.
         """
-        opening = partial(self.files.open, topic, number, is_joining=is_joining)
+        opening = partial(self.files.open, topic, number, standing=standing)
         opened = attempt(self._host.pool, _naming_faults, self.files, opening)
         closed = self._unusable(opened)
         if closed is not None:
@@ -328,22 +358,24 @@ class Replicas:
         if isinstance(opened, Exception):
             self._host.storage_failed(opened)
             return None
-        if is_joining:
-            self.joining.add((topic.topic_id, number))
         return self._partition_of(topic, number, opened)
 
-    def note_joined(self, topic: TopicState, number: int) -> None:
+    def note_standing(self, topic: TopicState, partition: Partition, standing: Standing) -> None:
         """Note that a replica has come in sync. If that fails, it is done when its files are opened next."""
-        self.joining.discard((topic.topic_id, number))
-        gevent.spawn(
-            attempt, self._host.pool, _naming_faults, self.files, self.files.note_joining, topic, number, False
-        )
+        key = (topic.topic_id, partition.number)
+        if key in self.files.joining and standing.is_joining(partition.store_uuid) is False:
+            self.files.joining.discard(key)
+            note = partial(self.files.note_joined, topic, partition.number, partition.store_uuid)
+            gevent.spawn(attempt, self._host.pool, _naming_faults, self.files, note)
 
-    def resume(self, topic: TopicState, number: int) -> Partition | None:
-        """Return a replica whose files are closed, and as they were when the broker ended; None for any other. Each is
-        returned once: what is done with its files from then on is not known here."""
+    def resume(self, topic: TopicState, number: int, standing: Standing) -> Partition | None:
+        """Return a replica whose files are closed, and as they were when the broker ended; None for any other, and for
+        one that is to be marked as joining. Each is returned once: what is done with its files from then on is not
+        known here."""
         closed = self._closed.pop((topic.topic_id, number), None)
-        resumed = None if closed is None else self.files.resume(topic, number, closed)
+        if closed is None or standing.is_joining(closed.store_uuid):
+            return None
+        resumed = self.files.resume(topic, number, closed)
         if resumed is None:
             return None
         partition = self._partition_of(topic, number, resumed)

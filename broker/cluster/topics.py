@@ -5,7 +5,7 @@
 
     <data>/partitions/<topic>@<topic id>/topic.json       the topic's state, for `portalmq adopt`
     <data>/partitions/<topic>@<topic id>/<partition>/     see storage; store.id counts how often the replica was rebuilt
-                                                          joining: it was never in sync
+                                                          joining: it has not been in sync yet
     <data>/lost+found/                                    files of unknown topics, and damaged replicas
     <data>/epochs.sqlite                                  the highest leader epochs that they have seen
     <data>/closed.sqlite                                  replicas whose files the next start need not open
@@ -30,7 +30,7 @@ from gevent.lock import BoundedSemaphore
 from portalmq import wire
 from portalmq.broker.cluster.capacity import Capacity
 from portalmq.broker.cluster.replica_opener import ReplicaOpener
-from portalmq.broker.cluster.replicas import Files, Replicas
+from portalmq.broker.cluster.replicas import Files, Replicas, standing_of
 from portalmq.broker.cluster.routing import NoSuchPartition
 from portalmq.broker.cluster.rpc.brokers import ReplicaLogEnd
 from portalmq.broker.cluster.topic import Topic, TopicsHost
@@ -226,7 +226,7 @@ class Topics:
             return
         partition = topic.local.get(number)
         if partition is not None:
-            self._note_joined(topic, number, held.value)
+            self._replicas.note_standing(topic.state, partition, standing_of(held.value, self._host.broker_id))
             partition.on_partition_state(_partition_state_of(held, topic.state))
         elif self._host.broker_id in held.value.replicas:
             self._opener.open_soon(topic, number)
@@ -265,13 +265,9 @@ class Topics:
         self._open = None
         held = self._host.membership.mirror.partitions.get((topic.state.topic_id, partition.number))
         if held is not None:
-            self._note_joined(topic, partition.number, held.value)
+            self._replicas.note_standing(topic.state, partition, standing_of(held.value, self._host.broker_id))
             partition.on_partition_state(_partition_state_of(held, topic.state), self._brokers)
         self.on_opened(partition)
-
-    def _note_joined(self, topic: Topic, number: int, held: PartitionState) -> None:
-        if (topic.state.topic_id, number) in self._replicas.joining and self._host.broker_id in held.store_uuids:
-            self._replicas.note_joined(topic.state, number)
 
     def _withdraw(self, topic: Topic, partition: Partition) -> None:
         if topic.local.get(partition.number) is partition:

@@ -14,9 +14,8 @@ records may come back: no client has an outcome for them.
 
 This needs every replica: a missing or damaged one could be the longest. So a broker in `brokers.json` whose directory
 is not given stops the adoption. A damaged replica stops it too, unless committed records must be on others: fewer
-replicas are damaged than had to hold a record before it was acknowledged, and as many whole ones hold the same. A
-replica that was added and was never in sync (`joining`) did not have to. Otherwise an operator has to accept the loss
-explicitly.
+replicas are damaged, or are `joining` and have not been in sync yet, than had to hold a record before it was
+acknowledged, and as many whole ones hold the same. Otherwise an operator has to accept the loss explicitly.
 
 The new leader epoch is above every epoch that any replica has seen, so nothing from before is mistaken for current.
 Producer ids continue far above those in the logs: a new producer must not get an old id, which would turn its messages
@@ -95,7 +94,7 @@ def known_brokers(data_dir: Path) -> dict[int, str]:
 @dataclass(frozen=True, slots=True)
 class ReplicaFound:
     """A replica on a disk. `fault` says why its log may be incomplete. `last_ticks`: (schedule id, tick). `is_joining`:
-    it was never in sync, as far as its broker knew."""
+    it has not been in sync yet, as far as its broker knew."""
 
     broker_id: int
     store_uuid: str = ""
@@ -111,13 +110,12 @@ def state_of(found: Collection[ReplicaFound]) -> PartitionState:
     """Return the state of a partition with these replicas, damaged ones excluded. An empty ISR: none can be trusted."""
     whole = sorted((each for each in found if not each.fault), key=lambda each: each.broker_id)
     newest = max(((each.last_epoch, each.end) for each in whole), default=(0, 0))
-    isr = tuple(each.broker_id for each in whole if (each.last_epoch, each.end) == newest)
     return PartitionState(
         leader=None,
         leader_epoch=1 + max((each.highest_epoch for each in found), default=0),
-        isr=isr,
+        isr=tuple(each.broker_id for each in whole if (each.last_epoch, each.end) == newest),
         replicas=tuple(sorted(each.broker_id for each in found)),
-        store_uuids={each.broker_id: each.store_uuid for each in whole if each.broker_id in isr or not each.is_joining},
+        store_uuids={each.broker_id: each.store_uuid for each in whole},
         incarnations={},
     )
 
@@ -201,6 +199,8 @@ class Adoption:
             faults = "; ".join(each.fault for each in found if each.fault)
             if all(each.fault for each in found):
                 messages.append(f"partition {number} of topic {topic.name!r} has no whole replica: {faults}")
+            elif all(each.is_joining for each in found):
+                messages.append(f"partition {number} of topic {topic.name!r} has no replica that was in sync already")
             elif _may_lack(found, topic, is_described=topic_id not in self.undescribed):
                 messages.append(
                     f"partition {number} of topic {topic.name!r} may lack what a damaged replica alone held: {faults}"
@@ -212,11 +212,15 @@ def _may_lack(found: Collection[ReplicaFound], topic: TopicState, *, is_describe
     """Return whether only a damaged replica may have held a committed record. The last ISR is unknown: equal whole
     replicas may all be behind, so there must be enough of them to have committed a record. Of a topic whose settings
     are lost, a single one may have been enough."""
-    damaged = sum(bool(each.fault) for each in found)
+
+    def least(replicas: int) -> int:
+        return min(replicas, topic.config.min_insync_replicas or replicas // 2 + 1) if is_described else 1
+
     whole = [(each.last_epoch, each.end) for each in found if not each.fault]
-    replicas = max(1, max(len(found), topic.replication_factor) - sum(each.is_joining for each in found))
-    least = min(replicas, topic.config.min_insync_replicas or replicas // 2 + 1) if is_described else 1
-    return damaged > 0 and (damaged >= least or whole.count(max(whole)) < least)
+    without = sum(bool(each.fault) or each.is_joining for each in found)
+    return len(whole) < len(found) and (
+        without >= least(len(found)) or whole.count(max(whole)) < least(max(len(found), topic.replication_factor))
+    )
 
 
 def read_directories(directories: Iterable[Path]) -> Adoption:

@@ -279,7 +279,8 @@ class GroupChecker:
                 continue
             self._answered[group].setdefault(receipt.offset, self.world.now)
             # One that was delivered is cancelled where its grant was lost and the next leader's clock is behind.
-            fresh = "cancelled" if receipt.offset in self.cancelled else "fresh"
+            is_cancelled = receipt.offset in model.delivered & self.cancelled - self.moved.keys()
+            fresh = "cancelled" if is_cancelled else "fresh"
             state = model.state.get(receipt.offset, fresh)
             if state not in good_states and receipt.offset >= self.dropped_below():
                 self.fail("I13", "{}: the ack of {} is answered, and it is {}", group, receipt.offset, state)

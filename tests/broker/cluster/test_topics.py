@@ -6,6 +6,7 @@ import errno
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import gevent
 import msgspec
@@ -14,14 +15,13 @@ from support.domain import Fixture, HandClock, records, running
 from support.replicas import eventually
 
 from portalmq import wire
-from portalmq.broker.cluster.replicas import Files
+from portalmq.broker.cluster.replicas import Files, Standing
 from portalmq.broker.cluster.rpc.brokers import LogEndRequest
 from portalmq.broker.cluster.unclean_election import answer_log_end
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.storage.log import Log
 from portalmq.control_plane import state
 from portalmq.control_plane.catalog import Versioned
-from portalmq.control_plane.mirror import Changes
 from portalmq.control_plane.plane import PlaneUnavailable
 from portalmq.control_plane.standalone import Standalone
 from portalmq.control_plane.state import TopicState
@@ -297,13 +297,26 @@ def test_a_replica_is_noted_as_joining_until_it_is_in_sync(fixture, tmp_path):
     partition = topic.local.pop(0)
     partition.close()
     replicas = topics._replicas
-    for is_joining in (True, None):
-        opened = replicas.open(topic.state, 0, lambda: False, is_joining=is_joining)
-        assert marker.exists()
+    store = partition.store_uuid
+    for standing, is_marked in (
+        (Standing("", is_in_sync=False), True),  # it was added
+        (Standing(store, is_in_sync=False), True),
+        (Standing(store, is_in_sync=True), False),
+        (Standing(store, is_in_sync=False), False),  # it lags
+        (Standing("another", is_in_sync=True), True),  # it was begun again
+    ):
+        opened = replicas.open(topic.state, 0, lambda: False, standing=standing)
+        assert marker.exists() == is_marked
         opened.close()
-    topics.sync(Changes(partitions={(topic.state.topic_id, 0)}))
-    eventually(lambda: topic.local.get(0) is not None and not marker.exists())
-    assert replicas.joining == set()
+    opened = replicas.open(topic.state, 0, lambda: False)
+    replicas.note_standing(topic.state, opened, Standing("another", is_in_sync=True))
+    gevent.idle()
+    assert marker.exists()
+    replicas.note_standing(topic.state, opened, Standing(store, is_in_sync=True))
+    eventually(lambda: not marker.exists())
+    opened.close()
+    replicas._closed[topic.state.topic_id, 0] = SimpleNamespace(store_uuid=store)
+    assert replicas.resume(topic.state, 0, Standing("", is_in_sync=False)) is None, "it is opened, and marked"
 
 
 def test_a_damaged_partition_without_another_replica_is_kept_closed_and_the_others_are_served(tmp_path):
