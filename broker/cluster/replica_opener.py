@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import gevent
 from gevent.lock import BoundedSemaphore
 
-from portalmq.broker.cluster.replicas import Replicas, Standing, standing_of
+from portalmq.broker.cluster.replicas import RecordedReplica, Replicas, recorded_replica
 from portalmq.broker.cluster.rpc.brokers import STANDING, LogEndRequest, ReplicaLogEnd
 from portalmq.broker.cluster.topic import Topic, TopicsHost
 from portalmq.broker.cluster.unclean_election import is_whole_elsewhere
@@ -62,8 +62,8 @@ class ReplicaOpener:
         """Open a replica, at once if its files need not be opened."""
         key = (topic.state.topic_id, number)
         if key not in self.opening and not self.closed:
-            standing = self._standing(key)
-            resumed = None if standing is None else self._replicas.resume(topic.state, number, standing)
+            recorded = self._recorded(key)
+            resumed = None if recorded is None else self._replicas.resume(topic.state, number, recorded)
             if resumed is not None:
                 self.publish(topic, resumed)
                 return
@@ -107,10 +107,10 @@ class ReplicaOpener:
                 if not self._replicas.set_aside(topic.state, number):
                     return None
                 self._unwritable.discard(key)
-        standing = self._standing(key)
-        if standing is None:  # the mirror does not have it just now
+        recorded = self._recorded(key)
+        if recorded is None:  # the mirror does not have it just now
             return None
-        opened = self._replicas.open(topic.state, number, lambda: self._is_whole_elsewhere(key), standing=standing)
+        opened = self._replicas.open(topic.state, number, lambda: self._is_whole_elsewhere(key), recorded=recorded)
         if isinstance(opened, Partition):
             return opened
         if opened is not None and known is None:
@@ -125,9 +125,9 @@ class ReplicaOpener:
             self.on_changed()
         return None
 
-    def _standing(self, key: PartitionKey) -> Standing | None:
+    def _recorded(self, key: PartitionKey) -> RecordedReplica | None:
         held = self._host.membership.mirror.partitions.get(key)
-        return None if held is None else standing_of(held.value, self._host.broker_id)
+        return None if held is None else recorded_replica(held.value, self._host.broker_id)
 
     def _is_alone(self, key: tuple[str, int]) -> bool:
         """Whether the mirror shows no other ISR member. There is no broker to ask then, and no need for a sync."""

@@ -68,7 +68,7 @@ class Rested(NamedTuple):
     closed: ClosedReplica
 
 
-class Standing(NamedTuple):
+class RecordedReplica(NamedTuple):
     """What the control plane has of a replica: the store uuid that was in sync last, and whether it is now."""
 
     store_uuid: str
@@ -81,8 +81,8 @@ class Standing(NamedTuple):
         return False if self.is_in_sync else None
 
 
-def standing_of(held: PartitionState, broker_id: int) -> Standing:
-    return Standing(held.store_uuids.get(broker_id, ""), broker_id in held.isr)
+def recorded_replica(held: PartitionState, broker_id: int) -> RecordedReplica:
+    return RecordedReplica(held.store_uuids.get(broker_id, ""), broker_id in held.isr)
 
 
 def description_of(topic: TopicState) -> bytes:
@@ -126,16 +126,16 @@ class Files:
             write_atomically(path, content)
 
     def open(
-        self, topic: TopicState, number: int, *, describes: bool = True, standing: Standing | None = None
+        self, topic: TopicState, number: int, *, describes: bool = True, recorded: RecordedReplica | None = None
     ) -> Opened:
-        """Return the log of a replica, its state file, what was recovered, and its store uuid. By its standing it is
+        """Return the log of a replica, its state file, what was recovered, and its store uuid. By `recorded` it is
         marked as joining, or no longer. Raises StorageError."""
         if describes:
             self.describe(topic)
         directory = self.folder(topic) / str(number)
         store_uuid = self._store_uuid_of(directory)
-        if standing is not None:
-            self._mark(directory, standing.is_joining(store_uuid))
+        if recorded is not None:
+            self._mark(directory, recorded.is_joining(store_uuid))
         if self.is_joining(topic, number):
             self.joining.add((topic.topic_id, number))
         identity = LogIdentity(self._cluster_id, topic.name, topic.topic_id, number)
@@ -329,7 +329,7 @@ class Replicas:
         number: int,
         is_whole_elsewhere: Callable[[], bool | None],
         *,
-        standing: Standing | None = None,
+        recorded: RecordedReplica | None = None,
     ) -> Partition | ReplicaLogEnd | None:
         """Return the replica, created when there is none; None while the disk has no room for it.
 
@@ -337,7 +337,7 @@ class Replicas:
         when another ISR member says that it is whole. Otherwise its files stay, it stays closed, and its log end is
         returned, which says why. The only member of the ISR opens with what it has, if that can be read.
         """
-        opening = partial(self.files.open, topic, number, standing=standing)
+        opening = partial(self.files.open, topic, number, recorded=recorded)
         opened = attempt(self._host.pool, _naming_faults, self.files, opening)
         closed = self._unusable(opened)
         if closed is not None:
@@ -360,20 +360,20 @@ class Replicas:
             return None
         return self._partition_of(topic, number, opened)
 
-    def note_standing(self, topic: TopicState, partition: Partition, standing: Standing) -> None:
+    def note_recorded(self, topic: TopicState, partition: Partition, recorded: RecordedReplica) -> None:
         """Note that a replica has come in sync. If that fails, it is done when its files are opened next."""
         key = (topic.topic_id, partition.number)
-        if key in self.files.joining and standing.is_joining(partition.store_uuid) is False:
+        if key in self.files.joining and recorded.is_joining(partition.store_uuid) is False:
             self.files.joining.discard(key)
             note = partial(self.files.note_joined, topic, partition.number, partition.store_uuid)
             gevent.spawn(attempt, self._host.pool, _naming_faults, self.files, note)
 
-    def resume(self, topic: TopicState, number: int, standing: Standing) -> Partition | None:
+    def resume(self, topic: TopicState, number: int, recorded: RecordedReplica) -> Partition | None:
         """Return a replica whose files are closed, and as they were when the broker ended; None for any other, and for
         one that is to be marked as joining. Each is returned once: what is done with its files from then on is not
         known here."""
         closed = self._closed.pop((topic.topic_id, number), None)
-        if closed is None or standing.is_joining(closed.store_uuid):
+        if closed is None or recorded.is_joining(closed.store_uuid):
             return None
         resumed = self.files.resume(topic, number, closed)
         if resumed is None:

@@ -30,7 +30,7 @@ from gevent.lock import BoundedSemaphore
 from portalmq import wire
 from portalmq.broker.cluster.capacity import Capacity
 from portalmq.broker.cluster.replica_opener import ReplicaOpener
-from portalmq.broker.cluster.replicas import Files, Replicas, standing_of
+from portalmq.broker.cluster.replicas import Files, Replicas, recorded_replica
 from portalmq.broker.cluster.routing import NoSuchPartition
 from portalmq.broker.cluster.rpc.brokers import ReplicaLogEnd
 from portalmq.broker.cluster.topic import Topic, TopicsHost
@@ -226,7 +226,7 @@ class Topics:
             return
         partition = topic.local.get(number)
         if partition is not None:
-            self._replicas.note_standing(topic.state, partition, standing_of(held.value, self._host.broker_id))
+            self._replicas.note_recorded(topic.state, partition, recorded_replica(held.value, self._host.broker_id))
             partition.on_partition_state(_partition_state_of(held, topic.state))
         elif self._host.broker_id in held.value.replicas:
             self._opener.open_soon(topic, number)
@@ -265,7 +265,7 @@ class Topics:
         self._open = None
         held = self._host.membership.mirror.partitions.get((topic.state.topic_id, partition.number))
         if held is not None:
-            self._replicas.note_standing(topic.state, partition, standing_of(held.value, self._host.broker_id))
+            self._replicas.note_recorded(topic.state, partition, recorded_replica(held.value, self._host.broker_id))
             partition.on_partition_state(_partition_state_of(held, topic.state), self._brokers)
         self.on_opened(partition)
 

@@ -15,7 +15,7 @@ from support.domain import Fixture, HandClock, records, running
 from support.replicas import eventually
 
 from portalmq import wire
-from portalmq.broker.cluster.replicas import Files, Standing
+from portalmq.broker.cluster.replicas import Files, RecordedReplica
 from portalmq.broker.cluster.rpc.brokers import LogEndRequest
 from portalmq.broker.cluster.unclean_election import answer_log_end
 from portalmq.broker.messages.produce import ProduceRequest
@@ -298,25 +298,25 @@ def test_a_replica_is_noted_as_joining_until_it_is_in_sync(fixture, tmp_path):
     partition.close()
     replicas = topics._replicas
     store = partition.store_uuid
-    for standing, is_marked in (
-        (Standing("", is_in_sync=False), True),  # it was added
-        (Standing(store, is_in_sync=False), True),
-        (Standing(store, is_in_sync=True), False),
-        (Standing(store, is_in_sync=False), False),  # it lags
-        (Standing("another", is_in_sync=True), True),  # it was begun again
+    for recorded, is_marked in (
+        (RecordedReplica("", is_in_sync=False), True),  # it was added
+        (RecordedReplica(store, is_in_sync=False), True),
+        (RecordedReplica(store, is_in_sync=True), False),
+        (RecordedReplica(store, is_in_sync=False), False),  # it lags
+        (RecordedReplica("another", is_in_sync=True), True),  # it was begun again
     ):
-        opened = replicas.open(topic.state, 0, lambda: False, standing=standing)
+        opened = replicas.open(topic.state, 0, lambda: False, recorded=recorded)
         assert marker.exists() == is_marked
         opened.close()
     opened = replicas.open(topic.state, 0, lambda: False)
-    replicas.note_standing(topic.state, opened, Standing("another", is_in_sync=True))
+    replicas.note_recorded(topic.state, opened, RecordedReplica("another", is_in_sync=True))
     gevent.idle()
     assert marker.exists()
-    replicas.note_standing(topic.state, opened, Standing(store, is_in_sync=True))
+    replicas.note_recorded(topic.state, opened, RecordedReplica(store, is_in_sync=True))
     eventually(lambda: not marker.exists())
     opened.close()
     replicas._closed[topic.state.topic_id, 0] = SimpleNamespace(store_uuid=store)
-    assert replicas.resume(topic.state, 0, Standing("", is_in_sync=False)) is None, "it is opened, and marked"
+    assert replicas.resume(topic.state, 0, RecordedReplica("", is_in_sync=False)) is None, "it is opened, and marked"
 
 
 def test_a_damaged_partition_without_another_replica_is_kept_closed_and_the_others_are_served(tmp_path):
