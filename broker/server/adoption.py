@@ -19,9 +19,10 @@ acknowledged, and as many whole ones hold the same. Otherwise an operator has to
 
 The new leader epoch is above every epoch that any replica has seen, so nothing from before is mistaken for current.
 Producer ids continue far above those in the logs: a new producer must not get an old id, which would turn its messages
-into repeats. They begin at the present time in milliseconds at least, because a producer may have its id and no message
-in any log. Groups come back as paused as they were, and a later change has a higher number. State that is only in
-ZooKeeper is not restored: the settings of groups, the names of producers.
+into repeats. They begin at the present time in microseconds at least, because a producer may have its id and no message
+in any log: fewer than a million ids a second are given to brokers, a thousand to each that starts. Groups come back as
+paused as they were, and a later change has a higher number. State that is only in ZooKeeper is not restored: the
+settings of groups, the names of producers.
 
 Schedules are those of the latest whole `schedules.jsonl`. It may be older than the last change of a schedule, which may
 have gone to another partition since. So none continues before its last tick in any log: each tick stays one message.
@@ -142,7 +143,7 @@ class Adoption:
     groups: dict[str, PauseState] = field(default_factory=dict)  # with the last pause or resume
     saved: SavedSchedules | None = None  # the latest copy of the schedules
     damaged: list[str] = field(default_factory=list)  # what is wrong with other copies
-    next_producer_id: int = field(default_factory=lambda: time.time_ns() // 1_000_000)
+    next_producer_id: int = field(default_factory=lambda: time.time_ns() // 1_000)
     # No file has the fencing tokens of locks. A lock passes on less than once a millisecond, of any clock in the logs.
     last_token: int = field(default_factory=lambda: time.time_ns() // 1_000_000)
 

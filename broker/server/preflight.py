@@ -329,9 +329,9 @@ def _cluster_of(catalog: Catalog, question: IdentityRequest) -> str:
             EX_CANTCREAT,
         )
     if found is None:  # an emptied ZooKeeper may have given out numbers: they go on from the time, as in an adoption
-        now_ms = time.time_ns() // 1_000_000
-        LockTable(catalog.plane).reserve_tokens(now_ms)
-        catalog.reserve_producer_ids(now_ms)
+        now_us = time.time_ns() // 1_000
+        LockTable(catalog.plane).reserve_tokens(now_us // 1_000)
+        catalog.reserve_producer_ids(now_us)
         found = catalog.cluster_id(held.cluster_id)
     if found != held.cluster_id:
         raise StartupError(

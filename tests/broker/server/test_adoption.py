@@ -372,10 +372,9 @@ class TestWritingBack:
         for place in ("lost", "restored", "restored again"):
             plane = Standalone(tmp_path / place)
             plane.start()
-            catalog = Catalog(plane)
             if issued:
-                write_back(catalog, Adoption("c"), accept_loss=False, replace_cluster=False)
-            issued.append(catalog.next_producer(None).id)
+                write_back(Catalog(plane), Adoption("c"), accept_loss=False, replace_cluster=False)
+            issued += [Catalog(plane).next_producer(None).id for _ in range(10)]  # each broker takes a block of ids
         assert issued == sorted(set(issued))
 
     def test_a_repeat_changes_nothing(self, catalog: Catalog, adoption: Adoption) -> None:
