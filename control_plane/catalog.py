@@ -5,6 +5,7 @@ Nothing is cached. Callers that need speed keep a copy (see `mirror`), and read 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -14,9 +15,9 @@ import msgspec
 from portalmq import wire
 from portalmq.control_plane import state
 from portalmq.control_plane.cluster import BrokerIdTaken, ControllerFenced, PartitionChange
-from portalmq.control_plane.plane import ControlPlane, Create, Delete, Set
+from portalmq.control_plane.plane import Conflict, ControlPlane, Create, Delete, Set
 from portalmq.control_plane.state import GroupState
-from portalmq.control_plane.stream_groups import StreamGroups
+from portalmq.control_plane.stream_groups import RosterState, StreamGroups
 from portalmq.control_plane.topics import TopicNodes
 from portalmq.control_plane.tree import ATTEMPTS, Versioned
 from portalmq.errors import Fenced, GroupModeMismatch, GroupNotFound
@@ -62,18 +63,26 @@ class Catalog(TopicNodes):
         """Return the group, created with the default settings when it is missing."""
         return self.find_group(name) or self.put_group(name, {})[0]
 
-    def restore_group(self, name: str, pause: state.PauseState) -> None:
-        """Write a group back, with the default settings where it is missing, and with this pause or resume unless there
-        is a later one."""
+    def restore_group(
+        self, name: str, config: wire.GroupConfig, pause: state.PauseState, generation: int | None = None
+    ) -> None:
+        """Write a group back, with these settings where it is missing, and with this pause or resume unless there is a
+        later one. The members of a stream group join in a later `generation`."""
 
-        def restore() -> None:
+        def restore() -> GroupState:
             path = state.group_path(name)
             held = self._read(path, GroupState)
-            group = held.value if held else GroupState(name, wire.GroupConfig(), self._unique())
+            group = held.value if held else GroupState(name, config, self._unique())
             if held is None or group.pause.number < pause.number:
-                self._write(path, msgspec.structs.replace(group, pause=pause), held)
+                group = msgspec.structs.replace(group, pause=pause)
+                self._write(path, group, held)
+            return group
 
-        self._retry_conflicts(f"group {name!r}", restore)
+        group = self._retry_conflicts(f"group {name!r}", restore)
+        if generation is not None and group.config.mode == "stream":
+            with contextlib.suppress(Conflict):  # it has members already
+                roster = RosterState(generation, coordinator=(-1, -1))
+                StreamGroups(self.plane).set_roster(name, group.group_id, roster, -1)
 
     def put_group(
         self, name: str, patch: dict[str, Any], initial: dict[str, Any] | None = None

@@ -68,6 +68,16 @@ class ClusterNodes(Tree):
         """Return the cluster's id. The first call creates it: `wanted`, or a fresh one."""
         return self._made_once(state.CLUSTER_ID, lambda: (wanted or self._unique()).encode()).decode()
 
+    def remove_cluster_id(self, unless: str) -> None:
+        """Remove the cluster's id unless it is this one: brokers of that cluster cannot start any more."""
+
+        def remove() -> None:
+            held = self.plane.get(state.CLUSTER_ID)
+            if held is not None and held.data.decode() != unless:
+                self.plane.commit(Delete(state.CLUSTER_ID, held.version))
+
+        self._retry_conflicts(state.CLUSTER_ID, remove)
+
     def replace_cluster_id(self, wanted: str) -> None:
         """Set the cluster's id, whatever it was."""
 

@@ -6,8 +6,8 @@ number is in `store.id` in the partition's folder, which is written before anyth
 the next number after those of its predecessors in lost+found. So no crash between the two makes an emptied replica look
 complete.
 
-`joining` is in the folder of a replica that was added, or begun again, and has not been in sync since: it may lack what
-is acknowledged, and `portalmq adopt` does not count on it.
+`joining` is in the folder of a replica that has not been in sync since it was added, or begun again, and says which of
+both: it may lack what is acknowledged, and `portalmq adopt` does not count on it.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 TOPIC_FILE = "topic.json"
 STORE_FILE = "store.id"
 JOINING_FILE = "joining"
+ADDED, BEGUN_AGAIN = "added", "begun again"
 
 # Up to so many replicas keep files open that they do not use. Of more of them these would take too much memory: a
 # seventh of a megabyte each if they were only read, else half a megabyte.
@@ -74,11 +75,12 @@ class RecordedReplica(NamedTuple):
     store_uuid: str
     is_in_sync: bool
 
-    def is_joining(self, store_uuid: str) -> bool | None:
-        """Return whether the replica of this store has yet to come in sync; None for one that has been before."""
+    def joining(self, store_uuid: str) -> str | None:
+        """Return why the replica of this store has yet to come in sync: ADDED, BEGUN_AGAIN; "" for one that is in sync,
+        None for one that was before."""
         if self.store_uuid != store_uuid:
-            return True
-        return False if self.is_in_sync else None
+            return BEGUN_AGAIN if self.store_uuid else ADDED
+        return "" if self.is_in_sync else None
 
 
 def recorded_replica(held: PartitionState, broker_id: int) -> RecordedReplica:
@@ -135,8 +137,8 @@ class Files:
         directory = self.folder(topic) / str(number)
         store_uuid = self._store_uuid_of(directory)
         if recorded is not None:
-            self._mark(directory, recorded.is_joining(store_uuid))
-        if self.is_joining(topic, number):
+            self._mark(directory, recorded.joining(store_uuid))
+        if self.read_joining(topic, number):
             self.joining.add((topic.topic_id, number))
         identity = LogIdentity(self._cluster_id, topic.name, topic.topic_id, number)
         files = Log.open(
@@ -191,23 +193,27 @@ class Files:
             self.closed.put(notes)
         return noted
 
-    def is_joining(self, topic: TopicState, number: int) -> bool:
-        """Return whether the replica is marked as joining."""
-        return (self.folder(topic) / str(number) / JOINING_FILE).exists()
+    def read_joining(self, topic: TopicState, number: int) -> str:
+        """Return why the replica is marked as joining, "" if it is not. BEGUN_AGAIN, if that is not readable."""
+        try:
+            found = (self.folder(topic) / str(number) / JOINING_FILE).read_bytes()
+        except FileNotFoundError:
+            return ""
+        return ADDED if found == ADDED.encode() else BEGUN_AGAIN
 
     def note_joined(self, topic: TopicState, number: int, store_uuid: str) -> None:
         """Note that the replica of this store is in sync. It may have been begun again since."""
         directory = self.folder(topic) / str(number)
         if self._store_uuid_in(directory) == store_uuid:
-            self._mark(directory, False)
+            self._mark(directory, "")
 
     @staticmethod
-    def _mark(directory: Path, is_joining: bool | None) -> None:
+    def _mark(directory: Path, joining: str | None) -> None:
         path = directory / JOINING_FILE
-        if is_joining is False:
+        if joining == "":
             path.unlink(missing_ok=True)
-        elif is_joining and not path.exists():
-            write_atomically(path, b"")
+        elif joining and not path.exists():
+            write_atomically(path, joining.encode())
 
     def _store_uuid_of(self, directory: Path) -> str:
         make_directory(directory)
@@ -363,7 +369,7 @@ class Replicas:
     def note_recorded(self, topic: TopicState, partition: Partition, recorded: RecordedReplica) -> None:
         """Note that a replica has come in sync. If that fails, it is done when its files are opened next."""
         key = (topic.topic_id, partition.number)
-        if key in self.files.joining and recorded.is_joining(partition.store_uuid) is False:
+        if key in self.files.joining and recorded.joining(partition.store_uuid) == "":
             self.files.joining.discard(key)
             note = partial(self.files.note_joined, topic, partition.number, partition.store_uuid)
             gevent.spawn(attempt, self._host.pool, _naming_faults, self.files, note)
@@ -373,7 +379,7 @@ class Replicas:
         one that is to be marked as joining. Each is returned once: what is done with its files from then on is not
         known here."""
         closed = self._closed.pop((topic.topic_id, number), None)
-        if closed is None or recorded.is_joining(closed.store_uuid):
+        if closed is None or recorded.joining(closed.store_uuid):
             return None
         resumed = self.files.resume(topic, number, closed)
         if resumed is None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -116,8 +116,8 @@ def _elect(
 def adopt(directories: tuple[Path, ...], replace_cluster: bool, accepted: bool, **options: Any) -> None:
     """Write cluster, topics, partitions and schedules into an empty ZooKeeper, from the brokers' data directories.
 
-    All brokers have to be stopped. With the directories of all of them no acknowledged message is lost. The settings of
-    groups and the names of producers were only in ZooKeeper, and have to be created again.
+    All brokers have to be stopped. With the directories of all of them no acknowledged message is lost. The names of
+    producers were only in ZooKeeper: those that had been replaced are not fenced any more.
 
     Example: portalmq adopt --data-dir data/5000 --data-dir data/5001 --data-dir data/5002
     """
@@ -125,9 +125,10 @@ def adopt(directories: tuple[Path, ...], replace_cluster: bool, accepted: bool, 
         from portalmq.broker.server.adoption import read_directories, write_back
 
         config = load_config(options)
-        adoption = read_directories(directories)
-        with _catalog(config) as catalog:
-            messages = write_back(catalog, adoption, accept_loss=accepted, replace_cluster=replace_cluster)
+        with ExitStack() as opened:
+            adoption = read_directories(directories, opened)
+            with _catalog(config) as catalog:
+                messages = write_back(catalog, adoption, accept_loss=accepted, replace_cluster=replace_cluster)
         for sentence in messages:
             click.echo(sentence)
         click.echo("start the brokers again: they elect leaders among themselves", err=True)

@@ -2,7 +2,7 @@
 
 ZooKeeper holds the leaders, the ISRs and the topics. The messages are in the data directories, with all that is needed
 to restore the rest: `identity.json` (cluster, broker, store), `brokers.json` (the other brokers), `schedules.jsonl`,
-`topic.json` in each topic's folder, and in each replica its records with their leader epochs.
+`groups.jsonl`, `topic.json` in each topic's folder, and in each replica its records with their leader epochs.
 
     new ISR = the replicas with the highest (epoch of the last record, end); no leader: the controller elects one
 
@@ -15,14 +15,20 @@ records may come back: no client has an outcome for them.
 This needs every replica: a missing or damaged one could be the longest. So a broker in `brokers.json` whose directory
 is not given stops the adoption. A damaged replica stops it too, unless committed records must be on others: fewer
 replicas are damaged, or are `joining` and have not been in sync yet, than had to hold a record before it was
-acknowledged, and as many whole ones hold the same. Otherwise an operator has to accept the loss explicitly.
+acknowledged, and as many whole ones hold the same. So do as many as that which are damaged or were begun again.
+Otherwise an operator has to accept the loss explicitly.
+
+The cluster's id is written last, and the directories stay locked until then: a broker that starts before, or in an
+interrupted adoption, finds no cluster, and ends without touching its files.
 
 The new leader epoch is above every epoch that any replica has seen, so nothing from before is mistaken for current.
 Producer ids continue far above those in the logs: a new producer must not get an old id, which would turn its messages
 into repeats. They begin at the present time in microseconds at least, because a producer may have its id and no message
 in any log: fewer than a million ids a second are given to brokers, a thousand to each that starts. Groups come back as
-paused as they were, and a later change has a higher number. State that is only in ZooKeeper is not restored: the
-settings of groups, the names of producers.
+paused as they were, and a later change has a higher number. Their settings are those of the latest whole
+`groups.jsonl`, unless the logs show another mode. The names of producers are only in ZooKeeper, and are not restored.
+
+The settings of a topic are those of the `topic.json` that was written last. Where they differ, this is told.
 
 Schedules are those of the latest whole `schedules.jsonl`. It may be older than the last change of a schedule, which may
 have gone to another partition since. So none continues before its last tick in any log: each tick stays one message.
@@ -33,7 +39,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,9 +47,8 @@ import msgspec
 
 from portalmq import wire
 from portalmq.broker.cluster.exits import EX_CANTCREAT, EX_STORAGE, StartupError
-from portalmq.broker.cluster.replicas import TOPIC_FILE, Files, read_topic
-from portalmq.broker.partition.folding import GroupsFold
-from portalmq.broker.schedules.saved import SCHEDULES_FILE, SavedSchedules, read_schedules
+from portalmq.broker.cluster.replicas import BEGUN_AGAIN, TOPIC_FILE, Files, read_topic
+from portalmq.broker.cluster.saved_copy import GROUPS, SCHEDULES, Saved, SavedCopy, StateT
 from portalmq.broker.schedules.timetable import moment_text
 from portalmq.broker.storage.disk import BROKERS_FILE, DataDirectory, DirectoryInUse, read_brokers, read_identity
 from portalmq.broker.storage.errors import CorruptFile, Shortage, StorageError
@@ -55,12 +60,13 @@ from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.locks import LockTable
 from portalmq.control_plane.plane import NodeExists
 from portalmq.control_plane.schedules import ScheduleState, ScheduleStore
-from portalmq.control_plane.state import PartitionState, PauseState, TopicState
+from portalmq.control_plane.state import GroupState, PartitionState, PauseState, TopicState
 
 log = logging.getLogger(__name__)
 
 # Ids are allocated in blocks, and may be in use without being in a log yet.
 PRODUCER_IDS_APART = 1_000_000
+GENERATIONS_APART = 1_000
 
 
 class NotAdopted(StartupError):
@@ -94,8 +100,9 @@ def known_brokers(data_dir: Path) -> dict[int, str]:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFound:
-    """A replica on a disk. `fault` says why its log may be incomplete. `last_ticks`: (schedule id, tick). `is_joining`:
-    it has not been in sync yet, as far as its broker knew."""
+    """A replica on a disk. `fault` says why its log may be incomplete, `joining` why it has not been in sync yet.
+    `last_ticks`: (schedule id, tick). The groups in its log: `queues` with their last pause or resume, `streams` with
+    their generation."""
 
     broker_id: int
     store_uuid: str = ""
@@ -104,7 +111,9 @@ class ReplicaFound:
     highest_epoch: int = 0
     fault: str = ""
     last_ticks: tuple[tuple[int, int], ...] = ()
-    is_joining: bool = False
+    joining: str = ""
+    queues: Mapping[str, PauseState] = field(default_factory=dict)
+    streams: Mapping[str, int] = field(default_factory=dict)
 
 
 def state_of(found: Collection[ReplicaFound]) -> PartitionState:
@@ -121,9 +130,20 @@ def state_of(found: Collection[ReplicaFound]) -> PartitionState:
     )
 
 
-def topic_of(candidates: Iterable[TopicState]) -> TopicState:
-    """Return the latest state of a topic: the one with most partitions, since partitions are only added."""
-    return max(candidates, key=lambda topic: topic.partitions)
+@dataclass(frozen=True, slots=True, order=True)
+class Description:
+    """What a topic.json has, and when it was written."""
+
+    written_ns: int
+    broker_id: int
+    topic: TopicState = field(compare=False)
+
+
+def topic_of(descriptions: Collection[Description]) -> TopicState:
+    """Return the latest state of a topic: the one that was written last, with the most partitions of all, since
+    partitions are only added."""
+    count = max(each.topic.partitions for each in descriptions)
+    return msgspec.structs.replace(max(descriptions).topic, partitions=count)
 
 
 # --- reading the directories -----------------------------------------------------------------------------------------
@@ -140,19 +160,43 @@ class Adoption:
     missing: dict[int, str] = field(default_factory=dict)
     unlisted: list[str] = field(default_factory=list)  # why nobody lists the cluster's brokers
     undescribed: set[str] = field(default_factory=set)  # ids of topics whose settings are lost
-    groups: dict[str, PauseState] = field(default_factory=dict)  # with the last pause or resume
-    saved: SavedSchedules | None = None  # the latest copy of the schedules
+    described: dict[str, list[Description]] = field(default_factory=dict)  # by topic id
+    saved: Saved[ScheduleState] | None = None  # the latest copy of the schedules
+    saved_groups: Saved[GroupState] | None = None  # and of the groups
     damaged: list[str] = field(default_factory=list)  # what is wrong with other copies
     next_producer_id: int = field(default_factory=lambda: time.time_ns() // 1_000)
     # No file has the fencing tokens of locks. A lock passes on less than once a millisecond, of any clock in the logs.
     last_token: int = field(default_factory=lambda: time.time_ns() // 1_000_000)
 
-    def take_groups(self, fold: GroupsFold) -> None:
-        for name in fold.streams:
-            self.groups.setdefault(name, PauseState())
-        for name, delivery in fold.delivery.items():
-            last = PauseState(*msgspec.structs.astuple(delivery.pause))
-            self.groups[name] = max(self.groups.get(name, last), last, key=lambda pause: pause.number)
+    def groups(self) -> dict[str, GroupState]:
+        """Return the groups of the latest copy, and of the logs that are kept, with the last pause or resume of each. A
+        group that only logs have has the default settings."""
+        saved = {each.name: each for each in self.saved_groups.states} if self.saved_groups else {}
+        pauses = {name: each.pause for name, each in saved.items() if each.config.mode == "queue"}
+        streams, queues = set[str](), set[str]()
+        for each in self._kept():
+            streams.update(each.streams)
+            queues.update(each.queues)
+            for name, pause in each.queues.items():
+                pauses[name] = max(pauses.get(name, pause), pause, key=lambda pause: pause.number)
+        groups: dict[str, GroupState] = {}
+        for name in saved.keys() | queues | streams:
+            config = saved[name].config if name in saved else wire.GroupConfig()
+            if name in queues and config.mode != "queue":
+                config = wire.GroupConfig()
+            elif name in streams - queues and config.mode != "stream":
+                config = wire.GroupConfig(mode="stream")
+            groups[name] = GroupState(name, config, pause=pauses.get(name, PauseState()))
+        return groups
+
+    def generation_of(self, group: str) -> int:
+        """Return a generation above all that members of the group knew. Not every generation is claimed in a log."""
+        claimed = [each.streams.get(group, 0) for found in self.replicas.values() for each in found]
+        return GENERATIONS_APART + max(claimed, default=0)
+
+    def _kept(self) -> list[ReplicaFound]:
+        """Return the replicas that are in sync from now on."""
+        return [each for found in self.replicas.values() for each in found if each.broker_id in state_of(found).isr]
 
     def partitions(self, topic: TopicState) -> list[PartitionState]:
         """Return the state of each partition. One that is in no directory, never opened or lost, begins empty."""
@@ -180,13 +224,11 @@ class Adoption:
     def schedules(self) -> list[ScheduleState]:
         """Return the schedules of the latest copy, each to continue after its last tick in the logs that are kept."""
         last_ms: dict[int, int] = {}
-        for found in self.replicas.values():
-            isr = state_of(found).isr
-            for schedule_id, tick_ms in [tick for each in found if each.broker_id in isr for tick in each.last_ticks]:
-                last_ms[schedule_id] = max(tick_ms, last_ms.get(schedule_id, 0))
+        for schedule_id, tick_ms in [tick for each in self._kept() for tick in each.last_ticks]:
+            last_ms[schedule_id] = max(tick_ms, last_ms.get(schedule_id, 0))
         return [
             msgspec.structs.replace(each, since_ms=max(each.since_ms, last_ms.get(each.schedule_id, 0)))
-            for each in (self.saved.schedules if self.saved else ())
+            for each in (self.saved.states if self.saved else ())
         ]
 
     def losses(self) -> list[str]:
@@ -200,72 +242,95 @@ class Adoption:
             faults = "; ".join(each.fault for each in found if each.fault)
             if all(each.fault for each in found):
                 messages.append(f"partition {number} of topic {topic.name!r} has no whole replica: {faults}")
-            elif all(each.is_joining for each in found):
+            elif all(each.joining for each in found):
                 messages.append(f"partition {number} of topic {topic.name!r} has no replica that was in sync already")
-            elif _may_lack(found, topic, is_described=topic_id not in self.undescribed):
+            elif _may_lack(found, topic, self._least_insync(topic)):
+                told = faults or "they were begun again with empty disks"
                 messages.append(
-                    f"partition {number} of topic {topic.name!r} may lack what a damaged replica alone held: {faults}"
+                    f"partition {number} of topic {topic.name!r} may lack what a damaged replica alone held: {told}"
                 )
         return messages
 
+    def _least_insync(self, topic: TopicState) -> list[int | None]:
+        """Return the `min_insync_replicas` that may have been in force; None stands for a majority."""
+        if topic.topic_id in self.undescribed:
+            return [1]
+        described = self.described.get(topic.topic_id, ())
+        return [topic.config.min_insync_replicas, *(each.topic.config.min_insync_replicas for each in described)]
 
-def _may_lack(found: Collection[ReplicaFound], topic: TopicState, *, is_described: bool) -> bool:
+    def differences(self) -> list[str]:
+        """Tell the topics whose settings differ between the directories."""
+        return [
+            f"topic {self.topics[topic_id].name}: its settings differ between the directories; those of broker"
+            f" {max(described).broker_id} were written last, and are used"
+            for topic_id, described in sorted(self.described.items())
+            if len({msgspec.json.encode(each.topic.config) for each in described}) > 1
+        ]
+
+
+def _may_lack(found: Collection[ReplicaFound], topic: TopicState, configured: Collection[int | None]) -> bool:
     """Return whether only a damaged replica may have held a committed record. The last ISR is unknown: equal whole
-    replicas may all be behind, so there must be enough of them to have committed a record. Of a topic whose settings
-    are lost, a single one may have been enough."""
+    replicas may all be behind, so there must be enough of them to have committed a record. What was begun again has
+    lost what it held before."""
 
-    def least(replicas: int) -> int:
-        return min(replicas, topic.config.min_insync_replicas or replicas // 2 + 1) if is_described else 1
+    def least(replicas: int) -> list[int]:
+        return [min(replicas, each or replicas // 2 + 1) for each in configured]
 
     whole = [(each.last_epoch, each.end) for each in found if not each.fault]
-    without = sum(bool(each.fault) or each.is_joining for each in found)
+    least_of_found = min(least(len(found)))
+    if sum(bool(each.fault) or each.joining == BEGUN_AGAIN for each in found) >= least_of_found:
+        return True
     return len(whole) < len(found) and (
-        without >= least(len(found)) or whole.count(max(whole)) < least(max(len(found), topic.replication_factor))
+        sum(bool(each.fault or each.joining) for each in found) >= least_of_found
+        or whole.count(max(whole)) < max(least(max(len(found), topic.replication_factor)))
     )
 
 
-def read_directories(directories: Iterable[Path]) -> Adoption:
-    """Return the contents of the data directories, which no broker may be using. Raises NotAdopted: for a full disk
-    and a directory that cannot be written too, since a log that cannot be opened for that is not damaged."""
+def read_directories(directories: Iterable[Path], stack: ExitStack | None = None) -> Adoption:
+    """Return the contents of the data directories, which no broker may be using; they stay locked until `stack` is
+    closed. Raises NotAdopted: for a full disk and a directory that cannot be written too, since a log that cannot be
+    opened for that is not damaged."""
     try:
-        return _read_directories(directories)
+        with nullcontext(stack) if stack is not None else ExitStack() as opened:
+            return _read_directories(directories, opened)
     except Shortage as shortage:
         raise NotAdopted(f"{shortage}. Then adopt again", EX_STORAGE) from None
     except OSError as fault:
         raise NotAdopted(f"{fault}. Nothing is adopted: mend that, and adopt again", EX_STORAGE) from None
 
 
-def _read_directories(directories: Iterable[Path]) -> Adoption:
+def _read_directories(directories: Iterable[Path], stack: ExitStack) -> Adoption:
     adoption = Adoption()
-    with ExitStack() as stack:
-        opened = [_opened(path, stack) for path in directories]
-        _check_same_cluster(opened)
-        adoption.cluster_id = opened[0].identity.cluster_id
-        known: dict[int, str] = {}
-        for directory in opened:
-            try:
-                known |= read_brokers(directory.path)
-            except CorruptFile as fault:
-                adoption.unlisted.append(str(fault))
-            adoption.brokers[directory.identity.broker_id] = directory.identity.store_uuid
-            _read_schedules(adoption, directory)
-        if known:
-            adoption.unlisted.clear()
-        adoption.missing = {number: url for number, url in sorted(known.items()) if number not in adoption.brokers}
-        folders = [(directory, folder) for directory in opened for folder in _topic_folders(directory)]
-        described: dict[str, list[TopicState]] = {}
-        derived: dict[str, list[TopicState]] = {}
-        for _, folder in folders:
-            topic = read_topic(folder)
-            found = derived if topic is None else described
-            found.setdefault(_topic_id(folder), []).append(topic or _derived(folder))
-        for topic_id in derived | described:
-            best = topic_of(described.get(topic_id) or derived[topic_id])
-            count = topic_of([best, *derived.get(topic_id, ())]).partitions
-            adoption.topics[topic_id] = msgspec.structs.replace(best, partitions=count)
-        adoption.undescribed = derived.keys() - described.keys()
-        for directory in opened:
-            _read_topics(adoption, directory, [folder for place, folder in folders if place is directory])
+    opened = [_opened(path, stack) for path in directories]
+    _check_same_cluster(opened)
+    adoption.cluster_id = opened[0].identity.cluster_id
+    known: dict[int, str] = {}
+    for directory in opened:
+        try:
+            known |= read_brokers(directory.path)
+        except CorruptFile as fault:
+            adoption.unlisted.append(str(fault))
+        adoption.brokers[directory.identity.broker_id] = directory.identity.store_uuid
+        schedules = _read_copy(SCHEDULES, directory, adoption.damaged)
+        adoption.take_ids([each.schedule_id for each in (schedules.states if schedules else ())])
+        adoption.saved = _later(adoption.saved, schedules)
+        adoption.saved_groups = _later(adoption.saved_groups, _read_copy(GROUPS, directory, adoption.damaged))
+    if known:
+        adoption.unlisted.clear()
+    adoption.missing = {number: url for number, url in sorted(known.items()) if number not in adoption.brokers}
+    folders = [(directory, folder) for directory in opened for folder in _topic_folders(directory)]
+    described, derived = adoption.described, dict[str, list[Description]]()
+    for directory, folder in folders:
+        topic = read_topic(folder)
+        found = derived if topic is None else described
+        written_ns = 0 if topic is None else (folder / TOPIC_FILE).stat().st_mtime_ns
+        description = Description(written_ns, directory.identity.broker_id, topic or _derived(folder))
+        found.setdefault(_topic_id(folder), []).append(description)
+    for topic_id in derived | described:
+        adoption.topics[topic_id] = topic_of([*described.get(topic_id, ()), *derived.get(topic_id, ())])
+    adoption.undescribed = derived.keys() - described.keys()
+    for directory in opened:
+        _read_topics(adoption, directory, [folder for place, folder in folders if place is directory])
     _check_names(adoption.topics.values())
     return adoption
 
@@ -300,16 +365,16 @@ def _check_same_cluster(opened: list[DataDirectory]) -> None:
         by_broker[identity.broker_id] = directory.path
 
 
-def _read_schedules(adoption: Adoption, directory: DataDirectory) -> None:
+def _read_copy(copy: SavedCopy[StateT], directory: DataDirectory, damaged: list[str]) -> Saved[StateT] | None:
     try:
-        saved = read_schedules(directory.path)
+        return copy.read(directory.path)
     except CorruptFile as fault:
-        adoption.damaged.append(str(fault))
-        return
-    if saved is not None:
-        adoption.take_ids([each.schedule_id for each in saved.schedules])
-        if adoption.saved is None or adoption.saved.read_ms < saved.read_ms:
-            adoption.saved = saved
+        damaged.append(str(fault))
+        return None
+
+
+def _later(one: Saved[StateT] | None, other: Saved[StateT] | None) -> Saved[StateT] | None:
+    return max((each for each in (one, other) if each is not None), key=lambda each: each.read_ms, default=None)
 
 
 def _topic_folders(directory: DataDirectory) -> list[Path]:
@@ -347,18 +412,16 @@ def _read_topic(adoption: Adoption, files: Files, broker_id: int, folder: Path) 
 
 
 def _read_replica(adoption: Adoption, files: Files, topic: TopicState, number: int, broker_id: int) -> ReplicaFound:
-    is_joining = files.is_joining(topic, number)
+    joining = files.read_joining(topic, number)
     try:
-        describes = topic.topic_id not in adoption.undescribed
-        replica, state_file, recovered, store_uuid = files.open(topic, number, describes=describes)
+        replica, state_file, recovered, store_uuid = files.open(topic, number, describes=False)
     except Shortage:
         raise
     except StorageError as fault:
         highest_epoch = files.epochs.highest((topic.topic_id, number))
         told = f"broker {broker_id}: {fault}"
-        return ReplicaFound(broker_id, highest_epoch=highest_epoch, fault=told, is_joining=is_joining)
+        return ReplicaFound(broker_id, highest_epoch=highest_epoch, fault=told, joining=joining)
     try:
-        adoption.take_groups(recovered.groups)
         adoption.last_token = max(adoption.last_token, replica.last_timestamp_ms)
         producers = recovered.producers.snapshot()
         adoption.take_ids([each.producer_id for each in producers])
@@ -366,7 +429,12 @@ def _read_replica(adoption: Adoption, files: Files, topic: TopicState, number: i
         last_epoch = recovered.epochs[-1][0] if recovered.epochs else 0
         lost = f"broker {broker_id}: {recovered.lost}" if recovered.lost else ""
         place = last_epoch, replica.end_offset, recovered.highest_epoch
-        return ReplicaFound(broker_id, store_uuid, *place, lost, ticks, is_joining)
+        groups = recovered.groups
+        streams = {name: stream.generation for name, stream in groups.streams.items()}
+        queues = {
+            name: PauseState(*msgspec.structs.astuple(delivery.pause)) for name, delivery in groups.delivery.items()
+        }
+        return ReplicaFound(broker_id, store_uuid, *place, lost, ticks, joining, queues, streams)
     finally:
         replica.close()
         state_file.close()
@@ -397,21 +465,28 @@ def write_back(catalog: Catalog, adoption: Adoption, *, accept_loss: bool, repla
             + "\nName all data directories; or, when there are no others, repeat with --i-accept-data-loss"
         )
     _check_plane(catalog, adoption, replace_cluster=replace_cluster)
-    # Before the id, with which brokers start, give out tokens, and save the schedules that they find.
+    # Without the id no broker starts, so it is the last to be written.
+    catalog.remove_cluster_id(unless=adoption.cluster_id)
     LockTable(catalog.plane).reserve_tokens(adoption.last_token)
     about_schedules = _write_schedules(catalog, adoption)
-    catalog.replace_cluster_id(adoption.cluster_id)
     catalog.reserve_producer_ids(adoption.next_producer_id)
     for broker_id, store_uuid in sorted(adoption.brokers.items()):
         catalog.claim_broker_id(store_uuid, broker_id)
     topics = sorted(adoption.topics.values(), key=lambda topic: topic.name)
     written = [_write_topic(catalog, topic, adoption) for topic in topics]
-    for name in sorted(adoption.groups):
-        catalog.restore_group(name, adoption.groups[name])
+    groups = adoption.groups()
+    for name, group in sorted(groups.items()):
+        catalog.restore_group(name, group.config, group.pause, adoption.generation_of(name))
+    catalog.replace_cluster_id(adoption.cluster_id)
     messages = [f"cluster {adoption.cluster_id}, brokers {', '.join(map(str, sorted(adoption.brokers)))}", *written]
-    if adoption.groups:
-        names = ", ".join(sorted(adoption.groups))
-        messages.append(f"groups {names}: their positions and pauses are kept, their settings are defaults")
+    messages += adoption.differences()
+    if groups:
+        saved = adoption.saved_groups
+        when = (
+            f"as they were at {moment_text(saved.read_ms)}" if saved else f"defaults: no directory has a {GROUPS.file}"
+        )
+        names = ", ".join(sorted(groups))
+        messages.append(f"groups {names}: their positions and pauses are kept, their settings are {when}")
     return messages + about_schedules + [f"accepted: {loss}" for loss in losses]
 
 
@@ -456,7 +531,7 @@ def _write_topic(catalog: Catalog, topic: TopicState, adoption: Adoption) -> str
 
 def _write_schedules(catalog: Catalog, adoption: Adoption) -> list[str]:
     if adoption.saved is None:
-        return [*adoption.damaged, f"schedules: no directory has a whole {SCHEDULES_FILE}; create them again"]
+        return [*adoption.damaged, f"schedules: no directory has a whole {SCHEDULES.file}; create them again"]
     store = ScheduleStore(catalog.plane)
     schedules = adoption.schedules()
     for schedule in schedules:

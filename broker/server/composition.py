@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import gevent
@@ -40,8 +41,15 @@ from portalmq.broker.server.config import SECRET_LENGTH_MIN, BrokerConfig, clust
 from portalmq.broker.server.logs import ServerLogger, start_logging
 from portalmq.broker.server.preflight import IdentityRequest, Preflight, zookeeper_of
 from portalmq.broker.server.process import BrokerArbiter, BrokerWorker
-from portalmq.broker.storage.disk import DataDirectory, DirectoryInUse, DiskGuard, StoreIdentity, WrongCluster
-from portalmq.broker.storage.errors import StorageError, StorageFault, faults_of
+from portalmq.broker.storage.disk import (
+    DataDirectory,
+    DirectoryInUse,
+    DiskGuard,
+    StoreIdentity,
+    WrongCluster,
+    read_brokers,
+)
+from portalmq.broker.storage.errors import CorruptFile, StorageError, StorageFault, faults_of
 from portalmq.broker.storage.files import write_atomically
 from portalmq.broker.storage.open_files import descriptor_limit
 from portalmq.control_plane.plane import ControlPlane, PlaneError, PlaneState
@@ -54,6 +62,8 @@ if TYPE_CHECKING:
 
     from portalmq.broker.broker import Broker
     from portalmq.control_plane.catalog import Catalog
+    from portalmq.control_plane.mirror import Changes
+    from portalmq.control_plane.state import GroupState
 
 log = logging.getLogger("portalmq.server")
 
@@ -131,6 +141,16 @@ def reachable(config: BrokerConfig) -> BrokerConfig:
     return replace(config, advertised_url=replace(config, host=name).url)
 
 
+def _is_in_use(data_dir: Path, broker_id: int) -> bool:
+    partitions = data_dir / "partitions"
+    if partitions.is_dir() and any(partitions.iterdir()):
+        return True
+    try:
+        return bool(read_brokers(data_dir).keys() - {broker_id})
+    except CorruptFile:
+        return True
+
+
 def lock_data_directory(config: BrokerConfig, preflight: Preflight | None = None) -> DataDirectory:
     """Return the data directory, locked while this process lives. Raises StartupError.
 
@@ -139,9 +159,8 @@ def lock_data_directory(config: BrokerConfig, preflight: Preflight | None = None
 
     def join(held: StoreIdentity | None, store_uuid: str) -> tuple[str, int]:
         assert preflight is not None
-        partitions = config.data_directory / "partitions"
-        holds = partitions.is_dir() and any(partitions.iterdir())
-        return preflight.join(IdentityRequest(held, store_uuid, holds, config.url))
+        in_use = held is not None and _is_in_use(config.data_directory, held.broker_id)
+        return preflight.join(IdentityRequest(held, store_uuid, in_use, config.url))
 
     try:
         return _while_in_use(lambda fault: isinstance(fault, DirectoryInUse))(
@@ -276,7 +295,7 @@ class BrokerProcess:
         )
         if self.config.is_clustered:
             broker.membership.on_changed.append(lambda changes: self._remember_brokers())
-            self._save_schedules(broker, catalog)
+            self._save_copies(broker, catalog)
         self._broker, self._plane = broker, plane
         return create_app(broker, self.config, metrics, self._auth, more=PROTOCOL_ROUTES, pages=DASHBOARD_ROUTES)
 
@@ -313,15 +332,27 @@ class BrokerProcess:
         except OSError as error:  # the file serves only `portalmq adopt`: go on
             log.warning("the list of the cluster's brokers could not be saved: %s", error)
 
-    def _save_schedules(self, broker: Broker, catalog: Catalog) -> None:
-        from portalmq.broker.schedules.saved import ScheduleSaver
+    def _save_copies(self, broker: Broker, catalog: Catalog) -> None:
+        from portalmq.broker.cluster.saved_copy import GROUPS, SCHEDULES, CopySaver
 
         def is_whole() -> bool:
             return catalog.find_cluster_id() == self._directory.identity.cluster_id and not catalog.plane.set_back
 
-        saver = ScheduleSaver(self._directory.path, broker.schedules.known, is_whole, broker.clock, broker.pool)
-        broker.schedule_runner.on_read = saver.note
-        saver.start()
+        def known_groups() -> list[GroupState]:
+            return [group for _, group in sorted(broker.membership.mirror.groups.items())]
+
+        directory, rest = self._directory.path, (is_whole, broker.clock, broker.pool)
+        schedules = CopySaver(SCHEDULES, directory, broker.schedules.known, *rest)
+        broker.schedule_runner.on_read = schedules.note
+        groups = CopySaver(GROUPS, directory, known_groups, *rest)
+
+        def note_groups(changes: Changes) -> None:
+            if changes.groups or changes.everything:
+                groups.note()
+
+        broker.membership.on_changed.append(note_groups)
+        schedules.start()
+        groups.start()
 
     def start(self) -> None:
         """Open the replicas and begin to serve. Runs as a greenlet, so /livez already answers."""

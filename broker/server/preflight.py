@@ -51,12 +51,12 @@ PROBE_TIMEOUT_S = 1.0
 
 
 class IdentityRequest(msgspec.Struct, frozen=True):
-    """Asks for the cluster and the broker id of a data directory. `held` is None for a new one; `url` is the URL of
-    this broker."""
+    """Asks for the cluster and the broker id of a data directory. `held` is None for a new one; `in_use` says whether
+    it has partitions, or knows other brokers of its cluster; `url` is the URL of this broker."""
 
     held: StoreIdentity | None
     store_uuid: str
-    holds_partitions: bool
+    in_use: bool
     url: str
 
 
@@ -321,9 +321,9 @@ def _cluster_of(catalog: Catalog, question: IdentityRequest) -> str:
     found, held = catalog.find_cluster_id(), question.held
     if held is None:
         return found or catalog.cluster_id()
-    if found is None and question.holds_partitions:
+    if found is None and question.in_use:
         raise StartupError(
-            f"the data directory holds messages of cluster {held.cluster_id}, and ZooKeeper knows no cluster at all. "
+            f"the data directory is in use in cluster {held.cluster_id}, and ZooKeeper knows no cluster at all. "
             "Was it wiped, or is it another one, or another chroot? Name the right one with --zookeeper; or, when what "
             "it held is lost, write it back from the data directories with `portalmq adopt`",
             EX_CANTCREAT,

@@ -16,7 +16,7 @@ from support.cluster import Cluster, wait_until
 from support.load import check, everything_in, loads
 
 from portalmq import Consumer
-from portalmq.broker.schedules.saved import read_schedules
+from portalmq.broker.cluster.saved_copy import GROUPS, SCHEDULES
 from portalmq.broker.server.adoption import read_directories, write_back
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.zookeeper import ZooKeeper
@@ -135,8 +135,12 @@ def test_brokers_end_when_zookeeper_is_wiped_under_them_and_adopting_brings_all_
         beats = f"{topic}-beats"
         cluster.admin().create_schedule(beats, beats, "tick", every=timedelta(seconds=1))
         wait_until(lambda: ticks(cluster, beats), "a first tick")
+        keyed, stream = f"{topic}-keyed", f"{topic}-stream"
+        cluster.admin().create_group(keyed, ordering="key")
+        first = next_tick(cluster, beats, stream)
         for broker in cluster.brokers.values():
             wait_until(lambda broker=broker: saved(broker) == [beats], "a copy of the schedule")
+            wait_until(lambda broker=broker: {keyed, stream} <= saved_groups(broker), "a copy of the groups")
         with loads(cluster.urls, topic=topic, partitions=3, pause_s=PAUSE_S) as running:
             for load in running:
                 load.wait_for_acked(200)
@@ -157,6 +161,20 @@ def test_brokers_end_when_zookeeper_is_wiped_under_them_and_adopting_brings_all_
         before = len(ticks(cluster, beats))
         found = wait_until(lambda: len(each := ticks(cluster, beats)) > before + 2 and each, "ticks as before")
         assert len(set(found)) == len(found)
+        assert cluster.admin().group(keyed).config.ordering == "key"
+        assert next_tick(cluster, beats, stream) != first, "members of the stream group go on where they were"
+
+
+def next_tick(cluster: Cluster, topic: str, group: str) -> str:
+    with Consumer(topic, group=group, bootstrap=cluster.urls, mode="stream") as consumer:
+        tick = next(iter(consumer)).headers["portalmq-tick"]
+        consumer.commit()
+        return tick
+
+
+def saved_groups(broker: BrokerProcess) -> set[str]:
+    found = GROUPS.read(broker.data_dir)
+    return set() if found is None else {each.name for each in found.states}
 
 
 def ticks(cluster: Cluster, topic: str) -> list[str]:
@@ -165,8 +183,8 @@ def ticks(cluster: Cluster, topic: str) -> list[str]:
 
 
 def saved(broker: BrokerProcess) -> list[str]:
-    found = read_schedules(broker.data_dir)
-    return [] if found is None else [each.name for each in found.schedules]
+    found = SCHEDULES.read(broker.data_dir)
+    return [] if found is None else [each.name for each in found.states]
 
 
 def test_a_broker_ends_when_zookeeper_is_restored_from_an_older_copy_under_it(tmp_path, topic: str):

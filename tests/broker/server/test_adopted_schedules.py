@@ -12,7 +12,7 @@ from support.domain import Fixture, HandClock, own_turns, running, schedule_turn
 from support.replicas import eventually
 
 from portalmq import wire
-from portalmq.broker.schedules.saved import SCHEDULES_FILE, SavedSchedules, write_schedules
+from portalmq.broker.cluster.saved_copy import SCHEDULES, Saved
 from portalmq.broker.server.adoption import Adoption, ReplicaFound, read_directories, write_back
 from portalmq.broker.storage.disk import DataDirectory
 from portalmq.contract.schedules import SCHEDULE_IDS_FROM
@@ -28,7 +28,7 @@ BEAT = ScheduleState("beat", SCHEDULE_IDS_FROM + 7, SPEC, "id", 0, START_MS, STA
 
 def directory(path: Path, broker_id: int, read_ms: int, *schedules: ScheduleState) -> Path:
     DataDirectory.open(path, cluster_id="c", broker_id=broker_id).close()
-    write_schedules(path, read_ms, [encode(each) for each in schedules])
+    SCHEDULES.write(path, read_ms, [encode(each) for each in schedules])
     return path
 
 
@@ -71,15 +71,15 @@ def test_schedules_are_back_before_brokers_may_start_and_save_them(
 
 def test_a_damaged_copy_is_told_and_another_one_counts(tmp_path: Path, catalog: Catalog) -> None:
     paths = [directory(tmp_path / "1", 1, START_MS, BEAT), directory(tmp_path / "2", 2, START_MS + 1_000)]
-    (paths[1] / SCHEDULES_FILE).write_bytes(b"x")
+    (paths[1] / SCHEDULES.file).write_bytes(b"x")
     messages, schedules = restored(catalog, *paths)
     assert schedules == {"beat": BEAT}
-    assert f"{paths[1] / SCHEDULES_FILE} is damaged: its checksum differs" in messages
+    assert f"{paths[1] / SCHEDULES.file} is damaged: its checksum differs" in messages
 
 
 def test_without_a_copy_they_have_to_be_created_again(tmp_path: Path, catalog: Catalog) -> None:
     path = directory(tmp_path / "1", 1, START_MS, BEAT)
-    (path / SCHEDULES_FILE).unlink()
+    (path / SCHEDULES.file).unlink()
     messages, schedules = restored(catalog, path)
     assert schedules == {}
     assert "create them again" in messages[-1]
@@ -100,7 +100,7 @@ def test_only_ticks_of_logs_that_are_kept_are_published() -> None:
         replicas={("id", 0): [log(1, 10, START_MS + 1_000), log(2, 10, START_MS + 1_000), log(3, 9, START_MS + 9_000)]},
     )
     assert adoption.schedules() == []
-    adoption.saved = SavedSchedules(1, [BEAT])
+    adoption.saved = Saved(1, [BEAT])
     assert [each.since_ms for each in adoption.schedules()] == [START_MS + 1_000]
 
 
@@ -117,7 +117,7 @@ def test_a_schedule_that_has_moved_since_the_copy_publishes_no_tick_twice(tmp_pa
             schedule_turn(before)
         assert ticks(before, now.partition) == 3
     older = msgspec.structs.replace(now, partition=1 - now.partition)
-    write_schedules(tmp_path, START_MS, [encode(older)])
+    SCHEDULES.write(tmp_path, START_MS, [encode(older)])
     (tmp_path / "identity.json").write_text(f'{{"cluster_id": "{cluster_id}", "broker_id": 1, "store_uuid": "store"}}')
     shutil.rmtree(tmp_path / "control")
     plane = Standalone(tmp_path / "control")

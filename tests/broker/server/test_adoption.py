@@ -17,7 +17,7 @@ from support.domain import records, running
 
 from portalmq import wire
 from portalmq.broker.cluster.exits import EX_STORAGE, StartupError
-from portalmq.broker.cluster.replicas import Files, read_topic
+from portalmq.broker.cluster.replicas import ADDED, BEGUN_AGAIN, Files, read_topic
 from portalmq.broker.cluster.rpc.brokers import ReplicaLogEnd
 from portalmq.broker.cluster.unclean_election import NotElected, choose
 from portalmq.broker.core.replica.events import Stamp
@@ -25,6 +25,7 @@ from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.server.adoption import (
     PRODUCER_IDS_APART,
     Adoption,
+    Description,
     NotAdopted,
     ReplicaFound,
     known_brokers,
@@ -99,16 +100,20 @@ class TestWhatIsMissing:
             ([found(1, end=9), found(2), found(3, fault="torn")], None, True),
             ([found(1), found(2, fault="torn"), found(3, fault="torn")], None, True),
             ([found(1), found(2, fault="torn")], None, True),
-            ([found(1, fault="torn"), *[found(n, 0, 0, is_joining=True) for n in (2, 3)]], None, True),
-            ([found(1, fault="torn"), *[found(n, 0, 0, is_joining=True) for n in (2, 3, 4, 5)]], None, True),
-            ([found(1, fault="torn"), found(2, 0, 0, is_joining=True), found(3, 0, 0)], None, True),
-            ([found(1), found(2), found(3, fault="torn", is_joining=True)], None, False),
+            ([found(1, fault="torn"), *[found(n, 0, 0, joining=ADDED) for n in (2, 3)]], None, True),
+            ([found(1, fault="torn"), *[found(n, 0, 0, joining=ADDED) for n in (2, 3, 4, 5)]], None, True),
+            ([found(1, fault="torn"), found(2, 0, 0, joining=ADDED), found(3, 0, 0)], None, True),
+            ([found(1), found(2), found(3, fault="torn", joining=ADDED)], None, False),
+            ([found(1, 0, 0, joining=BEGUN_AGAIN), found(2, 0, 0, joining=BEGUN_AGAIN), found(3)], None, True),
+            ([found(1, 0, 0, joining=BEGUN_AGAIN), found(2), found(3)], None, False),
+            ([found(1, 0, 0, joining=BEGUN_AGAIN), found(2), found(3)], 1, True),
+            ([found(1, 0, 0, joining=ADDED), found(2, 0, 0, joining=ADDED), found(3)], None, False),
         ],
     )
     def test_a_damaged_replica_that_may_have_held_most_is_named(self, replicas, least, is_loss) -> None:
         messages = losses(replicas, wire.TopicConfig(min_insync_replicas=least))
         assert bool(messages) == is_loss
-        assert all("may lack what a damaged replica alone held: torn" in loss for loss in messages)
+        assert all("may lack what a damaged replica alone held: t" in loss for loss in messages)
 
     def test_a_partition_that_was_never_opened_begins_empty(self) -> None:
         topic = TopicState("t", "id", 1, 1, 3, wire.TopicConfig())
@@ -118,8 +123,14 @@ class TestWhatIsMissing:
         assert adoption.losses() == []
 
     def test_the_description_with_most_partitions_is_used(self) -> None:
-        small = TopicState("t", "id", 2, 2, 3, wire.TopicConfig())
-        assert topic_of([small, msgspec.structs.replace(small, partitions=5), small]).partitions == 5
+        small = TopicState("t", "id", 2, 2, 3, wire.TopicConfig(retention_ms=3_600_000))
+        grown = TopicState("t", "id", 5, 2, 3, wire.TopicConfig())
+        latest = topic_of([Description(2, 1, small), Description(1, 2, grown), Description(0, 3, small)])
+        assert latest == msgspec.structs.replace(small, partitions=5)
+
+    def test_a_partition_that_no_replica_in_sync_is_left_of_is_named(self) -> None:
+        (loss,) = losses([found(2, 0, 0, joining=ADDED), found(3, 0, 0, joining=ADDED)])
+        assert loss == "partition 0 of topic 't' has no replica that was in sync already"
 
 
 class TestRememberingBrokers:
@@ -274,7 +285,7 @@ class TestWritingBack:
         "fault",
         [DiskFull("no room"), OSError(errno.ENOSPC, "No space left"), OSError(errno.EACCES, "Permission denied")],
     )
-    @pytest.mark.parametrize("method", ["open", "describe"])
+    @pytest.mark.parametrize("method", ["open", "read_joining"])
     def test_a_full_disk_is_no_damage_and_no_permission_is_none(
         self, tmp_path: Path, adoption: Adoption, monkeypatch: pytest.MonkeyPatch, fault: Exception, method: str
     ) -> None:

@@ -1,4 +1,4 @@
-"""The copy of all schedules on a broker's disk, which `portalmq adopt` reads."""
+"""The copies of schedules and groups on a broker's disk, which `portalmq adopt` reads."""
 
 from __future__ import annotations
 
@@ -10,14 +10,8 @@ import msgspec
 import pytest
 from support.domain import HandClock
 
+from portalmq.broker.cluster.saved_copy import SCHEDULES, CopySaver, Saved, SavedCopy
 from portalmq.broker.partition.native import NativeThreads
-from portalmq.broker.schedules.saved import (
-    SCHEDULES_FILE,
-    SavedSchedules,
-    ScheduleSaver,
-    read_schedules,
-    write_schedules,
-)
 from portalmq.broker.storage.errors import CorruptFile
 from portalmq.control_plane.plane import PlaneUnavailable
 from portalmq.control_plane.schedules import ScheduleSpec, ScheduleState
@@ -35,7 +29,8 @@ class Saving:
         self.clock = HandClock(5_000)
         self.schedules = [BEAT, NOON]
         self.is_whole = True
-        self.saver = ScheduleSaver(
+        self.saver = CopySaver(
+            SCHEDULES,
             directory,
             lambda: list(self.schedules),
             lambda: self.is_whole,
@@ -43,9 +38,9 @@ class Saving:
             NativeThreads(1),  # type: ignore[arg-type]
         )
 
-    def saved(self) -> SavedSchedules | None:
+    def saved(self) -> Saved[ScheduleState] | None:
         self.saver.save()
-        return read_schedules(self.directory)
+        return SCHEDULES.read(self.directory)
 
 
 @pytest.fixture
@@ -54,32 +49,34 @@ def saving(tmp_path: Path) -> Saving:
 
 
 def test_what_is_saved_is_read_with_its_time(saving: Saving) -> None:
-    assert read_schedules(saving.directory) is None
-    assert saving.saved() == SavedSchedules(5_000, [BEAT, NOON])
+    assert SCHEDULES.read(saving.directory) is None
+    assert saving.saved() == Saved(5_000, [BEAT, NOON])
     saving.clock.advance(1_000)
     saving.schedules = []
-    assert saving.saved() == SavedSchedules(6_000, [])
+    assert saving.saved() == Saved(6_000, [])
 
 
 def test_it_is_written_only_when_a_definition_has_changed(saving: Saving) -> None:
     saving.saver.save()
     saving.clock.advance(1_000)
-    assert saving.saved() == SavedSchedules(5_000, [BEAT, NOON])
+    assert saving.saved() == Saved(5_000, [BEAT, NOON])
 
 
 def test_a_control_plane_that_lost_its_content_does_not_empty_the_file(saving: Saving) -> None:
     saving.saver.save()
     saving.schedules, saving.is_whole = [], False
-    assert saving.saved() == SavedSchedules(5_000, [BEAT, NOON])
+    assert saving.saved() == Saved(5_000, [BEAT, NOON])
 
 
 def test_what_could_not_be_written_is_written_later(saving: Saving, monkeypatch: pytest.MonkeyPatch) -> None:
     faults: list[Exception] = [OSError("full"), PlaneUnavailable("away")]
 
+    real = SavedCopy.write
+
     def write(*arguments: Any) -> None:
         if faults:
             raise faults.pop()
-        write_schedules(*arguments)
+        real(*arguments)
 
     pauses: list[float] = []
 
@@ -88,29 +85,29 @@ def test_what_could_not_be_written_is_written_later(saving: Saving, monkeypatch:
         if len(pauses) == 3:
             raise InterruptedError
 
-    monkeypatch.setattr("portalmq.broker.schedules.saved.write_schedules", write)
-    monkeypatch.setattr("portalmq.broker.schedules.saved.gevent", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(SavedCopy, "write", write)
+    monkeypatch.setattr("portalmq.broker.cluster.saved_copy.gevent", SimpleNamespace(sleep=sleep))
     saving.saver.note()
     with pytest.raises(InterruptedError):
         saving.saver._run()
-    assert read_schedules(saving.directory) == SavedSchedules(5_000, [BEAT, NOON])
+    assert SCHEDULES.read(saving.directory) == Saved(5_000, [BEAT, NOON])
     assert min(pauses) >= 1
 
 
 def test_each_flipped_bit_is_found(tmp_path: Path) -> None:
-    write_schedules(tmp_path, 5_000, [encode(BEAT)])
-    file = tmp_path / SCHEDULES_FILE
+    SCHEDULES.write(tmp_path, 5_000, [encode(BEAT)])
+    file = tmp_path / SCHEDULES.file
     content = file.read_bytes()
     for bit in range(8 * len(content)):
         file.write_bytes(content[: bit // 8] + bytes([content[bit // 8] ^ 1 << bit % 8]) + content[bit // 8 + 1 :])
         with pytest.raises(CorruptFile, match="is damaged"):
-            read_schedules(tmp_path)
+            SCHEDULES.read(tmp_path)
 
 
 @pytest.mark.parametrize("part", [0, 1, 64, 65, 80, -1])
 def test_a_part_of_the_file_is_damaged(tmp_path: Path, part: int) -> None:
-    write_schedules(tmp_path, 5_000, [encode(BEAT)])
-    file = tmp_path / SCHEDULES_FILE
+    SCHEDULES.write(tmp_path, 5_000, [encode(BEAT)])
+    file = tmp_path / SCHEDULES.file
     file.write_bytes(file.read_bytes()[:part])
     with pytest.raises(CorruptFile, match="is damaged"):
-        read_schedules(tmp_path)
+        SCHEDULES.read(tmp_path)

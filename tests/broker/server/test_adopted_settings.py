@@ -1,0 +1,160 @@
+"""Adoption brings back the settings of topics and groups, and lets no broker start before all of it is there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from support.domain import running
+
+from portalmq import wire
+from portalmq.broker.cluster.replicas import Files
+from portalmq.broker.cluster.saved_copy import GROUPS, Saved
+from portalmq.broker.core.queue.records import Claim
+from portalmq.broker.server.adoption import Adoption, ReplicaFound, read_directories, write_back
+from portalmq.broker.storage.disk import DataDirectory, DirectoryInUse
+from portalmq.control_plane.catalog import Catalog
+from portalmq.control_plane.standalone import Standalone
+from portalmq.control_plane.state import GroupState, PauseState, TopicState, encode
+from portalmq.control_plane.stream_groups import StreamGroups
+
+KEYED = GroupState("keyed", wire.GroupConfig(ordering="key"), "id")
+STREAM = GroupState("stream", wire.GroupConfig(mode="stream", start="latest"), "id")
+TOPIC = TopicState("t", "id", 1, 1, 2, wire.TopicConfig())
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> Iterator[Catalog]:
+    plane = Standalone(tmp_path / "plane")
+    plane.start()
+    yield Catalog(plane)
+    plane.close()
+
+
+def directory(path: Path, broker_id: int = 1) -> Path:
+    DataDirectory.open(path, cluster_id="c", broker_id=broker_id).close()
+    return path
+
+
+def found(broker_id: int, end: int, queues: dict[str, PauseState] | None = None, **streams: int) -> ReplicaFound:
+    return ReplicaFound(broker_id, "s", 1, end, 1, queues=queues or {}, streams=streams)
+
+
+def adoption_of(*replicas: ReplicaFound, saved: Saved[GroupState] | None = None) -> Adoption:
+    return Adoption(
+        "c", topics={"id": TOPIC}, brokers={1: "s"}, replicas={("id", 0): list(replicas)}, saved_groups=saved
+    )
+
+
+class TestGroups:
+    def test_those_of_the_latest_copy_have_its_settings(self, tmp_path: Path, catalog: Catalog) -> None:
+        paths = [directory(tmp_path / str(number), number) for number in (1, 2, 3)]
+        GROUPS.write(paths[0], 1_000, [encode(GroupState("keyed", wire.GroupConfig()))])
+        GROUPS.write(paths[1], 2_000, [encode(KEYED), encode(STREAM)])
+        (paths[2] / GROUPS.file).write_bytes(b"x")
+        messages = write_back(catalog, read_directories(paths), accept_loss=False, replace_cluster=False)
+        assert {name: held.config for name, held in catalog.groups().items()} == {
+            "keyed": KEYED.config,
+            "stream": STREAM.config,
+        }
+        assert any(
+            "groups keyed, stream" in each and "as they were at 1970-01-01T00:00:02Z" in each for each in messages
+        )
+        assert f"{paths[2] / GROUPS.file} is damaged: its checksum differs" in messages
+
+    def test_one_that_only_logs_have_keeps_its_mode(self, tmp_path: Path, catalog: Catalog) -> None:
+        """Members of a stream group were refused for good, and its offsets went with the group of the other mode."""
+        with running(tmp_path / "data") as before:
+            before.broker.create_topic("t", wire.CreateTopic(partitions=1))
+            before.broker.put_group("s", {"mode": "stream"})
+            before.broker.topics.get("t").partition(0).append_group_record("s", Claim("m", 7, 0, 1)).wait()
+            assert not before.broker.receive_handler.receive("q", wire.ReceiveRequest(["t"]), None)
+            cluster_id = before.broker.cluster_id
+        identity = f'{{"cluster_id": "{cluster_id}", "broker_id": 1, "store_uuid": "store"}}'
+        (tmp_path / "data" / "identity.json").write_text(identity)
+        write_back(catalog, read_directories([tmp_path / "data"]), accept_loss=False, replace_cluster=False)
+        groups = catalog.groups()
+        assert {name: held.config.mode for name, held in groups.items()} == {"s": "stream", "q": "queue"}
+        roster = StreamGroups(catalog.plane).roster(groups["s"].group_id)
+        assert roster.value.generation > 7, "a member of before is not taken for one that joins now"
+        assert StreamGroups(catalog.plane).roster(groups["q"].group_id) is None
+
+    def test_the_mode_in_the_logs_counts_more_than_a_copy(self) -> None:
+        saved = Saved(1, [KEYED, STREAM])
+        groups = adoption_of(found(1, 10, {"stream": PauseState()}, keyed=3), saved=saved).groups()
+        assert {name: group.config.mode for name, group in groups.items()} == {"keyed": "stream", "stream": "queue"}
+
+    def test_logs_that_are_not_kept_do_not_count(self) -> None:
+        """Such a log may lack the end of a group, and its name was given to another one since."""
+        paused = PauseState(9, paused=True)
+        groups = adoption_of(found(1, 10, {"g": PauseState(1)}), found(2, 9, {"g": paused, "ended": paused})).groups()
+        assert {name: group.pause for name, group in groups.items()} == {"g": PauseState(1)}
+
+
+class TestTopics:
+    @pytest.mark.parametrize("latest", [1, 2])
+    def test_the_settings_that_were_written_last_are_used_and_told(
+        self, tmp_path: Path, catalog: Catalog, latest: int
+    ) -> None:
+        paths = [directory(tmp_path / str(number), number) for number in (1, 2)]
+        for number, path in enumerate(paths, 1):
+            topic = TopicState("t", "id", 1, 1, 2, wire.TopicConfig(retention_ms=number * 3_600_000))
+            Files(path, "c", path.name).describe(topic)
+            file = path / "partitions" / "t@id" / "topic.json"
+            os.utime(file, (0, 1_000 + (number == latest)))
+        before = [(path / "partitions" / "t@id" / "topic.json").read_bytes() for path in paths]
+        adoption = read_directories(paths)
+        assert adoption.topics["id"].config.retention_ms == latest * 3_600_000
+        assert [(path / "partitions" / "t@id" / "topic.json").read_bytes() for path in paths] == before
+        messages = write_back(catalog, adoption, accept_loss=False, replace_cluster=False)
+        assert any("topic t: its settings differ" in each and f"of broker {latest} " in each for each in messages)
+
+    def test_the_least_number_of_copies_that_may_have_been_in_force_counts(self, tmp_path: Path) -> None:
+        paths = [directory(tmp_path / str(number), number) for number in (1, 2)]
+        for least, path in enumerate(paths, 1):
+            Files(path, "c", path.name).describe(
+                TopicState("t", "id", 1, 1, 2, wire.TopicConfig(min_insync_replicas=least))
+            )
+        adoption = read_directories(paths)
+        lost = ReplicaFound(1, fault="torn")
+        adoption.replicas = {("id", 0): [lost, found(2, 10), found(3, 10)]}
+        (loss,) = adoption.losses()
+        assert "may lack what a damaged replica alone held: torn" in loss
+
+
+class TestOrder:
+    @pytest.mark.parametrize("step", ["reserve_producer_ids", "claim_broker_id", "restore_topic", "restore_group"])
+    def test_no_broker_can_start_before_all_is_written(
+        self, catalog: Catalog, monkeypatch: pytest.MonkeyPatch, step: str
+    ) -> None:
+        """It would move the folders of topics that it does not find, and give ids of producers out again."""
+        adoption = adoption_of(found(1, 10, {"g": PauseState()}))
+
+        def interrupted(*given: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(catalog, step, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                write_back(catalog, adoption, accept_loss=False, replace_cluster=False)
+        assert catalog.find_cluster_id() is None
+        write_back(catalog, adoption, accept_loss=False, replace_cluster=False)
+        assert catalog.find_cluster_id() == "c"
+
+    def test_a_cluster_that_is_replaced_is_gone_before(self, catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+        catalog.cluster_id("another")
+        seen: list[str | None] = []
+        monkeypatch.setattr(catalog, "restore_topic", lambda *given: seen.append(catalog.find_cluster_id()) or True)
+        write_back(catalog, adoption_of(found(1, 10)), accept_loss=False, replace_cluster=True)
+        assert (seen, catalog.find_cluster_id()) == ([None], "c")
+
+    def test_the_directories_stay_locked_until_it_is_done(self, tmp_path: Path) -> None:
+        path = directory(tmp_path / "1")
+        with ExitStack() as opened:
+            read_directories([path], opened)
+            with pytest.raises(DirectoryInUse):
+                DataDirectory.open(path)
+        DataDirectory.open(path).close()
