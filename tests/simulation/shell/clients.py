@@ -137,7 +137,7 @@ class Clients:
         group: dict[str, Any] = {"start": "earliest", "max_deliveries": options.deliveries}
         history = self.world.checker.history
         if options.limits:
-            history.limits, history.partitions = Limits(), options.partitions
+            history.limits, history.partitions = Limits(), self.world.checker.partitions_least
             group |= history.limits.first(Random(f"limits {self.world.seed}"))
         self.patiently(random, lambda broker: broker.put_group(GROUP, group))
         self.has_begun = True

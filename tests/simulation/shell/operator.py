@@ -71,6 +71,7 @@ def _adopt(world: World, random: Random, damaged: Collection[int], key: Key | No
             for topic_id in found.undescribed:  # a partition that no disk has a file of is no partition any more
                 if (topic := found.topics[topic_id]).name == TOPIC:
                     world.checker.partitions_least = min(world.checker.partitions_least, topic.partitions)
+                    world.checker.history.partitions = min(world.checker.history.partitions, topic.partitions)
             if all(topic.name != OUTPUTS for topic in found.topics.values()):
                 world.checker.history.forget_outputs()  # the topic was new, and on no disk yet
             world.is_doubtful |= bool(damaged)
