@@ -122,7 +122,8 @@ def adopt(directories: tuple[Path, ...], replace_cluster: bool, accepted: bool, 
     Example: portalmq adopt --data-dir data/5000 --data-dir data/5001 --data-dir data/5002
     """
     with _reporting_errors():
-        from portalmq.broker.server.adoption import read_directories, write_back
+        from portalmq.broker.server.adoption import write_back
+        from portalmq.broker.server.adoption_reading import read_directories
 
         config = load_config(options)
         with ExitStack() as opened:

@@ -17,7 +17,8 @@ from support.load import check, everything_in, loads
 
 from portalmq import Consumer
 from portalmq.broker.cluster.saved_copy import GROUPS, SCHEDULES
-from portalmq.broker.server.adoption import read_directories, write_back
+from portalmq.broker.server.adoption import write_back
+from portalmq.broker.server.adoption_reading import read_directories
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.zookeeper import ZooKeeper
 

@@ -13,7 +13,8 @@ from support.replicas import eventually
 
 from portalmq import wire
 from portalmq.broker.cluster.saved_copy import SCHEDULES, Saved
-from portalmq.broker.server.adoption import Adoption, ReplicaFound, read_directories, write_back
+from portalmq.broker.server.adoption import Adoption, ReplicaFound, write_back
+from portalmq.broker.server.adoption_reading import read_directories
 from portalmq.broker.storage.disk import DataDirectory
 from portalmq.contract.schedules import SCHEDULE_IDS_FROM
 from portalmq.control_plane.catalog import Catalog

@@ -14,7 +14,8 @@ from portalmq import wire
 from portalmq.broker.cluster.replicas import Files
 from portalmq.broker.cluster.saved_copy import GROUPS, Saved
 from portalmq.broker.core.queue.records import Claim
-from portalmq.broker.server.adoption import Adoption, ReplicaFound, read_directories, write_back
+from portalmq.broker.server.adoption import Adoption, ReplicaFound, write_back
+from portalmq.broker.server.adoption_reading import read_directories
 from portalmq.broker.storage.disk import DataDirectory, DirectoryInUse
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.standalone import Standalone

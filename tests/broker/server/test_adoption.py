@@ -29,12 +29,12 @@ from portalmq.broker.server.adoption import (
     NotAdopted,
     ReplicaFound,
     known_brokers,
-    read_directories,
     remember_brokers,
     state_of,
     topic_of,
     write_back,
 )
+from portalmq.broker.server.adoption_reading import read_directories
 from portalmq.broker.storage.disk import BROKERS_FILE, DataDirectory, read_brokers, read_identity
 from portalmq.broker.storage.epochs import EpochFile
 from portalmq.broker.storage.errors import CorruptFile, DiskFull

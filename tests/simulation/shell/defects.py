@@ -50,7 +50,7 @@ DEFECTS: dict[str, tuple[Edit, ...]] = {
         Edit(unclean_election, "is_whole_elsewhere", "False if others", "True if others"),
     ),
     "an adoption leaves out what a damaged replica alone held": (
-        Edit(Adoption, "losses", "_may_lack(found, topic, is_described=topic_id not in self.undescribed)", "False"),
+        Edit(Adoption, "losses", "_may_lack(found, topic, self._least_insync(topic))", "False"),
     ),
     "an older receipt ends a later epoch's lease": (
         Edit(SpanFold, "is_later", "self.leader_epoch in (0, leader_epoch)", "True"),

@@ -12,7 +12,7 @@ from simulation.shell.loop import Process
 from simulation.shell.plane import SimPlane
 
 from portalmq.broker.cluster.exits import EX_STORAGE
-from portalmq.broker.server import adoption
+from portalmq.broker.server import adoption, adoption_reading
 from portalmq.broker.server.adoption import NotAdopted
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.plane import PlaneError
@@ -58,12 +58,12 @@ def _adopt(world: World, random: Random, damaged: Collection[int], key: Key | No
             world.reached["damaged before an adoption"] += 1
         identity = SimpleNamespace(cluster_id=CLUSTER, broker_id=machine.number, store_uuid=machine.store_uuid)
         paths[disk.root.name] = SimpleNamespace(path=disk.root, identity=identity)
-    adoption._opened = lambda path, stack: paths[path.name]  # type: ignore[assignment]
+    adoption_reading._opened = lambda path, stack: paths[path.name]  # type: ignore[assignment]
     while world.is_adopting:
         plane = SimPlane(world, world.loop.current, world.options.session_s)
         try:
             plane.start()
-            found = adoption.read_directories([each.path for each in paths.values()])
+            found = adoption_reading.read_directories([each.path for each in paths.values()])
             world.checker.read_by_adoption(found.replicas)
             for said in adoption.write_back(Catalog(plane), found, accept_loss=False, replace_cluster=True):
                 world.note("operator", "{}", said)
