@@ -5,7 +5,6 @@ Nothing is cached. Callers that need speed keep a copy (see `mirror`), and read 
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,7 @@ import msgspec
 from portalmq import wire
 from portalmq.control_plane import state
 from portalmq.control_plane.cluster import BrokerIdTaken, ControllerFenced, PartitionChange
-from portalmq.control_plane.plane import Conflict, ControlPlane, Create, Delete, Set
+from portalmq.control_plane.plane import ControlPlane, Create, Delete, Set
 from portalmq.control_plane.state import GroupState
 from portalmq.control_plane.stream_groups import RosterState, StreamGroups
 from portalmq.control_plane.topics import TopicNodes
@@ -80,9 +79,11 @@ class Catalog(TopicNodes):
 
         group = self._retry_conflicts(f"group {name!r}", restore)
         if generation is not None and group.config.mode == "stream":
-            with contextlib.suppress(Conflict):  # it has members already
+            rosters = StreamGroups(self.plane)
+            held = rosters.roster(group.group_id)
+            if held is None or held.value.generation < generation:
                 roster = RosterState(generation, coordinator=(-1, -1))
-                StreamGroups(self.plane).set_roster(name, group.group_id, roster, -1)
+                rosters.set_roster(name, group.group_id, roster, -1 if held is None else held.version)
 
     def put_group(
         self, name: str, patch: dict[str, Any], initial: dict[str, Any] | None = None

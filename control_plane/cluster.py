@@ -28,6 +28,8 @@ from portalmq.control_plane.plane import (
 from portalmq.control_plane.state import BrokerState, ControllerState, PartitionState, StoreState
 from portalmq.control_plane.tree import Tree, Versioned
 
+# Before the id of a cluster whose adoption has begun and is not done.
+ADOPTING = "adopting "
 RECEIPT_KEY_BYTES = 32
 CLUSTER_SECRET_BYTES = 32
 _SECRET_BYTES = {state.RECEIPT_KEY: RECEIPT_KEY_BYTES, state.CLUSTER_SECRET: CLUSTER_SECRET_BYTES}
@@ -68,15 +70,9 @@ class ClusterNodes(Tree):
         """Return the cluster's id. The first call creates it: `wanted`, or a fresh one."""
         return self._made_once(state.CLUSTER_ID, lambda: (wanted or self._unique()).encode()).decode()
 
-    def remove_cluster_id(self, unless: str) -> None:
-        """Remove the cluster's id unless it is this one: brokers of that cluster cannot start any more."""
-
-        def remove() -> None:
-            held = self.plane.get(state.CLUSTER_ID)
-            if held is not None and held.data.decode() != unless:
-                self.plane.commit(Delete(state.CLUSTER_ID, held.version))
-
-        self._retry_conflicts(state.CLUSTER_ID, remove)
+    def begin_adoption(self, cluster_id: str) -> None:
+        """Let no broker start, of this cluster or another, until the id is replaced."""
+        self.replace_cluster_id(f"{ADOPTING}{cluster_id}")
 
     def replace_cluster_id(self, wanted: str) -> None:
         """Set the cluster's id, whatever it was."""

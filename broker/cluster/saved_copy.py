@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 # After a write, as many times its duration pass before the next one, and at least a second.
 PAUSE_S_MIN = 1.0
 PAUSE_FACTOR = 20
+# States that are gone are looked for again after this time.
+FEWER_FOR_S = 10.0
 
 StateT = TypeVar("StateT", bound=msgspec.Struct)
 
@@ -126,6 +128,9 @@ class CopySaver(Generic[StateT]):
     def save(self) -> None:
         """Write the file, unless it would have the same states. Raises OSError, PlaneError."""
         read_ms, states = self._clock.wall_ms(), self._known()
+        if len(states) < len(self._written or ()):
+            gevent.sleep(FEWER_FOR_S)  # of a tree that somebody removes, the cluster's id may go last
+            read_ms, states = self._clock.wall_ms(), self._known()
         if states != self._written and self._is_whole():
             encoded = [state.encode(each) for each in in_short_turns(states)]
             self._threads.apply(self._copy.write, (self._data_dir, read_ms, encoded))

@@ -18,8 +18,9 @@ replicas are damaged, or are `joining` and have not been in sync yet, than had t
 acknowledged, and as many whole ones hold the same. So do as many as that which are damaged or were begun again.
 Otherwise an operator has to accept the loss explicitly.
 
-The cluster's id is written last, and the directories stay locked until then: a broker that starts before, or in an
-interrupted adoption, finds no cluster, and ends without touching its files.
+The cluster's id is written last, and the directories stay locked until then. Before, its node says that an adoption is
+under way, unless all topics are there already: a broker that starts then, or after an interrupted adoption, ends
+without touching its files.
 
 The new leader epoch is above every epoch that any replica has seen, so nothing from before is mistaken for current.
 Producer ids continue far above those in the logs: a new producer must not get an old id, which would turn its messages
@@ -56,6 +57,7 @@ from portalmq.broker.storage.files import write_atomically
 from portalmq.contract.schedules import SCHEDULE_IDS_FROM
 from portalmq.control_plane.assignment import first_for, place
 from portalmq.control_plane.catalog import Catalog
+from portalmq.control_plane.cluster import ADOPTING
 from portalmq.control_plane.locks import LockTable
 from portalmq.control_plane.plane import NodeExists
 from portalmq.control_plane.schedules import ScheduleState, ScheduleStore
@@ -66,6 +68,7 @@ log = logging.getLogger(__name__)
 # Ids are allocated in blocks, and may be in use without being in a log yet.
 PRODUCER_IDS_APART = 1_000_000
 GENERATIONS_APART = 1_000
+DERIVED = -1
 
 
 class NotAdopted(StartupError):
@@ -131,7 +134,7 @@ def state_of(found: Collection[ReplicaFound]) -> PartitionState:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Description:
-    """What a topic.json has, and when it was written."""
+    """What a topic.json has, and when it was written; DERIVED where it is made of the names of the folders."""
 
     written_ns: int
     broker_id: int
@@ -141,8 +144,9 @@ class Description:
 def topic_of(descriptions: Collection[Description]) -> TopicState:
     """Return the latest state of a topic: the one that was written last, with the most partitions of all, since
     partitions are only added."""
-    count = max(each.topic.partitions for each in descriptions)
-    return msgspec.structs.replace(max(descriptions).topic, partitions=count)
+    count, latest = max(each.topic.partitions for each in descriptions), max(descriptions)
+    first = count if latest.written_ns == DERIVED else latest.topic.first_partitions
+    return msgspec.structs.replace(latest.topic, partitions=count, first_partitions=first)
 
 
 @dataclass(slots=True)
@@ -182,17 +186,25 @@ class Adoption:
                 config = wire.GroupConfig()
             elif name in streams - queues and config.mode != "stream":
                 config = wire.GroupConfig(mode="stream")
-            groups[name] = GroupState(name, config, pause=pauses.get(name, PauseState()))
+            pause = pauses.get(name, PauseState()) if config.mode == "queue" else PauseState()
+            groups[name] = GroupState(name, config, pause=pause)
         return groups
 
-    def generation_of(self, group: str) -> int:
-        """Return a generation above all that members of the group knew. Not every generation is claimed in a log."""
-        claimed = [each.streams.get(group, 0) for found in self.replicas.values() for each in found]
-        return GENERATIONS_APART + max(claimed, default=0)
+    def generations(self) -> dict[str, int]:
+        """Return, by group, a generation above those that its members knew. Not every one is claimed in a log."""
+        claimed: dict[str, int] = {}
+        for each in [each for found in self.replicas.values() for each in found]:
+            for name, generation in each.streams.items():
+                claimed[name] = max(GENERATIONS_APART + generation, claimed.get(name, 0))
+        return claimed
 
     def _kept(self) -> list[ReplicaFound]:
         """Return the replicas that are in sync from now on."""
-        return [each for found in self.replicas.values() for each in found if each.broker_id in state_of(found).isr]
+        kept: list[ReplicaFound] = []
+        for found in self.replicas.values():
+            isr = state_of(found).isr
+            kept += [each for each in found if each.broker_id in isr]
+        return kept
 
     def partitions(self, topic: TopicState) -> list[PartitionState]:
         """Return the state of each partition. One that is in no directory, never opened or lost, begins empty."""
@@ -296,8 +308,8 @@ def write_back(catalog: Catalog, adoption: Adoption, *, accept_loss: bool, repla
             + "\nName all data directories; or, when there are no others, repeat with --i-accept-data-loss"
         )
     _check_plane(catalog, adoption, replace_cluster=replace_cluster)
-    # Without the id no broker starts, so it is the last to be written.
-    catalog.remove_cluster_id(unless=adoption.cluster_id)
+    if catalog.find_cluster_id() != adoption.cluster_id or not adoption.topics.keys() <= catalog.topic_ids():
+        catalog.begin_adoption(adoption.cluster_id)
     LockTable(catalog.plane).reserve_tokens(adoption.last_token)
     about_schedules = _write_schedules(catalog, adoption)
     catalog.reserve_producer_ids(adoption.next_producer_id)
@@ -305,9 +317,9 @@ def write_back(catalog: Catalog, adoption: Adoption, *, accept_loss: bool, repla
         catalog.claim_broker_id(store_uuid, broker_id)
     topics = sorted(adoption.topics.values(), key=lambda topic: topic.name)
     written = [_write_topic(catalog, topic, adoption) for topic in topics]
-    groups = adoption.groups()
+    groups, generations = adoption.groups(), adoption.generations()
     for name, group in sorted(groups.items()):
-        catalog.restore_group(name, group.config, group.pause, adoption.generation_of(name))
+        catalog.restore_group(name, group.config, group.pause, generations.get(name, GENERATIONS_APART))
     catalog.replace_cluster_id(adoption.cluster_id)
     messages = [f"cluster {adoption.cluster_id}, brokers {', '.join(map(str, sorted(adoption.brokers)))}", *written]
     messages += adoption.differences()
@@ -328,7 +340,7 @@ def _check_plane(catalog: Catalog, adoption: Adoption, *, replace_cluster: bool)
             f"brokers {', '.join(map(str, running))} are registered: stop all brokers first, or, when they have just "
             "ended, wait for their sessions to end"
         )
-    topics, found = catalog.topics(), catalog.find_cluster_id()
+    topics, found = catalog.topics(), (catalog.find_cluster_id() or "").removeprefix(ADOPTING) or None
     if found is not None and found != adoption.cluster_id:
         if topics:
             raise NotAdopted(

@@ -13,7 +13,7 @@ from portalmq import wire
 from portalmq.broker.cluster.exits import EX_STORAGE
 from portalmq.broker.cluster.replicas import TOPIC_FILE, Files, read_topic
 from portalmq.broker.cluster.saved_copy import GROUPS, SCHEDULES, Saved, SavedCopy, StateT
-from portalmq.broker.server.adoption import Adoption, Description, NotAdopted, ReplicaFound, topic_of
+from portalmq.broker.server.adoption import DERIVED, Adoption, Description, NotAdopted, ReplicaFound, topic_of
 from portalmq.broker.storage.disk import DataDirectory, DirectoryInUse, read_brokers, read_identity
 from portalmq.broker.storage.errors import CorruptFile, Shortage, StorageError
 from portalmq.broker.storage.segment import SEGMENT_NAME
@@ -60,7 +60,7 @@ def _read_directories(directories: Iterable[Path], stack: ExitStack) -> Adoption
     for directory, folder in folders:
         topic = read_topic(folder)
         found = derived if topic is None else described
-        written_ns = 0 if topic is None else (folder / TOPIC_FILE).stat().st_mtime_ns
+        written_ns = DERIVED if topic is None else (folder / TOPIC_FILE).stat().st_mtime_ns
         description = Description(written_ns, directory.identity.broker_id, topic or _derived(folder))
         found.setdefault(_topic_id(folder), []).append(description)
     for topic_id in derived | described:

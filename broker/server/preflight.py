@@ -316,9 +316,16 @@ def _startup_errors() -> Iterator[None]:
 
 def _cluster_of(catalog: Catalog, question: IdentityRequest) -> str:
     """Return the cluster id. A new directory joins ZooKeeper's cluster; one with an id must match it."""
+    from portalmq.control_plane.cluster import ADOPTING
     from portalmq.control_plane.locks import LockTable
 
     found, held = catalog.find_cluster_id(), question.held
+    if found is not None and found.startswith(ADOPTING):
+        raise StartupError(
+            "`portalmq adopt` is writing ZooKeeper's content back, or was interrupted: let it end, or repeat it, and "
+            "start the brokers then",
+            EX_CANTCREAT,
+        )
     if held is None:
         return found or catalog.cluster_id()
     if found is None and question.in_use:

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from support.domain import HandClock
 
+from portalmq.broker.cluster import saved_copy
 from portalmq.broker.cluster.saved_copy import SCHEDULES, CopySaver, Saved, SavedCopy
 from portalmq.broker.partition.native import NativeThreads
 from portalmq.broker.storage.errors import CorruptFile
@@ -44,7 +45,8 @@ class Saving:
 
 
 @pytest.fixture
-def saving(tmp_path: Path) -> Saving:
+def saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Saving:
+    monkeypatch.setattr(saved_copy, "FEWER_FOR_S", 0.0)
     return Saving(tmp_path)
 
 
@@ -68,6 +70,20 @@ def test_a_control_plane_that_lost_its_content_does_not_empty_the_file(saving: S
     assert saving.saved() == Saved(5_000, [BEAT, NOON])
 
 
+def test_a_control_plane_that_is_being_emptied_does_not_empty_the_file(
+    saving: Saving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tools that remove a tree begin at its leaves, and the id of the cluster may go last."""
+    saving.saver.save()
+
+    def sleep(pause_s: float) -> None:
+        saving.is_whole = False
+
+    monkeypatch.setattr(saved_copy, "gevent", SimpleNamespace(sleep=sleep))
+    saving.schedules = []
+    assert saving.saved() == Saved(5_000, [BEAT, NOON])
+
+
 def test_what_could_not_be_written_is_written_later(saving: Saving, monkeypatch: pytest.MonkeyPatch) -> None:
     faults: list[Exception] = [OSError("full"), PlaneUnavailable("away")]
 
@@ -86,7 +102,7 @@ def test_what_could_not_be_written_is_written_later(saving: Saving, monkeypatch:
             raise InterruptedError
 
     monkeypatch.setattr(SavedCopy, "write", write)
-    monkeypatch.setattr("portalmq.broker.cluster.saved_copy.gevent", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(saved_copy, "gevent", SimpleNamespace(sleep=sleep))
     saving.saver.note()
     with pytest.raises(InterruptedError):
         saving.saver._run()

@@ -60,13 +60,13 @@ def test_schedules_are_back_before_brokers_may_start_and_save_them(
 ) -> None:
     path = directory(tmp_path / "1", 1, START_MS, BEAT)
 
-    def interrupted(cluster_id: str) -> None:
+    def interrupted(below: int) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(catalog, "replace_cluster_id", interrupted)
+    monkeypatch.setattr(catalog, "reserve_producer_ids", interrupted)
     with pytest.raises(KeyboardInterrupt):
         restored(catalog, path)
-    assert catalog.find_cluster_id() is None
+    assert catalog.find_cluster_id() == "adopting c"
     assert ScheduleStore(catalog.plane).all()["beat"].value == BEAT
 
 

@@ -11,12 +11,14 @@ import pytest
 from support.domain import running
 
 from portalmq import wire
+from portalmq.broker.cluster.exits import StartupError
 from portalmq.broker.cluster.replicas import Files
 from portalmq.broker.cluster.saved_copy import GROUPS, Saved
 from portalmq.broker.core.queue.records import Claim
 from portalmq.broker.server.adoption import Adoption, ReplicaFound, write_back
 from portalmq.broker.server.adoption_reading import read_directories
-from portalmq.broker.storage.disk import DataDirectory, DirectoryInUse
+from portalmq.broker.server.preflight import IdentityRequest, joined
+from portalmq.broker.storage.disk import DataDirectory, DirectoryInUse, StoreIdentity
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.standalone import Standalone
 from portalmq.control_plane.state import GroupState, PauseState, TopicState, encode
@@ -113,6 +115,14 @@ class TestTopics:
         messages = write_back(catalog, adoption, accept_loss=False, replace_cluster=False)
         assert any("topic t: its settings differ" in each and f"of broker {latest} " in each for each in messages)
 
+    def test_without_any_description_ids_go_to_the_partitions_that_they_went_to(self, tmp_path: Path) -> None:
+        paths = [directory(tmp_path / str(number), number) for number in (1, 2)]
+        for path, numbers in zip(paths, [(0, 5), (4,)], strict=True):
+            for number in numbers:
+                (path / "partitions" / "t@id" / str(number)).mkdir(parents=True)
+        topic = read_directories(paths).topics["id"]
+        assert (topic.partitions, topic.first_partitions) == (6, 6)
+
     def test_the_least_number_of_copies_that_may_have_been_in_force_counts(self, tmp_path: Path) -> None:
         paths = [directory(tmp_path / str(number), number) for number in (1, 2)]
         for least, path in enumerate(paths, 1):
@@ -128,10 +138,14 @@ class TestTopics:
 
 class TestOrder:
     @pytest.mark.parametrize("step", ["reserve_producer_ids", "claim_broker_id", "restore_topic", "restore_group"])
+    @pytest.mark.parametrize("before", ["", "c"])
     def test_no_broker_can_start_before_all_is_written(
-        self, catalog: Catalog, monkeypatch: pytest.MonkeyPatch, step: str
+        self, catalog: Catalog, monkeypatch: pytest.MonkeyPatch, step: str, before: str
     ) -> None:
-        """It would move the folders of topics that it does not find, and give ids of producers out again."""
+        """It would move the folders of topics that it does not find, and give ids of producers out again. One with an
+        empty directory would make another cluster."""
+        if before:
+            catalog.cluster_id(before)
         adoption = adoption_of(found(1, 10, {"g": PauseState()}))
 
         def interrupted(*given: object) -> None:
@@ -141,7 +155,9 @@ class TestOrder:
             patch.setattr(catalog, step, interrupted)
             with pytest.raises(KeyboardInterrupt):
                 write_back(catalog, adoption, accept_loss=False, replace_cluster=False)
-        assert catalog.find_cluster_id() is None
+        for held in (None, StoreIdentity("c", 1, "s")):
+            with pytest.raises(StartupError, match="repeat it"):
+                joined(catalog, IdentityRequest(held, "s", False, "http://127.0.0.1:1"), None, patience_s=0)
         write_back(catalog, adoption, accept_loss=False, replace_cluster=False)
         assert catalog.find_cluster_id() == "c"
 
@@ -150,7 +166,16 @@ class TestOrder:
         seen: list[str | None] = []
         monkeypatch.setattr(catalog, "restore_topic", lambda *given: seen.append(catalog.find_cluster_id()) or True)
         write_back(catalog, adoption_of(found(1, 10)), accept_loss=False, replace_cluster=True)
-        assert (seen, catalog.find_cluster_id()) == ([None], "c")
+        assert (seen, catalog.find_cluster_id()) == (["adopting c"], "c")
+        write_back(catalog, adoption_of(found(1, 10)), accept_loss=False, replace_cluster=False)
+        assert seen[1:] == ["adopting c"], "the topic is not there yet"
+
+    def test_a_repetition_stops_nobody(self, catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+        adoption = adoption_of(found(1, 10, {"g": PauseState()}))
+        write_back(catalog, adoption, accept_loss=False, replace_cluster=False)
+        monkeypatch.setattr(catalog, "begin_adoption", pytest.fail)
+        write_back(catalog, adoption, accept_loss=False, replace_cluster=False)
+        assert catalog.find_cluster_id() == "c"
 
     def test_the_directories_stay_locked_until_it_is_done(self, tmp_path: Path) -> None:
         path = directory(tmp_path / "1")
