@@ -37,7 +37,15 @@ from portalmq.broker.storage.batch import Batch, BatchKind, Record
 from portalmq.broker.storage.errors import DAMAGE, StorageError, StorageFault
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.plane import PlaneError
-from portalmq.errors import Backpressure, InvalidRequest, PortalMQError, TopicExists, TopicNotFound, Unavailable
+from portalmq.errors import (
+    Backpressure,
+    InvalidRequest,
+    PartitionNotFound,
+    PortalMQError,
+    TopicExists,
+    TopicNotFound,
+    Unavailable,
+)
 from portalmq.wire import HEADER_COPY_OF, CreateTopic
 
 log = logging.getLogger(__name__)
@@ -96,11 +104,17 @@ def provenance(
     }
 
 
-def stable_partition(topic: Topic, record: Record, wanted: int | None) -> int:
+def stable_partition(topic: Topic, record: Record, wanted: int | None, missing: set[int]) -> int:
     """Return the partition of a message that names none, or one that does not exist. It depends on the topic's first
-    number of partitions, so a repeat after growth goes to the same one."""
-    if wanted is not None and wanted < topic.state.partitions:
-        return wanted
+    number of partitions, so a repeat after growth goes to the same one. `missing` are partitions that do not exist, and
+    is added to. Raises Unavailable where the topic has grown and this broker does not know it yet."""
+    if wanted is not None and wanted not in missing:
+        try:
+            topic.place(wanted)
+        except PartitionNotFound:
+            missing.add(wanted)
+        else:
+            return wanted
     return zlib.crc32(record.key or record.message_id or b"") % topic.state.first_partitions
 
 
@@ -334,10 +348,11 @@ class Outbox:
                 continue
             shares: dict[int, list[Record]] = {}
             orders: dict[int, list[tuple[int, bytes]]] = {}
+            missing: set[int] = set()
             for wanted, record, order in messages:
                 message_id = record.message_id or b""
                 if message_id not in self._appended.get(order, ()):
-                    number = stable_partition(topic, record, wanted)
+                    number = stable_partition(topic, record, wanted, missing)
                     shares.setdefault(number, []).append(record)
                     orders.setdefault(number, []).append((order, message_id))
             errors = self._destinations.copies(topic, shares) if shares else {}

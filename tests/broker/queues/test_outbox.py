@@ -7,6 +7,7 @@ from random import Random
 import gevent
 import msgspec
 import pytest
+from gevent.event import Event
 from support.domain import records, running
 from support.outputs import commit, outputs, partition_of, receive, send, settled, stored_in, there
 from support.replicas import eventually
@@ -138,6 +139,41 @@ def test_outputs_for_a_topic_that_was_deleted_are_dropped_and_hold_nothing_up(fi
     settled(fixture)
     assert there(fixture) == ["B"]
     assert "gone" not in {topic.name for topic in fixture.broker.list_topics()}
+
+
+def test_an_output_waits_for_a_partition_that_is_not_known_here_yet(fixture, monkeypatch):
+    """It went to another partition, and the next leader, which knew the partition, stored it there too."""
+    fixture.broker.create_topic("out", wire.CreateTopic(partitions=4))
+    topic, asked = fixture.broker.topics.get("out"), Event()
+    grown, confirm = topic.state, topic._confirm
+    send(fixture, "a", "b")
+    messages = receive(fixture)
+    for _ in range(outbox.PARTITIONS_AT_ONCE):
+        fixture.broker.outboxes._slots.acquire()
+    commit(fixture, messages[:1], [OutputMessage("out", Record(b"A"), 3)])
+    monkeypatch.setattr(topic, "_confirm", lambda missing: (asked.set(), confirm(missing)))
+    topic.state = msgspec.structs.replace(grown, partitions=1)
+    for _ in range(outbox.PARTITIONS_AT_ONCE):
+        fixture.broker.outboxes._slots.release()
+    assert asked.wait(10)
+    topic.state = grown
+    settled(fixture)
+    assert [(each.partition, each.record.value) for each in stored_in(fixture, "out")] == [(3, b"A")]
+
+
+def test_an_output_for_a_partition_that_does_not_exist_any_more_goes_to_another(fixture):
+    fixture.broker.create_topic("out", wire.CreateTopic(partitions=4))
+    send(fixture, "a")
+    messages = receive(fixture)
+    for _ in range(outbox.PARTITIONS_AT_ONCE):
+        fixture.broker.outboxes._slots.acquire()
+    commit(fixture, messages, [OutputMessage("out", Record(b"A"), 3)])
+    fixture.broker.delete_topic("out")
+    fixture.broker.create_topic("out", wire.CreateTopic(partitions=1))
+    for _ in range(outbox.PARTITIONS_AT_ONCE):
+        fixture.broker.outboxes._slots.release()
+    settled(fixture)
+    assert [(each.partition, each.record.value) for each in stored_in(fixture, "out")] == [(0, b"A")]
 
 
 def test_a_purge_waits_for_open_outputs(fixture, monkeypatch):
