@@ -145,6 +145,7 @@ class Broker(Wiring):
 
     def delete_topic(self, name: str) -> None:
         self.topics.known(name)
+        self.browser.check_outputs(name)
         self.topics.delete(name)
 
     # --- messages ----------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import itemgetter
@@ -12,12 +13,13 @@ from gevent.event import Event
 
 from portalmq.broker.cluster.metadata_cache import MetadataCache
 from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, one_by_one, place_of
-from portalmq.broker.cluster.rpc import TopicPartition, first_error
-from portalmq.broker.cluster.rpc.messages import BROWSE, PURGE, Browse, Browsed, PurgeCall
+from portalmq.broker.cluster.rpc import TopicNumbers, TopicPartition, first_error
+from portalmq.broker.cluster.rpc.messages import BROWSE, OPEN_ORDERS, PURGE, Browse, Browsed, PurgeCall
 from portalmq.broker.cluster.topic import Topic
 from portalmq.broker.partition.answer_size import first_of
 from portalmq.broker.partition.long_poll import LongPolls, Peer
 from portalmq.broker.partition.partition import Partition
+from portalmq.broker.partition.retention import ORDERS_WITHIN_S
 from portalmq.broker.partition.yielding import TimeSlice, in_short_turns
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import InvalidRequest, NotFound, Unavailable
@@ -212,6 +214,29 @@ class MessageBrowser:
             if True in outcomes.values():
                 error.outcome = "unknown"  # some partitions were purged
             raise error
+
+    def check_outputs(self, topic: str) -> None:
+        """Wait until the outputs that commits of the topic have ordered are appended to theirs. Raises Unavailable. A
+        partition without a leader is passed over."""
+        state = self._known(topic).state
+        request = TopicNumbers(topic, state.topic_id, list(range(state.partitions)))
+        local = self.local_open_orders(request)
+        outcomes = self._leaders.call(OPEN_ORDERS, request, local, repeatable=True, patience_s=0.0)
+        if any(each is True for each in outcomes.values()):
+            raise Unavailable(
+                f"topic {topic!r} was not deleted: outputs that its commits have ordered, or copies of its dead letters"
+                ", are still to be appended to their topics",
+                retry_after_s=1,
+            )
+
+    def local_open_orders(self, request: TopicNumbers) -> LocalWork[bool]:
+        deadline = time.monotonic() + ORDERS_WITHIN_S
+
+        def has_open(place: TopicPartition) -> bool:
+            retention = self._metadata_cache.partition(place).retention
+            return retention.open_order(None, deadline - time.monotonic()) is not None
+
+        return one_by_one(has_open)
 
     def local_purge(self, request: PurgeCall) -> LocalWork[bool]:
         def purge(place: TopicPartition) -> bool:

@@ -142,7 +142,13 @@ class Retention:
         partition = self._partition
         upto = partition.high_watermark if upto is None else min(upto, partition.high_watermark)
         if upto > partition.log.log_start_offset:
-            self._wait_for_orders(upto)
+            order = self.open_order(upto, ORDERS_WITHIN_S)
+            if order is not None:
+                raise Unavailable(
+                    f"nothing was purged: the outputs that the record at offset {order} has ordered are still to be"
+                    " appended to their topics",
+                    retry_after_s=1,
+                )
             self._begin_at(upto)
         partition.wait_settled(upto - 1)
 
@@ -159,17 +165,16 @@ class Retention:
         if failed is not None:
             raise failed
 
-    def _wait_for_orders(self, upto: int) -> None:
-        """Wait until the outbox has appended what it must read below `upto`. Raises Unavailable."""
-        deadline = time.monotonic() + ORDERS_WITHIN_S
-        while (ordered_from := self._partition.groups.ordered_from()) is not None and ordered_from < upto:
-            if time.monotonic() > deadline:
-                raise Unavailable(
-                    f"nothing was purged: the outputs that the record at offset {ordered_from} has ordered are still to"
-                    " be appended to their topics",
-                    retry_after_s=1,
-                )
+    def open_order(self, upto: int | None, within_s: float) -> int | None:
+        """Return the first offset, below `upto`, that the outbox must still read after a wait; None without one."""
+        deadline = time.monotonic() + within_s
+        while (ordered_from := self._partition.groups.ordered_from()) is not None:
+            if upto is not None and ordered_from >= upto:
+                return None
+            if time.monotonic() >= deadline:
+                return ordered_from
             gevent.sleep(ORDERS_POLL_S)
+        return None
 
     def finish_purges(self) -> None:
         """Finish purges of an earlier leader that ended before it wrote the STATE that lets the log start move. If this

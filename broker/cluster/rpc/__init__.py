@@ -7,6 +7,7 @@ Calls to the leaders of partitions. A request names partitions; the answer has a
     first           FindFirst           list[int]
     browse          Browse              Browsed             one
     purge           PurgeCall           bool
+    open_orders     TopicNumbers        bool
     scheduled       ListScheduled       Rows
     cancel          CancelScheduled     bool                one Result
     trace           TraceCall           TracedLife          one

@@ -141,6 +141,24 @@ def test_outputs_for_a_topic_that_was_deleted_are_dropped_and_hold_nothing_up(fi
     assert "gone" not in {topic.name for topic in fixture.broker.list_topics()}
 
 
+def test_a_topic_is_not_deleted_before_the_outputs_of_its_commits_are_appended(fixture, monkeypatch):
+    """They were answered with 200, and went with the log that ordered them."""
+    send(fixture, "a")
+    messages = receive(fixture)
+    for _ in range(outbox.PARTITIONS_AT_ONCE):
+        fixture.broker.outboxes._slots.acquire()
+    commit(fixture, messages, outputs("A"))
+    monkeypatch.setattr("portalmq.broker.messages.browse.ORDERS_WITHIN_S", 0.05)
+    with pytest.raises(Unavailable, match="'in' was not deleted") as refused:
+        fixture.broker.delete_topic("in")
+    assert refused.value.outcome == "not_applied"
+    for _ in range(outbox.PARTITIONS_AT_ONCE):
+        fixture.broker.outboxes._slots.release()
+    settled(fixture)
+    fixture.broker.delete_topic("in")
+    assert there(fixture) == ["A"]
+
+
 def test_an_output_waits_for_a_partition_that_is_not_known_here_yet(fixture, monkeypatch):
     """It went to another partition, and the next leader, which knew the partition, stored it there too."""
     fixture.broker.create_topic("out", wire.CreateTopic(partitions=4))
