@@ -620,7 +620,7 @@ def test_a_purge_that_waited_while_its_leader_was_elected_again_writes_nothing(f
     partition = fixture.broker.topics.get("t").local[0]
     end = partition.replica.next_offset
     with monkeypatch.context() as patch:
-        patch.setattr(partition.retention, "_wait_for_orders", lambda upto: setattr(partition, "serves", False))
+        patch.setattr(partition.retention, "open_order", lambda upto, within_s: setattr(partition, "serves", False))
         with pytest.raises(Unavailable):
             partition.retention.purge(None)
         assert partition.replica.next_offset == end
