@@ -18,7 +18,6 @@ from portalmq.admin import Admin
 from portalmq.cli.output import Form
 from portalmq.errors import Unavailable
 from portalmq.tokens import tokens_in
-from portalmq.transport.retries import DeadlinePassed
 
 # Someone waits for a command, so an unreachable broker is reported soon.
 COMMAND_TIMEOUT_S = 30.0
@@ -64,7 +63,7 @@ def _reach(probe: Admin) -> None:
             probe.metadata([])
             return
         except Unavailable as error:
-            if error.outcome != "unknown" and not isinstance(error, DeadlinePassed):
+            if error.outcome != "unknown":
                 raise
             if not others:
                 error.extra.setdefault("looked_at", list(probe.urls))

@@ -99,11 +99,8 @@ def test_a_broker_that_is_silent_does_not_hide_one_that_answers(
     assert (result.exit_code, result.stdout) == (0, "[]\n")
 
 
-@pytest.mark.parametrize("timeout_s", [0.1, 1e-9])  # this process was paused for as long
-def test_an_unreachable_broker_is_exit_69_with_its_address_and_a_remedy(
-    monkeypatch: pytest.MonkeyPatch, timeout_s: float
-) -> None:
-    monkeypatch.setattr("portalmq.cli.session.REACH_TIMEOUT_S", timeout_s)
+def test_an_unreachable_broker_is_exit_69_with_its_address_and_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("portalmq.cli.session.REACH_TIMEOUT_S", 1.0)
     for words in (["status"], ["topic", "list"], ["produce", "t"], ["consume", "t"]):
         result = CliRunner().invoke(main, [*words, "--server", "http://127.0.0.1:1"])
         assert result.exit_code == 69
