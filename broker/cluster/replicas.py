@@ -195,11 +195,10 @@ class Files:
 
     def read_joining(self, topic: TopicState, number: int) -> str:
         """Return why the replica is marked as joining, "" if it is not. BEGUN_AGAIN, if that is not readable."""
-        try:
-            found = (self.folder(topic) / str(number) / JOINING_FILE).read_bytes()
-        except FileNotFoundError:
+        path = self.folder(topic) / str(number) / JOINING_FILE
+        if not path.exists():  # most often; this takes no descriptor
             return ""
-        return ADDED if found == ADDED.encode() else BEGUN_AGAIN
+        return ADDED if path.read_bytes() == ADDED.encode() else BEGUN_AGAIN
 
     def note_joined(self, topic: TopicState, number: int, store_uuid: str) -> None:
         """Note that the replica of this store is in sync. It may have been begun again since."""
