@@ -117,6 +117,8 @@ class CopySaver(Generic[StateT]):
         while True:
             self._noted.wait()
             self._noted.clear()
+            if len(self._known()) < len(self._written or ()):
+                gevent.sleep(FEWER_FOR_S)  # of a tree that somebody removes, the cluster's id may go last
             began = time.monotonic()
             try:
                 self.save()
@@ -128,9 +130,6 @@ class CopySaver(Generic[StateT]):
     def save(self) -> None:
         """Write the file, unless it would have the same states. Raises OSError, PlaneError."""
         read_ms, states = self._clock.wall_ms(), self._known()
-        if len(states) < len(self._written or ()):
-            gevent.sleep(FEWER_FOR_S)  # of a tree that somebody removes, the cluster's id may go last
-            read_ms, states = self._clock.wall_ms(), self._known()
         if states != self._written and self._is_whole():
             encoded = [state.encode(each) for each in in_short_turns(states)]
             self._threads.apply(self._copy.write, (self._data_dir, read_ms, encoded))

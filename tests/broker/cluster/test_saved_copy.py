@@ -45,8 +45,7 @@ class Saving:
 
 
 @pytest.fixture
-def saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Saving:
-    monkeypatch.setattr(saved_copy, "FEWER_FOR_S", 0.0)
+def saving(tmp_path: Path) -> Saving:
     return Saving(tmp_path)
 
 
@@ -76,12 +75,23 @@ def test_a_control_plane_that_is_being_emptied_does_not_empty_the_file(
     """Tools that remove a tree begin at its leaves, and the id of the cluster may go last."""
     saving.saver.save()
 
+    pauses: list[float] = []
+
     def sleep(pause_s: float) -> None:
+        pauses.append(pause_s)
         saving.is_whole = False
+        saving.clock.advance(1_000)
+        if len(pauses) == 2:
+            raise InterruptedError
 
     monkeypatch.setattr(saved_copy, "gevent", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(saved_copy, "time", SimpleNamespace(monotonic=lambda: sum(pauses)))
     saving.schedules = []
-    assert saving.saved() == Saved(5_000, [BEAT, NOON])
+    saving.saver.note()
+    with pytest.raises(InterruptedError):
+        saving.saver._run()
+    assert SCHEDULES.read(saving.directory) == Saved(5_000, [BEAT, NOON])
+    assert pauses == [saved_copy.FEWER_FOR_S, saved_copy.PAUSE_S_MIN], "the wait is no work to pause for"
 
 
 def test_what_could_not_be_written_is_written_later(saving: Saving, monkeypatch: pytest.MonkeyPatch) -> None:
