@@ -12,6 +12,7 @@ from portalmq.broker.core.queue.records import Dead
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.queues.commit import OutputMessage
+from portalmq.broker.queues.outbox import PARTITIONS_AT_ONCE
 from portalmq.broker.storage.batch import Record
 
 
@@ -64,3 +65,14 @@ def give_up(
 
 def json_record(text: str, **more: object) -> Record:
     return Record(text.encode(), wire.JSON, **more)  # type: ignore[arg-type]
+
+
+def hold_outputs(fixture: Fixture) -> None:
+    """Let no outbox carry out its orders until `release_outputs`."""
+    for _ in range(PARTITIONS_AT_ONCE):
+        fixture.broker.outboxes._slots.acquire()
+
+
+def release_outputs(fixture: Fixture) -> None:
+    for _ in range(PARTITIONS_AT_ONCE):
+        fixture.broker.outboxes._slots.release()

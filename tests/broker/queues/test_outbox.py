@@ -9,7 +9,18 @@ import msgspec
 import pytest
 from gevent.event import Event
 from support.domain import records, running
-from support.outputs import commit, outputs, partition_of, receive, send, settled, stored_in, there
+from support.outputs import (
+    commit,
+    hold_outputs,
+    outputs,
+    partition_of,
+    receive,
+    release_outputs,
+    send,
+    settled,
+    stored_in,
+    there,
+)
 from support.replicas import eventually
 
 from portalmq import wire
@@ -62,9 +73,7 @@ def test_a_commit_survives_a_restart_with_its_repeat_and_its_outputs(tmp_path):
     with running(tmp_path) as before:
         send(before, "a", "b")
         messages = receive(before)
-        before.broker.outboxes._slots.acquire()  # no outbox can ship its orders
-        for _ in range(outbox.PARTITIONS_AT_ONCE - 1):
-            before.broker.outboxes._slots.acquire()
+        hold_outputs(before)
         first = commit(before, messages, outputs("A", "B"))
         assert there(before) == []
         clock = before.clock
@@ -129,13 +138,11 @@ def test_outputs_for_a_topic_that_was_deleted_are_dropped_and_hold_nothing_up(fi
     send(fixture, "a", "b")
     fixture.broker.create_topic("gone", wire.CreateTopic())
     messages = receive(fixture)
-    for _ in range(outbox.PARTITIONS_AT_ONCE):
-        fixture.broker.outboxes._slots.acquire()
+    hold_outputs(fixture)
     commit(fixture, messages[:1], outputs("A", topic="gone"))
     commit(fixture, messages[1:], outputs("B"))
     fixture.broker.delete_topic("gone")
-    for _ in range(outbox.PARTITIONS_AT_ONCE):
-        fixture.broker.outboxes._slots.release()
+    release_outputs(fixture)
     settled(fixture)
     assert there(fixture) == ["B"]
     assert "gone" not in {topic.name for topic in fixture.broker.list_topics()}
@@ -145,15 +152,13 @@ def test_a_topic_is_not_deleted_before_the_outputs_of_its_commits_are_appended(f
     """They were answered with 200, and went with the log that ordered them."""
     send(fixture, "a")
     messages = receive(fixture)
-    for _ in range(outbox.PARTITIONS_AT_ONCE):
-        fixture.broker.outboxes._slots.acquire()
+    hold_outputs(fixture)
     commit(fixture, messages, outputs("A"))
     monkeypatch.setattr("portalmq.broker.messages.browse.ORDERS_WITHIN_S", 0.05)
     with pytest.raises(Unavailable, match="'in' was not deleted") as refused:
         fixture.broker.delete_topic("in")
     assert refused.value.outcome == "not_applied"
-    for _ in range(outbox.PARTITIONS_AT_ONCE):
-        fixture.broker.outboxes._slots.release()
+    release_outputs(fixture)
     settled(fixture)
     fixture.broker.delete_topic("in")
     assert there(fixture) == ["A"]
@@ -166,13 +171,11 @@ def test_an_output_waits_for_a_partition_that_is_not_known_here_yet(fixture, mon
     grown, confirm = topic.state, topic._confirm
     send(fixture, "a", "b")
     messages = receive(fixture)
-    for _ in range(outbox.PARTITIONS_AT_ONCE):
-        fixture.broker.outboxes._slots.acquire()
+    hold_outputs(fixture)
     commit(fixture, messages[:1], [OutputMessage("out", Record(b"A"), 3)])
     monkeypatch.setattr(topic, "_confirm", lambda missing: (asked.set(), confirm(missing)))
     topic.state = msgspec.structs.replace(grown, partitions=1)
-    for _ in range(outbox.PARTITIONS_AT_ONCE):
-        fixture.broker.outboxes._slots.release()
+    release_outputs(fixture)
     assert asked.wait(10)
     topic.state = grown
     settled(fixture)
@@ -183,13 +186,11 @@ def test_an_output_for_a_partition_that_does_not_exist_any_more_goes_to_another(
     fixture.broker.create_topic("out", wire.CreateTopic(partitions=4))
     send(fixture, "a")
     messages = receive(fixture)
-    for _ in range(outbox.PARTITIONS_AT_ONCE):
-        fixture.broker.outboxes._slots.acquire()
+    hold_outputs(fixture)
     commit(fixture, messages, [OutputMessage("out", Record(b"A"), 3)])
     fixture.broker.delete_topic("out")
     fixture.broker.create_topic("out", wire.CreateTopic(partitions=1))
-    for _ in range(outbox.PARTITIONS_AT_ONCE):
-        fixture.broker.outboxes._slots.release()
+    release_outputs(fixture)
     settled(fixture)
     assert [(each.partition, each.record.value) for each in stored_in(fixture, "out")] == [(0, b"A")]
 
@@ -197,14 +198,12 @@ def test_an_output_for_a_partition_that_does_not_exist_any_more_goes_to_another(
 def test_a_purge_waits_for_open_outputs(fixture, monkeypatch):
     send(fixture, "a")
     messages = receive(fixture)
-    for _ in range(outbox.PARTITIONS_AT_ONCE):
-        fixture.broker.outboxes._slots.acquire()
+    hold_outputs(fixture)
     commit(fixture, messages, outputs("A"))
     monkeypatch.setattr("portalmq.broker.partition.retention.ORDERS_WITHIN_S", 0.05)
     with pytest.raises(Unavailable, match="nothing was purged"):
         fixture.broker.browser.purge("in", partition=None, before_offset=None)
-    for _ in range(outbox.PARTITIONS_AT_ONCE):
-        fixture.broker.outboxes._slots.release()
+    release_outputs(fixture)
     settled(fixture)
     fixture.broker.browser.purge("in", partition=None, before_offset=None)
     assert there(fixture) == ["A"]
@@ -270,8 +269,7 @@ def test_a_damaged_partition_repeats_no_output_in_its_siblings(fixture, monkeypa
 def test_retention_keeps_messages_that_the_outbox_reads(fixture):
     send(fixture, "a")
     messages = receive(fixture)
-    for _ in range(outbox.PARTITIONS_AT_ONCE):
-        fixture.broker.outboxes._slots.acquire()
+    hold_outputs(fixture)
     commit(fixture, messages, outputs("A"))
     partition = partition_of(fixture)
     (order,) = partition.groups.outbox
@@ -281,8 +279,7 @@ def test_retention_keeps_messages_that_the_outbox_reads(fixture):
     fixture.clock.advance(30 * wire.DAY_MS)
     partition.retention.retain(1_000, None, 1)
     assert partition.log.base_offset <= order
-    for _ in range(outbox.PARTITIONS_AT_ONCE):
-        fixture.broker.outboxes._slots.release()
+    release_outputs(fixture)
     settled(fixture)
     assert there(fixture) == ["A"]
     fixture.clock.advance(2 * wire.DAY_MS)
@@ -324,14 +321,12 @@ def test_ids_differ_by_partition_record_epoch_and_place(fixture):
 
 def test_an_order_is_read_from_the_files_when_the_cache_has_lost_it(fixture):
     send(fixture, "a", "b")
-    for _ in range(outbox.PARTITIONS_AT_ONCE):
-        fixture.broker.outboxes._slots.acquire()
+    hold_outputs(fixture)
     for message in receive(fixture):
         commit(fixture, [message], outputs(message.record.value.decode()))
     partition = partition_of(fixture)
     fixture.broker.cache.drop(partition._cache_key)
-    for _ in range(outbox.PARTITIONS_AT_ONCE):
-        fixture.broker.outboxes._slots.release()
+    release_outputs(fixture)
     settled(fixture)
     assert there(fixture) == ["a", "b"]
     assert partition.reader.control_at(10_000) is None
