@@ -26,6 +26,7 @@ from portalmq.broker.core.replica.events import Stamp
 from portalmq.broker.messages.produce import size_of, with_default_ttl
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.partition import Partition
+from portalmq.broker.partition.writer import Pending
 from portalmq.broker.partition.yielding import in_short_turns
 from portalmq.broker.schedules.definition import tick_record, timetable_of
 from portalmq.broker.schedules.timetable import Timetable, due_ticks, misses_any
@@ -114,6 +115,8 @@ class ScheduleRunner:
         self._heap: list[tuple[int, int, str, _Entry]] = []
         # Those that wait until it is known for how long some broker was always up.
         self._undecided: list[_Entry] = []
+        # Those whose last ticks the disk refused: they are looked for in the log again.
+        self._lost: list[_Entry] = []
         self._order = count()
         self._noted: set[str] | None = None  # None: everything
         self._reads = 0
@@ -191,6 +194,11 @@ class ScheduleRunner:
         due: list[_Entry] = []
         if self._undecided and self._up_time.is_up_time_known:
             due, self._undecided = self._undecided, []
+        lost, self._lost = self._lost, []
+        for entry in lost:
+            name = entry.schedule.name
+            if self._entries.get(name) is entry:
+                self._enter(name, self._definitions[name], not_before_ms=now_ms + RETRY_MS)
         while self._heap and self._heap[0][0] <= now_ms:
             _, _, name, entry = heapq.heappop(self._heap)
             if self._entries.get(name) is entry:
@@ -277,7 +285,7 @@ class ScheduleRunner:
         first_read = self._led.get(definition.place)
         return first_read is not None and definition.read >= first_read
 
-    def _enter(self, name: str, definition: _Definition) -> None:
+    def _enter(self, name: str, definition: _Definition, *, not_before_ms: int = 0) -> None:
         self._entries.pop(name, None)
         schedule = definition.held.value
         if schedule.spec.paused or not self._is_sure(definition):
@@ -288,7 +296,7 @@ class ScheduleRunner:
             log.error("schedule %r is not published: %s", name, error)
             return
         entry = self._entries[name] = _Entry(schedule, timetable, schedule.since_ms)
-        self._put(name, entry)
+        self._put(name, entry, not_before_ms)
 
     def _put(self, name: str, entry: _Entry, not_before_ms: int = 0) -> None:
         due_ms = entry.timetable.next_after(self._handled_ms(entry))
@@ -351,9 +359,16 @@ class ScheduleRunner:
             size = size_of(topic, records)
             stamp = Stamp(schedule.schedule_id, tick_ms, 0)
             self._check_room(topic, partition, 1, stamp)
-            partition.submit(tuple(records), size, stamp=stamp, acks="none")
+            last = partition.submit(tuple(records), size, stamp=stamp, acks="none")
             self._published(topic.name, 1, size)
+            if tick_ms == due.ticks[-1]:  # what the disk refuses, it refuses with all that follows
+                last.done.rawlink(lambda _, pending=last: self._on_done(entry, pending))
         entry.handled_ms = due.upto_ms
+
+    def _on_done(self, entry: _Entry, last: Pending) -> None:
+        if last.error is not None:
+            self._lost.append(entry)
+            self._wake.set()
 
 
 def _discard(names: dict[T, set[str]], key: T, name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections.abc import Iterator
 from datetime import datetime
@@ -19,6 +20,7 @@ from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.schedules.runner import RETRY_MS
 from portalmq.broker.schedules.timetable import moment_text
 from portalmq.broker.storage.batch import Record
+from portalmq.broker.storage.errors import DiskFull
 from portalmq.contract.schedules import SCHEDULE_BYTES_MAX, SCHEDULE_IDS_FROM
 from portalmq.control_plane.plane import OutcomeUnknown
 from portalmq.control_plane.schedules import ScheduleSpec
@@ -249,6 +251,33 @@ def test_a_refused_tick_is_published_later_and_a_deletion_does_not_wait_for_it(f
     fixture.disk.is_full = False
     after(fixture, 5)
     assert ticks(fixture) == [1, 2, 3]
+
+
+def test_a_tick_that_the_disk_refuses_on_its_way_is_published_later(
+    fixture: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fixture.broker.schedules.put("beat", spec(every_ms=60_000))
+    look(fixture)
+    partition = fixture.broker.topics.get("t").local[0]
+    real, refused = partition.log.append, threading.Event()
+
+    def refuse(batches: object) -> None:
+        monkeypatch.setattr(partition.log, "append", real)
+        refused.set()
+        raise DiskFull("no room")
+
+    partition._writer.wait_idle()
+    monkeypatch.setattr(partition.log, "append", refuse)
+    after(fixture, 60)
+    eventually(lambda: refused.is_set() and partition.replica.producers.snapshot() == [])
+
+    def is_published() -> bool:
+        after(fixture, RETRY_MS / 1_000)
+        return ticks(fixture) == [60]
+
+    eventually(is_published)
+    after(fixture, 60)
+    assert ticks(fixture) == [60, 120]
 
 
 def test_a_change_with_an_unknown_outcome_publishes_nothing_before_the_definition_is_read(
