@@ -130,6 +130,12 @@ class ReadablePartition:
         asked_ms = self.host.clock.now_ms()
         self._wait_vouched(lambda: self.replica.led_at(asked_ms), within_ms)
 
+    def wait_final(self) -> None:
+        """Return when a refusal of this moment is final: what it rests on is committed, and no other leader can have
+        carried out an earlier try. Raises StorageFull, NotLeader or Unavailable, with an unknown outcome."""
+        self.wait_committed(self.replica.next_offset - 1)
+        self.wait_led()
+
     def _wait_vouched(self, is_sure: Callable[[], bool], within_ms: int) -> None:
         now_ms = self.host.clock.now_ms
         until_ms = now_ms() + within_ms

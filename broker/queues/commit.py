@@ -279,7 +279,7 @@ class GroupCommits:
     def _apply_stream(self, partition: Partition, call: CommitCall, shown: MemberOffset) -> CommitResult:
         stream = partition.streams.get(call.group)
         if stream is None:
-            partition.wait_led()
+            partition.wait_final()
             raise IllegalGeneration(
                 f"no member of group {call.group!r} owns partition {call.number} of topic {call.topic!r}: join the"
                 " group, and send a heartbeat to learn the assignment"
@@ -292,9 +292,7 @@ class GroupCommits:
         try:
             self._check_stream(stream, partition, shown)
         except (IllegalGeneration, OffsetMoved, OffsetOutOfRange):
-            # A refusal is final only when its cause is committed, and no other leader can have an earlier try.
-            partition.wait_committed(partition.replica.next_offset - 1)
-            partition.wait_led()
+            partition.wait_final()
             raise
         record = Commit(
             commit_id,

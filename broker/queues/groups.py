@@ -172,6 +172,7 @@ class Groups(GroupRegistry):
         """Return the group on a partition that is led here. Raises InvalidRequest when it has not begun there."""
         partition = self.partition(place)
         if group.name not in partition.delivery:
+            partition.wait_final()
             raise InvalidRequest(f"group {group.name!r} has ended on partition {place.number} of topic {place.topic!r}")
         return self.attach(group, partition, place.topic_id)
 

@@ -110,6 +110,9 @@ class StreamPartitions:
     def _claim_here(self, group: GroupState, start: Start, share: ClaimShare) -> Callable[[], int]:
         partition = self._groups.partition(share.place)
         self._groups.check_same(group)
+        return _with_final_refusal(partition, lambda: self._claim_led(partition, group, start, share))
+
+    def _claim_led(self, partition: Partition, group: GroupState, start: Start, share: ClaimShare) -> Callable[[], int]:
         stream = partition.streams.get(group.name)
         if stream is None:
             record = Claim(share.member_id, share.since, target(partition, start), self._clock.now_ms())
@@ -150,6 +153,11 @@ class StreamPartitions:
     ) -> Callable[[], bool]:
         partition = self._groups.partition(share.place)
         self._groups.check_same(group)
+        return _with_final_refusal(partition, lambda: self._commit_led(partition, group, member_id, generation, share))
+
+    def _commit_led(
+        self, partition: Partition, group: GroupState, member_id: str, generation: int, share: CommitShare
+    ) -> Callable[[], bool]:
         stream = partition.streams.get(group.name)
         if stream is None:
             raise IllegalGeneration(
@@ -187,6 +195,11 @@ class StreamPartitions:
     ) -> Callable[[], tuple[int, int]]:
         partition = self._groups.partition(place)
         self._groups.check_same(group)
+        return _with_final_refusal(partition, lambda: self._seek_led(partition, group, to, generation, seek_id))
+
+    def _seek_led(
+        self, partition: Partition, group: GroupState, to: Start, generation: int, seek_id: bytes
+    ) -> Callable[[], tuple[int, int]]:
         stream = partition.streams.get(group.name)
         before = max(stream.committed if stream else 0, partition.log.log_start_offset)
         if stream is not None and seek_id in stream.commits:
@@ -257,6 +270,21 @@ def target(partition: Partition, to: Start) -> int:
             high_watermark=end,
         )
     return offset
+
+
+def _with_final_refusal(partition: Partition, begin: Callable[[], Callable[[], T]]) -> Callable[[], T]:
+    """Return what `begin` returns; or, if it refuses, what raises the refusal once it is final. Calls of other
+    partitions do not wait for that."""
+    try:
+        return begin()
+    except (IllegalGeneration, OffsetOutOfRange) as error:
+        refusal = error
+
+    def refuse() -> T:
+        partition.wait_final()
+        raise refusal
+
+    return refuse
 
 
 def _settled(partition: Partition, end: int, value: T) -> T:

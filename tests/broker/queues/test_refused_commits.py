@@ -13,11 +13,12 @@ from support.domain import running
 from support.outputs import commit, outputs, partition_of, receive, send
 
 from portalmq.broker.cluster.rpc.queues import MemberOffset
+from portalmq.broker.cluster.rpc.streams import ClaimShare, CommitShare
 from portalmq.broker.core.queue.records import Claim
 from portalmq.broker.core.replica.replica import PartitionReplica
 from portalmq.broker.partition.writer import Pending
 from portalmq.broker.storage.errors import DiskFull
-from portalmq.errors import StorageFull
+from portalmq.errors import PortalMQError, StorageFull
 
 
 @pytest.mark.parametrize("mode", ["queue", "stream"])
@@ -72,3 +73,45 @@ def test_a_write_that_the_disk_refuses_refuses_no_commit(
             try_it()
         assert told.value.outcome == "unknown"
         assert try_it().published == 1
+
+
+@pytest.mark.parametrize("call", ["commit", "commit of a deleted group", "seek", "claim"])
+def test_a_write_that_the_disk_refuses_refuses_no_call_of_a_stream_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    with running(tmp_path) as fixture:
+        send(fixture, "a", "b", "c")
+        fixture.broker.put_group("s", {"mode": "stream"})
+        partition, group, go = partition_of(fixture), fixture.broker.groups.find("s"), threading.Event()
+        place = fixture.broker.topics.get("in").place(0)
+        streams = fixture.broker.offsets._partitions
+        partition.append_group_record("s", Claim("m", 3, 0, 1)).wait()
+
+        def try_it() -> Any:
+            if call == "seek":
+                return streams.seek(group, "earliest", 3, [place], b"id")[place]
+            if call == "claim":
+                return streams.claim(group, [ClaimShare(*place, "m", 3)])[place]
+            return streams.commit(group, "m", 3, [CommitShare(*place, 3)])[place]
+
+        real = partition.log.append
+
+        def refused(batches: object) -> None:
+            go.wait()
+            monkeypatch.setattr(partition.log, "append", real)
+            raise DiskFull("no room")
+
+        partition._writer.wait_idle()
+        monkeypatch.setattr(partition.log, "append", refused)
+        if "deleted" in call:
+            partition.end_group("s")
+        else:
+            partition.append_group_record("s", Claim("n", 4, 0, 1))
+        told = gevent.spawn(try_it)
+        gevent.sleep(0)
+        assert not told.ready()
+        go.set()
+        error = told.get()
+        assert isinstance(error, StorageFull)
+        assert error.outcome == "unknown"
+        assert not isinstance(try_it(), PortalMQError)
