@@ -16,7 +16,7 @@ database supports ON CONFLICT (SQLite 3.24, PostgreSQL 9.5) and opens a transact
                        message_offset, timestamp_ms), and when
     portalmq_places    of a stream group: (consumer_group, topic, partition) -> next_offset; all below is handled
 
-The newest 200,000 rows of handled messages are kept for each partition, by the time of handling: an unacked message
+The newest 200,000 rows of handled messages are kept for each partition, in the order of handling: an unacked message
 comes again before so many others are handled.
 """
 
@@ -33,7 +33,7 @@ from portalmq.message import Message
 HANDLED_KEPT = 200_000
 # Old rows are deleted once in so many messages.
 PRUNED_EVERY = 1_000
-PARAMETERS_MAX = 6
+PARAMETERS_MAX = 9
 
 ParamStyle = Literal["qmark", "format", "pyformat", "numeric", "named"]
 # The mark of a parameter (PEP 249), from its number and the one after.
@@ -50,10 +50,13 @@ _TABLES = (
         consumer_group VARCHAR(190) NOT NULL, topic VARCHAR(190) NOT NULL, partition INTEGER NOT NULL,
         next_offset BIGINT NOT NULL, PRIMARY KEY (consumer_group, topic, partition))""",
 )
-# The timestamp is part of the key: a topic that is deleted and created again repeats its offsets.
+# The timestamp is part of the key: a topic that is deleted and created again repeats its offsets. Each row is
+# later than those before it: the clocks of the clients may differ, and the oldest rows are deleted.
 _CLAIM = (
     "INSERT INTO portalmq_handled (consumer_group, topic, partition, message_offset, timestamp_ms, handled_us)"
-    " VALUES ({0}, {1}, {2}, {3}, {4}, {5}) ON CONFLICT DO NOTHING"
+    " VALUES ({0}, {1}, {2}, {3}, {4}, (SELECT MAX(at_us) FROM (SELECT {5} AS at_us"
+    " UNION ALL SELECT MAX(handled_us) + 1 FROM portalmq_handled"
+    " WHERE consumer_group = {6} AND topic = {7} AND partition = {8}) AS moments)) ON CONFLICT DO NOTHING"
 )
 _OLDEST_KEPT = (
     "SELECT handled_us FROM portalmq_handled WHERE consumer_group = {0} AND topic = {1} AND partition = {2}"
@@ -167,7 +170,7 @@ class TransactionalSink:
         if self._mode == "stream":
             self._execute(cursor, _ADVANCE, *place, message.offset + 1)
             return cursor.rowcount == 1
-        self._execute(cursor, _CLAIM, *place, message.offset, message.timestamp_ms, time.time_ns() // 1000)
+        self._execute(cursor, _CLAIM, *place, message.offset, message.timestamp_ms, time.time_ns() // 1000, *place)
         is_new = cursor.rowcount == 1
         since = self._since_pruned.get(place[1:], 0) + 1
         if since >= PRUNED_EVERY:

@@ -96,6 +96,18 @@ def test_old_handled_messages_are_pruned_in_the_order_of_handling(database, monk
     assert handle(mine, message(1), message(1_049)) == [False, False]
 
 
+def test_a_client_whose_clock_is_behind_is_not_pruned_before_others(database, monkeypatch) -> None:
+    monkeypatch.setattr(sink, "PRUNED_EVERY", 10)
+    mine = TransactionalSink(database, handled_kept=20)
+    handle(mine, *(message(offset) for offset in range(1_000, 1_050)))
+    monkeypatch.setattr(sink.time, "time_ns", lambda: 1_000)
+    handle(mine, message(1))
+    monkeypatch.undo()
+    monkeypatch.setattr(sink, "PRUNED_EVERY", 10)
+    handle(mine, *(message(offset) for offset in range(1_050, 1_065)))
+    assert handle(mine, message(1)) == [False]
+
+
 def test_a_stream_group_stores_one_offset_for_each_partition(database) -> None:
     mine = TransactionalSink(database, mode="stream")
     assert mine.next_offset("t", 0) is None
