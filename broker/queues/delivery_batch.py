@@ -48,6 +48,9 @@ def backoff_ms(config: GroupConfig, delivery: int) -> int:
 
 
 def dead_letter_topic(config: GroupConfig, topic: str) -> str:
-    """Return the dead-letter topic, "" for none. A long topic name is cut so that the result is a valid name."""
+    """Return the dead-letter topic, "" for none. A long topic name is cut so that the result is a valid name. No topic
+    is its own: its dead letters would be delivered again without an end."""
     pattern = config.dead_letter_topic
-    return pattern.replace("{topic}", topic[: max(1, NAMES_MAX - len(pattern) + len("{topic}"))])
+    room = NAMES_MAX - len(pattern.replace("{topic}", ""))
+    named = pattern.replace("{topic}", topic[: max(1, room // max(1, pattern.count("{topic}")))])
+    return "" if named == topic else named

@@ -28,9 +28,11 @@ from portalmq.broker.core.queue.records import Drop
 from portalmq.broker.messages import matching
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.queues import dead_letters, outbox
+from portalmq.broker.queues.delivery_batch import NAMES_MAX, dead_letter_topic
 from portalmq.broker.queues.settle import SettleRequest
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import GroupModeMismatch, GroupNotFound, InvalidRequest, NotLeader, TopicNotFound, Unavailable
+from portalmq.wire import GroupConfig
 
 
 @pytest.fixture
@@ -112,6 +114,23 @@ def test_the_dead_letter_topic_is_created_even_where_first_use_creates_no_topics
     state = fixture.broker.topics.get("in.dlq").state
     assert (state.partitions, state.config.max_message_bytes) == (1, 2_000_000)
     assert len(there(fixture, "in.dlq")) == 1
+
+
+@pytest.mark.parametrize(
+    ("pattern", "topic", "found"),
+    [
+        ("{topic}.dlq", "in", "in.dlq"),
+        ("errors", "in", "errors"),
+        ("errors", "errors", ""),
+        ("{topic}.dlq", "t" * NAMES_MAX, "t" * (NAMES_MAX - 4) + ".dlq"),
+        ("{topic}.dlq", "t" * (NAMES_MAX - 4) + ".dlq", ""),
+        ("{topic}.{topic}", "t" * NAMES_MAX, "t" * 94 + "." + "t" * 94),
+        ("", "in", ""),
+    ],
+)
+def test_the_name_of_the_dead_letter_topic(pattern, topic, found):
+    assert dead_letter_topic(GroupConfig(dead_letter_topic=pattern), topic) == found
+    assert len(found) <= NAMES_MAX
 
 
 def test_copies_are_made_once_over_restarts(tmp_path):
