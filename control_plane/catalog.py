@@ -19,7 +19,7 @@ from portalmq.control_plane.state import GroupState
 from portalmq.control_plane.stream_groups import RosterState, StreamGroups
 from portalmq.control_plane.topics import TopicNodes
 from portalmq.control_plane.tree import ATTEMPTS, Versioned
-from portalmq.errors import Fenced, GroupModeMismatch, GroupNotFound
+from portalmq.errors import Fenced, GroupModeMismatch, GroupNotFound, Unavailable
 
 __all__ = ["ATTEMPTS", "BrokerIdTaken", "Catalog", "ControllerFenced", "PartitionChange", "Versioned"]
 
@@ -137,13 +137,21 @@ class Catalog(TopicNodes):
 
         return self._retry_conflicts(f"group {name!r}", pause)
 
-    def delete_group(self, name: str) -> None:
-        """Delete the group. Raises GroupNotFound."""
+    def delete_group(self, name: str, group_id: str | None = None) -> None:
+        """Delete the group: the one of this id, if it is given. Raises GroupNotFound; Unavailable where another group
+        has the name now."""
+        tried: str | None = None
 
         def delete() -> None:
+            nonlocal tried
             held = self._read(state.group_path(wire.check_name(name, "group")), GroupState)
+            if tried is not None and (held is None or held.value.group_id != tried):
+                return  # an attempt whose outcome was unknown went through
             if held is None:
                 raise GroupNotFound(f"there is no group {name!r}")
+            if group_id is not None and held.value.group_id != group_id:
+                raise Unavailable(f"group {name!r} was deleted, and created again: repeat to delete the new one too")
+            tried = held.value.group_id
             streams = StreamGroups(self.plane).removal(held.value.group_id) if held.value.group_id else []
             self._commit_in_parts(streams, last=[Delete(state.group_path(name), held.version)])
 

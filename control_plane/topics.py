@@ -7,6 +7,7 @@ the controller sweeps what a crash left of them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -152,7 +153,8 @@ class TopicNodes(ClusterNodes):
             return doomed
 
         topic = self._retry_conflicts(f"topic {name!r}", delete)
-        self._remove_all(state.topic_partitions_path(topic.topic_id))
+        with suppress(Unavailable):  # the topic is deleted; the controller sweeps what no topic owns
+            self._remove_all(state.topic_partitions_path(topic.topic_id))
         return topic
 
     def tombstones(self) -> dict[str, Tombstone]:

@@ -121,6 +121,8 @@ class Tree:
                 raise unknown or PlaneUnavailable(f"{what}: the control plane does not answer") from None
             except PortalMQError as refusal:
                 if is_synced or refusal.status >= 500:
+                    if unknown:  # the refusal is of what the tree has now, perhaps by that attempt
+                        refusal.outcome = "unknown"
                     raise
                 self.confirm()
                 is_synced = True

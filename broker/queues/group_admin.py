@@ -142,9 +142,13 @@ class GroupAdmin:
         """
         try:
             with self._groups.deleting(name) as group:
-                self._end_everywhere(group)
+                try:
+                    self._end_everywhere(group)
+                except PortalMQError as error:
+                    error.outcome = "unknown"  # where it has ended, its acks are lost
+                    raise
         except Unavailable as error:
-            error.outcome = "unknown"  # where it has ended, its acks are lost
+            error.outcome = "unknown"
             raise
 
     def _end_everywhere(self, group: GroupState) -> None:

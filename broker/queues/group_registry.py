@@ -210,7 +210,7 @@ class GroupRegistry:
         self._deleting.add(name)
         try:
             yield group
-            self._catalog.delete_group(name)
+            self._catalog.delete_group(name, group.group_id)
             self._remember(name, None)
         finally:
             self._deleting.discard(name)

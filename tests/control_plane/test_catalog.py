@@ -346,8 +346,7 @@ class TestDeletingTopics:
         create(catalog, "kept")
         create(catalog)
         plane.meanwhile = [lambda: None, plane.close]
-        with pytest.raises(Unavailable):
-            catalog.delete_topic("t", now_ms=0)
+        catalog.delete_topic("t", now_ms=0)
         plane.start()
         assert len(plane.children(state.PARTITIONS)) == 2
         assert catalog.sweep() == 1
@@ -394,6 +393,35 @@ class TestGroups:
         for call in (catalog.group, catalog.delete_group):
             with pytest.raises(GroupNotFound):
                 call("g")
+
+    @pytest.mark.parametrize("lost", ["lose_answers", "lose_requests"])
+    def test_a_deletion_whose_answer_is_lost_is_looked_up(
+        self, plane: Interrupted, catalog: Catalog, lost: str
+    ) -> None:
+        catalog.ensure_group("g")
+        setattr(plane, lost, 1)
+        catalog.delete_group("g")
+        assert catalog.find_group("g") is None
+
+    @pytest.mark.parametrize("lost", ["lose_answers", "lose_requests"])
+    @pytest.mark.parametrize("named", [True, False])
+    def test_a_deletion_takes_no_group_that_was_created_meanwhile(
+        self, plane: Interrupted, catalog: Catalog, lost: str, named: bool
+    ) -> None:
+        old, rival, original = catalog.ensure_group("g"), Catalog(plane), plane.sync
+        setattr(plane, lost, 1)
+
+        def create_again() -> None:
+            plane.sync = original  # type: ignore[method-assign]
+            if lost == "lose_requests":
+                rival.delete_group("g")
+            rival.ensure_group("g")
+
+        plane.sync = create_again  # type: ignore[method-assign]
+        catalog.delete_group("g", old.group_id if named else None)
+        assert catalog.group("g").group_id != old.group_id
+        with pytest.raises(Unavailable, match="created again"):
+            catalog.delete_group("g", old.group_id)
 
 
 class TestProducers:
@@ -449,6 +477,21 @@ class TestContention:
         plane.sync = gone  # type: ignore[method-assign]
         with pytest.raises(PortalMQError) as caught:
             create(catalog)
+        assert caught.value.outcome == "unknown"
+
+
+    def test_a_refusal_after_an_unknown_outcome_is_unknown_too(self, plane: Interrupted, catalog: Catalog) -> None:
+        create(catalog)
+        plane.lose_answers = 1
+        original = plane.sync
+
+        def grown_further() -> None:
+            plane.sync = original  # type: ignore[method-assign]
+            Catalog(plane).alter_topic("t", wire.AlterTopic(partitions=3), brokers=ONE)
+
+        plane.sync = grown_further  # type: ignore[method-assign]
+        with pytest.raises(InvalidRequest) as caught:
+            catalog.alter_topic("t", wire.AlterTopic(partitions=2), brokers=ONE)
         assert caught.value.outcome == "unknown"
 
 

@@ -16,7 +16,7 @@ from portalmq.broker.cluster.peers import NotReached
 from portalmq.broker.cluster.rpc.queues import EndedGroup, GroupCount, GroupCounts
 from portalmq.broker.queues.group_admin import GroupAdmin
 from portalmq.control_plane.state import GroupState, PauseState
-from portalmq.errors import Unavailable
+from portalmq.errors import StorageFull, Unavailable
 
 GROUP = GroupState("g", wire.GroupConfig(), "id")
 
@@ -153,6 +153,20 @@ def test_a_partial_deletion_has_an_unknown_outcome() -> None:
     assert world.ended
     assert caught.value.outcome == "unknown"
     assert caught.value.retryable
+
+
+def test_a_deletion_that_a_full_disk_refuses_halfway_has_an_unknown_outcome() -> None:
+    world = World({("t", 0): 1, ("t", 1): 2}, {("t", 0): 0, ("t", 1): 0})
+    admin = world.group_admin()
+
+    def full(name: str, group_id: str) -> EndedGroup:
+        world.end(2)
+        raise StorageFull("the disk is full")
+
+    admin._end_here = full  # type: ignore[method-assign]
+    with pytest.raises(StorageFull) as caught:
+        admin.delete("g")
+    assert caught.value.outcome == "unknown"
 
 
 def test_a_group_that_ended_and_was_not_deleted_has_an_unknown_outcome() -> None:
