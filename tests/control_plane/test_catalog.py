@@ -479,7 +479,6 @@ class TestContention:
             create(catalog)
         assert caught.value.outcome == "unknown"
 
-
     def test_a_refusal_after_an_unknown_outcome_is_unknown_too(self, plane: Interrupted, catalog: Catalog) -> None:
         create(catalog)
         plane.lose_answers = 1
