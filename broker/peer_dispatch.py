@@ -79,7 +79,7 @@ def peer_calls(wiring: Wiring) -> dict[str, PeerCall]:
     on.leader(messages.FIRST, wiring.repeat_finder.local_find)
     on.leader_watched(messages.BROWSE, wiring.browser.local_browse)
     on.leader(messages.PURGE, wiring.browser.local_purge)
-    on.leader(messages.OPEN_ORDERS, wiring.browser.local_open_orders, patience_s=0.0)
+    on.leader(messages.OPEN_ORDERS, wiring.browser.local_open_orders)
     on.leader(messages.SCHEDULED, wiring.scheduled_messages.local_list)
     on.leader(messages.CANCEL, wiring.scheduled_messages.local_cancel)
     on.leader(messages.TRACE, wiring.message_traces.local_trace)

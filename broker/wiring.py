@@ -385,9 +385,11 @@ class Wiring:
     def on_topic_grown(self, topic: Topic) -> None:
         self.groups.long_polls.move({topic.name})
 
+    def on_topic_closing(self, topic: Topic) -> None:
+        self.outboxes.on_closing(topic)
+
     def on_topic_removed(self, topic: Topic) -> None:
         self.groups.forget_topic(topic)
-        self.outboxes.on_removed(topic)
         self.schedule_runner.on_topic_removed(topic)
         self.overview.forget_topic(topic)
         self.metrics.forget_topic(topic.name)

@@ -165,9 +165,10 @@ class Admin(ScheduleCalls, SearchCalls, Closeable):
             "PATCH", path, _given(partitions=partitions, config=config), wire.TopicDescription
         )
 
-    def delete_topic(self, name: str) -> None:
-        """Delete a topic and its messages."""
-        self._delete(_topic(name))
+    def delete_topic(self, name: str, *, force: bool = False) -> None:
+        """Delete a topic and its messages. Raises Unavailable while outputs that its commits have ordered are still to
+        be appended to their topics, except with `force`: then these are lost."""
+        self._delete(_topic(name), force="true" if force else None)
 
     def purge(self, topic: str, *, partition: int | None = None, before_offset: int | None = None) -> None:
         """Delete the topic's messages: all, or those below an offset. Groups continue after them."""

@@ -119,7 +119,11 @@ ROUTES = (
         answers={200: wire.TopicDescription},
         errors=(TopicNotFound, TopicExists, KeyOrder),
     ),
-    Route("DELETE", "/v1/topics/<topic>", topics.delete, answers={204: None}, errors=(TopicNotFound,)),
+    Route(
+        *("DELETE", "/v1/topics/<topic>", topics.delete, topics.DeleteTopicQuery),
+        answers={204: None},
+        errors=(TopicNotFound,),
+    ),
     # --- messages ----------------------------------------------------------------------------------------------------
     Route(
         *("POST", "/v1/topics/<topic>/messages", traffic.produce, traffic.ProduceQuery, request_headers.ProduceHeaders),

@@ -55,9 +55,15 @@ def alter(context: RequestContext, topic: str, query: AlterTopicQuery) -> Respon
     return answer(context.broker.alter_topic(topic, wanted, force=query.force))
 
 
-def delete(context: RequestContext, topic: str) -> Response:
+class DeleteTopicQuery(Parameters):
+    """`force`: delete it even while outputs of its commits, or copies of its dead letters, are still to be appended."""
+
+    force: bool = False
+
+
+def delete(context: RequestContext, topic: str, query: DeleteTopicQuery) -> Response:
     """Delete a topic with its messages."""
-    context.broker.delete_topic(wire.check_name(topic, "topic"))
+    context.broker.delete_topic(wire.check_name(topic, "topic"), force=query.force)
     context.metrics.forget_topic(topic)
     return no_content()
 

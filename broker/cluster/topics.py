@@ -98,7 +98,7 @@ class Topics:
             withdraw=self._withdraw,
             on_changed=self._notify_changed,
         )
-        self._ending: set[str] = set()
+        self._ending: dict[str, Topic] = {}
         self.files = TopicFiles(
             host,
             catalog,
@@ -236,20 +236,21 @@ class Topics:
         del self._topics[topic.name]
         self._open = None
         self._by_id.pop(topic.state.topic_id, None)
-        self._ending.add(topic.state.topic_id)
+        self._ending[topic.state.topic_id] = topic
         self._host.on_topic_removed(topic)
         gevent.spawn(self._end, topic)
 
     def _end(self, topic: Topic) -> None:
         topic_id = topic.state.topic_id
         try:
+            self._host.on_topic_closing(topic)
             local, topic.local = topic.local, {}
             self.closed_count += len(local)
             gevent.joinall([gevent.spawn(partition.close, saves=False) for partition in local.values()])
             while any(key[0] == topic_id for key in self._opener.opening):
                 gevent.sleep(0.05)
         finally:
-            self._ending.discard(topic_id)
+            self._ending.pop(topic_id, None)
         if topic_id in self._host.membership.mirror.tombstones:
             self.files.remove(topic_id)
 
@@ -434,7 +435,8 @@ class Topics:
         """Write pending records, save the folds, close the files."""
         self._closed = self._opener.closed = self.files.closed = True
         self.ticker.close()
-        gevent.joinall([gevent.spawn(partition.close) for partition in self.partitions()])
+        ending = [partition for topic in tuple(self._ending.values()) for partition in topic.local.values()]
+        gevent.joinall([gevent.spawn(partition.close) for partition in (*self.partitions(), *ending)])
         self.note_closed(is_ending=True)
         self._host.pool.apply(self._replicas.files.epochs.close)
 

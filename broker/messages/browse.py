@@ -12,7 +12,7 @@ import msgspec
 from gevent.event import Event
 
 from portalmq.broker.cluster.metadata_cache import MetadataCache
-from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, one_by_one, place_of
+from portalmq.broker.cluster.routing import LeaderRouter, LocalWork, one_by_one, place_of, together
 from portalmq.broker.cluster.rpc import TopicNumbers, TopicPartition, first_error
 from portalmq.broker.cluster.rpc.messages import BROWSE, OPEN_ORDERS, PURGE, Browse, Browsed, PurgeCall
 from portalmq.broker.cluster.topic import Topic
@@ -22,7 +22,7 @@ from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.retention import ORDERS_WITHIN_S
 from portalmq.broker.partition.yielding import TimeSlice, in_short_turns
 from portalmq.broker.storage.batch import Record
-from portalmq.errors import InvalidRequest, NotFound, Unavailable
+from portalmq.errors import InvalidRequest, NotFound, PortalMQError, Unavailable
 
 PAGE_MESSAGES = 1_000
 
@@ -216,27 +216,35 @@ class MessageBrowser:
             raise error
 
     def check_outputs(self, topic: str) -> None:
-        """Wait until the outputs that commits of the topic have ordered are appended to theirs. Raises Unavailable. A
-        partition without a leader is passed over."""
+        """Wait until the outputs that committed records of the topic have ordered are appended to theirs. Raises
+        Unavailable. A partition without a leader is passed over: nobody can say when it has one."""
         state = self._known(topic).state
         request = TopicNumbers(topic, state.topic_id, list(range(state.partitions)))
         local = self.local_open_orders(request)
-        outcomes = self._leaders.call(OPEN_ORDERS, request, local, repeatable=True, patience_s=0.0)
-        if any(each is True for each in outcomes.values()):
+        outcomes = self._leaders.call(OPEN_ORDERS, request, local, repeatable=True)
+        for place, found in outcomes.items():
+            if isinstance(found, NotFound) or self._leaders.leader_of(place) is None:
+                continue
+            if found is True:
+                why = "outputs of its commits, or copies of its dead letters, are still to be appended to their topics"
+            elif isinstance(found, PortalMQError):
+                why = f"the leader of partition {place.number} has not told whether outputs are open: {found.detail}"
+            else:
+                continue
             raise Unavailable(
-                f"topic {topic!r} was not deleted: outputs that its commits have ordered, or copies of its dead letters"
-                ", are still to be appended to their topics",
+                f"topic {topic!r} was not deleted: {why}. Repeat, or delete it with force=true, and lose them",
                 retry_after_s=1,
             )
 
     def local_open_orders(self, request: TopicNumbers) -> LocalWork[bool]:
         deadline = time.monotonic() + ORDERS_WITHIN_S
 
-        def has_open(place: TopicPartition) -> bool:
-            retention = self._metadata_cache.partition(place).retention
-            return retention.open_order(None, deadline - time.monotonic()) is not None
+        def begin(place: TopicPartition) -> Callable[[], bool]:
+            partition = self._metadata_cache.partition(place)
+            end = partition.high_watermark
+            return lambda: partition.retention.has_order_below(end, deadline - time.monotonic())
 
-        return one_by_one(has_open)
+        return together(begin)
 
     def local_purge(self, request: PurgeCall) -> LocalWork[bool]:
         def purge(place: TopicPartition) -> bool:

@@ -14,6 +14,7 @@ after it is committed. So a replica that begins at a log start always finds a ST
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -230,6 +231,10 @@ class GroupsFold:
         while self.moves and self.moves[0][0] < high_watermark:
             upto = max(upto, self.moves.pop(0)[1])
         return upto
+
+    def first_order(self) -> float:
+        """Return the offset of the first open order of the outbox; infinity without one."""
+        return next(iter(self.outbox), math.inf)
 
     def ordered_from(self) -> int | None:
         """Return the first offset that an open order of the outbox may need: its record, or what it gives up; None

@@ -165,16 +165,23 @@ class Retention:
         if failed is not None:
             raise failed
 
-    def open_order(self, upto: int | None, within_s: float) -> int | None:
+    def open_order(self, upto: int, within_s: float) -> int | None:
         """Return the first offset, below `upto`, that the outbox must still read after a wait; None without one."""
         deadline = time.monotonic() + within_s
-        while (ordered_from := self._partition.groups.ordered_from()) is not None:
-            if upto is not None and ordered_from >= upto:
-                return None
+        while (ordered_from := self._partition.groups.ordered_from()) is not None and ordered_from < upto:
             if time.monotonic() >= deadline:
                 return ordered_from
             gevent.sleep(ORDERS_POLL_S)
         return None
+
+    def has_order_below(self, end: int, within_s: float) -> bool:
+        """Return whether the outbox still has an order below `end` after a wait."""
+        deadline = time.monotonic() + within_s
+        while self._partition.groups.first_order() < end:
+            if time.monotonic() >= deadline or self._partition.closed:
+                return True
+            gevent.sleep(ORDERS_POLL_S)
+        return False
 
     def finish_purges(self) -> None:
         """Finish purges of an earlier leader that ended before it wrote the STATE that lets the log start move. If this

@@ -54,6 +54,8 @@ log = logging.getLogger(__name__)
 ORDERS_AT_ONCE = 200
 OUTPUT_BATCH_MESSAGES_MAX = 1_000
 OUTPUT_BATCH_BYTES_MAX = 1024 * 1024
+# For so long a deleted topic carries out the orders of commits that came during its deletion.
+CLOSING_S = 5.0
 # Partitions whose orders are processed concurrently.
 PARTITIONS_AT_ONCE = 16
 PAUSE_FIRST_S = 0.05
@@ -380,9 +382,15 @@ class Outboxes:
         if outbox is not None:
             outbox.end()
 
-    def on_removed(self, topic: Topic) -> None:
-        """End the outboxes of a deleted topic."""
-        for partition in [each for each in self._by_partition if each.topic_id == topic.state.topic_id]:
+    def on_closing(self, topic: Topic) -> None:
+        """End the outboxes of a deleted topic, once they have carried out what was committed before, for some seconds
+        at most."""
+        of_it = [each for each in self._by_partition if each.topic_id == topic.state.topic_id]
+        ends = [(partition, partition.high_watermark) for partition in of_it]
+        deadline = time.monotonic() + CLOSING_S
+        for partition, end in ends:
+            partition.retention.has_order_below(end, deadline - time.monotonic())
+        for partition in of_it:
             self.on_stepped_down(partition)
 
     def of(self, partition: Partition) -> Outbox | None:

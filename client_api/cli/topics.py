@@ -70,12 +70,13 @@ def alter(session: Session, name: str, partitions: int | None, config: dict[str,
 @topic_commands.command()
 @click.argument("name")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@click.option("--force", is_flag=True, help="Also while outputs of its commits are on their way: they are lost.")
 @with_session
-def delete(session: Session, name: str, yes: bool) -> None:
+def delete(session: Session, name: str, yes: bool, force: bool) -> None:
     """Delete topic NAME with all its messages."""
     if not yes:
         click.confirm(f"Delete topic {name} and all its messages?", abort=True, err=True)
-    session.admin.delete_topic(name)
+    session.admin.delete_topic(name, force=force)
     click.echo(f"topic {name} is deleted", err=True)
 
 

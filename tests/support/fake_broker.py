@@ -94,8 +94,8 @@ class FakeBroker:
         self._called("alter_topic", name=name, request=request, force=force)
         return self._described(name)
 
-    def delete_topic(self, name: str) -> None:
-        self._called("delete_topic", name=name)
+    def delete_topic(self, name: str, *, force: bool = False) -> None:
+        self._called("delete_topic", name=name, force=force)
         self._log(name)
         del self.logs[name]
 

@@ -1,4 +1,4 @@
-"""Altering a topic over HTTP: a change that breaks the order of keys needs a confirmation."""
+"""Altering and deleting a topic over HTTP: what breaks the order of keys, or loses outputs, needs a confirmation."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ import pytest
 from portalmq.errors import KeyOrder
 
 URL = "/v1/topics/t"
+
+
+@pytest.mark.parametrize(("query", "force"), [("", False), ("?force=false", False), ("?force=true", True)])
+def test_a_deletion_is_forced_by_a_parameter(client, broker, query, force):
+    broker.logs["t"] = [[]]
+    assert client.delete(f"{URL}{query}").status_code == 204
+    assert broker.last("delete_topic")["force"] is force
 
 
 @pytest.mark.parametrize(("query", "force"), [("", False), ("?force=false", False), ("?force=true", True)])

@@ -164,6 +164,41 @@ def test_a_topic_is_not_deleted_before_the_outputs_of_its_commits_are_appended(f
     assert there(fixture) == ["A"]
 
 
+def test_a_topic_is_not_deleted_while_its_leader_does_not_tell_of_outputs(fixture):
+    send(fixture, "a")
+    messages = receive(fixture)
+    hold_outputs(fixture)
+    commit(fixture, messages, outputs("A"))
+    partition_of(fixture).serves = False
+    with pytest.raises(Unavailable, match="the leader of partition 0 has not told"):
+        fixture.broker.delete_topic("in")
+    fixture.broker.delete_topic("in", force=True)
+    assert "in" not in {topic.name for topic in fixture.broker.list_topics()}
+
+
+def test_an_order_that_may_never_be_committed_keeps_no_topic(fixture):
+    send(fixture, "a")
+    partition = partition_of(fixture)
+    partition.groups.outbox[partition.high_watermark] = "g"
+    fixture.broker.browser.check_outputs("in")
+
+
+def test_a_commit_during_the_deletion_of_its_topic_is_carried_out(fixture, monkeypatch):
+    send(fixture, "a")
+    messages = receive(fixture)
+    hold_outputs(fixture)
+    delete = fixture.broker.topics.delete
+
+    def commit_first(name):
+        commit(fixture, messages, outputs("A"))
+        delete(name)
+        release_outputs(fixture)
+
+    monkeypatch.setattr(fixture.broker.topics, "delete", commit_first)
+    fixture.broker.delete_topic("in")
+    eventually(lambda: there(fixture) == ["A"])
+
+
 def test_an_output_waits_for_a_partition_that_is_not_known_here_yet(fixture, monkeypatch):
     """It went to another partition, and the next leader, which knew the partition, stored it there too."""
     fixture.broker.create_topic("out", wire.CreateTopic(partitions=4))
