@@ -63,17 +63,26 @@ class Catalog(TopicNodes):
         return self.find_group(name) or self.put_group(name, {})[0]
 
     def restore_group(
-        self, name: str, config: wire.GroupConfig, pause: state.PauseState, generation: int | None = None
+        self,
+        name: str,
+        config: wire.GroupConfig,
+        pause: state.PauseState,
+        generation: int | None = None,
+        *,
+        overwrites: bool = False,
     ) -> None:
-        """Write a group back, with these settings where it is missing, and with this pause or resume unless there is a
-        later one. The members of a stream group join in a later `generation`."""
+        """Write a group back, with these settings where it is missing, or `overwrites`, and with this pause or resume
+        unless there is a later one. The members of a stream group join in a later `generation`."""
 
         def restore() -> GroupState:
             path = state.group_path(name)
             held = self._read(path, GroupState)
             group = held.value if held else GroupState(name, config, self._unique())
-            if held is None or group.pause.number < pause.number:
+            if overwrites:
+                group = msgspec.structs.replace(group, config=config)
+            if group.pause.number < pause.number:
                 group = msgspec.structs.replace(group, pause=pause)
+            if held is None or group != held.value:
                 self._write(path, group, held)
             return group
 

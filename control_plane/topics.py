@@ -77,8 +77,11 @@ class TopicNodes(ClusterNodes):
 
         return self._retry_conflicts(f"topic {name!r}", create)
 
-    def restore_topic(self, topic: TopicState, partitions: Sequence[PartitionState]) -> bool:
-        """Write a topic back as it was, with these partitions. Return False when it existed before.
+    def restore_topic(
+        self, topic: TopicState, partitions: Sequence[PartitionState], *, overwrites: bool = False
+    ) -> bool:
+        """Write a topic back as it was, with these partitions. Return False when it existed before, except where this
+        `overwrites` it.
 
         Raises TopicExists when another topic has its name.
         """
@@ -86,6 +89,9 @@ class TopicNodes(ClusterNodes):
 
         def restore() -> bool:
             nonlocal tried
+            held = self._read(state.topic_path(topic.name), TopicState) if overwrites and not tried else None
+            if held is not None and held.value.topic_id == topic.topic_id:
+                self.plane.commit(Delete(state.topic_path(topic.name), held.version))
             existing, home = self.find_topic(topic.name), None
             if existing is None and (home := self._stop_creation(topic.topic_id)) is not None:
                 existing = self.find_topic(topic.name)  # the attempt that was interrupted may have come just now

@@ -40,7 +40,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,7 +58,6 @@ from portalmq.control_plane.assignment import first_for, place
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.cluster import ADOPTING
 from portalmq.control_plane.locks import LockTable
-from portalmq.control_plane.plane import NodeExists
 from portalmq.control_plane.schedules import ScheduleState, ScheduleStore
 from portalmq.control_plane.state import GroupState, PartitionState, PauseState, TopicState
 
@@ -68,6 +66,8 @@ log = logging.getLogger(__name__)
 # Ids are allocated in blocks, and may be in use without being in a log yet.
 PRODUCER_IDS_APART = 1_000_000
 GENERATIONS_APART = 1_000
+# A broker that is not given may have records of later epochs, and come back.
+EPOCHS_APART = 1_000_000
 DERIVED = -1
 
 
@@ -129,6 +129,18 @@ def state_of(found: Collection[ReplicaFound]) -> PartitionState:
         replicas=tuple(sorted(each.broker_id for each in found)),
         store_uuids={each.broker_id: each.store_uuid for each in whole},
         incarnations={},
+    )
+
+
+def is_older(state: PartitionState, found: Collection[ReplicaFound]) -> bool:
+    """Return whether these replicas are of a later time than a state of their partition: they know a later epoch, or a
+    whole one that counts as in sync has less than another, or is on another disk."""
+    whole = {each.broker_id: each for each in found if not each.fault}
+    newest = max(((each.last_epoch, each.end) for each in whole.values()), default=(0, 0))
+    in_sync = [whole[broker_id] for broker_id in state.isr if broker_id in whole]
+    return any(each.highest_epoch > state.leader_epoch for each in found) or any(
+        (each.last_epoch, each.end) != newest or state.store_uuids.get(each.broker_id) != each.store_uuid
+        for each in in_sync
     )
 
 
@@ -209,10 +221,12 @@ class Adoption:
     def partitions(self, topic: TopicState) -> list[PartitionState]:
         """Return the state of each partition. One that is in no directory, never opened or lost, begins empty."""
         placed = place(topic.partitions, topic.replication_factor, self.brokers, first=first_for(topic.name))
-        return [
+        states = [
             state_of(found) if (found := self.replicas.get((topic.topic_id, number))) else self._empty(placed[number])
             for number in range(topic.partitions)
         ]
+        apart = EPOCHS_APART if self.missing or self.unlisted else 0
+        return [msgspec.structs.replace(state, leader_epoch=state.leader_epoch + apart) for state in states]
 
     def _empty(self, replicas: list[int]) -> PartitionState:
         return PartitionState(
@@ -298,8 +312,9 @@ def _may_lack(found: Collection[ReplicaFound], topic: TopicState, configured: Co
 
 
 def write_back(catalog: Catalog, adoption: Adoption, *, accept_loss: bool, replace_cluster: bool) -> list[str]:
-    """Write the contents into the control plane; return sentences about each step. Existing nodes stay, so an
-    interrupted adoption can be repeated. Raises NotAdopted."""
+    """Write the contents into the control plane; return sentences about each step. Existing nodes stay, except those
+    that are older than the directories, or that an interrupted adoption wrote: it can be repeated, with more
+    directories too. Raises NotAdopted."""
     losses = adoption.losses()
     if losses and not accept_loss:
         raise NotAdopted(
@@ -308,26 +323,32 @@ def write_back(catalog: Catalog, adoption: Adoption, *, accept_loss: bool, repla
             + "\nName all data directories; or, when there are no others, repeat with --i-accept-data-loss"
         )
     _check_plane(catalog, adoption, replace_cluster=replace_cluster)
-    if catalog.find_cluster_id() != adoption.cluster_id or not adoption.topics.keys() <= catalog.topic_ids():
+    existing = _existing(catalog, adoption)
+    if (
+        catalog.find_cluster_id() != adoption.cluster_id
+        or existing.keys() != adoption.topics.keys()
+        or any(each.is_older for each in existing.values())
+    ):
         catalog.begin_adoption(adoption.cluster_id)
     LockTable(catalog.plane).reserve_tokens(adoption.last_token)
-    about_schedules = _write_schedules(catalog, adoption)
+    overwrites = any(each.has_older_settings for each in existing.values())
+    about_schedules = _write_schedules(catalog, adoption, overwrites=overwrites)
     catalog.reserve_producer_ids(adoption.next_producer_id)
     for broker_id, store_uuid in sorted(adoption.brokers.items()):
         catalog.claim_broker_id(store_uuid, broker_id)
     topics = sorted(adoption.topics.values(), key=lambda topic: topic.name)
-    written = [_write_topic(catalog, topic, adoption) for topic in topics]
+    written = [_write_topic(catalog, topic, adoption, existing.get(topic.topic_id)) for topic in topics]
     groups, generations = adoption.groups(), adoption.generations()
+    saved = {each.name for each in adoption.saved_groups.states} if adoption.saved_groups else set[str]()
     for name, group in sorted(groups.items()):
-        catalog.restore_group(name, group.config, group.pause, generations.get(name, GENERATIONS_APART))
+        generation = generations.get(name, GENERATIONS_APART)
+        catalog.restore_group(name, group.config, group.pause, generation, overwrites=overwrites and name in saved)
     catalog.replace_cluster_id(adoption.cluster_id)
     messages = [f"cluster {adoption.cluster_id}, brokers {', '.join(map(str, sorted(adoption.brokers)))}", *written]
     messages += adoption.differences()
     if groups:
-        saved = adoption.saved_groups
-        when = (
-            f"as they were at {moment_text(saved.read_ms)}" if saved else f"defaults: no directory has a {GROUPS.file}"
-        )
+        copy = adoption.saved_groups
+        when = f"as they were at {moment_text(copy.read_ms)}" if copy else f"defaults: no directory has a {GROUPS.file}"
         names = ", ".join(sorted(groups))
         messages.append(f"groups {names}: their positions and pauses are kept, their settings are {when}")
     return messages + about_schedules + [f"accepted: {loss}" for loss in losses]
@@ -362,22 +383,64 @@ def _check_plane(catalog: Catalog, adoption: Adoption, *, replace_cluster: bool)
             )
 
 
-def _write_topic(catalog: Catalog, topic: TopicState, adoption: Adoption) -> str:
+@dataclass(frozen=True, slots=True)
+class _Existing:
+    """A topic of the directories that the control plane has. `is_older`: it is written again. `has_older_settings`: so
+    are its settings. Otherwise only who is in sync is not as the directories have it."""
+
+    topic: TopicState
+    partitions: Mapping[int, PartitionState]
+    is_older: bool
+    has_older_settings: bool
+
+
+def _existing(catalog: Catalog, adoption: Adoption) -> dict[str, _Existing]:
+    """Return the topics, by id, that the control plane has of those in the directories."""
+    is_unfinished = (catalog.find_cluster_id() or "").startswith(ADOPTING)
+    existing: dict[str, _Existing] = {}
+    for topic in catalog.topics().values():
+        wanted = adoption.topics.get(topic.topic_id)
+        if wanted is None:
+            continue
+        partitions = {number: held.value for number, held in catalog.partitions(topic).items()}
+        found = {number: adoption.replicas.get((topic.topic_id, number), []) for number in partitions}
+        of_earlier = (
+            is_unfinished
+            or wanted.partitions > topic.partitions
+            or any(each.highest_epoch > state.leader_epoch for n, state in partitions.items() for each in found[n])
+        )
+        older = of_earlier or any(is_older(state, found[number]) for number, state in partitions.items())
+        existing[topic.topic_id] = _Existing(topic, partitions, older, of_earlier)
+    return existing
+
+
+def _write_topic(catalog: Catalog, topic: TopicState, adoption: Adoption, existing: _Existing | None) -> str:
+    if existing is not None:
+        count = max(topic.partitions, existing.topic.partitions)
+        topic = msgspec.structs.replace(topic, partitions=count) if existing.has_older_settings else existing.topic
     partitions = adoption.partitions(topic)
-    if not catalog.restore_topic(topic, partitions):
+    if existing is not None:
+        above = {number: 1 + state.leader_epoch for number, state in existing.partitions.items()}
+        partitions = [
+            msgspec.structs.replace(state, leader_epoch=max(state.leader_epoch, above.get(number, 0)))
+            for number, state in enumerate(partitions)
+        ]
+    is_older = existing is not None and existing.is_older
+    if not catalog.restore_topic(topic, partitions, overwrites=is_older):
         return f"topic {topic.name}: is there already"
     lagging = sum(len(state.isr) < len(state.replicas) for state in partitions)
-    return f"topic {topic.name}: {topic.partitions} partitions" + (
-        f", in {lagging} of them replicas that have to catch up" if lagging else ""
+    return (
+        f"topic {topic.name}: {topic.partitions} partitions"
+        + (f", in {lagging} of them replicas that have to catch up" if lagging else "")
+        + (", in place of an older state" if is_older else "")
     )
 
 
-def _write_schedules(catalog: Catalog, adoption: Adoption) -> list[str]:
+def _write_schedules(catalog: Catalog, adoption: Adoption, *, overwrites: bool) -> list[str]:
     if adoption.saved is None:
         return [*adoption.damaged, f"schedules: no directory has a whole {SCHEDULES.file}; create them again"]
     store = ScheduleStore(catalog.plane)
     schedules = adoption.schedules()
     for schedule in schedules:
-        with suppress(NodeExists):
-            store.create(schedule)
+        store.restore(schedule, overwrites=overwrites)
     return [*adoption.damaged, f"schedules: {len(schedules)}, as they were at {moment_text(adoption.saved.read_ms)}"]

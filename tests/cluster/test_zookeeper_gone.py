@@ -188,7 +188,7 @@ def saved(broker: BrokerProcess) -> list[str]:
     return [] if found is None else [each.name for each in found.states]
 
 
-def test_a_broker_ends_when_zookeeper_is_restored_from_an_older_copy_under_it(tmp_path, topic: str):
+def test_a_broker_ends_when_zookeeper_is_restored_from_an_older_copy_under_it_and_adopting_helps(tmp_path, topic: str):
     with Cluster(tmp_path, brokers=1) as cluster:
         broker = cluster.brokers[1]
         cluster.zookeeper.stop()
@@ -203,12 +203,17 @@ def test_a_broker_ends_when_zookeeper_is_restored_from_an_older_copy_under_it(tm
         assert "older copy" in broker.stderr()
         assert "portalmq adopt" in broker.stderr()
         assert list((broker.data_dir / "partitions").glob(f"{topic}@*/0/*.sqlite")), "nothing was moved"
+        adopt(cluster)
+        cluster.start(1)
+        with cluster.admin() as admin:
+            assert [message.value for message in admin.read_all(topic)] == [b"kept"]
 
 
 def adopt(cluster: Cluster) -> None:
     plane = ZooKeeper(cluster.zookeeper.hosts)
     plane.start()
     try:
+        wait_until(lambda: not Catalog(plane).brokers(), "the sessions of the brokers end")
         found = read_directories([broker.data_dir for broker in cluster.brokers.values()])
         write_back(Catalog(plane), found, accept_loss=False, replace_cluster=False)
     finally:

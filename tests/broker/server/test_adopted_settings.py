@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace as replace_found
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from support.domain import running
 
 from portalmq import wire
@@ -15,13 +17,13 @@ from portalmq.broker.cluster.exits import StartupError
 from portalmq.broker.cluster.replicas import Files
 from portalmq.broker.cluster.saved_copy import GROUPS, Saved
 from portalmq.broker.core.queue.records import Claim
-from portalmq.broker.server.adoption import Adoption, ReplicaFound, write_back
+from portalmq.broker.server.adoption import EPOCHS_APART, Adoption, ReplicaFound, write_back
 from portalmq.broker.server.adoption_reading import read_directories
 from portalmq.broker.server.preflight import IdentityRequest, joined
 from portalmq.broker.storage.disk import DataDirectory, DirectoryInUse, StoreIdentity
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.standalone import Standalone
-from portalmq.control_plane.state import GroupState, PauseState, TopicState, encode
+from portalmq.control_plane.state import BrokerState, GroupState, PartitionState, PauseState, TopicState, encode
 from portalmq.control_plane.stream_groups import StreamGroups
 
 KEYED = GroupState("keyed", wire.GroupConfig(ordering="key"), "id")
@@ -46,9 +48,21 @@ def found(broker_id: int, end: int, queues: dict[str, PauseState] | None = None,
     return ReplicaFound(broker_id, "s", 1, end, 1, queues=queues or {}, streams=streams)
 
 
+def later(broker_id: int) -> ReplicaFound:
+    return replace_found(found(broker_id, 100), last_epoch=9, highest_epoch=9)
+
+
+def state_in(catalog: Catalog) -> PartitionState:
+    return catalog.partitions(catalog.topic("t"))[0].value
+
+
 def adoption_of(*replicas: ReplicaFound, saved: Saved[GroupState] | None = None) -> Adoption:
     return Adoption(
-        "c", topics={"id": TOPIC}, brokers={1: "s"}, replicas={("id", 0): list(replicas)}, saved_groups=saved
+        "c",
+        topics={"id": TOPIC},
+        brokers={1: "s", 2: "s", 3: "s"},
+        replicas={("id", 0): list(replicas)},
+        saved_groups=saved,
     )
 
 
@@ -148,7 +162,7 @@ class TestOrder:
             catalog.cluster_id(before)
         adoption = adoption_of(found(1, 10, {"g": PauseState()}))
 
-        def interrupted(*given: object) -> None:
+        def interrupted(*given: object, **named: object) -> None:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
@@ -164,7 +178,9 @@ class TestOrder:
     def test_a_cluster_that_is_replaced_is_gone_before(self, catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
         catalog.cluster_id("another")
         seen: list[str | None] = []
-        monkeypatch.setattr(catalog, "restore_topic", lambda *given: seen.append(catalog.find_cluster_id()) or True)
+        monkeypatch.setattr(
+            catalog, "restore_topic", lambda *given, **named: seen.append(catalog.find_cluster_id()) or True
+        )
         write_back(catalog, adoption_of(found(1, 10)), accept_loss=False, replace_cluster=True)
         assert (seen, catalog.find_cluster_id()) == (["adopting c"], "c")
         write_back(catalog, adoption_of(found(1, 10)), accept_loss=False, replace_cluster=False)
@@ -177,6 +193,71 @@ class TestOrder:
         write_back(catalog, adoption, accept_loss=False, replace_cluster=False)
         assert catalog.find_cluster_id() == "c"
 
+    def test_more_directories_count_when_it_is_repeated(
+        self, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The state that an interrupted adoption wrote stayed, and what only the third replica had was lost."""
+
+        def interrupted(*given: object, **named: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(catalog, "restore_group", interrupted)
+            first = adoption_of(found(1, 10, {"g": PauseState()}))
+            with pytest.raises(KeyboardInterrupt):
+                write_back(catalog, first, accept_loss=False, replace_cluster=False)
+        assert state_in(catalog).isr == (1,)
+        both = adoption_of(found(1, 10), found(2, 20))
+        assert "topic t: 1 partitions" in "".join(write_back(catalog, both, accept_loss=False, replace_cluster=False))
+        assert state_in(catalog).isr == (2,)
+
+
+class TestAnOlderState:
+    """ZooKeeper was restored from a copy that is older than the directories."""
+
+    @pytest.mark.parametrize(
+        ("then", "now"),
+        [
+            ([found(1, 10), found(2, 10), found(3, 10)], [later(1), later(2), found(3, 10)]),
+            ([found(1, 10), found(2, 10), found(3, 10)], [found(1, 100), found(2, 100), found(3, 10)]),
+        ],
+        ids=["a later epoch", "the same epoch"],
+    )
+    def test_who_was_in_sync_then_is_not_now(
+        self, catalog: Catalog, then: list[ReplicaFound], now: list[ReplicaFound]
+    ) -> None:
+        write_back(catalog, adoption_of(*then), accept_loss=False, replace_cluster=False)
+        before = state_in(catalog)
+        assert before.isr == (1, 2, 3)
+        said = write_back(catalog, adoption_of(*now), accept_loss=False, replace_cluster=False)
+        assert any("in place of an older state" in each for each in said)
+        after = state_in(catalog)
+        assert after.isr == (1, 2)
+        assert after.leader_epoch > max(before.leader_epoch, *(each.highest_epoch for each in now))
+
+    def test_partitions_that_were_added_since_come_back(self, catalog: Catalog) -> None:
+        write_back(catalog, adoption_of(found(1, 10)), accept_loss=False, replace_cluster=False)
+        grown = adoption_of(found(1, 10))
+        grown.topics[TOPIC.topic_id] = replace(TOPIC, partitions=3)
+        write_back(catalog, grown, accept_loss=False, replace_cluster=False)
+        assert catalog.topic("t").partitions == len(catalog.partitions(catalog.topic("t"))) == 3
+
+    def test_settings_of_a_later_state_stay(self, catalog: Catalog) -> None:
+        brokers = {1: BrokerState("http://b1", 1, "s")}
+        write_back(catalog, adoption_of(found(1, 10)), accept_loss=False, replace_cluster=False)
+        catalog.alter_topic("t", wire.AlterTopic(partitions=2, config={"retention_ms": 5_000}), brokers=brokers)
+        before = catalog.partitions(catalog.topic("t"))
+        write_back(catalog, adoption_of(found(1, 10)), accept_loss=False, replace_cluster=False)
+        assert (catalog.topic("t").config.retention_ms, catalog.partitions(catalog.topic("t"))) == (5_000, before)
+
+    def test_a_broker_that_is_not_given_may_have_later_epochs(self) -> None:
+        adoption = adoption_of(found(1, 10))
+        near = adoption.partitions(TOPIC)[0].leader_epoch
+        adoption.missing = {2: "http://b2"}
+        assert adoption.partitions(TOPIC)[0].leader_epoch == near + EPOCHS_APART
+
+
+class TestLocks:
     def test_the_directories_stay_locked_until_it_is_done(self, tmp_path: Path) -> None:
         path = directory(tmp_path / "1")
         with ExitStack() as opened:
