@@ -41,7 +41,7 @@ PAUSE_FACTOR = 20
 # States that are gone are looked for again after this time.
 FEWER_FOR_S = 10.0
 
-StateT = TypeVar("StateT", bound=msgspec.Struct)
+StateT = TypeVar("StateT", bound=ScheduleState | state.GroupState)
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,7 @@ class CopySaver(Generic[StateT]):
         self._threads = threads
         self._noted = Event()
         self._written: list[StateT] | None = None
+        self._names: set[str] = set()
 
     def start(self) -> None:
         gevent.spawn(self._run)
@@ -114,10 +115,11 @@ class CopySaver(Generic[StateT]):
         self._noted.set()
 
     def _run(self) -> None:
+        self._names = self._names_in_file()
         while True:
             self._noted.wait()
             self._noted.clear()
-            if len(self._known()) < len(self._written or ()):
+            if self._names - {each.name for each in self._known()}:
                 gevent.sleep(FEWER_FOR_S)  # of a tree that somebody removes, the cluster's id may go last
             began = time.monotonic()
             try:
@@ -133,4 +135,12 @@ class CopySaver(Generic[StateT]):
         if states != self._written and self._is_whole():
             encoded = [state.encode(each) for each in in_short_turns(states)]
             self._threads.apply(self._copy.write, (self._data_dir, read_ms, encoded))
-            self._written = states
+            self._written, self._names = states, {each.name for each in states}
+
+    def _names_in_file(self) -> set[str]:
+        try:
+            saved = self._threads.apply(self._copy.read, (self._data_dir,))
+        except (OSError, CorruptFile) as error:
+            log.warning("%s is written again: %s", self._copy.file, error)
+            return set()
+        return set() if saved is None else {each.name for each in saved.states}

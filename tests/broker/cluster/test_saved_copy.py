@@ -69,12 +69,15 @@ def test_a_control_plane_that_lost_its_content_does_not_empty_the_file(saving: S
     assert saving.saved() == Saved(5_000, [BEAT, NOON])
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("left", [[], [NOON, msgspec.structs.replace(NOON, name="new")]])
 def test_a_control_plane_that_is_being_emptied_does_not_empty_the_file(
-    saving: Saving, monkeypatch: pytest.MonkeyPatch
+    saving: Saving, monkeypatch: pytest.MonkeyPatch, left: list[ScheduleState], restarts: bool
 ) -> None:
     """Tools that remove a tree begin at its leaves, and the id of the cluster may go last."""
     saving.saver.save()
-
+    if restarts:
+        saving = Saving(saving.directory)
     pauses: list[float] = []
 
     def sleep(pause_s: float) -> None:
@@ -86,7 +89,7 @@ def test_a_control_plane_that_is_being_emptied_does_not_empty_the_file(
 
     monkeypatch.setattr(saved_copy, "gevent", SimpleNamespace(sleep=sleep))
     monkeypatch.setattr(saved_copy, "time", SimpleNamespace(monotonic=lambda: sum(pauses)))
-    saving.schedules = []
+    saving.schedules = left
     saving.saver.note()
     with pytest.raises(InterruptedError):
         saving.saver._run()
