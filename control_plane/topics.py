@@ -17,7 +17,7 @@ from portalmq import wire
 from portalmq.control_plane import state
 from portalmq.control_plane.assignment import first_for, place
 from portalmq.control_plane.cluster import ClusterNodes
-from portalmq.control_plane.plane import COMMIT_OPS_MAX, Check, Create, Delete, Node, NodeExists, Op, Set
+from portalmq.control_plane.plane import COMMIT_OPS_MAX, Check, Create, Delete, Node, NodeExists, NodeMissing, Op, Set
 from portalmq.control_plane.state import BrokerState, PartitionState, Tombstone, TopicState
 from portalmq.control_plane.tree import Versioned
 from portalmq.errors import InvalidRequest, TopicExists, TopicNotFound, Unavailable
@@ -126,6 +126,7 @@ class TopicNodes(ClusterNodes):
                     f"topic {name!r} has {topic.partitions} partitions, and their number can only grow: "
                     f"make a new topic with {partitions}, and copy"
                 )
+            home = self._home(topic)
             altered = msgspec.structs.replace(
                 topic, partitions=partitions, config=_topic_config(topic.config, request.config)
             )
@@ -133,8 +134,11 @@ class TopicNodes(ClusterNodes):
             if altered == topic:
                 self._check_newest(state.topic_path(name), held)
             else:
+                # The version of the topic's node may be that of another topic, deleted and created meanwhile.
+                is_same = Check(home.path, home.version)
                 self._commit_in_parts(
-                    self._new_partitions(altered, brokers, since=topic.partitions),
+                    [is_same, *self._new_partitions(altered, brokers, since=topic.partitions)],
+                    guard=[is_same],
                     last=[Set(state.topic_path(name), state.encode(altered), held.version)],
                 )
             return altered
@@ -151,8 +155,9 @@ class TopicNodes(ClusterNodes):
                 return doomed  # an attempt whose outcome was unknown went through
             held = self._held(name)
             doomed = held.value
-            tombstone = Tombstone(name, doomed.topic_id, doomed.partitions, now_ms)
+            tombstone, home = Tombstone(name, doomed.topic_id, doomed.partitions, now_ms), self._home(doomed)
             self.plane.commit(
+                Set(home.path, home.data, home.version),
                 Delete(state.topic_path(name), held.version),
                 Create(state.tombstone_path(doomed.topic_id), state.encode(tombstone)),
             )
@@ -162,6 +167,15 @@ class TopicNodes(ClusterNodes):
         with suppress(Unavailable):  # the topic is deleted; the controller sweeps what no topic owns
             self._remove_all(state.topic_partitions_path(topic.topic_id))
         return topic
+
+    def _home(self, topic: TopicState) -> Node:
+        """Return the node above the topic's partitions. Its version tells the topic from a later one of its name: the
+        commit that deletes the topic changes it."""
+        path = state.topic_partitions_path(topic.topic_id)
+        held = self.plane.get(path)
+        if held is None:
+            raise NodeMissing(path)
+        return held
 
     def tombstones(self) -> dict[str, Tombstone]:
         """Return the deleted topics whose files may still exist, by topic id."""

@@ -304,6 +304,24 @@ class TestAlteringTopics:
         config = catalog.topic("t").config
         assert (config.retention_ms, config.retention_bytes) == (1, 2)
 
+    @pytest.mark.parametrize("change", [wire.AlterTopic(config={"retention_ms": 5}), wire.AlterTopic(partitions=2)])
+    def test_a_topic_that_was_deleted_and_created_meanwhile_stays_another(
+        self, plane: Interrupted, catalog: Catalog, change: wire.AlterTopic
+    ) -> None:
+        """Both have the same version, and the later one got the id of the deleted one."""
+        old, _ = create(catalog)
+        rival = Catalog(plane)
+
+        def create_again() -> None:
+            rival._remove_all = lambda path: None  # type: ignore[method-assign]  # it ended before that
+            rival.delete_topic("t", now_ms=0)
+            create(rival)
+
+        plane.meanwhile.append(create_again)
+        altered = catalog.alter_topic("t", change, brokers=ONE)
+        assert altered.topic_id == catalog.topic("t").topic_id != old.topic_id
+        assert len(catalog.partitions(altered)) == altered.partitions
+
     def test_a_missing_topic_is_not_found(self, catalog: Catalog) -> None:
         with pytest.raises(TopicNotFound):
             catalog.alter_topic("t", wire.AlterTopic(), brokers=ONE)
