@@ -150,7 +150,7 @@ class Checker:
         guarded = any(op.path in (CONTROLLER, CONTROLLER_EPOCH) for op in ops)
         for op in ops:
             before = nodes.get(op.path)
-            if not isinstance(op, Set) or not op.path.startswith(f"{PARTITIONS}/") or before is None or guarded:
+            if not isinstance(op, Set) or not _is_partition(op.path) or before is None or guarded:
                 continue
             if decode(op.data, PartitionState).leader_epoch > decode(before.data, PartitionState).leader_epoch:
                 self.fail("I10", "{} has a new epoch, and nobody checked who is controller", op.path)
@@ -159,7 +159,7 @@ class Checker:
         parts = path.split("/")
         if path.startswith(f"{TOPICS}/"):
             self._topic_changed(parts[-1], node)
-        if not path.startswith(f"{PARTITIONS}/") or len(parts) != 4:
+        if not _is_partition(path):
             return
         key = (parts[2], int(parts[3]))
         if node is None or not node.data or key[0] in self._deleted:
@@ -661,6 +661,10 @@ def observe(checker: Checker) -> None:
         "set_aside",
         lambda process, it, result, topic, part: checker.set_aside(number(process), (topic.topic_id, part)),
     )
+
+
+def _is_partition(path: str) -> bool:
+    return path.startswith(f"{PARTITIONS}/") and path.count("/") == 3
 
 
 _ORIGINALS: dict[tuple[Any, str], Any] = {}
