@@ -190,7 +190,7 @@ class ClusterCalls:
                     await self._io.pause(wait_s)
                     if self._clock() < give_up_at and not self._io.is_closing:
                         continue
-                if was_unknown and error.outcome == "not_applied" and request.method != "GET":
+                if was_unknown and request.method != "GET":
                     error.outcome = "unknown"
                 raise
 
@@ -305,7 +305,7 @@ class ClusterCalls:
             return msgspec.structs.replace(answer, is_repeat=True) if was_repeated else answer
         refusal = error_of_answer(answer)
         self._learn_from(refusal, address, request)
-        if was_repeated and refusal.outcome == "not_applied" and request.method != "GET":
+        if was_repeated and request.method != "GET":
             # This applies to the second request. The outcome of the first is unknown.
             refusal.outcome = "unknown"
         raise refusal

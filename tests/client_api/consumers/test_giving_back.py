@@ -7,9 +7,9 @@ import threading
 import msgspec
 import pytest
 from support.blocking_leases import Leases
-from support.scripted_broker import ScriptedBroker
+from support.scripted_broker import ScriptedBroker, lose_answer
 
-from portalmq import Consumer, Unavailable, wire
+from portalmq import Consumer, StaleReceipt, Unavailable, wire
 from portalmq.consumers.lease import HOLD_BACK_S_MAX
 from portalmq.network.http_answer import Fields, HttpAnswer
 from portalmq.transport.request import Request
@@ -84,3 +84,16 @@ def test_an_iteration_ends_only_when_returned_messages_have_arrived(monkeypatch:
         assert waited == [messages._subscription.visibility_timeout_s], "for as long as it might be leased"
         with pytest.raises(StopIteration):
             next(messages)
+
+
+def test_a_nack_that_is_carried_out_without_an_answer_is_unknown() -> None:
+    """The kept connection breaks: the request is repeated at once, and its receipt is stale by then."""
+    with ScriptedBroker() as broker:
+        broker.fill("t", [b"1"])
+        broker.script("POST", "/v1/groups/g/nack", [lose_answer])
+        with Consumer("t", group="g", bootstrap=broker.url, idle_timeout_s=0, manual_ack=True) as messages:
+            message = next(messages)
+            with pytest.raises(StaleReceipt) as refused:
+                message.nack()
+    assert refused.value.outcome == "unknown"
+    assert len(broker.calls_of("POST", "/v1/groups/g/nack")) == 2

@@ -149,6 +149,21 @@ def test_an_unknown_outcome_stays_unknown_whatever_later_tries_say() -> None:
     assert caught.value.outcome == "unknown"
 
 
+def test_the_receipts_that_a_repeat_finds_stale_may_be_those_that_the_unknown_try_settled() -> None:
+    network = Network(NoAnswer("gone"), failure("stale_receipt", outcome="partial"))
+    nack = Request("POST", "/v1/groups/g/nack", b"{}", repeatable=True)
+    with pytest.raises(errors.StaleReceipt) as caught:
+        network.transport(timeout_s=5).call(nack)
+    assert caught.value.outcome == "unknown"
+
+
+def test_a_partial_outcome_of_the_only_try_is_kept() -> None:
+    network = Network(failure("stale_receipt", outcome="partial"))
+    with pytest.raises(errors.StaleReceipt) as caught:
+        network.transport().call(Request("POST", "/v1/groups/g/nack", b"{}", repeatable=True))
+    assert caught.value.outcome == "partial"
+
+
 def test_an_error_without_a_retry_is_raised_unchanged() -> None:
     network = Network(failure("topic_not_found"))
     with pytest.raises(errors.TopicNotFound):
