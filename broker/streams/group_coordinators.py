@@ -45,6 +45,7 @@ from portalmq.control_plane.state import GroupState
 from portalmq.control_plane.stream_groups import RosterState, StreamGroups, group_id_of
 from portalmq.control_plane.tree import Versioned
 from portalmq.errors import (
+    IllegalGeneration,
     InvalidRequest,
     NotLeader,
     PortalMQError,
@@ -211,24 +212,29 @@ class GroupCoordinators:
         deadline = time.monotonic() + PATIENCE_S
         silent: set[tuple[int, int]] = set()
         is_unknown = was_silent = False
-        while True:
-            _check_connected(peer)
-            try:
-                return self._try(group, call, kind, forward, silent)
-            except (NotLeader, Unavailable) as error:
-                self._in_doubt.add(group.group_id)
-                if not forward and isinstance(error, NotLeader):
-                    raise
-                if silent and not was_silent:
-                    was_silent, deadline = True, time.monotonic() + PATIENCE_S
-                is_unknown = is_unknown or error.outcome == "unknown"
-                if time.monotonic() >= deadline or self._closing.is_set() or not error.retryable:
-                    if isinstance(error, NotLeader):
-                        error = Unavailable(error.detail, retry_after_s=0.2)
-                    error.outcome = "unknown" if is_unknown else "not_applied"
-                    raise error
-            gevent.sleep(PAUSE_S)
-            self._groups.check_same(group)
+        try:
+            while True:
+                _check_connected(peer)
+                try:
+                    return self._try(group, call, kind, forward, silent)
+                except (NotLeader, Unavailable) as error:
+                    self._in_doubt.add(group.group_id)
+                    if not forward and isinstance(error, NotLeader):
+                        raise
+                    if silent and not was_silent:
+                        was_silent, deadline = True, time.monotonic() + PATIENCE_S
+                    is_unknown = is_unknown or error.outcome == "unknown"
+                    if time.monotonic() >= deadline or self._closing.is_set() or not error.retryable:
+                        if isinstance(error, NotLeader):
+                            error = Unavailable(error.detail, retry_after_s=0.2)
+                        raise error
+                gevent.sleep(PAUSE_S)
+                self._groups.check_same(group)
+        except PortalMQError as error:
+            # Whatever a later turn is refused with, an earlier one may have been carried out.
+            if is_unknown:
+                error.outcome = "unknown"
+            raise
 
     def _try(
         self,
@@ -422,6 +428,11 @@ class GroupCoordinators:
         generation = own.ask(core.SeekRequested(AsyncResult(), topic)).generation
         try:
             sought = _sought(self._outcomes(own.group, call.to, generation, places, call.seek_id))
+        except IllegalGeneration as behind:
+            # Another coordinator was faster: the client has named no generation.
+            raise Unavailable(
+                f"the coordinator of group {call.group!r} is behind: repeat", outcome=behind.outcome, retry_after_s=0.2
+            ) from behind
         finally:
             own.tell(core.SeekDone(topic))
         # The members continue in the generation after the seek's own.

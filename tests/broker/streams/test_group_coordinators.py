@@ -19,7 +19,14 @@ from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.standalone import Standalone
 from portalmq.control_plane.state import BrokerState, GroupState
 from portalmq.control_plane.stream_groups import StreamGroups
-from portalmq.errors import IllegalGeneration, NotLeader, Unavailable
+from portalmq.errors import (
+    GroupNotFound,
+    IllegalGeneration,
+    NotLeader,
+    OffsetOutOfRange,
+    PortalMQError,
+    Unavailable,
+)
 
 IDS = (1, 2, 3)
 
@@ -110,6 +117,44 @@ def test_what_a_silent_coordinator_may_have_done_is_unknown(cluster: Cluster, mo
     with pytest.raises(Unavailable) as raised:
         cluster.brokers[3].leave("g", "nobody")
     assert raised.value.outcome == "unknown"
+
+
+@pytest.mark.parametrize("refusal", [OffsetOutOfRange, IllegalGeneration, GroupNotFound])
+def test_a_refusal_by_its_successor_leaves_it_unknown(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, refusal: type[PortalMQError]
+) -> None:
+    """The silent one may have moved the group: then a repeat of the seek is out of range."""
+    cluster.brokers[1].leave("g", "nobody")
+    cluster.silent.add(1)
+
+    def refuse(*_: object) -> NoReturn:
+        raise refusal("by the successor")
+
+    monkeypatch.setattr(cluster.brokers[3], "_ask", refuse)
+    with pytest.raises(refusal) as raised:
+        cluster.brokers[3].leave("g", "nobody")
+    assert raised.value.outcome == "unknown"
+
+
+def test_a_group_that_is_deleted_after_an_unanswered_call_leaves_it_unknown(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.brokers[1].leave("g", "nobody")
+    cluster.silent.add(1)
+
+    def refuse(_: GroupState) -> NoReturn:
+        raise Unavailable("the group was just deleted")
+
+    cluster.meanwhile = lambda: monkeypatch.setattr(cluster.brokers[3]._groups, "check_same", refuse)
+    with pytest.raises(Unavailable, match="just deleted") as raised:
+        cluster.brokers[3].leave("g", "nobody")
+    assert raised.value.outcome == "unknown"
+
+
+def test_a_refusal_without_an_unknown_try_is_final(cluster: Cluster) -> None:
+    with pytest.raises(IllegalGeneration) as raised:
+        cluster.brokers[1].heartbeat("g", "nobody", 1)
+    assert raised.value.outcome == "not_applied"
 
 
 def test_a_call_ends_when_its_successor_gets_no_answers_either(

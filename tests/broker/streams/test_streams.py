@@ -20,6 +20,7 @@ from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.storage.batch import Record, verified_header
 from portalmq.broker.streams.checkpoints import Checkpoints
 from portalmq.broker.streams.coordinator import Coordinator
+from portalmq.control_plane.state import GroupState
 from portalmq.errors import (
     Fenced,
     GroupModeMismatch,
@@ -219,6 +220,26 @@ def test_a_late_copy_of_a_seek_moves_nothing_and_fences_no_member(fixture: Fixtu
     assert late.generation >= sought.generation
     commit(fixture, answer, 0, 3)
     assert seek(fixture, "earliest", "another").offsets[0].to == 0
+
+
+def test_a_seek_in_a_generation_that_a_partition_has_passed_is_made_again(
+    fixture: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another coordinator was faster: the client has done nothing wrong."""
+    produce(fixture, "0", "1", "2")
+    commit(fixture, join(fixture), 0, 3)
+    partitions = fixture.broker.group_coordinators._partitions
+    move, generations = partitions.seek, list[int]()
+
+    def behind_at_first(group: GroupState, to: str, generation: int, *more: Any) -> object:
+        if generation:
+            generations.append(generation)
+        return move(group, to, generation if len(generations) != 1 else -1, *more)
+
+    monkeypatch.setattr(partitions, "seek", behind_at_first)
+    assert [(each.before, each.to) for each in seek(fixture, "earliest", "once").offsets] == [(3, 0), (0, 0)]
+    assert len(generations) == 2
+    assert standing(fixture).committed == 0
 
 
 def test_a_repeated_seek_continues_on_the_remaining_partitions(fixture: Fixture) -> None:
