@@ -120,6 +120,8 @@ class ScheduleRunner:
         self._order = count()
         self._noted: set[str] | None = None  # None: everything
         self._reads = 0
+        # What was changed here since the last read began: of these it may have found what was before.
+        self._changed: set[str] = set()
         self._wake = Event()
         self._closing = False
         self._greenlet: gevent.Greenlet | None = None
@@ -227,6 +229,7 @@ class ScheduleRunner:
             return
         self._reads += 1
         read = self._reads
+        self._changed.clear()
         try:
             if unsure:
                 self._store.confirm()
@@ -239,12 +242,14 @@ class ScheduleRunner:
             self._noted = None if noted is None or self._noted is None else self._noted | noted
             raise
         for name, held in in_short_turns(list(found.items())):
-            if name not in self.frozen:  # its change reads it
+            if name not in self.frozen and name not in self._changed:  # its change has it read again
                 self.take(name, held, read)
         self.on_read()
 
     def take(self, name: str, held: Versioned[ScheduleState] | None, read: int | None = None) -> None:
         """Go by this definition from now on. `read` is None for one that this broker has written just now."""
+        if read is None:
+            self._changed.add(name)
         known = self._definitions.get(name)
         if known is not None and held is not None and _is_older(held, known.held):
             held = known.held
@@ -275,6 +280,7 @@ class ScheduleRunner:
 
     def forget(self, name: str) -> None:
         """Publish nothing for this schedule before its definition is read after a sync: a change may be under way."""
+        self._changed.add(name)
         definition = self._definitions.get(name)
         if definition is not None:
             definition.read = -1

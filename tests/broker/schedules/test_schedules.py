@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from portalmq.broker.storage.batch import Record
 from portalmq.broker.storage.errors import DiskFull
 from portalmq.contract.schedules import SCHEDULE_BYTES_MAX, SCHEDULE_IDS_FROM
 from portalmq.control_plane.plane import OutcomeUnknown
-from portalmq.control_plane.schedules import ScheduleSpec
+from portalmq.control_plane.schedules import ScheduleSpec, ScheduleState
+from portalmq.control_plane.tree import Versioned
 from portalmq.errors import InvalidRequest, MessageTooLarge, ScheduleNotFound, TopicNotFound, Unavailable
 
 DAY_MS = 86_400_000
@@ -301,6 +302,72 @@ def test_a_change_with_an_unknown_outcome_publishes_nothing_before_the_definitio
     look(fixture)
     assert ticks(fixture) == []
     assert fixture.broker.schedules.show("beat").state.spec.paused
+
+
+def while_all_are_read(fixture: Fixture, monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], object]) -> None:
+    """Have the runner read all definitions, with `meanwhile`, and two seconds, between the answer and its use."""
+    runner = fixture.broker.schedule_runner
+    read_all = runner._store.all
+
+    def slowly() -> dict[str, Versioned[ScheduleState]]:
+        found = read_all()
+        meanwhile()
+        fixture.clock.advance(2_000)
+        return found
+
+    runner._on_plane_event(None)
+    with monkeypatch.context() as patched:
+        patched.setattr(runner._store, "all", slowly)
+        look(fixture)
+
+
+def test_a_deletion_while_the_definitions_are_read_is_one(fixture: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    fixture.broker.schedules.put("beat", EACH_SECOND)
+    look(fixture)
+    while_all_are_read(fixture, monkeypatch, lambda: fixture.broker.schedules.delete("beat"))
+    assert ticks(fixture) == []
+    after(fixture, 1)
+    assert ticks(fixture) == []
+
+
+def test_a_schedule_that_is_created_again_while_the_definitions_are_read_is_the_new_one(
+    fixture: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fixture.broker.schedules.put("beat", EACH_SECOND)
+    look(fixture)
+
+    def create_again() -> None:
+        fixture.broker.schedules.delete("beat")
+        fixture.broker.schedules.put("beat", spec(value=b"new"))
+        fixture.broker.schedules.put("beat", spec(value=b"newer"))
+
+    while_all_are_read(fixture, monkeypatch, create_again)
+    after(fixture, 1)
+    assert {each.value for each in records(fixture)} == {b"newer"}
+    assert ticks(fixture) == [1, 2, 3]
+
+
+def test_a_change_with_an_unknown_outcome_while_the_definitions_are_read_is_read_first(
+    fixture: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fixture.broker.schedules.put("beat", EACH_SECOND)
+    look(fixture)
+    store = fixture.broker.schedule_runner._store
+    change = store.change
+
+    def lost(*arguments: object) -> int:
+        change(*arguments)
+        raise OutcomeUnknown("the answer was lost")
+
+    def pause() -> None:
+        with monkeypatch.context() as patched, pytest.raises(Unavailable):
+            patched.setattr(store, "change", lost)
+            patched.setattr(fixture.broker.leaders, "_patience_s", 0.0)
+            fixture.broker.schedules.pause("beat", paused=True)
+
+    while_all_are_read(fixture, monkeypatch, pause)
+    after(fixture, 1)
+    assert ticks(fixture) == []
 
 
 def test_the_messages_of_a_key_go_to_its_partition_also_when_the_topic_grows(fixture: Fixture) -> None:
