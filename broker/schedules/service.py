@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import Self
 
 import gevent
 import msgspec
@@ -139,19 +140,21 @@ class ScheduleService:
         that is the same changes nothing. Raises InvalidRequest, TopicNotFound, MessageTooLarge."""
         wire.check_name(name, "schedule")
         self._check(name, spec)
-        for _ in range(ATTEMPTS):
-            if self._store.find(name) is None:
-                created = self._create(name, spec)
-                if created is not None:
-                    return self.shown(created), True
-                continue
-            try:
-                found = self._change(name, "put", spec)
-            except ScheduleNotFound:
-                continue  # deleted meanwhile
-            assert found is not None
-            return self.shown(found), False
-        raise Unavailable(f"schedule {name!r} is being changed by others: try again", retry_after_s=BUSY_RETRY_S)
+        with _StaysUnknown() as tries:
+            for _ in range(ATTEMPTS):
+                if self._store.find(name) is None:
+                    created = self._create(name, spec)
+                    if created is not None:
+                        return self.shown(created), True
+                    continue
+                try:
+                    found = self._change(name, "put", spec)
+                except ScheduleNotFound as gone:  # deleted meanwhile
+                    tries.failed(gone)
+                    continue
+                assert found is not None
+                return self.shown(found), False
+            raise _busy(name)
 
     def pause(self, name: str, *, paused: bool) -> ShownSchedule:
         """Raises ScheduleNotFound."""
@@ -203,19 +206,21 @@ class ScheduleService:
         return created
 
     def _change(self, name: str, action: ScheduleAction, spec: ScheduleSpec | None = None) -> ScheduleState | None:
-        for _ in range(ATTEMPTS):
-            schedule = self._found(name).value
-            request = ChangeSchedule(schedule.spec.topic, schedule.topic_id, schedule.partition, name, action, spec)
-            try:
-                done = self._leaders.call_one(CHANGE_SCHEDULE, request, self.local_change(request), repeatable=True)
-            except (TopicNotFound, Unavailable):
-                guard = self._without_leader(schedule)
-                if guard is None:
-                    raise
-                done = self._change_here(request, guard[0], None)
-            if not done.elsewhere:
-                return done.state
-        raise Unavailable(f"schedule {name!r} is being changed by others: try again", retry_after_s=BUSY_RETRY_S)
+        with _StaysUnknown() as tries:
+            for _ in range(ATTEMPTS):
+                schedule = self._found(name).value
+                request = ChangeSchedule(schedule.spec.topic, schedule.topic_id, schedule.partition, name, action, spec)
+                try:
+                    done = self._leaders.call_one(CHANGE_SCHEDULE, request, self.local_change(request), repeatable=True)
+                except (TopicNotFound, Unavailable) as error:
+                    tries.failed(error)
+                    guard = self._without_leader(schedule)
+                    if guard is None:
+                        raise
+                    done = self._change_here(request, guard[0], None)
+                if not done.elsewhere:
+                    return done.state
+            raise _busy(name)
 
     def _without_leader(self, schedule: ScheduleState) -> tuple[Versioned[PartitionState] | None] | None:
         """Return the guard of a change for which there is no leader; None when there is one."""
@@ -332,6 +337,28 @@ class ScheduleService:
                 continue
             except PortalMQError as error:
                 log.warning("schedule %r cannot be moved yet: %s", schedule.name, error)
+
+
+class _StaysUnknown:
+    """The tries of one change. Once one of them ended unknown, so does the change, whatever refuses it later."""
+
+    def __init__(self) -> None:
+        self._is_unknown = False
+
+    def failed(self, error: PortalMQError) -> None:
+        """Note how a try ended."""
+        self._is_unknown = self._is_unknown or error.outcome == "unknown"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, fault: BaseException | None, trace: object) -> None:
+        if self._is_unknown and isinstance(fault, PortalMQError):
+            fault.outcome = "unknown"
+
+
+def _busy(name: str) -> Unavailable:
+    return Unavailable(f"schedule {name!r} is being changed by others: try again", retry_after_s=BUSY_RETRY_S)
 
 
 def _last_tick(partition: Partition, schedule_id: int) -> int:

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import pytest
@@ -25,7 +25,14 @@ from portalmq.contract.schedules import SCHEDULE_BYTES_MAX, SCHEDULE_IDS_FROM
 from portalmq.control_plane.plane import OutcomeUnknown
 from portalmq.control_plane.schedules import ScheduleSpec, ScheduleState
 from portalmq.control_plane.tree import Versioned
-from portalmq.errors import InvalidRequest, MessageTooLarge, ScheduleNotFound, TopicNotFound, Unavailable
+from portalmq.errors import (
+    InvalidRequest,
+    MessageTooLarge,
+    PortalMQError,
+    ScheduleNotFound,
+    TopicNotFound,
+    Unavailable,
+)
 
 DAY_MS = 86_400_000
 START_MS = 1_700_000_000_000
@@ -304,6 +311,28 @@ def test_a_change_with_an_unknown_outcome_publishes_nothing_before_the_definitio
     assert fixture.broker.schedules.show("beat").state.spec.paused
 
 
+@pytest.mark.parametrize("refusal", [Unavailable, ScheduleNotFound])
+@pytest.mark.parametrize("asked", ["pause", "put"])
+def test_a_change_that_its_leader_may_have_made_is_unknown_though_it_is_refused_without_one(
+    fixture: Fixture, monkeypatch: pytest.MonkeyPatch, refusal: type[PortalMQError], asked: str
+) -> None:
+    schedules = fixture.broker.schedules
+    schedules.put("beat", EACH_SECOND)
+
+    def no_answer(*_: object, **options: object) -> NoReturn:
+        raise Unavailable("no answer", outcome="unknown")
+
+    def refuse(*_: object) -> NoReturn:
+        raise refusal("changed by another broker")
+
+    monkeypatch.setattr(fixture.broker.leaders, "call_one", no_answer)
+    monkeypatch.setattr(schedules, "_without_leader", lambda schedule: (None,))
+    monkeypatch.setattr(schedules, "_change_here", refuse)
+    with pytest.raises((Unavailable, ScheduleNotFound)) as raised:
+        schedules.pause("beat", paused=True) if asked == "pause" else schedules.put("beat", spec(value=b"new"))
+    assert raised.value.outcome == "unknown"
+
+
 def while_all_are_read(fixture: Fixture, monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], object]) -> None:
     """Have the runner read all definitions, with `meanwhile`, and two seconds, between the answer and its use."""
     runner = fixture.broker.schedule_runner
@@ -360,10 +389,11 @@ def test_a_change_with_an_unknown_outcome_while_the_definitions_are_read_is_read
         raise OutcomeUnknown("the answer was lost")
 
     def pause() -> None:
-        with monkeypatch.context() as patched, pytest.raises(Unavailable):
+        with monkeypatch.context() as patched:
             patched.setattr(store, "change", lost)
             patched.setattr(fixture.broker.leaders, "_patience_s", 0.0)
-            fixture.broker.schedules.pause("beat", paused=True)
+            with pytest.raises(Unavailable):
+                fixture.broker.schedules.pause("beat", paused=True)
 
     while_all_are_read(fixture, monkeypatch, pause)
     after(fixture, 1)
