@@ -11,6 +11,7 @@ Every request has a deadline. When a call fails, requests past their deadline ar
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 import time
@@ -55,13 +56,15 @@ class ClusterClient(Protocol):
 
 @dataclass(slots=True)
 class Job:
-    """One request: the port it came in by, the envelope of its reply, its deadline (monotonic) and size in bytes."""
+    """One request: the port it came in by, the envelope of its reply, its deadline (monotonic) and size in bytes.
+    `is_unknown`: a call for it may have been carried out, so no later refusal says that it was not."""
 
     role: PortRole
     envelope: Envelope
     deadline: float
     size: int
     request: SendRequest | NextRequest | CommandRequest
+    is_unknown: bool = False
 
 
 class Reply(NamedTuple):
@@ -210,6 +213,7 @@ class RequestDispatcher:
         oldest job, so others may have time left."""
         now, again = self._clock(), []
         for job in jobs:
+            job.is_unknown = job.is_unknown or error.outcome == "unknown"
             if error.retryable and job.deadline - now >= CALL_S_MIN and not self._closed:
                 again.append(job)
             else:
@@ -217,6 +221,9 @@ class RequestDispatcher:
         return again
 
     def _refuse(self, job: Job, error: PortalMQError) -> None:
+        if job.is_unknown and error.outcome != "unknown":
+            error = copy.copy(error)  # other jobs may have it too
+            error.outcome = "unknown"
         self._answer(Reply(job, protocol.refusal(error)))
 
     # --- calls to the brokers ----------------------------------------------------------------------------------------

@@ -193,7 +193,7 @@ class MiniQService(Closeable):
         request = _encode({**members, **self._token})
         connection = self._connections[role]
         deadline = self._clock() + self._timeout_s
-        pause_s, silent = PAUSE_FIRST_S, 0
+        pause_s, silent, is_unknown = PAUSE_FIRST_S, 0, False
         with connection.lock:
             while True:
                 if self._closed:
@@ -213,8 +213,9 @@ class MiniQService(Closeable):
                 if answer.get("status") == "ok":
                     return answer
                 error = error_from_problem({name: value for name, value in answer.items() if name != "status"})
-                if silent:
-                    error.outcome = "unknown"  # the error is of the last try; earlier ones without a reply are unknown
+                is_unknown = is_unknown or silent > 0 or error.outcome == "unknown"
+                if is_unknown:
+                    error.outcome = "unknown"  # the error is of the last try, and an earlier one may have been applied
                 if not error.retryable or self._clock() + pause_s >= deadline:
                     raise error
                 self._pause(pause_s)

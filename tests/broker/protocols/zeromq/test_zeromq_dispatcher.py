@@ -30,11 +30,16 @@ class Answers:
 
 
 class Time:
+    """The time is `now`, and `then` after the next look, if that is set."""
+
     def __init__(self) -> None:
         self.now = 100.0
+        self.then: float | None = None
 
     def __call__(self) -> float:
-        return self.now
+        now = self.now
+        self.now, self.then = self.then or now, None
+        return now
 
 
 def dispatcher_at(queues: Queues, answers: Answers, **options: Any) -> RequestDispatcher:
@@ -204,6 +209,39 @@ def test_a_request_that_waited_too_long_is_refused_without_a_call():
     (told,) = answers.wait(1)
     assert (told["status"], told["retryable"], told["outcome"]) == ("error", True, "not_applied")
     assert queues.calls == []
+    dispatcher.close(WITHIN_S)
+
+
+def test_a_request_stays_unknown_when_no_time_is_left_after_an_unknown_try():
+    queues, answers, now = Queues(), Answers(), Time()
+    dispatcher = dispatcher_at(queues, answers, clock=now)
+
+    def trouble(call: tuple[Any, ...]) -> None:
+        # The next look at the clock still leaves time for a try, the one after it none.
+        now.then = 200.0
+        raise Unavailable("no answer", outcome="unknown")
+
+    queues.trouble = trouble
+    dispatcher.submit(job(CommandRequest("CREATE_QUEUE", "q", None, b"{}", None), deadline=105.0))
+    (told,) = answers.wait(1)
+    assert "could not be asked in time" in told["detail"]
+    assert told["outcome"] == "unknown"
+    dispatcher.close(WITHIN_S)
+
+
+def test_a_deletion_that_finds_nothing_after_an_unknown_try_is_unknown():
+    queues, answers = Queues(), Answers()
+    failures = [Unavailable("no answer", outcome="unknown")]
+
+    def carry_out(call: tuple[Any, ...]) -> None:
+        if failures:
+            raise failures.pop()
+
+    queues.trouble = carry_out
+    dispatcher = dispatcher_at(queues, answers)
+    dispatcher.submit(delete("q", "0-0"))
+    (told,) = answers.wait(1)
+    assert (told["code"], told["outcome"]) == ("message_not_found", "unknown")
     dispatcher.close(WITHIN_S)
 
 

@@ -257,6 +257,22 @@ def test_a_transient_error_is_retried_and_a_lasting_one_is_raised():
             miniq.queue_size("q")
 
 
+def test_an_error_after_one_with_an_unknown_outcome_is_unknown_too():
+    queues = Queues()
+    queues.trouble = failing(NotEnoughReplicas("electing", outcome="unknown"), "send")
+
+    def pause(seconds: float) -> None:
+        queues.trouble = failing(InvalidRequest("no"), "send")
+
+    with serving(queues) as server, service_at(server.ports, pause=pause) as miniq:
+        with pytest.raises(InvalidRequest) as refused:
+            miniq.produce("q", "x")
+        assert refused.value.outcome == "unknown"
+        with pytest.raises(InvalidRequest) as refused:
+            miniq.produce("q", "x")
+        assert refused.value.outcome == "not_applied"
+
+
 def test_a_silent_server_is_asked_again_on_a_new_socket():
     """A REQ socket whose answer is lost is stuck. The server here drops the first request and answers the second."""
     seen: list[list[bytes]] = []
