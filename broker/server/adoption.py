@@ -355,6 +355,7 @@ def write_back(catalog: Catalog, adoption: Adoption, *, accept_loss: bool, repla
 
 
 def _check_plane(catalog: Catalog, adoption: Adoption, *, replace_cluster: bool) -> None:
+    catalog.plane.sync()
     running = catalog.brokers()
     if running:
         raise NotAdopted(

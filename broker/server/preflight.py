@@ -316,18 +316,14 @@ def _startup_errors() -> Iterator[None]:
 
 def _cluster_of(catalog: Catalog, question: IdentityRequest) -> str:
     """Return the cluster id. A new directory joins ZooKeeper's cluster; one with an id must match it."""
-    from portalmq.control_plane.cluster import ADOPTING
     from portalmq.control_plane.locks import LockTable
 
+    catalog.plane.sync()
     found, held = catalog.find_cluster_id(), question.held
-    if found is not None and found.startswith(ADOPTING):
-        raise StartupError(
-            "`portalmq adopt` is writing ZooKeeper's content back, or was interrupted: let it end, or repeat it, and "
-            "start the brokers then",
-            EX_CANTCREAT,
-        )
+    if found is not None:
+        _check_adopted(found)
     if held is None:
-        return found or catalog.cluster_id()
+        return found or _check_adopted(catalog.cluster_id())
     if found is None and question.in_use:
         raise StartupError(
             f"the data directory is in use in cluster {held.cluster_id}, and ZooKeeper knows no cluster at all. "
@@ -339,7 +335,7 @@ def _cluster_of(catalog: Catalog, question: IdentityRequest) -> str:
         now_us = time.time_ns() // 1_000
         LockTable(catalog.plane).reserve_tokens(now_us // 1_000)
         catalog.reserve_producer_ids(now_us)
-        found = catalog.cluster_id(held.cluster_id)
+        found = _check_adopted(catalog.cluster_id(held.cluster_id))
     if found != held.cluster_id:
         raise StartupError(
             f"the data directory is of cluster {held.cluster_id}, and ZooKeeper of cluster {found}: name the right "
@@ -347,6 +343,19 @@ def _cluster_of(catalog: Catalog, question: IdentityRequest) -> str:
             EX_CANTCREAT,
         )
     return found
+
+
+def _check_adopted(cluster_id: str) -> str:
+    """Return the id that ZooKeeper has. Raises StartupError while an adoption is under way: it is none then."""
+    from portalmq.control_plane.cluster import ADOPTING
+
+    if cluster_id.startswith(ADOPTING):
+        raise StartupError(
+            "`portalmq adopt` is writing ZooKeeper's content back, or was interrupted: let it end, or repeat it, and "
+            "start the brokers then",
+            EX_CANTCREAT,
+        )
+    return cluster_id
 
 
 def _claimed(catalog: Catalog, question: IdentityRequest, wanted: int | None, patience_s: float) -> int:

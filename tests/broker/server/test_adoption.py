@@ -41,8 +41,9 @@ from portalmq.broker.storage.errors import CorruptFile, DiskFull
 from portalmq.contract.schedules import SCHEDULE_IDS_FROM
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.locks import LockOutcome, LockTable
+from portalmq.control_plane.plane import Create
 from portalmq.control_plane.standalone import Standalone
-from portalmq.control_plane.state import BrokerState, PartitionState, TopicState, encode
+from portalmq.control_plane.state import BrokerState, PartitionState, TopicState, broker_path, encode
 from portalmq.errors import Fenced
 
 
@@ -407,6 +408,15 @@ class TestWritingBack:
         catalog.register_broker(4, BrokerState("http://b4", 1, "s"))
         with pytest.raises(NotAdopted, match="brokers 4 are registered"):
             write_back(catalog, adoption, accept_loss=True, replace_cluster=True)
+
+    def test_a_broker_that_registered_through_another_server_is_in_the_way(
+        self, catalog: Catalog, adoption: Adoption, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        late = BrokerState("http://b4", 1, "s")
+        monkeypatch.setattr(catalog.plane, "sync", lambda: catalog.plane.commit(Create(broker_path(4), encode(late))))
+        with pytest.raises(NotAdopted, match="brokers 4 are registered"):
+            write_back(catalog, adoption, accept_loss=True, replace_cluster=True)
+        assert catalog.find_cluster_id() is None
 
     def test_another_cluster_with_topics_is_never_replaced(self, catalog: Catalog, adoption: Adoption) -> None:
         catalog.cluster_id("other")

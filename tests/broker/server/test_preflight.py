@@ -68,6 +68,22 @@ class TestNewDirectories:
             joined(catalog, question(store="second"), 7)
         assert refused.value.exit_code == 73
 
+    def test_an_adoption_that_begins_meanwhile_makes_no_cluster(
+        self, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        find = catalog.find_cluster_id
+
+        def find_before_it_begins() -> str | None:
+            found = find()
+            catalog.begin_adoption("ours")
+            return found
+
+        monkeypatch.setattr(catalog, "find_cluster_id", find_before_it_begins)
+        with pytest.raises(StartupError, match="`portalmq adopt` is writing") as refused:
+            joined(catalog, question(), None)
+        assert refused.value.exit_code == 73
+        assert catalog.claims() == {}
+
 
 class TestKnownDirectories:
     def test_one_of_this_cluster_keeps_its_id(self, catalog: Catalog) -> None:
@@ -98,6 +114,14 @@ class TestKnownDirectories:
     def test_a_directory_without_messages_keeps_its_cluster(self, catalog: Catalog) -> None:
         assert joined(catalog, question("kept", 3), None) == IdentityAnswer("kept", 3)
         assert catalog.find_cluster_id() == "kept"
+
+    def test_an_adoption_that_has_begun_is_seen_through_another_server(
+        self, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        catalog.cluster_id("ours")
+        monkeypatch.setattr(catalog.plane, "sync", lambda: catalog.begin_adoption("ours"))
+        with pytest.raises(StartupError, match="`portalmq adopt` is writing"):
+            joined(catalog, question("ours", 3), None)
 
     def test_a_directory_without_messages_repeats_no_number_that_an_emptied_zookeeper_gave_out(
         self, catalog: Catalog
