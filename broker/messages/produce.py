@@ -40,6 +40,9 @@ from portalmq.broker.storage.errors import DAMAGE, Shortage, StorageError
 from portalmq.errors import InvalidRequest, MessageTooLarge, NotLeader, PortalMQError, Unavailable
 from portalmq.wire import INTEGER_MAX, Acks, Produced, ProducedRange, ProducerStamp
 
+# The outbox tries again by itself. Until then others append: a partition without a leader is not waited for.
+COPIES_PATIENCE_S = 0.25
+
 _round_robin = count()
 
 
@@ -375,7 +378,7 @@ class ProduceHandler:
         have message ids, so a repeat finds its first, and were checked against the topic's limits when ordered."""
         places = [place_of(topic.state, number) for number in shares]
         work = self._work(topic, shares, _AppendOptions(None, "all", is_copies=True))
-        outcomes = self._leaders.run(places, work, repeatable=True)
+        outcomes = self._leaders.run(places, work, repeatable=True, patience_s=COPIES_PATIENCE_S)
         return {place.number: outcome for place, outcome in outcomes.items() if isinstance(outcome, PortalMQError)}
 
     def local_produce(self, call: Produce) -> LocalWork[AppendResult]:

@@ -66,6 +66,8 @@ LOGGED_EVERY_S = 60.0
 # The most open commits of a partition, and the bytes of their outputs; above this new ones are refused.
 OPEN_COMMITS_MAX = 1_000
 OPEN_BYTES_MAX = 64 * 1024 * 1024
+# The most open orders of a partition, with those from before this broker led it: the sizes of these are not known.
+OPEN_ORDERS_MAX = 10 * OPEN_COMMITS_MAX
 
 HEADER_SOURCE_TOPIC = "portalmq-source-topic"
 HEADER_SOURCE_PARTITION = "portalmq-source-partition"
@@ -183,6 +185,11 @@ class Outbox:
 
     def check_room(self, size_bytes: int) -> None:
         """Raise Backpressure when too many orders are open."""
+        if self.open >= OPEN_ORDERS_MAX:
+            raise Backpressure(
+                f"{self.open} orders of outputs and dead letters are not carried out yet: repeat later",
+                retry_after_s=0.5,
+            )
         if len(self._sizes) < OPEN_COMMITS_MAX and sum(self._sizes.values()) + size_bytes <= OPEN_BYTES_MAX:
             return
         ordered = self._partition.groups.outbox

@@ -124,6 +124,32 @@ def test_too_many_open_outputs_are_refused_and_accepted_later(fixture, monkeypat
     assert there(fixture) == [str(message.offset) for message in messages[:4]], "in the order of the commits"
 
 
+def test_orders_from_before_an_election_count_against_a_bound_of_their_own(fixture, monkeypatch):
+    monkeypatch.setattr(outbox, "OPEN_ORDERS_MAX", 3)
+    send(fixture, *"abcd")
+    messages = receive(fixture)
+    hold_outputs(fixture)
+    for message in messages[:3]:
+        commit(fixture, [message], outputs(str(message.offset)))
+    fixture.broker.outboxes.on_leading(fixture.broker.topics.get("in"), partition_of(fixture))
+    with pytest.raises(Backpressure, match="3 orders") as refused:
+        commit(fixture, messages[3:], outputs("3"))
+    assert refused.value.outcome == "not_applied"
+    release_outputs(fixture)
+    settled(fixture)
+    commit(fixture, messages[3:], outputs("3"))
+
+
+def test_outputs_do_not_hold_their_place_while_a_partition_has_no_leader(fixture, monkeypatch):
+    topic, _ = fixture.broker.topics.create("out", wire.CreateTopic())
+    leaders = fixture.broker.leaders
+    monkeypatch.setattr(leaders, "_patience_s", 3_600.0)
+    monkeypatch.setattr(leaders._map, "leader_of", lambda place: None)
+    with gevent.Timeout(60):
+        (error,) = fixture.broker.produce_handler.copies(topic, {0: records("a", message_id=bytes(16))}).values()
+    assert "has no leader" in error.detail
+
+
 def test_open_outputs_are_bounded_in_bytes(fixture, monkeypatch):
     monkeypatch.setattr(outbox, "OPEN_BYTES_MAX", 1_000)
     send(fixture, "a", "b")
