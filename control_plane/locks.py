@@ -185,12 +185,16 @@ def _check_holder(lock: LockState, owner: str, token: int) -> None:
     if lock.owner == owner and lock.token == token:
         return
     if lock.owner is None:
-        raise Fenced(
-            f"nobody holds the lock any more; its last fencing token was {lock.token}", newest_token=lock.token
-        )
+        raise _fenced(f"nobody holds the lock any more; its last fencing token was {lock.token}", token, lock.token)
     if lock.token == token:
         raise Fenced(f"fencing token {token} was given to another owner", newest_token=lock.token)
-    raise Fenced(f"the lock has passed on: its fencing token is {lock.token} now, not {token}", newest_token=lock.token)
+    raise _fenced(f"the lock has passed on: its fencing token is {lock.token} now, not {token}", token, lock.token)
+
+
+def _fenced(detail: str, token: int, newest: int) -> Fenced:
+    """Return the refusal of a token. For one that was issued it is unknown: an earlier copy of the request may have
+    come while its holder had the lock, and have released it."""
+    return Fenced(detail, outcome="unknown" if token < newest else "not_applied", newest_token=newest)
 
 
 # --- the tree --------------------------------------------------------------------------------------------------------
@@ -274,7 +278,7 @@ class LockTable(Tree):
             if held is None:
                 newest = self._floor().value.token
                 if token <= newest:
-                    raise Fenced(f"nobody holds the lock {name!r} any more", newest_token=newest)
+                    raise Fenced(f"nobody holds the lock {name!r} any more", outcome="unknown", newest_token=newest)
                 raise LockNotFound(f"there is no lock {name!r}")
             after = change(held.value)
             self._set(name, held, after, observe, floor_version)

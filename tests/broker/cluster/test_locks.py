@@ -15,7 +15,7 @@ from support.interrupted import Interrupted
 from portalmq import wire
 from portalmq.broker.cluster import locks as room
 from portalmq.broker.cluster.locks import KEEP_UNUSED_MS, SWEEP_EVERY_S, Locks
-from portalmq.control_plane.locks import PATIENCE_MS, lock_path
+from portalmq.control_plane.locks import PATIENCE_MS, LockTable, lock_path
 from portalmq.control_plane.plane import Set
 from portalmq.control_plane.state import BrokerState
 from portalmq.errors import Backpressure, Fenced, LockHeld, LockNotFound, PortalMQError, Unavailable
@@ -141,6 +141,30 @@ class TestHolding:
             with pytest.raises(Fenced):
                 locks.release("l", wire.LockRelease("a", 1))
         assert brokers.ask(3, "b").fencing_token == 2
+
+    def test_a_fenced_release_may_have_been_made_by_an_earlier_copy(self, brokers: Brokers) -> None:
+        token = brokers.ask(1, "a").fencing_token
+        brokers.release(1, "a", token)
+        brokers.ask(2, "b")
+        with pytest.raises(Fenced) as repeated:
+            brokers.release(1, "a", token)
+        assert repeated.value.outcome == "unknown"
+        with pytest.raises(Fenced) as of_no_holder:
+            brokers.release(1, "a", token + 7)
+        assert of_no_holder.value.outcome == "not_applied"
+
+    def test_a_fenced_release_of_a_removed_lock_may_have_been_made_by_an_earlier_copy(
+        self, brokers: Brokers, plane: Interrupted
+    ) -> None:
+        token = brokers.ask(1, "a").fencing_token
+        brokers.release(1, "a", token)
+        table = LockTable(plane)
+        held = table.read("l")
+        assert held is not None
+        assert table.remove("l", held.value.mark)
+        with pytest.raises(Fenced) as repeated:
+            brokers.release(1, "a", token)
+        assert repeated.value.outcome == "unknown"
 
     def test_renewals_at_one_broker_keep_the_lock_at_all_brokers(self, brokers: Brokers) -> None:
         brokers.ask(1, "a")
