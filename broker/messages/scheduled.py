@@ -213,7 +213,8 @@ class ScheduledMessages:
         was never delayed, or was cancelled or moved already."""
         missing = MessageNotFound(
             f"message {number}-{offset} of topic {topic!r} is not scheduled: it is not there, is due already, or was"
-            " moved or cancelled"
+            " moved or cancelled",
+            outcome="unknown",  # an earlier copy of this call may have moved it
         )
         state = self._known(topic).state
         if number >= state.partitions:
@@ -267,10 +268,13 @@ class ScheduledMessages:
 
         def move(place: TopicPartition) -> int:
             partition = self._metadata_cache.partition(place)
-            offsets = [offset for _, offset in self._still_scheduled(partition, by_place[place].offsets or ())]
+            asked = by_place[place].offsets or ()
+            _wait_readable(partition, asked)
+            offsets = [offset for _, offset in self._still_scheduled(partition, asked)]
             if not offsets:
-                partition.wait_led()
-                partition.wait_settled(partition.replica.next_offset - 1)
+                _wait_settled(partition)
+                offsets = [offset for _, offset in self._still_scheduled(partition, asked)]
+            if not offsets:
                 return 0
             if call.cancels:
                 _append_cancel(partition, offsets).wait()
@@ -302,20 +306,43 @@ class ScheduledMessages:
         return one_by_one(cancel)
 
     def _cancel_here(self, partition: Partition, offset: int) -> None:
-        groups, found = partition.groups, None
+        _wait_readable(partition, [offset])
+        try:
+            self._check_scheduled(partition, offset)
+        except MessageNotFound:
+            _wait_settled(partition)
+            self._check_scheduled(partition, offset)
+        _append_cancel(partition, [offset]).wait()
+
+    def _check_scheduled(self, partition: Partition, offset: int) -> None:
+        """Raise MessageNotFound unless the message can be cancelled now. Does not switch greenlets."""
+        if offset in partition.groups.cancelled:
+            raise MessageNotFound(
+                f"message {partition.number}-{offset} was cancelled already",
+                outcome="unknown",  # perhaps by an earlier copy of this call
+            )
+        found = None
         if _start_of(partition) <= offset < partition.high_watermark:
             found = next(_read(partition, offset), None)
         if found is None:
-            partition.wait_led()
             raise MessageNotFound(f"there is no message {partition.number}-{offset} in topic {partition.topic!r}")
         timestamp_ms, record = found
         due_ms = record.deliver_at_ms
         if due_ms is None or due_ms <= max(timestamp_ms, self._due_by_ms(partition)):
             raise MessageNotFound(f"message {partition.number}-{offset} is due already, or was never delayed")
-        if offset in groups.cancelled:
-            partition.wait_settled(partition.replica.next_offset - 1)
-            raise MessageNotFound(f"message {partition.number}-{offset} was cancelled already")
-        _append_cancel(partition, [offset]).wait()
+
+
+def _wait_readable(partition: Partition, offsets: Sequence[int]) -> None:
+    """Return when those of the offsets that are allotted are committed."""
+    allotted = [offset for offset in offsets if offset < partition.replica.next_offset]
+    partition.wait_committed(max(allotted, default=-1))
+
+
+def _wait_settled(partition: Partition) -> None:
+    """Return when what refuses a call at this moment is committed, and no other leader can have carried out an earlier
+    copy of the call. The caller looks again: an offset beyond the end may have been allotted meanwhile."""
+    partition.wait_settled(partition.replica.next_offset - 1)
+    partition.wait_led()
 
 
 def _append_cancel(partition: Partition, offsets: Sequence[int]) -> Pending:
