@@ -13,6 +13,7 @@ in one transaction with the leader's checksums.
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
@@ -110,8 +111,8 @@ class Pending:
         """Wait until the batch is as safe as its acks ask. Raises its error, or NotCommittedYet after a timeout."""
         if not self.done.is_set() and not self.done.wait(COMMIT_WAIT_S):
             raise NotCommittedYet(f"not committed within {COMMIT_WAIT_S:.0f} s")
-        if self.error is not None:
-            raise self.error
+        if self.error is not None:  # a copy: many calls may wait for one error, and change its outcome
+            raise copy.copy(self.error)
 
 
 class ReplicatedBatches:

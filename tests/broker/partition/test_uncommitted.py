@@ -38,3 +38,14 @@ def test_waiters_get_an_unknown_outcome_when_the_leadership_ends():
     assert ack.error is not None
     assert ack.error.outcome == "unknown"
     assert uncommitted.unsettled == []
+
+
+def test_no_call_changes_the_outcome_that_another_one_is_told():
+    uncommitted = Uncommitted()
+    waiters = [appended(uncommitted, 0, BatchKind.MESSAGES), uncommitted.below(1)]
+    uncommitted.fail(NotLeader("moved", outcome="unknown", leader=2))
+    for waiter in waiters:
+        with pytest.raises(NotLeader) as told:
+            waiter.wait()
+        assert (told.value.outcome, told.value.extra) == ("unknown", {"leader": 2})
+        told.value.outcome = "not_applied"  # as a search does that comes before its append
