@@ -118,8 +118,15 @@ def find_first(partition: Partition, message_id: bytes, body_hash: bytes | None)
 
 
 def _checked(partition: Partition, first: First, body_hash: bytes | None) -> tuple[int, int]:
+    """Return (offset, timestamp_ms) of the first message, if it is the same one. Otherwise raises, after the commit of
+    the first message: until then it may be refused by the disk, and a repeat would be appended."""
     offset, first_hash, timestamp_ms = first
     if first_hash != body_hash:
+        try:
+            partition.wait_committed(offset)
+        except PortalMQError as error:
+            error.outcome = "not_applied"  # the outcome of the first message is unknown, this one is not appended
+            raise
         raise IdempotencyKeyReused(
             f"this Idempotency-Key was used for another message (partition {partition.number}, offset {offset}):"
             " use a new key for a new message"
@@ -131,6 +138,7 @@ def _in_progress(partition: Partition, where: str) -> RequestInProgress:
     return RequestInProgress(
         f"the first request of this Idempotency-Key is still being appended (partition {partition.number}{where}):"
         " repeat in a moment",
+        outcome="unknown",  # that of the first request, which may be this one
         retry_after_s=IN_PROGRESS_RETRY_S,
     )
 
@@ -207,7 +215,8 @@ class RepeatFinder:
         errors = [error for error in outcomes.values() if isinstance(error, PortalMQError)]
         decided = [error for error in errors if isinstance(error, IdempotencyKeyReused | RequestInProgress)]
         for error in decided or errors:
-            error.outcome = "not_applied"  # the append comes after this search
+            if not isinstance(error, RequestInProgress):
+                error.outcome = "not_applied"  # the append comes after this search
             raise error
         return None
 

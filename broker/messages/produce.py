@@ -157,7 +157,7 @@ def _begin_append(
     are_many_keyed: bool,
     compressed: bytes = b"",
 ) -> _PendingShare:
-    """Assign offsets to the new records. Raises the partition's refusal; nothing is applied then."""
+    """Assign offsets to the new records. Raises the partition's refusal; nothing is appended then."""
     entry = _PendingShare(partition)
     # Repeats of copies wait for their firsts later, in _finish_append.
     acks: Acks = "none" if options.is_copies else options.acks
@@ -174,16 +174,21 @@ def _begin_append(
             else:
                 entry.known.append((rank, *place))
         if entry.records:
-            if not options.is_copies:
-                admission.check_room(topic, partition, len(entry.records), options.stamp)
-            size = sum([len(record.value) for record in entry.records])
-            entry.pending = partition.submit(
-                tuple(entry.records),
-                size,
-                stamp=options.stamp,
-                acks=options.acks,
-                compressed=b"" if known else compressed,
-            )
+            try:
+                if not options.is_copies:
+                    admission.check_room(topic, partition, len(entry.records), options.stamp)
+                size = sum([len(record.value) for record in entry.records])
+                entry.pending = partition.submit(
+                    tuple(entry.records),
+                    size,
+                    stamp=options.stamp,
+                    acks=options.acks,
+                    compressed=b"" if known else compressed,
+                )
+            except PortalMQError as error:
+                if known:  # the share is stored in part
+                    error.outcome = "unknown"
+                raise
             partition.uncommitted.remember_ids(entry.pending)
     return entry
 

@@ -95,7 +95,7 @@ def test_repeats_during_the_first_append_are_refused_as_in_progress(fixture):
     answers = [greenlet.get() for greenlet in greenlets]
     refused = [answer for answer in answers if isinstance(answer, RequestInProgress)]
     assert refused
-    assert all((each.retryable, each.outcome, each.status) == (True, "not_applied", 409) for each in refused)
+    assert all((each.retryable, each.outcome, each.status) == (True, "unknown", 409) for each in refused)
     assert all(each.retry_after_s for each in refused)
     assert len({answer for answer in answers if not isinstance(answer, RequestInProgress)}) == 1
     assert send(fixture, "a")[0] in answers

@@ -302,7 +302,7 @@ def test_no_request_appends_messages_that_another_one_searches_for(fixture, monk
     monkeypatch.setattr(partition.reader, "find_ids", find_while_others_try)
     first = send(fixture, many)
     assert [type(error) for error in met] == [RequestInProgress] * 3
-    assert all(error.retryable and error.outcome == "not_applied" for error in met)
+    assert all(error.retryable and error.outcome == "unknown" for error in met)
     assert stored(fixture) == many
     assert send(fixture, many) == first
 
