@@ -21,7 +21,7 @@ from portalmq.broker.core.replica.producers import Stamp
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.queues.partition_counts import backlog_of
-from portalmq.errors import Backpressure, MessageTooLarge
+from portalmq.errors import Backpressure, Fenced, MessageTooLarge, OutOfOrderSequence
 
 COUNT_EVERY_MS = 1_000
 COUNT_FULL_EVERY_MS = 50
@@ -65,8 +65,12 @@ class Backlog:
         room = count.full_at - partition.messages_next
         if messages <= room:
             return
-        if stamp is not None and partition.replica.producers.find_duplicate(stamp, messages) is not None:
-            return  # a repeat of a batch that is in the log: it gets the first answer
+        if stamp is not None:
+            try:
+                if partition.replica.producers.find_duplicate(stamp, messages) is not None:
+                    return  # a repeat of a batch that is in the log: it gets the first answer
+            except (Fenced, OutOfOrderSequence):
+                return  # the append refuses it, once that is final
         if messages > share:
             raise MessageTooLarge(
                 f"the batch has {messages} messages, and at most {share} may wait in a partition of topic"

@@ -8,10 +8,11 @@ from support.domain import HandClock, records, running
 from portalmq import wire
 from portalmq.broker.core.queue.records import Ack
 from portalmq.broker.messages.produce import ProduceRequest
+from portalmq.broker.partition.readable import ReadablePartition
 from portalmq.broker.queues.backlog import COUNT_EVERY_MS, COUNT_FULL_EVERY_MS, Backlog
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.storage.errors import DiskFull
-from portalmq.errors import Backpressure, MessageTooLarge, StorageFull
+from portalmq.errors import Backpressure, Fenced, MessageTooLarge, OutOfOrderSequence, StorageFull, Unavailable
 
 
 @pytest.fixture
@@ -152,6 +153,23 @@ def test_a_repeat_gets_its_first_answer_without_room(fixture):
     send(fixture, 1)
     assert is_full(fixture)
     assert fixture.broker.produce("t", ProduceRequest(records("y"), **keyed)) == answer
+
+
+@pytest.mark.parametrize("refusal", [Fenced, OutOfOrderSequence])
+def test_a_full_topic_refuses_no_stamp_for_good_while_its_leader_may_be_deposed(fixture, monkeypatch, refusal):
+    limit(fixture, 2)
+    begin(fixture)
+    identity = fixture.broker.new_producer(None)
+    send(fixture, 2, producer=wire.ProducerStamp(identity.id, identity.epoch + 1, 0))
+    epoch = identity.epoch if refusal is Fenced else identity.epoch + 1
+    refused = wire.ProducerStamp(identity.id, epoch, 5)
+    with monkeypatch.context() as patch:
+        patch.setattr(fixture.broker.leaders, "_patience_s", 0.0)  # a refusal is not retried
+        patch.setattr(ReadablePartition, "wait_led", lambda partition: partition._wait_vouched(lambda: False, 0))
+        with pytest.raises(Unavailable, match="do not vouch"):
+            send(fixture, 1, producer=refused)
+    with pytest.raises(refusal):
+        send(fixture, 1, producer=refused)
 
 
 def test_copies_and_outputs_are_not_limited_and_count_for_later_messages(fixture):
