@@ -27,7 +27,7 @@ from portalmq.broker.partition.retention import Retention
 from portalmq.broker.partition.serving import LeaderReplication
 from portalmq.broker.partition.writer import Entry, Pending, ReplicatedBatches, Writer
 from portalmq.broker.storage.batch import Batch, BatchKind, Record, frame_of
-from portalmq.errors import Backpressure, NotLeader, OutOfOrderSequence, PortalMQError, StorageFull
+from portalmq.errors import Backpressure, Fenced, NotLeader, OutOfOrderSequence, PortalMQError, StorageFull
 from portalmq.wire import Acks
 
 QUEUED_BYTES_MAX = 64 * 1024 * 1024
@@ -90,7 +90,11 @@ class AppendingPartition(ReadablePartition, ABC):
     ) -> Pending:
         """Begin an append: offsets are allotted on return. `compressed` are the values of all `records`, if they came
         compressed; they are stored so if all in-sync replicas can."""
-        self.check_room()
+        try:
+            self.check_room()
+        except (StorageFull, Backpressure):  # a repeat takes none, and its first copy may yet be committed
+            if stamp is None or self.replica.producers.repeated_by(stamp, len(records)) is None:
+                raise
         if compressed and not self.serving.may_compress():
             compressed = b""
         batch = Batch(0, len(records), 0, BatchKind.MESSAGES, 0, 0, records=records, compressed=compressed)
@@ -170,8 +174,8 @@ class AppendingPartition(ReadablePartition, ABC):
             raise leadership_changing()
         self.step(AppendRequested(pending, size, pending.stamp, is_control, not_before_ms, delivers))
         if pending.error is not None:
-            if isinstance(pending.error, OutOfOrderSequence):  # final, unless a successor has what comes before
-                self.wait_led()
+            if isinstance(pending.error, OutOfOrderSequence | Fenced):
+                self.wait_final()
             raise self.located(pending.error)
         return pending
 

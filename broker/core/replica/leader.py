@@ -97,11 +97,13 @@ class LeadingReplica(ReplicaState):
                 raise Unavailable("this broker does not know whether it still leads the partition", retry_after_s=0.2)
             raise Unavailable(_NOT_VOUCHED, retry_after_s=0.2)
         if not event.is_control:
-            live, needed = leading.live_members(now_ms), leading.state.min_insync_replicas
-            if live < needed:
-                raise NotEnoughReplicas(f"{live} replicas are in sync, {needed} are needed", retry_after_s=1.0)
-            if self.next_offset - self.high_watermark > UNCOMMITTED_MAX:
-                raise NotEnoughReplicas("the followers are far behind", retry_after_s=1.0)
+            too_few = self._too_few_replicas(leading, now_ms)
+            if too_few is not None:
+                # A repeat needs nothing appended: its first copy may yet be committed, so it waits for that.
+                repeated = self.producers.repeated_by(event.stamp, event.count) if event.stamp else None
+                if repeated is not None:
+                    return repeated
+                raise too_few
         try:
             return self.producers.find_duplicate(event.stamp, event.count) if event.stamp else None
         except OutOfOrderSequence as gap:
@@ -109,6 +111,14 @@ class LeadingReplica(ReplicaState):
                 raise
             # The missing batch may be with a successor that this leader does not know of.
             raise Unavailable(_NOT_VOUCHED, retry_after_s=0.2) from gap
+
+    def _too_few_replicas(self, leading: IsrTracker, now_ms: int) -> NotEnoughReplicas | None:
+        live, needed = leading.live_members(now_ms), leading.state.min_insync_replicas
+        if live < needed:
+            return NotEnoughReplicas(f"{live} replicas are in sync, {needed} are needed", retry_after_s=1.0)
+        if self.next_offset - self.high_watermark > UNCOMMITTED_MAX:
+            return NotEnoughReplicas("the followers are far behind", retry_after_s=1.0)
+        return None
 
     def _allot(self, token: object, count: int, wall_ms: int) -> events.Append:
         """Allot offsets and a timestamp. Timestamps never fall, whatever the clock does."""

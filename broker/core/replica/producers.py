@@ -58,9 +58,9 @@ class Producers:
         if known is None or stamp.producer_epoch > known.epoch:
             self._check_begins(stamp)
             return None
-        for sequence, length, base_offset, appended_at_ms in known.batches:
-            if sequence == stamp.sequence and length == count:
-                return base_offset, appended_at_ms
+        repeated = _batch_of(known, stamp, count)
+        if repeated is not None:
+            return repeated
         last_sequence, length, _, _ = known.batches[-1]
         if stamp.sequence != last_sequence + length:
             raise OutOfOrderSequence(
@@ -69,6 +69,12 @@ class Producers:
                 expected_sequence=last_sequence + length,
             )
         return None
+
+    def repeated_by(self, stamp: Stamp, count: int) -> tuple[int, int] | None:
+        """Return (base_offset, appended_at_ms) of a batch that is in the log already; None for any other batch, also
+        for one that find_duplicate refuses."""
+        known = self._by_id.get(stamp.producer_id)
+        return None if known is None or known.epoch != stamp.producer_epoch else _batch_of(known, stamp, count)
 
     def epoch_of(self, producer_id: int) -> int | None:
         """Return the newest epoch of a producer in the log, not yet committed batches included; None without one."""
@@ -116,6 +122,13 @@ class Producers:
             kept = [fold for at, fold in enumerate(folds) if at < PRODUCERS_MAX or _last_batch_ms(fold) > recent_ms]
             self._by_id = {fold.producer_id: fold for fold in kept}
         self._by_id |= {fold.producer_id: fold for fold in schedules}
+
+
+def _batch_of(known: ProducerFold, stamp: Stamp, count: int) -> tuple[int, int] | None:
+    for sequence, length, base_offset, appended_at_ms in known.batches:
+        if sequence == stamp.sequence and length == count:
+            return base_offset, appended_at_ms
+    return None
 
 
 def _last_batch_ms(fold: ProducerFold) -> int:

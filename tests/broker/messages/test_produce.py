@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import gevent
 import pytest
 from support.domain import running
+from support.held_writes import held_writes
 from support.replicas import eventually
 
 from portalmq import wire
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.storage.errors import CorruptFile
-from portalmq.errors import InvalidRequest, Unavailable
+from portalmq.errors import (
+    Backpressure,
+    Fenced,
+    InvalidRequest,
+    OutOfOrderSequence,
+    PortalMQError,
+    StorageFull,
+    Unavailable,
+)
 
 
 @pytest.fixture
@@ -19,11 +29,10 @@ def fixture(tmp_path):
         yield fixture
 
 
-def send(fixture, *records: Record, way: str) -> None:
+def send(fixture, *records: Record, way: str, **more) -> object:
     if way == "range":
-        fixture.broker.produce_range("t", ProduceRequest(list(records), partition=0))
-    else:
-        fixture.broker.produce("t", ProduceRequest(list(records)))
+        return fixture.broker.produce_range("t", ProduceRequest(list(records), partition=0, **more))
+    return fixture.broker.produce("t", ProduceRequest(list(records), **more))
 
 
 def stored(fixture) -> list[Record]:
@@ -85,3 +94,52 @@ def test_a_damaged_partition_refuses_its_own_messages_of_a_batch(fixture, monkey
     assert appended.partition == 1
     eventually(lambda: damaged.closed)
     assert fixture.faults == []
+
+
+@pytest.mark.parametrize("way", ["range", "batch"])
+@pytest.mark.parametrize("refusal", [StorageFull, Backpressure])
+def test_a_stamped_repeat_needs_no_room(fixture, monkeypatch, way, refusal):
+    fixture.broker.create_topic("t", wire.CreateTopic())
+    identity = fixture.broker.new_producer(None)
+    stamp, following = (wire.ProducerStamp(identity.id, identity.epoch, sequence) for sequence in (0, 1))
+    first = send(fixture, Record(b"a"), way=way, producer=stamp)
+    if refusal is StorageFull:
+        fixture.disk.is_full = True
+    else:
+        monkeypatch.setattr("portalmq.broker.partition.appending.QUEUED_BYTES_MAX", -1)
+    assert send(fixture, Record(b"a"), way=way, producer=stamp) == first
+    with pytest.raises(refusal) as told:
+        send(fixture, Record(b"b"), way=way, producer=following)
+    assert told.value.outcome == "not_applied"
+    assert len(stored(fixture)) == 1
+
+
+@pytest.mark.parametrize("way", ["range", "batch"])
+@pytest.mark.parametrize("refusal", [Fenced, OutOfOrderSequence])
+def test_only_a_committed_batch_refuses_another_one_of_its_producer(fixture, monkeypatch, way, refusal):
+    fixture.broker.create_topic("t", wire.CreateTopic())
+    send(fixture, Record(b"a"), way=way, producer=wire.ProducerStamp(7, 0, 0))
+    epoch = 1 if refusal is Fenced else 0
+    # The next batch of a newer instance; or a longer batch in the place of the other one.
+    other, refused = wire.ProducerStamp(7, epoch, 1 - epoch), wire.ProducerStamp(7, 0, 1)
+    with held_writes(monkeypatch, fixture.broker.topics.get("t").local[0]) as writes:
+        send(fixture, Record(b"b"), Record(b"c"), way=way, producer=other, acks="none")
+        told = gevent.spawn(error_of, fixture, way, refused)
+        gevent.idle()
+        assert not told.ready()
+        writes.refuse()
+        error = told.get()
+        assert isinstance(error, StorageFull)
+        assert error.outcome == "unknown"
+    assert error_of(fixture, way, refused) is None
+    send(fixture, Record(b"b"), way=way, producer=wire.ProducerStamp(7, 1, 0))
+    assert isinstance(error_of(fixture, way, wire.ProducerStamp(7, 1, 5)), OutOfOrderSequence)
+    assert isinstance(error_of(fixture, way, wire.ProducerStamp(7, 0, 2)), Fenced)
+
+
+def error_of(fixture, way: str, stamp: wire.ProducerStamp) -> PortalMQError | None:
+    try:
+        send(fixture, Record(b"x"), way=way, producer=stamp)
+    except PortalMQError as error:
+        return error
+    return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from portalmq.broker.core.replica.events import (
+    AnswerDuplicate,
     Append,
     Appended,
     AppendRequested,
@@ -111,6 +112,22 @@ def test_with_members_that_do_not_fetch_a_batch_is_refused_at_once():
         replica.step(LeaseRenewed(now_ms), now_ms)
     (refusal,) = replica.step(AppendRequested("a", 1), 7_000)
     assert isinstance(refusal.error, NotEnoughReplicas)
+
+
+def test_a_repeat_is_answered_where_a_new_batch_would_be_refused():
+    """The first copy is in the log, and is committed once the followers return: no repeat may deny that."""
+    replica = leader()
+    stamp = Stamp(7, 0, 0)
+    (first,) = replica.step(AppendRequested("a", UNCOMMITTED_MAX, stamp), 0)
+    repeat = AppendRequested("b", UNCOMMITTED_MAX, stamp)
+    assert replica.step(repeat, 0) == [AnswerDuplicate("b", first.base_offset, first.appended_at_ms)]
+    for now_ms in range(0, 7_000, 200):
+        replica.step(Tick(), now_ms)
+        replica.step(LeaseRenewed(now_ms), now_ms)
+    assert replica.step(repeat, 7_000) == [AnswerDuplicate("b", first.base_offset, first.appended_at_ms)]
+    for new in (Stamp(7, 0, UNCOMMITTED_MAX), Stamp(7, 0, UNCOMMITTED_MAX + 1), Stamp(7, 1, 0)):
+        (refusal,) = replica.step(AppendRequested("c", 1, new), 7_000)
+        assert isinstance(refusal.error, NotEnoughReplicas)
 
 
 # --- fetches ----------------------------------------------------------------------------------------------------------
