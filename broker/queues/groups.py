@@ -354,7 +354,13 @@ class Groups(GroupRegistry):
                     raise error
 
     def local_known(self, request: LookAt) -> LocalWork[bool]:
-        return one_by_one(lambda place: request.group in self.partition(place).delivery)
+        def known(place: TopicPartition) -> bool:
+            partition = self.partition(place)
+            if request.group in partition.delivery:  # its start may not be committed yet, and be refused by the disk
+                partition.wait_committed(partition.replica.next_offset - 1)
+            return request.group in partition.delivery
+
+        return one_by_one(known)
 
     def local_start(self, request: BeginGroup) -> LocalWork[bool]:
         return self._local_start(self.get_same(request.group, request.group_id), request.start)

@@ -11,13 +11,15 @@ import pytest
 from gevent.event import Event
 from support.domain import Fixture, records, running
 from support.held import held
+from support.held_writes import held_writes
 
 from portalmq import wire
+from portalmq.broker.cluster.rpc.queues import LookAt
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.queues import group_receiver
 from portalmq.broker.queues.wakeup import Wakeup
 from portalmq.broker.storage.errors import DiskFull
-from portalmq.errors import Unavailable
+from portalmq.errors import PortalMQError, StorageFull, Unavailable
 
 
 @pytest.fixture
@@ -53,6 +55,37 @@ def test_a_group_has_begun_for_nobody_before_its_start_is_on_disk(fixture, monke
         release()
         gevent.joinall(begins, timeout=10)
     assert all(begin.successful() for begin in begins)
+
+
+def test_a_start_that_the_disk_refuses_lets_no_group_begin_at_old_messages(fixture, monkeypatch):
+    """Where a group is known on partition 0, it begins elsewhere at the earliest message."""
+    send(fixture, "old")
+    fixture.broker.put_group("g", {"start": "latest"})
+    topic = fixture.broker.topics.get("t")
+    asked = LookAt("g", "t", topic.state.topic_id, [0])
+    known = fixture.broker.groups.local_known(asked)
+    with held_writes(monkeypatch, topic.partition(0)) as writes:
+        begin = gevent.spawn(begun, fixture)
+        asking = gevent.spawn(known, asked.places)
+        gevent.idle()
+        assert "g" in topic.partition(0).delivery
+        assert not asking.ready()
+        writes.refuse()
+        assert isinstance(asking.get()[asked.places[0]], StorageFull)
+        assert isinstance(begin.get(), StorageFull)
+    assert known(asked.places) == {asked.places[0]: False}
+    assert begun(fixture) is None
+    assert known(asked.places) == {asked.places[0]: True}
+    assert receive(fixture, wait_ms=0) == []
+
+
+def begun(fixture) -> PortalMQError | None:
+    groups = fixture.broker.groups
+    try:
+        groups.begin(groups.get("g"), fixture.broker.topics.get("t"))
+    except PortalMQError as error:
+        return error
+    return None
 
 
 def test_nothing_is_delivered_before_the_start_of_the_group_is_on_disk(fixture, monkeypatch):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gevent
 import pytest
 from support.domain import running
+from support.held_writes import held_writes
 
 from portalmq import wire
+from portalmq.broker.core.queue.records import GroupStart
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.storage.batch import Record
-from portalmq.errors import KeyOrder
+from portalmq.errors import KeyOrder, PortalMQError, StorageFull
 
 
 @pytest.fixture
@@ -53,3 +56,31 @@ def test_a_deleted_group_does_not_prevent_growth(fixture):
     read(fixture, "ordered", "key")
     fixture.broker.group_admin.delete("ordered")
     assert grow(fixture, 3) == 3
+
+
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_only_a_committed_start_of_a_group_prevents_growth(fixture, monkeypatch, is_refused):
+    fixture.broker.put_group("ordered", {"ordering": "key"})
+    partition = fixture.broker.topics.get("t").local[0]
+    with held_writes(monkeypatch, partition) as writes:
+        partition.append_group_record("ordered", GroupStart(0, fixture.clock.now_ms()))
+        growing = gevent.spawn(told, fixture)
+        gevent.idle()
+        assert not growing.ready()
+        if is_refused:
+            writes.refuse()
+            error = growing.get()
+            assert isinstance(error, StorageFull)
+            assert error.outcome == "not_applied"
+            assert grow(fixture, 3) == 3
+        else:
+            writes.let_through()
+            assert isinstance(growing.get(), KeyOrder)
+
+
+def told(fixture) -> PortalMQError | None:
+    try:
+        grow(fixture, 3)
+    except PortalMQError as error:
+        return error
+    return None
