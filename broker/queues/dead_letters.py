@@ -20,7 +20,7 @@ import msgspec
 
 from portalmq import wire
 from portalmq.broker.cluster.routing import LocalWork, one_by_one
-from portalmq.broker.cluster.rpc import PartitionCall, TopicPartition
+from portalmq.broker.cluster.rpc import PartitionCall, TopicPartition, first_error, values_of
 from portalmq.broker.cluster.rpc.queues import (
     DEAD_LETTERS,
     DROP_DEAD,
@@ -161,22 +161,18 @@ class DeadLetters:
         forward: bool,
         repeatable: bool = True,
     ) -> dict[int, T]:
-        """Return the answer of each partition by number. Raises the first error; as unknown when a part was done."""
+        """Return the answer of each partition by number. Raises an error; as unknown when a part is or may be
+        done."""
         if not forward:
             self._groups.leaders.check_led_here(request.places)
         outcomes = self._groups.leaders.call(call, request, local, forward=forward, repeatable=repeatable)
-        found: dict[int, T] = {}
-        errors: list[PortalMQError] = []
-        for place, outcome in outcomes.items():
-            if isinstance(outcome, PortalMQError):
-                errors.append(outcome)
-            else:
-                found[place.number] = outcome
-        if errors:
-            if found and call in (REDRIVE, DROP_DEAD):
-                errors[0].outcome = "unknown"
-            raise errors[0]
-        return found
+        error = first_error(outcomes.values())
+        if error is not None:
+            is_done_in_part = any(not isinstance(outcome, PortalMQError) for outcome in outcomes.values())
+            if is_done_in_part and call in (REDRIVE, DROP_DEAD):
+                error.outcome = "unknown"
+            raise error
+        return {place.number: value for place, value in values_of(outcomes).items()}
 
     # --- the leaders -------------------------------------------------------------------------------------------------
 

@@ -31,7 +31,15 @@ from portalmq.broker.queues import dead_letters, outbox
 from portalmq.broker.queues.delivery_batch import NAMES_MAX, dead_letter_topic
 from portalmq.broker.queues.settle import SettleRequest
 from portalmq.broker.storage.batch import Record
-from portalmq.errors import GroupModeMismatch, GroupNotFound, InvalidRequest, NotLeader, TopicNotFound, Unavailable
+from portalmq.errors import (
+    GroupModeMismatch,
+    GroupNotFound,
+    InvalidRequest,
+    NotLeader,
+    StorageFull,
+    TopicNotFound,
+    Unavailable,
+)
 from portalmq.wire import GroupConfig
 
 
@@ -552,3 +560,22 @@ def test_a_redrive_whose_second_record_is_refused_is_of_unknown_outcome(fixture,
     with pytest.raises(NotLeader) as refused:
         dead_letters._append_records(partition, "g", [(0, 1), (2, 3)], lambda part: Drop(part, 0))
     assert refused.value.outcome == "unknown"
+
+
+@pytest.mark.parametrize("way", ["redrive", "drop"])
+def test_what_may_be_done_on_one_partition_is_not_denied_by_another(fixture, monkeypatch, way):
+    fixture.broker.create_topic("in", wire.CreateTopic(partitions=2))
+    for number in range(2):
+        dead(fixture, "a", partition=number)
+        error = StorageFull("no room", outcome="unknown" if number else "not_applied")
+        monkeypatch.setattr(partition_of(fixture, number=number), "append_group_record", raising(error))
+    with pytest.raises(StorageFull) as told:
+        drop(fixture) if way == "drop" else redrive(fixture)
+    assert told.value.outcome == "unknown"
+
+
+def raising(error: Exception):
+    def raise_it(*_arguments: object, **_more: object) -> None:
+        raise error
+
+    return raise_it
