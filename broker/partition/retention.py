@@ -160,10 +160,14 @@ class Retention:
             raise not_serving_yet()
         purge = partition.append_control(BatchKind.PURGE, msgspec.msgpack.encode(Purge(upto)))
         partition.groups.purge(purge.base_offset, upto)
-        self.write_state().wait()
-        failed = self._advance(upto)
-        if failed is not None:
-            raise failed
+        try:
+            self.write_state().wait()
+            failed = self._advance(upto)
+            if failed is not None:
+                raise failed
+        except PortalMQError as error:
+            error.outcome = "unknown"  # the purge is on its way, and the next leader would finish it
+            raise
 
     def open_order(self, upto: int, within_s: float) -> int | None:
         """Return the first offset, below `upto`, that the outbox must still read after a wait; None without one."""

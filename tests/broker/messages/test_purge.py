@@ -12,9 +12,11 @@ from portalmq.broker.core.queue.records import Claim
 from portalmq.broker.core.replica.events import Tick
 from portalmq.broker.core.replica.replica import PartitionReplica
 from portalmq.broker.messages.produce import ProduceRequest
+from portalmq.broker.partition.retention import Retention
 from portalmq.broker.queues.settle import SettleRequest
 from portalmq.broker.storage.batch import Record
-from portalmq.errors import InvalidRequest, OffsetOutOfRange, PartitionNotFound, Unavailable
+from portalmq.broker.storage.errors import LogClosed
+from portalmq.errors import Backpressure, InvalidRequest, OffsetOutOfRange, PartitionNotFound, Unavailable
 
 LATER_MS = 60_000
 
@@ -194,3 +196,24 @@ def test_a_purge_is_answered_once_no_earlier_leader_can_deliver_the_messages(fix
     partition.step(Tick())
     gevent.joinall(purges, timeout=50, raise_error=True)
     assert all(each.ready() for each in purges)
+
+
+@pytest.mark.parametrize("step", ["write_state", "_advance"])
+@pytest.mark.parametrize("refusal", [Backpressure, LogClosed])
+def test_a_purge_that_is_refused_after_its_record_may_be_carried_out(fixture, monkeypatch, step, refusal):
+    send(fixture, Record(b"a"))
+    partition = fixture.broker.topics.known("t").local[0]
+
+    def refuse(*_upto: int) -> Exception:
+        if step == "write_state":
+            raise refusal()
+        return refusal()
+
+    monkeypatch.setattr(fixture.broker.leaders, "_patience_s", 0.0)  # a refusal is not retried
+    with monkeypatch.context() as patch:
+        patch.setattr(Retention, step, staticmethod(refuse))
+        with pytest.raises(refusal) as told:
+            purge(fixture, partition=0)
+    assert told.value.outcome == "unknown"
+    partition.retention.finish_purges()  # as the next leader does
+    eventually(lambda: partition.log.log_start_offset > 0)
