@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple
@@ -48,6 +49,7 @@ from portalmq.errors import (
     OffsetMoved,
     OffsetOutOfRange,
     StaleReceipt,
+    StorageFull,
     Unavailable,
 )
 
@@ -334,8 +336,9 @@ class GroupCommits:
     def _first_answer(self, partition: Partition, offset: int, call: CommitCall, acked: int) -> CommitResult:
         """Return the answer of a commit that is in the log, after a wait until it is committed."""
         partition.wait_settled(offset)
-        record = partition.reader.control_at(offset)
-        published = len(call.outputs)
+        published, record = len(call.outputs), None
+        with suppress(Unavailable, StorageFull):  # the commit is done, whether its record can be read or not
+            record = partition.reader.control_at(offset)
         if record is not None and record.kind == BatchKind.COMMIT:
             published = len(_decode_commit(record.body).outputs)
         return CommitResult(acked, published, offset)

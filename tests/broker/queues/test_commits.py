@@ -71,6 +71,19 @@ def test_a_commit_sent_twice_at_once_is_done_once(fixture):
     assert there(fixture) == ["A"]
 
 
+@pytest.mark.parametrize("failure", [Unavailable("a batch is damaged"), StorageFull("no descriptor")])
+def test_the_repeat_of_a_commit_needs_nothing_of_its_record(fixture, monkeypatch, failure):
+    def fail(_offset: int) -> None:
+        raise failure
+
+    send(fixture, "a")
+    messages = receive(fixture)
+    first = commit(fixture, messages, outputs("A"))
+    settled(fixture)
+    monkeypatch.setattr(partition_of(fixture).reader, "control_at", fail)
+    assert commit(fixture, messages, outputs("A")) == first
+
+
 def test_a_refused_commit_stays_refused_when_it_is_repeated(fixture):
     """A paused broker may hold a copy of the commit in a socket until after the sender has rolled back."""
     send(fixture, "a")
