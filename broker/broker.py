@@ -175,8 +175,12 @@ class Broker(Wiring):
         self, name: str, patch: dict[str, object], initial: dict[str, object] | None = None
     ) -> tuple[wire.GroupDescription, bool]:
         created = self.groups.put(name, patch, initial)
-        counted = self.group_admin.describe(name, leave_out=True)
-        return self.offsets.describe_or(counted) if counted.mode == "stream" else counted, created
+        try:
+            counted = self.group_admin.describe(name, leave_out=True)
+            return self.offsets.describe_or(counted) if counted.mode == "stream" else counted, created
+        except PortalMQError as error:
+            error.outcome = "unknown"  # the group is put already
+            raise
 
     def describe_group(self, name: str) -> wire.GroupDescription:
         is_stream = self.groups.get(name).config.mode == "stream"

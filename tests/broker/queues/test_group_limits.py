@@ -13,6 +13,7 @@ from support.domain import HandClock, records, running
 from portalmq import Admin, Consumer, InvalidRequest, Message, Producer, wire
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.queues.group_registry import LIMITS
+from portalmq.errors import Unavailable
 from portalmq.testing import InMemoryBroker
 
 WITHIN_S = 30.0
@@ -342,3 +343,16 @@ def test_a_restarted_broker_gives_each_key_one_burst_more(tmp_path: Path) -> Non
         clock.advance(10_001)
         found += [each.offset for each in second.broker.receive_handler.receive("g", request, None)]
     assert found == [1, 2, 3, 4, 5], "offsets: the first record begins the leader's epoch"
+
+
+def test_a_group_that_is_put_and_not_described_is_of_unknown_outcome(tmp_path, monkeypatch):
+    def fail(*_arguments: object, **_more: object) -> None:
+        raise Unavailable("its leader cannot be asked")
+
+    with running(tmp_path) as fixture:
+        with monkeypatch.context() as patch:
+            patch.setattr(fixture.broker.group_admin, "describe", fail)
+            with pytest.raises(Unavailable) as told:
+                fixture.broker.put_group("g", {})
+        assert told.value.outcome == "unknown"
+        assert fixture.broker.describe_group("g").group == "g"
