@@ -173,6 +173,7 @@ class Groups(GroupRegistry):
         partition = self.partition(place)
         if group.name not in partition.delivery:
             partition.wait_final()
+        if group.name not in partition.delivery:
             raise InvalidRequest(f"group {group.name!r} has ended on partition {place.number} of topic {place.topic!r}")
         return self.attach(group, partition, place.topic_id)
 

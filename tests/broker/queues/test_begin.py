@@ -88,6 +88,21 @@ def begun(fixture) -> PortalMQError | None:
     return None
 
 
+def test_a_group_that_begins_before_a_refusal_is_final_has_not_ended(fixture, monkeypatch):
+    send(fixture, "a")
+    group = fixture.broker.groups.ensure("g")
+    topic = fixture.broker.topics.get("t")
+    place, partition = topic.place(0), topic.partition(0)
+    with held_writes(monkeypatch, partition) as writes:
+        send(fixture, "b", acks="none")
+        asking = gevent.spawn(fixture.broker.groups.at, group, place)
+        gevent.idle()
+        assert not asking.ready()
+        fixture.broker.groups.start_here(group, place, "earliest")
+        writes.let_through()
+        assert asking.get().delivery is partition.delivery["g"]
+
+
 def test_nothing_is_delivered_before_the_start_of_the_group_is_on_disk(fixture, monkeypatch):
     """Found by `make simulate-shell SEED=66024`: the start was lost with the leader, and a commit was refused for good,
     with "the group has ended", of which a copy was carried out later."""
