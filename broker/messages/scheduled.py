@@ -269,7 +269,7 @@ class ScheduledMessages:
         def move(place: TopicPartition) -> int:
             partition = self._metadata_cache.partition(place)
             asked = by_place[place].offsets or ()
-            _wait_readable(partition, asked)
+            partition.wait_allotted(asked)
             offsets = [offset for _, offset in self._still_scheduled(partition, asked)]
             if not offsets:
                 _wait_settled(partition)
@@ -306,7 +306,7 @@ class ScheduledMessages:
         return one_by_one(cancel)
 
     def _cancel_here(self, partition: Partition, offset: int) -> None:
-        _wait_readable(partition, [offset])
+        partition.wait_allotted([offset])
         try:
             self._check_scheduled(partition, offset)
         except MessageNotFound:
@@ -330,12 +330,6 @@ class ScheduledMessages:
         due_ms = record.deliver_at_ms
         if due_ms is None or due_ms <= max(timestamp_ms, self._due_by_ms(partition)):
             raise MessageNotFound(f"message {partition.number}-{offset} is due already, or was never delayed")
-
-
-def _wait_readable(partition: Partition, offsets: Sequence[int]) -> None:
-    """Return when those of the offsets that are allotted are committed."""
-    allotted = [offset for offset in offsets if offset < partition.replica.next_offset]
-    partition.wait_committed(max(allotted, default=-1))
 
 
 def _wait_settled(partition: Partition) -> None:

@@ -101,6 +101,12 @@ class ReadablePartition:
         if offset >= self.replica.high_watermark:
             self.uncommitted.below(offset + 1).wait()
 
+    def wait_allotted(self, offsets: Sequence[int]) -> None:
+        """Like wait_committed, for those of the offsets that are allotted."""
+        if max(offsets, default=-1) >= self.replica.high_watermark:
+            next_offset = self.replica.next_offset
+            self.wait_committed(max([offset for offset in offsets if offset < next_offset], default=-1))
+
     def wait_settled(self, offset: int) -> None:
         """Like wait_committed, for records that take messages from consumers: also wait until no earlier leader can
         hand those messages out."""

@@ -102,6 +102,7 @@ class OffsetAcks:
         self, group: GroupState, shares: Mapping[TopicPartition, list[int]], holder: str | None
     ) -> LocalWork[list[bool]]:
         def begin(place: TopicPartition) -> Callable[[], list[bool]]:
+            self._groups.partition(place).wait_allotted(shares[place])
             if group.config.start == "earliest":
                 self._groups.begin_here(group, place, "earliest")
             verdicts, wait = self._groups.at(group, place).finish(shares[place], holder)

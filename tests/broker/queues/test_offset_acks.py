@@ -6,17 +6,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import gevent
 import pytest
 from support.domain import Fixture, HandClock, records, running
+from support.held_writes import held_writes
 
 from portalmq import wire
+from portalmq.broker.cluster.routing import outcome_of
 from portalmq.broker.core.queue import delivery as core_delivery
 from portalmq.broker.core.queue.receipts import topic_mark
 from portalmq.broker.core.replica.replica import PartitionReplica
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.queues import group_partition
 from portalmq.control_plane.state import TopicState
-from portalmq.errors import Backpressure, GroupModeMismatch, PartitionNotFound, TopicNotFound, Unavailable
+from portalmq.errors import Backpressure, GroupModeMismatch, PartitionNotFound, StorageFull, TopicNotFound, Unavailable
 
 
 @pytest.fixture
@@ -54,6 +57,27 @@ def test_messages_acked_before_delivery_are_not_delivered(fixture: Fixture) -> N
     _, second, _ = produce(fixture, "a", "b", "c")
     assert finish(fixture, (0, second)) == [True]
     assert receive(fixture) == ["a", "c"]
+
+
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_a_message_that_is_not_committed_yet_is_not_denied(
+    fixture: Fixture, monkeypatch: pytest.MonkeyPatch, is_refused: bool
+) -> None:
+    produce(fixture, "a")
+    receive(fixture)
+    partition = fixture.broker.topics.get("t").local[0]
+    with held_writes(monkeypatch, partition) as writes:
+        offset = partition.replica.next_offset
+        fixture.broker.produce("t", ProduceRequest(records("b"), partition=0, acks="none"))
+        acking = gevent.spawn(outcome_of, finish, fixture, (0, offset))
+        gevent.idle()
+        assert not acking.ready()
+        if is_refused:
+            writes.refuse()
+            assert isinstance(acking.get(), StorageFull)
+        else:
+            writes.let_through()
+            assert acking.get() == [True]
 
 
 def test_an_ack_may_be_repeated(fixture: Fixture) -> None:
