@@ -30,24 +30,32 @@ def copy(context: RequestContext, topic: str, message_id: str, query: Parameters
     wanted = wire.decode_json(context.body(), wire.CopyRequest)
     target = topic if wanted.to_topic is None else wire.check_name(wanted.to_topic, "to_topic")
     number, offset = place_of_id(message_id)
-    original = _find(context, topic, number, offset)
+    key = idempotency_key_of(current().headers)
+    original = _find(context, topic, number, offset, is_keyed=key is not None)
     context.make_room([original.record])
     as_sent = ("copy", wanted.delay_ms, wanted.deliver_at_ms, wanted.ttl_ms, wanted.priority)
     request = ProduceRequest(
         [_edited(original, wanted, context.broker.wall_ms())],
         partition=wanted.partition,
         is_single=True,
-        idempotency_key=idempotency_key_of(current().headers),
+        idempotency_key=key,
         as_sent=as_sent,
         forward=may_forward(current()),
     )
     return single_answer(target, context.broker.produce(target, request)[0]).response()
 
 
-def _find(context: RequestContext, topic: str, number: int, offset: int) -> StoredMessage:
-    missing = MessageNotFound(f"there is no message {number}-{offset} in topic {topic!r}")
+def _find(context: RequestContext, topic: str, number: int, offset: int, *, is_keyed: bool) -> StoredMessage:
+    missing = MessageNotFound(
+        f"there is no message {number}-{offset} in topic {topic!r}",
+        outcome="unknown" if is_keyed else "not_applied",  # a first try may have found it before it was removed
+    )
+    browse = context.broker.browser.browse
     try:
-        page = context.broker.browser.browse(topic, number, offset=offset, limit=1)
+        page = browse(topic, number, offset=offset, limit=1)
+        if not page.messages:  # at the end of the log; beyond it, what is not committed yet is refused as Unavailable
+            browse(topic, number, offset=offset + 1, limit=1)
+            page = browse(topic, number, offset=offset, limit=1)
     except (OffsetOutOfRange, PartitionNotFound):
         raise missing from None
     if not page.messages or page.messages[0].offset != offset:
