@@ -24,7 +24,7 @@ one, or may yet), `partial` (the items answered "ok" were applied, the others we
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 Outcome = Literal["not_applied", "unknown", "partial"]
 
@@ -59,6 +59,12 @@ class PortalMQError(Exception):
         self.outcome: Outcome = outcome
         self.retry_after_s = retry_after_s
         self.extra = extra
+
+    def __copy__(self) -> Self:
+        """Return an error of its own, without the traceback. Not every subclass can be made from its `args`."""
+        made = type(self).__new__(type(self), *self.args)
+        made.__dict__.update(self.__dict__, extra=dict(self.extra))
+        return made
 
     def problem(self) -> dict[str, Any]:
         """Return the members of this error's RFC 9457 problem document."""

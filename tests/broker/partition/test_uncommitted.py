@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 
 from portalmq.broker.partition.uncommitted import SETTLEMENT_KINDS, Uncommitted
-from portalmq.broker.partition.writer import Pending
+from portalmq.broker.partition.writer import NotCommittedYet, Pending
 from portalmq.broker.storage.batch import Batch, BatchKind
-from portalmq.errors import NotLeader
+from portalmq.broker.storage.errors import LogClosed
+from portalmq.errors import NotLeader, PortalMQError
 
 
 def appended(uncommitted: Uncommitted, offset: int, kind: BatchKind) -> Pending:
@@ -49,3 +52,13 @@ def test_no_call_changes_the_outcome_that_another_one_is_told():
             waiter.wait()
         assert (told.value.outcome, told.value.extra) == ("unknown", {"leader": 2})
         told.value.outcome = "not_applied"  # as a search does that comes before its append
+
+
+@pytest.mark.parametrize(
+    "error", [LogClosed(), NotCommittedYet("late"), NotLeader("moved", outcome="unknown", leader=2)], ids=repr
+)
+def test_a_copy_of_an_error_is_like_it_and_changes_alone(error: PortalMQError):
+    another = copy.copy(error)
+    assert (type(another), another.problem(), str(another)) == (type(error), error.problem(), str(error))
+    another.extra["results"] = []
+    assert "results" not in error.extra
