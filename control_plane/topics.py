@@ -17,7 +17,18 @@ from portalmq import wire
 from portalmq.control_plane import state
 from portalmq.control_plane.assignment import first_for, place
 from portalmq.control_plane.cluster import ClusterNodes
-from portalmq.control_plane.plane import COMMIT_OPS_MAX, Check, Create, Delete, Node, NodeExists, NodeMissing, Op, Set
+from portalmq.control_plane.plane import (
+    COMMIT_OPS_MAX,
+    Check,
+    Create,
+    Delete,
+    Node,
+    NodeExists,
+    NodeMissing,
+    Op,
+    Set,
+    VersionMismatch,
+)
 from portalmq.control_plane.state import BrokerState, PartitionState, Tombstone, TopicState
 from portalmq.control_plane.tree import Versioned
 from portalmq.errors import InvalidRequest, TopicExists, TopicNotFound, Unavailable
@@ -127,6 +138,8 @@ class TopicNodes(ClusterNodes):
                     f"make a new topic with {partitions}, and copy"
                 )
             home = self._home(topic)
+            if self._read(state.topic_path(name), TopicState) != held:
+                raise VersionMismatch(state.topic_path(name))  # the home may be as the topic's deletion left it
             altered = msgspec.structs.replace(
                 topic, partitions=partitions, config=_topic_config(topic.config, request.config)
             )

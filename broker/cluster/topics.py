@@ -110,7 +110,7 @@ class Topics:
         self._describe_lock = BoundedSemaphore()
         self._changed = Event()
         self._closed = False
-        self.ticker = Ticker(host, self.partitions, polls=polls)
+        self.ticker = Ticker(host, lambda: (*self.partitions(), *self._closing()), polls=polls)
         self.on_opened: Callable[[Partition], None] = lambda partition: None
 
     def __iter__(self) -> Iterator[Topic]:
@@ -137,6 +137,10 @@ class Topics:
         for partition in partitions:
             partition.check_pause(now_ms)
         return [partition for partition in partitions if partition.serves]
+
+    def _closing(self) -> list[Partition]:
+        """Return the replicas of deleted topics that are still open."""
+        return [partition for topic in tuple(self._ending.values()) for partition in tuple(topic.local.values())]
 
     def note_closed(self, *, is_ending: bool = False) -> None:
         """Note the replicas whose files are closed, so that the next start need not open them."""
@@ -435,8 +439,7 @@ class Topics:
         """Write pending records, save the folds, close the files."""
         self._closed = self._opener.closed = self.files.closed = True
         self.ticker.close()
-        ending = [partition for topic in tuple(self._ending.values()) for partition in topic.local.values()]
-        gevent.joinall([gevent.spawn(partition.close) for partition in (*self.partitions(), *ending)])
+        gevent.joinall([gevent.spawn(partition.close) for partition in (*self.partitions(), *self._closing())])
         self.note_closed(is_ending=True)
         self._host.pool.apply(self._replicas.files.epochs.close)
 

@@ -173,6 +173,7 @@ class Groups(GroupRegistry):
         partition = self.partition(place)
         if group.name not in partition.delivery:
             partition.wait_final()
+            self.check_same(group)
         if group.name not in partition.delivery:
             raise InvalidRequest(f"group {group.name!r} has ended on partition {place.number} of topic {place.topic!r}")
         return self.attach(group, partition, place.topic_id)
@@ -357,8 +358,10 @@ class Groups(GroupRegistry):
     def local_known(self, request: LookAt) -> LocalWork[bool]:
         def known(place: TopicPartition) -> bool:
             partition = self.partition(place)
-            if request.group in partition.delivery:  # its start may not be committed yet, and be refused by the disk
-                partition.wait_committed(partition.replica.next_offset - 1)
+            attached = self._attached.get((request.group, partition.topic_id, partition.number))
+            # Its start may not be committed yet, and be refused by the disk. What came after it is not waited for.
+            if attached is not None and request.group in partition.delivery:
+                attached.wait_begun()
             return request.group in partition.delivery
 
         return one_by_one(known)

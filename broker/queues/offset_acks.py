@@ -103,6 +103,7 @@ class OffsetAcks:
     ) -> LocalWork[list[bool]]:
         def begin(place: TopicPartition) -> Callable[[], list[bool]]:
             self._groups.partition(place).wait_allotted(shares[place])
+            self._groups.check_same(group)
             if group.config.start == "earliest":
                 self._groups.begin_here(group, place, "earliest")
             verdicts, wait = self._groups.at(group, place).finish(shares[place], holder)

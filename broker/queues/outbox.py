@@ -326,6 +326,9 @@ class Outbox:
         """Yield copies that are delivered at another time, and live as long from then on."""
         move = _decode_reschedule(order.body)
         topic, number = self._topic.name, self._partition.number
+        there = self._destinations.find(topic)
+        if there is None or there.state.topic_id != self._topic.state.topic_id:
+            return  # it was deleted: one that has its name now is another topic
         for start, end in move.ranges:
             for piece in self._partition.reader.pieces(start, end, end - start):
                 for offset, record in enumerate(piece.records(), piece.start):

@@ -115,8 +115,8 @@ class ScheduleRunner:
         self._heap: list[tuple[int, int, str, _Entry]] = []
         # Those that wait until it is known for how long some broker was always up.
         self._undecided: list[_Entry] = []
-        # Those whose last ticks the disk refused: they are looked for in the log again.
-        self._lost: list[_Entry] = []
+        # Schedules whose last ticks the disk refused: these are looked for in the log again.
+        self._lost: set[str] = set()
         self._order = count()
         self._noted: set[str] | None = None  # None: everything
         self._reads = 0
@@ -196,11 +196,9 @@ class ScheduleRunner:
         due: list[_Entry] = []
         if self._undecided and self._up_time.is_up_time_known:
             due, self._undecided = self._undecided, []
-        lost, self._lost = self._lost, []
-        for entry in lost:
-            name = entry.schedule.name
-            if self._entries.get(name) is entry:
-                self._enter(name, self._definitions[name], not_before_ms=now_ms + RETRY_MS)
+        lost, self._lost = self._lost, set()
+        for name in sorted(lost & self._entries.keys()):
+            self._enter(name, self._definitions[name], not_before_ms=now_ms + RETRY_MS)
         while self._heap and self._heap[0][0] <= now_ms:
             _, _, name, entry = heapq.heappop(self._heap)
             if self._entries.get(name) is entry:
@@ -368,12 +366,12 @@ class ScheduleRunner:
             last = partition.submit(tuple(records), size, stamp=stamp, acks="none")
             self._published(topic.name, 1, size)
             if tick_ms == due.ticks[-1]:  # what the disk refuses, it refuses with all that follows
-                last.done.rawlink(lambda _, pending=last: self._on_done(entry, pending))
+                last.done.rawlink(lambda _, pending=last: self._on_done(schedule.name, pending))
         entry.handled_ms = due.upto_ms
 
-    def _on_done(self, entry: _Entry, last: Pending) -> None:
+    def _on_done(self, name: str, last: Pending) -> None:
         if last.error is not None:
-            self._lost.append(entry)
+            self._lost.add(name)
             self._wake.set()
 
 

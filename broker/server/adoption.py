@@ -313,8 +313,8 @@ def _may_lack(found: Collection[ReplicaFound], topic: TopicState, configured: Co
 
 def write_back(catalog: Catalog, adoption: Adoption, *, accept_loss: bool, replace_cluster: bool) -> list[str]:
     """Write the contents into the control plane; return sentences about each step. Existing nodes stay, except those
-    that are older than the directories, or that an interrupted adoption wrote: it can be repeated, with more
-    directories too. Raises NotAdopted."""
+    that are older than the directories, or that an adoption wrote which found less. So an interrupted adoption can be
+    repeated, with more directories too. Raises NotAdopted."""
     losses = adoption.losses()
     if losses and not accept_loss:
         raise NotAdopted(
@@ -336,13 +336,14 @@ def write_back(catalog: Catalog, adoption: Adoption, *, accept_loss: bool, repla
     catalog.reserve_producer_ids(adoption.next_producer_id)
     for broker_id, store_uuid in sorted(adoption.brokers.items()):
         catalog.claim_broker_id(store_uuid, broker_id)
-    topics = sorted(adoption.topics.values(), key=lambda topic: topic.name)
-    written = [_write_topic(catalog, topic, adoption, existing.get(topic.topic_id)) for topic in topics]
     groups, generations = adoption.groups(), adoption.generations()
     saved = {each.name for each in adoption.saved_groups.states} if adoption.saved_groups else set[str]()
     for name, group in sorted(groups.items()):
         generation = generations.get(name, GENERATIONS_APART)
         catalog.restore_group(name, group.config, group.pause, generation, overwrites=overwrites and name in saved)
+    # Topics come last: until then they show, when an interrupted adoption is repeated, that the settings are older.
+    topics = sorted(adoption.topics.values(), key=lambda topic: topic.name)
+    written = [_write_topic(catalog, topic, adoption, existing.get(topic.topic_id)) for topic in topics]
     catalog.replace_cluster_id(adoption.cluster_id)
     messages = [f"cluster {adoption.cluster_id}, brokers {', '.join(map(str, sorted(adoption.brokers)))}", *written]
     messages += adoption.differences()
@@ -386,46 +387,57 @@ def _check_plane(catalog: Catalog, adoption: Adoption, *, replace_cluster: bool)
 
 @dataclass(frozen=True, slots=True)
 class _Existing:
-    """A topic of the directories that the control plane has. `is_older`: it is written again. `has_older_settings`: so
-    are its settings. Otherwise only who is in sync is not as the directories have it."""
+    """A topic of the directories that the control plane has. `superseded` are the numbers of the partitions whose state
+    the directories replace. `has_older_settings`: they replace its settings too."""
 
     topic: TopicState
     partitions: Mapping[int, PartitionState]
-    is_older: bool
+    superseded: Collection[int]
     has_older_settings: bool
+
+    @property
+    def is_older(self) -> bool:
+        return bool(self.superseded) or self.has_older_settings
 
 
 def _existing(catalog: Catalog, adoption: Adoption) -> dict[str, _Existing]:
     """Return the topics, by id, that the control plane has of those in the directories."""
-    is_unfinished = (catalog.find_cluster_id() or "").startswith(ADOPTING)
     existing: dict[str, _Existing] = {}
     for topic in catalog.topics().values():
         wanted = adoption.topics.get(topic.topic_id)
         if wanted is None:
             continue
-        partitions = {number: held.value for number, held in catalog.partitions(topic).items()}
-        found = {number: adoption.replicas.get((topic.topic_id, number), []) for number in partitions}
-        of_earlier = (
-            is_unfinished
-            or wanted.partitions > topic.partitions
-            or any(each.highest_epoch > state.leader_epoch for n, state in partitions.items() for each in found[n])
+        states = {number: held.value for number, held in catalog.partitions(topic).items()}
+        found = {number: adoption.replicas.get((topic.topic_id, number), []) for number in states}
+        superseded = [n for n, state in states.items() if found[n] and _is_superseded(state, found[n], adoption)]
+        has_older_settings = wanted.partitions > topic.partitions or any(
+            each.highest_epoch > state.leader_epoch for n, state in states.items() for each in found[n]
         )
-        older = of_earlier or any(is_older(state, found[number]) for number, state in partitions.items())
-        existing[topic.topic_id] = _Existing(topic, partitions, older, of_earlier)
+        existing[topic.topic_id] = _Existing(topic, states, superseded, has_older_settings)
     return existing
 
 
+def _is_superseded(state: PartitionState, found: Collection[ReplicaFound], adoption: Adoption) -> bool:
+    """Return whether these replicas say more than a state of their partition: they are of a later time; or an earlier
+    adoption has written it, no broker has run since, and all that it found are here again."""
+    if is_older(state, found):
+        return True
+    wanted = state_of(found)
+    is_same = (state.isr, state.replicas, state.store_uuids) == (wanted.isr, wanted.replicas, wanted.store_uuids)
+    return not state.incarnations and not is_same and adoption.brokers.keys() >= set(state.isr)
+
+
 def _write_topic(catalog: Catalog, topic: TopicState, adoption: Adoption, existing: _Existing | None) -> str:
-    if existing is not None:
+    if existing is None:
+        partitions = adoption.partitions(topic)
+    else:
         count = max(topic.partitions, existing.topic.partitions)
         topic = msgspec.structs.replace(topic, partitions=count) if existing.has_older_settings else existing.topic
-    partitions = adoption.partitions(topic)
-    if existing is not None:
-        above = {number: 1 + state.leader_epoch for number, state in existing.partitions.items()}
-        partitions = [
-            msgspec.structs.replace(state, leader_epoch=max(state.leader_epoch, above.get(number, 0)))
-            for number, state in enumerate(partitions)
-        ]
+        partitions = adoption.partitions(topic)
+        for number, state in existing.partitions.items():
+            epoch = max(partitions[number].leader_epoch, state.leader_epoch + 1)
+            is_kept = number not in existing.superseded
+            partitions[number] = state if is_kept else msgspec.structs.replace(partitions[number], leader_epoch=epoch)
     is_older = existing is not None and existing.is_older
     if not catalog.restore_topic(topic, partitions, overwrites=is_older):
         return f"topic {topic.name}: is there already"

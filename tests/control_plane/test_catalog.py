@@ -322,6 +322,25 @@ class TestAlteringTopics:
         assert altered.topic_id == catalog.topic("t").topic_id != old.topic_id
         assert len(catalog.partitions(altered)) == altered.partitions
 
+    def test_a_topic_that_is_deleted_between_the_reads_of_a_change_stays_another(
+        self, plane: Interrupted, catalog: Catalog
+    ) -> None:
+        create(catalog)
+        rival, read_home = Catalog(plane), catalog._home
+
+        def home_of_a_deleted_one(topic: state.TopicState) -> object:
+            catalog._home = read_home  # type: ignore[method-assign]
+            rival._remove_all = lambda path: None  # type: ignore[method-assign]  # it ended before that
+            rival.delete_topic("t", now_ms=0)
+            home = read_home(topic)
+            create(rival)
+            return home
+
+        catalog._home = home_of_a_deleted_one  # type: ignore[method-assign,assignment]
+        altered = catalog.alter_topic("t", wire.AlterTopic(config={"retention_ms": 5}), brokers=ONE)
+        assert altered.topic_id == catalog.topic("t").topic_id
+        assert altered.topic_id not in catalog.tombstones()
+
     def test_a_missing_topic_is_not_found(self, catalog: Catalog) -> None:
         with pytest.raises(TopicNotFound):
             catalog.alter_topic("t", wire.AlterTopic(), brokers=ONE)

@@ -79,6 +79,18 @@ def test_a_start_that_the_disk_refuses_lets_no_group_begin_at_old_messages(fixtu
     assert receive(fixture, wait_ms=0) == []
 
 
+def test_what_is_not_committed_after_its_start_keeps_no_group_from_beginning(fixture, monkeypatch):
+    """With partition 0 cut off from its followers the group would get nothing from the other partitions either."""
+    send(fixture, "old")
+    fixture.broker.put_group("g", {"start": "latest"})
+    topic = fixture.broker.topics.get("t")
+    assert begun(fixture) is None
+    asked = LookAt("g", "t", topic.state.topic_id, [0])
+    with held_writes(monkeypatch, topic.partition(0)):
+        topic.partition(0).submit(tuple(records("late")), 4)
+        assert fixture.broker.groups.local_known(asked)(asked.places) == {asked.places[0]: True}
+
+
 def begun(fixture) -> PortalMQError | None:
     groups = fixture.broker.groups
     try:

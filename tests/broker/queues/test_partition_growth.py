@@ -8,7 +8,7 @@ from support.domain import running
 from support.held_writes import held_writes
 
 from portalmq import wire
-from portalmq.broker.core.queue.records import GroupStart
+from portalmq.broker.cluster.routing import outcome_of
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import KeyOrder, PortalMQError, StorageFull
@@ -61,9 +61,11 @@ def test_a_deleted_group_does_not_prevent_growth(fixture):
 @pytest.mark.parametrize("is_refused", [True, False])
 def test_only_a_committed_start_of_a_group_prevents_growth(fixture, monkeypatch, is_refused):
     fixture.broker.put_group("ordered", {"ordering": "key"})
-    partition = fixture.broker.topics.get("t").local[0]
+    topic, groups = fixture.broker.topics.get("t"), fixture.broker.groups
+    partition = topic.local[0]
     with held_writes(monkeypatch, partition) as writes:
-        partition.append_group_record("ordered", GroupStart(0, fixture.clock.now_ms()))
+        gevent.spawn(outcome_of, groups.begin_here, groups.get("ordered"), topic.place(0), "earliest")
+        gevent.sleep(0)
         growing = gevent.spawn(told, fixture)
         gevent.idle()
         assert not growing.ready()

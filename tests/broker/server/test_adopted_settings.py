@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace as replace_found
 from pathlib import Path
 
@@ -193,19 +193,23 @@ class TestOrder:
         write_back(catalog, adoption, accept_loss=False, replace_cluster=False)
         assert catalog.find_cluster_id() == "c"
 
+    @pytest.mark.parametrize("is_interrupted", [True, False])
     def test_more_directories_count_when_it_is_repeated(
-        self, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+        self, catalog: Catalog, monkeypatch: pytest.MonkeyPatch, is_interrupted: bool
     ) -> None:
-        """The state that an interrupted adoption wrote stayed, and what only the third replica had was lost."""
+        """The state that an adoption wrote stayed, and what only the third replica had was lost."""
+        first, ends = adoption_of(found(1, 10, {"g": PauseState()})), catalog.replace_cluster_id
 
-        def interrupted(*given: object, **named: object) -> None:
-            raise KeyboardInterrupt
+        def interrupted(wanted: str) -> None:
+            if wanted == "c":
+                raise KeyboardInterrupt
+            ends(wanted)
 
-        with monkeypatch.context() as patch:
-            patch.setattr(catalog, "restore_group", interrupted)
-            first = adoption_of(found(1, 10, {"g": PauseState()}))
-            with pytest.raises(KeyboardInterrupt):
-                write_back(catalog, first, accept_loss=False, replace_cluster=False)
+        with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+            if is_interrupted:
+                patch.setattr(catalog, "replace_cluster_id", interrupted)
+            write_back(catalog, first, accept_loss=False, replace_cluster=False)
+        assert (catalog.find_cluster_id() == "c") is not is_interrupted
         assert state_in(catalog).isr == (1,)
         both = adoption_of(found(1, 10), found(2, 20))
         assert "topic t: 1 partitions" in "".join(write_back(catalog, both, accept_loss=False, replace_cluster=False))
@@ -241,6 +245,54 @@ class TestAnOlderState:
         grown.topics[TOPIC.topic_id] = replace(TOPIC, partitions=3)
         write_back(catalog, grown, accept_loss=False, replace_cluster=False)
         assert catalog.topic("t").partitions == len(catalog.partitions(catalog.topic("t"))) == 3
+
+    def test_a_state_that_brokers_used_is_not_replaced_by_what_fewer_directories_have(
+        self, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Not even when the adoption that left it alone is interrupted, and repeated."""
+        used = PartitionState(1, 9, (1, 3), (1, 2, 3), {1: "s", 3: "s"}, {1: 5, 3: 6})
+        catalog.cluster_id("c")
+        catalog.restore_topic(TOPIC, [used])
+        adoption = adoption_of(replace_found(found(2, 10), last_epoch=5, highest_epoch=5))
+        adoption.topics["gone"] = replace(TOPIC, name="gone", topic_id="gone")
+
+        def interrupted(*given: object, **named: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(catalog, "restore_topic", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                write_back(catalog, adoption, accept_loss=True, replace_cluster=False)
+        for _ in range(2):
+            write_back(catalog, adoption, accept_loss=True, replace_cluster=False)
+            assert state_in(catalog) == used
+
+    def test_only_partitions_that_are_older_are_replaced(self, catalog: Catalog) -> None:
+        used = [
+            PartitionState(isr[0], 9, isr, isr, dict.fromkeys(isr, "s"), dict.fromkeys(isr, 5))
+            for isr in ((1, 2), (3,))
+        ]
+        topic = replace(TOPIC, partitions=2)
+        catalog.cluster_id("c")
+        catalog.restore_topic(topic, used)
+        adoption = adoption_of(found(1, 10), found(2, 20))
+        adoption.topics["id"] = topic
+        write_back(catalog, adoption, accept_loss=True, replace_cluster=False)
+        after = {number: held.value for number, held in catalog.partitions(catalog.topic("t")).items()}
+        assert (after[0].isr, after[0].leader_epoch, after[1]) == ((2,), 10, used[1])
+
+    @pytest.mark.parametrize("given", [(1, 2, 3), (3,)])
+    def test_a_partition_that_was_missing_is_found_later(self, catalog: Catalog, given: tuple[int, ...]) -> None:
+        """What a first adoption began empty is not replaced without the directories that it is in."""
+        first = adoption_of()
+        first.brokers = {1: "s", 2: "s"}
+        write_back(catalog, first, accept_loss=True, replace_cluster=False)
+        before = state_in(catalog)
+        assert before.isr == (1, 2)
+        more = adoption_of(found(3, 10))
+        more.brokers = dict.fromkeys(given, "s")
+        write_back(catalog, more, accept_loss=True, replace_cluster=False)
+        assert state_in(catalog).isr == ((3,) if len(given) == 3 else before.isr)
 
     def test_settings_of_a_later_state_stay(self, catalog: Catalog) -> None:
         brokers = {1: BrokerState("http://b1", 1, "s")}
