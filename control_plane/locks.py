@@ -194,7 +194,7 @@ def _check_holder(lock: LockState, owner: str, token: int) -> None:
 def _fenced(detail: str, token: int, newest: int) -> Fenced:
     """Return the refusal of a token. For one that was issued it is unknown: an earlier copy of the request may have
     come while its holder had the lock, and have released it."""
-    return Fenced(detail, outcome="unknown" if token < newest else "not_applied", newest_token=newest)
+    return Fenced(detail, outcome="unknown" if token <= newest else "not_applied", newest_token=newest)
 
 
 # --- the tree --------------------------------------------------------------------------------------------------------

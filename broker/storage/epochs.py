@@ -20,7 +20,7 @@ import apsw
 from portalmq.broker.storage.errors import StorageFault, faults_of, opening_errors
 from portalmq.broker.storage.fair_lock import FairLock
 from portalmq.broker.storage.files import complete_replacement, make_directory, replace_database
-from portalmq.broker.storage.wal import BUSY_TIMEOUT_MS, connect_beside, make_durable, set_full_sync
+from portalmq.broker.storage.wal import BUSY_TIMEOUT_MS, connect_beside, keep_log, make_durable, set_full_sync
 
 EPOCHS_NAME = "epochs.sqlite"
 DDL = """CREATE TABLE epochs (
@@ -145,6 +145,7 @@ class EpochFile:
             make_directory(self.path.parent)
             self._replace(self._highest or {})
         connection = apsw.Connection(str(self.path), flags=apsw.SQLITE_OPEN_READWRITE)
+        keep_log(connection)
         try:
             connection.set_busy_timeout(BUSY_TIMEOUT_MS)
             with opening_errors():

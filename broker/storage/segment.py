@@ -45,6 +45,7 @@ from portalmq.broker.storage.segment_reading import ReadableSegment
 from portalmq.broker.storage.wal import (
     BUSY_TIMEOUT_MS,
     connect_final,
+    keep_log,
     make_durable,
     set_full_sync,
     sync_wal,
@@ -222,6 +223,7 @@ class Segment(ReadableSegment):
         self.close_reader()  # of open_closed(), which cannot see changes
         os.chmod(self.path, 0o640)  # a kill may have come while it was being settled
         writer = apsw.Connection(str(self.path), flags=apsw.SQLITE_OPEN_READWRITE)
+        keep_log(writer)
         try:
             self._set_up(writer)
         except BaseException:

@@ -38,6 +38,7 @@ from portalmq.broker.storage.wal import (
     BUSY_TIMEOUT_MS,
     connect_beside,
     connect_final,
+    keep_log,
     make_durable,
     set_full_sync,
     was_closed,
@@ -380,6 +381,8 @@ class StateFile:
         if not complete_replacement(self.path):
             make_directory(self.path.parent)
         connection = apsw.Connection(str(self.path))
+        if not self._is_durable:
+            keep_log(connection)
         try:
             connection.set_busy_timeout(BUSY_TIMEOUT_MS)
             with opening_errors():
@@ -436,6 +439,7 @@ class StateFile:
         """Return the highest epoch in a file that is damaged elsewhere; -1 if it is unreadable, or another log's."""
         try:
             with contextlib.closing(apsw.Connection(str(self.path), flags=apsw.SQLITE_OPEN_READWRITE)) as connection:
+                keep_log(connection)
                 meta = dict(connection.execute("SELECT key, value FROM meta"))
                 is_ours = self.identity.as_meta().items() <= meta.items()
                 return _highest_epoch(connection) if is_ours else -1

@@ -26,8 +26,14 @@ def set_full_sync(connection: apsw.Connection) -> None:
     connection.execute("PRAGMA fullfsync = ON")
 
 
+def keep_log(connection: apsw.Connection) -> None:
+    """Let SQLite not copy the log into the file when `connection` is closed before `make_durable` has written the log
+    again: a power cut would bring back an earlier log, with pages that do not belong to those in the file."""
+    connection.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 1)
+
+
 def make_durable(connection: apsw.Connection) -> None:
-    """Make everything durable that `connection` can read. It has synchronous=FULL.
+    """Make everything durable that `connection` can read. It has synchronous=FULL, and was opened with `keep_log`.
 
     A kill may have come between the write of a commit and its fsync. The log is first written over itself and synced: a
     sync alone writes nothing of what an earlier one failed to write, and a power cut in the middle of the checkpoint
@@ -36,6 +42,7 @@ def make_durable(connection: apsw.Connection) -> None:
     one before its frames.
     """
     _write_again(Path(f"{connection.filename}-wal"))
+    connection.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 0)
     try:
         connection.set_busy_timeout(FOREIGN_READER_WAIT_MS)
         connection.wal_checkpoint("main", apsw.SQLITE_CHECKPOINT_TRUNCATE)
