@@ -97,16 +97,19 @@ class ScheduleStore(Tree):
         self.plane.commit(Create(schedule_path(schedule.name), state.encode(schedule)))
 
     def restore(self, schedule: ScheduleState, *, overwrites: bool) -> None:
-        """Write a schedule back where it is missing, or everywhere. It continues after what was handled."""
+        """Write a schedule back where it is missing, or `overwrites`. It continues after what was handled."""
 
         def restore() -> None:
             held = self._read(schedule_path(schedule.name), ScheduleState)
             if held is None:
                 self.create(schedule)
-            elif overwrites:
-                same = held.value.schedule_id == schedule.schedule_id
-                since_ms = max(schedule.since_ms, held.value.since_ms) if same else schedule.since_ms
-                self.change(held, msgspec.structs.replace(schedule, since_ms=since_ms), None)
+                return
+            wanted = schedule if overwrites else held.value
+            if held.value.schedule_id == schedule.schedule_id:
+                since_ms = max(schedule.since_ms, held.value.since_ms)
+                wanted = msgspec.structs.replace(wanted, since_ms=since_ms)
+            if wanted != held.value:
+                self.change(held, wanted, None)
 
         self._retry_conflicts(f"schedule {schedule.name!r}", restore)
 

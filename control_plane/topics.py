@@ -88,11 +88,8 @@ class TopicNodes(ClusterNodes):
 
         return self._retry_conflicts(f"topic {name!r}", create)
 
-    def restore_topic(
-        self, topic: TopicState, partitions: Sequence[PartitionState], *, overwrites: bool = False
-    ) -> bool:
-        """Write a topic back as it was, with these partitions. Return False when it existed before, except where this
-        `overwrites` it.
+    def restore_topic(self, topic: TopicState, partitions: Sequence[PartitionState]) -> bool:
+        """Write a topic back as it was, with these partitions. Return False when it existed before.
 
         Raises TopicExists when another topic has its name.
         """
@@ -100,9 +97,6 @@ class TopicNodes(ClusterNodes):
 
         def restore() -> bool:
             nonlocal tried
-            held = self._read(state.topic_path(topic.name), TopicState) if overwrites and not tried else None
-            if held is not None and held.value.topic_id == topic.topic_id:
-                self.plane.commit(Delete(state.topic_path(topic.name), held.version))
             existing, home = self.find_topic(topic.name), None
             if existing is None and (home := self._stop_creation(topic.topic_id)) is not None:
                 existing = self.find_topic(topic.name)  # the attempt that was interrupted may have come just now
@@ -124,6 +118,23 @@ class TopicNodes(ClusterNodes):
             return True
 
         return self._retry_conflicts(f"topic {topic.name!r}", restore)
+
+    def rewrite_topic(self, topic: TopicState, partitions: Mapping[int, PartitionState]) -> None:
+        """Replace the settings of a topic, and the states of these partitions. The last of them changes together with
+        the settings: until then an adoption that is repeated finds what it found. Raises TopicNotFound, TopicExists."""
+
+        def rewrite() -> None:
+            held = self._held(topic.name)
+            if held.value.topic_id != topic.topic_id:
+                raise TopicExists(f"another topic is named {topic.name!r}")
+            before, ops = self.partitions(topic), list[Op]()
+            for number, partition in partitions.items():
+                path, data = state.partition_path(topic.topic_id, number), state.encode(partition)
+                ops.append(Set(path, data, before[number].version) if number in before else Create(path, data))
+            settings = Set(state.topic_path(topic.name), state.encode(topic), held.version)
+            self._commit_in_parts(ops[:-1], last=[*ops[-1:], settings])
+
+        self._retry_conflicts(f"topic {topic.name!r}", rewrite)
 
     def alter_topic(self, name: str, request: wire.AlterTopic, *, brokers: Mapping[int, BrokerState]) -> TopicState:
         """Change settings, add partitions. Raises TopicNotFound, and InvalidRequest for fewer partitions."""

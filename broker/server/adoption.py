@@ -132,14 +132,17 @@ def state_of(found: Collection[ReplicaFound]) -> PartitionState:
     )
 
 
-def is_older(state: PartitionState, found: Collection[ReplicaFound]) -> bool:
+def is_older(state: PartitionState, found: Collection[ReplicaFound], given: Collection[int]) -> bool:
     """Return whether these replicas are of a later time than a state of their partition: they know a later epoch, or a
-    whole one that counts as in sync has less than another, or is on another disk."""
+    whole one that counts as in sync has less than another; or is on another disk, where the directories of all in sync
+    are `given`."""
     whole = {each.broker_id: each for each in found if not each.fault}
     newest = max(((each.last_epoch, each.end) for each in whole.values()), default=(0, 0))
     in_sync = [whole[broker_id] for broker_id in state.isr if broker_id in whole]
+    knows_disks = set(state.isr) <= set(given)
     return any(each.highest_epoch > state.leader_epoch for each in found) or any(
-        (each.last_epoch, each.end) != newest or state.store_uuids.get(each.broker_id) != each.store_uuid
+        (each.last_epoch, each.end) != newest
+        or (knows_disks and state.store_uuids.get(each.broker_id) != each.store_uuid)
         for each in in_sync
     )
 
@@ -238,6 +241,13 @@ class Adoption:
             incarnations={},
         )
 
+    def forget(self, topic_id: str) -> None:
+        """Leave out a topic."""
+        self.topics.pop(topic_id, None)
+        self.described.pop(topic_id, None)
+        for key in [key for key in self.replicas if key[0] == topic_id]:
+            del self.replicas[key]
+
     def take_ids(self, ids: Iterable[int]) -> None:
         """Have new producers begin after these. A schedule's id is made of a producer id."""
         after = [each % SCHEDULE_IDS_FROM + PRODUCER_IDS_APART for each in ids]
@@ -280,13 +290,13 @@ class Adoption:
         described = self.described.get(topic.topic_id, ())
         return [topic.config.min_insync_replicas, *(each.topic.config.min_insync_replicas for each in described)]
 
-    def differences(self) -> list[str]:
-        """Tell the topics whose settings differ between the directories."""
+    def differences(self, kept: Collection[str]) -> list[str]:
+        """Tell the topics whose settings differ between the directories, without those that keep their own."""
         return [
             f"topic {self.topics[topic_id].name}: its settings differ between the directories; those of broker"
             f" {max(described).broker_id} were written last, and are used"
             for topic_id, described in sorted(self.described.items())
-            if len({msgspec.json.encode(each.topic.config) for each in described}) > 1
+            if topic_id not in kept and len({msgspec.json.encode(each.topic.config) for each in described}) > 1
         ]
 
 
@@ -315,6 +325,8 @@ def write_back(catalog: Catalog, adoption: Adoption, *, accept_loss: bool, repla
     """Write the contents into the control plane; return sentences about each step. Existing nodes stay, except those
     that are older than the directories, or that an adoption wrote which found less. So an interrupted adoption can be
     repeated, with more directories too. Raises NotAdopted."""
+    for topic_id in catalog.tombstones():  # it was deleted while a broker was away, whose files are removed later
+        adoption.forget(topic_id)
     losses = adoption.losses()
     if losses and not accept_loss:
         raise NotAdopted(
@@ -323,7 +335,8 @@ def write_back(catalog: Catalog, adoption: Adoption, *, accept_loss: bool, repla
             + "\nName all data directories; or, when there are no others, repeat with --i-accept-data-loss"
         )
     _check_plane(catalog, adoption, replace_cluster=replace_cluster)
-    existing = _existing(catalog, adoption)
+    is_fresh = _is_fresh(catalog, adoption)
+    existing = _existing(catalog, adoption, is_fresh=is_fresh)
     if (
         catalog.find_cluster_id() != adoption.cluster_id
         or existing.keys() != adoption.topics.keys()
@@ -331,7 +344,7 @@ def write_back(catalog: Catalog, adoption: Adoption, *, accept_loss: bool, repla
     ):
         catalog.begin_adoption(adoption.cluster_id)
     LockTable(catalog.plane).reserve_tokens(adoption.last_token)
-    overwrites = any(each.has_older_settings for each in existing.values())
+    overwrites = is_fresh or any(each.has_older_settings for each in existing.values())
     about_schedules = _write_schedules(catalog, adoption, overwrites=overwrites)
     catalog.reserve_producer_ids(adoption.next_producer_id)
     for broker_id, store_uuid in sorted(adoption.brokers.items()):
@@ -346,7 +359,7 @@ def write_back(catalog: Catalog, adoption: Adoption, *, accept_loss: bool, repla
     written = [_write_topic(catalog, topic, adoption, existing.get(topic.topic_id)) for topic in topics]
     catalog.replace_cluster_id(adoption.cluster_id)
     messages = [f"cluster {adoption.cluster_id}, brokers {', '.join(map(str, sorted(adoption.brokers)))}", *written]
-    messages += adoption.differences()
+    messages += adoption.differences([key for key, each in existing.items() if not each.has_older_settings])
     if groups:
         copy = adoption.saved_groups
         when = f"as they were at {moment_text(copy.read_ms)}" if copy else f"defaults: no directory has a {GROUPS.file}"
@@ -400,7 +413,18 @@ class _Existing:
         return bool(self.superseded) or self.has_older_settings
 
 
-def _existing(catalog: Catalog, adoption: Adoption) -> dict[str, _Existing]:
+def _is_fresh(catalog: Catalog, adoption: Adoption) -> bool:
+    """Return whether only adoptions have written the control plane, no broker has run since, and all that they found is
+    here again: then this one knows as much as they did, or more."""
+    claims = catalog.claims()
+    return (
+        bool(claims)
+        and claims.keys() <= adoption.brokers.keys()
+        and not any(held.value.incarnation for held in claims.values())
+    )
+
+
+def _existing(catalog: Catalog, adoption: Adoption, *, is_fresh: bool) -> dict[str, _Existing]:
     """Return the topics, by id, that the control plane has of those in the directories."""
     existing: dict[str, _Existing] = {}
     for topic in catalog.topics().values():
@@ -409,43 +433,63 @@ def _existing(catalog: Catalog, adoption: Adoption) -> dict[str, _Existing]:
             continue
         states = {number: held.value for number, held in catalog.partitions(topic).items()}
         found = {number: adoption.replicas.get((topic.topic_id, number), []) for number in states}
-        superseded = [n for n, state in states.items() if found[n] and _is_superseded(state, found[n], adoption)]
-        has_older_settings = wanted.partitions > topic.partitions or any(
-            each.highest_epoch > state.leader_epoch for n, state in states.items() for each in found[n]
+        superseded = [
+            number
+            for number, state in states.items()
+            if found[number]
+            and (
+                is_older(state, found[number], adoption.brokers)
+                or (is_fresh and not _is_same(state, state_of(found[number])))
+            )
+        ]
+        has_older_settings = (
+            (is_fresh and wanted != topic)
+            or wanted.partitions > topic.partitions
+            or any(each.highest_epoch > state.leader_epoch for n, state in states.items() for each in found[n])
         )
         existing[topic.topic_id] = _Existing(topic, states, superseded, has_older_settings)
     return existing
 
 
-def _is_superseded(state: PartitionState, found: Collection[ReplicaFound], adoption: Adoption) -> bool:
-    """Return whether these replicas say more than a state of their partition: they are of a later time; or an earlier
-    adoption has written it, no broker has run since, and all that it found are here again."""
-    if is_older(state, found):
-        return True
-    wanted = state_of(found)
-    is_same = (state.isr, state.replicas, state.store_uuids) == (wanted.isr, wanted.replicas, wanted.store_uuids)
-    return not state.incarnations and not is_same and adoption.brokers.keys() >= set(state.isr)
+def _is_same(state: PartitionState, wanted: PartitionState) -> bool:
+    return (state.isr, state.replicas, state.store_uuids) == (wanted.isr, wanted.replicas, wanted.store_uuids)
 
 
 def _write_topic(catalog: Catalog, topic: TopicState, adoption: Adoption, existing: _Existing | None) -> str:
+    written = dict(enumerate(adoption.partitions(topic)))
     if existing is None:
-        partitions = adoption.partitions(topic)
+        if not catalog.restore_topic(topic, list(written.values())):
+            return f"topic {topic.name}: is there already"
+    elif existing.is_older:
+        if existing.has_older_settings:
+            topic = msgspec.structs.replace(topic, partitions=max(topic.partitions, existing.topic.partitions))
+        else:
+            topic = existing.topic
+        written = {
+            number: _above(state, existing.partitions.get(number), adoption.brokers)
+            for number, state in enumerate(adoption.partitions(topic))
+            if number in existing.superseded or number not in existing.partitions
+        }
+        catalog.rewrite_topic(topic, written)
     else:
-        count = max(topic.partitions, existing.topic.partitions)
-        topic = msgspec.structs.replace(topic, partitions=count) if existing.has_older_settings else existing.topic
-        partitions = adoption.partitions(topic)
-        for number, state in existing.partitions.items():
-            epoch = max(partitions[number].leader_epoch, state.leader_epoch + 1)
-            is_kept = number not in existing.superseded
-            partitions[number] = state if is_kept else msgspec.structs.replace(partitions[number], leader_epoch=epoch)
-    is_older = existing is not None and existing.is_older
-    if not catalog.restore_topic(topic, partitions, overwrites=is_older):
         return f"topic {topic.name}: is there already"
-    lagging = sum(len(state.isr) < len(state.replicas) for state in partitions)
+    lagging = sum(len(state.isr) < len(state.replicas) for state in written.values())
     return (
         f"topic {topic.name}: {topic.partitions} partitions"
         + (f", in {lagging} of them replicas that have to catch up" if lagging else "")
-        + (", in place of an older state" if is_older else "")
+        + ("" if existing is None else ", in place of an older state")
+    )
+
+
+def _above(state: PartitionState, before: PartitionState | None, given: Collection[int]) -> PartitionState:
+    """Return the state for the place of an earlier one: of a later epoch. Replicas whose directories are not `given`
+    stay, out of sync."""
+    if before is None:
+        return state
+    return msgspec.structs.replace(
+        state,
+        leader_epoch=max(state.leader_epoch, before.leader_epoch + 1),
+        replicas=tuple(sorted({*state.replicas, *(set(before.replicas) - set(given))})),
     )
 
 

@@ -56,6 +56,13 @@ def state_in(catalog: Catalog) -> PartitionState:
     return catalog.partitions(catalog.topic("t"))[0].value
 
 
+def run(catalog: Catalog) -> None:
+    """Let three brokers start, and end."""
+    for broker_id in (1, 2, 3):
+        catalog.claim_broker_id("s", broker_id)
+        catalog.next_incarnation(broker_id, "s")
+
+
 def adoption_of(*replicas: ReplicaFound, saved: Saved[GroupState] | None = None) -> Adoption:
     return Adoption(
         "c",
@@ -199,6 +206,7 @@ class TestOrder:
     ) -> None:
         """The state that an adoption wrote stayed, and what only the third replica had was lost."""
         first, ends = adoption_of(found(1, 10, {"g": PauseState()})), catalog.replace_cluster_id
+        first.brokers = {1: "s"}
 
         def interrupted(wanted: str) -> None:
             if wanted == "c":
@@ -211,9 +219,12 @@ class TestOrder:
             write_back(catalog, first, accept_loss=False, replace_cluster=False)
         assert (catalog.find_cluster_id() == "c") is not is_interrupted
         assert state_in(catalog).isr == (1,)
-        both = adoption_of(found(1, 10), found(2, 20))
+        both = adoption_of(found(1, 10), found(2, 20), saved=Saved(1, [replace(KEYED, name="g")]))
+        both.topics["id"] = replace(TOPIC, config=wire.TopicConfig(retention_ms=5_000))
         assert "topic t: 1 partitions" in "".join(write_back(catalog, both, accept_loss=False, replace_cluster=False))
         assert state_in(catalog).isr == (2,)
+        assert catalog.topic("t").config.retention_ms == 5_000
+        assert catalog.group("g").config.ordering == "key"
 
 
 class TestAnOlderState:
@@ -231,6 +242,7 @@ class TestAnOlderState:
         self, catalog: Catalog, then: list[ReplicaFound], now: list[ReplicaFound]
     ) -> None:
         write_back(catalog, adoption_of(*then), accept_loss=False, replace_cluster=False)
+        run(catalog)
         before = state_in(catalog)
         assert before.isr == (1, 2, 3)
         said = write_back(catalog, adoption_of(*now), accept_loss=False, replace_cluster=False)
@@ -252,6 +264,7 @@ class TestAnOlderState:
         """Not even when the adoption that left it alone is interrupted, and repeated."""
         used = PartitionState(1, 9, (1, 3), (1, 2, 3), {1: "s", 3: "s"}, {1: 5, 3: 6})
         catalog.cluster_id("c")
+        run(catalog)
         catalog.restore_topic(TOPIC, [used])
         adoption = adoption_of(replace_found(found(2, 10), last_epoch=5, highest_epoch=5))
         adoption.topics["gone"] = replace(TOPIC, name="gone", topic_id="gone")
@@ -274,6 +287,7 @@ class TestAnOlderState:
         ]
         topic = replace(TOPIC, partitions=2)
         catalog.cluster_id("c")
+        run(catalog)
         catalog.restore_topic(topic, used)
         adoption = adoption_of(found(1, 10), found(2, 20))
         adoption.topics["id"] = topic
@@ -294,9 +308,41 @@ class TestAnOlderState:
         write_back(catalog, more, accept_loss=True, replace_cluster=False)
         assert state_in(catalog).isr == ((3,) if len(given) == 3 else before.isr)
 
+    def test_a_deleted_topic_stays_deleted(self, catalog: Catalog) -> None:
+        """Its folder is still on a broker that was away."""
+        write_back(catalog, adoption_of(found(1, 10)), accept_loss=False, replace_cluster=False)
+        run(catalog)
+        catalog.delete_topic("t", now_ms=1)
+        write_back(catalog, adoption_of(found(1, 10)), accept_loss=False, replace_cluster=False)
+        assert catalog.find_topic("t") is None
+
+    def test_a_disk_that_was_begun_again_replaces_nobody_who_is_not_given(self, catalog: Catalog) -> None:
+        used = PartitionState(1, 9, (1, 2), (1, 2, 3), {1: "s", 2: "s"}, {1: 5, 2: 6})
+        catalog.cluster_id("c")
+        run(catalog)
+        catalog.restore_topic(TOPIC, [used])
+        again = replace_found(found(2, 10), store_uuid="s/1")
+        fewer = adoption_of(again, found(3, 10))
+        fewer.brokers = {2: "s", 3: "s"}
+        write_back(catalog, fewer, accept_loss=True, replace_cluster=False)
+        assert state_in(catalog) == used
+        write_back(catalog, adoption_of(again, found(1, 10)), accept_loss=True, replace_cluster=False)
+        assert state_in(catalog).store_uuids == {1: "s", 2: "s/1"}
+
+    def test_members_that_are_not_given_stay_out_of_sync(self, catalog: Catalog) -> None:
+        used = PartitionState(1, 1, (1, 2), (1, 2, 3), {1: "s", 2: "s"}, {1: 5, 2: 6})
+        catalog.cluster_id("c")
+        run(catalog)
+        catalog.restore_topic(TOPIC, [used])
+        fewer = adoption_of(later(2))
+        fewer.brokers = {2: "s"}
+        write_back(catalog, fewer, accept_loss=True, replace_cluster=False)
+        assert (state_in(catalog).isr, state_in(catalog).replicas) == ((2,), (1, 2, 3))
+
     def test_settings_of_a_later_state_stay(self, catalog: Catalog) -> None:
         brokers = {1: BrokerState("http://b1", 1, "s")}
         write_back(catalog, adoption_of(found(1, 10)), accept_loss=False, replace_cluster=False)
+        run(catalog)
         catalog.alter_topic("t", wire.AlterTopic(partitions=2, config={"retention_ms": 5_000}), brokers=brokers)
         before = catalog.partitions(catalog.topic("t"))
         write_back(catalog, adoption_of(found(1, 10)), accept_loss=False, replace_cluster=False)
