@@ -137,7 +137,6 @@ def run(options: WorkerOptions, tell: Callable[[ProcessState], None] = lambda st
                 tell(worker.state())
             except OSError:  # the supervisor has gone
                 ending.set()
-        log.info("stopping: handlers have %g s to end", options.grace_s)
         worker.stop(options.grace_s)
     log.info("stopped")
     return 0

@@ -93,11 +93,15 @@ class HandlerRunner:
     def _spawn(self, what: str, run: Callable[[], None]) -> None:
         threading.Thread(target=run, name=f"portalmq-worker-{what}-{self.handler.name}", daemon=True).start()
 
-    def stop_receiving(self) -> None:
-        """Take no more. Messages that were fetched and not begun go back uncounted."""
+    def take_no_more(self) -> None:
+        """Begin no further message. Those that come from now on go back uncounted."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
+
+    def stop_receiving(self) -> None:
+        """Take no more, and end the receive that is under way."""
+        self.take_no_more()
         self._consumer.close()
 
     def wait_handled(self, within_s: float) -> bool:

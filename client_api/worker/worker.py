@@ -62,6 +62,9 @@ class Worker:
             return True
         self._is_stopping = True
         deadline = time.monotonic() + grace_s
+        for runner in self.runners:
+            runner.take_no_more()
+        log.info("stopping: handlers have %g s to end", grace_s)
         _at_once([runner.stop_receiving for runner in self.runners])
         ended = [self._wait_handled(runner, deadline) for runner in self.runners]
         given_back = sum(runner.give_back() for runner in self.runners)
