@@ -189,7 +189,7 @@ def saved(broker: BrokerProcess) -> list[str]:
 
 
 def test_a_broker_ends_when_zookeeper_is_restored_from_an_older_copy_under_it_and_adopting_helps(tmp_path, topic: str):
-    with Cluster(tmp_path, brokers=1) as cluster:
+    with Cluster(tmp_path, "--session-timeout-ms", "3000", brokers=1) as cluster:
         broker = cluster.brokers[1]
         cluster.zookeeper.stop()
         shutil.copytree(tmp_path / "zookeeper", tmp_path / "copy")

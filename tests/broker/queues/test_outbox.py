@@ -190,7 +190,9 @@ def test_a_topic_is_not_deleted_before_the_outputs_of_its_commits_are_appended(f
     assert there(fixture) == ["A"]
 
 
-def test_a_topic_is_not_deleted_while_its_leader_does_not_tell_of_outputs(fixture):
+def test_a_topic_is_not_deleted_while_its_leader_does_not_tell_of_outputs(fixture, monkeypatch):
+    monkeypatch.setattr(outbox, "CLOSING_S", 0.05)
+    monkeypatch.setattr(fixture.broker.leaders, "_patience_s", 0.05)
     send(fixture, "a")
     messages = receive(fixture)
     hold_outputs(fixture)
@@ -218,11 +220,13 @@ def test_a_commit_during_the_deletion_of_its_topic_is_carried_out(fixture, monke
     def commit_first(name):
         commit(fixture, messages, outputs("A"))
         delete(name)
-        release_outputs(fixture)
 
     monkeypatch.setattr(fixture.broker.topics, "delete", commit_first)
-    fixture.broker.delete_topic("in")
-    eventually(lambda: there(fixture) == ["A"])
+    deleting = gevent.spawn(fixture.broker.delete_topic, "in")
+    eventually(lambda: fixture.broker.topics.get("in") is None)
+    release_outputs(fixture)
+    deleting.get()
+    assert there(fixture) == ["A"]
 
 
 def test_an_output_waits_for_a_partition_that_is_not_known_here_yet(fixture, monkeypatch):
