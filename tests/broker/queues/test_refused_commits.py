@@ -10,6 +10,7 @@ from typing import Any
 import gevent
 import pytest
 from support.domain import running
+from support.held_writes import held_writes
 from support.outputs import commit, outputs, partition_of, receive, send
 
 from portalmq.broker.cluster.rpc.queues import MemberOffset
@@ -82,7 +83,7 @@ def test_a_write_that_the_disk_refuses_refuses_no_call_of_a_stream_group(
     with running(tmp_path) as fixture:
         send(fixture, "a", "b", "c")
         fixture.broker.put_group("s", {"mode": "stream"})
-        partition, group, go = partition_of(fixture), fixture.broker.groups.find("s"), threading.Event()
+        partition, group = partition_of(fixture), fixture.broker.groups.find("s")
         place = fixture.broker.topics.get("in").place(0)
         streams = fixture.broker.offsets._partitions
         partition.append_group_record("s", Claim("m", 3, 0, 1)).wait()
@@ -94,24 +95,16 @@ def test_a_write_that_the_disk_refuses_refuses_no_call_of_a_stream_group(
                 return streams.claim(group, [ClaimShare(*place, "m", 3)])[place]
             return streams.commit(group, "m", 3, [CommitShare(*place, 3)])[place]
 
-        real = partition.log.append
-
-        def refused(batches: object) -> None:
-            go.wait()
-            monkeypatch.setattr(partition.log, "append", real)
-            raise DiskFull("no room")
-
-        partition._writer.wait_idle()
-        monkeypatch.setattr(partition.log, "append", refused)
-        if "deleted" in call:
-            partition.end_group("s")
-        else:
-            partition.append_group_record("s", Claim("n", 4, 0, 1))
-        told = gevent.spawn(try_it)
-        gevent.sleep(0)
-        assert not told.ready()
-        go.set()
-        error = told.get()
+        with held_writes(monkeypatch, partition) as writes:
+            if "deleted" in call:
+                partition.end_group("s")
+            else:
+                partition.append_group_record("s", Claim("n", 4, 0, 1))
+            told = gevent.spawn(try_it)
+            gevent.sleep(0)
+            assert not told.ready()
+            writes.refuse()
+            error = told.get()
         assert isinstance(error, StorageFull)
         assert error.outcome == "unknown"
         assert not isinstance(try_it(), PortalMQError)

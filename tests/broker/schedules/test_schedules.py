@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import zlib
 from collections.abc import Callable, Iterator
 from datetime import datetime
@@ -12,6 +11,7 @@ from typing import Any, NoReturn
 import msgspec
 import pytest
 from support.domain import Fixture, HandClock, own_turns, running, schedule_turn
+from support.held_writes import held_writes
 from support.replicas import eventually
 
 from portalmq import wire
@@ -20,7 +20,6 @@ from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.schedules.runner import RETRY_MS
 from portalmq.broker.schedules.timetable import moment_text
 from portalmq.broker.storage.batch import Record
-from portalmq.broker.storage.errors import DiskFull
 from portalmq.contract.schedules import SCHEDULE_BYTES_MAX, SCHEDULE_IDS_FROM
 from portalmq.control_plane.plane import OutcomeUnknown
 from portalmq.control_plane.schedules import ScheduleSpec, ScheduleState
@@ -267,17 +266,11 @@ def test_a_tick_that_the_disk_refuses_on_its_way_is_published_later(
     fixture.broker.schedules.put("beat", spec(every_ms=60_000))
     look(fixture)
     partition = fixture.broker.topics.get("t").local[0]
-    real, refused = partition.log.append, threading.Event()
-
-    def refuse(batches: object) -> None:
-        monkeypatch.setattr(partition.log, "append", real)
-        refused.set()
-        raise DiskFull("no room")
-
-    partition._writer.wait_idle()
-    monkeypatch.setattr(partition.log, "append", refuse)
-    after(fixture, 60)
-    eventually(lambda: refused.is_set() and partition.replica.producers.snapshot() == [])
+    with held_writes(monkeypatch, partition) as writes:
+        after(fixture, 60)
+        assert partition.replica.producers.snapshot() != []
+        writes.refuse()
+        eventually(lambda: partition.replica.producers.snapshot() == [])
 
     def is_published() -> bool:
         after(fixture, RETRY_MS / 1_000)
