@@ -346,7 +346,8 @@ def test_peek_shows_messages_in_a_table_that_no_message_can_break(broker: Script
     assert (shown[0]["id"], shown[0]["value"]) == ("0-0", "\x1b[31mred\nline")
 
 
-def test_a_host_that_resets_connections_is_a_broker_that_does_not_answer() -> None:
+def test_a_host_that_resets_connections_is_a_broker_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("portalmq.cli.session.REACH_TIMEOUT_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def reset() -> None:

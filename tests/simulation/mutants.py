@@ -119,7 +119,7 @@ def _(original: Any, self: Any, event: core.FetchReplied, now_ms: int) -> Any:
     return original(self, event, now_ms)
 
 
-@mutant("cuts to the leader's end alone", 43, (FollowingReplica, "_on_diverging"))
+@mutant("cuts to the leader's end alone", 3, (FollowingReplica, "_on_diverging"))
 def _(original: Any, self: Any, reply: core.Diverging) -> Any:
     self._reshaping = True
     return [core.Truncate(min(reply.end, self.next_offset))]
@@ -273,7 +273,7 @@ def _(original: Any, self: Any, replica: int, high_watermark: int, *more: Any) -
     return original(self, replica, 0, *more)
 
 
-@mutant("lets a replica join that would leave at once", 35, (IsrTracker, "_may_join"))
+@mutant("lets a replica join that would leave at once", 387, (IsrTracker, "_may_join"))
 def _(original: Any, self: Any, replica: int, high_watermark: int, brokers: Any, now_ms: int) -> bool:
     known = self._followers.get(replica)
     caught_up_ms = known.caught_up_ms if known else 0
@@ -311,7 +311,7 @@ def _(original: Any, self: Any, *more: Any) -> Any:
     return wanted
 
 
-@mutant("takes an unknown outcome for a failure", 0, (PartitionReplica, "_on_isr_answered"))
+@mutant("takes an unknown outcome for a failure", 579, (PartitionReplica, "_on_isr_answered"))
 def _(original: Any, self: Any, event: core.IsrAnswered, now_ms: int, wall_ms: int) -> Any:
     if event.outcome is core.Outcome.UNKNOWN and self._proposal is not None and self.in_sync is not None:
         self._proposal = self.in_sync.proposed = None
@@ -358,7 +358,7 @@ def _(original: Any, self: Any, submission: Any, base: int) -> None:
     self._finish(submission)
 
 
-@mutant("remembers producers in memory only", 43, (Disk, "producers"))
+@mutant("remembers producers in memory only", 3, (Disk, "producers"))
 def _(original: Any, self: Any) -> Producers:
     return Producers([])
 
@@ -406,7 +406,7 @@ def _(original: Any, held: PartitionState, broker_id: int, live: Any) -> bool:
     return broker_id in live and broker_id in held.replicas
 
 
-@mutant("compares no logs after a power cut", 11, (controller, "is_cold"))
+@mutant("compares no logs after a power cut", 75, (controller, "is_cold"))
 def _(original: Any, held: PartitionState, live: Any) -> bool:
     return False
 

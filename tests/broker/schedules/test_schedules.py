@@ -170,13 +170,14 @@ def is_silent(fixture: Fixture, brokers: set[int]) -> None:
 
 
 def test_no_tick_is_missed_before_the_other_brokers_have_told_how_long_they_are_up(
-    tmp_path: Path, clock: HandClock
+    tmp_path: Path, clock: HandClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(tmp_path, clock) as fixture:
         fixture.broker.schedules.put("beat", EACH_SECOND)
         after(fixture, 1)
     clock.advance(5_500)
     with running(tmp_path, clock) as fixture:
+        monkeypatch.setattr(fixture.broker.leaders, "_patience_s", 0.0)
         is_silent(fixture, {2})
         look(fixture)
         after(fixture, 1)
