@@ -339,7 +339,10 @@ def main() -> int:
     parser.add_argument("--seconds", type=int, default=0, help="begin no mutant after this time")
     parser.add_argument("--seeds", type=int, default=SEEDS_MAX)
     parser.add_argument("--processes", type=int, default=os.cpu_count())
-    hunter = Hunter(parser.parse_args())
+    arguments = parser.parse_args()
+    if not any(arguments.only in mutant.name for mutant in all_mutants()):
+        parser.error(f"no mutant has {arguments.only!r} in its name")
+    hunter = Hunter(arguments)
     options = "-q -q --disable-warnings -p no:cacheprovider -p no:xdist -o timeout=0 -m unit"
     status = pytest.main([*options.split(), *hunter.unit_tests()], plugins=[hunter])
     return 1 if hunter.wrong or status != pytest.ExitCode.OK else 0

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from simulation.syntax_hunt import equivalents
+from simulation.syntax_hunt import equivalents, main
 from simulation.syntax_mutants import SyntaxMutant, all_mutants, function_of, mutants_of
 
 from portalmq.broker.core.replica.epochs import Epochs
@@ -100,3 +100,12 @@ def test_the_table_lists_mutants_that_exist_each_with_its_reason() -> None:
     listed = equivalents()
     assert listed.keys() - {mutant.name for mutant in all_mutants()} == set()
     assert [name for name, reason in listed.items() if not reason.endswith(".")] == []
+
+
+def test_a_name_that_no_mutant_has_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["syntax_hunt", "--only", "Nowhere."])
+    with pytest.raises(SystemExit):
+        main()
+    assert "no mutant has 'Nowhere.' in its name" in capsys.readouterr().err
