@@ -23,6 +23,7 @@ from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import msgspec
 from simulation.shell.history import DEDUP_WINDOW_MS, History, Where
@@ -115,6 +116,7 @@ class Checker:
         self._without_epochs: set[int] = set()  # machines whose epochs.sqlite is damaged
         self._seen: dict[tuple[str, Key, str], Seen] = {}
         self._acted: dict[tuple[str, Path], int] = {}
+        self._in_state: WeakKeyDictionary[StateFile, int] = WeakKeyDictionary()  # the epoch in a state.sqlite
         self._ids: dict[str, str] = {}  # of topics, by name
         self._deleted: set[str] = set()  # ids
         self.steps = 0
@@ -303,12 +305,20 @@ class Checker:
                 held.end = max(each.end, held.end)
 
     def saved_anew(self, process: Process, state_file: StateFile) -> None:
-        """A damaged state.sqlite was written again. It has the epoch that this process acted in, or its broker has."""
+        """A damaged state.sqlite was written again. It has the epoch that this process read or saved there; and this
+        file, or the one of its broker, has the epoch that it acted in."""
         key = (state_file.identity.topic_id, state_file.identity.partition)
         self.known(key).doubted.discard(process.number or 0)
+        here = _epoch_in(state_file.path)
+        if here < (before := self._in_state.get(state_file, -1)):
+            self.fail("I1", "{} writes epoch {} of {} over a file that had {}", process, here, key, before)
         acted = self._acted.get((process.name, state_file.path), -1)
-        if acted > (found := max(_epoch_in(state_file.path), state_file._epoch_of_broker())):
+        if acted > (found := max(here, state_file._epoch_of_broker())):
             self.fail("I1", "{} saves epoch {} of {} again, and acted in {}", process, found, key, acted)
+
+    def in_state(self, state_file: StateFile) -> None:
+        """The epoch in a state.sqlite was read or saved."""
+        self._in_state[state_file] = max(self._in_state.get(state_file, -1), state_file._highest_epoch)
 
     def epochs_anew(self, process: Process, epochs: EpochFile) -> None:
         """A damaged epochs.sqlite was written again. It has every epoch that this process acted in."""
@@ -648,6 +658,8 @@ def observe(checker: Checker) -> None:
         "_start_over",
         lambda process, it, result: checker.saved_anew(process, it),
     )
+    after(StateFile, "save", lambda process, it, result, *given, **more: checker.in_state(it))
+    after(StateFile, "_note_epoch", lambda process, it, result, found: checker.in_state(it))
     after(EpochFile, "_replace", lambda process, it, result, epochs: checker.epochs_anew(process, it))
     after(
         Log,
