@@ -299,6 +299,16 @@ class TestTheTable:
         assert table.ask("l", "a", TTL, seen, LIVE).state.token == 100
         assert table.ask("m", "a", TTL, seen, LIVE).state.token == 101
 
+    @pytest.mark.parametrize("upto", [99, 100])
+    def test_tokens_that_are_reserved_already_stay_as_they_are(
+        self, plane: Interrupted, table: LockTable, seen: Seen, upto: int
+    ) -> None:
+        table.ask("l", "a", TTL, seen, LIVE)
+        table.reserve_tokens(100)
+        before = plane.get(LOCK_FLOOR), table.read("l")
+        table.reserve_tokens(upto)
+        assert (plane.get(LOCK_FLOOR), table.read("l")) == before
+
     def test_a_concurrent_renewal_wins_over_a_judgement_of_expiry(
         self, plane: Interrupted, table: LockTable, seen: Seen
     ) -> None:

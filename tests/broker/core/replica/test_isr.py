@@ -351,6 +351,16 @@ def test_a_member_that_was_removed_as_it_stopped_joins_by_the_waiting_fetch_of_i
     assert insync.wanted(10, {**BROKERS, 3: (2, "c")}, 100) == ({1, 2, 3} if waits else {1, 2})
 
 
+def test_a_member_that_was_removed_does_not_join_by_a_waiting_fetch_of_the_life_that_was_in_sync():
+    """That life may be over, and its log lost."""
+    insync = book(1, 2, 3)
+    insync.state = replace(insync.state, incarnations={1: 1, 2: 1, 3: 1})
+    insync.fetched(fetch(2, 10), 10, 100)
+    insync.fetched(fetch(3, 10), 10, 100, poll=Poll(100, NEVER_MS))
+    insync.on_partition_state(word(1, 2))
+    assert insync.wanted(10, BROKERS, 100) == {1, 2}
+
+
 def test_derived_sets_change_with_the_state():
     insync = book(1, 2, 3)
     for replica, durable in ((2, 8), (3, 4)):
