@@ -57,7 +57,9 @@ def check_caller(context: RequestContext, request: HttpRequest) -> None:
             "--token-file with commands"
         )
     if access == "read" and not is_reading(request) and request.path not in READING_POSTS:
-        raise Forbidden("this token may read, and change nothing")
+        raise Forbidden(
+            "this token may read messages and settings, and neither change anything nor run SQL: use a full token"
+        )
 
 
 def check_ready(context: RequestContext) -> None:

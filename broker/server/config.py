@@ -292,8 +292,11 @@ def load_config(
     for name, value in options.items():
         if value is not None:
             option = "PORT" if name == "port" else "--" + name.replace("_", "-")
-            if isinstance(value, str) and value.startswith("@") and not SETTINGS[name].repr:
-                value = _secret_in(Path(value[1:]), option)
+            if isinstance(value, str) and not SETTINGS[name].repr:
+                if not value:
+                    raise UsageError(f"{option} is empty: give the secret, or @FILE, or leave {option} out")
+                if value.startswith("@"):
+                    value = _secret_in(Path(value[1:]), option)
             values[name] = read_setting(name, value, option) if isinstance(value, str) else value
     return BrokerConfig(**values)
 

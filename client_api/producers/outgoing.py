@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from copy import copy
 from datetime import datetime
@@ -15,7 +16,7 @@ from portalmq.compression import ZSTD, compressed
 # The size of a message in a request beside its payload, counted so that a body stays below the broker's limit.
 MESSAGE_OVERHEAD_BYTES = 64
 
-_encode_json = msgspec.json.Encoder().encode
+_encode = msgspec.json.Encoder().encode
 
 
 class PlainMessage(msgspec.Struct, gc=False):
@@ -47,6 +48,23 @@ def with_compressed_values(
         else:
             rest.append(_NOTHING_ELSE if common is None else wire.PackMessage(content_type=wire.BYTES))
     return rest, wire.CompressedValues(ZSTD, data, common or wire.BYTES)
+
+
+def _encode_json(value: Any) -> bytes:
+    """Return the value as JSON. Raises TypeError for what JSON lacks; msgspec by itself writes NaN and infinity as
+    null."""
+    payload = _encode(value)
+    if b"null" in payload:
+        waiting = [msgspec.to_builtins(value)]
+        while waiting:
+            part = waiting.pop()
+            if isinstance(part, float) and not math.isfinite(part):
+                raise TypeError(f"the value contains {part}, which JSON cannot encode: send None, or text")
+            if isinstance(part, dict):
+                waiting += part.values()
+            elif isinstance(part, list | tuple):
+                waiting += part
+    return payload
 
 
 def pack(

@@ -4,7 +4,8 @@
     python docs/examples/async_consumers.py 1000 stream
 
 Consumers of one queue group share the messages; each stream consumer has a group of its own, and reads them all. It
-makes a topic at the broker of PORTALMQ_URL (default: http://localhost:5000). Linux.
+makes a topic at the broker of PORTALMQ_URL (default: http://127.0.0.1:5000; a name would take
+threads to resolve). Linux.
 """
 
 from __future__ import annotations
@@ -68,5 +69,5 @@ async def main(count: int, mode: str) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("PORTALMQ_URL", "http://localhost:5000")
+    os.environ.setdefault("PORTALMQ_URL", "http://127.0.0.1:5000")
     asyncio.run(main(int(sys.argv[1]), *sys.argv[2:] or ["queue"]))

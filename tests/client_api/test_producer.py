@@ -87,12 +87,16 @@ def test_a_value_that_is_not_json_is_refused_at_the_call() -> None:
     with ScriptedBroker() as broker, Producer(broker.url) as producer:
         with pytest.raises(TypeError):
             producer.send("t", object())
+        for value in (float("nan"), {"x": [1.0, {"y": float("-inf")}]}, (None, float("inf"))):
+            with pytest.raises(TypeError, match="which JSON cannot encode"):
+                producer.send("t", value)
         with pytest.raises(TypeError, match="a key is text or bytes"):
             producer.send("t", b"", key=5)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="headers are text"):
             producer.send("t", b"", headers={"n": 1})  # type: ignore[dict-item]
         with pytest.raises(ValueError, match="time zone"):
             producer.send("t", b"", deliver_at=datetime(2030, 1, 1))
+        producer.send("t", {"x": [None, "null", 1.5, {}]}).result(10)
         with pytest.raises(InvalidRequest):
             producer.send("no/topic", b"")
         with pytest.raises(MessageTooLarge):

@@ -101,6 +101,13 @@ def test_an_invalid_url_cannot_be_advertised(elsewhere, url):
         load_config({"advertised_url": url}, environ={})
 
 
+@pytest.mark.parametrize("option", ["secret", "zookeeper_password"])
+def test_an_empty_secret_is_refused(elsewhere, option):
+    """`--secret "$SECRET"` without the variable would open the broker to everyone."""
+    with pytest.raises(UsageError, match=f"--{option.replace('_', '-')} is empty"):
+        load_config({option: ""}, environ={})
+
+
 @pytest.mark.parametrize("scheme", ["http", "ftp"])
 def test_a_secret_in_a_url_is_refused_and_not_repeated(elsewhere, scheme):
     with pytest.raises(UsageError, match="no user") as refused:
