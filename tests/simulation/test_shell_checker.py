@@ -16,8 +16,13 @@ from simulation.shell.history import DEDUP_WINDOW_MS as DAY_MS
 from simulation.shell.history import Delivered, Granted, History
 from simulation.shell.limits import Limits
 from simulation.shell.loop import Process
+from support.log_files import IDENTITY
 
+from portalmq.broker.core.fold import PartitionFold
 from portalmq.broker.server.adoption import ReplicaFound
+from portalmq.broker.storage.epochs import EpochFile
+from portalmq.broker.storage.schema import LogIdentity
+from portalmq.broker.storage.state import StateFile
 from portalmq.control_plane.plane import Check, Node, Set
 from portalmq.control_plane.state import CONTROLLER_EPOCH, PARTITIONS, PartitionState, encode
 
@@ -549,13 +554,7 @@ def falling_watermark(it: Checker) -> None:
 
 def saved_without_its_epoch(it: Checker) -> None:
     it.acts(process(), replica(), 6)
-    path, (topic_id, number) = Path("b1/state.sqlite"), KEY
-    it.saved_anew(
-        process(),
-        SimpleNamespace(
-            path=path, identity=SimpleNamespace(topic_id=topic_id, partition=number), _epoch_of_broker=lambda: -1
-        ),
-    )
+    it.saved_anew(process(), StateFile(Path("b1"), identity=LogIdentity("cluster", "t", *KEY)))
 
 
 def adopted_without_all(it: Checker) -> None:
@@ -662,3 +661,21 @@ def test_a_log_leaps_where_its_time_was_put_ahead_by_a_window():
     """Found by `make simulate-shell SEED=63981`: its outputs were forgotten then."""
     for stamps, expected in ([1, 5, DAY_MS], False), ([1, 5, DAY_MS + 5], True), ([], False):
         assert leaps([SimpleNamespace(appended_at_ms=each) for each in stamps]) == expected
+
+
+def test_a_state_file_that_is_written_again_keeps_the_epoch_it_had(tmp_path: Path) -> None:
+    """The file of all epochs has it as well, and so hides what is forgotten here."""
+    epochs = EpochFile(tmp_path)
+    epochs.save({IDENTITY.key: 7})
+    state_file = StateFile(tmp_path, identity=IDENTITY, epochs=epochs)
+    state_file.save(PartitionFold(), 0)
+    it = checker()
+    it.in_state(state_file)
+    state_file._start_over()
+    it.saved_anew(process(), state_file)
+    state_file._highest_epoch, state_file._knows_epoch = -1, True
+    state_file._start_over()
+    with pytest.raises(Broken, match="I1"):
+        it.saved_anew(process(), state_file)
+    state_file.close()
+    epochs.close()
