@@ -423,12 +423,18 @@ def test_options_are_one_key_for_all_threads() -> None:
         (["--queues", "mail,post"], "post: no such queue"),
         (["--queues", ","], "none: no such queue"),
         (["--backend", "second"], "TASKS has no 'second'"),
-        (["-c", "0"], "--concurrency is at least 1"),
+        (["-c", "0"], "--concurrency is 1 to 1,000"),
+        (["-c", "1001"], "--concurrency is 1 to 1,000"),
     ],
 )
-def test_the_command_refuses_what_it_cannot_run(shop: Project, arguments: list[str], said: str) -> None:
+@pytest.mark.parametrize("reload", ["--reload", "--no-reload"])
+def test_the_command_refuses_what_it_cannot_run(
+    shop: Project, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str, reload: str
+) -> None:
+    """Before a reloader starts, as an error in its thread ends nothing."""
+    monkeypatch.setattr("django.utils.autoreload.run_with_reloader", lambda *_, **__: pytest.fail("it reloads"))
     with pytest.raises(CommandError, match=said):
-        call_command("portalmq_worker", *arguments, stdout=io.StringIO())
+        call_command("portalmq_worker", *arguments, reload, stdout=io.StringIO())
 
 
 def test_importing_the_package_imports_no_framework() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -115,6 +116,21 @@ def test_the_project_of_the_document(shell: Shell, broker: BrokerProcess) -> Non
     assert shell.run(attempt).endswith(answer)
     assert "ConnectionError: no mail server for order 7" in shell.run(listing)
     shell.run(redrive)
+
+
+@pytest.mark.parametrize("option", ["--reload", "--no-reload"])
+def test_a_worker_without_a_broker_says_so_and_ends(shell: Shell, broker: BrokerProcess, option: str) -> None:
+    shell.run(commands()[0])
+    settings = shell.folder / "shop" / "settings.py"
+    with socket.socket() as taken:  # bound and not listening: it refuses connections, and nobody else gets the port
+        taken.bind(("localhost", 0))
+        nobody = f"http://localhost:{taken.getsockname()[1]}"
+        settings.write_text(settings.read_text() + files(broker)["shop/settings.py"].replace(broker.url, nobody))
+        shell.run(f"timeout 60 python manage.py portalmq_worker {option} 2>said || echo $? >code")
+    assert (shell.folder / "code").read_text() == "1\n"
+    *before, said = (shell.folder / "said").read_text().splitlines()
+    assert said.startswith(f"CommandError: no broker answers at {nobody}")
+    assert not any(line.startswith("Traceback") for line in before)
 
 
 KILLED = """

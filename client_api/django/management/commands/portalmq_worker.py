@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from typing import Any
@@ -14,6 +15,8 @@ from portalmq.django.backend import TaskBackend
 from portalmq.django.compat import task_backends
 from portalmq.django.worker import TaskWorker
 from portalmq.errors import PortalMQError
+
+CONCURRENCY_MAX = 1_000
 
 
 class PortalMQWorker(BaseCommand):
@@ -29,15 +32,24 @@ class PortalMQWorker(BaseCommand):
         parser.add_argument("--no-reload", action="store_false", dest="reload")
 
     def handle(self, *args: Any, **options: Any) -> None:
+        worker = self._worker(options)
         reloads = settings.DEBUG if options["reload"] is None else options["reload"]
         if reloads:
-            autoreload.run_with_reloader(self.run, **options)
+            autoreload.run_with_reloader(self._run_below_reloader, worker, **options)
         else:
-            self.run(**options)
+            self.run(worker, **options)
 
-    def run(self, **options: Any) -> None:
+    def _run_below_reloader(self, worker: TaskWorker, **options: Any) -> None:
+        """Run in a thread, where an error ends nothing, and sys.exit only the thread. So end as runserver does."""
         try:
-            worker = self._worker(options)
+            self.run(worker, **options)
+        except CommandError as error:
+            self.stderr.write(f"{type(error).__name__}: {error}")
+            self.stderr.flush()
+            os._exit(1)
+
+    def run(self, worker: TaskWorker, **options: Any) -> None:
+        try:
             worker.prepare()
         except PortalMQError as error:
             raise CommandError(f"{error}") from error
@@ -66,8 +78,8 @@ class PortalMQWorker(BaseCommand):
         if unknown or not queues:
             known = ", ".join(sorted(backend.queues)) or "any, so name them with --queues"
             raise CommandError(f"{', '.join(unknown) or 'none'}: no such queue. QUEUES of this backend: {known}")
-        if options["concurrency"] < 1:
-            raise CommandError("--concurrency is at least 1")
+        if not 1 <= options["concurrency"] <= CONCURRENCY_MAX:
+            raise CommandError(f"--concurrency is 1 to {CONCURRENCY_MAX:,}")
         return TaskWorker(backend, queues, options["concurrency"])
 
     def _backend(self, alias: str) -> TaskBackend:
