@@ -86,7 +86,11 @@ def parse_address(url: str) -> Address:
         raise ValueError("a broker's URL has no user, password, query or fragment; pass a secret as token=")
     if not parts.hostname or any(character.isspace() for character in text):
         raise ValueError(f"{url!r} names no host; write for instance http://localhost:{DEFAULT_PORT}")
-    port = parts.port or (443 if parts.scheme == "https" else DEFAULT_PORT)
+    try:
+        given = parts.port
+    except ValueError:
+        raise ValueError(f"{url!r}: a port is a number from 1 to 65535") from None
+    port = given or (443 if parts.scheme == "https" else DEFAULT_PORT)
     return Address(parts.scheme, parts.hostname, port, parts.path.rstrip("/"))
 
 

@@ -17,6 +17,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -48,7 +49,7 @@ class WorkerOptions(msgspec.Struct, frozen=True):
 
 
 class AppNotFound(Exception):
-    """The app cannot be loaded; the text says why and what to do."""
+    """The app cannot be loaded or run; the text says why and what to do."""
 
 
 def load_app(name: str) -> App:
@@ -66,7 +67,9 @@ def load_app(name: str) -> App:
         if missing.name is not None and (module_name == missing.name or module_name.startswith(f"{missing.name}.")):
             raise AppNotFound(f"there is no module {module_name!r} in {here} nor in this environment") from None
         raise AppNotFound(f"{module_name!r} cannot be imported:\n{traceback.format_exc()}") from None
-    except Exception:  # noqa: BLE001 - the program's own error, which its author needs to see
+    except Exception as error:  # noqa: BLE001 - the program's own error, which its author needs to see
+        if (place := _refused_at(error)) is not None:
+            raise AppNotFound(f"{place}: {error}") from None
         raise AppNotFound(f"{module_name!r} cannot be imported:\n{traceback.format_exc()}") from None
     for part in attribute.split("."):
         if not hasattr(found, part):
@@ -77,6 +80,18 @@ def load_app(name: str) -> App:
     if not found.handlers:
         raise AppNotFound(f"{name} has no handlers: register functions with @app.handler(…) in what {name} imports")
     return found
+
+
+def _refused_at(error: Exception) -> str | None:
+    """Return the line of the program that asked App for what it refused; None where App refused nothing."""
+    if not isinstance(error, (TypeError, ValueError)):
+        return None
+    frames = traceback.extract_tb(error.__traceback__)
+    app_file = App.handler.__code__.co_filename
+    for before, frame in pairwise(frames):
+        if frame.filename == app_file:
+            return f"{before.filename}, line {before.lineno}"
+    return None
 
 
 def start_logging(options: WorkerOptions) -> None:
@@ -113,7 +128,10 @@ def run(options: WorkerOptions, tell: Callable[[ProcessState], None] = lambda st
     AppNotFound, and OSError when the port is taken."""
     start_logging(options)
     app = load_app(options.app)
-    worker = Worker(app, options.concurrency, process=options.process)
+    try:
+        worker = Worker(app, options.concurrency, process=options.process)
+    except (TypeError, ValueError) as wrong:  # what App was given is looked at when the first client is made
+        raise AppNotFound(f"{options.app} cannot reach its brokers: {wrong}") from None
     ending = threading.Event()
 
     def end(*_: object) -> None:

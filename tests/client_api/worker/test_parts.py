@@ -14,8 +14,10 @@ from typing import Any, TypedDict
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 
 from portalmq import App, Message, Reject, Retry
+from portalmq.cli.worker import worker
 from portalmq.worker.calls import Call, call_in_thread
 from portalmq.worker.counts import BUCKETS_S, Counter, ProcessState, prometheus
 from portalmq.worker.decoding import arguments_of
@@ -418,6 +420,50 @@ def test_an_app_that_cannot_be_loaded_says_why(
         (tmp_path / f"{name.partition(':')[0]}.py").write_text(content)
     with pytest.raises(AppNotFound, match=why):
         load_app(name)
+
+
+@pytest.mark.parametrize(
+    ("number", "option", "why"),
+    [
+        (1, "max_deliveries=0", "the settings of group 'default': Expected `int` >= 1"),
+        (2, "nosuch=0", "a group has no setting nosuch"),
+        (3, "concurrency=0", "concurrency must be 1 to 1000"),
+    ],
+)
+def test_a_wrong_option_of_a_handler_is_one_line_with_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, option: str, why: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*__import__("sys").path])
+    file = tmp_path / f"refused_{number}.py"
+    file.write_text(f"from portalmq import App\napp = App()\n@app.handler('t', {option})\ndef f(message): ...\n")
+    with pytest.raises(AppNotFound) as refused:
+        load_app(f"refused_{number}:app")
+    assert str(refused.value).startswith(f"{file}, line 3: {why}")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("number", "arguments", "why"),
+    [
+        (1, "'foo bar'", "'foo bar' names no host"),
+        (2, "'http://localhost:99999'", "'http://localhost:99999': a port is a number from 1 to 65535"),
+        (3, "'http://localhost:nine'", "'http://localhost:nine': a port is a number from 1 to 65535"),
+        (4, "tls_ca='/nonexistent'", "tls_ca: /nonexistent is no file with certificates"),
+        (5, "5", "'int' object is not iterable"),
+    ],
+)
+def test_an_app_whose_brokers_are_misnamed_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, arguments: str, why: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*__import__("sys").path])
+    text = f"from portalmq import App\napp = App({arguments})\n@app.handler('t')\ndef f(message): ...\n"
+    (tmp_path / f"misnamed_{number}.py").write_text(text)
+    refused = CliRunner().invoke(worker, [f"misnamed_{number}:app"])
+    assert refused.exit_code == 2, refused.exception
+    assert refused.stderr.startswith(f"portalmq: misnamed_{number}:app cannot reach its brokers: {why}")
+    assert refused.stderr.count("\n") == 1
 
 
 def test_an_app_may_be_an_attribute_of_an_attribute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
