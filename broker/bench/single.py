@@ -7,6 +7,7 @@ and, on request, beside its peers. Loaded for every `portalmq` command, so it im
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import tempfile
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 QUICK_SECONDS = 0.5
 QUICK_GROWTH = ("size", "batch", "connections")
-_FILE = click.Path(path_type=Path, dir_okay=False)
+_FILE = click.Path(path_type=Path, dir_okay=False, writable=True)
 _FOLDER = click.Path(path_type=Path, file_okay=False)
 
 
@@ -40,6 +41,15 @@ def _numbers(_: click.Context, option: click.Parameter, value: str | None) -> tu
 
 def _names(_: click.Context, option: click.Parameter, value: str | None) -> tuple[str, ...]:
     return tuple(each.strip() for each in value.split(",")) if value else ()
+
+
+def _in_a_folder(_: click.Context, option: click.Parameter, file: Path | None) -> Path | None:
+    """Refuse a file that could not be written in the end."""
+    if file is not None and not file.parent.is_dir():
+        raise click.BadParameter(f"there is no folder {file.parent}", param=option)
+    if file is not None and not os.access(file.parent, os.W_OK) and not file.exists():
+        raise click.BadParameter(f"the folder {file.parent} is not writable", param=option)
+    return file
 
 
 @click.command()
@@ -60,8 +70,8 @@ def _names(_: click.Context, option: click.Parameter, value: str | None) -> tupl
     "--outage", "after_s", type=click.FloatRange(1), default=10.0, show_default=True, help="Seconds after a signal."
 )
 @click.option("--data-dir", type=_FOLDER, help="Where to measure (default: a temporary directory).")
-@click.option("--json", "json_file", type=_FILE, help="Write all results to this file.")
-@click.option("--markdown", "markdown_file", type=_FILE, help="Write the tables to this file.")
+@click.option("--json", "json_file", type=_FILE, callback=_in_a_folder, help="Write all results to this file.")
+@click.option("--markdown", "markdown_file", type=_FILE, callback=_in_a_folder, help="Write the tables to this file.")
 @click.option("--plots", type=_FOLDER, help="With --growth: write SVGs to this folder.")
 @click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table")
 def bench(

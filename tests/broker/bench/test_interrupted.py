@@ -77,6 +77,16 @@ def have_ended(pids: Sequence[int]) -> bool:
     return bool(pids)
 
 
+@pytest.mark.parametrize("option", ["--json", "--markdown"])
+def test_a_report_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    monkeypatch.setattr(comparison, "compared", lambda *_, **__: pytest.fail("it measures"))
+    result = CliRunner().invoke(bench, [option, str(tmp_path / "nowhere" / "bench")])
+    assert result.exit_code == 2, result.exception
+    assert f"there is no folder {tmp_path / 'nowhere'}" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("fault", "why"), [(interrupt, "interrupted"), (refuse, "NotEnoughReplicas: only 1 of 2 are in sync")]
 )
