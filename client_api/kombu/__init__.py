@@ -17,7 +17,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from kombu.transport import TRANSPORT_ALIASES
+try:
+    from kombu.transport import TRANSPORT_ALIASES
+except ImportError as error:
+    raise ImportError("portalmq.kombu needs kombu: pip install 'portalmq[celery]'") from error
 
 from portalmq.kombu.transport import TlsTransport as TlsTransport
 from portalmq.kombu.transport import Transport as Transport
