@@ -102,6 +102,11 @@ def commands() -> list[str]:
     return [line.removeprefix("$ ") for block in shown for line in block.splitlines() if line.startswith("$ ")]
 
 
+def test_who_gets_an_older_django_is_told_before_the_first_import() -> None:
+    before = TEXT.partition("```python")[0]
+    assert all(word in before for word in ("Python 3.11", "Django 5.2", "`django_tasks`", "INSTALLED_APPS"))
+
+
 def test_the_project_of_the_document(shell: Shell, broker: BrokerProcess) -> None:
     startproject, check, work, attempt, listing, redrive, *_ = commands()
     shell.run(startproject)

@@ -20,7 +20,10 @@ CONCURRENCY_MAX = 1_000
 
 
 class PortalMQWorker(BaseCommand):
-    help = "Run tasks of a PortalMQ task backend. SIGTERM or Ctrl-C lets the running tasks finish, a second ends them."
+    help = (
+        "Run tasks of a PortalMQ task backend. SIGTERM or Ctrl-C lets the running tasks finish, a second ends them."
+        " With the reloader (default with DEBUG) they are cut off, and run again."
+    )
 
     def add_arguments(self, parser: Any) -> None:
         parser.add_argument("--queues", help="Names, separated by commas (default: the backend's QUEUES).")
