@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -27,20 +28,34 @@ def commands(page: str) -> list[str]:
     return [each for each in found if not each.startswith(UNKNOWN)]
 
 
+def run(text: str, folder: Path, broker: InMemoryBroker) -> str:
+    """Run what is pasted into a shell, and return its output; a request that is refused is an error."""
+    here = text.replace("http://localhost:5000", broker.url).replace("curl ", "curl -sS --fail-with-body ")
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", here],
+        cwd=folder,
+        env={**os.environ, "PORTALMQ_URL": broker.url},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def test_scheduled_messages_are_run_moved_and_counted_by_the_block_of_the_page(tmp_path: Path) -> None:
+    (block,) = re.findall(r"^```sh\n(.*?)^```", (DOCS / "QUEUES.md").read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    with InMemoryBroker() as broker:
+        moved, matched = map(json.loads, run(block, tmp_path, broker).splitlines())  # a run is answered 204
+    assert moved["copy_of"].startswith("reminders/")
+    assert matched["cancelled"] == 0
+
+
 @pytest.mark.parametrize("page", COMMANDS_MIN)
 def test_every_command_of_the_page_works(page: str, tmp_path: Path) -> None:
     found = commands(page)
     assert len(found) >= COMMANDS_MIN[page]
     with InMemoryBroker() as broker:
         for command in found:
-            here = command.replace("http://localhost:5000", broker.url).replace("curl ", "curl -sS --fail-with-body ")
-            done = subprocess.run(
-                ["bash", "-euo", "pipefail", "-c", here],
-                cwd=tmp_path,
-                env={**os.environ, "PORTALMQ_URL": broker.url},
-                capture_output=True,
-                text=True,
-                timeout=120,
-                check=False,
-            )
-            assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+            run(command, tmp_path, broker)
