@@ -18,6 +18,7 @@ from portalmq.broker.messages import sql_queries
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.server.auth import Auth
 from portalmq.broker.server.config import BrokerConfig
+from portalmq.broker.storage.batch import Record
 from portalmq.errors import Backpressure, InvalidRequest, QueryLimit, Unavailable
 
 FOREVER = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT count(*) FROM n"
@@ -39,6 +40,16 @@ def rows(fixture: Fixture, query: str) -> list[list[object]]:
 
 def test_a_query_reads_the_files_that_the_broker_writes(fixture: Fixture) -> None:
     assert rows(fixture, "SELECT topic, partition, count(*) FROM messages GROUP BY 1, 2") == [["t", 0, 3], ["t", 1, 3]]
+
+
+def test_text_of_another_content_type_is_found_by_a_cast(tmp_path: Path) -> None:
+    """As docs/DASHBOARD.md tells those who send with `curl -d`."""
+    with running(tmp_path) as fixture:
+        fixture.broker.create_topic("t", wire.CreateTopic())
+        sent = [Record(b"at once", "application/x-www-form-urlencoded"), Record(b"at once", "text/plain")]
+        fixture.broker.produce("t", ProduceRequest(sent))
+        assert rows(fixture, "SELECT count(*) FROM messages WHERE value = 'at once'") == [[1]]
+        assert rows(fixture, "SELECT count(*) FROM messages WHERE CAST(value AS TEXT) = 'at once'") == [[2]]
 
 
 def test_what_is_refused_is_an_error_of_the_caller(fixture: Fixture) -> None:
