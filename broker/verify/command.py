@@ -5,6 +5,7 @@ The parts that read files need the packages of a broker, and are loaded for --da
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ import msgspec
 from portalmq.broker.verify.compare import WRONG, PartitionFinding
 from portalmq.broker.verify.live import LivePartition, partitions_of
 from portalmq.broker.verify.receipts import Receipts, ReceiptsFinding
-from portalmq.cli.output import show_one, show_rows
+from portalmq.cli.output import show_one, show_rows, write_no_more
 from portalmq.cli.receipts import BadReceipts
 from portalmq.cli.session import Session, with_session
 from portalmq.errors import TopicNotFound, Unavailable
@@ -64,7 +65,11 @@ def verify(
     wanted = sorted(set(topics) or {topic for topic, _ in (receipts.partitions if receipts else [])})
     found = _in_directories(directories, wanted, receipts) if directories else _live(session, wanted, receipts)
     report = _report(list(found), receipts)
-    _show(report, "json" if as_json else session.output)
+    try:
+        _show(report, "json" if as_json else session.output)
+        sys.stdout.flush()
+    except BrokenPipeError:  # a reader that has enough (`| head`) does not change what was found
+        write_no_more()
     if report.state != "ok":
         click.get_current_context().exit(EXIT_WRONG if report.state == "wrong" else EXIT_UNKNOWN)
 

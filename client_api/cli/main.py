@@ -19,6 +19,7 @@ from portalmq.cli.dead_letters import dead_letter_commands, scheduled_commands
 from portalmq.cli.groups import group_commands
 from portalmq.cli.locks import lock_commands
 from portalmq.cli.messages import consume, peek, produce, queue
+from portalmq.cli.output import write_no_more
 from portalmq.cli.schedules import schedule_commands
 from portalmq.cli.session import connection_options
 from portalmq.cli.sql import sql
@@ -67,19 +68,14 @@ class CommandLine(click.Group):
             ctx.exit(EXIT_INTERRUPTED)
         except BrokenPipeError:
             # The reader (`| head`) has all it needs.
-            _write_no_more()
+            write_no_more()
             ctx.exit(0)
         except OSError as fault:
             if fault.errno not in (errno.ENOSPC, errno.EIO, errno.EDQUOT):
                 raise
-            _write_no_more()
+            write_no_more()
             click.echo(f"portalmq: cannot write: {fault.strerror}", err=True)
             ctx.exit(EXIT_ERROR)
-
-
-def _write_no_more() -> None:
-    """Discard all further output, also what is flushed at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _room_commands() -> dict[str, EntryPoint]:

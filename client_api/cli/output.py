@@ -57,6 +57,11 @@ def show_one(fields: Mapping[str, Any], form: Form) -> None:
         sys.stdout.write(f"{_bold(name.ljust(width))}{_GAP}{shown}\n")
 
 
+def write_no_more() -> None:
+    """Discard all further output, also what is flushed at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def message_row(message: Message) -> dict[str, Any]:
     """Return a message as the HTTP API shows it in JSON."""
     row: dict[str, Any] = {

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -63,6 +66,17 @@ def test_damage_is_named_and_is_exit_code_3(stopped):
     assert result.exit_code == 3
     assert "damaged" in result.stdout
     assert json.loads(verified("--data-dir", str(stopped), "--json").stdout)["state"] == "wrong"
+
+
+@pytest.mark.parametrize("form", ["table", "json"])
+def test_a_reader_that_goes_away_does_not_hide_the_exit_code(stopped, form):
+    change(stopped, "0*.sqlite", "UPDATE messages SET value = 'spoilt' WHERE offset = 3")
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [sys.executable, "-m", "portalmq.cli.main", "verify", "--data-dir", str(stopped), "-o", form]
+    ended = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (3, "")
 
 
 def test_a_damaged_state_file_is_named(stopped):
