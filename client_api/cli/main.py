@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import ssl
 import sys
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -129,10 +130,35 @@ def _sentence(error: PortalMQError) -> str:
     if "looked_at" not in error.extra:
         return error.detail
     looked_at = ", ".join(error.extra["looked_at"])
+    if found := _cause_and_remedy(error):
+        cause, remedy = found
+        return f"no broker answers at {looked_at} ({cause}). {remedy}."
     return (
         f"no broker answers at {looked_at}. Start a cluster with `portalmq up`, a single broker with `portalmq dev`, "
         "or name yours with --server (PORTALMQ_URL)."
     )
+
+
+# What to do about a failure of TLS, by OpenSSL's reason (newer versions have another name for a wrong version).
+_TLS_REMEDIES = {
+    "CERTIFICATE_VERIFY_FAILED": "Name the authority of the brokers' certificates with --tls-ca (PORTALMQ_TLS_CA), and "
+    "the broker as in its certificate",
+    "WRONG_VERSION_NUMBER": "It seems to have no TLS: write http:// in --server (PORTALMQ_URL)",
+    "RECORD_LAYER_FAILURE": "It seems to have no TLS: write http:// in --server (PORTALMQ_URL)",
+}
+_OTHER_TLS_REMEDY = "Where brokers ask for a certificate, show one with --tls-client-cert and --tls-client-key"
+
+
+def _cause_and_remedy(error: PortalMQError) -> tuple[str, str] | None:
+    """Return why something that listens there is of no use, and what to do; None if nothing listens or it is silent."""
+    fault = error.__cause__
+    origin = fault and fault.__cause__
+    if isinstance(origin, ssl.SSLError):
+        return str(fault), _TLS_REMEDIES.get(origin.reason or "", _OTHER_TLS_REMEDY)
+    is_plain = any(url.startswith("http://") for url in error.extra["looked_at"])
+    if is_plain and error.outcome == "unknown" and isinstance(origin, (ConnectionError, ValueError)):
+        return str(fault), "If it has TLS, write https:// in --server (PORTALMQ_URL)"
+    return None
 
 
 @click.group(cls=CommandLine, context_settings={"help_option_names": ["-h", "--help"]})

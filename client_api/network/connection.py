@@ -76,7 +76,8 @@ class Address(NamedTuple):
 def parse_address(url: str) -> Address:
     """Parse `http://host:port`, `https://host`, or `host:port`.
 
-    Raises ValueError for another scheme, and for user names and passwords, which belong in a token.
+    Raises ValueError for another scheme, for a port that is none, and for user names and passwords, which belong in a
+    token.
     """
     text = url.strip()
     parts = urlsplit(text if "://" in text else f"http://{text}")

@@ -18,6 +18,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 from support.scripted_broker import Call, Reply, ScriptedBroker, refuse
+from support.tls import TlsFront, pem
 
 from portalmq import wire
 from portalmq.cli import main as cli
@@ -115,6 +116,13 @@ def test_an_unreachable_broker_is_exit_69_with_its_address_and_a_remedy(monkeypa
 )
 def test_a_usage_error_is_exit_2(words: list[str]) -> None:
     assert CliRunner().invoke(main, words).exit_code == 2
+
+
+@pytest.mark.parametrize("url", ["http://localhost:99999", "localhost:http"])
+def test_an_address_with_a_port_that_is_none_is_named(url: str) -> None:
+    result = CliRunner().invoke(main, ["status", "--server", url])
+    assert result.exit_code == 2
+    assert repr(url) in result.stderr
 
 
 def test_an_error_of_the_broker_is_exit_1_with_its_sentence(broker: ScriptedBroker) -> None:
@@ -365,6 +373,44 @@ def test_a_host_that_resets_connections_is_a_broker_that_does_not_answer(monkeyp
         server.shutdown(socket.SHUT_RDWR)
     assert result.exit_code == 69
     assert f"no broker answers at {url}" in result.stderr
+
+
+def test_a_certificate_that_is_not_trusted_is_the_cause_and_tls_ca_the_remedy(broker: ScriptedBroker) -> None:
+    with TlsFront(int(broker.url.rpartition(":")[2]), "server") as front:
+        result = CliRunner().invoke(main, ["topic", "list", "--server", f"https://localhost:{front.port}"])
+    assert result.exit_code == 69
+    assert f"https://localhost:{front.port}" in result.stderr
+    assert "certificate verify failed" in result.stderr
+    assert "--tls-ca" in result.stderr
+    assert "portalmq up" not in result.stderr
+
+
+def test_https_to_a_broker_without_tls_says_to_write_http(broker: ScriptedBroker) -> None:
+    result = CliRunner().invoke(main, ["topic", "list", "--server", broker.url.replace("http", "https")])
+    assert result.exit_code == 69
+    assert "SSL" in result.stderr
+    assert "http://" in result.stderr
+    assert "portalmq up" not in result.stderr
+
+
+def test_http_to_a_broker_with_tls_says_to_write_https(broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("portalmq.cli.session.REACH_TIMEOUT_S", 1.0)
+    with TlsFront(int(broker.url.rpartition(":")[2]), "server") as front:
+        result = CliRunner().invoke(main, ["topic", "list", "--server", f"http://localhost:{front.port}"])
+    assert result.exit_code == 69
+    assert f"no broker answers at http://localhost:{front.port}" in result.stderr
+    assert "https://" in result.stderr
+
+
+def test_a_broker_that_wants_a_certificate_says_which_option_shows_one(
+    broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("portalmq.cli.session.REACH_TIMEOUT_S", 1.0)
+    monkeypatch.setenv("PORTALMQ_TLS_CA", str(pem("authority")))
+    with TlsFront(int(broker.url.rpartition(":")[2]), "server", asks_for_certificate=True) as front:
+        result = CliRunner().invoke(main, ["topic", "list", "--server", f"https://localhost:{front.port}"])
+    assert result.exit_code == 69
+    assert "--tls-client-cert" in result.stderr
 
 
 def test_peek_marks_bytes_that_are_no_text(broker: ScriptedBroker) -> None:
