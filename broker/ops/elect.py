@@ -197,11 +197,14 @@ def _catalog(config: BrokerConfig) -> Iterator[Catalog]:
     """Yield the catalog of the cluster in ZooKeeper."""
     if not config.is_clustered:
         raise UsageError("this command needs ZooKeeper: name it with --zookeeper HOST:PORT")
-    from portalmq.broker.server.preflight import connected
+    from portalmq.broker.server.preflight import connected, not_admitted
     from portalmq.control_plane.catalog import Catalog
+    from portalmq.control_plane.plane import PlaneRefused
 
     plane = connected(config)
     try:
         yield Catalog(plane)
+    except PlaneRefused as refused:
+        raise not_admitted(refused) from None
     finally:
         plane.close()

@@ -38,6 +38,7 @@ from portalmq.system import die_with
 
 if TYPE_CHECKING:
     from portalmq.control_plane.catalog import Catalog
+    from portalmq.control_plane.plane import PlaneRefused
     from portalmq.control_plane.zookeeper import ZooKeeper
 
 CONNECT_WITHIN_S = 5.0
@@ -225,7 +226,7 @@ def connected(config: BrokerConfig) -> ZooKeeper:
     except ValueError as wrong:
         raise StartupError(str(wrong), EX_USAGE) from None
     except PlaneRefused as refused:
-        raise StartupError(f"{refused}: see --zookeeper-user and --zookeeper-password", EX_USAGE) from None
+        raise not_admitted(refused) from None
     except PlaneUnavailable:
         raise StartupError(
             f"no ZooKeeper answers at {where}: start one with `portalmq zookeeper`, or name the one you have with "
@@ -233,6 +234,16 @@ def connected(config: BrokerConfig) -> ZooKeeper:
             EX_UNAVAILABLE,
         ) from None
     return plane
+
+
+def not_admitted(refused: PlaneRefused) -> StartupError:
+    """Return what to say to someone whose credentials ZooKeeper does not take, or who has shown none."""
+    return StartupError(
+        f"{refused}. Give --zookeeper-user and --zookeeper-password as its brokers do; for a cluster of `portalmq up`: "
+        "--zookeeper-own-root --zookeeper-user portalmq --zookeeper-password @data/cluster/zookeeper.password "
+        "(the file is in its --data-dir)",
+        EX_USAGE,
+    )
 
 
 def zookeeper_of(config: BrokerConfig, session_timeout_s: float, *, closes: bool = True) -> ZooKeeper:
@@ -307,7 +318,7 @@ def _startup_errors() -> Iterator[None]:
     try:
         yield
     except PlaneRefused as refused:
-        raise StartupError(f"{refused}: see --zookeeper-user and --zookeeper-password", EX_USAGE) from None
+        raise not_admitted(refused) from None
     except Unavailable as away:
         raise StartupError(f"ZooKeeper stopped answering: {away}", EX_UNAVAILABLE) from None
     except PlaneError as fault:
