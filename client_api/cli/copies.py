@@ -10,7 +10,7 @@ import click
 import msgspec
 
 from portalmq import wire
-from portalmq.cli.options import duration, future_time, message_headers
+from portalmq.cli.options import FiniteRange, duration, future_time, message_headers
 from portalmq.cli.output import show_one
 from portalmq.cli.session import Session, with_session
 
@@ -68,7 +68,7 @@ def copy(
 @click.argument("to_topic")
 @click.option("--group", default="default", show_default=True, help="What is ready for this queue group.")
 @click.option("--limit", type=click.IntRange(1), help="How many at most [all].")
-@click.option("--rate", "rate_per_s", type=click.FloatRange(0, min_open=True), metavar="N", help="At most N a second.")
+@click.option("--rate", "rate_per_s", type=FiniteRange(0, min_open=True), metavar="N", help="At most N a second.")
 @click.option("--dry-run", is_flag=True, help="Count them, and change nothing.")
 @with_session
 def move(

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import click
 
 from portalmq import wire
-from portalmq.cli.options import duration, future_time, message_ids, where_given
+from portalmq.cli.options import FiniteRange, duration, future_time, message_ids, where_given
 from portalmq.cli.output import message_row, show_one, show_rows
 from portalmq.cli.session import Session, fields, with_session
 from portalmq.message import Message
@@ -58,7 +58,7 @@ def _number(text: str | None) -> int | None:
 @click.option(
     "--where", callback=where_given, metavar="JSON", help='Only these, e.g. {"reason":{"contains":"timeout"}}.'
 )
-@click.option("--rate", "rate_per_s", type=click.FloatRange(0, min_open=True), metavar="N", help="At most N a second.")
+@click.option("--rate", "rate_per_s", type=FiniteRange(0, min_open=True), metavar="N", help="At most N a second.")
 @click.option("--dry-run", is_flag=True, help="Count them, and change nothing.")
 @with_session
 def redrive(session: Session, group: str, topic: str, **options: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -20,6 +21,26 @@ def duration_s(given: str) -> float | None:
     """Return `500ms`, `90s`, `15m`, `2h`, `7d` in seconds; None if it is not a duration."""
     found = _DURATION.match(given)
     return None if found is None else float(found[1]) * _UNITS_S[found[2]]
+
+
+class FiniteRange(click.FloatRange):
+    """A number in a range. `nan`, which no range refuses, and `inf` are no numbers here."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number", param, ctx)
+        return number
+
+
+class SecondsRange(FiniteRange):
+    """Seconds in a range, written as a number or as a duration: 2, 1s, 500ms."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        seconds = duration_s(value) if isinstance(value, str) else None
+        return super().convert(value if seconds is None else seconds, param, ctx)
 
 
 def duration(ctx: click.Context, parameter: click.Parameter, given: str | None) -> float | None:

@@ -8,6 +8,8 @@ from typing import Literal
 
 import click
 
+from portalmq.cli.options import FiniteRange
+
 PROCESSES_MAX = 256
 
 
@@ -24,7 +26,7 @@ PROCESSES_MAX = 256
     help="A folder to watch instead of this one; may be repeated.",
 )  # fmt: skip
 @click.option(
-    "--grace", "grace_s", type=click.FloatRange(0, 86_400), default=30.0, show_default=True,
+    "--grace", "grace_s", type=FiniteRange(0, 86_400), default=30.0, show_default=True,
     help="Seconds that running handlers have to end after SIGTERM.",
 )  # fmt: skip
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address of --port.")

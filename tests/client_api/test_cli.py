@@ -118,6 +118,19 @@ def test_a_usage_error_is_exit_2(words: list[str]) -> None:
     assert CliRunner().invoke(main, words).exit_code == 2
 
 
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf", "0"])
+@pytest.mark.parametrize("words", [["move", "t", "u", "--rate"], ["dlq", "redrive", "g", "t", "--rate"]])
+def test_a_rate_is_a_finite_number(broker: ScriptedBroker, words: list[str], number: str) -> None:
+    assert run(broker, *words, number).exit_code == 2
+    assert broker.calls == []
+
+
+@pytest.mark.parametrize("words", [["worker", "shop:app", "--grace"], ["zeromq", "--timeout"], ["zeromq", "--lease"]])
+def test_no_number_of_seconds_is_nan(words: list[str]) -> None:
+    result = CliRunner().invoke(main, [*words, "nan"])
+    assert (result.exit_code, "not a finite number" in result.stderr) == (2, True)
+
+
 @pytest.mark.parametrize("url", ["http://localhost:99999", "localhost:http"])
 def test_an_address_with_a_port_that_is_none_is_named(url: str) -> None:
     result = CliRunner().invoke(main, ["status", "--server", url])

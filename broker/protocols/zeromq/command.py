@@ -12,6 +12,7 @@ import click
 
 from portalmq import wire
 from portalmq.broker.protocols.zeromq.protocol import PORTS, PortRole
+from portalmq.cli.options import FiniteRange
 from portalmq.cli.output import show_one
 from portalmq.cli.session import Session, with_session
 from portalmq.errors import PortalMQError
@@ -45,11 +46,11 @@ _PORT: dict[str, Any] = {"type": click.IntRange(0, 65_535), "show_default": True
 )  # fmt: skip
 @click.option("--insecure", is_flag=True, help="Let in every client that reaches the host.")
 @click.option(
-    "--timeout", "timeout_s", type=click.FloatRange(0.1, 600), default=15.0, show_default=True, metavar="SECONDS",
+    "--timeout", "timeout_s", type=FiniteRange(0.1, 600), default=15.0, show_default=True, metavar="SECONDS",
     help="Longest time until a request is answered, possibly with an error.",
 )  # fmt: skip
 @click.option(
-    "--lease", "lease_s", type=click.FloatRange(0.001, wire.VISIBILITY_TIMEOUT_MS_MAX / 1000), metavar="SECONDS",
+    "--lease", "lease_s", type=FiniteRange(0.001, wire.VISIBILITY_TIMEOUT_MS_MAX / 1000), metavar="SECONDS",
     help="Time after which a message that is not deleted is delivered again [the group's visibility timeout, 30].",
 )  # fmt: skip
 @click.option(
