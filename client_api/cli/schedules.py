@@ -11,6 +11,7 @@ import msgspec
 from portalmq.cli.options import duration, message_headers
 from portalmq.cli.output import show_one, show_rows
 from portalmq.cli.session import Session, fields, with_session
+from portalmq.contract.schedules import EVERY_MS_MIN
 
 _COLUMNS = ["name", "topic", "cron", "every_ms", "timezone", "paused", "next_tick"]
 
@@ -48,6 +49,8 @@ def create(
     """
     if (options["cron"] is None) == (every is None):
         raise click.UsageError("give --cron, or --every")
+    if every is not None and every * 1000 < EVERY_MS_MIN:
+        raise click.UsageError("--every is at least 1s")
     message: Any = value
     if as_json:
         try:

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from portalmq.cli.options import SecondsRange
 from portalmq.cli.output import show_rows
 from portalmq.cli.session import Session, with_session
 
@@ -14,8 +15,8 @@ from portalmq.cli.session import Session, with_session
 @click.argument("query")
 @click.option("-n", "--count", type=click.IntRange(1, 10_000), default=1_000, show_default=True, help="The most rows.")
 @click.option(
-    "--timeout", "timeout_s", type=click.FloatRange(0.001, 30), default=5.0, show_default=True,
-    help="Seconds after which the broker gives up.",
+    "--timeout", "timeout_s", type=SecondsRange(0.001, 30), default="5s", show_default=True,
+    help="When the broker gives up: 2s, 500ms, or a number of seconds.",
 )  # fmt: skip
 @with_session
 def sql(session: Session, query: str, count: int, timeout_s: float) -> None:
@@ -23,6 +24,8 @@ def sql(session: Session, query: str, count: int, timeout_s: float) -> None:
 
     Example: portalmq sql "SELECT topic, count(*) FROM messages GROUP BY topic"
     """
+    if not query.strip():
+        raise click.UsageError("the query is empty: write one SELECT")
     found = session.admin.sql(query, limit=count, timeout_s=timeout_s)
     columns = _told_apart(found.columns)
     show_rows((_row(columns, each) for each in found.rows), session.output, columns)

@@ -131,6 +131,26 @@ def test_no_number_of_seconds_is_nan(words: list[str]) -> None:
     assert (result.exit_code, "not a finite number" in result.stderr) == (2, True)
 
 
+@pytest.mark.parametrize(("given", "timeout_ms"), [("2", 2_000), ("0.5", 500), ("1s", 1_000), ("250ms", 250)])
+def test_sql_takes_its_timeout_as_seconds_or_as_a_duration(broker: ScriptedBroker, given: str, timeout_ms: int) -> None:
+    broker.script("POST", "/v1/sql", [reply({"columns": ["n"], "rows": [], "truncated": False, "elapsed_ms": 1})])
+    assert run(broker, "sql", "SELECT 1", "--timeout", given).exit_code == 0
+    assert broker.calls[-1].json()["timeout_ms"] == timeout_ms
+
+
+@pytest.mark.parametrize("given", ["nan", "0", "0s", "31", "1m", "soon"])
+def test_sql_refuses_a_timeout_that_the_broker_would_not_take(broker: ScriptedBroker, given: str) -> None:
+    assert run(broker, "sql", "SELECT 1", "--timeout", given).exit_code == 2
+    assert broker.calls == []
+
+
+def test_sql_refuses_an_empty_query_with_a_sentence(broker: ScriptedBroker) -> None:
+    result = run(broker, "sql", " ")
+    assert result.exit_code == 2
+    assert "the query is empty" in result.stderr
+    assert broker.calls == []
+
+
 @pytest.mark.parametrize("url", ["http://localhost:99999", "localhost:http"])
 def test_an_address_with_a_port_that_is_none_is_named(url: str) -> None:
     result = CliRunner().invoke(main, ["status", "--server", url])

@@ -68,6 +68,14 @@ def test_create_needs_one_kind_of_times(broker: ScriptedBroker, options: list[st
     assert run(broker, "create", "report", "--topic", "t", *options).exit_code == 2
 
 
+@pytest.mark.parametrize("every", ["0s", "999ms"])
+def test_create_says_the_shortest_interval(broker: ScriptedBroker, every: str) -> None:
+    result = run(broker, "create", "report", "--topic", "t", "--every", every)
+    assert result.exit_code == 2
+    assert "at least 1s" in result.stderr
+    assert broker.calls == []
+
+
 def test_list_shows_the_next_times(broker: ScriptedBroker) -> None:
     script(broker, "GET", "/v1/schedules", {"schedules": [SHOWN]})
     head, row = run(broker, "list").stdout.splitlines()
