@@ -131,14 +131,17 @@ def _selection(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @scheduled_commands.command()
 @_selection
+@click.option("-y", "--yes", is_flag=True, help="Do not ask (--all asks).")
 @with_session
-def cancel(session: Session, topic: str, ids: tuple[str, ...], **options: Any) -> None:
+def cancel(session: Session, topic: str, ids: tuple[str, ...], yes: bool, **options: Any) -> None:
     """Cancel messages of TOPIC that are not due yet: those with IDS, or --where, or --all.
 
     Example: portalmq scheduled cancel reminders --where '{"value.user":{"eq":7}}' --dry-run
     """
+    _check_selection(ids, options)
+    if options["everything"] and not yes and not options["dry_run"]:
+        click.confirm(f"Cancel all scheduled messages of {topic} (at most {options['limit']})?", abort=True, err=True)
     if ids and not options["dry_run"]:
-        _check_selection(ids, options)
         for each in ids:
             session.admin.cancel_scheduled(topic, each)
             click.echo(f"message {each} of {topic} is cancelled", err=True)

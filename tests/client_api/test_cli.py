@@ -232,6 +232,18 @@ def test_deleting_and_purging_ask_first(broker: ScriptedBroker) -> None:
     assert broker.calls[-1].query == {"before_offset": "5"}
 
 
+def test_cancelling_all_that_is_scheduled_asks_first(broker: ScriptedBroker) -> None:
+    broker.script("POST", "/v1/topics/t/scheduled", [reply({"matched": 2, "changed": 2})] * 4)
+    cancel = ("scheduled", "cancel", "t")
+    assert run(broker, *cancel, "--all", stdin="n\n").exit_code == 1
+    assert run(broker, *cancel, "--all", stdin="").exit_code == 1, "no answer is no yes"
+    assert broker.calls_of("POST", "/v1/topics/t/scheduled/cancel") == []
+    assert run(broker, *cancel, "--all", stdin="y\n").exit_code == 0
+    assert run(broker, *cancel, "--all", "-y").exit_code == 0
+    assert run(broker, *cancel, "--all", "--dry-run").exit_code == 0, "it changes nothing"
+    assert run(broker, *cancel, "--where", '{"key":{"eq":"k"}}').exit_code == 0, "they were selected"
+
+
 def test_groups_and_their_lag_are_shown(broker: ScriptedBroker) -> None:
     broker.script("GET", "/v1/groups/g", [reply(GROUP)] * 2)
     broker.script("GET", "/v1/groups", [reply({"groups": [GROUP]})])
