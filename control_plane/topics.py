@@ -365,15 +365,21 @@ def _topic_config(config: wire.TopicConfig, patch: dict[str, Any]) -> wire.Topic
 
 def _check_alike(topic: TopicState, request: wire.CreateTopic) -> None:
     """Raise TopicExists when a field of the request differs."""
-    differing = [
-        name
+    differing = {
+        name: getattr(topic, name)
         for name in ("partitions", "replication_factor")
         if getattr(request, name) is not None and getattr(request, name) != getattr(topic, name)
-    ]
+    }
     asked = state.patched(topic.config, request.config)
-    differing += [f"config.{name}" for name in request.config if getattr(asked, name) != getattr(topic.config, name)]
+    for name in request.config:
+        if getattr(asked, name) != getattr(topic.config, name):
+            differing[f"config.{name}"] = getattr(topic.config, name)
     if differing:
-        raise TopicExists(f"topic {topic.name!r} exists with another {', '.join(differing)}: alter it with PATCH")
+        now = ", ".join(f"{name} {msgspec.json.encode(value).decode()}" for name, value in differing.items())
+        remedy = "Change them by PATCH, or with `portalmq topic alter`"
+        if "replication_factor" in differing:
+            remedy = "A topic keeps its replication_factor: leave it out, or use another name"
+        raise TopicExists(f"topic {topic.name!r} exists with other settings (now {now}). {remedy}")
 
 
 def _replication_factor(request: wire.CreateTopic, config: wire.TopicConfig, live: int, default: int) -> int:

@@ -257,6 +257,11 @@ def check_settings(patch: dict[str, object], held: GroupState | None) -> None:
         )
     for_key, rate_for_key = (patch.get(name, getattr(held.config, name) if held else None) for name in KEY_LIMITS)
     if ordering == "key" and for_key not in (None, 1):
+        if held is not None and "ordering" not in patch:
+            raise InvalidRequest(
+                f"group {held.name!r} exists with ordering 'key', which is one message of a key at a time: leave out"
+                " max_in_flight_per_key, or use another name"
+            )
         raise InvalidRequest("ordering 'key' is one message of a key at a time: leave out max_in_flight_per_key")
     is_keyed = ordering == "key" or for_key is not None or rate_for_key is not None
     if held is not None and held.config.mode == mode and is_keyed != held.config.is_keyed:

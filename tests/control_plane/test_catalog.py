@@ -94,9 +94,12 @@ class TestCreatingTopics:
     @pytest.mark.parametrize(
         ("fields", "named"),
         [
-            ({"partitions": 3}, "partitions"),
-            ({"replication_factor": 1}, "replication_factor"),
-            ({"config": {"retention_ms": None}}, "config.retention_ms"),
+            (
+                {"partitions": 3},
+                r"exists with other settings \(now partitions 2\)\. .* PATCH, or with `portalmq topic alter`",
+            ),
+            ({"replication_factor": 1}, r"replication_factor 3\)\. .* keeps its replication_factor"),
+            ({"config": {"retention_ms": None}}, r"config\.retention_ms 604800000\)\. Change"),
         ],
     )
     def test_a_repeated_creation_with_other_fields_is_refused(

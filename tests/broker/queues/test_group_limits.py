@@ -280,6 +280,12 @@ def test_whether_keys_are_limited_is_fixed(admin: Admin, topic: str) -> None:
         admin.create_group(f"{topic}-ordered", ordering="key", max_in_flight_per_key=2)
 
 
+def test_a_group_that_exists_in_key_order_is_named_when_its_keys_shall_be_limited(admin: Admin, topic: str) -> None:
+    admin.create_group(topic, ordering="key")
+    with pytest.raises(InvalidRequest, match=f"group '{topic}' exists with ordering 'key'"):
+        admin.create_group(topic, max_in_flight_per_key=2)
+
+
 def test_priorities_keep_their_order_under_a_limit(
     broker: InMemoryBroker, admin: Admin, topic: str, consumer: Consumer
 ) -> None:
