@@ -1,7 +1,7 @@
 """`portalmq`: the group of all commands, and the form of every failure.
 
 Exit codes: 0 done, 1 an error of the broker or the data, 2 usage, 69 no broker reachable (EX_UNAVAILABLE of
-sysexits.h), 130 interrupted.
+sysexits.h), 130 interrupted. docs/COMMANDS.md has those of single commands.
 """
 
 from __future__ import annotations
