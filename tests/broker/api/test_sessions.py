@@ -127,7 +127,7 @@ class TestReadOnly:
         if route.method == "GET" or route.path == "/v1/fetch":
             assert answer.status_code not in {401, 403}
         else:
-            assert "may read" in problem_of(answer, 403, "forbidden")["detail"]
+            assert "nor run SQL: use a full token" in problem_of(answer, 403, "forbidden")["detail"]
             assert broker.made == []
 
     def test_nor_does_its_session(self, browser, broker, problem_of):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -399,6 +400,14 @@ def test_a_bounded_number_of_files_is_watched(tmp_path: Path, caplog: pytest.Log
     assert "only the first 2" in caplog.text
 
 
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory of the test; what it adds to sys.path is gone afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    return tmp_path
+
+
 @pytest.mark.parametrize(
     ("name", "content", "why"),
     [
@@ -411,13 +420,9 @@ def test_a_bounded_number_of_files_is_watched(tmp_path: Path, caplog: pytest.Log
         (":app", None, "names no module"),
     ],
 )
-def test_an_app_that_cannot_be_loaded_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: str | None, why: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", ["", *__import__("sys").path])
+def test_an_app_that_cannot_be_loaded_says_why(folder: Path, name: str, content: str | None, why: str) -> None:
     if content is not None:
-        (tmp_path / f"{name.partition(':')[0]}.py").write_text(content)
+        (folder / f"{name.partition(':')[0]}.py").write_text(content)
     with pytest.raises(AppNotFound, match=why):
         load_app(name)
 
@@ -431,11 +436,9 @@ def test_an_app_that_cannot_be_loaded_says_why(
     ],
 )
 def test_a_wrong_option_of_a_handler_is_one_line_with_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, option: str, why: str
+    folder: Path, number: int, option: str, why: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", [*__import__("sys").path])
-    file = tmp_path / f"refused_{number}.py"
+    file = folder / f"refused_{number}.py"
     file.write_text(f"from portalmq import App\napp = App()\n@app.handler('t', {option})\ndef f(message): ...\n")
     with pytest.raises(AppNotFound) as refused:
         load_app(f"refused_{number}:app")
@@ -454,22 +457,18 @@ def test_a_wrong_option_of_a_handler_is_one_line_with_its_place(
     ],
 )
 def test_an_app_whose_brokers_are_misnamed_is_refused_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, arguments: str, why: str
+    folder: Path, number: int, arguments: str, why: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", [*__import__("sys").path])
     text = f"from portalmq import App\napp = App({arguments})\n@app.handler('t')\ndef f(message): ...\n"
-    (tmp_path / f"misnamed_{number}.py").write_text(text)
+    (folder / f"misnamed_{number}.py").write_text(text)
     refused = CliRunner().invoke(worker, [f"misnamed_{number}:app"])
     assert refused.exit_code == 2, refused.exception
     assert refused.stderr.startswith(f"portalmq: misnamed_{number}:app cannot reach its brokers: {why}")
     assert refused.stderr.count("\n") == 1
 
 
-def test_an_app_may_be_an_attribute_of_an_attribute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", [*__import__("sys").path])
-    (tmp_path / "nested_g.py").write_text(
+def test_an_app_may_be_an_attribute_of_an_attribute(folder: Path) -> None:
+    (folder / "nested_g.py").write_text(
         "from portalmq import App\nclass Shop:\n    app = App()\n@Shop.app.handler('t')\ndef f(message): ...\n"
     )
     assert load_app("nested_g:Shop.app").handlers[0].name == "f"
