@@ -73,9 +73,9 @@ def test_several_messages_of_a_partition_are_one_commit() -> None:
 def test_an_output_that_json_cannot_encode_is_refused_before_anything_is_sent() -> None:
     with ScriptedBroker() as broker:
         broker.fill("t", [b"1"])
-        with consumer(broker, manual_ack=True) as messages:
-            with pytest.raises(TypeError, match="nan, which JSON cannot encode"):
-                messages.commit_with(messages.poll(), [{"topic": "out", "value": {"x": float("nan")}}])
+        refused = pytest.raises(TypeError, match="nan, which JSON cannot encode")
+        with consumer(broker, manual_ack=True) as messages, refused:
+            messages.commit_with(messages.poll(), [{"topic": "out", "value": {"x": float("nan")}}])
         assert broker.calls_of("POST", COMMIT) == []
 
 
